@@ -14,8 +14,10 @@ from .ops.indexer_logits.operation import INDEXER_LOGITS
 from .ops.indexer_loss.operation import INDEXER_LOSS
 from .ops.indexer_prepare.operation import INDEXER_PREPARE
 from .ops.indexer_topk.operation import INDEXER_TOPK
+from .ops.layer.operation import LAYER
 from .ops.prefill.operation import PREFILL
 from .ops.prefill_backward.operation import PREFILL_BACKWARD
+from .ops.projection.operation import PROJECTION
 from .ops.sparse_backward.operation import SPARSE_BACKWARD
 from .ops.sparse_decode.operation import SPARSE_DECODE
 from .ops.sparse_forward.operation import SPARSE_FORWARD
@@ -31,8 +33,10 @@ _KNOWN = (
     INDEXER_LOSS,
     INDEXER_PREPARE,
     INDEXER_TOPK,
+    LAYER,
     PREFILL,
     PREFILL_BACKWARD,
+    PROJECTION,
     SPARSE_BACKWARD,
     SPARSE_DECODE,
     SPARSE_FORWARD,

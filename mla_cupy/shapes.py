@@ -11,6 +11,8 @@ D_ROPE = 64
 """Width of the RoPE part of a key."""
 D_QK = D_V + D_ROPE
 """Width of a key with its RoPE part."""
+D_HEADS = 128, 64, 192, 256
+"""Widths of a head without RoPE, of keys and of values, before W_UK is absorbed and after W_UV."""
 D_UNABSORBED = 192
 """Width of DeepSeek-V3's queries before W_UK is absorbed: 128 without RoPE and 64 with it. No kernel takes them."""
 TILE_TOKENS = 64

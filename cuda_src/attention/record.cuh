@@ -13,7 +13,6 @@ enum ScaleKind : i32 { kNoScale, kScaleOfTensor, kScaleFloat32, kScaleE8m0 };
 constexpr i64 kMaxU32 = 0xffffffff;
 constexpr i32 kRecordChunk = 16;  // elements
 constexpr i32 kRopeChunks = 4;
-constexpr i32 kRopePairs = 32;
 
 // Offsets and strides in bytes. The scales of a token may lie in another plane of the page.
 struct RecordLayout {

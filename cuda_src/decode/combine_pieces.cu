@@ -4,7 +4,7 @@
 // as there can be; a request with fewer pieces has fewer columns. A row is merged in an order that depends on its
 // number of pieces only. The merge itself is in attention/merge_partials.cuh.
 #include "attention/merge_partials.cuh"
-#include "decode/pieces.cuh"
+#include "attention/pieces.cuh"
 #include "ptx/control.cuh"
 
 namespace mla::decode {

@@ -33,7 +33,9 @@ from mla_cupy.jax.functions.masks import prefill_mask
 from mla_cupy.jax.functions.merge import merge_states
 from mla_cupy.jax.functions.prefill import mla_prefill
 from mla_cupy.jax.functions.prefill_backward import mla_prefill_backward
+from mla_cupy.jax.functions.preparation import mla_prepare
 from mla_cupy.jax.functions.prepare import indexer_prepare_k, indexer_prepare_q
+from mla_cupy.jax.functions.projection import absorb, merge_project
 from mla_cupy.jax.functions.sparse_backward import sparse_mla_backward
 from mla_cupy.jax.functions.sparse_decode import sparse_mla_decode
 from mla_cupy.jax.functions.sparse_forward import sparse_mla_forward
@@ -43,6 +45,7 @@ from mla_cupy.jax.functions.warmup_loss import indexer_warmup_loss, indexer_warm
 
 __all__ = [
     "ExportedCall",
+    "absorb",
     "cache_append",
     "cache_copy_pages",
     "cache_gather",
@@ -60,10 +63,12 @@ __all__ = [
     "indexer_topk",
     "indexer_warmup_loss",
     "indexer_warmup_objective",
+    "merge_project",
     "merge_states",
     "mla_decode",
     "mla_prefill",
     "mla_prefill_backward",
+    "mla_prepare",
     "prefill_mask",
     "sparse_mla_backward",
     "sparse_mla_decode",

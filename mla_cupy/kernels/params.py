@@ -8,6 +8,15 @@ from __future__ import annotations
 from mla_cupy.kernels.param_layout import F32, I32, I64, Address, Params
 
 
+class CombineProjectParams(Params):
+    """Struct of `attention/combine_project.cu`."""
+
+    projection_addresses: ProjectionAddresses
+    decode_params: DecodeParams
+    projection_sizes: ProjectionSizes
+    has_pieces: I32
+
+
 class DecodeParams(Params):
     """Struct of `attention/decode_params.cuh`."""
 
@@ -53,6 +62,26 @@ class DecodeParams(Params):
     lse_factor: F32
     empty_lse: F32
     value_scale: F32
+
+
+class ProjectionAddresses(Params):
+    """Struct of `attention/projection.cuh`."""
+
+    w_uv: Address
+    gate: Address
+    projected: Address
+
+
+class ProjectionSizes(Params):
+    """Struct of `attention/projection.cuh`."""
+
+    w_uv_stride_h_d_elems: tuple[I64, I64]
+    gate_stride_b_s_h_elems: tuple[I64, I64, I64]
+    projected_stride_b_s_h_elems: tuple[I64, I64, I64]
+    tokens: I32
+    d_head: I32
+    parts: I32
+    projected_is_fp32: I32
 
 
 class ExtraAddresses(Params):
@@ -197,6 +226,94 @@ class CacheGatherParams(Params):
     scales_offset: I32
     scales_stride: I32
     kv_scale: F32
+
+
+class CachePrepareParams(Params):
+    """Struct of `cache/prepare.cu`."""
+
+    q: Address
+    q_rope: Address
+    out: Address
+    q_scales: Address
+    rope_out: Address
+    latent: Address
+    rope: Address
+    cache: Address
+    slots: Address
+    cos: Address
+    sin: Address
+    positions: Address
+    frequencies: tuple[
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+        I64,
+    ]
+    q_stride_n_h_bytes: tuple[I64, I64]
+    q_rope_stride_n_h_bytes: tuple[I64, I64]
+    out_stride_n_h_bytes: tuple[I64, I64]
+    q_scales_stride_n_h_elems: tuple[I64, I64]
+    rope_out_stride_bytes: I64
+    latent_stride_bytes: I64
+    rope_stride_bytes: I64
+    slots_stride_bytes: I64
+    positions_stride_bytes: I64
+    cos_stride_elems: I64
+    sin_stride_elems: I64
+    page_stride_bytes: I64
+    token_stride_bytes: I64
+    n: I32
+    num_pages: I32
+    page_size: I32
+    max_position: I32
+    element: I32
+    slots_are_64: I32
+    positions_are_64: I32
+    interleaved: I32
+    power_of_2: I32
+    kind: I32
+    rope_kind: I32
+    latent_chunks: I32
+    rope_chunks: I32
+    group_chunks: I32
+    scale_kind: I32
+    rope_offset: I32
+    scales_offset: I32
+    scales_stride: I32
+    h: I32
+    pieces: I32
+    token_blocks: I32
+    own_scale: I32
+    kv_scale: F32
+    q_scale: F32
 
 
 class CacheSlotsParams(Params):
@@ -720,6 +837,46 @@ class MergeStatesParams(Params):
     d: I32
     outs_are_fp32: I32
     out_is_fp32: I32
+    to_log2: F32
+    lse_factor: F32
+    empty_lse: F32
+
+
+class AbsorbParams(Params):
+    """Struct of `projection/absorb.cu`."""
+
+    q_nope: Address
+    w_uk: Address
+    q_rope: Address
+    out: Address
+    q_nope_stride_t_h_elems: tuple[I64, I64]
+    w_uk_stride_h_d_elems: tuple[I64, I64]
+    q_rope_stride_t_h_elems: tuple[I64, I64]
+    out_stride_t_h_elems: tuple[I64, I64]
+    t: I32
+    d_nope: I32
+
+
+class StatesAddresses(Params):
+    """Struct of `projection/states.cu`."""
+
+    outs: Address
+    lses: Address
+    lse: Address
+
+
+class MergeProjectParams(Params):
+    """Struct of `projection/states.cu`."""
+
+    projection_addresses: ProjectionAddresses
+    states_addresses: StatesAddresses
+    projection_sizes: ProjectionSizes
+    outs_stride_n_b_s_h_elems: tuple[I64, I64, I64, I64]
+    lses_stride_n_b_h_s_elems: tuple[I64, I64, I64, I64]
+    lse_stride_b_h_s_elems: tuple[I64, I64, I64]
+    states: I32
+    s_q: I32
+    outs_are_fp32: I32
     to_log2: F32
     lse_factor: F32
     empty_lse: F32

@@ -14,6 +14,8 @@ from mla_cupy.ops import (
     merge,
     prefill,
     prefill_backward,
+    preparation,
+    projection,
     sparse_backward,
     sparse_decode,
     sparse_forward,
@@ -54,6 +56,8 @@ from mla_cupy.ops.operation import Operation
 from mla_cupy.ops.prefill import mla_prefill
 from mla_cupy.ops.prefill_backward import mla_prefill_backward
 from mla_cupy.ops.prefix_groups import PrefixGroup, shared_prefixes
+from mla_cupy.ops.preparation import mla_prepare
+from mla_cupy.ops.projection import absorb, merge_project
 from mla_cupy.ops.sparse_backward import sparse_mla_backward
 from mla_cupy.ops.sparse_decode import sparse_mla_decode
 from mla_cupy.ops.sparse_forward import sparse_mla_forward
@@ -66,6 +70,7 @@ __all__ = [
     "CascadePlan",
     "DecodePlan",
     "PrefixGroup",
+    "absorb",
     "cache_append",
     "cache_copy_pages",
     "cache_gather",
@@ -84,10 +89,12 @@ __all__ = [
     "indexer_sparse_loss",
     "indexer_topk",
     "indexer_warmup_loss",
+    "merge_project",
     "merge_states",
     "mla_decode",
     "mla_prefill",
     "mla_prefill_backward",
+    "mla_prepare",
     "plan_cascade",
     "plan_decode",
     "prefill_mask",
@@ -110,6 +117,9 @@ _DESCRIBED: tuple[Operation, ...] = (
     merge.OPERATION,
     prefill.OPERATION,
     prefill_backward.OPERATION,
+    preparation.OPERATION,
+    projection.ABSORB_OPERATION,
+    projection.MERGE_OPERATION,
     sparse_backward.OPERATION,
     sparse_decode.OPERATION,
     sparse_forward.OPERATION,

@@ -165,7 +165,8 @@ class Signature:
             for name, shaped in zip(self.result_names, self.results, strict=True)
         }
         for name in self.changed:
-            np.copyto(targets[name], kept[name])
+            if kept[name] is not None:
+                np.copyto(targets[name], kept[name])
         function(self.record)(**{**kept, **targets}, **self.options._asdict())
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mla_cupy.arrays.view import View
-from mla_cupy.cache_formats import BYTE_DTYPES, CacheFormat, format_of
+from mla_cupy.cache_formats import BYTE_DTYPES, FORMATS, CacheFormat, format_of
 from mla_cupy.dtypes import FLOATS, HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
@@ -16,8 +16,9 @@ from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import absorbing, check_all_or_none, check_factor, check_flag
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 
-_CACHE_DTYPES = (*BYTE_DTYPES, *HALF)
-_INDEX_DTYPES = ("int32", "int64")
+CACHE_DTYPES = (*BYTE_DTYPES, *HALF)
+INDEX_DTYPES = ("int32", "int64")
+CACHE_AXES = "num_pages page_size 1? width"
 _RECORD_ALIGNMENT = 16
 
 
@@ -192,8 +193,14 @@ def _record(views: Views, name: Any, kv_scale: Any) -> tuple[CacheFormat, float]
     return record, scale
 
 
-def _examine_append(views: Views, given: AppendOptions) -> Examined:
-    record, kv_scale = _record(views, given.record, given.kv_scale)
+def check_tokens(views: Views, name: Any, scales: Any, kv_scale: Any) -> tuple[str, str, float]:
+    """Check tokens against the record of their cache; returns its name, the rule of its scales and the caller's one.
+
+    Raises
+    ------
+    ShapeError, ArgumentError
+    """
+    record, factor = _record(views, name, kv_scale)
     latent, rope = present(views, "latent"), views["rope"]
     if latent.shape[1] != record.d_latent:
         raise ShapeError(explain("latent.shape[-1]", latent.shape[1], f"{record.d_latent} for {record.name}"))
@@ -201,24 +208,33 @@ def _examine_append(views: Views, given: AppendOptions) -> Examined:
         got = "None" if rope is None else f"an array of width {rope.shape[1]}"
         expected = f"an array of width {record.d_rope}" if record.d_rope else "None"
         raise ShapeError(explain("rope", got, f"{expected} for {record.name}"))
-    _check_rotation(views, record)
-    named = isinstance(given.scales, str) and given.scales in [name for name in record.scales if name != "none"]
-    if given.scales is not None and not named:
-        raise ArgumentError(explain("scales", repr(given.scales), f"None, or one of {', '.join(record.scales)}"))
-    interleaved = check_flag("interleaved", given.interleaved)
-    scales = record.scales[0] if given.scales is None else given.scales
-    return Examined(None, AppendOptions(record.name, scales, kv_scale, interleaved))
+    named = isinstance(scales, str) and scales in [name for name in record.scales if name != "none"]
+    if scales is not None and not named:
+        raise ArgumentError(explain("scales", repr(scales), f"None, or one of {', '.join(record.scales)}"))
+    return record.name, record.scales[0] if scales is None else scales, factor
 
 
-def _check_rotation(views: Views, record: CacheFormat) -> None:
-    """Check that RoPE is asked for with everything that it needs, or not at all."""
-    if not check_all_or_none(views, "cos", "sin", "positions"):
-        return
-    if not record.d_rope:
-        raise ArgumentError(explain("cos", "an array", f"None: {record.name} has no RoPE part"))
+def check_pairs(views: Views, d_rope: int) -> None:
+    """Check the width of the tables of RoPE.
+
+    Raises
+    ------
+    ShapeError
+    """
     pairs = present(views, "cos").shape[1]
-    if pairs != record.d_rope // 2:
-        raise ShapeError(explain("cos.shape[-1]", pairs, f"{record.d_rope // 2} pairs"))
+    if pairs != d_rope // 2:
+        raise ShapeError(explain("cos.shape[-1]", pairs, f"{d_rope // 2} pairs"))
+
+
+def _examine_append(views: Views, given: AppendOptions) -> Examined:
+    record, scales, kv_scale = check_tokens(views, given.record, given.scales, given.kv_scale)
+    d_rope = FORMATS[record].d_rope
+    if check_all_or_none(views, "cos", "sin", "positions"):
+        if not d_rope:
+            raise ArgumentError(explain("cos", "an array", f"None: {record} has no RoPE part"))
+        check_pairs(views, d_rope)
+    interleaved = check_flag("interleaved", given.interleaved)
+    return Examined(None, AppendOptions(record, scales, kv_scale, interleaved))
 
 
 def _examine_gather(views: Views, given: GatherOptions) -> Examined:
@@ -231,18 +247,16 @@ def _row_dtypes(first: str) -> tuple[str, ...]:
     return (first, *(dtype for dtype in FLOATS if dtype != first)) if first in HALF else FLOATS
 
 
-_CACHE = "num_pages page_size 1? width"
-
 APPEND_OPERATION = Operation(
     "cache_append",
     inputs=(
         Input("latent", "n d_latent", FLOATS, contiguous=True),
         Input("rope", "n d_rope", ("=latent",), optional=True, contiguous=True),
-        Input("cache", _CACHE, _CACHE_DTYPES, contiguous=True, written=True),
-        Input("slots", "n", _INDEX_DTYPES),
+        Input("cache", CACHE_AXES, CACHE_DTYPES, contiguous=True, written=True),
+        Input("slots", "n", INDEX_DTYPES),
         Input("cos", "max_position pairs", ("float32",), optional=True, contiguous=True),
         Input("sin", "max_position pairs", ("float32",), optional=True, contiguous=True),
-        Input("positions", "n", _INDEX_DTYPES, optional=True),
+        Input("positions", "n", INDEX_DTYPES, optional=True),
     ),
     outputs=(),
     min_sizes={"max_position": 1},
@@ -254,7 +268,7 @@ APPEND_OPERATION = Operation(
 
 GATHER_OPERATION = Operation(
     "cache_gather",
-    inputs=(Input("cache", _CACHE, _CACHE_DTYPES, contiguous=True), Input("slots", "n", _INDEX_DTYPES)),
+    inputs=(Input("cache", CACHE_AXES, CACHE_DTYPES, contiguous=True), Input("slots", "n", INDEX_DTYPES)),
     outputs=(Output("out", "n d_qk", _row_dtypes, "out_dtype", "rows"),),
     options=GatherOptions,
     examine=_examine_gather,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from math import inf
 from typing import Any, NamedTuple
@@ -95,6 +96,10 @@ def cascade_decode(
     return out, lse
 
 
+_NOT_TAKEN = "tree_mask", "w_uv", "gate"
+"""Arrays of `mla_decode` that a cascade does not take."""
+
+
 class CascadeOptions(NamedTuple):
     """The arguments beside the arrays."""
 
@@ -118,7 +123,7 @@ def _is_row(group: Any) -> bool:
 
 
 def _examine(views: Views, options: CascadeOptions) -> Examined:
-    of_decode = decode_operation.OPERATION.examine({**views, "tree_mask": None}, _of_decode(options))
+    of_decode = decode_operation.OPERATION.examine({**views, **dict.fromkeys(_NOT_TAKEN)}, _of_decode(options))
     q, table = present(views, "q"), present(views, "block_table")
     groups = check_groups(options.groups, q.shape[0], table.shape[1])
     resolved = options._replace(
@@ -162,8 +167,11 @@ _PIPELINE = CompositePipeline(
 
 OPERATION = Composite(
     "cascade_decode",
-    inputs=tuple(array for array in decode_operation.OPERATION.inputs if array.name != "tree_mask"),
-    outputs=decode_operation.OPERATION.outputs,
+    inputs=tuple(array for array in decode_operation.OPERATION.inputs if array.name not in _NOT_TAKEN),
+    outputs=tuple(
+        dataclasses.replace(output, axes=output.axes.replace("d_head", "d_v"))
+        for output in decode_operation.OPERATION.outputs
+    ),
     sizes=decode_operation.OPERATION.sizes,
     min_sizes=decode_operation.OPERATION.min_sizes,
     options=CascadeOptions,

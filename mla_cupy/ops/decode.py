@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf, prod
 from typing import Any
 
@@ -31,8 +32,9 @@ from mla_cupy.ops.checks import (
 )
 from mla_cupy.ops.decode_plan import DecodePlan, UnmergedPlan
 from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_queries_or_float32, present
+from mla_cupy.ops.projection import GATE, W_UV, check_projection
 from mla_cupy.ops.schema import steps_by_16_bytes
-from mla_cupy.shapes import D_QK, D_V, MAX_TOKENS
+from mla_cupy.shapes import D_HEADS, D_QK, D_V, MAX_TOKENS
 
 
 def mla_decode(
@@ -42,6 +44,8 @@ def mla_decode(
     seqlens: Any,
     *,
     tree_mask: Any = None,
+    w_uv: Any = None,
+    gate: Any = None,
     d_v: int = D_V,
     scale: float | None = None,
     causal: bool = True,
@@ -89,6 +93,13 @@ def mla_decode(
         token before the drafts, and draft j iff bit j of tree_mask[b, i] is set. This takes the place of `causal`. Up
         to 64 drafts; bits from s_q on are ignored. In a sequence of n < s_q tokens these are its last n drafts: token t
         is draft s_q - n + t, and bits of drafts before the sequence's first token have no effect.
+    w_uv : array, (h_q, d_head, 512), bfloat16 or float16, optional
+        The values' half of kv_b_proj, as it lies in the weights: `kv_b_proj.reshape(h_q, -1, 512)[:, d_nope:]`. Results
+        are then multiplied by it, out[.., h, d] = sum_c out[.., h, c] * w_uv[h, d, c], where they would be merged. Of
+        the dtype that `out` has without it; d_head is 64, 128, 192 or 256. A contiguous last axis, a start and other
+        strides that are multiples of 16 bytes.
+    gate : array, (b, s_q, h_q, d_head), dtype of w_uv, optional
+        Its sigmoid is a factor of each element of the result of `w_uv`. Strides as for w_uv.
     d_v : int
         Width of the values: 512.
     scale : float, optional
@@ -110,7 +121,7 @@ def mla_decode(
     plan : DecodePlan, optional
         From `plan_decode`, updated for these `seqlens`: saves the scheduling and the allocations of a call.
     out : array, (b, s_q, h_q, 512), dtype of q (bfloat16 where that is e4m3) or float32, optional
-        Memory for the result: a contiguous last axis, a start and other strides that are multiples of 16 bytes. Not for
+        Memory for the result, (b, s_q, h_q, d_head) with a `w_uv`: a contiguous last axis, a start and other strides that are multiples of 16 bytes. Not for
         JAX, whose arrays cannot be written.
     lse : array, (b, h_q, s_q), float32, optional
         Memory for the log-sum-exp; any strides.
@@ -133,7 +144,7 @@ def mla_decode(
 
     Returns
     -------
-    out : array, (b, s_q, h_q, 512)
+    out : array, (b, s_q, h_q, 512), or (b, s_q, h_q, d_head) with a `w_uv`
         Array of the caller's library.
     lse : array, (b, h_q, s_q), float32
         log(sum_j exp(scale * q . k[j])), in base `lse_base`.
@@ -157,6 +168,10 @@ def mla_decode(
     float16, see `sparse_mla_decode`; those of "fp8" are exact. More than 32 rows (s_q * h_q) are blocks of 64 rows of
     one query token, or of 32 of several; each converts for itself, so that with 128 heads 16-bit rows are faster.
 
+    With `w_uv`, results of attention are kept in float32, in the workspace, until they are rounded to 16 bits for the
+    product, whose terms are added in float32. The weights are read once, whatever the number of tokens. Results of
+    several ranks, of which each has part of the tokens, may be merged after it as before it.
+
     With math="fp8", queries in e4m3 are multiplied as they are. A row of q in 16 bits is divided by the smallest power
     of two, of at least 2^-100, that brings its largest magnitude to 448 or below, and rounded to e4m3, ties to even;
     its scores are multiplied by that power. A row with NaN or infinity is NaN, and so are its results. In each tile of
@@ -175,7 +190,7 @@ def mla_decode(
     ((1, 1, 16, 512), 1.0, 28.605)
     """
     options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, q_scale, math, out_dtype, lse_base, empty_lse, kernel)
-    arrays = (q, kv_cache, block_table, seqlens, tree_mask, out, lse)
+    arrays = (q, kv_cache, block_table, seqlens, tree_mask, w_uv, gate, out, lse)
     out, lse = run(Invocation(OPERATION, arrays, options, workspace, stream, plan, check))
     return out, lse
 
@@ -199,7 +214,7 @@ def decode_unmerged(
     """
     options = (D_V, scale, causal, cp_world, cp_rank, 1.0, 1.0, "exact", None, lse_base, -inf, kernel)
     inputs, results = arrays[:4], arrays[4:]
-    arrays_of_call = (*inputs, None, *results)
+    arrays_of_call = (*inputs, None, None, None, *results)
     run(Invocation(OPERATION, arrays_of_call, options, None, stream, UnmergedPlan(plan), check))
 
 
@@ -239,8 +254,10 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
     check_math_of_record(options.math, record)
     aligned = bool(record) or (num_pages > 0 and steps_by_16_bytes(q) and steps_by_16_bytes(kv_cache))
     dtype = "float8_e4m3fn" if q.dtype in BYTE_DTYPES else q.dtype
-    problem = DecodeProblem(s_q, h_q, h_kv, dtype, aligned, d_qk, record, tree_mask, options.math, Batch(b, tokens))
-    return Examined(problem, options)
+    batch = Batch(b, tokens)
+    problem = DecodeProblem(s_q, h_q, h_kv, dtype, aligned, d_qk, record, tree_mask, options.math, batch=batch)
+    d_head = check_projection(views, problem.half)
+    return Examined(replace(problem, d_head=d_head), options, {"d_head": d_head or D_V})
 
 
 def _record(kv_cache: View, q: View) -> str:
@@ -311,12 +328,14 @@ OPERATION = Operation(
         Input("block_table", "b max_pages", ("int32",)),
         Input("seqlens", "b", ("int32",)),
         Input("tree_mask", "b s_q", ("uint64", "int64"), optional=True),
+        W_UV,
+        GATE,
     ),
     outputs=(
-        Output("out", "b s_q h_q d_v", like_queries_or_float32, "out_dtype", "wide"),
+        Output("out", "b s_q h_q d_head", like_queries_or_float32, "out_dtype", "wide"),
         Output("lse", "b h_q s_q"),
     ),
-    sizes={"d_qk": (D_QK, D_V), "d_kv": (D_QK, D_V, *(FORMATS[name].width for name in READ)), "d_v": (D_V,)},
+    sizes={"d_qk": (D_QK, D_V), "d_kv": (D_QK, D_V, *(FORMATS[name].width for name in READ)), "d_v": (D_V,)} | {"d_head": D_HEADS},
     min_sizes={"s_q": 1, "h_q": 1, "page_size": 1, "h_kv": 1},
     options=DecodeOptions,
     examine=_examine,

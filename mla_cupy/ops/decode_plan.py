@@ -39,7 +39,7 @@ from mla_cupy.ops.operation import Views, present
 from mla_cupy.ops.schema import low_words, misstep, narrowed
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver
-from mla_cupy.shapes import D_QK, D_V, MAX_INT32, MAX_TOKENS, TILE_TOKENS
+from mla_cupy.shapes import D_HEADS, D_QK, D_V, MAX_INT32, MAX_TOKENS, TILE_TOKENS
 
 __all__ = ["DecodePlan", "plan_decode"]
 
@@ -289,6 +289,7 @@ def plan_decode(
     cp_world: int = 1,
     cp_rank: int = 0,
     tree_mask: bool = False,
+    d_head: int = 0,
     math: str = "exact",
     batch_invariant: bool = False,
     split_tokens: int = 4096,
@@ -316,6 +317,8 @@ def plan_decode(
         As in the calls.
     tree_mask : bool
         True if the calls pass one.
+    d_head : int
+        Width of heads after W_UV if the calls pass a `w_uv`; 0 if they do not.
     math : str
         "fp8" if the calls have it.
     batch_invariant : bool
@@ -362,6 +365,7 @@ def plan_decode(
         dtype=dtype,
         shard=(cp_world, cp_rank),
         tree_mask=tree_mask,
+        d_head=d_head,
         math=math,
         batch_invariant=batch_invariant,
         split_tokens=split_tokens,
@@ -404,6 +408,7 @@ def examine_plan(
     dtype: Any,
     shard: tuple[int, int],
     tree_mask: bool,
+    d_head: int = 0,
     math: str,
     batch_invariant: bool,
     split_tokens: int,
@@ -417,6 +422,8 @@ def examine_plan(
     max_b, s_q, h_q, h_kv, max_pages, page_size = map(int, sizes.values())  # of NumPy's, which overflow
     if not (is_integer(d_qk) and d_qk in (D_QK, D_V)):
         raise ArgumentError(explain("d_qk", repr(d_qk), f"{D_QK} or {D_V}"))
+    if not (is_integer(d_head) and d_head in (0, *D_HEADS)):
+        raise ArgumentError(explain("d_head", repr(d_head), either([str(width) for width in (0, *D_HEADS)])))
     if h_q % h_kv:
         raise ArgumentError(explain("h_q", h_q, f"a multiple of h_kv={h_kv}"))
     if max_pages * page_size > MAX_TOKENS:
@@ -433,6 +440,7 @@ def examine_plan(
     check_math_of_queries(arithmetic, queries)
     check_math_of_record(arithmetic, chosen)
     problem = DecodeProblem(s_q, h_q, h_kv, queries, d_qk=d_qk, record=chosen, tree_mask=masked, math=arithmetic)
+    problem = replace(problem, d_head=int(d_head))
     if not batch_invariant:  # with it, results must not depend on these sizes
         problem = replace(problem, batch=Batch(max_b, max_pages * page_size))
     return problem, Limits(max_b, max_pages, page_size, *shard), pieces

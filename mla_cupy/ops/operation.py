@@ -105,7 +105,7 @@ class Output:
         As of an input; the sizes are those of the inputs. "x*y" is the product of two of them. One that ends in "?" is
         left out if its size is 0.
     dtypes : callable
-        `dtypes(first)`: what it may be, the default first, if the first input is of dtype `first`.
+        `dtypes(first)`: what it may be, the default first, if the first input, or `dtype_of`, is of dtype `first`.
     dtype_option : str
         The option that chooses the dtype, if there is one.
     layout : str
@@ -120,6 +120,10 @@ class Output:
         An option that must be true, or there is no such result.
     may_be : str
         An input in whose place it may be: the same memory, laid out alike.
+    dtype_of : str
+        The input whose dtype says what it may be, where that is not the first one.
+    coded : str
+        An option that, if true, makes its elements e4m3 codes, in bytes by default.
     """
 
     name: str
@@ -132,6 +136,8 @@ class Output:
     even: bool = False
     when: str = ""
     may_be: str = ""
+    dtype_of: str = ""
+    coded: str = ""
 
 
 class Examined(NamedTuple):

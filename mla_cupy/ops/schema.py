@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mla_cupy.arrays.view import View
+from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.dtypes import TABLE
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, either, explain
 from mla_cupy.ops.checks import absorbing, check_dtype
@@ -85,7 +86,8 @@ def check_outputs(
             views[output.name] = None
             continue
         shape = _shape(operation, output, given, sizes)
-        dtype = _output_dtype(operation, output, view, first, getattr(options, output.dtype_option or "_", None))
+        like = output.dtype_of or operation.inputs[0].name
+        dtype = _output_dtype(output, view, like, given[like], options)
         if view is None:
             missing[output.name] = shape, dtype
             view = contiguous_view(shape, dtype, first.device)
@@ -271,9 +273,11 @@ def _size(operation: Operation, name: str, sizes: Mapping[str, int]) -> int:
     return sizes[name] if name in sizes else operation.sizes[name][0]
 
 
-def _output_dtype(operation: Operation, output: Output, view: View | None, first: View, chosen: Any) -> str:
-    allowed = output.dtypes(first.dtype)
-    like = operation.inputs[0].name
+def _output_dtype(output: Output, view: View | None, like: str, first: View | None, options: Any) -> str:
+    assert first is not None
+    coded = bool(output.coded) and getattr(options, output.coded)
+    allowed = BYTE_DTYPES if coded else output.dtypes(first.dtype)
+    chosen = getattr(options, output.dtype_option or "_", None)
     same = [f"{dtype}, like {like}" for dtype in allowed if dtype == first.dtype]
     expected = either([*(dtype for dtype in allowed if dtype != first.dtype), *same])
     chosen = check_dtype(output.dtype_option, chosen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from mla_cupy.cache_formats import BYTE_DTYPES, format_of
@@ -15,8 +16,9 @@ from mla_cupy.ops.cache import check_layout, record_read
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_all_or_none, check_empty_lse, check_lse_base, resolve_scale
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32, present
+from mla_cupy.ops.projection import GATE, W_UV, check_projection
 from mla_cupy.ops.schema import check_even, steps_by_16_bytes
-from mla_cupy.shapes import D_V, MAX_TOKENS
+from mla_cupy.shapes import D_HEADS, D_V, MAX_TOKENS
 
 
 def sparse_mla_decode(
@@ -29,6 +31,8 @@ def sparse_mla_decode(
     extra_kv_cache: Any = None,
     extra_indices: Any = None,
     extra_topk_length: Any = None,
+    w_uv: Any = None,
+    gate: Any = None,
     scale: float | None = None,
     lse_base: str = "e",
     empty_lse: float = -math.inf,
@@ -60,6 +64,9 @@ def sparse_mla_decode(
     extra_kv_cache, extra_indices, extra_topk_length : array, optional
         A second cache of the same record, with pages of any size, and lists of more keys in it under the same softmax.
         Cache and indices are given together.
+    w_uv, gate : array, optional
+        W_UV and a gate, as for `mla_decode`: results are multiplied by them where they would be merged. The first two
+        axes of a gate step evenly.
     scale : float, optional
         Factor of the scores: finite, above 0. Default: d_qk**-0.5.
     lse_base : str
@@ -67,7 +74,7 @@ def sparse_mla_decode(
     empty_lse : float
         `lse` of a query without a token; its `out` is 0.
     out : array, (b, s_q, h_q, 512), dtype of q or float32, optional
-        Memory for the result: a contiguous last axis, a start and other strides that are multiples of 16 bytes, and
+        Memory for the result, (b, s_q, h_q, d_head) with a `w_uv`: a contiguous last axis, a start and other strides that are multiples of 16 bytes, and
         first two axes that step evenly.
     lse : array, (b, s_q, h_q), float32, optional
         Memory for the log-sum-exp; the first two axes step evenly.
@@ -82,7 +89,7 @@ def sparse_mla_decode(
 
     Returns
     -------
-    out : array, (b, s_q, h_q, 512)
+    out : array, (b, s_q, h_q, 512), or (b, s_q, h_q, d_head) with a `w_uv`
     lse : array, (b, s_q, h_q), float32
         log(sum_j exp(scale * q . k[j])), in base `lse_base`, without the sink.
 
@@ -115,7 +122,7 @@ def sparse_mla_decode(
     """
     options = (scale, lse_base, empty_lse, out_dtype, kernel)
     selection = (q, kv_cache, indices, topk_length, attn_sink, extra_kv_cache, extra_indices, extra_topk_length)
-    out, lse = run(Invocation(OPERATION, (*selection, out, lse), options, workspace, stream))
+    out, lse = run(Invocation(OPERATION, (*selection, w_uv, gate, out, lse), options, workspace, stream))
     return out, lse
 
 
@@ -145,8 +152,9 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
         empty_lse=check_empty_lse(given.empty_lse),
     )
     ragged = any(views[name] is not None for name in ("topk_length", "extra_topk_length"))
-    problem = SparseDecodeProblem(b * s_q, h_q, topk, q.dtype, record.name, steps_by_16_bytes(q), ragged)
-    return Examined(problem, options)
+    d_head = check_projection(views, q.dtype)
+    problem = SparseDecodeProblem(b * s_q, h_q, topk, q.dtype, record.name, steps_by_16_bytes(q), ragged, d_head)
+    return Examined(problem, options, {"d_head": d_head or D_V})
 
 
 OPERATION = Operation(
@@ -160,12 +168,14 @@ OPERATION = Operation(
         Input("extra_kv_cache", "extra_pages extra_page_size 1? width", BYTE_DTYPES, optional=True, contiguous=True),
         Input("extra_indices", "b s_q extra_topk", ("int32",), optional=True),
         Input("extra_topk_length", "b", ("int32",), optional=True),
+        W_UV,
+        replace(GATE, even=True),
     ),
     outputs=(
-        Output("out", "b s_q h_q d_v", like_first_or_float32, "out_dtype", "wide", even=True),
+        Output("out", "b s_q h_q d_head", like_first_or_float32, "out_dtype", "wide", even=True),
         Output("lse", "b s_q h_q", even=True),
     ),
-    sizes={"d_v": (D_V,)},
+    sizes={"d_v": (D_V,), "d_head": D_HEADS},
     min_sizes={"h_q": 1, "page_size": 1, "extra_page_size": 1},
     options=SparseDecodeOptions,
     examine=_examine,

@@ -27,6 +27,8 @@ from mla_cupy.reference.layer import MlaConfig, MlaWeights, mla_layer, random_we
 from mla_cupy.reference.merge import merge_states
 from mla_cupy.reference.prefill import mla_prefill, prefill_mask
 from mla_cupy.reference.prefill_backward import mla_prefill_backward
+from mla_cupy.reference.preparation import mla_prepare
+from mla_cupy.reference.projection import absorb, merge_project
 from mla_cupy.reference.sparse import sparse_mla_backward, sparse_mla_forward
 from mla_cupy.reference.sparse_decode import sparse_mla_decode
 
@@ -35,6 +37,7 @@ __all__ = [
     "MlaConfig",
     "MlaWeights",
     "WarmupLoss",
+    "absorb",
     "cache_append",
     "cache_copy_pages",
     "cache_gather",
@@ -53,11 +56,13 @@ __all__ = [
     "indexer_sparse_loss",
     "indexer_topk",
     "indexer_warmup_loss",
+    "merge_project",
     "merge_states",
     "mla_decode",
     "mla_layer",
     "mla_prefill",
     "mla_prefill_backward",
+    "mla_prepare",
     "prefill_mask",
     "random_weights",
     "sparse_mla_backward",

@@ -15,6 +15,7 @@ from mla_cupy.reference.attend import attend
 from mla_cupy.reference.cache import cache_gather
 from mla_cupy.reference.fp8_queries import dequantised
 from mla_cupy.reference.lse import log_of_base
+from mla_cupy.reference.projection import projected
 
 Array = npt.NDArray[Any]
 
@@ -27,6 +28,8 @@ def mla_decode(
     seqlens: npt.ArrayLike,
     *,
     tree_mask: npt.ArrayLike | None = None,
+    w_uv: npt.ArrayLike | None = None,
+    gate: npt.ArrayLike | None = None,
     d_v: int = 512,
     scale: float | None = None,
     causal: bool = True,
@@ -60,6 +63,10 @@ def mla_decode(
     tree_mask : array, (b, s_q), 64-bit integers, optional
         In place of `causal`: query token i sees the tokens before the last s_q of the sequence, and token
         length - s_q + j iff bit j of its entry is set.
+    w_uv : array, (h_q, d_head, d_v), optional
+        What results are multiplied by, see `projected`.
+    gate : array, (b, s_q, h_q, d_head), optional
+        Its sigmoid is a factor of what `w_uv` gives.
     d_v : int
         Width of the values.
     scale : float, optional
@@ -87,7 +94,7 @@ def mla_decode(
 
     Returns
     -------
-    out : array, (b, s_q, h_q, d_v), float64
+    out : array, (b, s_q, h_q, d_v), or (b, s_q, h_q, d_head) with a `w_uv`, float64
         0 in rows that see no token.
     lse : array, (b, h_q, s_q), float64
         log(sum_j exp(scale * q . k[j])).
@@ -129,8 +136,11 @@ def mla_decode(
                 row_out, row_lse, _ = attend(rows.reshape(-1, d_qk), keys[visible, h], d_v, scale, weights)
                 out[i, tokens, heads] = factor * row_out.reshape(*rows.shape[:2], d_v)
                 lse[i, heads, tokens] = row_lse.reshape(rows.shape[:2]).T
+    half = "bfloat16" if coded else dtype_name(q.dtype)
+    if w_uv is not None:
+        out = projected(out, w_uv, gate, half if rounding is not None else None)
     if rounding is not None:
-        out = round_to(out, "bfloat16" if coded else dtype_name(q.dtype))
+        out = round_to(out, half)
     return out, np.where(lse == -np.inf, empty_lse, lse / log_of_base(lse_base))
 
 

@@ -11,6 +11,7 @@ from mla_cupy.dtypes import round_to
 from mla_cupy.reference.attend import attend
 from mla_cupy.reference.cache import cache_gather
 from mla_cupy.reference.lse import log_of_base
+from mla_cupy.reference.projection import projected
 
 Array = npt.NDArray[Any]
 
@@ -26,6 +27,8 @@ def sparse_mla_decode(
     extra_kv_cache: Array | None = None,
     extra_indices: npt.ArrayLike | None = None,
     extra_topk_length: npt.ArrayLike | None = None,
+    w_uv: npt.ArrayLike | None = None,
+    gate: npt.ArrayLike | None = None,
     scale: float | None = None,
     lse_base: str = "e",
     empty_lse: float = -np.inf,
@@ -47,6 +50,8 @@ def sparse_mla_decode(
         Logits of a key without a value.
     extra_kv_cache, extra_indices, extra_topk_length : array, optional
         A second cache of the same record, and more keys from it under the same softmax.
+    w_uv, gate : array, optional
+        What results are multiplied by, see `projected`.
     scale, lse_base, empty_lse
         As for `mla_decode`.
     rounding : str, optional
@@ -55,7 +60,7 @@ def sparse_mla_decode(
 
     Returns
     -------
-    out : array, (b, s_q, h_q, 512), float64
+    out : array, (b, s_q, h_q, 512), or (b, s_q, h_q, d_head) with a `w_uv`, float64
     lse : array, (b, s_q, h_q), float64
         Without the sink.
     """
@@ -74,6 +79,8 @@ def sparse_mla_decode(
     if attn_sink is not None:
         sink = np.asarray(attn_sink, np.float64)
         out *= np.where(lse == -np.inf, 1.0, 1 / (1 + np.exp(sink - lse)))[..., None]
+    if w_uv is not None:
+        out = projected(out, w_uv, gate, rounding)
     return out, np.where(lse == -np.inf, empty_lse, lse / log_of_base(lse_base))
 
 

@@ -24,7 +24,9 @@ from mla_cupy.torch.functions.masks import prefill_mask
 from mla_cupy.torch.functions.merge import merge_states
 from mla_cupy.torch.functions.prefill import mla_prefill
 from mla_cupy.torch.functions.prefill_backward import mla_prefill_backward
+from mla_cupy.torch.functions.preparation import mla_prepare
 from mla_cupy.torch.functions.prepare import indexer_prepare_k, indexer_prepare_q
+from mla_cupy.torch.functions.projection import absorb, merge_project
 from mla_cupy.torch.functions.sparse_backward import sparse_mla_backward
 from mla_cupy.torch.functions.sparse_decode import sparse_mla_decode
 from mla_cupy.torch.functions.sparse_forward import sparse_mla_forward
@@ -35,6 +37,7 @@ from mla_cupy.torch.plan import TorchDecodePlan, plan_decode
 
 __all__ = [
     "TorchDecodePlan",
+    "absorb",
     "cache_append",
     "cache_copy_pages",
     "cache_gather",
@@ -51,10 +54,12 @@ __all__ = [
     "indexer_topk",
     "indexer_warmup_loss",
     "indexer_warmup_objective",
+    "merge_project",
     "merge_states",
     "mla_decode",
     "mla_prefill",
     "mla_prefill_backward",
+    "mla_prepare",
     "plan_decode",
     "prefill_mask",
     "sparse_mla_backward",

@@ -109,6 +109,8 @@ def _mla_decode(
     block_table: Any,
     seqlens: Any,
     tree_mask: Any = None,
+    w_uv: Any = None,
+    gate: Any = None,
     d_v: Any = 512,
     scale: Any = None,
     causal: Any = True,
@@ -127,7 +129,7 @@ def _mla_decode(
     workspace: Any = None,
 ) -> Invocation:
     empty_lse = -inf if empty_lse is None else empty_lse
-    arrays = (q, kv_cache, block_table, seqlens, tree_mask, out, lse)
+    arrays = (q, kv_cache, block_table, seqlens, tree_mask, w_uv, gate, out, lse)
     options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, q_scale, math, out_dtype, lse_base, empty_lse, kernel)
     return Invocation(BOUND_OPERATIONS["mla_decode"], arrays, options, workspace)
 
@@ -136,10 +138,10 @@ MLA_DECODE = Operators(
     BOUND_OPERATIONS["mla_decode"],
     _mla_decode,
     arguments=(
-        "Tensor q, Tensor kv_cache, Tensor block_table, Tensor seqlens, Tensor? tree_mask=None, int d_v=512, "
-        "float? scale=None, bool causal=True, int cp_world=1, int cp_rank=0, float kv_scale=1.0, "
-        'float q_scale=1.0, str math="exact", ScalarType? out_dtype=None, str lse_base="e", '
-        "float? empty_lse=None, str? kernel=None"
+        "Tensor q, Tensor kv_cache, Tensor block_table, Tensor seqlens, Tensor? tree_mask=None, "
+        "Tensor? w_uv=None, Tensor? gate=None, int d_v=512, float? scale=None, bool causal=True, "
+        'int cp_world=1, int cp_rank=0, float kv_scale=1.0, float q_scale=1.0, str math="exact", '
+        'ScalarType? out_dtype=None, str lse_base="e", float? empty_lse=None, str? kernel=None'
     ),
     results="Tensor(a!) out, Tensor(b!) lse",
     returns="(Tensor, Tensor)",
@@ -280,6 +282,96 @@ MLA_PREFILL_BACKWARD = Operators(
 )
 
 
+def _mla_prepare(
+    q: Any,
+    latent: Any = None,
+    rope: Any = None,
+    cache: Any = None,
+    slots: Any = None,
+    q_rope: Any = None,
+    cos: Any = None,
+    sin: Any = None,
+    positions: Any = None,
+    theta: Any = None,
+    interleaved: Any = True,
+    quantise: Any = False,
+    q_scale: Any = None,
+    return_rope: Any = False,
+    record: Any = None,
+    scales: Any = None,
+    kv_scale: Any = 1,
+    *,
+    out: Any = None,
+    q_scales: Any = None,
+    rope_out: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    arrays = (q, latent, rope, cache, slots, q_rope, cos, sin, positions, out, q_scales, rope_out)
+    options = (theta, interleaved, quantise, q_scale, return_rope, record, scales, kv_scale)
+    return Invocation(BOUND_OPERATIONS["mla_prepare"], arrays, options, workspace)
+
+
+MLA_PREPARE = Operators(
+    BOUND_OPERATIONS["mla_prepare"],
+    _mla_prepare,
+    arguments=(
+        "Tensor q, Tensor? latent=None, Tensor? rope=None, Tensor(n!)? cache=None, Tensor? slots=None, "
+        "Tensor? q_rope=None, Tensor? cos=None, Tensor? sin=None, Tensor? positions=None, float? theta=None, "
+        "bool interleaved=True, bool quantise=False, float? q_scale=None, bool return_rope=False, "
+        "str? record=None, str? scales=None, float kv_scale=1.0"
+    ),
+    results="Tensor(a!) out, Tensor(b!)? q_scales=None, Tensor(c!)? rope_out=None",
+    returns="(Tensor, Tensor, Tensor)",
+)
+
+
+def _absorb(q_nope: Any, w_uk: Any, q_rope: Any = None, *, out: Any = None, workspace: Any = None) -> Invocation:
+    arrays = (q_nope, w_uk, q_rope, out)
+    options = ()
+    return Invocation(BOUND_OPERATIONS["absorb"], arrays, options, workspace)
+
+
+ABSORB = Operators(
+    BOUND_OPERATIONS["absorb"],
+    _absorb,
+    arguments="Tensor q_nope, Tensor w_uk, Tensor? q_rope=None",
+    results="Tensor(a!) out",
+    returns="(Tensor)",
+)
+
+
+def _merge_project(
+    outs: Any,
+    w_uv: Any,
+    lses: Any = None,
+    gate: Any = None,
+    lse_base: Any = "e",
+    empty_lse: Any = None,
+    out_dtype: Any = None,
+    *,
+    out: Any = None,
+    lse: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    empty_lse = -inf if empty_lse is None else empty_lse
+    arrays = (outs, w_uv, lses, gate, out, lse)
+    options = (lse_base, empty_lse, out_dtype)
+    return Invocation(BOUND_OPERATIONS["merge_project"], arrays, options, workspace)
+
+
+MERGE_PROJECT = Operators(
+    BOUND_OPERATIONS["merge_project"],
+    _merge_project,
+    arguments=(
+        'Tensor outs, Tensor w_uv, Tensor? lses=None, Tensor? gate=None, str lse_base="e", '
+        "float? empty_lse=None, ScalarType? out_dtype=None"
+    ),
+    results="Tensor(a!) out, Tensor(b!)? lse=None",
+    returns="(Tensor, Tensor)",
+    unwritten=("empty_lse",),
+)
+
+
 def _sparse_mla_backward(
     q: Any,
     kv: Any,
@@ -348,6 +440,8 @@ def _sparse_mla_decode(
     extra_kv_cache: Any = None,
     extra_indices: Any = None,
     extra_topk_length: Any = None,
+    w_uv: Any = None,
+    gate: Any = None,
     scale: Any = None,
     lse_base: Any = "e",
     empty_lse: Any = None,
@@ -359,7 +453,20 @@ def _sparse_mla_decode(
     workspace: Any = None,
 ) -> Invocation:
     empty_lse = -inf if empty_lse is None else empty_lse
-    arrays = (q, kv_cache, indices, topk_length, attn_sink, extra_kv_cache, extra_indices, extra_topk_length, out, lse)
+    arrays = (
+        q,
+        kv_cache,
+        indices,
+        topk_length,
+        attn_sink,
+        extra_kv_cache,
+        extra_indices,
+        extra_topk_length,
+        w_uv,
+        gate,
+        out,
+        lse,
+    )
     options = (scale, lse_base, empty_lse, out_dtype, kernel)
     return Invocation(BOUND_OPERATIONS["sparse_mla_decode"], arrays, options, workspace)
 
@@ -370,8 +477,8 @@ SPARSE_MLA_DECODE = Operators(
     arguments=(
         "Tensor q, Tensor kv_cache, Tensor indices, Tensor? topk_length=None, Tensor? attn_sink=None, "
         "Tensor? extra_kv_cache=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "
-        'float? scale=None, str lse_base="e", float? empty_lse=None, ScalarType? out_dtype=None, '
-        "str? kernel=None"
+        'Tensor? w_uv=None, Tensor? gate=None, float? scale=None, str lse_base="e", float? empty_lse=None, '
+        "ScalarType? out_dtype=None, str? kernel=None"
     ),
     results="Tensor(a!) out, Tensor(b!) lse",
     returns="(Tensor, Tensor)",

@@ -73,6 +73,7 @@ def plan_decode(
     cp_world: int = 1,
     cp_rank: int = 0,
     tree_mask: bool = False,
+    d_head: int = 0,
     batch_invariant: bool = False,
     split_tokens: int = 4096,
     device: torch.device | str | None = None,
@@ -84,7 +85,7 @@ def plan_decode(
     ----------
     max_b, s_q, h_q, h_kv, d_qk, record, max_pages, page_size, dtype, cp_world, cp_rank, tree_mask, batch_invariant
         As there.
-    split_tokens, kernel
+    d_head, split_tokens, kernel
         As there.
     device : torch.device or str, optional
         PyTorch's. Default: the current GPU, if there is one, else the CPU.
@@ -96,7 +97,7 @@ def plan_decode(
     """
     sizes = {"max_b": max_b, "s_q": s_q, "h_q": h_q, "h_kv": h_kv, "d_qk": d_qk, "max_pages": max_pages}
     shard = {"cp_world": cp_world, "cp_rank": cp_rank}
-    cuts = {"tree_mask": tree_mask, "batch_invariant": batch_invariant, "split_tokens": split_tokens}
+    cuts = {"tree_mask": tree_mask, "d_head": d_head, "batch_invariant": batch_invariant, "split_tokens": split_tokens}
     kind = {"record": record, "page_size": page_size, "dtype": dtype}
     return _make_plan(device, **sizes, **kind, **shard, **cuts, kernel=kernel)
 

@@ -52,8 +52,8 @@ class BoundCall:
         return self.record.written[len(self.outputs) :]
 
     def eager(self) -> tuple[Any, ...]:
-        """What the public function returns for these arrays, then those that it has changed."""
-        changed = {name: self.arrays[name].copy() for name in self.changed}
+        """What the public function returns for these arrays, then those that it has changed; None if there are none."""
+        changed = {name: self.arrays[name].copy() if name in self.arrays else None for name in self.changed}
         made = as_tuple(getattr(mla_cupy, self.operation)(**{**self.arrays, **changed}, **self.options))
         return (*made, *changed.values())
 
@@ -206,6 +206,18 @@ def append(record: str, rotated: bool = False, **options: Any) -> BoundCall:
     return BoundCall(_id(f"append-{record}", options), "cache_append", arrays, {"record": record, **options})
 
 
+def mla_prepare(record: str = "", **options: Any) -> BoundCall:
+    """Queries of five tokens, which are turned by tables, or by `theta`; and the tokens, to a cache of `record`."""
+    rng = np.random.default_rng(7)
+    arrays: dict[str, Array] = {"q": rng.standard_normal((5, 3, 64)).astype(ml_dtypes.bfloat16)}
+    if record:
+        arrays |= append(record, rotated="theta" not in options).arrays
+    arrays["positions"] = np.array([8, 0, 3, 3, 1], np.int32)
+    if options.get("return_rope"):
+        arrays["rope"] = rng.standard_normal((5, 64)).astype(ml_dtypes.bfloat16)
+    return BoundCall(_id(f"prepare-{record}", options), "mla_prepare", arrays, options)
+
+
 def gather(record: str, **options: Any) -> BoundCall:
     arrays = {"cache": append(record).eager()[0], "slots": np.array([5, -1, 0], np.int32)}
     return BoundCall(_id(f"gather-{record}", options), "cache_gather", arrays, {"record": record, **options})
@@ -299,6 +311,9 @@ CALLS = [
     append("v4", rotated=True),
     append("fp8", kv_scale=0.1),
     append("bf16"),
+    mla_prepare(theta=1e4, return_rope=True),
+    mla_prepare("fp8", quantise=True, kv_scale=0.1, interleaved=False),
+    mla_prepare("bf16", quantise=True, q_scale=0.5, return_rope=True),
     gather("v32"),
     gather("fp8", kv_scale=0.1, out_dtype="float32"),
     copy_pages(),

@@ -46,7 +46,7 @@ def of_one(torch: Any, of: Any, call: BoundCall, name: str) -> tuple[Callable[[A
 
     def value(x: Any) -> Any:
         results = as_tuple(getattr(of, call.operation)(**{**given, name: x}))
-        changed = [given[key] for key in call.changed]
+        changed = [given[key] for key in call.changed if key in given]
         floats = (y for y in (*results, *changed) if y is not None and y.is_floating_point())
         return sum((y.float().sum() for y in floats), x.float().sum())
 

@@ -46,7 +46,7 @@ def check(torch: Any, got: Any, wanted: tuple[Array | None, ...]) -> None:
 def run(torch: Any, function: Any, call: BoundCall) -> tuple[Any, ...]:
     """What it returns, then what it changes."""
     given = tensors(torch, call)
-    return (*as_tuple(function(**given, **options(torch, call))), *(given[name] for name in call.changed))
+    return (*as_tuple(function(**given, **options(torch, call))), *(given.get(name) for name in call.changed))
 
 
 @every_call
@@ -94,8 +94,8 @@ def test_rows_without_rope(torch: Any, of_torch: Any) -> None:
 
 @pytest.mark.parametrize("call", RETURNING, ids=[call.id for call in RETURNING])
 def test_operators_that_write(torch: Any, of_torch: Any, call: BoundCall) -> None:
-    wanted = call.eager()
     names = call.outputs
+    wanted = call.eager()[: len(names)]
     targets = {
         name: torch.full_like(tensor(torch, x), 7) for name, x in zip(names, wanted, strict=True) if x is not None
     }

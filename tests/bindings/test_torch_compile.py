@@ -192,7 +192,7 @@ PLAIN = list({call.operation: call for call in PLAIN}.values())
 def test_a_plain_function_breaks_the_graph(torch: Any, call: BoundCall) -> None:
     """It runs as it is, between two graphs."""
     compiled, counter = _compiled(torch, call)
-    check(torch, compiled(tensors(torch, call)), call.eager())
+    check(torch, compiled(tensors(torch, call)), call.eager()[: len(call.outputs)])
     assert (counter.frame_count, counter.op_count) == (2, 2)
 
 

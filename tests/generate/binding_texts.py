@@ -63,6 +63,7 @@ TORCH: dict[str, Text] = {
     "indexer_sparse_loss": Text(notes=_CONSTANT.format("indexer_sparse_objective")),
     "indexer_warmup_loss": Text(notes=_CONSTANT.format("indexer_warmup_objective")),
     "cache_append": Text(notes="No gradient flows through the cache."),
+    "mla_prepare": Text(notes=_DECODE),
     "mla_decode": Text(
         notes=_DECODE,
         examples="""\

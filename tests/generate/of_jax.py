@@ -47,7 +47,7 @@ def _function(one: Bound) -> str:
     more = ["deterministic: bool = False"] * one.reverse + ["exportable: bool = False"]
     results = [*one.outputs, *one.operation.written[len(one.outputs) :]]
     kinds = [f"jax.Array{' | None' * bool(x.needs or x.when)}" for x in one.operation.outputs]
-    kinds += ["jax.Array"] * (len(results) - len(kinds))
+    kinds += [f"jax.Array{' | None' * (name in one.operation.optional)}" for name in results[len(kinds) :]]
     returned = f"tuple[{', '.join(kinds)}]" if len(kinds) > 1 else kinds[0]
     head = f"def {one.name}({signature_of(one, WORDS.left_out, 'jax.Array', more)}) -> {returned}:"
     lines = [f"arrays = {tuple_of([*one.inputs, *one.outputs])}", f"options = {tuple_of(one.options)}"]
@@ -67,7 +67,7 @@ def _docstring(one: Bound) -> Docstring:
         said = f"Whether the gradients are the same in every run: see `mla_cupy.{backward}`."
         parameters.append(Field(("deterministic",), "bool", said))
     changed = [
-        Field((name,), "array", "With the changes; in the old one's memory if that is donated.")
+        Field((name,), _changed(one, name), "With the changes; in the old one's memory if that is donated.")
         for name in one.operation.written[len(one.outputs) :]
     ]
     return replace(
@@ -76,6 +76,11 @@ def _docstring(one: Bound) -> Docstring:
         returns=(*found.returns, *changed),
         notes=docstrings.filled(found.notes),
     )
+
+
+def _changed(one: Bound, name: str) -> str:
+    """The type of an input that is changed, as a docstring has it."""
+    return "array, or None" if name in one.operation.optional else "array"
 
 
 def _objective(one: Bound) -> str:

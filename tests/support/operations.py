@@ -39,6 +39,8 @@ SIZES = {
     "mask_bytes": 16,
 }
 SIZES |= {"k": 2048, "rope_pairs": 4}  # the default of `indexer_topk`; a lane of `indexer_prepare_q`
+#: Sizes of one operation: some of its mistakes can be made with these alone.
+SIZES_OF = {("merge_project", "n"): 1}
 #: Values of whole numbers, where any others would say little.
 VALUES = {"seqlens": [20, 33], "topk_length": [4, 5, 5], "cu_seqlens_q": [0, 2, 3], "cu_seqlens_kv": [0, 12, 20]}
 #: Options that a good call has.
@@ -74,6 +76,8 @@ def size_of(operation: Operation, axis: str) -> int:
     """Of an axis in `good_call`."""
     if "*" in axis:
         return math.prod(size_of(operation, factor) for factor in axis.split("*"))
+    if (operation.name, axis) in SIZES_OF:
+        return SIZES_OF[operation.name, axis]
     return operation.sizes[axis][0] if axis in operation.sizes else SIZES.get(axis, 3)
 
 
@@ -87,7 +91,6 @@ def axes_of(array: Input | Output) -> list[str]:
 def good_call(operation: Operation, seed: int = 0) -> Call:
     """All arrays of a call, outputs included, which are full of sevens. Every array is contiguous."""
     rng = np.random.default_rng(seed)
-    first = operation.inputs[0].dtypes[0]
     call: Call = {}
     for array in operation.inputs:
         shape = tuple(size_of(operation, axis) for axis in axes_of(array))
@@ -101,7 +104,7 @@ def good_call(operation: Operation, seed: int = 0) -> Call:
             call[array.name] = rng.standard_normal(shape, np.float32).astype(dtypes.numpy_dtype(dtype))
     for output in operation.outputs:
         shape = tuple(size_of(operation, axis) for axis in axes_of(output))
-        call[output.name] = np.full(shape, 7, dtypes.numpy_dtype(output.dtypes(first)[0]))
+        call[output.name] = np.full(shape, 7, dtypes.numpy_dtype(_dtype_of(operation, output)))
     return call
 
 
@@ -175,7 +178,7 @@ def _resized(at: int, more: int | None) -> Callable[[Array], Array]:
 def _dtypes(operation: Operation, array: Input | Output) -> Iterator[Bad]:
     first = operation.inputs[0].dtypes[0]
     other = "float16" if first != "float16" else "bfloat16"
-    allowed = array.dtypes if isinstance(array, Input) else array.dtypes(first)
+    allowed = array.dtypes if isinstance(array, Input) else array.dtypes(_giving(operation, array))
     if isinstance(array, Input) and "int32" in allowed:
         allowed = (*allowed, "int64")
     wrong = [dtype for dtype in FOREIGN_DTYPES if dtype not in allowed]
@@ -206,10 +209,15 @@ def _strides(operation: Operation, array: Input | Output) -> Iterator[Bad]:
 
 def _dtype_of(operation: Operation, array: Input | Output) -> str:
     """In `good_call`."""
-    first = operation.inputs[0].dtypes[0]
     if isinstance(array, Output):
-        return array.dtypes(first)[0]
+        return array.dtypes(_giving(operation, array))[0]
+    first = operation.inputs[0].dtypes[0]
     return first if array.dtypes[0].startswith("=") else array.dtypes[0]
+
+
+def _giving(operation: Operation, output: Output) -> str:
+    """The dtype that decides about a result's, in `good_call`."""
+    return next(x.dtypes[0] for x in operation.inputs if x.name == (output.dtype_of or operation.inputs[0].name))
 
 
 def _libraries(operation: Operation, array: Input | Output) -> Iterator[Bad]:

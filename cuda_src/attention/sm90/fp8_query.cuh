@@ -1,23 +1,10 @@
-// Query rows in e4m3, for products in FP8: as they come, or from 16 bits by the rule of
-// mla_cupy/reference/fp8_queries.py.
-//
-// A row in 16 bits is divided by the smallest power of two, of at least 2^-100, that leaves no magnitude above 448, and
-// rounded to nearest, ties to even. A row with NaN or Inf is NaN throughout.
+// Query rows in e4m3, for products in FP8: as they come, or from 16 bits by the rule of attention/query_codes.cuh.
 #pragma once
+#include "attention/query_codes.cuh"
 #include "attention/sm90/fp8_block.cuh"
-#include "ptx/fp8.cuh"
 #include "tile/elements.cuh"
 
 namespace mla::attention::sm90 {
-constexpr i32 kLeastQueryExponent = 127 - 100;  // biased, of a scale
-
-// The biased exponent of a row's scale: that of its largest magnitude, less 8, and one more where that is above 1.75
-// times its power of two, since 448 = 1.75 * 2^8.
-MLA_DEVICE i32 query_exponent(u32 largest) {
-    constexpr u32 kAbove = 0x1fffff;  // carries into the exponent from fractions above 0.75
-    return max((i32)(largest + kAbove >> 23) - 8, kLeastQueryExponent);
-}
-
 // A lane's chunks of a row, of eight elements each: lane, lane + 32 and, of the first eight lanes, lane + 64.
 struct Fp8QueryRow {
     static constexpr i32 kChunks = kMaxHeadDimQk / kChunkElems, kOfLane = ceil_div(kChunks, kWarpThreads);
@@ -47,39 +34,21 @@ struct Fp8QueryRow {
     MLA_DEVICE u32 largest() const {
         u32 bits = 0;
 #pragma unroll
-        for (i32 i = 0; i < kOfLane; ++i) {
-            const u32* words = &chunk[i].x;
-#pragma unroll
-            for (i32 j = 0; j < 4; ++j) {
-                const float2 pair = unpack<Element>(words[j]);
-                bits = max(bits, max(__float_as_uint(fabsf(pair.x)), __float_as_uint(fabsf(pair.y))));
-            }
-        }
+        for (i32 i = 0; i < kOfLane; ++i) bits = largest_magnitude<Element>(chunk[i], bits);
         return __reduce_max_sync(kFullWarp, bits);
     }
 
     // Stores the row, rounded, as row `row` of the operand; returns the factor of its scores.
     template <class Element>
     MLA_DEVICE float store(u8* q, i32 row, i32 lane) const {
-        const u32 most = largest<Element>();
-        const bool finite = most < __float_as_uint(kMaxFloat) + 1;
-        const i32 exponent = query_exponent(most);
-        const float nan = __uint_as_float(0x7fffffff);
-        const float down = finite ? __uint_as_float((u32)(254 - exponent) << 23) : nan;
+        const QueryScale scale = query_scale(largest<Element>());
 #pragma unroll
         for (i32 i = 0; i < kOfLane; ++i) {
             const i32 at = lane + i * kWarpThreads;
             if (at >= kChunks) continue;
-            u32 codes[2];
-            const u32* words = &chunk[i].x;
-#pragma unroll
-            for (i32 j = 0; j < 2; ++j) {
-                const float2 low = unpack<Element>(words[2 * j]), high = unpack<Element>(words[2 * j + 1]);
-                codes[j] = cvt_e4m3_x2(low.x * down, low.y * down) | cvt_e4m3_x2(high.x * down, high.y * down) << 16;
-            }
-            *reinterpret_cast<uint2*>(q + offset(row, at)) = make_uint2(codes[0], codes[1]);
+            *reinterpret_cast<uint2*>(q + offset(row, at)) = query_codes<Element>(chunk[i], scale.down);
         }
-        return finite ? __uint_as_float((u32)exponent << 23) : nan;
+        return scale.up;
     }
 
     // Where chunk `at` of a row lies in the operand: two chunks are 16 bytes.

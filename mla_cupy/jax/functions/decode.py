@@ -21,6 +21,8 @@ def mla_decode(
     seqlens: jax.Array,
     *,
     tree_mask: jax.Array | None = None,
+    w_uv: jax.Array | None = None,
+    gate: jax.Array | None = None,
     d_v: int = 512,
     scale: float | None = None,
     causal: bool = True,
@@ -68,6 +70,13 @@ def mla_decode(
         to 64 drafts; bits from s_q on are ignored. In a sequence of n < s_q tokens these are its last n drafts: token t
         is draft s_q - n + t, and bits of drafts before the sequence's first token have no effect. It has 64 bits, which
         JAX has with `jax_enable_x64` only.
+    w_uv : array, (h_q, d_head, 512), bfloat16 or float16, optional
+        The values' half of kv_b_proj, as it lies in the weights: `kv_b_proj.reshape(h_q, -1, 512)[:, d_nope:]`. Results
+        are then multiplied by it, out[.., h, d] = sum_c out[.., h, c] * w_uv[h, d, c], where they would be merged. Of
+        the dtype that `out` has without it; d_head is 64, 128, 192 or 256. A contiguous last axis, a start and other
+        strides that are multiples of 16 bytes.
+    gate : array, (b, s_q, h_q, d_head), dtype of w_uv, optional
+        Its sigmoid is a factor of each element of the result of `w_uv`. Strides as for w_uv.
     d_v : int
         Width of the values: 512.
     scale : float, optional
@@ -103,7 +112,7 @@ def mla_decode(
 
     Returns
     -------
-    out : array, (b, s_q, h_q, 512)
+    out : array, (b, s_q, h_q, 512), or (b, s_q, h_q, d_head) with a `w_uv`
         Array of the caller's library.
     lse : array, (b, h_q, s_q), float32
         log(sum_j exp(scale * q . k[j])), in base `lse_base`.
@@ -129,7 +138,7 @@ def mla_decode(
     >>> out.shape, float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
     ((1, 1, 16, 512), 1.0, 28.605)
     """
-    arrays = (q, kv_cache, block_table, seqlens, tree_mask, out, lse)
+    arrays = (q, kv_cache, block_table, seqlens, tree_mask, w_uv, gate, out, lse)
     options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, q_scale, math, out_dtype, lse_base, empty_lse, kernel)
     out, lse = run(OPERATION, arrays, options, exportable)
     return out, lse

@@ -24,6 +24,8 @@ def sparse_mla_decode(
     extra_kv_cache: jax.Array | None = None,
     extra_indices: jax.Array | None = None,
     extra_topk_length: jax.Array | None = None,
+    w_uv: jax.Array | None = None,
+    gate: jax.Array | None = None,
     scale: float | None = None,
     lse_base: str = "e",
     empty_lse: float = -math.inf,
@@ -56,6 +58,9 @@ def sparse_mla_decode(
     extra_kv_cache, extra_indices, extra_topk_length : array, optional
         A second cache of the same record, with pages of any size, and lists of more keys in it under the same softmax.
         Cache and indices are given together.
+    w_uv, gate : array, optional
+        W_UV and a gate, as for `mla_decode`: results are multiplied by them where they would be merged. The first two
+        axes of a gate step evenly.
     scale : float, optional
         Factor of the scores: finite, above 0. Default: d_qk**-0.5.
     lse_base : str
@@ -75,7 +80,7 @@ def sparse_mla_decode(
 
     Returns
     -------
-    out : array, (b, s_q, h_q, 512)
+    out : array, (b, s_q, h_q, 512), or (b, s_q, h_q, d_head) with a `w_uv`
     lse : array, (b, s_q, h_q), float32
         log(sum_j exp(scale * q . k[j])), in base `lse_base`, without the sink.
 
@@ -90,7 +95,20 @@ def sparse_mla_decode(
     -----
     It has no gradient: decode serves inference.
     """
-    arrays = (q, kv_cache, indices, topk_length, attn_sink, extra_kv_cache, extra_indices, extra_topk_length, out, lse)
+    arrays = (
+        q,
+        kv_cache,
+        indices,
+        topk_length,
+        attn_sink,
+        extra_kv_cache,
+        extra_indices,
+        extra_topk_length,
+        w_uv,
+        gate,
+        out,
+        lse,
+    )
     options = (scale, lse_base, empty_lse, out_dtype, kernel)
     out, lse = run(OPERATION, arrays, options, exportable)
     return out, lse

@@ -7,6 +7,8 @@ from mla_cupy.kernels.attention.split_schedule import PRICE_SCALE
 COMBINE_BLOCKS_PER_SM = 4
 COMBINE_UNITS_PER_BLOCK = 2
 """Units of work, some columns of a row each, that a block of the combine works at side by side."""
+PROJECTION_BLOCKS_PER_SM = 2
+"""Blocks that project which are resident on an SM at once."""
 MAX_ROW_LIST_BLOCKS = 1 << 16
 """Blocks take the queries in turn; a grid of this size keeps any GPU busy to the end."""
 _MAX_COUNTED_ROWS = 1024

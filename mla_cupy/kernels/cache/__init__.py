@@ -5,6 +5,7 @@ from typing import Any
 
 from mla_cupy.kernels.cache import table
 from mla_cupy.kernels.cache.pipeline import APPEND, COPY_PAGES, GATHER, SLOTS, UPDATE
+from mla_cupy.kernels.cache.prepare import MLA_PREPARE
 from mla_cupy.kernels.spec import KernelSpec
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "COPY_PAGES",
     "GATHER",
     "KERNELS",
+    "MLA_PREPARE",
     "SLOTS",
     "UPDATE",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import FORMATS, words_before_changes
@@ -61,6 +61,32 @@ class SlotsOptions(NamedTuple):
     num_pages: int | None
 
 
+class RotationMembers(TypedDict):
+    """The members of a parameter struct about RoPE by tables."""
+
+    cos: str
+    sin: str
+    positions: str
+    positions_stride_bytes: int
+    cos_stride_elems: int
+    sin_stride_elems: int
+    max_position: int
+    positions_are_64: bool
+    interleaved: bool
+
+
+class TokenMembers(TypedDict):
+    """The members of a parameter struct about tokens and their slots."""
+
+    latent_stride_bytes: int
+    rope_stride_bytes: int
+    slots_stride_bytes: int
+    n: int
+    element: int
+    slots_are_64: bool
+    power_of_2: bool
+
+
 @dataclass(frozen=True)
 class CacheConfig:
     """The blocks that a GPU runs at once, where that matters."""
@@ -96,6 +122,37 @@ def _is_64(view: View | None) -> bool:
     return view is not None and view.dtype == "int64"
 
 
+def rotation_members(call: Call, interleaved: bool) -> RotationMembers:
+    """The members of a parameter struct about RoPE by tables."""
+    cos = call.views["cos"]
+    return {
+        "cos": call.name("cos"),
+        "sin": call.name("sin"),
+        "positions": call.name("positions"),
+        "positions_stride_bytes": _bytes(call.views["positions"]),
+        "cos_stride_elems": call.stride("cos"),
+        "sin_stride_elems": call.stride("sin"),
+        "max_position": cos.shape[0] if cos else 0,
+        "positions_are_64": _is_64(call.views["positions"]),
+        "interleaved": interleaved,
+    }
+
+
+def token_members(call: Call, n: int, scales: str | None) -> TokenMembers:
+    """The members of a parameter struct about n tokens and their slots."""
+    latent, rope, slots = call.views["latent"], call.views["rope"], call.views["slots"]
+    like = latent or rope or call.view("q")
+    return {
+        "latent_stride_bytes": _bytes(latent),
+        "rope_stride_bytes": _bytes(rope),
+        "slots_stride_bytes": _bytes(slots),
+        "n": n,
+        "element": record_layout.KINDS[like.dtype],
+        "slots_are_64": _is_64(slots),
+        "power_of_2": scales == "power_of_2",
+    }
+
+
 class AppendPipeline(CachePipeline):
     """The kernel of `cache_append`."""
 
@@ -106,34 +163,20 @@ class AppendPipeline(CachePipeline):
         """One launch, unless there is no token or no page."""
         options: AppendOptions = call.options
         kept = FORMATS[options.record]
-        latent, cache, cos = call.view("latent"), call.view("cache"), call.views["cos"]
-        n, (num_pages, page_size, _) = latent.shape[0], cache.shape
+        cache, n = call.view("cache"), call.view("latent").shape[0]
+        num_pages, page_size, _ = cache.shape
         page, token = record_layout.page_and_token_bytes(kept, cache)
         params = CacheAppendParams(
             latent="latent",
             rope=call.name("rope"),
             cache="cache",
             slots="slots",
-            cos=call.name("cos"),
-            sin=call.name("sin"),
-            positions=call.name("positions"),
-            latent_stride_bytes=_bytes(latent),
-            rope_stride_bytes=_bytes(call.views["rope"]),
-            slots_stride_bytes=_bytes(call.views["slots"]),
-            positions_stride_bytes=_bytes(call.views["positions"]),
-            cos_stride_elems=call.stride("cos"),
-            sin_stride_elems=call.stride("sin"),
             page_stride_bytes=page,
             token_stride_bytes=token,
-            n=n,
             num_pages=num_pages,
             page_size=page_size,
-            max_position=cos.shape[0] if cos else 0,
-            element=record_layout.KINDS[latent.dtype],
-            slots_are_64=_is_64(call.views["slots"]),
-            positions_are_64=_is_64(call.views["positions"]),
-            interleaved=options.interleaved,
-            power_of_2=options.scales == "power_of_2",
+            **rotation_members(call, options.interleaved),
+            **token_members(call, n, options.scales),
             **record_layout.members(kept, page_size, token, options.kv_scale),
         )
         return _launch(table.APPEND, -(-n // table.APPENDED_PER_BLOCK) if num_pages * page_size else 0, params)

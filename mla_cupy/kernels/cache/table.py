@@ -7,10 +7,11 @@ from mla_cupy.kernels.params import (
     CacheAppendParams,
     CacheCopyPagesParams,
     CacheGatherParams,
+    CachePrepareParams,
     CacheSlotsParams,
     CacheUpdateParams,
 )
-from mla_cupy.kernels.spec import PLAIN, KernelSpec
+from mla_cupy.kernels.spec import PLAIN, KernelSpec, variants
 
 APPENDED_PER_BLOCK = 8
 
@@ -21,6 +22,19 @@ APPEND: KernelSpec[object] = KernelSpec(
     CacheAppendParams,
     core=PLAIN,
     facts={"tokens_per_block": APPENDED_PER_BLOCK},
+)
+
+
+PREPARED_PER_BLOCK = 8
+QUERY_ROWS_PER_BLOCK = 16
+
+PREPARE: KernelSpec[object] = KernelSpec(
+    "cache_prepare",
+    "turns and quantises queries, and writes tokens to a paged cache",
+    "cache/prepare.cu",
+    CachePrepareParams,
+    variants=variants(codes=(0, 1)),
+    facts={"tokens_per_block": PREPARED_PER_BLOCK, "rows_per_block": QUERY_ROWS_PER_BLOCK},
 )
 
 
@@ -68,4 +82,4 @@ SLOTS: KernelSpec[object] = KernelSpec(
 )
 
 
-KERNELS = (APPEND, GATHER, COPY_PAGES, UPDATE, SLOTS)
+KERNELS = (APPEND, PREPARE, GATHER, COPY_PAGES, UPDATE, SLOTS)

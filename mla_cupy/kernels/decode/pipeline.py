@@ -9,7 +9,7 @@ from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.attention import combine, generic, heuristics, mma, schedule
+from mla_cupy.kernels.attention import combine, combine_project, generic, heuristics, mma, schedule
 from mla_cupy.kernels.attention.kernel import AttentionKernel, SplitGrid
 from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
 from mla_cupy.kernels.decode import (
@@ -39,7 +39,7 @@ class DecodeConfig:
 
     `combine_blocks` is 0 where nothing is split; `pieces` are those of a batch-invariant plan. Of a kernel that runs in
     clusters, `num_splits` are the clusters that are resident at once. With `merged` False partial results stay in the
-    workspace.
+    workspace. `projection` is the kernel that takes the combine's place where there is a W_UV.
     """
 
     problem: DecodeProblem
@@ -49,6 +49,7 @@ class DecodeConfig:
     combine_blocks: int
     pieces: Pieces | None = None
     merged: bool = True
+    projection: tuple[KernelSpec[object], Variant] | None = None
 
     @property
     def in_clusters(self) -> bool:
@@ -65,6 +66,15 @@ class DecodeConfig:
         if not self.combine_blocks:
             return 0
         return self.splits(self.pieces.max_b) if self.pieces else 2 * self.num_splits
+
+    @property
+    def latents(self) -> dict[str, int]:
+        """The part of the workspace that takes results of attention before they are projected, and its size."""
+        if not self.projection:
+            return {}
+        assert self.pieces or self.problem.batch
+        b = self.pieces.max_b if self.pieces else self.problem.batch.b if self.problem.batch else 0
+        return {combine_project.LATENTS: combine_project.latents_nbytes(b * self.problem.s_q * self.problem.h_q)}
 
 
 class DecodePipeline(Pipeline[DecodeConfig]):
@@ -89,7 +99,10 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         chosen = choice.choose("decode", self._computing(problem.math, kernel), problem, device, kernel)
         splits = chosen.splits(problem.rows, device, problem.h_kv)
         blocks = 0 if chosen.cluster_blocks > 1 else combine.blocks(splits.num_splits, device)
-        return DecodeConfig(problem, chosen, splits.row_blocks, splits.num_splits, blocks)
+        projection = None
+        if problem.d_head:
+            projection = combine_project.PROJECTION.build(problem.half, problem.h_q, problem.d_head, device)
+        return DecodeConfig(problem, chosen, splits.row_blocks, splits.num_splits, blocks, projection=projection)
 
     def _computing(self, math: str, kernel: str | None) -> tuple[AttentionKernel[DecodeProblem], ...]:
         """The kernels whose products have this arithmetic; `kernel`, if named, must be one of them."""
@@ -109,10 +122,11 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         """The schedule, then the partial results; what has to be zeros is last."""
         if config.in_clusters:
             splits = SplitGrid(config.row_blocks, config.num_splits)
-            return Layout(clusters.workspace(config.kernel, config.problem, splits))
+            return Layout({**config.latents, **clusters.workspace(config.kernel, config.problem, splits)})
         rows = config.num_partials * config.problem.s_q * config.problem.h_q
         nbytes = schedule_pieces.nbytes(config.pieces) if config.pieces else schedule.nbytes(config.num_splits)
-        return Layout({"schedule": nbytes, "partial_lse": 4 * rows, "partial_out": 4 * D_V * rows})
+        partials = {"schedule": nbytes, "partial_lse": 4 * rows, "partial_out": 4 * D_V * rows}
+        return Layout({**partials, **config.latents})
 
     def steps(self, config: DecodeConfig, call: Call) -> list[Step]:
         """The schedule, unless a plan has it, the attention and the merge; nothing for an empty batch."""
@@ -131,7 +145,10 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         if not call.planned:
             shard = (call.options.cp_world, call.options.cp_rank)
             steps[:0] = self.schedule(config, call.view("seqlens").strides[0], max_tokens, b, shard)
-        if config.combine_blocks and config.merged:
+        if config.projection:
+            params, has_pieces = self._params(config, call, splits), config.pieces is not None
+            steps.append(combine_project.combine(config.projection, call, params, has_pieces=has_pieces))
+        elif config.combine_blocks and config.merged:
             steps.append(self._combine(config, b, args))
         return steps
 
@@ -145,15 +162,12 @@ class DecodePipeline(Pipeline[DecodeConfig]):
     def builds(self, config: DecodeConfig) -> list[tuple[KernelSpec[Any], Variant]]:
         """Every kernel that a call of this configuration may launch."""
         problem = config.problem
-        if config.in_clusters:
-            return [(config.kernel, config.kernel.variant(problem))]
-        cut, merge = schedule.KERNEL, combine.KERNEL
-        if config.pieces:
-            cut, merge = schedule_pieces.KERNEL, combine_pieces.KERNEL
-        found: list[tuple[KernelSpec[Any], Variant]] = [
-            (cut, PLAIN[0]),
-            (config.kernel, config.kernel.variant(problem)),
-        ]
+        found: list[tuple[KernelSpec[Any], Variant]] = [(config.kernel, config.kernel.variant(problem))]
+        if not config.in_clusters:
+            found.insert(0, (schedule_pieces.KERNEL if config.pieces else schedule.KERNEL, PLAIN[0]))
+        if config.projection:
+            return [*found, config.projection]
+        merge = combine_pieces.KERNEL if config.pieces else combine.KERNEL
         return [*found, (merge, Variant(dtype=problem.half))] if config.combine_blocks else found
 
     def schedule(
@@ -174,17 +188,22 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         return [schedule.launch("seqlens", stride, max_tokens, b, config.num_splits, merge_cost, shard, piece_cost)]
 
     def _args(self, config: DecodeConfig, call: Call, splits: int) -> LaunchArgs:
+        kv_cache, params = call.view("kv_cache"), self._params(config, call, splits)
+        return LaunchArgs(params, maps=tuple(("kv_cache", spec) for spec in config.kernel.kv_maps(kv_cache)))
+
+    def _params(self, config: DecodeConfig, call: Call, splits: int) -> DecodeParams:
         options: DecodeOptions = call.options
         kv_cache = call.view("kv_cache")
         b, s_q, h_q, _ = call.view("q").shape
         num_pages, page_size, h_kv, _ = kv_cache.shape
-        params = DecodeParams(
+        projects = config.projection is not None
+        return DecodeParams(
             q="q",
             kv="kv_cache",
             block_table="block_table",
             seqlens="seqlens",
             schedule=NULL if config.in_clusters else "schedule",
-            out="out",
+            out=combine_project.LATENTS if projects else "out",
             lse="lse",
             attn_sink=NULL,
             max_logits=NULL,
@@ -197,7 +216,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             kv_stride_page_token_h_elems=_cache_strides(config.problem.record, kv_cache),
             table_stride_b_page_elems=call.strides("block_table", 2),
             seqlens_stride_elems=call.stride("seqlens"),
-            out_stride_b_s_h_elems=call.strides("out", 3),
+            out_stride_b_s_h_elems=combine_project.latents_strides(s_q, h_q) if projects else call.strides("out", 3),
             lse_stride_b_h_s_elems=call.strides("lse", 3),
             max_stride_b_h_s_elems=(0, 0, 0),
             sink_stride_elems=0,
@@ -211,7 +230,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             max_pages=call.view("block_table").shape[1],
             num_splits=splits,
             causal=options.causal,
-            out_is_fp32=call.view("out").dtype == "float32",
+            out_is_fp32=projects or call.view("out").dtype == "float32",
             continued_index=0 if config.pieces else config.num_splits,
             request_units=0,
             unit_tiles=0,
@@ -222,7 +241,6 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             empty_lse=options.empty_lse,
             value_scale=options.kv_scale,
         )
-        return LaunchArgs(params, maps=tuple(("kv_cache", spec) for spec in config.kernel.kv_maps(kv_cache)))
 
 
 def _cache_strides(record: str, kv_cache: View) -> tuple[int, int, int]:

@@ -29,7 +29,8 @@ class DecodeProblem:
     """Sizes and dtypes that decide which kernels run and how: no pointers, no device. `dtype` is that of the queries.
 
     `aligned` says that q and the cache start at, and step by, multiples of 16 bytes, which TMA demands. `record` is the
-    FP8 record of the cache, "" for rows of `dtype`. `tree_mask` says that there is one. `math` is "exact" or "fp8".
+    FP8 record of the cache, "" for rows of `dtype`. `tree_mask` says that there is one. `math` is "exact" or "fp8". `d_head` is
+    the width that W_UV gives results, 0 without it.
 
     `batch` is for the choice among kernels alone, which does without where it is not known. Problems that differ in
     nothing else are equal, since a plan serves smaller batches than its own.
@@ -44,12 +45,13 @@ class DecodeProblem:
     record: str = ""
     tree_mask: bool = False
     math: str = "exact"
+    d_head: int = 0
     batch: Batch | None = field(default=None, compare=False, repr=False)
 
     @property
     def told(self) -> dict[str, Any]:
         """Properties that a caller knows, by name."""
-        names = ("s_q", "h_q", "h_kv", "dtype", "d_qk", "record", "tree_mask", "math")
+        names = ("s_q", "h_q", "h_kv", "dtype", "d_qk", "record", "tree_mask", "math", "d_head")
         return {name: getattr(self, name) for name in names}
 
     @property

@@ -11,7 +11,7 @@ from typing import cast
 from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.attention import combine, record_layout
+from mla_cupy.kernels.attention import combine, combine_project, record_layout
 from mla_cupy.kernels.attention import schedule as attention_schedule
 from mla_cupy.kernels.attention.heuristics import merge_cost
 from mla_cupy.kernels.attention.kernel import AttentionKernel
@@ -24,7 +24,7 @@ from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline
 from mla_cupy.kernels.sparse_decode import records, schedule
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
 from mla_cupy.kernels.sparse_decode.schedule import Cuts
-from mla_cupy.kernels.spec import Variant
+from mla_cupy.kernels.spec import KernelSpec, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V
 
@@ -34,6 +34,7 @@ class SparseDecodeConfig:
     """Everything about a call that does not depend on pointers or strides.
 
     `combine_blocks` is 0 where no query can be split. Of lists with lengths in memory, `cuts` say the splits alone.
+    `projection` is the kernel that takes the combine's place where there is a W_UV.
     """
 
     problem: SparseDecodeProblem
@@ -42,6 +43,7 @@ class SparseDecodeConfig:
     block_rows: int
     cuts: Cuts
     combine_blocks: int
+    projection: tuple[KernelSpec[object], Variant] | None = None
 
     @property
     def row_blocks(self) -> int:
@@ -71,17 +73,22 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             cuts = schedule.even_cuts(problem, block_rows, most)
             split = cuts.request_units > 1 and cuts.num_splits > 1
         blocks = combine.blocks(cuts.num_splits, device) if split else 0
-        return SparseDecodeConfig(problem, chosen, variant, block_rows, cuts, blocks)
+        projection = None
+        if problem.d_head:
+            projection = combine_project.PROJECTION.build(problem.dtype, problem.h_q, problem.d_head, device)
+        return SparseDecodeConfig(problem, chosen, variant, block_rows, cuts, blocks, projection)
 
     def workspace(self, config: SparseDecodeConfig) -> Layout:
-        """The schedule, if it is in memory, then two partial results per split."""
+        """The schedule, if it is in memory, then two partial results per split, and results before they are projected."""
         problem, splits = config.problem, config.cuts.num_splits
         partial_rows = 2 * splits * problem.h_q if config.combine_blocks else 0
+        latents = problem.queries * problem.h_q if config.projection else 0
         return Layout(
             {
                 "schedule": attention_schedule.nbytes(splits) if problem.ragged else 0,
                 "partial_lse": 4 * partial_rows,
                 "partial_out": 4 * D_V * partial_rows,
+                **({combine_project.LATENTS: combine_project.latents_nbytes(latents)} if latents else {}),
             }
         )
 
@@ -97,7 +104,9 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             cost = merge_cost(min(problem.h_q, config.block_rows))
             steps.append(schedule.launch(call, problem, splits, cost))
         steps.append(Launch(config.kernel, config.variant, (config.row_blocks, splits, 1), with_extra))
-        if config.combine_blocks:
+        if config.projection:
+            steps.append(combine_project.combine(config.projection, call, params, by_query=True))
+        elif config.combine_blocks:
             blocks = combine.needed_blocks(config.combine_blocks, problem.queries, problem.h_q, splits)
             steps.append(combine.launch(problem.dtype, blocks, LaunchArgs(params)))
         return steps
@@ -106,13 +115,15 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         problem, options, cuts = config.problem, cast(SparseDecodeOptions, call.options), config.cuts
         of_query = 1 if call.view("q").shape[1] > 1 else 0  # the axes b and s_q step evenly: they are one
         indices, cache = call.view("indices"), call.view("kv_cache")
+        projects = config.projection is not None
+        of_latents = combine_project.latents_strides(1, problem.h_q)
         return DecodeParams(
             q="q",
             kv="kv_cache",
             block_table="indices",
             seqlens=call.name("topk_length"),
             schedule="schedule" if problem.ragged else NULL,
-            out="out",
+            out=combine_project.LATENTS if projects else "out",
             lse="lse",
             attn_sink=call.name("attn_sink"),
             max_logits=NULL,
@@ -125,7 +136,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             kv_stride_page_token_h_elems=(*_strides(problem.record, cache), 0),
             table_stride_b_page_elems=(indices.strides[0], indices.strides[2]),
             seqlens_stride_elems=call.stride("topk_length"),
-            out_stride_b_s_h_elems=(call.stride("out", of_query), 0, call.stride("out", 2)),
+            out_stride_b_s_h_elems=of_latents if projects else (call.stride("out", of_query), 0, call.stride("out", 2)),
             lse_stride_b_h_s_elems=(call.stride("lse", of_query), call.stride("lse", 2), 0),
             max_stride_b_h_s_elems=(0, 0, 0),
             sink_stride_elems=call.stride("attn_sink"),
@@ -139,7 +150,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             max_pages=indices.shape[2],
             num_splits=cuts.num_splits,
             causal=False,
-            out_is_fp32=call.view("out").dtype == "float32",
+            out_is_fp32=projects or call.view("out").dtype == "float32",
             continued_index=cuts.num_splits,
             request_units=cuts.request_units,
             unit_tiles=cuts.unit_tiles,

@@ -25,6 +25,8 @@ def mla_decode(
     seqlens: torch.Tensor,
     *,
     tree_mask: torch.Tensor | None = None,
+    w_uv: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
     d_v: int = 512,
     scale: float | None = None,
     causal: bool = True,
@@ -72,6 +74,13 @@ def mla_decode(
         token before the drafts, and draft j iff bit j of tree_mask[b, i] is set. This takes the place of `causal`. Up
         to 64 drafts; bits from s_q on are ignored. In a sequence of n < s_q tokens these are its last n drafts: token t
         is draft s_q - n + t, and bits of drafts before the sequence's first token have no effect.
+    w_uv : tensor, (h_q, d_head, 512), bfloat16 or float16, optional
+        The values' half of kv_b_proj, as it lies in the weights: `kv_b_proj.reshape(h_q, -1, 512)[:, d_nope:]`. Results
+        are then multiplied by it, out[.., h, d] = sum_c out[.., h, c] * w_uv[h, d, c], where they would be merged. Of
+        the dtype that `out` has without it; d_head is 64, 128, 192 or 256. A contiguous last axis, a start and other
+        strides that are multiples of 16 bytes.
+    gate : tensor, (b, s_q, h_q, d_head), dtype of w_uv, optional
+        Its sigmoid is a factor of each element of the result of `w_uv`. Strides as for w_uv.
     d_v : int
         Width of the values: 512.
     scale : float, optional
@@ -92,7 +101,8 @@ def mla_decode(
     plan : TorchDecodePlan, optional
         From `plan_decode`, updated for these `seqlens`: saves the scheduling and the allocations of a call.
     out : tensor, (b, s_q, h_q, 512), dtype of q (bfloat16 where that is e4m3) or float32, optional
-        Memory for the result: a contiguous last axis, a start and other strides that are multiples of 16 bytes.
+        Memory for the result, (b, s_q, h_q, d_head) with a `w_uv`: a contiguous last axis, a start and other strides
+        that are multiples of 16 bytes.
     lse : tensor, (b, h_q, s_q), float32, optional
         Memory for the log-sum-exp; any strides.
     workspace : tensor, (n,), uint8, optional
@@ -110,7 +120,7 @@ def mla_decode(
 
     Returns
     -------
-    out : tensor, (b, s_q, h_q, 512)
+    out : tensor, (b, s_q, h_q, 512), or (b, s_q, h_q, d_head) with a `w_uv`
         Array of the caller's library.
     lse : tensor, (b, h_q, s_q), float32
         log(sum_j exp(scale * q . k[j])), in base `lse_base`.
@@ -137,7 +147,7 @@ def mla_decode(
     >>> tuple(out.shape), float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
     ((1, 1, 16, 512), 1.0, 28.605)
     """
-    arrays = (q, kv_cache, block_table, seqlens, tree_mask, out, lse)
+    arrays = (q, kv_cache, block_table, seqlens, tree_mask, w_uv, gate, out, lse)
     options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, q_scale, math, out_dtype, lse_base, empty_lse, kernel)
     if is_plain_call(q) and (out is None) is (lse is None):
         out, lse = run(Invocation(OPERATION, arrays, options, workspace, plan=plan_of(plan)))

@@ -27,6 +27,8 @@ def sparse_mla_decode(
     extra_kv_cache: torch.Tensor | None = None,
     extra_indices: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
+    w_uv: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
     scale: float | None = None,
     lse_base: str = "e",
     empty_lse: float = -math.inf,
@@ -59,6 +61,9 @@ def sparse_mla_decode(
     extra_kv_cache, extra_indices, extra_topk_length : tensor, optional
         A second cache of the same record, with pages of any size, and lists of more keys in it under the same softmax.
         Cache and indices are given together.
+    w_uv, gate : tensor, optional
+        W_UV and a gate, as for `mla_decode`: results are multiplied by them where they would be merged. The first two
+        axes of a gate step evenly.
     scale : float, optional
         Factor of the scores: finite, above 0. Default: d_qk**-0.5.
     lse_base : str
@@ -66,8 +71,8 @@ def sparse_mla_decode(
     empty_lse : float
         `lse` of a query without a token; its `out` is 0.
     out : tensor, (b, s_q, h_q, 512), dtype of q or float32, optional
-        Memory for the result: a contiguous last axis, a start and other strides that are multiples of 16 bytes, and
-        first two axes that step evenly.
+        Memory for the result, (b, s_q, h_q, d_head) with a `w_uv`: a contiguous last axis, a start and other strides
+        that are multiples of 16 bytes, and first two axes that step evenly.
     lse : tensor, (b, s_q, h_q), float32, optional
         Memory for the log-sum-exp; the first two axes step evenly.
     workspace : tensor, (n,), uint8, optional
@@ -79,7 +84,7 @@ def sparse_mla_decode(
 
     Returns
     -------
-    out : tensor, (b, s_q, h_q, 512)
+    out : tensor, (b, s_q, h_q, 512), or (b, s_q, h_q, d_head) with a `w_uv`
     lse : tensor, (b, s_q, h_q), float32
         log(sum_j exp(scale * q . k[j])), in base `lse_base`, without the sink.
 
@@ -106,7 +111,20 @@ def sparse_mla_decode(
     >>> float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
     (1.0, 22.026)
     """
-    arrays = (q, kv_cache, indices, topk_length, attn_sink, extra_kv_cache, extra_indices, extra_topk_length, out, lse)
+    arrays = (
+        q,
+        kv_cache,
+        indices,
+        topk_length,
+        attn_sink,
+        extra_kv_cache,
+        extra_indices,
+        extra_topk_length,
+        w_uv,
+        gate,
+        out,
+        lse,
+    )
     options = (scale, lse_base, empty_lse, out_dtype, kernel)
     if is_plain_call(q) and (out is None) is (lse is None):
         out, lse = run(Invocation(OPERATION, arrays, options, workspace))

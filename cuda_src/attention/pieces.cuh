@@ -2,8 +2,8 @@
 #pragma once
 #include "attention/decode_params.cuh"
 
-namespace mla::decode {
-MLA_DEVICE const i32* first_splits(const attention::DecodeParams& p) {  // (b + 1,)
+namespace mla::attention {
+MLA_DEVICE const i32* first_splits(const DecodeParams& p) {  // (b + 1,)
     return reinterpret_cast<const i32*>(p.schedule + p.num_splits + 1);
 }
-}  // namespace mla::decode
+}  // namespace mla::attention

@@ -1,0 +1,1 @@
+"""A decode layer between its projections and the output projection."""

@@ -1,0 +1,131 @@
+"""The arrays of a layer: what its projections leave, weights, caches with all tokens but the new ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import mla_cupy
+from mla_cupy.cache_formats import FORMATS
+
+from ...core.cost import D_V
+from ...core.device import Device
+from .cases import D_INDEX, D_ROPE, PAGE_SIZE, LayerCase
+
+Array = npt.NDArray[Any]
+_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True)
+class IndexInputs:
+    """What an indexer has."""
+
+    q: Any  # (b, heads, 128), bfloat16
+    weights: Any  # (b, heads), float32
+    k: Any  # (b, 128), bfloat16, after its LayerNorm
+    cache: Any  # (pages, 64, 132)
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """One set of inputs. The caches are changed in place, by the same tokens in every call."""
+
+    q: Any  # (b, h_q, d_query)
+    latent: Any  # (b, d_latent)
+    rope: Any  # (b, 64)
+    gate: Any  # (b, 1, h_q, d_head)
+    kv_b_proj: Any  # (h_q, d_nope + d_head, 512)
+    cos: Any  # (s_kv, 32)
+    sin: Any
+    cache: Any  # (pages, 64, width)
+    block_table: Any  # (b, pages of a sequence)
+    seqlens: Any  # (b,)
+    positions: Any  # (b,)
+    slots: Any  # (b,)
+    sink: Any  # (h_q,)
+    lists: Any  # (b, 1, topk) int32, where nothing selects
+    extra_cache: Any
+    extra_lists: Any  # (b, 1, extra)
+    index: IndexInputs | None
+    host_table: Array
+
+
+@dataclass(frozen=True)
+class LayerOutputs:
+    """Results of a call: (b, 1, h_q, d_head), or 512 wide where nothing is projected."""
+
+    out: Any
+
+
+def make_inputs(case: LayerCase, dtype: str, seed: int, device: Device) -> LayerInputs:
+    """Normal numbers in shuffled pages."""
+    model, rng = case.model, np.random.default_rng(seed)
+    table = rng.permutation(case.b * case.pages).astype(np.int32).reshape(case.b, case.pages)
+    last = case.s_kv - 1
+    slots = table[:, last // PAGE_SIZE] * PAGE_SIZE + last % PAGE_SIZE
+    angles = np.arange(case.s_kv)[:, None] * 10000.0 ** (-np.arange(0, D_ROPE, 2) / D_ROPE)
+    numbers = iter(range(20 * seed + 1, 20 * seed + 20))
+
+    def normal(*shape: int, kind: str = dtype, scale: float = 1.0) -> Any:
+        return device.normal(shape, kind, next(numbers), scale=scale)
+
+    def chosen(count: int) -> Any:
+        return device.upload(rng.integers(0, case.b * case.pages * PAGE_SIZE, (case.b, 1, count), np.int32))
+
+    index = None
+    if model.index_heads:
+        index = IndexInputs(
+            q=normal(case.b, model.index_heads, D_INDEX, kind="bfloat16"),
+            weights=normal(case.b, model.index_heads, kind="float16").astype("float32"),
+            k=normal(case.b, D_INDEX, kind="bfloat16"),
+            cache=_index_cache(case, next(numbers), device),
+        )
+    return LayerInputs(
+        q=normal(case.b, case.h_q, model.d_query),
+        latent=normal(case.b, model.d_latent),
+        rope=normal(case.b, D_ROPE),
+        gate=normal(case.b, 1, case.h_q, model.d_head),
+        kv_b_proj=normal(case.h_q, model.d_nope + model.d_head, D_V, scale=D_V**-0.5),
+        cos=device.upload(np.cos(angles).astype(np.float32)),
+        sin=device.upload(np.sin(angles).astype(np.float32)),
+        cache=_cache(case, dtype, next(numbers), device),
+        block_table=device.upload(table),
+        seqlens=device.upload(np.full(case.b, case.s_kv, np.int32)),
+        positions=device.upload(np.full(case.b, last, np.int32)),
+        slots=device.upload(slots.astype(np.int32)),
+        sink=device.upload(rng.standard_normal(case.h_q, np.float32)),
+        lists=chosen(model.topk) if model.extra else None,
+        extra_cache=_cache(case, dtype, next(numbers), device) if model.extra else None,
+        extra_lists=chosen(model.extra) if model.extra else None,
+        index=index,
+        host_table=table,
+    )
+
+
+def _cache(case: LayerCase, dtype: str, seed: int, device: Device) -> Any:
+    model, pages = case.model, case.b * case.pages
+    if not model.record:
+        return device.normal((pages, PAGE_SIZE, model.d_qk), dtype, seed)
+    cache = device.empty((pages, PAGE_SIZE, FORMATS[model.record].width), "uint8")
+    with device.current():
+        for first in range(0, pages * PAGE_SIZE, _CHUNK):
+            count = min(_CHUNK, pages * PAGE_SIZE - first)
+            latent, rope = (
+                device.normal((count, width), dtype, seed + first) for width in (model.d_latent, D_ROPE)
+            )
+            mla_cupy.cache_append(latent, rope, cache, device.upload(np.arange(first, first + count)))
+    return cache
+
+
+def _index_cache(case: LayerCase, seed: int, device: Device) -> Any:
+    pages = case.b * case.pages
+    cache = device.empty((pages, PAGE_SIZE, FORMATS["indexer"].width), "uint8")
+    with device.current():
+        for first in range(0, pages * PAGE_SIZE, _CHUNK):
+            count = min(_CHUNK, pages * PAGE_SIZE - first)
+            keys = device.normal((count, D_INDEX), "bfloat16", seed + first)
+            mla_cupy.indexer_cache_append(keys, cache, device.upload(np.arange(first, first + count)))
+    return cache

@@ -1,0 +1,55 @@
+"""A layer with few launches: `mla_prepare`, `absorb`, and decode with W_UV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import mla_cupy
+
+from ...core.cost import D_V
+from ...core.device import Device
+from ...core.implementation import OWN, Prepared
+from .cases import LayerCase
+from .inputs import LayerInputs
+from .steps import Buffers, Steps, attention, columns_of_rope, indexer, prepared_layer
+
+
+class FewLaunches:
+    """RoPE of queries and keys with the append; W_UK; maybe the indexer; attention, merge, W_UV and gate."""
+
+    name = OWN
+
+    def unsupported(self, case: LayerCase, dtype: str) -> str | None:
+        if case.model.index_heads and dtype != "bfloat16":
+            return "index queries are bfloat16"
+        return None
+
+    def prepare(self, case: LayerCase, dtype: str, sets: Sequence[LayerInputs], device: Device) -> Prepared:
+        def make(inputs: LayerInputs, buffers: Buffers) -> Steps:
+            return self._steps(case, dtype, inputs, buffers, device)
+
+        return prepared_layer(make, case, dtype, sets, device)
+
+    def _steps(self, case: LayerCase, dtype: str, inputs: LayerInputs, buffers: Buffers, device: Device) -> Steps:
+        model = case.model
+        tables = {"cos": inputs.cos, "sin": inputs.sin, "positions": inputs.positions}
+        token = (inputs.latent, inputs.rope, inputs.cache, inputs.slots)
+        steps: dict[str, Any] = {}
+        if not model.has_rope:
+            steps["append"] = partial(mla_cupy.cache_append, inputs.latent, None, inputs.cache, inputs.slots)
+        elif model.absorbs:
+            source, target = columns_of_rope(case, inputs, buffers)
+            steps["prepare"] = partial(mla_cupy.mla_prepare, source, *token, **tables, out=target)
+        else:
+            steps["prepare"] = partial(mla_cupy.mla_prepare, inputs.q, *token, **tables, out=buffers.queries)
+        if not model.absorbs:
+            return {**steps, "attention": attention(case, dtype, inputs, buffers, device)}
+        w_uk, w_uv = inputs.kv_b_proj[:, : model.d_nope], inputs.kv_b_proj[:, model.d_nope :]
+        q_nope = inputs.q[..., : model.d_nope]
+        steps["absorb"] = partial(mla_cupy.absorb, q_nope, w_uk, out=buffers.queries[..., :D_V])
+        if inputs.index is not None:
+            steps |= indexer(case, inputs, inputs.index, buffers, device)
+        projection = {"w_uv": w_uv, **({"gate": inputs.gate} if model.has_gate else {})}
+        return {**steps, "attention and W_UV": attention(case, dtype, inputs, buffers, device, **projection)}

@@ -1,0 +1,1 @@
+"""W_UK before decode, and merge and W_UV after it."""

@@ -1,0 +1,113 @@
+"""A layer of separate calls: RoPE by a kernel of its own, `cache_append`, and both products by cuBLAS."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import mla_cupy
+
+from ..core.cost import D_V
+from ..core.device import Device
+from ..core.implementation import Prepared
+from ..ops.layer.cases import D_ROPE, LayerCase
+from ..ops.layer.inputs import LayerInputs
+from ..ops.layer.steps import Buffers, Steps, attention, columns_of_rope, indexer, prepared_layer
+from .cublas import Cublas, why_missing
+
+SEPARATE = "separate"
+_SOURCE = r"""
+template <typename T> __device__ float wide(unsigned short x);
+template <typename T> __device__ unsigned short narrow(float x);
+struct bf16 {};
+struct fp16 {};
+template <> __device__ float wide<bf16>(unsigned short x) { return __uint_as_float((unsigned)x << 16); }
+template <> __device__ unsigned short narrow<bf16>(float x) {
+    unsigned bits = __float_as_uint(x);
+    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+template <> __device__ float wide<fp16>(unsigned short x) {
+    float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y;
+}
+template <> __device__ unsigned short narrow<fp16>(float x) {
+    unsigned short y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y;
+}
+extern "C" __global__ void bench_rope(const unsigned short* q, unsigned short* out, const float* cos, const float* sin,
+                                      const int* positions, int rows, int heads, int from_row, int to_row) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x, row = i / 32, pair = i % 32;
+    if (row >= rows) return;
+    const long long at = (long long)positions[row / heads] * 32 + pair;
+    const unsigned two = *(const unsigned*)(q + (long long)row * from_row + 2 * pair);
+    const float x = wide<KIND>(two & 0xffff), y = wide<KIND>(two >> 16), c = cos[at], s = sin[at];
+    *(unsigned*)(out + (long long)row * to_row + 2 * pair) =
+        narrow<KIND>(x * c - y * s) | (unsigned)narrow<KIND>(x * s + y * c) << 16;
+}
+extern "C" __global__ void bench_gate(unsigned short* out, const unsigned short* gate, int count) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < count) out[i] = narrow<KIND>(wide<KIND>(out[i]) / (1 + __expf(-wide<KIND>(gate[i]))));
+}
+"""
+_THREADS = 256
+
+
+class SeparateCalls:
+    """What a layer took before there were `mla_prepare`, `absorb` and `w_uv`."""
+
+    name = SEPARATE
+
+    def unsupported(self, case: LayerCase, dtype: str) -> str | None:
+        if case.model.index_heads and dtype != "bfloat16":
+            return "index queries are bfloat16"
+        return why_missing()
+
+    def prepare(self, case: LayerCase, dtype: str, sets: Sequence[LayerInputs], device: Device) -> Prepared:
+        import cupy
+
+        library = Cublas(device.stream)
+        source = _SOURCE.replace("KIND", "bf16" if dtype == "bfloat16" else "fp16")
+        kernels = {name: cupy.RawKernel(source, f"bench_{name}", ("-std=c++17",)) for name in ("rope", "gate")}
+
+        def make(inputs: LayerInputs, buffers: Buffers) -> Steps:
+            return _steps(case, dtype, inputs, buffers, device, library, kernels)
+
+        return prepared_layer(make, case, dtype, sets, device)
+
+
+def _steps(
+    case: LayerCase, dtype: str, inputs: LayerInputs, buffers: Buffers, device: Device, library: Cublas, kernels: Any
+) -> Steps:
+    model, rows = case.model, case.b * case.h_q
+    tables = {"cos": inputs.cos, "sin": inputs.sin, "positions": inputs.positions}
+    steps: dict[str, Any] = {}
+    if model.has_rope:
+        steps["RoPE of q"] = _rope(case, inputs, buffers, kernels["rope"])
+    rope, turned = (inputs.rope, tables) if model.has_rope else (None, {})
+    steps["append"] = partial(mla_cupy.cache_append, inputs.latent, rope, inputs.cache, inputs.slots, **turned)
+    if not model.absorbs:
+        return {**steps, "attention": attention(case, dtype, inputs, buffers, device)}
+    w_uk, w_uv = inputs.kv_b_proj[:, : model.d_nope], inputs.kv_b_proj[:, model.d_nope :]
+    q_nope, latents, out = inputs.q[..., : model.d_nope], buffers.latents[:, 0], buffers.out[:, 0]
+    steps["W_UK"] = partial(library.by_heads, q_nope, w_uk, buffers.queries[..., :D_V], transposed=False)
+    if inputs.index is not None:
+        steps |= indexer(case, inputs, inputs.index, buffers, device)
+    steps["attention"] = attention(case, dtype, inputs, buffers, device)
+    steps["W_UV"] = partial(library.by_heads, latents, w_uv, out, transposed=True)
+    if model.has_gate:
+        count = rows * model.d_head
+        steps["gate"] = partial(kernels["gate"], (-(-count // _THREADS),), (_THREADS,), (out, inputs.gate, count))
+    return steps
+
+
+def _rope(case: LayerCase, inputs: LayerInputs, buffers: Buffers, kernel: Any) -> Any:
+    """RoPE of the queries; of those that hold it inside, the other columns are copied before."""
+    import numpy as np
+
+    source, target = columns_of_rope(case, inputs, buffers)
+    if not case.model.absorbs:
+        buffers.queries[...] = inputs.q  # once: a layer would turn them in place
+    steps = (x.strides[1] // 2 for x in (source, target))
+    sizes = [np.int32(x) for x in (case.b * case.h_q, case.h_q, *steps)]
+    arguments = (source, target, inputs.cos, inputs.sin, inputs.positions, *sizes)
+    blocks = -(-case.b * case.h_q * (D_ROPE // 2) // _THREADS)
+    return partial(kernel, (blocks,), (_THREADS,), arguments)

@@ -1,0 +1,57 @@
+// Query rows in e4m3, by the rule of mla_cupy/reference/fp8_queries.py.
+//
+// A row in 16 bits is divided by the smallest power of two, of at least 2^-100, that leaves no magnitude above 448, and
+// rounded to nearest, ties to even. A row with NaN or Inf is NaN throughout.
+#pragma once
+#include "common/types.cuh"
+#include "ptx/fp8.cuh"
+#include "tile/elements.cuh"
+
+namespace mla::attention {
+constexpr i32 kLeastQueryExponent = 127 - 100;  // biased, of a scale
+
+// The biased exponent of a row's scale: that of its largest magnitude, less 8, and one more where that is above 1.75
+// times its power of two, since 448 = 1.75 * 2^8.
+MLA_DEVICE i32 query_exponent(u32 largest) {
+    constexpr u32 kAbove = 0x1fffff;  // carries into the exponent from fractions above 0.75
+    return max((i32)(largest + kAbove >> 23) - 8, kLeastQueryExponent);
+}
+
+// What a row's elements are multiplied by to become codes, and what takes that back; NaN both, or neither.
+struct QueryScale {
+    float down, up;
+};
+
+// `largest`: the bits of the row's largest magnitude, of any infinity or NaN if there is one.
+MLA_DEVICE QueryScale query_scale(u32 largest) {
+    const bool finite = largest < __float_as_uint(kMaxFloat) + 1;
+    const i32 exponent = query_exponent(largest);
+    const float nan = __uint_as_float(0x7fffffff);
+    const float down = finite ? __uint_as_float((u32)(254 - exponent) << 23) : nan;
+    return QueryScale{down, finite ? __uint_as_float((u32)exponent << 23) : nan};
+}
+
+// `bits`, or those of the largest magnitude of eight elements.
+template <class Element>
+MLA_DEVICE u32 largest_magnitude(const uint4& chunk, u32 bits) {
+    const u32* words = &chunk.x;
+#pragma unroll
+    for (i32 j = 0; j < 4; ++j) {
+        const float2 pair = unpack<Element>(words[j]);
+        bits = max(bits, max(__float_as_uint(fabsf(pair.x)), __float_as_uint(fabsf(pair.y))));
+    }
+    return bits;
+}
+
+template <class Element>
+MLA_DEVICE uint2 query_codes(const uint4& chunk, float down) {
+    u32 codes[2];
+    const u32* words = &chunk.x;
+#pragma unroll
+    for (i32 j = 0; j < 2; ++j) {
+        const float2 low = unpack<Element>(words[2 * j]), high = unpack<Element>(words[2 * j + 1]);
+        codes[j] = cvt_e4m3_x2(low.x * down, low.y * down) | cvt_e4m3_x2(high.x * down, high.y * down) << 16;
+    }
+    return make_uint2(codes[0], codes[1]);
+}
+}  // namespace mla::attention

@@ -1,0 +1,252 @@
+// Queries and keys before decode: RoPE of both, queries rounded to e4m3, and tokens written to a paged cache.
+//
+//   q[-64:], rope = RoPE(q[-64:], rope)             in 16 bits
+//   codes = e4m3(q / s)                             s: the row's power of two (attention/query_codes.cuh), or the
+//   caller's cache[slot] = record of (latent, rope)          cache/append.cuh
+//
+// Grid: x = blocks for tokens, eight each, then blocks for rows of queries, 16 each. Eight lanes share a row: a lane
+// has 16 bytes of every 128, so that the RoPE part, the row's last 128 bytes, is a piece of each lane, and all loads of
+// a row are in flight together. Where the result takes the place of the queries, only the RoPE part is read and
+// written.
+//
+//   position | angles | load row | turn | largest of the row | round | store
+#include "attention/query_codes.cuh"
+#include "cache/append.cuh"
+#include "common/facts.cuh"
+#include "ptx/control.cuh"
+
+namespace mla::cache {
+
+// ---- Variant ---------------------------------------------------------------------------------------------------
+constexpr bool kCodes = MLA_CODES;  // queries become e4m3
+
+// ---- Budget ----------------------------------------------------------------------------------------------------
+constexpr i32 kRowLanes = kRopePieces;
+constexpr i32 kRows = kAppendThreads / kRowLanes;  // of a block
+constexpr i32 kLaneStepBytes = kRowLanes * kPieceBytes;
+constexpr i32 kMaxPieces = 8;    // of a lane beside the RoPE part: 512 elements of a row
+constexpr i32 kMovedPieces = 4;  // in flight together
+// Blocks per SM. All rows of 128 tokens with 128 heads are one wave of 8.
+constexpr i32 kBlocks = kCodes ? 5 : 8;
+
+// ---- Params ----------------------------------------------------------------------------------------------------
+struct CachePrepareParams {
+    const u8* q;       // (n, h, 64 pieces), `element`; with its RoPE part, 64 elements more, unless q_rope is given
+    const u8* q_rope;  // (n, h, 64), `element`; or null
+    u8* out;           // (n, h, 64 pieces + 64): `element`, or e4m3
+    float* q_scales;   // (n, h), or null without codes
+    u8* rope_out;      // (n, 64), `element`; or null
+    const u8* latent;  // from here on as in CacheAppendParams; `cache` may be null
+    const u8* rope;
+    u8* cache;
+    const u8* slots;
+    const float* cos;
+    const float* sin;
+    const u8* positions;
+    i64 frequencies[kRopePairs];  // of RoPE without tables, in 2^-64 turns
+    i64 q_stride_n_bytes, q_stride_h_bytes;
+    i64 q_rope_stride_n_bytes, q_rope_stride_h_bytes;
+    i64 out_stride_n_bytes, out_stride_h_bytes;
+    i64 q_scales_stride_n_elems, q_scales_stride_h_elems;
+    i64 rope_out_stride_bytes;
+    i64 latent_stride_bytes, rope_stride_bytes, slots_stride_bytes, positions_stride_bytes;
+    i64 cos_stride_elems, sin_stride_elems;
+    i64 page_stride_bytes, token_stride_bytes;
+    i32 n, num_pages, page_size, max_position;
+    i32 element, slots_are_64, positions_are_64, interleaved, power_of_2;
+    i32 kind, rope_kind, latent_chunks, rope_chunks, group_chunks, scale_kind;
+    i32 rope_offset, scales_offset, scales_stride;
+    i32 h, pieces;     // query heads; a lane's pieces of a row beside the RoPE part
+    i32 token_blocks;  // of the grid
+    i32 own_scale;     // of each row; else `q_scale`
+    float kv_scale, q_scale;
+};
+
+MLA_FACT_LIST(params_layout, MLA_OFFSET(CachePrepareParams, frequencies), MLA_OFFSET(CachePrepareParams, n),
+              MLA_OFFSET(CachePrepareParams, kv_scale), (int)sizeof(CachePrepareParams));
+MLA_FACT(threads, kAppendThreads);
+MLA_FACT(tokens_per_block, kAppendWarps* kTokens);
+MLA_FACT(rows_per_block, kRows);
+
+// ---- RoPE ------------------------------------------------------------------------------------------------------
+struct AnyRotation : TableRotation {
+    const i64* frequencies;
+
+    MLA_DEVICE bool turns() const { return positions != nullptr; }
+    // Called by whole warps.
+    MLA_DEVICE void load(PieceAngles& angles, i64 token, i32 piece) const {
+        if (cos == nullptr) {
+            angles.compute(position(token), frequencies, piece, interleaved);
+        } else {
+            look_up(angles, position(token), piece);
+        }
+    }
+};
+
+// ---- Queries ---------------------------------------------------------------------------------------------------
+
+// A row of queries, and where it goes; null without one.
+struct QueryRow {
+    const u8 *q, *rope;
+    u8* out;
+    i32 token, head;
+
+    MLA_DEVICE QueryRow(const CachePrepareParams& p, i64 at) {
+        const bool exists = at < (i64)p.n * p.h;
+        const u32 row = exists ? (u32)at : 0;
+        token = (i32)(row / (u32)p.h), head = (i32)(row - (u32)token * (u32)p.h);
+        q = p.q + token * p.q_stride_n_bytes + head * p.q_stride_h_bytes;
+        rope = p.q_rope == nullptr ? q + p.pieces * kLaneStepBytes
+                                   : p.q_rope + token * p.q_rope_stride_n_bytes + head * p.q_rope_stride_h_bytes;
+        out = exists ? p.out + token * p.out_stride_n_bytes + head * p.out_stride_h_bytes : nullptr;
+    }
+};
+
+MLA_DEVICE bool queries_are_aligned(const CachePrepareParams& p) {
+    const u64 q = reinterpret_cast<u64>(p.q) | p.q_stride_n_bytes | p.q_stride_h_bytes;
+    const u64 rope = reinterpret_cast<u64>(p.q_rope) | p.q_rope_stride_n_bytes | p.q_rope_stride_h_bytes;
+    return (q | rope) % kPieceBytes == 0;
+}
+
+// Eight codes, to any address.
+MLA_DEVICE void store_eight_codes(u8* to, const uint2& codes) {
+    if (reinterpret_cast<u64>(to) % sizeof(uint2) == 0) {
+        *reinterpret_cast<uint2*>(to) = codes;
+        return;
+    }
+#pragma unroll
+    for (i32 i = 0; i < kPieceElems; ++i) to[i] = (u8)((i < 4 ? codes.x : codes.y) >> 8 * (i % 4));
+}
+
+// By the caller's scale.
+template <class Element>
+MLA_DEVICE uint2 codes_of_tensor(const uint4& piece, const Scale& scale) {
+    float x[kPieceElems];
+    unpack_piece<Element>(x, piece);
+#pragma unroll
+    for (float& value : x) value = quotient(value, scale);
+    return codes_of(x);
+}
+
+// A lane's piece of the RoPE part, turned if it is to be. Called by whole warps.
+template <class Element, bool kAligned>
+MLA_DEVICE uint4 turned_piece(const AnyRotation& rotation, const QueryRow& row, i32 lane) {
+    const uint4 piece = load_piece(row.rope + lane * kPieceBytes, kAligned, true);
+    if (!rotation.turns()) return piece;
+    PieceAngles angles;
+    rotation.load(angles, row.token, lane);
+    float x[kPieceElems];
+    unpack_piece<Element>(x, piece);
+    angles.turn(x, lane, rotation.interleaved);
+    return pack_piece<Element>(x);
+}
+
+// A row in 16 bits. Called by whole warps.
+template <class Element, bool kAligned>
+MLA_DEVICE void move_row(const CachePrepareParams& p, const AnyRotation& rotation, const QueryRow& row, i32 lane) {
+    const bool in_place = p.out == p.q && p.q_rope == nullptr;
+    const u8* from = row.q + lane * kPieceBytes;
+    u8* to = row.out + lane * kPieceBytes;
+    const i32 moved = in_place || row.out == nullptr ? 0 : p.pieces;
+    uint4 pieces[kMovedPieces];
+    const auto load = [&](i32 first) {
+#pragma unroll
+        for (i32 i = 0; i < kMovedPieces; ++i) {
+            pieces[i] = load_piece(from + (first + i) * kLaneStepBytes, kAligned, first + i < moved);
+        }
+    };
+    const auto store = [&](i32 first) {
+#pragma unroll
+        for (i32 i = 0; i < kMovedPieces; ++i) {
+            if (first + i < moved) store_piece(to + (first + i) * kLaneStepBytes, pieces[i]);
+        }
+    };
+    load(0);
+    const uint4 rope = turned_piece<Element, kAligned>(rotation, row, lane);
+    if (row.out != nullptr) store_piece(to + p.pieces * kLaneStepBytes, rope);
+    store(0);
+#pragma unroll 1
+    for (i32 first = kMovedPieces; first < moved; first += kMovedPieces) load(first), store(first);
+}
+
+// A row as codes. Called by whole warps.
+template <class Element, bool kAligned>
+MLA_DEVICE void encode_row(const CachePrepareParams& p, const AnyRotation& rotation, const QueryRow& row, i32 lane) {
+    uint4 pieces[kMaxPieces];
+#pragma unroll
+    for (i32 i = 0; i < kMaxPieces; ++i) {
+        pieces[i] = load_piece(row.q + i * kLaneStepBytes + lane * kPieceBytes, kAligned, i < p.pieces);
+    }
+    const uint4 rope = turned_piece<Element, kAligned>(rotation, row, lane);
+    u8* const to = row.out + lane * kPieceElems;
+    const auto store = [&](auto codes) {
+        if (row.out == nullptr) return;
+#pragma unroll
+        for (i32 i = 0; i < kMaxPieces; ++i) {
+            if (i < p.pieces) store_eight_codes(to + i * kRowLanes * kPieceElems, codes(pieces[i]));
+        }
+        store_eight_codes(to + p.pieces * kRowLanes * kPieceElems, codes(rope));
+    };
+    float scale_up = p.q_scale;
+    if (p.own_scale) {
+        u32 largest = largest_magnitude<Element>(rope, 0);
+#pragma unroll
+        for (const uint4& piece : pieces) largest = largest_magnitude<Element>(piece, largest);
+#pragma unroll
+        for (i32 lanes = 1; lanes < kRowLanes; lanes *= 2) {
+            largest = max(largest, __shfl_xor_sync(kFullWarp, largest, lanes));
+        }
+        const QueryScale scale = query_scale(largest);
+        store([&](const uint4& piece) { return query_codes<Element>(piece, scale.down); });
+        scale_up = scale.up;
+    } else {
+        const Scale scale = plain_scale(p.q_scale);
+        store([&](const uint4& piece) { return codes_of_tensor<Element>(piece, scale); });
+    }
+    if (row.out == nullptr || lane != 0) return;
+    p.q_scales[row.token * p.q_scales_stride_n_elems + row.head * p.q_scales_stride_h_elems] = scale_up;
+}
+
+// Called by whole warps.
+template <class Element, bool kAligned>
+MLA_DEVICE void prepare_row(const CachePrepareParams& p, const AnyRotation& rotation, i64 at, i32 lane) {
+    const QueryRow row(p, at);
+    if constexpr (kCodes) {
+        encode_row<Element, kAligned>(p, rotation, row, lane);
+    } else {
+        move_row<Element, kAligned>(p, rotation, row, lane);
+    }
+}
+
+template <class Element>
+MLA_DEVICE void prepare_row_of(const CachePrepareParams& p, const AnyRotation& rotation, i64 at, i32 lane) {
+    if (queries_are_aligned(p)) {
+        prepare_row<Element, true>(p, rotation, at, lane);
+    } else {
+        prepare_row<Element, false>(p, rotation, at, lane);
+    }
+}
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kAppendThreads, kBlocks)
+    mla_cache_prepare(const __grid_constant__ CachePrepareParams p) {
+    griddepcontrol_wait();
+    AnyRotation rotation;
+    rotation.cos = p.cos, rotation.sin = p.sin, rotation.positions = p.positions;
+    rotation.cos_stride_elems = p.cos_stride_elems, rotation.sin_stride_elems = p.sin_stride_elems;
+    rotation.positions_stride_bytes = p.positions_stride_bytes, rotation.max_position = p.max_position;
+    rotation.positions_are_64 = p.positions_are_64, rotation.interleaved = p.interleaved;
+    rotation.frequencies = p.frequencies;
+    if ((i32)blockIdx.x < p.token_blocks) {
+        const i64 first = ((i64)blockIdx.x * kAppendWarps + threadIdx.x / kWarpThreads) * kTokens;
+        append_tokens(p, rotation, RopeRows{p.rope_out, p.rope_out_stride_bytes}, first, threadIdx.x % kWarpThreads);
+        return;
+    }
+    const i64 at = (i64)(blockIdx.x - p.token_blocks) * kRows + threadIdx.x / kRowLanes;
+    if (p.element == kBfloat16) {
+        prepare_row_of<bfloat16>(p, rotation, at, threadIdx.x % kRowLanes);
+    } else {
+        prepare_row_of<float16>(p, rotation, at, threadIdx.x % kRowLanes);
+    }
+}
+}  // namespace mla::cache

@@ -1,0 +1,80 @@
+// Merges n partial attention results over disjoint sets of keys, and multiplies them by W_UV. The mathematics and the
+// grid are in attention/projection.cuh. A state whose lse is +Inf or -Inf is empty: it saw no key, and is not read.
+// Without lses there is one state, and nothing to merge.
+#include "attention/projection.cuh"
+
+namespace mla::projection {
+using namespace attention;
+
+// ---- Variant ---------------------------------------------------------------------------------------------------
+using Projected = ProjectionConfig<MLA_DTYPE, MLA_SHARE>;
+
+// ---- Params ----------------------------------------------------------------------------------------------------
+struct StatesAddresses {
+    const void* outs;   // (n, b, s_q, h_q, 512), Element or fp32
+    const float* lses;  // (n, b, h_q, s_q), or null
+    float* lse;         // (b, h_q, s_q), or null
+};
+struct MergeProjectParams : ProjectionAddresses, StatesAddresses, ProjectionSizes {
+    i64 outs_stride_n_elems, outs_stride_b_elems, outs_stride_s_elems, outs_stride_h_elems;
+    i64 lses_stride_n_elems, lses_stride_b_elems, lses_stride_h_elems, lses_stride_s_elems;
+    i64 lse_stride_b_elems, lse_stride_h_elems, lse_stride_s_elems;
+    i32 states, s_q, outs_are_fp32;
+    float to_log2;     // from the caller's base to base 2
+    float lse_factor;  // and back
+    float empty_lse;
+};
+
+MLA_FACT_LIST(params_layout, MLA_OFFSET(MergeProjectParams, w_uv_stride_h_elems),
+              MLA_OFFSET(MergeProjectParams, d_head), MLA_OFFSET(MergeProjectParams, outs_stride_n_elems),
+              MLA_OFFSET(MergeProjectParams, states), MLA_OFFSET(MergeProjectParams, to_log2),
+              (int)sizeof(MergeProjectParams));
+MLA_FACT(threads, kProjectionThreads);
+MLA_FACT(smem_bytes, sizeof(ProjectionStorage<Projected>));
+MLA_FACT(cluster, Projected::kShare);
+MLA_FACT(columns, Projected::kColumns);
+MLA_FACT(max_states, kMaxRowPieces);
+
+// ---- Source ----------------------------------------------------------------------------------------------------
+struct StateRows {
+    const MergeProjectParams& p;
+
+    static constexpr bool kWeightsAreOlder = false;
+
+    MLA_DEVICE i32 queries() const { return p.s_q; }
+    MLA_DEVICE bool is_fp32() const { return p.outs_are_fp32; }
+    MLA_DEVICE i64 lse_step() const { return p.lses_stride_n_elems; }
+    MLA_DEVICE i64 piece_step() const { return p.outs_stride_n_elems; }
+    MLA_DEVICE float lse2(float lse) const {
+        return fabsf(lse) == -negative_infinity() ? negative_infinity() : lse * p.to_log2;
+    }
+    MLA_DEVICE float factor(i32, float, float sum) const { return sum == 0.f ? 0.f : 1.f / sum; }
+    MLA_DEVICE float final_lse(float max, float sum) const {
+        return sum == 0.f ? p.empty_lse : (max + log2f(sum)) * p.lse_factor;
+    }
+
+    MLA_DEVICE void find(const ProjectionBlock<Projected>& block, i32 first_token, i32 count) const {
+        if (threadIdx.x < count) {
+            const i64 token = first_token + threadIdx.x, b = token / p.s_q, query = token % p.s_q, head = block.head;
+            const i64 at = b * p.outs_stride_b_elems + query * p.outs_stride_s_elems + head * p.outs_stride_h_elems;
+            const void* const first = p.outs_are_fp32 ? static_cast<const void*>(static_cast<const float*>(p.outs) + at)
+                                                      : static_cast<const u16*>(p.outs) + at;
+            const i64 of_lses =
+                b * p.lses_stride_b_elems + head * p.lses_stride_h_elems + query * p.lses_stride_s_elems;
+            const i64 of_lse = b * p.lse_stride_b_elems + head * p.lse_stride_h_elems + query * p.lse_stride_s_elems;
+            const float* const lses = p.lses == nullptr ? nullptr : p.lses + of_lses;
+            float* const lse = p.lses == nullptr ? nullptr : p.lse + of_lse;
+            block.s.rows[threadIdx.x] = RowPieces{first, first, lses, lses, lse, p.states};
+        }
+        __syncthreads();
+    }
+};
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+extern "C" __global__ void __launch_bounds__(kProjectionThreads, 2)
+    mla_projection_states(const __grid_constant__ MergeProjectParams p) {
+    extern __shared__ __align__(16) u8 smem[];
+    const ProjectionBlock<Projected> block(p, p, *reinterpret_cast<ProjectionStorage<Projected>*>(smem));
+    run_projection(block, StateRows{p});
+}
+}  // namespace mla::projection

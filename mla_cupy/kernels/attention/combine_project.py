@@ -1,0 +1,53 @@
+"""Host side of `attention/combine_project.cu`: W_UV in the place of a combine."""
+
+from __future__ import annotations
+
+from mla_cupy.kernels.attention.projection import Projection, addresses, launch, sizes
+from mla_cupy.kernels.params import CombineProjectParams, DecodeParams
+from mla_cupy.kernels.pipeline import Call, Launch
+from mla_cupy.kernels.spec import KernelSpec, Variant
+from mla_cupy.shapes import D_V, TILE_TOKENS
+
+PROJECTION = Projection(
+    ("attention_combine_project", "attention_combine_project_clusters"),
+    "merges the partial results of decode, and multiplies them by W_UV",
+    "attention/combine_project.cu",
+    CombineProjectParams,
+    {"tile_tokens": TILE_TOKENS},
+)
+KERNELS = PROJECTION.kernels
+
+LATENTS = "latents"
+"""The part of the workspace with results of attention that need no merge, in float32."""
+
+
+def latents_nbytes(rows: int) -> int:
+    """Size of that part, for so many rows of all heads."""
+    return 4 * D_V * rows
+
+
+def latents_strides(s_q: int, h_q: int) -> tuple[int, int, int]:
+    """Of its axes b, s_q and h_q, in elements."""
+    return s_q * h_q * D_V, h_q * D_V, D_V
+
+
+def combine(
+    build: tuple[KernelSpec[object], Variant],
+    call: Call,
+    params: DecodeParams,
+    *,
+    has_pieces: bool = False,
+    by_query: bool = False,
+) -> Launch:
+    """Merge and project what the attention kernel of the same parameters leaves: its `out` is `LATENTS`.
+
+    `has_pieces` says that the schedule is batch-invariant; for `by_query` see `sizes`.
+    """
+    projected = CombineProjectParams(
+        projection_addresses=addresses(call),
+        decode_params=params,
+        projection_sizes=sizes(call, build[1], by_query),
+        has_pieces=has_pieces,
+    )
+    h_q, d_head, _ = call.view("w_uv").shape
+    return launch(build, h_q, d_head, projected)

@@ -1,0 +1,101 @@
+"""Host side of `attention/projection.cuh`: W_UV after attention, in decode's combine or over given results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mla_cupy.dtypes import HALF
+from mla_cupy.kernels.attention.heuristics import PROJECTION_BLOCKS_PER_SM
+from mla_cupy.kernels.param_layout import Params
+from mla_cupy.kernels.params import ProjectionAddresses, ProjectionSizes
+from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs
+from mla_cupy.kernels.spec import BLACKWELL, HOPPER, KernelSpec, Variant, variants
+from mla_cupy.runtime.device import DeviceInfo
+
+_CLUSTERS = (*HOPPER, *BLACKWELL)
+"""Targets with clusters, and with room for two blocks per SM."""
+_COLUMNS = {False: 32, True: 64}
+"""The most columns of a block, alone or in a cluster."""
+SHARES = 2, 4, 8
+"""Blocks of a cluster, which share the merge of a head."""
+
+
+class Projection:
+    """A kernel that projects, as two: for GPUs without clusters, and with them."""
+
+    def __init__(
+        self,
+        names: tuple[str, str],
+        about: str,
+        source: str,
+        params: type[Params],
+        facts: Mapping[str, int] | None = None,
+    ) -> None:
+        def spec(clusters: bool) -> KernelSpec[object]:
+            builds = variants(dtype=HALF, share=SHARES if clusters else (1,))
+            return KernelSpec(
+                names[clusters],
+                about + ", by clusters of blocks" * clusters,
+                source,
+                params,
+                _CLUSTERS if clusters else (),
+                builds,
+                facts={"columns": _COLUMNS[clusters], **(facts or {})},
+                facts_of=lambda variant: {"cluster": variant.share},
+            )
+
+        self.clusters, self.plain = spec(clusters=True), spec(clusters=False)
+
+    @property
+    def kernels(self) -> tuple[KernelSpec[object], KernelSpec[object]]:
+        """Both, the faster one first."""
+        return self.clusters, self.plain
+
+    def build(self, dtype: str, h_q: int, d_head: int, device: DeviceInfo) -> tuple[KernelSpec[object], Variant]:
+        """The kernel and the build for so many heads of this width."""
+        if not self.clusters.supports_arch(device.arch):
+            return self.plain, Variant(dtype=dtype, share=1)
+        return self.clusters, Variant(dtype=dtype, share=share(h_q, d_head, device))
+
+
+def share(h_q: int, d_head: int, device: DeviceInfo) -> int:
+    """Blocks for each head: as many as are resident for all heads at once, but at least those that its columns take."""
+    least = [blocks for blocks in SHARES if d_head <= blocks * _COLUMNS[True]]
+    resident = PROJECTION_BLOCKS_PER_SM * device.sm_count
+    return max((blocks for blocks in least if h_q * blocks <= resident), default=least[0])
+
+
+def parts(variant: Variant, d_head: int) -> int:
+    """Blocks for each head."""
+    return int(variant.share) if variant.share > 1 else -(-d_head // _COLUMNS[False])
+
+
+def addresses(call: Call) -> ProjectionAddresses:
+    """The weights, and the result."""
+    return ProjectionAddresses(w_uv="w_uv", gate=call.name("gate"), projected="out")
+
+
+def sizes(call: Call, variant: Variant, by_query: bool = False) -> ProjectionSizes:
+    """What is behind the addresses; `by_query` if the kernel takes the axes b and s_q, which step evenly, as one."""
+    d_head, (b, s_q, _, _) = call.view("w_uv").shape[1], call.view("out").shape
+
+    def strides(name: str) -> tuple[int, int, int]:
+        if by_query:
+            return call.stride(name, 1 if s_q > 1 else 0), 0, call.stride(name, 2)
+        return call.strides(name, 3)
+
+    return ProjectionSizes(
+        w_uv_stride_h_d_elems=call.strides("w_uv", 2),
+        gate_stride_b_s_h_elems=strides("gate"),
+        projected_stride_b_s_h_elems=strides("out"),
+        tokens=b * s_q,
+        d_head=d_head,
+        parts=parts(variant, d_head),
+        projected_is_fp32=call.view("out").dtype == "float32",
+    )
+
+
+def launch(build: tuple[KernelSpec[object], Variant], h_q: int, d_head: int, params: Params) -> Launch:
+    """One launch over all heads."""
+    kernel, variant = build
+    return Launch(kernel, variant, (h_q * parts(variant, d_head), 1, 1), LaunchArgs(params))

@@ -1,0 +1,148 @@
+"""W_UK before attention, and W_UV after it: one launch each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from mla_cupy.dtypes import HALF
+from mla_cupy.kernels import choice
+from mla_cupy.kernels.attention import projection
+from mla_cupy.kernels.attention.projection import Projection
+from mla_cupy.kernels.numbers import from_log2, to_log2
+from mla_cupy.kernels.params import AbsorbParams, MergeProjectParams, StatesAddresses
+from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
+from mla_cupy.kernels.spec import KernelSpec, Variant, variants
+from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.shapes import D_HEADS, D_V
+
+MAX_STATES = 256
+"""Partial results that one call merges."""
+COLUMNS = 64
+"""Columns of absorbed queries that a block computes."""
+MAX_D_NOPE = 128, max(D_HEADS)
+"""Rows of W_UK that the builds have room for."""
+
+STATES = Projection(
+    ("projection_states", "projection_states_clusters"),
+    "merges partial results over disjoint sets of keys, and multiplies them by W_UV",
+    "projection/states.cu",
+    MergeProjectParams,
+    {"max_states": MAX_STATES},
+)
+
+ABSORB: KernelSpec[object] = KernelSpec(
+    "projection_absorb",
+    "multiplies queries by W_UK, beside the columns of RoPE",
+    "projection/absorb.cu",
+    AbsorbParams,
+    variants=variants(dtype=HALF, max_d_nope=MAX_D_NOPE),
+    facts={"columns": COLUMNS},
+)
+KERNELS = (*STATES.kernels, ABSORB)
+
+
+class MergeProjectOptions(NamedTuple):
+    """The arguments of `merge_project` beside its arrays: the caller's, then what the checks make of them."""
+
+    lse_base: str
+    empty_lse: float
+    out_dtype: str | None = None
+
+
+class AbsorbOptions(NamedTuple):
+    """`absorb` has arrays alone."""
+
+
+@dataclass(frozen=True)
+class ProjectProblem:
+    """Sizes and dtype that choose a build: of heads, their width, and 16-bit elements."""
+
+    h_q: int
+    d_head: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class ProjectConfig:
+    """The build that a call takes."""
+
+    kernel: KernelSpec[object]
+    variant: Variant
+
+
+class _OneLaunch(Pipeline[ProjectConfig]):
+    """Pipelines that need no memory."""
+
+    def workspace(self, config: ProjectConfig) -> Layout:
+        """See `Pipeline.workspace`: a call needs none."""
+        return Layout({})
+
+
+class MergeProjectPipeline(_OneLaunch):
+    """The kernel of `merge_project`."""
+
+    kernels = STATES.kernels
+
+    def configure(self, problem: ProjectProblem, device: DeviceInfo, kernel: str | None = None) -> ProjectConfig:
+        """See `Pipeline.configure`."""
+        choice.check_kernel(self.kernels, kernel)
+        return ProjectConfig(*STATES.build(problem.dtype, problem.h_q, problem.d_head, device))
+
+    def steps(self, config: ProjectConfig, call: Call) -> list[Step]:
+        """One launch, unless there is no row."""
+        options: MergeProjectOptions = call.options
+        outs = call.view("outs")
+        n, b, s_q, h_q, _ = outs.shape
+        if b * s_q == 0:
+            return []
+        params = MergeProjectParams(
+            projection_addresses=projection.addresses(call),
+            states_addresses=StatesAddresses(outs="outs", lses=call.name("lses"), lse=call.name("lse")),
+            projection_sizes=projection.sizes(call, config.variant),
+            outs_stride_n_b_s_h_elems=call.strides("outs", 4),
+            lses_stride_n_b_h_s_elems=call.strides("lses", 4),
+            lse_stride_b_h_s_elems=call.strides("lse", 3),
+            states=n,
+            s_q=s_q,
+            outs_are_fp32=outs.dtype == "float32",
+            to_log2=to_log2(options.lse_base),
+            lse_factor=from_log2(options.lse_base),
+            empty_lse=options.empty_lse,
+        )
+        return [projection.launch((config.kernel, config.variant), h_q, call.view("w_uv").shape[1], params)]
+
+
+class AbsorbPipeline(_OneLaunch):
+    """The kernel of `absorb`."""
+
+    kernels = (ABSORB,)
+
+    def configure(self, problem: ProjectProblem, device: DeviceInfo, kernel: str | None = None) -> ProjectConfig:
+        """See `Pipeline.configure`; the narrowest build that holds a head."""
+        chosen: KernelSpec[Any] = choice.choose("absorption", self.kernels, problem, device, kernel)
+        rows = next(rows for rows in MAX_D_NOPE if problem.d_head <= rows)
+        return ProjectConfig(chosen, Variant(dtype=problem.dtype, max_d_nope=rows))
+
+    def steps(self, config: ProjectConfig, call: Call) -> list[Step]:
+        """One launch, unless there is no token."""
+        t, h_q, d_nope = call.view("q_nope").shape
+        if t == 0:
+            return []
+        params = AbsorbParams(
+            q_nope="q_nope",
+            w_uk="w_uk",
+            q_rope=call.name("q_rope"),
+            out="out",
+            q_nope_stride_t_h_elems=call.strides("q_nope", 2),
+            w_uk_stride_h_d_elems=call.strides("w_uk", 2),
+            q_rope_stride_t_h_elems=call.strides("q_rope", 2),
+            out_stride_t_h_elems=call.strides("out", 2),
+            t=t,
+            d_nope=d_nope,
+        )
+        return [Launch(config.kernel, config.variant, (h_q * D_V // COLUMNS, 1, 1), LaunchArgs(params))]
+
+
+MERGE_PROJECT = MergeProjectPipeline()
+ABSORBING = AbsorbPipeline()

@@ -1,0 +1,1 @@
+"""W_UK before attention, and merge and W_UV after it."""

@@ -1,0 +1,336 @@
+"""The compiled kernels in the simulator against the oracle, and bugs planted in them.
+
+A projection in float32 is off by what rounding latents to 16 bits may change: a flip at the middle between two of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy import dtypes, reference
+from mla_cupy.kernels.attention import combine_project, projection
+from mla_cupy.kernels.projection.pipeline import ABSORB, STATES
+from tests.projection.inputs import States, kv_b_proj, states
+from tests.support.calls import Array
+from tests.support.cases import DecodeCase, make
+from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.recorder import H200
+from tests.support.sim_driver import fake_gpu, simulated
+from tests.support.tolerance import check
+
+MODES = (("late", 0), ("early", 0), ("random", 1), ("random", 2))
+
+
+def check_states(given: States, sm_count: int, mode: tuple[str, int] = ("early", 0), **options: Any) -> None:
+    """In float32, against the oracle with latents rounded; one flip is a unit of 16 bits of one latent."""
+    dtype = given.w_uv.dtype.name
+    with simulated(sm_count, mode=mode[0], seed=mode[1]) as driver:
+        out, lse = mla_cupy.merge_project(**given.arrays, out_dtype="float32", **options)
+    assert driver.launched == ["mla_projection_states"]
+    exact, exact_lse = reference.merge_project(*given, rounding=dtype, **options)
+    flip = 4 * dtypes.TABLE[dtype].unit_roundoff * float(np.abs(given.w_uv.astype(np.float32)).max())
+    np.testing.assert_allclose(out, exact, rtol=1e-5, atol=flip)
+    assert np.median(np.abs(out - exact)) < 1e-5
+    np.testing.assert_allclose(lse, exact_lse, rtol=1e-5, atol=1e-5)
+    assert not out[0, 0, 0].any()
+
+
+@pytest.mark.parametrize(
+    ("given", "sm_count", "share"),
+    [
+        (states(3), 2, 2),
+        (states(2, b=1, s_q=3, h=1, d_head=64, dtype="float16"), 4, 8),
+        (states(1, b=3, outs_dtype="bfloat16"), 4, 4),
+        (states(8, b=2, h=3, d_head=192, outs_dtype="bfloat16"), 1, 4),
+        (states(9, b=3, h=1, d_head=256), 2, 4),
+        (states(40, b=1, h=1), 4, 8),
+        (states(2, b=7, s_q=5, h=1, d_head=64), 1, 2),  # more tokens than a block takes at a time
+    ],
+    ids=lambda x: "x".join(map(str, x.outs.shape)) if isinstance(x, States) else str(x),
+)
+def test_states(given: States, sm_count: int, share: int) -> None:
+    h, d_head, _ = given.w_uv.shape
+    assert projection.share(h, d_head, fake_gpu(sm_count)) == share
+    check_states(given, sm_count, lse_base="2" if share > 2 else "e", empty_lse=7.0)
+
+
+def test_results_in_16_bits_where_the_caller_wants_them() -> None:
+    given = states(2, b=2, s_q=2)
+    whole = np.full((2, 3, 4, 144), 7, given.w_uv.dtype)
+    out = whole[:, :2, ::2, :128]
+    with simulated(2):
+        result, lse = mla_cupy.merge_project(**given.arrays, out=out)
+    assert result is out
+    exact, exact_lse = reference.merge_project(*given, rounding="bfloat16")
+    np.testing.assert_allclose(out.astype(float), exact, rtol=2**-8, atol=2e-3)
+    whole[:, :2, ::2, :128] = 7
+    assert (whole == 7).all()
+
+
+def test_no_lses_and_no_gate() -> None:
+    given = states(1, b=2, outs_dtype="bfloat16")
+    outs = np.nan_to_num(given.outs)
+    with simulated(2):
+        out, lse = mla_cupy.merge_project(outs, given.w_uv, out_dtype="float32")
+    assert lse is None
+    np.testing.assert_allclose(out, reference.merge_project(outs, given.w_uv)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_without_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(STATES, "build", lambda dtype, *sizes: (STATES.plain, STATES.plain.variants[0]))
+    check_states(states(3, b=5, s_q=4, h=1), 2)
+    check_states(states(11, b=1, h=2), 2)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_in_every_order(mode: tuple[str, int]) -> None:
+    check_states(FEW, 2, mode)
+    check_states(MANY, 2, mode)
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    """Same pieces, same bits: alone, and last of many tokens."""
+    many = states(11, b=34, h=1, d_head=64)
+    alone = States(many.outs[:, 33:], many.w_uv, many.lses[:, 33:], many.gate[33:])
+    found = []
+    for given in (many, alone):
+        with simulated(1):
+            found.append(mla_cupy.merge_project(**given.arrays)[0][-1].tobytes())
+    assert found[0] == found[1]
+
+
+def test_a_nan_stays_in_its_row() -> None:
+    given = states(3)
+    given.outs[1, 1, 0, 1, 5], given.lses[1, 1, 1, 0] = np.nan, 0.0
+    given.lses[2, 0, 1, 0] = np.nan
+    given.outs[2, 0, 0, 1] = 1
+    with simulated(2):
+        out, lse = mla_cupy.merge_project(**given.arrays, out_dtype="float32")
+    assert np.isnan(out[1, 0, 1]).all()
+    assert np.isnan(out[0, 0, 1]).all()
+    assert np.isfinite(out[:, :, 0]).all()
+    assert np.isnan(lse[0, 1, 0])
+    assert np.isfinite(lse[1]).all()
+
+
+# ---- Decode ----------------------------------------------------------------------------------------------------
+
+
+def check_decode(
+    case: DecodeCase, sm_count: int, mode: tuple[str, int] = ("early", 0), plan: Any = None, **options: Any
+) -> list[str]:
+    """With W_UV and a gate, in the dtype of the queries; `plan` are its options."""
+    inputs, rng = make(case), np.random.default_rng(3)
+    _, w_uv = kv_b_proj(rng, case.h_q, 128, 128, case.dtype)
+    gate = rng.standard_normal((case.b, case.s_q, case.h_q, 128)).astype(w_uv.dtype)
+    weights = {"w_uv": w_uv, "gate": gate}
+    exact, rounded = (
+        reference.mla_decode(*inputs.arguments, **weights, **case.options, rounding=rounding)
+        for rounding in (None, case.dtype)
+    )
+    with simulated(sm_count, mode=mode[0], seed=mode[1]) as driver:
+        if plan is not None:
+            sizes = {"s_q": case.s_q, "h_q": case.h_q, "h_kv": case.h_kv, "page_size": case.page_size}
+            sizes |= {"max_pages": inputs.block_table.shape[1], "dtype": case.dtype, "device": 0, "d_head": 128}
+            options["plan"] = mla_cupy.plan_decode(max_b=case.b + 1, **sizes, **plan)
+            options["plan"].update(inputs.seqlens)
+        got = mla_cupy.mla_decode(*inputs.arguments, **weights, **case.options, **options)
+    assert driver.launched[-1] == "mla_attention_combine_project"
+    assert "mla_attention_combine" not in driver.launched
+    check(got, exact, rounded, case.dtype)
+    return driver.launched
+
+
+@pytest.mark.parametrize(
+    ("case", "sm_count", "options"),
+    [
+        (DecodeCase(b=2, seqlens=(300, 70), h_q=16), 4, {}),  # one split, one not
+        (DecodeCase(b=1, seqlens=1400, h_q=2), 12, {"kernel": "attention_generic"}),  # many pieces
+        (DecodeCase(b=3, seqlens=(66, 5, 131), s_q=4, h_q=12, h_kv=2, dtype="float16"), 2, {}),
+        (DecodeCase(b=2, seqlens=(700, 0), h_q=16), 3, {"kernel": "decode_sm90_small_cluster8"}),
+        (DecodeCase(b=2, seqlens=(300, 70), h_q=16), 4, {"plan": {}}),
+        (DecodeCase(b=2, seqlens=(300, 70), h_q=16), 4, {"plan": {"batch_invariant": True, "split_tokens": 64}}),
+        (DecodeCase(b=1, seqlens=100, h_q=16), 1, {}),  # a single split
+    ],
+    ids=str,
+)
+def test_decode(case: DecodeCase, sm_count: int, options: dict[str, Any]) -> None:
+    check_decode(case, sm_count, **options)
+
+
+def test_a_plan_without_w_uv_refuses_it() -> None:
+    inputs = make(DecodeCase(b=1, seqlens=64, h_q=2))
+    _, w_uv = kv_b_proj(np.random.default_rng(0), 2, 128, 128, "bfloat16")
+    with simulated(1):
+        sizes = {"max_b": 1, "s_q": 1, "h_q": 2, "max_pages": inputs.block_table.shape[1], "page_size": 64}
+        plan = mla_cupy.plan_decode(**sizes, dtype="bfloat16", device=0)
+        plan.update(inputs.seqlens)
+        with pytest.raises(mla_cupy.PlanError, match=r"plan: got d_head=0, expected d_head=128"):
+            mla_cupy.mla_decode(*inputs.arguments, w_uv=w_uv, plan=plan)
+
+
+@pytest.mark.parametrize(("sm_count", "lengths"), [(4, None), (2, (200, 3, 0))])
+def test_sparse_decode(sm_count: int, lengths: tuple[int, ...] | None) -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((256, 576)).astype(dtypes.numpy_dtype("bfloat16"))
+    cache, b = np.zeros((4, 64, 656), np.uint8), len(lengths or (1, 1))
+    mla_cupy.cache_append(rows[:, :512], rows[:, 512:], cache, np.arange(256))
+    _, w_uv = kv_b_proj(rng, 4, 128, 128, "bfloat16")
+    call: dict[str, Any] = {
+        "q": rng.standard_normal((b, 2, 4, 576)).astype(rows.dtype),
+        "kv_cache": cache,
+        "indices": rng.integers(-3, 256, (b, 2, 200)).astype(np.int32),
+        "topk_length": None if lengths is None else np.array(lengths, np.int32),
+        "attn_sink": rng.standard_normal(4).astype(np.float32),
+        "w_uv": w_uv,
+        "gate": rng.standard_normal((b, 2, 4, 128)).astype(rows.dtype),
+    }
+    with simulated(sm_count) as driver:
+        got = mla_cupy.sparse_mla_decode(**call)
+    assert driver.launched[-1] == "mla_attention_combine_project"
+    exact, rounded = (reference.sparse_mla_decode(**call, rounding=x) for x in (None, "bfloat16"))
+    error = np.abs(got[0].astype(float) - exact[0]).max()
+    assert error < 2 * np.abs(rounded[0] - exact[0]).max() + 2**-8 * np.abs(exact[0]).max()
+    np.testing.assert_allclose(got[1], exact[1], rtol=1e-5, atol=1e-5)
+
+
+# ---- Absorption ------------------------------------------------------------------------------------------------
+
+
+def check_absorb(
+    t: int, h: int, d_nope: int, dtype: str, rope: bool, sm_count: int = 2, mode: tuple[str, int] = ("early", 0)
+) -> Array:
+    rng = np.random.default_rng(t)
+    whole = (rng.standard_normal((t, h, d_nope + 64)) + 0.1).astype(dtypes.numpy_dtype(dtype))
+    whole[0, 0, :d_nope] = 0
+    whole[-1, -1, 0] *= 1000
+    w_uk, _ = kv_b_proj(rng, h, d_nope, 128, dtype)
+    q_nope, q_rope = whole[..., :d_nope], whole[..., d_nope:] if rope else None
+    memory = np.full((t, h, 576), 7, whole.dtype)
+    with simulated(sm_count, mode=mode[0], seed=mode[1]) as driver:
+        mla_cupy.absorb(q_nope, w_uk, q_rope=q_rope, out=memory if rope else memory[..., :512])
+    assert driver.launched == ["mla_projection_absorb"]
+    (exact,) = reference.absorb(q_nope, w_uk, q_rope)
+    got = (memory if rope else memory[..., :512]).astype(float)
+    np.testing.assert_allclose(got, exact, rtol=1.01 * dtypes.TABLE[dtype].unit_roundoff, atol=1e-4)
+    assert rope or (memory[..., 512:] == 7).all()
+    return memory
+
+
+@pytest.mark.parametrize(
+    ("t", "h", "d_nope", "dtype", "rope"),
+    [
+        (1, 2, 128, "bfloat16", True),
+        (17, 1, 128, "float16", False),
+        (40, 1, 192, "bfloat16", True),
+        (3, 1, 64, "bfloat16", False),
+        (2, 1, 256, "float16", True),
+    ],
+)
+def test_absorb(t: int, h: int, d_nope: int, dtype: str, rope: bool) -> None:
+    check_absorb(t, h, d_nope, dtype, rope)
+
+
+def test_decode_takes_absorbed_queries_without_a_copy() -> None:
+    inputs, rng = make(DecodeCase(b=2, seqlens=(100, 3), h_q=4)), np.random.default_rng(0)
+    w_uk, _ = kv_b_proj(rng, 4, 128, 128, "bfloat16")
+    q_nope = rng.standard_normal((2, 4, 128)).astype(w_uk.dtype)
+    with simulated(2):
+        q = mla_cupy.absorb(q_nope, w_uk, q_rope=np.ascontiguousarray(inputs.q[:, 0, :, 512:]))
+        out, _ = mla_cupy.mla_decode(q.reshape(2, 1, 4, 576), *inputs.arguments[1:])
+    exact = reference.mla_decode(q.reshape(2, 1, 4, 576), *inputs.arguments[1:])
+    np.testing.assert_allclose(out.astype(float), exact[0], atol=0.05)
+
+
+# ---- Planted bugs ----------------------------------------------------------------------------------------------
+
+PROJECTION, SPLITS, STATE_ROWS = "attention/projection.cuh", "attention/combine_project.cu", "projection/states.cu"
+ABSORBED = "projection/absorb.cu"
+FEW = states(3, b=35, h=1, d_head=64)
+MANY = states(19, b=2, s_q=2, h=1)
+SPLIT = DecodeCase(b=2, seqlens=(2300, 130), h_q=2)  # more cuts than a warp has threads
+
+OF_STATES = (
+    Mutant("weights read before they are there", PROJECTION, "    __syncthreads();\n    merge_few", "    merge_few"),
+    Mutant(
+        "shares read before they are there", PROJECTION, "cluster_sync();  // every block has its share", "cluster_arrive(); cluster_wait(); if (block.part == 0) return;"
+    ),
+    Mutant(
+        "a share overwritten while a peer reads it",
+        PROJECTION,
+        "        cluster_arrive();  // see `run_projection`\n",
+        "",
+    ),
+    Mutant("the peer's share in the wrong place", PROJECTION, "other + (other >= block.part)", "other"),
+    Mutant("groups' sums not waited for", PROJECTION, "    __syncthreads();\n    if (group == 0) {", "    if (group == 0) {"),
+    Mutant("a group left out", PROJECTION, "for (i32 i = 1; i < C::kGroups; ++i) {\n            const float4 other", "for (i32 i = 2; i < C::kGroups; ++i) {\n            const float4 other"),
+    Mutant("a row's sum goes on into the next", PROJECTION, "            sum = make_float4(0.f, 0.f, 0.f, 0.f);\n        }", "        }"),
+    Mutant("pieces without a key read", PROJECTION, "tokens[i] >= 0 && s.weights[max(0, tokens[i])][piece] != 0.f", "tokens[i] >= 0"),
+    Mutant("W_UV not waited for", PROJECTION, "            wait_for_w_uv();\n            __syncthreads();\n", ""),
+    Mutant("results of tokens that are none", PROJECTION, "        if (token >= count) return;\n", ""),
+    Mutant("the gate without its sigmoid", PROJECTION, "x *= sigmoid(Element::to_float((u16)gate))", "x *= Element::to_float((u16)gate)"),
+    Mutant("empty states by one infinity only", STATE_ROWS, "fabsf(lse) == -negative_infinity()", "lse == negative_infinity()"),
+)  # fmt: skip
+OF_DECODE = (
+    Mutant("cuts counted before they are zero", SPLITS, "        }\n        __syncthreads();\n        for (i32 i = 1", "        }\n        for (i32 i = 1"),
+    Mutant("the first piece looked for where others are", SPLITS, "p.continued_index + split, kv_head", "split, kv_head"),
+    Mutant("a piece too few", SPLITS, "s.cuts[request - first_request] + 1", "s.cuts[request - first_request]"),
+)  # fmt: skip
+OF_ABSORPTION = (
+    Mutant("queries read while the next are fetched", ABSORBED, "        __syncthreads();  // the queries have been read\n", ""),
+    Mutant("copies not waited for", ABSORBED, "    cp_async_wait_all();\n", ""),
+    Mutant("the block's columns of RoPE left where they are", ABSORBED, "kHeadDimV + column", "kHeadDimV"),
+    Mutant("rows past the last one stored", ABSORBED, "            if (token >= count) continue;\n", ""),
+)  # fmt: skip
+
+
+def _states(mode: tuple[str, int]) -> None:
+    check_states(FEW, 2, mode)
+    check_states(MANY, 2, mode)
+
+
+@pytest.mark.parametrize("mutant", OF_STATES, ids=lambda mutant: mutant.id)
+def test_bugs_of_the_merge_are_caught(mutant: Mutant, plant: Plant) -> None:
+    verdict = as_verdict(_states)
+    plant(mutant)
+    assert any(verdict(mode) for mode in MODES)
+
+
+@pytest.mark.parametrize("mutant", OF_DECODE, ids=lambda mutant: mutant.id)
+def test_bugs_of_decode_are_caught(mutant: Mutant, plant: Plant) -> None:
+    verdict = as_verdict(check_decode)
+    plant(mutant)
+    assert any(verdict(SPLIT, 40, mode) for mode in MODES)
+
+
+@pytest.mark.parametrize("mutant", OF_ABSORPTION, ids=lambda mutant: mutant.id)
+def test_bugs_of_absorption_are_caught(mutant: Mutant, plant: Plant) -> None:
+    verdict = as_verdict(check_absorb)
+    plant(mutant)
+    assert any(verdict(35, 1, 64, "bfloat16", True, 2, mode) for mode in MODES)
+
+
+# ---- The host's choice -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("h", "d_head", "share"), [(128, 128, 2), (96, 128, 2), (64, 128, 4), (16, 128, 8), (64, 256, 4), (128, 256, 4)]
+)
+def test_blocks_of_a_head(h: int, d_head: int, share: int) -> None:
+    kernel, variant = STATES.build("bfloat16", h, d_head, H200)
+    assert (kernel, variant.share) == (STATES.clusters, share)
+    assert projection.parts(variant, d_head) == share
+    assert d_head <= share * kernel.facts["columns"]
+
+
+def test_gpus_without_clusters_have_builds() -> None:
+    for cc in ((7, 5), (8, 0), (8, 9), (12, 0)):
+        gpu = replace(H200, cc=cc)
+        assert STATES.build("float16", 16, 128, gpu)[0] is STATES.plain
+        assert combine_project.PROJECTION.build("float16", 16, 128, gpu)[0] is combine_project.PROJECTION.plain
+        assert ABSORB.supports_arch(gpu.arch)
