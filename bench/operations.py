@@ -16,6 +16,7 @@ from .ops.indexer_prepare.operation import INDEXER_PREPARE
 from .ops.indexer_topk.operation import INDEXER_TOPK
 from .ops.prefill.operation import PREFILL
 from .ops.prefill_backward.operation import PREFILL_BACKWARD
+from .ops.prepare.operation import PREPARE
 from .ops.sparse_backward.operation import SPARSE_BACKWARD
 from .ops.sparse_decode.operation import SPARSE_DECODE
 from .ops.sparse_forward.operation import SPARSE_FORWARD
@@ -33,6 +34,7 @@ _KNOWN = (
     INDEXER_TOPK,
     PREFILL,
     PREFILL_BACKWARD,
+    PREPARE,
     SPARSE_BACKWARD,
     SPARSE_DECODE,
     SPARSE_FORWARD,
