@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -76,23 +75,29 @@ PLANTED: tuple[tuple[Mutant, PrepareCase], ...] = (
     (Mutant("the other sign of the angle", ROPE, "turned(x, y, cos, -sin)", "turned(x, y, cos, sin)"), CASES[0]),
     (Mutant("the other sign of halves", ROPE, "? -sin[k] : sin[k]", "? sin[k] : -sin[k]"), IN_PLACE),
     (Mutant("the neighbour's half", ROPE, "x[k], kPieceOfOther)", "x[k], 1)"), IN_PLACE),
-    (Mutant("angles of another piece", ROPE, "piece % kPieceOfOther * kChunkElems", "piece % 2 * kChunkElems"), IN_PLACE),
+    (Mutant("angles of another piece", ROPE, "piece % kPieceOfOther * kChunkElems",
+            "piece % 2 * kChunkElems"), IN_PLACE),
     (Mutant("an eighth is not rounded", ROPE, "(turns + kEighth) / kQuarterTurn", "turns / kQuarterTurn"), COMPUTED),
     (Mutant("cos has the sign of sin", ROPE, "(quarter + 1) / 2 % 2", "quarter / 2 % 2"), COMPUTED),
     (Mutant("computed angles of the lane", ROPE, "* 2 + k / kPairsOfPiece", "* 2"), COMPUTED),
-    (Mutant("positions of 32 bits", APPEND, "return read_index(positions", "return (i32)read_index(positions"), CASES[0]),
+    (Mutant("positions of 32 bits", APPEND, "return read_index(positions",
+            "return (i32)read_index(positions"), CASES[0]),
     (Mutant("positions are not clamped from below", APPEND, "max(0ll, min(position", "(min(position"), CASES[0]),
     (Mutant("448 for 256", CODES, "kAbove = 0x1fffff", "kAbove = 0"), QUANTISED),
     (Mutant("zeros have no least scale", CODES, "max((i32)(largest + kAbove >> 23) - 8, kLeastQueryExponent)",
             "((i32)(largest + kAbove >> 23) - 8)"), QUANTISED),
-    (Mutant("infinity is a number", CODES, "__float_as_uint(kMaxFloat) + 1", "__float_as_uint(kMaxFloat) + 2"), QUANTISED),
-    (Mutant("the largest of a few lanes", PREPARE, "lanes < kRowLanes; lanes *= 2", "lanes < 4; lanes *= 2"), QUANTISED),
+    (Mutant("infinity is a number", CODES, "__float_as_uint(kMaxFloat) + 1",
+            "__float_as_uint(kMaxFloat) + 2"), QUANTISED),
+    (Mutant("the largest of a few lanes", PREPARE, "lanes < kRowLanes; lanes *= 2",
+            "lanes < 4; lanes *= 2"), QUANTISED),
     (Mutant("the RoPE part has no part in the largest", PREPARE, "largest_magnitude<Element>(rope, 0)", "0"),
      PrepareCase(d=64, quantise=True, hostile=False)),
-    (Mutant("scales of another head", PREPARE, "row.head * p.q_scales_stride_h_elems", "(row.head ^ 1) * p.q_scales_stride_h_elems"),
+    (Mutant("scales of another head", PREPARE, "row.head * p.q_scales_stride_h_elems",
+            "(row.head ^ 1) * p.q_scales_stride_h_elems"),
      QUANTISED),
     (Mutant("rows past the end", PREPARE, "at < (i64)p.n * p.h", "at < (i64)p.n * p.h + 1"), CASES[0]),
-    (Mutant("the last pieces are left", PREPARE, "first < moved; first += kMovedPieces", "first < 0; first += kMovedPieces"),
+    (Mutant("the last pieces are left", PREPARE, "first < moved; first += kMovedPieces",
+            "first < 0; first += kMovedPieces"),
      CASES[0]),
     (Mutant("nothing moves", PREPARE, "p.out == p.q && p.q_rope == nullptr", "p.q_rope == nullptr"), CASES[0]),
     (Mutant("in place is elsewhere", PREPARE, "store_piece(to + p.pieces * kLaneStepBytes, rope)",
