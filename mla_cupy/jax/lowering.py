@@ -20,7 +20,8 @@ from mla_cupy.jax import ffi
 from mla_cupy.jax.arguments import as_jax
 from mla_cupy.jax.derivatives import constant
 from mla_cupy.jax.devices import gpu_ordinals, launcher, locate
-from mla_cupy.ops.bind import Launcher, Signature, options_of
+from mla_cupy.jax.sharding import Axes, Parts, Run, are_spread, by_shardy, can_ask, over_mesh, parts_of
+from mla_cupy.ops.bind import Launcher, Shaped, Signature, options_of
 from mla_cupy.ops.checks import check_flag
 from mla_cupy.ops.operation import Operation
 
@@ -29,7 +30,6 @@ try:
 except ImportError:  # JAX before 0.6.1
     buffer_callback = None
 
-_Branch = Callable[..., Sequence[jax.Array]]
 
 
 def run(
@@ -63,7 +63,7 @@ def call(
     exportable = check_flag("exportable", exportable)
     arrays = {name: as_jax(name, x) for name in operation.names if (x := given.get(name)) is not None}
     signature = signature_of(operation, arrays, options)
-    run = functools.partial(_by_platform, signature, exportable or buffer_callback is None)
+    run = functools.partial(_over_devices, signature, exportable)
     made = iter(constant(operation.name, run, arrays))
     return tuple(None if result is None else next(made) for result in signature.results)
 
@@ -73,14 +73,62 @@ def signature_of(operation: Operation, arrays: Mapping[str, Any], options: Mappi
     for array in operation.inputs:
         if not array.optional and arrays.get(array.name) is None:
             raise DTypeError(explain(array.name, "None", "an array of JAX or NumPy"))
-    shaped = tuple(_shaped(name, arrays.get(name)) for name in operation.names)
+    shaped = tuple(_shaped(arrays.get(name)) for name in operation.names)
     signature = Signature(operation.name, shaped, options_of(operation, options))
     signature.request  # noqa: B018 (raises what does not fit, before anything is traced)
     return signature
 
 
-def _shaped(name: str, x: Any) -> tuple[tuple[int, ...], str] | None:
+def _shaped(x: Any) -> Shaped | None:
     return None if x is None else (tuple(x.shape), str(x.dtype))
+
+
+def _over_devices(signature: Signature, exportable: bool, *operands: Any) -> Sequence[Any]:
+    """A call that devices divide if its arrays are sharded."""
+    by_handler = exportable or buffer_callback is None
+    whole = functools.partial(_by_platform, signature, by_handler)
+    if not signature.record.parallel:
+        return whole(*operands)
+    divided = over_mesh(_parts(signature), functools.partial(_part, signature, by_handler), operands)
+    if divided is not None:
+        return divided
+    if exportable or not can_ask():
+        return whole(*operands)
+    if any(isinstance(x, jax.core.Tracer) for x in operands):
+        return _shared(signature)(*operands)
+    found: Sequence[Any] = jax.jit(_shared(signature))(*operands) if are_spread(operands) else whole(*operands)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _shared(signature: Signature) -> Run:
+    whole = functools.partial(_by_platform, signature, buffer_callback is None)
+    return by_shardy(_parts(signature), whole, functools.partial(_part, signature, True))
+
+
+def _part(signature: Signature, by_handler: bool, *operands: Any) -> Sequence[Any]:
+    """The same call for arrays of other sizes."""
+    given = iter(operands)
+    shaped = tuple(None if x is None else _shaped(next(given)) for x in signature.arrays)
+    return _by_platform(Signature(signature.operation, shaped, signature.options), by_handler, *operands)
+
+
+def _parts(signature: Signature) -> Parts:
+    record = signature.record
+    axes = {array.name: array.axes.split() for array in (*record.inputs, *record.outputs)}
+    axes |= {output.name: axes[output.like] for output in record.outputs if output.like}
+
+    def with_names(names: Sequence[str], shaped: Sequence[Shaped | None]) -> list[Axes]:
+        there = [(axes[name], each[0]) for name, each in zip(names, shaped, strict=True) if each is not None]
+        return [(_present(each, len(shape)), shape) for each, shape in there]
+
+    given = with_names(record.names, signature.arrays)
+    return parts_of(record.parallel, given, with_names(signature.result_names, signature.results))
+
+
+def _present(axes: Sequence[str], ndim: int) -> list[str]:
+    """The axes that an array has; one that ends in "?" may be missing."""
+    return [name.removesuffix("?") for name in axes if len(axes) == ndim or not name.endswith("?")]
 
 
 def _by_platform(signature: Signature, by_handler: bool, *operands: Any) -> Sequence[Any]:
@@ -112,7 +160,7 @@ def _result_types(signature: Signature, nbytes: int) -> list[jax.ShapeDtypeStruc
     return [*types, jax.ShapeDtypeStruct((nbytes,), jnp.uint8)] if nbytes else types
 
 
-def _through_callback(signature: Signature, ready: Launcher | None) -> _Branch:
+def _through_callback(signature: Signature, ready: Launcher | None) -> Run:
     """Make a call on the GPUs of `ready`, or on the CPU."""
     nbytes = ready.nbytes if ready else 0
     count = len(_result_types(signature, 0))
@@ -142,7 +190,7 @@ def _on_gpu(ready: Launcher, context: Any, results: Sequence[Any], *operands: An
     ready.enqueue(ordinal, addresses, context.stream)
 
 
-def _through_handler(signature: Signature, ready: Launcher | None) -> _Branch:
+def _through_handler(signature: Signature, ready: Launcher | None) -> Run:
     """Make a call that describes itself, so that another process can run it."""
     ffi.register()
     nbytes = ready.nbytes if ready else 0

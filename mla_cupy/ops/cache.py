@@ -271,6 +271,7 @@ GATHER_OPERATION = Operation(
     inputs=(Input("cache", CACHE_AXES, CACHE_DTYPES, contiguous=True), Input("slots", "n", INDEX_DTYPES)),
     outputs=(Output("out", "n d_qk", _row_dtypes, "out_dtype", "rows"),),
     options=GatherOptions,
+    parallel={"n": ()},
     examine=_examine_gather,
     pipeline=GATHER,
     on_pages=True,

@@ -338,6 +338,7 @@ OPERATION = Operation(
     sizes={"d_qk": (D_QK, D_V), "d_kv": (D_QK, D_V, *(FORMATS[name].width for name in READ)), "d_v": (D_V,)} | {"d_head": D_HEADS},
     min_sizes={"s_q": 1, "h_q": 1, "page_size": 1, "h_kv": 1},
     options=DecodeOptions,
+    parallel={"b": (), "h_q": ("h_kv?",)},
     examine=_examine,
     check_values=_check_values,
     pipeline=DECODE,

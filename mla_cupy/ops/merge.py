@@ -99,6 +99,7 @@ OPERATION = Operation(
     ),
     min_sizes={"n": 1, "d": 1},
     options=MergeOptions,
+    parallel={"b": (), "s_q": (), "h_q": ()},
     examine=_examine,
     pipeline=MERGE,
 )

@@ -187,6 +187,10 @@ class Operation:
     derivative : str
         What the bindings do where derivatives of its results are wanted: they raise ("none"), make gradients in reverse
         mode ("reverse"), or take the results for constants ("constant").
+    parallel : mapping of str to tuple of str
+        Axes along which a call consists of independent ones, so that devices may divide it; with those that are divided
+        in proportion. One of these that ends in "?" stays whole where its size is 1, and all parts read it. A result
+        without the axis is the sum of what the parts have for it.
     check_values : callable
         `check_values(arrays, examined)`: looks at copies of the inputs, for `check=True`.
     """
@@ -202,6 +206,7 @@ class Operation:
     on_pages: bool = False
     internal: bool = False
     derivative: Literal["none", "reverse", "constant"] = "none"
+    parallel: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     check_values: Callable[[Arrays, Any], None] = lambda arrays, options: None
 
     def __post_init__(self) -> None:

@@ -169,6 +169,7 @@ OPERATION = Operation(
     sizes=SIZES,
     min_sizes={**MIN_SIZES, "mask_bytes": 1},
     options=PrefillOptions,
+    parallel={"h_q": ("h_kv?", "h_rope?")},
     examine=_examine,
     derivative="reverse",
     check_values=check_prefill_values,

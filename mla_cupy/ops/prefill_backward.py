@@ -170,6 +170,7 @@ OPERATION = Operation(
     sizes=SIZES,
     min_sizes=MIN_SIZES,
     options=PrefillBackwardOptions,
+    parallel={"h_q": ("h_kv?", "h_rope?")},
     examine=_examine,
     check_values=check_prefill_values,
     pipeline=DENSE_BACKWARD,

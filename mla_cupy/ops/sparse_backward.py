@@ -192,6 +192,7 @@ OPERATION = Operation(
     sizes=SIZES,
     min_sizes=MIN_SIZES,
     options=SparseBackwardOptions,
+    parallel={"h_q": ()},
     examine=_examine,
     check_values=check_sparse_values,
     pipeline=SPARSE_BACKWARD,

@@ -178,6 +178,7 @@ OPERATION = Operation(
     sizes={"d_v": (D_V,), "d_head": D_HEADS},
     min_sizes={"h_q": 1, "page_size": 1, "extra_page_size": 1},
     options=SparseDecodeOptions,
+    parallel={"b": (), "h_q": ()},
     examine=_examine,
     pipeline=SPARSE_DECODE,
     on_pages=True,

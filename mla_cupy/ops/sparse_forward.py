@@ -181,6 +181,7 @@ OPERATION = Operation(
     sizes={**SIZES, "d_kv": (*SIZES["d_qk"], *(FORMATS[name].width for name in READ))},
     min_sizes=MIN_SIZES,
     options=SparseForwardOptions,
+    parallel={"h_q": ()},
     examine=_examine,
     derivative="reverse",
     check_values=check_sparse_values,

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-# Before JAX counts its devices: two of them, for shard_map.
-_TWO = "--xla_force_host_platform_device_count=2"
-if _TWO not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_TWO}".strip()
+# Before JAX counts its devices: four of them, over which calls are divided.
+_FOUR = "--xla_force_host_platform_device_count=4"
+if _FOUR not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FOUR}".strip()
 
 from tests.interop.conftest import jax, jax_gpu, torch, torch_gpu  # noqa: E402, F401 (fixtures)
 

@@ -37,7 +37,7 @@ def compiler(name: str = "gcc") -> str:
 
 def compiled(output: Path, sources: Sequence[Path], *options: str) -> Path:
     """Compile C sources, in C11 and without a warning; an error of the compiler is one of the test."""
-    command = [compiler(), "-std=c11", *FLAGS, *options, *map(str, sources), "-o", str(output)]
+    command = [compiler(), "-std=c11", *FLAGS, *map(str, sources), *options, "-o", str(output)]
     subprocess.run(command, check=True)
     return output
 

@@ -37,6 +37,12 @@ const EXPECTED_OUT: [(usize, usize, usize, f32); 6] = [
 /// Sequence, head, number.
 const EXPECTED_LSE: [(usize, usize, f32); 3] = [(0, 0, 15.490093), (0, 15, 15.372209), (1, 3, 13.730926)];
 
+/// CRC-32 of bytes.
+fn crc32(bytes: impl Iterator<Item = u8>) -> u32 {
+    let shifted = |crc: u32, _| (crc >> 1) ^ (0xEDB88320 & (crc & 1).wrapping_neg());
+    !bytes.fold(u32::MAX, |crc, byte| (0..8).fold(crc ^ u32::from(byte), shifted))
+}
+
 /// Compares results, out (BATCH, 1, HEADS, VALUE_WIDTH) and lse (BATCH, HEADS, 1); returns how many are wrong.
 pub fn wrong_results(out: &[u16], lse: &[f32]) -> usize {
     let mut wrong = 0;
@@ -52,5 +58,7 @@ pub fn wrong_results(out: &[u16], lse: &[f32]) -> usize {
     for (i, h, expected) in EXPECTED_LSE {
         compare(format!("lse[{i}, {h}, 0]"), lse[i * HEADS + h], expected, 0.002);
     }
+    let bytes = out.iter().flat_map(|x| x.to_le_bytes()).chain(lse.iter().flat_map(|x| x.to_le_bytes()));
+    println!("CRC-32 of out and lse: {:08x}", crc32(bytes));
     wrong
 }

@@ -199,6 +199,7 @@ GATHER_OPERATION = Operation(
     outputs=(Output("codes", "n d", code_dtypes, layout="wide"), Output("k_scale", "n")),
     sizes=SIZES,
     options=NoOptions,
+    parallel={"n": ()},
     examine=_examine_gather,
     pipeline=GATHER_KEYS,
     on_pages=True,

@@ -162,6 +162,7 @@ OPERATION = Operation(
     sizes=SIZES,
     min_sizes=MIN_SIZES,
     options=LogitsOptions,
+    parallel={"s_q": ()},
     examine=_examine,
     pipeline=LOGITS,
 )

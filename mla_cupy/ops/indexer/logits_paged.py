@@ -133,6 +133,7 @@ OPERATION = Operation(
     sizes=SIZES,
     min_sizes={**MIN_SIZES, "page_size": 1},
     options=PagedLogitsOptions,
+    parallel={"b": ()},
     examine=_examine,
     pipeline=LOGITS_PAGED,
 )

@@ -234,6 +234,7 @@ OPERATION_Q = Operation(
     sizes={"d": HEAD_DIMS},
     min_sizes={"h": 1, "max_position": 1},
     options=PrepareQueryOptions,
+    parallel={"s_q": ()},
     examine=_examine_q,
     pipeline=PREPARE_Q,
 )
@@ -249,6 +250,7 @@ OPERATION_K = Operation(
     sizes={"d": HEAD_DIMS},
     min_sizes={"max_position": 1},
     options=PrepareOptions,
+    parallel={"s_kv": ()},
     examine=_examine_k,
     pipeline=PREPARE_K,
 )

@@ -165,6 +165,7 @@ OPERATION = Operation(
     ),
     min_sizes={"tables": 1},
     options=TopkOptions,
+    parallel={"s_q": ("ends", "tables")},
     examine=_examine,
     pipeline=TOPK,
 )
