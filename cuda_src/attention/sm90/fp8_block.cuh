@@ -69,7 +69,10 @@ struct Fp8TreeWords<true, kRows> {
     u64 of_tile[2][kRows];  // bit t: the row sees token t; first tile: that of the first draft
 };
 
-template <i32 kRows_, bool kTree_>
+struct Fp8NothingMore {};
+
+// `More` is for what a kernel adds.
+template <i32 kRows_, bool kTree_, class More = Fp8NothingMore>
 struct Fp8Storage {
     static constexpr i32 kRows = kRows_;
     static constexpr bool kTree = kTree_;
@@ -90,6 +93,7 @@ struct Fp8Storage {
     MBarrier p_full[2], p_empty[2];
     i32 rows;  // of the KV head: math warpgroups have no register for it
     Fp8TreeWords<kTree, kRows> tree;
+    More more;
 
     MLA_DEVICE SmemAddr tile(const Fp8Ring& ring, i32 stage) const { return smem_addr(kv) + stage * ring.tile_bytes; }
 };
@@ -123,8 +127,8 @@ struct Fp8Block : RowBlock<Memory_::kRows, Memory_::kTree> {
     Memory& s;
     Fp8Ring ring;
 
-    MLA_DEVICE Fp8Block(const DecodeParams& p, Memory& s)
-        : RowBlock<Memory::kRows, Memory::kTree>(p), s(s), ring(Fp8Ring::of(p, Memory::kTree)) {
+    MLA_DEVICE Fp8Block(const DecodeParams& p, i32 index, Memory& s)
+        : RowBlock<Memory::kRows, Memory::kTree>(p, index), s(s), ring(Fp8Ring::of(p, Memory::kTree)) {
         this->kv_head = in_uniform(this->kv_head), this->row0 = in_uniform(this->row0);
         this->hidden = in_uniform(this->hidden);
     }

@@ -19,6 +19,8 @@ from mla_cupy.kernels.decode import (
     schedule_pieces,
     sm90,
     sm90_fp8,
+    sm90_fp8_cluster4,
+    sm90_fp8_cluster8,
     sm90_small,
     sm90_small_cluster8,
 )
@@ -76,6 +78,8 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         sm90.KERNEL,
         *mma.KERNELS,
         generic.KERNEL,
+        sm90_fp8_cluster8.KERNEL,
+        sm90_fp8_cluster4.KERNEL,
         sm90_fp8.KERNEL,
         records.SEESAW,
         records.SMALL,
