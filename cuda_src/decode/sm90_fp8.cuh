@@ -30,7 +30,11 @@ struct Fp8TileLoader {
     Ring<Memory::kStages> phases;
     i32 stage = 0;
 
-    MLA_DEVICE void operator()(const TileBoxes& boxes, const WorkItem&, i32) {
+    MLA_DEVICE void operator()(const TileBoxes& boxes, const WorkItem&, i32) { load_tile(*this, boxes); }
+
+    // Fetches a tile by `loader.load_box`, for each box that the lane has.
+    template <class Loader>
+    MLA_DEVICE void load_tile(const Loader& loader, const TileBoxes& boxes) {
         Memory& s = block.s;
         const u64 present = boxes.present_tokens();
         MBarrier& full = s.kv_full[stage];
@@ -43,7 +47,7 @@ struct Fp8TileLoader {
         __syncwarp();
 #pragma unroll
         for (i32 i = 0; i < 2; ++i) {
-            if (boxes.contains(boxes.box(i))) load_box(boxes, to, full, i);
+            if (boxes.contains(boxes.box(i))) loader.load_box(boxes, to, full, i);
         }
         phases.advance(stage);
         stage = block.ring.next(stage);

@@ -98,10 +98,11 @@ struct Fp8Storage {
     MLA_DEVICE SmemAddr tile(const Fp8Ring& ring, i32 stage) const { return smem_addr(kv) + stage * ring.tile_bytes; }
 };
 
+// By one thread. `readers`: blocks that a stage is filled for at once.
 template <class Storage>
-MLA_DEVICE void init_fp8_storage(Storage& s, i32 rows) {
+MLA_DEVICE void init_fp8_storage(Storage& s, i32 rows, i32 readers = 1) {
     s.rows = rows;
-    init_ring(s.kv_full, s.kv_empty, 1, 2 * kWarpgroupWarps);
+    init_ring(s.kv_full, s.kv_empty, 1, readers * 2 * kWarpgroupWarps);
     init_ring(s.p_full, s.p_empty, kWarpgroupWarps, 2 * kWarpgroupWarps);
     fence_mbarrier_init();
 }
@@ -134,6 +135,9 @@ struct Fp8Block : RowBlock<Memory_::kRows, Memory_::kTree> {
     }
 
     MLA_DEVICE Fp8WorkIterator items() const { return Fp8WorkIterator(this->p, this->split); }
+
+    // By a math warp that has read the tile in a stage.
+    MLA_DEVICE void release_tile(i32 stage) const { release(s.kv_empty[stage], own_lane()); }
 };
 
 // Named barriers: each side's own, and that of both.

@@ -11,6 +11,7 @@ from mla_cupy.kernels.decode import (
     sm90_fp8,
     sm90_fp8_cluster4,
     sm90_fp8_cluster8,
+    sm90_fp8_pair,
     sm90_small,
     sm90_small_cluster8,
 )
@@ -30,6 +31,7 @@ KERNELS: tuple[KernelSpec[Any], ...] = (
     sm90_fp8.KERNEL,
     sm90_fp8_cluster4.KERNEL,
     sm90_fp8_cluster8.KERNEL,
+    sm90_fp8_pair.KERNEL,
     sm90_small.KERNEL,
     sm90_small_cluster8.KERNEL,
 )

@@ -21,6 +21,7 @@ from mla_cupy.kernels.decode import (
     sm90_fp8,
     sm90_fp8_cluster4,
     sm90_fp8_cluster8,
+    sm90_fp8_pair,
     sm90_small,
     sm90_small_cluster8,
 )
@@ -80,6 +81,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         generic.KERNEL,
         sm90_fp8_cluster8.KERNEL,
         sm90_fp8_cluster4.KERNEL,
+        sm90_fp8_pair.KERNEL,
         sm90_fp8.KERNEL,
         records.SEESAW,
         records.SMALL,
