@@ -59,13 +59,13 @@ MORE_CASES = [
 ]
 
 
-def _twice(inputs: DecodeInputs, sm_count: int, mode: tuple[str, int], **options: Any) -> Any:
+def twice(inputs: DecodeInputs, sm_count: int, mode: tuple[str, int], kernel: str = EIGHT, **options: Any) -> Any:
     """The results of a planned call, after the same call and another one with other lengths."""
     with simulated(sm_count, mode=mode[0], seed=mode[1]) as target:
         target.resident, target.race_global = 64, True
         case = inputs.case
         shard = {"cp_world": case.cp_world, "cp_rank": case.cp_rank}
-        plan = plan_of(inputs, device=0, kernel=EIGHT, **shard)
+        plan = plan_of(inputs, device=0, kernel=kernel, **shard)
         call = {**case.options, **options, "plan": plan}
         first: Any = None
         for _ in range(2):
@@ -76,7 +76,7 @@ def _twice(inputs: DecodeInputs, sm_count: int, mode: tuple[str, int], **options
                     "not the same"
                 )
             first = got
-        assert target.launched == [f"mla_{EIGHT}"] * 2
+        assert target.launched == [f"mla_{kernel}"] * 2
     return first
 
 
@@ -91,7 +91,7 @@ def test_against_the_oracle(case: DecodeCase, sm_count: int, pytestconfig: pytes
     number = (*CASES, *MORE_CASES).index((case, sm_count))
     full = pytestconfig.getoption("--sim") == "full"
     for mode in MODES if full else [MODES[number % len(MODES)]]:
-        got = _twice(inputs, sm_count, mode)
+        got = twice(inputs, sm_count, mode)
         check(got, inputs.exact, inputs.rounded, case.dtype)
 
 
@@ -104,7 +104,7 @@ def test_inputs_have_different_maxima_in_each_tile() -> None:
 
 def test_results_in_float32_and_another_base() -> None:
     inputs = uneven(DecodeCase(b=1, seqlens=200, h_q=7))
-    got = _twice(inputs, 1, ("late", 0), out_dtype="float32", lse_base="2")
+    got = twice(inputs, 1, ("late", 0), out_dtype="float32", lse_base="2")
     check((got[0], got[1] * np.float32(np.log(2))), inputs.exact, inputs.rounded, "bfloat16")
     assert (got[0] != got[0].astype(inputs.q.dtype).astype(np.float32)).mean() > 0.5
 
@@ -204,7 +204,7 @@ def _verdict(case: DecodeCase, sm_count: int, mode: tuple[str, int], infinite: b
     page, token = divmod(last, case.page_size)
     if infinite:
         inputs.kv_cache[inputs.block_table[request, page], token, 0, [9, 300]] = np.inf
-    got = _twice(inputs, sm_count, mode)
+    got = twice(inputs, sm_count, mode)
     finite = [np.isfinite(exact) for exact in inputs.exact]
     mine = [np.asarray(x, np.float32) for x in got]
     assert all((np.isfinite(x) == mask).all() for x, mask in zip(mine, finite, strict=True))

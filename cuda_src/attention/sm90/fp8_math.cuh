@@ -446,7 +446,7 @@ struct Fp8Math {
             }
         }
         release(s.p_empty[of], own_lane());
-        release(s.kv_empty[stage], own_lane());
+        block.release_tile(stage);
         if (kThenScore) end_scores(then);
     }
 };
