@@ -59,7 +59,7 @@ class Cublas:
 
 
 def why_missing() -> str | None:
-    """Why cuBLAS cannot be called; None if it can."""
+    """Reason that cuBLAS cannot be called; None if it can."""
     try:
         _path()
     except (ImportError, BenchError) as error:

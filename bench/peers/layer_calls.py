@@ -52,7 +52,7 @@ _THREADS = 256
 
 
 class SeparateCalls:
-    """What a layer took before there were `mla_prepare`, `absorb` and `w_uv`."""
+    """A layer without `mla_prepare`, `absorb` and `w_uv`."""
 
     name = SEPARATE
 

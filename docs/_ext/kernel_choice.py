@@ -15,6 +15,8 @@ from mla_cupy.kernels.indexer.loss import HEAD_SUMS, LOSS, SPARSE_LOSS
 from mla_cupy.kernels.indexer.loss.problem import LossProblem
 from mla_cupy.kernels.indexer.topk import TOPK
 from mla_cupy.kernels.indexer.topk.problem import TopkProblem
+from mla_cupy.kernels.projection import MERGE_PROJECT
+from mla_cupy.kernels.projection.pipeline import ProjectProblem
 from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
 from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
@@ -76,6 +78,7 @@ SITUATIONS = (
     ('`mla_decode`, records "fp8", math="fp8"', DECODE, _fp8_math()),
     ("`mla_decode`, 16 heads, 4 drafts that form a tree", DECODE, DecodeProblem(4, 16, 1, "bfloat16", tree_mask=True)),
     ("`mla_decode`, strides not of 16 bytes", DECODE, DecodeProblem(1, 128, 1, "bfloat16", aligned=False)),
+    ("`merge_project`", MERGE_PROJECT, ProjectProblem(128, 128, "bfloat16")),
     ("`sparse_mla_decode`, 16 heads", SPARSE_DECODE, SparseDecodeProblem(64, 16, 2048, "bfloat16", "v32")),
     ("`sparse_mla_decode`, 128 heads", SPARSE_DECODE, SparseDecodeProblem(64, 128, 2048, "bfloat16", "v32")),
     ("`sparse_mla_forward`, 16 heads", SPARSE_FORWARD, _forward(16)),

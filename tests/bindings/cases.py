@@ -76,6 +76,11 @@ def decode(h_q: int = 4, **options: Any) -> BoundCall:
     return BoundCall(_id("decode", options), "mla_decode", arrays, options)
 
 
+def decode_and_project(**options: Any) -> BoundCall:
+    plain = decode()
+    return BoundCall(_id("decode_and_project", options), "mla_decode", plain.arrays | _projection(3, 2, 4), options)
+
+
 def decode_in_fp8(queries: str, **options: Any) -> BoundCall:
     changes: dict[str, Any] = {"record": "fp8", "math": "fp8", "kv_scale": 0.1, "queries": queries}
     inputs = cases.make(cases.DecodeCase(b=2, s_q=2, h_q=4, seqlens=(70, 3), dtype="bfloat16", **changes))
@@ -133,6 +138,31 @@ def mask(**options: Any) -> BoundCall:
     indices = np.random.default_rng(1).integers(-1, 9, (5, 4)).astype(np.int32)
     starts = {"cu_seqlens_q": np.array([0, 2, 5], np.int32), "cu_seqlens_kv": np.array([0, 3, 9], np.int32)}
     return BoundCall(_id("mask", options), "prefill_mask", {"indices": indices, **starts}, options)
+
+
+def absorb(rope: bool) -> BoundCall:
+    rng = np.random.default_rng(8)
+    whole = rng.standard_normal((3, 2, 192), np.float32).astype(ml_dtypes.bfloat16)
+    arrays = {"q_nope": whole[..., :128].copy()}
+    arrays["w_uk"] = (rng.standard_normal((2, 128, 512), np.float32) * 0.05).astype(ml_dtypes.bfloat16)
+    if rope:
+        arrays["q_rope"] = whole[..., 128:].copy()
+    return BoundCall(_id("absorb", {"rope": rope}), "absorb", arrays, {})
+
+
+def _projection(b: int, s_q: int, h_q: int) -> dict[str, Array]:
+    """W_UV and a gate."""
+    rng = np.random.default_rng(9)
+    w_uv = (rng.standard_normal((h_q, 128, 512), np.float32) * 0.05).astype(ml_dtypes.bfloat16)
+    return {"w_uv": w_uv, "gate": rng.standard_normal((b, s_q, h_q, 128), np.float32).astype(w_uv.dtype)}
+
+
+def merge_project(n: int, **options: Any) -> BoundCall:
+    rng = np.random.default_rng(10)
+    arrays = {"outs": rng.standard_normal((n, 2, 1, 3, 512), np.float32), **_projection(2, 1, 3)}
+    if n > 1:
+        arrays["lses"] = rng.standard_normal((n, 2, 3, 1), np.float32)
+    return BoundCall(_id(f"merge_project-{n}", options), "merge_project", arrays, options)
 
 
 def merge(**options: Any) -> BoundCall:
@@ -271,6 +301,7 @@ CALLS = [
     decode(),
     decode(out_dtype="float32", lse_base="2", empty_lse=-7.0, causal=False, scale=0.02),
     decode(cp_world=3, cp_rank=1),
+    decode_and_project(out_dtype="float32"),
     decode_in_fp8(""),
     decode_in_fp8("uint8", q_scale=0.5),
     decode_in_fp8("float8_e4m3fn", q_scale=2.0, out_dtype="float32"),
@@ -289,6 +320,10 @@ CALLS = [
     prefill_backward(),
     prefill_backward({"q_pair": True, "k_rope": "per_head"}, dlse=True, scale=0.1, deterministic=True),
     prefill_backward({"d_qk": 256, "d_v": 256, "k_rope": "within", "starts": False, "dtype": "float16"}),
+    absorb(rope=False),
+    absorb(rope=True),
+    merge_project(1),
+    merge_project(3, lse_base="2", out_dtype="float32"),
     merge(),
     merge(out_dtype="bfloat16", lse_base="2", empty_lse=0.0),
     logits(indexer_cases.LogitsCase(s_q=4, s_kv=30, d=32, dtype="bfloat16", scales=False)),

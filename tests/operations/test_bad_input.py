@@ -146,6 +146,8 @@ def test_an_output_without_its_input(operation: Operation, place: str) -> None:
         call = good_call(operation)
         for name in {*(other.needs for other in wanting), *(other.name for other in wanting if other is not output)}:
             del call[name]
+        if operation.name == "merge_project":
+            call["outs"] = call["outs"][:1]  # several would need their log-sum-exps
         with pytest.raises(ArgumentError, match=f"{output.name}: got an array, expected None: there is no"):
             function_of(operation)(**call)
 

@@ -39,8 +39,6 @@ SIZES = {
     "mask_bytes": 16,
 }
 SIZES |= {"k": 2048, "rope_pairs": 4}  # the default of `indexer_topk`; a lane of `indexer_prepare_q`
-#: Sizes of one operation: some of its mistakes can be made with these alone.
-SIZES_OF = {("merge_project", "n"): 1}
 #: Values of whole numbers, where any others would say little.
 VALUES = {"seqlens": [20, 33], "topk_length": [4, 5, 5], "cu_seqlens_q": [0, 2, 3], "cu_seqlens_kv": [0, 12, 20]}
 #: Options that a good call has.
@@ -76,8 +74,6 @@ def size_of(operation: Operation, axis: str) -> int:
     """Of an axis in `good_call`."""
     if "*" in axis:
         return math.prod(size_of(operation, factor) for factor in axis.split("*"))
-    if (operation.name, axis) in SIZES_OF:
-        return SIZES_OF[operation.name, axis]
     return operation.sizes[axis][0] if axis in operation.sizes else SIZES.get(axis, 3)
 
 

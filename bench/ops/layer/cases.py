@@ -18,7 +18,7 @@ PAGE_SIZE, D_ROPE, D_INDEX = 64, 64, 128
 
 @dataclass(frozen=True)
 class Model:
-    """What a layer of a model has between its projections.
+    """A layer of a model between its projections.
 
     `record` is "" for a cache of 16-bit rows, and attention to all of it. With `index_heads` an indexer selects `topk`
     tokens; without, `topk` and `extra` are of lists in two caches, and nothing is absorbed.
@@ -35,7 +35,7 @@ class Model:
 
     @property
     def absorbs(self) -> bool:
-        """Whether queries and results are multiplied by kv_b_proj."""
+        """True if queries and results are multiplied by kv_b_proj."""
         return not self.extra
 
     @property
@@ -79,7 +79,7 @@ class LayerCase:
 
     @property
     def model(self) -> Model:
-        """What the layer has."""
+        """The layer's model."""
         return MODELS[self.model_name]
 
     @property

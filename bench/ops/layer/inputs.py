@@ -21,7 +21,7 @@ _CHUNK = 1 << 16
 
 @dataclass(frozen=True)
 class IndexInputs:
-    """What an indexer has."""
+    """Inputs of an indexer."""
 
     q: Any  # (b, heads, 128), bfloat16
     weights: Any  # (b, heads), float32

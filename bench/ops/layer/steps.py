@@ -83,7 +83,7 @@ def attention(
 
 
 def columns_of_rope(case: LayerCase, inputs: LayerInputs, buffers: Buffers) -> tuple[Any, Any]:
-    """Where RoPE's columns are in the projected queries, and where decode wants them."""
+    """RoPE's columns of the projected queries, and of those that decode takes."""
     return inputs.q[..., -D_ROPE:], buffers.queries[..., -D_ROPE:]
 
 

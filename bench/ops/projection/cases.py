@@ -52,7 +52,7 @@ class ProjectionCase:
 
 
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512)
-"""From a step of one sequence to where a matrix product by cuBLAS wins."""
+"""Tokens of a step, from one sequence to where a matrix product by cuBLAS wins."""
 CASES: tuple[ProjectionCase, ...] = (
     *(ProjectionCase(tokens, h_q) for h_q in (16, 128) for tokens in TOKENS),
     *(ProjectionCase(tokens, h_q, 1) for h_q in (16, 128) for tokens in TOKENS),

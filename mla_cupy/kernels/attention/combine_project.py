@@ -27,7 +27,7 @@ def latents_nbytes(rows: int) -> int:
 
 
 def latents_strides(s_q: int, h_q: int) -> tuple[int, int, int]:
-    """Of its axes b, s_q and h_q, in elements."""
+    """Strides of its axes b, s_q and h_q, in elements."""
     return s_q * h_q * D_V, h_q * D_V, D_V
 
 
