@@ -44,7 +44,7 @@ constexpr i32 kQuads = kHeadDim / kQuadStep;          // of a lane
 constexpr i32 kElems = kQuads * kQuad;
 constexpr i32 kAngles = kElems / 2;  // of a lane
 // Blocks per SM. Conversions to e4m3 take more registers where there is no instruction for them.
-constexpr i32 kBlocks = __CUDA_ARCH__ >= 890 ? (kUsual ? 7 : 5) : 4;
+constexpr i32 kBlocks = __CUDA_ARCH__ >= 1000 ? (kUsual ? 7 : 4) : __CUDA_ARCH__ >= 890 ? (kUsual ? 7 : 5) : 4;
 constexpr float kMinAmax = 1e-4f;
 constexpr float kMaxCode = 448.f;             // of e4m3
 constexpr u32 kMaxScaleExponent = 127 + 126;  // whose inverse is a normal number, too
