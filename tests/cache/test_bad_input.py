@@ -73,6 +73,14 @@ def good_append_keys() -> Call:
     }
 
 
+def good_prepare_both() -> Call:
+    call = good_append_keys()
+    q, weights = np.ones((3, 2, 128), ml_dtypes.bfloat16), np.ones((3, 2), np.float32)
+    results = {"codes": np.zeros((3, 2, 128), np.uint8), "folded": np.zeros((3, 2), np.float32)}
+    norm = {"norm_weight": np.ones(128, np.float32), "norm_bias": np.zeros(128, np.float32)}
+    return {"q": q, "weights": weights, **call, **norm, **results}
+
+
 def good_gather_keys() -> Call:
     results = {"codes": np.zeros((3, 128), np.uint8), "k_scale": np.zeros(3, np.float32)}
     return {"cache": np.zeros((4, 8, 132), np.uint8), "slots": np.array([3, -1, 9]), **results}
@@ -94,11 +102,13 @@ GOOD: dict[str, Callable[[], Call]] = {
     "cache_slots": good_slots,
     "indexer_cache_append": good_append_keys,
     "indexer_cache_gather": good_gather_keys,
+    "indexer_prepare": good_prepare_both,
 }
 #: What launches of kernels of another name.
 ENTRIES = {
     "indexer_cache_append": "indexer_prepare_quantize",
     "indexer_cache_gather": "indexer_prepare_gather_keys",
+    "indexer_prepare": "indexer_prepare_quantize",
     "mla_prepare": "cache_prepare",
 }
 
@@ -253,6 +263,21 @@ APPEND_KEYS = [
     Bad("rule of scales", option("scales", "ue8m0"), ArgumentError, ("scales", "'ue8m0'", '"plain"')),
     Bad("hadamard", option("hadamard", "yes"), ArgumentError, ("hadamard", "'yes'", "True or False")),
 ]  # fmt: skip
+PREPARE_BOTH = [
+    Bad("no bias", lambda c: c.pop("norm_bias"), ArgumentError, ("norm_bias", "None", "both, or none")),
+    Bad("no slots", lambda c: c.pop("slots"), ArgumentError, ("slots", "None", "both, or none")),
+    Bad("keys nowhere", without("cache", "slots"), ArgumentError, ("return_k", "without a cache")),
+    Bad("keys twice", option("return_k", True), ArgumentError, ("return_k", "with a cache")),
+    Bad("return_k", option("return_k", "yes"), ArgumentError, ("return_k", "'yes'", "True or False")),
+    Bad("eps", option("eps", -1.0), ArgumentError, ("eps", "-1.0", "at least 0")),
+    Bad("k_scale of pages", option("k_scale", np.zeros(3, np.float32)), ArgumentError,
+        ("k_scale", "return_k is not set")),
+    Bad("keys of 64", swap("k", lambda x: x[:, :64].copy()), ShapeError, ("k.shape", "64", "d=128")),
+    Bad("norm of 64", swap("norm_weight", lambda x: x[:64].copy()), ShapeError, ("norm_weight.shape", "64", "d=128")),
+    Bad("tokens apart", swap("cache", lambda x: pages_apart(132, 8 * 144, 144)), ShapeError,
+        ("cache.strides", "144", "(any, 132, 1)")),
+    Bad("accumulate", option("accumulate", "fp8"), ArgumentError, ("accumulate", "'fp8'")),
+]  # fmt: skip
 GATHER_KEYS = [
     Bad("codes of 64", swap("codes", lambda x: x[:, :64].copy()), ShapeError, ("codes.shape", "(3, 64)", "(3, 128)")),
     Bad(
@@ -279,6 +304,7 @@ TABLES = {
     "cache_slots": SLOTS,
     "indexer_cache_append": APPEND_KEYS,
     "indexer_cache_gather": GATHER_KEYS,
+    "indexer_prepare": PREPARE_BOTH,
 }
 
 
