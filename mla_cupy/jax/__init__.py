@@ -43,6 +43,7 @@ from mla_cupy.jax.functions.sparse_forward import sparse_mla_forward
 from mla_cupy.jax.functions.sparse_loss import indexer_sparse_loss, indexer_sparse_objective
 from mla_cupy.jax.functions.topk import indexer_topk
 from mla_cupy.jax.functions.warmup_loss import indexer_warmup_loss, indexer_warmup_objective
+from mla_cupy.jax.segments import segment_starts
 
 __all__ = [
     "ExportedCall",
@@ -72,6 +73,7 @@ __all__ = [
     "mla_prefill_backward",
     "mla_prepare",
     "prefill_mask",
+    "segment_starts",
     "sparse_mla_backward",
     "sparse_mla_decode",
     "sparse_mla_forward",

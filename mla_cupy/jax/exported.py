@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from mla_cupy.errors import ArgumentError, DTypeError, ShapeError, explain
 from mla_cupy.export import xla
 from mla_cupy.export.manifest import Manifest, RefusedError
 from mla_cupy.jax.arguments import as_jax
+from mla_cupy.jax.sharding import Parts, over_mesh, parts_of
+from mla_cupy.ops import BOUND_OPERATIONS
 
 __all__ = ["ExportedCall"]
 
@@ -30,7 +33,8 @@ class ExportedCall:
 
     Called with the module's arrays, it is one custom call, under `jit` and in what `jax.export` serialises. The process
     that runs it must have registered the handler, and needs neither this package nor CuPy: see the guide Exported JAX
-    programs. There is no derivative, and `vmap` runs the calls one after the other.
+    programs. There is no derivative, and `vmap` runs the calls one after the other. On a mesh with explicit axes the
+    devices divide the call, and the module is for the arrays of one of them.
 
     Parameters
     ----------
@@ -70,11 +74,30 @@ class ExportedCall:
         ArgumentError
             If an option is none of the module's.
         """
-        told = self._manifest.data
-        names, made = xla.operands(told), xla.results(told)
+        names = xla.operands(self._manifest.data)
         if len(arrays) != len(names):
             raise ArgumentError(explain("arrays", len(arrays), f"{len(names)}: {', '.join(names)}"))
         operands = [as_jax(name, x) for name, x in zip(names, arrays, strict=True)]
+        part = functools.partial(self._call, options)
+        parts = self._parts(operands)
+        divided = None if parts is None else over_mesh(parts, part, operands)
+        return part(*operands) if divided is None else tuple(divided)
+
+    def _parts(self, operands: Sequence[jax.Array]) -> Parts | None:
+        """How devices may divide the call; None if the operands are not those of the module."""
+        told = self._manifest.data
+        axes = {array["name"]: array["axes"] for array in told["arrays"]}
+        given = [(axes[name], x.shape) for name, x in zip(xla.operands(told), operands, strict=True)]
+        if any(len(names) != len(shape) for names, shape in given):
+            return None
+        return parts_of(
+            BOUND_OPERATIONS[told["operation"]].parallel, given, [(axes[name], ()) for name in xla.results(told)]
+        )
+
+    def _call(self, options: Mapping[str, Any], *operands: jax.Array) -> tuple[jax.Array, ...]:
+        """The call of one device."""
+        told = self._manifest.data
+        names, made = xla.operands(told), xla.results(told)
         sizes = self._sizes(dict(zip(names, operands, strict=True)))
         attributes = self._attributes(options)
         shapes = {array["name"]: self._shape(array, sizes) for array in told["arrays"]}

@@ -7,7 +7,7 @@ for this; the handler serves `jax.export`, which cannot serialise callbacks, and
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,6 @@ try:
     from jax.experimental.buffer_callback import buffer_callback
 except ImportError:  # JAX before 0.6.1
     buffer_callback = None
-
 
 
 def run(

@@ -87,23 +87,35 @@ class Parts:
 
         return run
 
-    def rule(self) -> tuple[str, dict[str, Any]]:
-        """The same in Shardy's notation, with its keywords; what has no name is whole."""
+    def rule(self, mesh: Mapping[str, int]) -> tuple[str, dict[str, Any]]:
+        """The same in Shardy's notation, with its keywords; what has no name is whole.
+
+        Of two axes in proportion the longer one is that of parts and of what is whole in a part. Not so where an axis
+        of the mesh has more devices than there are parts: Shardy would take some of them, for which JAX has no name.
+        Then the shorter axis is on its own, and what `taken` says has the last word.
+        """
+        most = {name: self.most(name) for name, _ in self._axes() if name}
+        lead = {name: max(size for axis, size in self._axes() if axis == name) for name in most}
+        paired = {name for name in most if all(most[name] % count == 0 for count in mesh.values())}
         whole: list[str] = []
+        apart: list[str] = []
         sizes: dict[str, int] = {}
 
-        def factors(name: str, size: int) -> str:
-            if name and size == self.most(name):
+        def factor(name: str, size: int) -> str:
+            if name and size == (most if name in paired else lead)[name]:
                 return name
+            if name and name not in paired:
+                apart.append(f"apart{len(apart)}")
+                return apart[-1]
             whole.append(f"whole{len(whole)}")
             if not name:
                 return whole[-1]
-            sizes[whole[-1]] = size // self.most(name)
+            sizes[whole[-1]] = size // most[name]
             return f"({name} {whole[-1]})"
 
-        arrays = [" ".join(map(factors, *axes)) for axes in zip(self.names, self.shapes, strict=True)]
-        told = {name for name, size in self._axes() if name and size == self.most(name)}
-        sizes |= {name: self.most(name) for name, _ in self._axes() if name and name not in told}
+        arrays = [" ".join(map(factor, *axes)) for axes in zip(self.names, self.shapes, strict=True)]
+        told = {name for name, size in self._axes() if name not in paired or size == most[name]}
+        sizes |= {name: most[name] for name in paired - told}
         text = f"{', '.join(arrays[: -self.results])} -> {', '.join(arrays[-self.results :])}"
         return text, {"need_replication_factors": tuple(whole), **sizes}
 
@@ -163,8 +175,7 @@ def by_shardy(parts: Parts, whole: Run, part: Run) -> Run:
         return mesh, parts.summed(part, taken), made, given
 
     shared = custom_partitioning(lambda *operands: tuple(whole(*operands)))
-    rule, keywords = parts.rule()
-    shared.def_partition(partition, sharding_rule=rule, **keywords)
+    shared.def_partition(partition, sharding_rule=lambda mesh, *types: parts.rule(mesh.shape))
     found: Run = sequential_vmap(lambda *operands: tuple(shared(*operands)))  # JAX cannot vmap it
     return found
 

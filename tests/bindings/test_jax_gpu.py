@@ -280,6 +280,34 @@ def test_shard_map_over_gpus(jax_gpu: Any, of_jax: Any) -> None:
     check((np.asarray(out), np.asarray(lse)), inputs.exact, inputs.rounded, "bfloat16")
 
 
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("axis", ["sequences", "heads"])
+def test_sharded_over_gpus(jax_gpu: Any, of_jax: Any, kind: str, axis: str) -> None:
+    """By a plain `jit`: no GPU gets anything of another one, and each has its part of the result."""
+    jax, spec = jax_gpu, jax_gpu.sharding.PartitionSpec
+    devices = jax.devices("gpu")
+    if len(devices) < 2:
+        pytest.skip("needs two GPUs")
+    inputs = cases.make(cases.DecodeCase(b=4, h_q=32, seqlens="ragged-700", strides="dense"))
+    kinds = (getattr(jax.sharding.AxisType, kind),)
+    mesh = jax.sharding.Mesh(np.array(devices[:2]), ("x",), axis_types=kinds)
+    batch = spec("x") if axis == "sequences" else spec()
+    specs = (batch if axis == "sequences" else spec(None, None, "x"), spec(), batch, batch)
+    given = [
+        jax.device_put(np.ascontiguousarray(x), jax.sharding.NamedSharding(mesh, each))
+        for x, each in zip(inputs.arguments, specs, strict=True)
+    ]
+    step = jax.jit(of_jax.mla_decode)
+    text = step.lower(*given).compile().as_text()
+    assert not any(word in text for word in ("all-gather", "all-to-all", "collective-permute", "all-reduce"))
+    for _ in range(20):
+        out, lse = step(*given)
+    part = list(out.shape)
+    part[0 if axis == "sequences" else 2] //= 2
+    assert out.sharding.shard_shape(out.shape) == tuple(part)
+    check((np.asarray(out), np.asarray(lse)), inputs.exact, inputs.rounded, "bfloat16")
+
+
 def test_an_exported_program(jax_gpu: Any, of_jax: Any) -> None:
     pytest.importorskip("flatbuffers")
     jax, inputs = jax_gpu, cases.make(CASE)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.bindings.cases import BoundCall, as_tuple, decode, every_call_of_jax, prefill
+from tests.support import cases
 from tests.support.calls import assert_same
 
 pytestmark = pytest.mark.usefixtures("_numpy_backend")
@@ -67,9 +68,7 @@ def test_along_each_axis(jax: Any, of_jax: Any, sharding: Any, call: BoundCall, 
     """Every axis of every operation that devices may divide: they exchange nothing but sums."""
     lowering = importlib.import_module("mla_cupy.jax.lowering")
     arrays = {name: call.arrays[name] for name in call.record.names if name in call.arrays}
-    options = lowering.options_of(call.record, call.options)
     parts = lowering._parts(lowering.signature_of(call.record, jax.tree.map(jax.numpy.asarray, arrays), call.options))
-    assert options is not None
     for axis in call.record.parallel:
         count = next((n for n in (2, 3) if parts.most(axis) % n == 0), 1)
         if count == 1:
@@ -134,6 +133,21 @@ def test_sequences_and_heads(jax: Any, of_jax: Any, sharding: Any, kind: str) ->
     close((out, lse), call.eager())
     assert out.sharding.shard_shape(out.shape) == (2, 2, 2, 512)
     assert lse.sharding.shard_shape(lse.shape) == (2, 2, 2)
+
+
+@both_kinds
+def test_heads_of_the_cache(jax: Any, of_jax: Any, sharding: Any, kind: str) -> None:
+    """Two KV heads go with the query heads that read them: over two devices, and not over four."""
+    inputs = cases.make(cases.DecodeCase(b=2, h_q=4, h_kv=2, seqlens=(70, 3), strides="dense"))
+    names = ("q", "kv_cache", "block_table", "seqlens")
+    arrays = dict(zip(names, map(np.ascontiguousarray, inputs.arguments), strict=True))
+    call = BoundCall("kv_heads", "mla_decode", arrays, {})
+    run = jax.jit(lambda x: of_jax.mla_decode(**x))
+    for count in (2, 4):
+        heads = {"q": (None, None, "h"), "kv_cache": (None, None, "h")} if count == 2 else {"q": (None, None, "h")}
+        given = put(jax, mesh_of(jax, kind, h=count), arrays, heads)
+        assert ("all-gather" in moves(jax, run, given)) == (count == 4)
+        close(run(given), call.eager())
 
 
 def test_queries_say_how(jax: Any, of_jax: Any, sharding: Any) -> None:
@@ -252,9 +266,12 @@ def test_rules(sharding: Any) -> None:
         [(["s_q", "h_q"], (3, 8)), (["s_kv", "h_kv"], (5, 4)), (["s_kv", "h_rope"], (5, 1))],
         [(["h_q", "s_q"], (8, 3)), (["s_kv", "h_rope"], (5, 1))],
     )
-    text, keywords = parts.rule()
+    text, keywords = parts.rule({"x": 4, "y": 2})
     assert text == "whole0 (h_q whole1), whole2 h_q, whole3 whole4 -> (h_q whole5) whole6, whole7 whole8"
     assert keywords == {"need_replication_factors": tuple(f"whole{i}" for i in range(9)), "whole1": 2, "whole5": 2}
+    text, keywords = parts.rule({"x": 8})
+    assert text == "whole0 h_q, whole1 apart0, whole2 whole3 -> h_q whole4, whole5 whole6"
+    assert keywords == {"need_replication_factors": tuple(f"whole{i}" for i in range(7))}
     mesh = {"x": 2, "y": 2, "z": 3}
     assert parts.taken([(None, "x")], mesh) == {"h_q": ("x",)}
     assert parts.taken([(), ("y", "x")], mesh) == {"h_q": ("x",)}
@@ -276,4 +293,3 @@ def test_axes_of_a_mesh_are_taken_once(sharding: Any) -> None:
     assert parts.taken([(None, None), ("x",)], {"x": 2}) == {}
     assert parts.taken([(None, None), ("x",)], {"x": 3}) == {"s_q": ("x",)}
     assert parts.taken([("x", "x")], {"x": 2}) == {"b": ("x",)}
-    assert parts.rule()[1]["whole0"] == 2

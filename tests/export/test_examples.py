@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -101,6 +102,23 @@ def test_cuda_bindings(folder: Path) -> None:
     printed = simulated(sys.executable, "-c", code)
     assert "refused: kv_cache: got NULL, expected an address" in printed
     assert printed.endswith("all as expected\n")
+
+
+def test_cuda_core(folder: Path) -> None:
+    pytest.importorskip("cuda.core")
+    printed = simulated(sys.executable, EXAMPLES / "cuda_core_decode.py", folder / "mla_decode.json")
+    assert printed.endswith("all as expected\n")
+
+
+def test_cuda_core_takes_no_structs() -> None:
+    """Why the example launches with cuda-bindings. Should this fail, cuda.core can: say so in the guide, and use it."""
+    handler = pytest.importorskip("cuda.core._kernel_arg_handler")
+    record = np.zeros((), [("address", np.uint64), ("count", np.int32)])[()]
+    struct = type("Struct", (ctypes.Structure,), {"_fields_": [("address", ctypes.c_uint64)]})()
+    handler.ParamHolder((np.int32(1), 2.0))
+    for given in (record, struct):
+        with pytest.raises(TypeError, match="unsupported type"):
+            handler.ParamHolder((given,))
 
 
 def test_the_manifest_is_read(folder: Path) -> None:

@@ -126,6 +126,14 @@ def test_cuda_bindings(folder: Path, of_python: Batch) -> None:
     assert found == of_python.checksum()
 
 
+@pytest.mark.parametrize("options", [(), ("--graph",)], ids=["", "graph"])
+def test_cuda_core(folder: Path, of_python: Batch, options: tuple[str, ...]) -> None:
+    pytest.importorskip("cuda.core")
+    example = EXAMPLES / "cuda_core_decode.py"
+    found, _ = run(sys.executable, example, folder / "mla_decode.json", *options)
+    assert found == of_python.checksum()
+
+
 def test_functions_of_tvm_ffi(tvm_ffi: Any, folder: Path, of_python: Batch) -> None:
     found, _ = run(sys.executable, EXAMPLES / "tvm_ffi" / "decode.py", test_tvm_ffi.built(tvm_ffi, folder))
     assert found == of_python.checksum()
