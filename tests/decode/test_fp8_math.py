@@ -512,7 +512,7 @@ def check_bias(inputs: DecodeInputs, spread: float, sm_count: int = 1) -> None:
     check_lse(lse, exact[1], rounded[1])
 
 
-REGAIN = 1.00045
+REGAIN = 1.0003
 MEANS = {"0": (0.0, 1.0), "1": (1.0, 0.5), "100": (100.0, 1.0), "-1": (-1.0, 0.25)}
 
 
@@ -524,7 +524,7 @@ def test_sums_are_not_shortened(mean: str) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 32, 33, 64, 96, 97])
 def test_what_is_given_back(tokens: int) -> None:
-    """Of equal tokens, whose sums lose nothing: 4.5e-4, in tiles of more than 32."""
+    """Of equal tokens, whose sums lose nothing: 3e-4, in tiles of more than 32."""
     inputs = with_values(tokens, 1.0, 0.0)
     inputs.q[...] = 0
     out, _ = run(inputs, 1, ("early", 0), out_dtype="float32")

@@ -6,8 +6,8 @@
 //
 // The tensor cores cut sums of e4m3 products off after 13 fraction bits, towards zero, after each 32 terms: sums over a
 // whole sequence would shrink. So a tile's sum is theirs, and is added in float32, by the factor f = 2^(m - reference)
-// of its row: a tile's weights have its own maximum, whatever came before. What a tile's sum has lost is given back by
-// half: see kFp8Regain.
+// of its row: a tile's weights have its own maximum, whatever came before. What a tile's sum has lost is given back
+// in part: see kFp8Regain.
 #pragma once
 #include "attention/online_softmax.cuh"
 #include "attention/sm90/fp8_query.cuh"
@@ -16,9 +16,9 @@
 
 namespace mla::attention::sm90 {
 // A tile's sum is two products of 32 tokens. Where all terms have one sign, those of the second one are cut off beside
-// the sum of the first: up to 2^-10 of the tile's sum is lost, or nothing, as weights and values fall. Some half of the
+// the sum of the first: up to 2^-10 of the tile's sum is lost, or nothing, as weights and values fall. Some third of the
 // most is given back, so that what remains lies on either side (cuda_src/decode/fp8.md has a table).
-constexpr float kFp8Regain = 1.00045f;
+constexpr float kFp8Regain = 1.0003f;
 
 // Of a tile with so many tokens that all rows of the block see. What the first product holds loses little: so attention
 // to a few tokens, and to a single one above all, is left as it is. It is the same for all rows: a factor of the tile.
