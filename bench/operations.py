@@ -17,6 +17,7 @@ from .ops.indexer_topk.operation import INDEXER_TOPK
 from .ops.layer.operation import LAYER
 from .ops.prefill.operation import PREFILL
 from .ops.prefill_backward.operation import PREFILL_BACKWARD
+from .ops.prepare.operation import PREPARE
 from .ops.projection.operation import PROJECTION
 from .ops.sparse_backward.operation import SPARSE_BACKWARD
 from .ops.sparse_decode.operation import SPARSE_DECODE
@@ -36,6 +37,7 @@ _KNOWN = (
     LAYER,
     PREFILL,
     PREFILL_BACKWARD,
+    PREPARE,
     PROJECTION,
     SPARSE_BACKWARD,
     SPARSE_DECODE,

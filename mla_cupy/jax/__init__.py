@@ -35,6 +35,7 @@ from mla_cupy.jax.functions.prefill import mla_prefill
 from mla_cupy.jax.functions.prefill_backward import mla_prefill_backward
 from mla_cupy.jax.functions.preparation import mla_prepare
 from mla_cupy.jax.functions.prepare import indexer_prepare_k, indexer_prepare_q
+from mla_cupy.jax.functions.prepare_both import indexer_prepare
 from mla_cupy.jax.functions.projection import absorb, merge_project
 from mla_cupy.jax.functions.sparse_backward import sparse_mla_backward
 from mla_cupy.jax.functions.sparse_decode import sparse_mla_decode
@@ -56,6 +57,7 @@ __all__ = [
     "indexer_head_sums",
     "indexer_logits",
     "indexer_logits_paged",
+    "indexer_prepare",
     "indexer_prepare_k",
     "indexer_prepare_q",
     "indexer_sparse_loss",

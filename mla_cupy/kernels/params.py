@@ -717,6 +717,11 @@ class PrepareParams(Params):
     slots: Address
     codes: Address
     scales: Address
+    k: Address
+    k_codes: Address
+    k_scales: Address
+    norm_weight: Address
+    norm_bias: Address
     x_stride_n_h_elems: tuple[I64, I64]
     weights_stride_n_h_elems: tuple[I64, I64]
     cos_stride_elems: I64
@@ -726,6 +731,11 @@ class PrepareParams(Params):
     scales_stride_n_h_elems: tuple[I64, I64]
     slots_stride_bytes: I64
     page_stride_bytes: I64
+    k_stride_elems: I64
+    k_codes_stride_elems: I64
+    k_scales_stride_elems: I64
+    norm_weight_stride_elems: I64
+    norm_bias_stride_elems: I64
     n: I32
     h: I32
     half_rope: I32
@@ -746,6 +756,7 @@ class PrepareParams(Params):
     d_factor: F32
     max_code: F32
     inverse_max_code: F32
+    norm_eps: F32
 
 
 class TopkParams(Params):

@@ -34,6 +34,7 @@ from mla_cupy.ops.indexer import (
     logits,
     logits_paged,
     prepare,
+    prepare_both,
     select,
     select_paged,
     sparse_loss,
@@ -45,6 +46,7 @@ from mla_cupy.ops.indexer.key_cache import indexer_cache_append, indexer_cache_g
 from mla_cupy.ops.indexer.logits import indexer_logits
 from mla_cupy.ops.indexer.logits_paged import indexer_logits_paged
 from mla_cupy.ops.indexer.prepare import indexer_prepare_k, indexer_prepare_q
+from mla_cupy.ops.indexer.prepare_both import indexer_prepare
 from mla_cupy.ops.indexer.select import indexer_select
 from mla_cupy.ops.indexer.select_paged import indexer_select_paged
 from mla_cupy.ops.indexer.sparse_loss import indexer_sparse_loss
@@ -82,6 +84,7 @@ __all__ = [
     "indexer_head_sums",
     "indexer_logits",
     "indexer_logits_paged",
+    "indexer_prepare",
     "indexer_prepare_k",
     "indexer_prepare_q",
     "indexer_select",
@@ -130,6 +133,7 @@ _DESCRIBED: tuple[Operation, ...] = (
     logits_paged.OPERATION,
     prepare.OPERATION_Q,
     prepare.OPERATION_K,
+    prepare_both.OPERATION,
     select.OPERATION,
     select_paged.OPERATION,
     sparse_loss.OPERATION,

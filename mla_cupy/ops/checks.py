@@ -61,6 +61,14 @@ def check_factor(argument: str, value: Any) -> float:
     return float(value)
 
 
+def check_eps(argument: str, value: Any) -> float:
+    """Check what is added to a variance: a number of at least 0 that float32 can hold."""
+    if not (is_number(value) and 0 <= value <= _MAX_FLOAT32):
+        remedy = "" if is_number(value) else "pass a Python number"
+        raise ArgumentError(explain(argument, repr(value), "a finite number, at least 0", remedy))
+    return float(value)
+
+
 def check_base(argument: str, value: Any) -> float:
     """Check the base of RoPE: a number that float32 can hold, of at least 1."""
     if not (is_number(value) and 1 <= value <= _MAX_FLOAT32):

@@ -110,8 +110,8 @@ def mla_prepare(
     of its units saturates.
 
     With tables results do not depend on the GPU, and equal `mla_cupy.reference.mla_prepare` byte by byte. Angles by
-    `theta` are exact to 2^-32 turns, whatever the position, so they differ from those of tables made of a float32
-    product of position and frequency, by up to 2^-24 of the angle; cos and sin are within 2^-22. NumPy arrays are
+    `theta` are right to 2^-24 turns for positions of 31 bits, and cos and sin to 2^-21; those of tables that were made
+    of a float32 product of position and frequency differ by up to 2^-23 of the angle, which is more. NumPy arrays are
     computed by a GPU if there is one, which copies the cache there and back, else by the oracle.
 
     Examples

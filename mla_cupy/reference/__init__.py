@@ -18,6 +18,7 @@ from mla_cupy.reference.indexer_loss import (
 from mla_cupy.reference.indexer_records import (
     indexer_cache_append,
     indexer_cache_gather,
+    indexer_prepare,
     indexer_prepare_k,
     indexer_prepare_q,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "indexer_head_sums",
     "indexer_logits",
     "indexer_logits_paged",
+    "indexer_prepare",
     "indexer_prepare_k",
     "indexer_prepare_q",
     "indexer_select",

@@ -89,24 +89,108 @@ def indexer_prepare_k(
     hadamard: bool = True,
     scales: str = "power_of_2",
     reference_rounding: bool = True,
+    norm_weight: npt.ArrayLike | None = None,
+    norm_bias: npt.ArrayLike | None = None,
+    eps: float = 1e-6,
 ) -> tuple[Array, Array]:
     """Rotate and quantise index keys: as `indexer_prepare_q`, for one vector per token.
 
     Parameters
     ----------
     k : array, (s_kv, d)
-        After its LayerNorm, before RoPE.
+        Before RoPE; after its LayerNorm, unless this is given.
     cos, sin, positions, interleaved, hadamard, scales, reference_rounding
         As for `indexer_prepare_q`.
+    norm_weight, norm_bias, eps
+        As for `layer_norm`, which comes first. Default: none.
 
     Returns
     -------
     codes : array, (s_kv, d), float64
     k_scale : array, (s_kv,), float64
     """
-    turned = rotate(np.asarray(k), cos, sin, np.asarray(positions), interleaved, reference_rounding)
+    x = np.asarray(k)
+    if norm_weight is not None and norm_bias is not None:
+        x = layer_norm(x, norm_weight, norm_bias, eps)
+        x = round_to(x, "bfloat16") if reference_rounding else x
+    turned = rotate(x, cos, sin, np.asarray(positions), interleaved, reference_rounding)
     codes, factors = quantise(_transformed(turned, hadamard, reference_rounding), scales)
     return codes.astype(np.float64), factors.astype(np.float64)
+
+
+@np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore")
+def indexer_prepare(
+    q: npt.ArrayLike,
+    weights: npt.ArrayLike,
+    k: npt.ArrayLike,
+    cos: npt.ArrayLike,
+    sin: npt.ArrayLike,
+    positions: npt.ArrayLike,
+    cache: Array | None = None,
+    slots: npt.ArrayLike | None = None,
+    *,
+    norm_weight: npt.ArrayLike | None = None,
+    norm_bias: npt.ArrayLike | None = None,
+    eps: float = 1e-6,
+    interleaved: bool = False,
+    hadamard: bool = True,
+    scales: str = "power_of_2",
+    reference_rounding: bool = True,
+    accumulate: str = "float32",
+) -> tuple[Array, Array, Array | None, Array | None]:
+    """Prepare the queries and keys of the same tokens: `indexer_prepare_q`, then `indexer_prepare_k` or the append.
+
+    Parameters
+    ----------
+    q, weights, interleaved, hadamard, scales, reference_rounding, accumulate
+        As for `indexer_prepare_q`.
+    k : array, (n, d)
+    cos, sin, positions
+        For both.
+    cache, slots
+        As for `indexer_cache_append`. Default: the keys are returned.
+    norm_weight, norm_bias, eps
+        As for `indexer_prepare_k`.
+
+    Returns
+    -------
+    codes, folded
+        As of `indexer_prepare_q`.
+    k_codes, k_scale
+        As of `indexer_prepare_k`; None with a cache.
+    """
+    chosen: dict[str, Any] = {"interleaved": interleaved, "hadamard": hadamard, "scales": scales}
+    chosen["reference_rounding"] = reference_rounding
+    codes, folded = indexer_prepare_q(q, weights, cos, sin, positions, **chosen, accumulate=accumulate)
+    norm: dict[str, Any] = {"norm_weight": norm_weight, "norm_bias": norm_bias, "eps": eps}
+    k_codes, k_scale = indexer_prepare_k(k, cos, sin, positions, **chosen, **norm)
+    if cache is None or slots is None:
+        return codes, folded, k_codes, k_scale
+    append_records(cache, k_codes, k_scale, slots)
+    return codes, folded, None, None
+
+
+def layer_norm(x: Array, weight: npt.ArrayLike, bias: npt.ArrayLike, eps: float) -> Array:
+    """(x - mean) / sqrt(variance + eps) * weight + bias along the last axis, in float32 with a rounding at each step.
+
+    Sums are made of pairs: of elements d / 2 apart, then half as far, down to 32; then of 2, 1, and of 4, 8, 16.
+    """
+    d = x.shape[-1]
+    x = x.astype(np.float32)
+    weight, bias = (np.asarray(each).astype(np.float32) for each in (weight, bias))
+    centred = x - _sum(x) * np.float32(1 / d)
+    variance = _sum(centred * centred) * np.float32(1 / d)
+    normal: Array = centred * (np.float32(1) / np.sqrt(variance + np.float32(eps))) * weight + bias
+    return normal
+
+
+def _sum(x: Array) -> Array:
+    """The sums along the last axis, which stays with a size of 1: see `layer_norm`."""
+    at = np.arange(x.shape[-1])
+    far = [1 << i for i in range(5, x.shape[-1].bit_length() - 1)][::-1]
+    for step in (*far, 2, 1, 4, 8, 16):
+        x = x + x[..., at ^ step]
+    return x[..., :1]
 
 
 def rotate(
@@ -215,6 +299,9 @@ def indexer_cache_append(
     hadamard: bool = True,
     scales: str = "power_of_2",
     reference_rounding: bool = True,
+    norm_weight: npt.ArrayLike | None = None,
+    norm_bias: npt.ArrayLike | None = None,
+    eps: float = 1e-6,
 ) -> tuple[()]:
     """Write index keys to a paged cache, in place: `indexer_prepare_k`, then `append_records`.
 
@@ -227,7 +314,7 @@ def indexer_cache_append(
         slot = page * page_size + token; any other number is skipped. Of equal slots one key wins.
     cos, sin, positions : array, optional
         As for `indexer_prepare_k`. Default: no RoPE.
-    interleaved, hadamard, scales, reference_rounding
+    interleaved, hadamard, scales, reference_rounding, norm_weight, norm_bias, eps
         As for `indexer_prepare_k`.
     """
     if cos is None or sin is None or positions is None:
@@ -237,6 +324,9 @@ def indexer_cache_append(
         "interleaved": interleaved,
         "hadamard": hadamard,
         "reference_rounding": reference_rounding,
+        "norm_weight": norm_weight,
+        "norm_bias": norm_bias,
+        "eps": eps,
     }
     codes, key_scales = indexer_prepare_k(k, cos, sin, positions, scales=scales, **chosen)
     append_records(cache, codes, key_scales, slots)

@@ -83,8 +83,9 @@ def mla_prepare(
         turned = rotate(whole[..., -D_ROPE:].reshape(n * h, D_ROPE), **of_rows, interleaved=interleaved)
         out[..., -D_ROPE:] = round_to(turned, dtype).reshape(n, h, D_ROPE)
     if cache is not None and latent is not None and slots is not None:
-        of_tokens = {"record": record, "scales": scales, "kv_scale": kv_scale, "interleaved": interleaved}
-        cache_append(latent, rope, cache, slots, **of_tokens, **(rotation if rope is not None else {}))
+        of_tokens: dict[str, Any] = {"record": record, "scales": scales, "kv_scale": kv_scale}
+        of_tokens |= {} if rope is None else {**rotation, "interleaved": interleaved}
+        cache_append(latent, rope, cache, slots, **of_tokens)
     q_scales = rope_out = None
     if return_rope:
         kept = np.asarray(rope)

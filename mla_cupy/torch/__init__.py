@@ -26,6 +26,7 @@ from mla_cupy.torch.functions.prefill import mla_prefill
 from mla_cupy.torch.functions.prefill_backward import mla_prefill_backward
 from mla_cupy.torch.functions.preparation import mla_prepare
 from mla_cupy.torch.functions.prepare import indexer_prepare_k, indexer_prepare_q
+from mla_cupy.torch.functions.prepare_both import indexer_prepare
 from mla_cupy.torch.functions.projection import absorb, merge_project
 from mla_cupy.torch.functions.sparse_backward import sparse_mla_backward
 from mla_cupy.torch.functions.sparse_decode import sparse_mla_decode
@@ -47,6 +48,7 @@ __all__ = [
     "indexer_head_sums",
     "indexer_logits",
     "indexer_logits_paged",
+    "indexer_prepare",
     "indexer_prepare_k",
     "indexer_prepare_q",
     "indexer_sparse_loss",

@@ -570,13 +570,16 @@ def _indexer_cache_append(
     cos: Any = None,
     sin: Any = None,
     positions: Any = None,
+    norm_weight: Any = None,
+    norm_bias: Any = None,
     interleaved: Any = False,
     hadamard: Any = True,
     scales: Any = "power_of_2",
     reference_rounding: Any = True,
+    eps: Any = 1e-06,
 ) -> Invocation:
-    arrays = (k, cache, slots, cos, sin, positions)
-    options = (interleaved, hadamard, scales, reference_rounding)
+    arrays = (k, cache, slots, cos, sin, positions, norm_weight, norm_bias)
+    options = (interleaved, hadamard, scales, reference_rounding, eps)
     return Invocation(BOUND_OPERATIONS["indexer_cache_append"], arrays, options)
 
 
@@ -585,7 +588,8 @@ INDEXER_CACHE_APPEND = Operators(
     _indexer_cache_append,
     arguments=(
         "Tensor k, Tensor(l!) cache, Tensor slots, Tensor? cos=None, Tensor? sin=None, Tensor? positions=None, "
-        'bool interleaved=False, bool hadamard=True, str scales="power_of_2", bool reference_rounding=True'
+        "Tensor? norm_weight=None, Tensor? norm_bias=None, bool interleaved=False, bool hadamard=True, "
+        'str scales="power_of_2", bool reference_rounding=True, float eps=1e-06'
     ),
 )
 
@@ -711,13 +715,16 @@ def _indexer_prepare_k(
     hadamard: Any = True,
     scales: Any = "power_of_2",
     reference_rounding: Any = True,
+    norm_weight: Any = None,
+    norm_bias: Any = None,
+    eps: Any = 1e-06,
     *,
     codes: Any = None,
     k_scale: Any = None,
     workspace: Any = None,
 ) -> Invocation:
-    arrays = (k, cos, sin, positions, codes, k_scale)
-    options = (interleaved, hadamard, scales, reference_rounding)
+    arrays = (k, cos, sin, positions, norm_weight, norm_bias, codes, k_scale)
+    options = (interleaved, hadamard, scales, reference_rounding, eps)
     return Invocation(BOUND_OPERATIONS["indexer_prepare_k"], arrays, options, workspace)
 
 
@@ -726,10 +733,55 @@ INDEXER_PREPARE_K = Operators(
     _indexer_prepare_k,
     arguments=(
         "Tensor k, Tensor cos, Tensor sin, Tensor positions, bool interleaved=False, bool hadamard=True, "
-        'str scales="power_of_2", bool reference_rounding=True'
+        'str scales="power_of_2", bool reference_rounding=True, Tensor? norm_weight=None, '
+        "Tensor? norm_bias=None, float eps=1e-06"
     ),
     results="Tensor(a!) codes, Tensor(b!) k_scale",
     returns="(Tensor, Tensor)",
+)
+
+
+def _indexer_prepare(
+    q: Any,
+    weights: Any,
+    k: Any,
+    cos: Any,
+    sin: Any,
+    positions: Any,
+    cache: Any = None,
+    slots: Any = None,
+    norm_weight: Any = None,
+    norm_bias: Any = None,
+    interleaved: Any = False,
+    hadamard: Any = True,
+    scales: Any = "power_of_2",
+    reference_rounding: Any = True,
+    accumulate: Any = "float32",
+    eps: Any = 1e-06,
+    return_k: Any = False,
+    *,
+    codes: Any = None,
+    folded: Any = None,
+    k_codes: Any = None,
+    k_scale: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    arrays = (q, weights, k, cos, sin, positions, cache, slots, norm_weight, norm_bias, codes, folded, k_codes, k_scale)
+    options = (interleaved, hadamard, scales, reference_rounding, accumulate, eps, return_k)
+    return Invocation(BOUND_OPERATIONS["indexer_prepare"], arrays, options, workspace)
+
+
+INDEXER_PREPARE = Operators(
+    BOUND_OPERATIONS["indexer_prepare"],
+    _indexer_prepare,
+    arguments=(
+        "Tensor q, Tensor weights, Tensor k, Tensor cos, Tensor sin, Tensor positions, Tensor(q!)? cache=None, "
+        "Tensor? slots=None, Tensor? norm_weight=None, Tensor? norm_bias=None, bool interleaved=False, "
+        'bool hadamard=True, str scales="power_of_2", bool reference_rounding=True, str accumulate="float32", '
+        "float eps=1e-06, bool return_k=False"
+    ),
+    results="Tensor(a!) codes, Tensor(b!) folded, Tensor(c!)? k_codes=None, Tensor(d!)? k_scale=None",
+    returns="(Tensor, Tensor, Tensor, Tensor)",
 )
 
 

@@ -195,6 +195,17 @@ def prepare(name: str, **options: Any) -> BoundCall:
     return BoundCall(_id(name, options), f"indexer_{name}", _dense(**arrays), options)
 
 
+def prepare_both(pages: bool, **options: Any) -> BoundCall:
+    """With the keys' norm, to pages or to arrays."""
+    arrays = prepare_cases.both(32)
+    for name in ("q", "k"):
+        x = arrays[name]
+        x[np.abs(x.astype(np.float32)) < 1e-30] = 0  # as above
+    if pages:
+        arrays |= {"cache": np.zeros((3, 4, 36), np.uint8), "slots": np.array([7, -1, 0, 11, 3], np.int32)}
+    return BoundCall(_id(f"prepare_both-{pages}", options), "indexer_prepare", _dense(**arrays), options)
+
+
 def warmup_loss(case: loss_cases.LossCase, **options: Any) -> BoundCall:
     chosen = {"causal": case.causal, "target": case.target, **options}
     return BoundCall(_id("loss", chosen), "indexer_warmup_loss", _dense(**loss_cases.loss_inputs(case)), chosen)
@@ -332,6 +343,8 @@ CALLS = [
     logits_paged(),
     prepare("prepare_q"),
     prepare("prepare_k", interleaved=True, scales="plain"),
+    prepare_both(pages=True),
+    prepare_both(pages=False, return_k=True, hadamard=False),
     topk(),
     topk(order="value", return_values=False),
     warmup_loss(loss_cases.LossCase(d_v=8)),

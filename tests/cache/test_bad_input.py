@@ -73,22 +73,44 @@ def good_append_keys() -> Call:
     }
 
 
+def good_prepare_both() -> Call:
+    call = good_append_keys()
+    q, weights = np.ones((3, 2, 128), ml_dtypes.bfloat16), np.ones((3, 2), np.float32)
+    results = {"codes": np.zeros((3, 2, 128), np.uint8), "folded": np.zeros((3, 2), np.float32)}
+    norm = {"norm_weight": np.ones(128, np.float32), "norm_bias": np.zeros(128, np.float32)}
+    return {"q": q, "weights": weights, **call, **norm, **results}
+
+
 def good_gather_keys() -> Call:
     results = {"codes": np.zeros((3, 128), np.uint8), "k_scale": np.zeros(3, np.float32)}
     return {"cache": np.zeros((4, 8, 132), np.uint8), "slots": np.array([3, -1, 9]), **results}
 
 
+def good_prepare() -> Call:
+    kind = ml_dtypes.bfloat16
+    results = {"out": np.full((3, 2, 576), 7, kind), "rope_out": np.full((3, 64), 7, kind)}
+    q, q_rope = np.ones((3, 2, 512), kind), np.ones((3, 2, 64), kind)
+    return {"q": q, "q_rope": q_rope, **good_append(), **results, "return_rope": True}
+
+
 GOOD: dict[str, Callable[[], Call]] = {
     "cache_append": good_append,
+    "mla_prepare": good_prepare,
     "cache_gather": good_gather,
     "cache_copy_pages": good_copy,
     "cache_update": good_update,
     "cache_slots": good_slots,
     "indexer_cache_append": good_append_keys,
     "indexer_cache_gather": good_gather_keys,
+    "indexer_prepare": good_prepare_both,
 }
 #: What launches of kernels of another name.
-ENTRIES = {"indexer_cache_append": "indexer_prepare_quantize", "indexer_cache_gather": "indexer_prepare_gather_keys"}
+ENTRIES = {
+    "indexer_cache_append": "indexer_prepare_quantize",
+    "indexer_cache_gather": "indexer_prepare_gather_keys",
+    "indexer_prepare": "indexer_prepare_quantize",
+    "mla_prepare": "cache_prepare",
+}
 
 
 def function_of(name: str) -> Any:
@@ -108,7 +130,9 @@ RECORDED = [
     pytest.param(name, bad, id=f"{name}-{bad.id}".replace(" ", "_"))
     for name, operation in POOL_OPERATIONS.items()
     if name in GOOD
+    for given in [GOOD[name]()]
     for bad in from_records(operation)
+    if bad.id.partition(" ")[0] in given
 ]
 
 
@@ -147,6 +171,55 @@ APPEND = [
     Bad("cache overlaps latent", lambda c: c.update(
         latent=c["cache"].reshape(-1)[: 3 * 512 * 2].view(np.float16).reshape(3, 512),
         rope=c["rope"].astype(np.float16), cache=c["cache"]), ShapeError, ("cache", "memory that overlaps latent")),
+]  # fmt: skip
+
+
+def without(*names: str, **changes: Any) -> Callable[[Call], Any]:
+    """Takes arguments out of a call, and changes others."""
+
+    def change(call: Call) -> None:
+        for name in names:
+            del call[name]
+        call.update(changes)
+
+    return change
+
+
+_KEYS = ("latent", "cache", "slots")
+PREPARE = [
+    Bad("q of 500", swap("q", lambda x: x[..., :500].copy()), ShapeError, ("q.shape[-1]", "500", "512 or 448 or 128")),
+    Bad("q without its RoPE part", without("q_rope", q=np.ones((3, 2, 448), ml_dtypes.bfloat16)), ShapeError,
+        ("q.shape[-1]", "448", "576 or 512 or 192 or 64")),
+    Bad("narrow q_rope", swap("q_rope", lambda x: x[..., :32].copy()), ShapeError, ("q_rope.shape", "32", "64")),
+    Bad("latent of v4", swap("latent", lambda x: x[:, :448].copy()), ShapeError, ("latent.shape[-1]", "448", "512")),
+    Bad("no rope", without("rope", "rope_out", return_rope=False), ShapeError, ("rope", "None", "width 64 for v32")),
+    Bad("no slots", without("slots"), ArgumentError, ("slots", "None", "latent, cache, slots, or none")),
+    Bad("no positions", without("positions"), ArgumentError, ("positions", "None", "an array")),
+    Bad("no sin", without("sin"), ArgumentError, ("sin", "None", "both, or none")),
+    Bad("no angles", without("cos", "sin"), ArgumentError, ("theta", "neither cos nor theta")),
+    Bad("both angles", option("theta", 1e4), ArgumentError, ("theta", "both cos and theta")),
+    Bad("16 pairs", lambda c: c.update(cos=c["cos"][:, :16].copy(), sin=c["sin"][:, :16].copy()), ShapeError,
+        ("cos.shape[-1]", "16", "32 pairs")),
+    *(Bad(f"theta {value!r}", without("cos", "sin", theta=value), ArgumentError, ("theta", repr(value), "at least 1"))
+      for value in (0.5, -1, float("nan"), float("inf"), "1e4", True, 2**70 * 1e30)),
+    *(Bad(f"{name} {value!r}", option(name, value), ArgumentError, (name, repr(value), "True or False"))
+      for name in ("interleaved", "quantise", "return_rope") for value in ("yes", None, 2)),
+    *(Bad(f"q_scale {value!r}", without("out", quantise=True, q_scale=value), ArgumentError, ("q_scale", repr(value)))
+      for value in (0.0, -1.0, "1", float("inf"), float("nan"))),
+    Bad("q_scale of no codes", option("q_scale", 0.5), ArgumentError, ("q_scale", "0.5", "None without quantise")),
+    Bad("codes in 16 bits", option("quantise", True), DTypeError, ("out.dtype", "bfloat16", "uint8")),
+    Bad("scales of no codes", option("q_scales", np.ones((3, 2), np.float32)), ArgumentError,
+        ("q_scales", "quantise is not set")),
+    Bad("rope_out unasked", option("return_rope", False), ArgumentError, ("rope_out", "return_rope is not set")),
+    Bad("no rope to return", without(*_KEYS, "rope", return_rope=True), ArgumentError, ("rope", "None")),
+    Bad("rope for nothing", without(*_KEYS, "rope_out", return_rope=False), ArgumentError,
+        ("rope", "None without a cache")),
+    Bad("a record without a cache", without(*_KEYS, record="v32"), ArgumentError, ("record", "None without a cache")),
+    Bad("kv_scale without a cache", without(*_KEYS, kv_scale=0.5), ArgumentError, ("kv_scale", "1 without a cache")),
+    Bad("kv_scale of v32", option("kv_scale", 0.5), ArgumentError, ("kv_scale", "0.5", "1 for v32")),
+    Bad("rule of scales", option("scales", "ue8m0"), ArgumentError, ("scales", "'ue8m0'", "power_of_2, plain")),
+    Bad("results overlap", lambda c: c.update(rope_out=c["out"][:, 0, :64]), ShapeError, ("overlaps",)),
+    Bad("beside in place", lambda c: c.update(q=c["out"][..., :512]), ShapeError, ("out", "overlaps q")),
 ]  # fmt: skip
 GATHER = [
     Bad("out of another width", swap("out", lambda x: x[:, :512].copy()), ShapeError,
@@ -190,6 +263,21 @@ APPEND_KEYS = [
     Bad("rule of scales", option("scales", "ue8m0"), ArgumentError, ("scales", "'ue8m0'", '"plain"')),
     Bad("hadamard", option("hadamard", "yes"), ArgumentError, ("hadamard", "'yes'", "True or False")),
 ]  # fmt: skip
+PREPARE_BOTH = [
+    Bad("no bias", lambda c: c.pop("norm_bias"), ArgumentError, ("norm_bias", "None", "both, or none")),
+    Bad("no slots", lambda c: c.pop("slots"), ArgumentError, ("slots", "None", "both, or none")),
+    Bad("keys nowhere", without("cache", "slots"), ArgumentError, ("return_k", "without a cache")),
+    Bad("keys twice", option("return_k", True), ArgumentError, ("return_k", "with a cache")),
+    Bad("return_k", option("return_k", "yes"), ArgumentError, ("return_k", "'yes'", "True or False")),
+    Bad("eps", option("eps", -1.0), ArgumentError, ("eps", "-1.0", "at least 0")),
+    Bad("k_scale of pages", option("k_scale", np.zeros(3, np.float32)), ArgumentError,
+        ("k_scale", "return_k is not set")),
+    Bad("keys of 64", swap("k", lambda x: x[:, :64].copy()), ShapeError, ("k.shape", "64", "d=128")),
+    Bad("norm of 64", swap("norm_weight", lambda x: x[:64].copy()), ShapeError, ("norm_weight.shape", "64", "d=128")),
+    Bad("tokens apart", swap("cache", lambda x: pages_apart(132, 8 * 144, 144)), ShapeError,
+        ("cache.strides", "144", "(any, 132, 1)")),
+    Bad("accumulate", option("accumulate", "fp8"), ArgumentError, ("accumulate", "'fp8'")),
+]  # fmt: skip
 GATHER_KEYS = [
     Bad("codes of 64", swap("codes", lambda x: x[:, :64].copy()), ShapeError, ("codes.shape", "(3, 64)", "(3, 128)")),
     Bad(
@@ -200,14 +288,23 @@ GATHER_KEYS = [
     ),
 ]
 #: Uploading would undo them.
-OF_THE_HOST = ("odd pages", "planes apart", "tokens apart", "cache overlaps latent", "results overlap")
+OF_THE_HOST = (
+    "odd pages",
+    "planes apart",
+    "tokens apart",
+    "cache overlaps latent",
+    "results overlap",
+    "beside in place",
+)
 TABLES = {
     "cache_append": APPEND,
+    "mla_prepare": PREPARE,
     "cache_gather": GATHER,
     "cache_update": UPDATE,
     "cache_slots": SLOTS,
     "indexer_cache_append": APPEND_KEYS,
     "indexer_cache_gather": GATHER_KEYS,
+    "indexer_prepare": PREPARE_BOTH,
 }
 
 

@@ -24,7 +24,8 @@ def _slots(**sizes: int) -> Callable[[], None]:
     return lambda: check_slots(SlotsCase(**sizes), lambda x: x, np.asarray)
 
 
-APPEND, RECORD, CONVERT = "cache/append.cu", "attention/record.cuh", "ptx/convert.cuh"
+APPEND, RECORD, CONVERT = "cache/append.cuh", "attention/record.cuh", "ptx/convert.cuh"
+ROPE = "tile/rope.cuh"
 SLOTS = "cache/slots.cu"
 PLANTED: tuple[tuple[Mutant, Callable[[], None]], ...] = (
     (Mutant("scale of the wrong group", APPEND, "lane / 8 : lane / 4;", "lane / 8 ^ 1 : lane / 4 ^ 1;"),
@@ -55,14 +56,13 @@ PLANTED: tuple[tuple[Mutant, Callable[[], None]], ...] = (
      _pages(CacheCase("v4", dtype="float32"))),
     (Mutant("place of another token", APPEND, "from_lane(mine.data, t)", "from_lane(mine.data, 0)"),
      _pages(CacheCase("bf16"))),
-    (Mutant("halves for pairs", APPEND, "if (p.interleaved) {", "if (!p.interleaved) {"),
+    (Mutant("halves for pairs", ROPE, "if (interleaved) {", "if (!interleaved) {"),
      _pages(CacheCase("v32", rotation="interleaved"))),
-    (Mutant("positions are not clamped", APPEND, "max(0ll, min(position, (i64)p.max_position - 1))", "position"),
+    (Mutant("positions are not clamped", APPEND, "max(0ll, min(position, (i64)max_position - 1))", "position"),
      _pages(CacheCase("v32", rotation="halves"))),
-    (Mutant("slots of 32 bits", APPEND, "lane < count ? read_index(", "lane < count ? (i32)read_index("),
+    (Mutant("slots of 32 bits", APPEND, "in_cache ? read_index(", "in_cache ? (i32)read_index("),
      _pages(CacheCase("v32", num_pages=20))),
-    (Mutant("a slot of 32 bits", APPEND, "const TokenBytes token = token_at(layout, p.cache, read_index(",
-            "const TokenBytes token = token_at(layout, p.cache, (i32)read_index("),
+    (Mutant("a slot of 32 bits", APPEND, "nullptr ? -1 : read_index(", "nullptr ? -1 : (i32)read_index("),
      _pages(CacheCase("v32", dtype="float32", num_pages=20))),
     (Mutant("slots are not checked", RECORD, "slot >= (i64)layout.num_pages * layout.page_size", "false"),
      _pages(CacheCase("v4"))),

@@ -651,7 +651,7 @@ MUTANTS = (
     Mutant(
         "codes in another place", QUERY, "Fp8QueryRow::offset(row, 2 * at)", "Fp8QueryRow::offset(row, 2 * (at ^ 1))"
     ),
-    Mutant("448 taken for 256", QUERY, "kAbove = 0x1fffff", "kAbove = 0"),
+    Mutant("448 taken for 256", "attention/query_codes.cuh", "kAbove = 0x1fffff", "kAbove = 0"),
     Mutant("presence of another tile", LOADER, "s.present[stage] = present", "s.present[stage] = ~0ull"),
     Mutant(
         "RoPE columns of one token",

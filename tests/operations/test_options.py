@@ -59,6 +59,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], type[Exception]]] = {
     "interleaved": (NO_FLAGS, ArgumentError),
     "hadamard": (NO_FLAGS, ArgumentError),
     "reference_rounding": (NO_FLAGS, ArgumentError),
+    "eps": ((*NO_NUMBERS, None, -1e-6, float("inf"), float("nan"), 1e39), ArgumentError),
     "scales": (("", "power_of_two", 2, None, [], True, np.array("plain"), object()), ArgumentError),
     "kv_scale": ((*NO_NUMBERS, None, 0.0, -1.0), ArgumentError),
     "q_scale": ((*NO_NUMBERS, None, 0.0, -1.0), ArgumentError),

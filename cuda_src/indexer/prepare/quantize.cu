@@ -1,11 +1,12 @@
 // Index queries and keys before the logits: RoPE, Hadamard transform, e4m3 codes with one scale per vector.
 //
+//   x = bf16(LayerNorm(k))            of keys, on request
 //   y = bf16(rope(x))                 on the first 2 * half_rope elements; (i, i + half_rope) or (2i, 2i + 1) turn
 //   z = bf16(H y * d^-0.5)            H: Hadamard, of order d
 //   s = 2^ceil(log2(amax / 448))      or amax / 448, with amax = max(|z|, 1e-4); or 448 is less
 //   code = e4m3(z / s);               of queries, the weight becomes ((w * h^-0.5) * s) * d^-0.5
 //
-// Every step is rounded as the models' own code rounds it, so multiplications and additions are not fused. Both
+// Every step is rounded as the models' own code rounds it, so multiplications and additions are not fused. The
 // roundings to bf16 can be left out.
 //
 // Grid: blocks of warps. Eight lanes share a vector, and a warp takes four neighbouring vectors, then the next four: a
@@ -13,7 +14,7 @@
 // pairs where they are 32 or 64 apart, stay within it. Cos and sin are loaded once for all heads of a token.
 //
 // Keys may go straight to a paged cache: with `slots`, key i becomes the record of its slot, and is skipped if there is
-// no such slot.
+// no such slot. A joint launch has both: the key of a token is one more head of it.
 //
 // Source: the reference implementation of DeepSeek-V3.2-Exp, from its description. What differs: one pass over memory.
 #include "common/facts.cuh"
@@ -22,12 +23,16 @@
 #include "ptx/convert.cuh"
 #include "ptx/element.cuh"
 #include "ptx/fp8.cuh"
+#include "tile/rope.cuh"
 
 namespace mla::indexer::prepare {
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
 constexpr i32 kHeadDim = MLA_HEAD_DIM;
 constexpr bool kUsual = MLA_USUAL;  // the options of DeepSeek-V3.2, and arrays that start at multiples of 16 bytes
+constexpr bool kJoint = MLA_JOINT;  // queries and keys; else one of them
+constexpr bool kDense = kUsual && !kJoint;
+constexpr bool kMayNormalise = !kDense;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 128;
@@ -39,25 +44,32 @@ constexpr i32 kQuads = kHeadDim / kQuadStep;          // of a lane
 constexpr i32 kElems = kQuads * kQuad;
 constexpr i32 kAngles = kElems / 2;  // of a lane
 // Blocks per SM. Conversions to e4m3 take more registers where there is no instruction for them.
-constexpr i32 kBlocks = __CUDA_ARCH__ >= 890 ? (kUsual ? 7 : 5) : 4;
+constexpr i32 kBlocks = __CUDA_ARCH__ >= 1000 ? (kUsual ? 7 : 4) : __CUDA_ARCH__ >= 890 ? (kUsual ? 7 : 5) : 4;
 constexpr float kMinAmax = 1e-4f;
 constexpr float kMaxCode = 448.f;             // of e4m3
 constexpr u32 kMaxScaleExponent = 127 + 126;  // whose inverse is a normal number, too
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct PrepareParams {
-    const u16* x;          // (n, h, d), bfloat16
-    const float* weights;  // (n, h), or null: `scales` are the scales themselves
-    const float* cos;      // (max_position, half_rope); as sin and positions, null if half_rope is 0
-    const float* sin;      // (max_position, half_rope)
-    const i32* positions;  // (n,)
-    const u8* slots;       // (n,), i32 or i64: `codes` are pages, h is 1; or null
-    u8* codes;             // (n, h, d), or (num_pages, page_size * (d + 4))
-    float* scales;         // (n, h); not with slots
+    const u16* x;              // (n, h, d), bfloat16
+    const float* weights;      // (n, h), or null: `scales` are the scales themselves
+    const float* cos;          // (max_position, half_rope); as sin and positions, null if half_rope is 0
+    const float* sin;          // (max_position, half_rope)
+    const i32* positions;      // (n,)
+    const u8* slots;           // (n,), i32 or i64: `codes` are pages, h is 1; or null
+    u8* codes;                 // (n, h, d), or (num_pages, page_size * (d + 4))
+    float* scales;             // (n, h); not with slots
+    const u16* k;              // (n, d), of a joint launch: the last head of each token
+    u8* k_codes;               // (n, d), or pages: these, too
+    float* k_scales;           // (n,), as these
+    const float* norm_weight;  // (d,), of the keys' LayerNorm; or null
+    const float* norm_bias;    // (d,)
     i64 x_stride_n_elems, x_stride_h_elems, weights_stride_n_elems, weights_stride_h_elems;
     i64 cos_stride_elems, sin_stride_elems, positions_stride_elems;
     i64 codes_stride_n_elems, codes_stride_h_elems, scales_stride_n_elems, scales_stride_h_elems;
     i64 slots_stride_bytes, page_stride_bytes;
+    i64 k_stride_elems, k_codes_stride_elems, k_scales_stride_elems;
+    i64 norm_weight_stride_elems, norm_bias_stride_elems;
     i32 n, h, half_rope, max_position;
     i32 interleaved, hadamard, power_of_2, rounded;
     i32 x_aligned, tables_aligned;  // to 16 bytes, in every row
@@ -65,7 +77,9 @@ struct PrepareParams {
     i32 group_vectors;            // that a group of lanes takes in turn
     i32 step_tokens, step_heads;  // from one of them to the next
     float h_factor, d_factor;
-    float max_code, inverse_max_code;  // the largest code there may be
+    float max_code, inverse_max_code;  // the largest code there may be, of queries
+    float norm_eps;
+    i32 padding;
 };
 
 MLA_FACT_LIST(params_layout, MLA_OFFSET(PrepareParams, x_stride_n_elems), MLA_OFFSET(PrepareParams, n),
@@ -106,12 +120,14 @@ struct Place {
         ++token;
     }
     // Usual arrays are dense.
+    MLA_DEVICE bool is_key(const PrepareParams& p) const { return kJoint ? head == p.h - 1 : p.weights == nullptr; }
     MLA_DEVICE const u16* x(const PrepareParams& p) const {
-        return p.x + (kUsual ? at * kHeadDim : token * p.x_stride_n_elems + head * p.x_stride_h_elems);
+        if (kJoint && is_key(p)) return p.k + token * p.k_stride_elems;
+        return p.x + (kDense ? at * kHeadDim : token * p.x_stride_n_elems + head * p.x_stride_h_elems);
     }
     MLA_DEVICE float weight(const PrepareParams& p) const {
-        if (p.weights == nullptr) return 0.f;
-        return p.weights[kUsual ? at : token * p.weights_stride_n_elems + head * p.weights_stride_h_elems];
+        if (is_key(p)) return 0.f;
+        return p.weights[kDense ? at : token * p.weights_stride_n_elems + head * p.weights_stride_h_elems];
     }
 };
 
@@ -120,18 +136,24 @@ struct Destination {
     float* scale;
 };
 
-MLA_DEVICE Destination record_of_slot(const PrepareParams& p, i32 token) {
+MLA_DEVICE Destination record_of_slot(const PrepareParams& p, u8* pages, i32 token) {
     const u8* from = p.slots + token * p.slots_stride_bytes;
     const i64 slot = p.slots_are_64 ? *reinterpret_cast<const i64*>(from) : (i64) * reinterpret_cast<const i32*>(from);
     if (slot < 0 || slot >= (i64)p.num_pages * p.page_size) return Destination{nullptr, nullptr};
     const i64 page = slot / p.page_size, at = slot - page * p.page_size;
-    u8* codes = p.codes + page * p.page_stride_bytes;
+    u8* codes = pages + page * p.page_stride_bytes;
     return Destination{codes + at * kHeadDim, reinterpret_cast<float*>(codes + (i64)p.page_size * kHeadDim) + at};
 }
 
 MLA_DEVICE Destination destination(const PrepareParams& p, const Place& place) {
-    if (kUsual) return Destination{p.codes + place.at * kHeadDim, p.scales + place.at};
-    if (p.slots != nullptr) return record_of_slot(p, place.token);
+    if (kDense) return Destination{p.codes + place.at * kHeadDim, p.scales + place.at};
+    if (place.is_key(p)) {
+        if (p.slots != nullptr) return record_of_slot(p, kJoint ? p.k_codes : p.codes, place.token);
+        if (kJoint) {
+            return Destination{p.k_codes + place.token * p.k_codes_stride_elems,
+                               p.k_scales + place.token * p.k_scales_stride_elems};
+        }
+    }
     return Destination{p.codes + place.token * p.codes_stride_n_elems + place.head * p.codes_stride_h_elems,
                        p.scales + place.token * p.scales_stride_n_elems + place.head * p.scales_stride_h_elems};
 }
@@ -182,13 +204,66 @@ MLA_DEVICE void round_elements(float* x, i32 count) {
     }
 }
 
-// ---- RoPE ------------------------------------------------------------------------------------------------------
+// ---- LayerNorm -------------------------------------------------------------------------------------------------
 
-MLA_DEVICE void turn(float& x, float& y, float cos, float sin) {
-    const float turned = __fadd_rn(__fmul_rn(x, cos), __fmul_rn(y, -sin));
-    y = __fadd_rn(__fmul_rn(y, cos), __fmul_rn(x, sin));
-    x = turned;
+// The sum of a vector's elements. Those of a lane first, far ones before neighbours: the order is part of the result.
+// Called by whole warps.
+MLA_DEVICE float sum_of_vector(Elements& x) {
+#pragma unroll
+    for (i32 doubled = 2; doubled <= kElems; doubled *= 2) {
+        const i32 count = kElems / doubled;
+#pragma unroll
+        for (i32 i = 0; i < kElems; ++i) {
+            if (i < count) x[i] = __fadd_rn(x[i], x[i + count]);
+        }
+    }
+    float sum = x[0];
+#pragma unroll
+    for (i32 step = 1; step < kLanes; step *= 2) sum = __fadd_rn(sum, __shfl_xor_sync(kFullWarp, sum, step));
+    return sum;
 }
+
+// What a vector's elements are normalised by, if they are. Selected, not branched about: the lanes of a warp stay
+// together.
+struct Normal {
+    bool in_warp = false, applies = false;
+    float mean = 0.f, inverse_deviation = 0.f;
+
+    // Called by whole warps.
+    MLA_DEVICE void find(const PrepareParams& p, const Place& place, const Elements& x) {
+        applies = place.is_key(p);
+        in_warp = __any_sync(kFullWarp, applies);
+        if (!in_warp) return;
+        Elements y;
+#pragma unroll
+        for (i32 i = 0; i < kElems; ++i) y[i] = x[i];
+        mean = __fmul_rn(sum_of_vector(y), 1.f / kHeadDim);
+#pragma unroll
+        for (i32 i = 0; i < kElems; ++i) {
+            const float centred = __fsub_rn(x[i], mean);
+            y[i] = __fmul_rn(centred, centred);
+        }
+        const float variance = __fmul_rn(sum_of_vector(y), 1.f / kHeadDim);
+        inverse_deviation = __frcp_rn(__fsqrt_rn(__fadd_rn(variance, p.norm_eps)));
+    }
+    // To four elements from `first` on.
+    MLA_DEVICE void apply(const PrepareParams& p, float* four, i32 first) const {
+        if (!kMayNormalise || !in_warp) return;
+        float normal[kQuad];
+#pragma unroll
+        for (i32 i = 0; i < kQuad; ++i) {
+            const float weight = p.norm_weight[(first + i) * p.norm_weight_stride_elems];
+            const float bias = p.norm_bias[(first + i) * p.norm_bias_stride_elems];
+            const float unscaled = __fmul_rn(__fsub_rn(four[i], mean), inverse_deviation);
+            normal[i] = __fadd_rn(__fmul_rn(unscaled, weight), bias);
+        }
+        if (is_rounded(p)) round_elements(normal, kQuad);
+#pragma unroll
+        for (i32 i = 0; i < kQuad; ++i) four[i] = applies ? normal[i] : four[i];
+    }
+};
+
+// ---- RoPE ------------------------------------------------------------------------------------------------------
 
 struct Tables {
     const float *cos, *sin;
@@ -250,7 +325,7 @@ MLA_DEVICE void turn_neighbours(const PrepareParams& p, const Angles& angles, El
 #pragma unroll
     for (i32 i = 0; i < kAngles; ++i) {
         if (first_element(i / 2) + 2 * (i % 2) >= 2 * half_rope(p)) continue;
-        turn(x[2 * i], x[2 * i + 1], angles.cos[i], angles.sin[i]);
+        turn_pair(x[2 * i], x[2 * i + 1], angles.cos[i], angles.sin[i]);
         if (is_rounded(p)) round_elements(x + 2 * i, 2);
     }
 }
@@ -260,14 +335,14 @@ MLA_DEVICE void turn_quads(const PrepareParams& p, const Angles& angles, Element
     if constexpr (2 * kDistance <= kQuads) {
 #pragma unroll
         for (i32 i = 0; i < kDistance * kQuad; ++i) {
-            turn(x[i], x[i + kDistance * kQuad], angles.cos[i], angles.sin[i]);
+            turn_pair(x[i], x[i + kDistance * kQuad], angles.cos[i], angles.sin[i]);
         }
         if (is_rounded(p)) round_elements(x, 2 * kDistance * kQuad);
     }
 }
 
 // The other lanes' elements are loaded once more.
-MLA_DEVICE void turn_lanes(const PrepareParams& p, const Place& place, Elements& x) {
+MLA_DEVICE void turn_lanes(const PrepareParams& p, const Normal& normal, const Place& place, Elements& x) {
     const Tables tables(p, place.token);
     const u16* vector = place.x(p);
 #pragma unroll
@@ -276,27 +351,30 @@ MLA_DEVICE void turn_lanes(const PrepareParams& p, const Place& place, Elements&
         if (at >= 2 * half_rope(p)) continue;
         const bool is_first = at < half_rope(p);
         const i32 pair = is_first ? at : at - half_rope(p);
-        const RawQuad raw = load_quad(p, vector + (is_first ? at + half_rope(p) : pair));
+        const i32 other = is_first ? at + half_rope(p) : pair;
+        const RawQuad raw = load_quad(p, vector + other);
         float others[kQuad];
         unpack(raw.words, others, 2);
+        normal.apply(p, others, other);
 #pragma unroll
         for (i32 i = 0; i < kQuad; ++i) {
             const float sin = tables.sin[pair + i];
             float& own = x[quad * kQuad + i];
-            own = __fadd_rn(__fmul_rn(own, tables.cos[pair + i]), __fmul_rn(others[i], is_first ? -sin : sin));
+            own = turned(own, others[i], tables.cos[pair + i], is_first ? -sin : sin);
         }
         if (is_rounded(p)) round_elements(x + quad * kQuad, kQuad);
     }
 }
 
-MLA_DEVICE void rotate(const PrepareParams& p, const Angles& angles, const Place& place, Elements& x) {
+MLA_DEVICE void rotate(const PrepareParams& p, const Angles& angles, const Normal& normal, const Place& place,
+                       Elements& x) {
     switch (pair_place(p)) {
         case kNowhere:
             return;
         case kNeighbours:
             return turn_neighbours(p, angles, x);
         case kLanesApart:
-            return turn_lanes(p, place, x);
+            return turn_lanes(p, normal, place, x);
         case kQuadsApart:
             return half_rope(p) == kQuadStep ? turn_quads<1>(p, angles, x) : turn_quads<2>(p, angles, x);
     }
@@ -344,24 +422,27 @@ MLA_DEVICE float find_amax(const Elements& x) {
     return fminf(amax, kMaxFloat);
 }
 
-MLA_DEVICE float find_scale(const PrepareParams& p, float amax) {
-    const float ratio = __fmul_rn(amax, p.inverse_max_code);
+// The largest code. What queries are to be added up in does not change keys.
+MLA_DEVICE float max_code(const PrepareParams& p, bool is_key) { return kJoint && is_key ? kMaxCode : p.max_code; }
+
+MLA_DEVICE float find_scale(const PrepareParams& p, float amax, bool is_key) {
+    const float ratio = __fmul_rn(amax, kJoint && is_key ? 1.f / kMaxCode : p.inverse_max_code);
     if (!has_powers_of_2(p)) return ratio;
     const u32 bits = __float_as_uint(ratio);
     return __uint_as_float(min((bits >> 23) + ((bits & 0x7fffff) != 0), kMaxScaleExponent) << 23);
 }
 
 // Infinities, and what no scale makes small enough. Conversions saturate at the largest e4m3 by themselves.
-MLA_DEVICE void saturate(const PrepareParams& p, float (&ratio)[kQuad]) {
-    if (p.max_code == kMaxCode) return;
+MLA_DEVICE void saturate(float largest, float (&ratio)[kQuad]) {
+    if (largest == kMaxCode) return;
 #pragma unroll
     for (i32 i = 0; i < kQuad; ++i) {
-        if (fabsf(ratio[i]) > p.max_code) ratio[i] = copysignf(p.max_code, ratio[i]);  // NaN stays
+        if (fabsf(ratio[i]) > largest) ratio[i] = copysignf(largest, ratio[i]);  // NaN stays
     }
 }
 
 // x / scale, rounded and saturated: a word for each quad. The inverse of a power of 2 is exact.
-MLA_DEVICE void encode(const PrepareParams& p, const Elements& x, float scale, u32 (&codes)[kQuads]) {
+MLA_DEVICE void encode(const PrepareParams& p, const Elements& x, float scale, float largest, u32 (&codes)[kQuads]) {
     const float inverse = __uint_as_float((254u << 23) - __float_as_uint(scale));
 #pragma unroll
     for (i32 quad = 0; quad < kQuads; ++quad) {
@@ -371,7 +452,7 @@ MLA_DEVICE void encode(const PrepareParams& p, const Elements& x, float scale, u
             const float y = x[quad * kQuad + i];
             ratio[i] = has_powers_of_2(p) ? y * inverse : __fdiv_rn(y, scale);
         }
-        saturate(p, ratio);
+        saturate(largest, ratio);
         codes[quad] = cvt_e4m3_x2(ratio[0], ratio[1]) | cvt_e4m3_x2(ratio[2], ratio[3]) << 16;
     }
 }
@@ -379,16 +460,16 @@ MLA_DEVICE void encode(const PrepareParams& p, const Elements& x, float scale, u
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 MLA_DEVICE void store(const PrepareParams& p, const Place& place, const Elements& x, float scale, float weight) {
     const Destination to = destination(p, place);
-    if (!kUsual && to.codes == nullptr) return;
+    if (!kDense && to.codes == nullptr) return;
     u32 codes[kQuads];
-    encode(p, x, scale, codes);
+    encode(p, x, scale, max_code(p, place.is_key(p)), codes);
 #pragma unroll
     for (i32 quad = 0; quad < kQuads; ++quad) {
         *reinterpret_cast<u32*>(to.codes + first_element(quad)) = codes[quad];
     }
     if (lane_of_vector() != 0) return;
     const float folded = __fmul_rn(__fmul_rn(__fmul_rn(weight, p.h_factor), scale), p.d_factor);
-    *to.scale = p.weights != nullptr ? folded : scale;
+    *to.scale = place.is_key(p) ? scale : folded;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
@@ -413,13 +494,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
             load_raw(p, next.x(p), ahead);
             weight_ahead = next.weight(p);
         }
-        rotate(p, angles, place, x);
+        Normal normal;
+        if (kMayNormalise && p.norm_weight != nullptr) {
+            normal.find(p, place, x);
+#pragma unroll
+            for (i32 quad = 0; quad < kQuads; ++quad) normal.apply(p, x + quad * kQuad, first_element(quad));
+        }
+        rotate(p, angles, normal, place, x);
         if (next.token != place.token) angles.load(p, next.token);
         if (has_hadamard(p)) {
             transform(p, x);
             if (is_rounded(p)) round_elements(x, kElems);
         }
-        const float scale = find_scale(p, find_amax(x));
+        const float scale = find_scale(p, find_amax(x), place.is_key(p));
         if (is_there) store(p, place, x, scale, weight);
     }
     griddepcontrol_launch_dependents();

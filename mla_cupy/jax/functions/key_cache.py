@@ -19,10 +19,13 @@ def indexer_cache_append(
     cos: jax.Array | None = None,
     sin: jax.Array | None = None,
     positions: jax.Array | None = None,
+    norm_weight: jax.Array | None = None,
+    norm_bias: jax.Array | None = None,
     interleaved: bool = False,
     hadamard: bool = True,
     scales: str = "power_of_2",
     reference_rounding: bool = True,
+    eps: float = 1e-06,
     exportable: bool = False,
 ) -> jax.Array:
     """Return a paged cache with more index keys.
@@ -33,7 +36,7 @@ def indexer_cache_append(
     Parameters
     ----------
     k : array, (n, d), bfloat16
-        Keys after their LayerNorm, d 32, 64 or 128. The last axis is contiguous.
+        Keys, d 32, 64 or 128: after their LayerNorm, unless this is given. The last axis is contiguous.
     cache : array, (num_pages, page_size, d + 4) or (num_pages, page_size, 1, d + 4), uint8
         As for `indexer_logits_paged`.
     slots : array, (n,), int32 or int64
@@ -43,7 +46,9 @@ def indexer_cache_append(
         As for `indexer_prepare_k`. Default: no RoPE, as for keys that have been rotated.
     positions : array, (n,), int32, optional
         Rows of cos and sin; clamped to them. Given with these, or not at all.
-    interleaved, hadamard, scales, reference_rounding
+    norm_weight, norm_bias : array, (d,), float32, optional
+        As for `indexer_prepare_k`.
+    interleaved, hadamard, scales, reference_rounding, eps
         As for `indexer_prepare_k`.
     exportable : bool
         Whether `jax.export` can serialise the call: see `disabled_checks`.
@@ -62,8 +67,8 @@ def indexer_cache_append(
     -----
     It has no gradient.
     """
-    arrays = (k, cache, slots, cos, sin, positions)
-    options = (interleaved, hadamard, scales, reference_rounding)
+    arrays = (k, cache, slots, cos, sin, positions, norm_weight, norm_bias)
+    options = (interleaved, hadamard, scales, reference_rounding, eps)
     (cache,) = run(APPEND_OPERATION, arrays, options, exportable)
     return cache
 

@@ -94,6 +94,9 @@ def indexer_prepare_k(
     hadamard: bool = True,
     scales: str = "power_of_2",
     reference_rounding: bool = True,
+    norm_weight: jax.Array | None = None,
+    norm_bias: jax.Array | None = None,
+    eps: float = 1e-06,
     codes: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     exportable: bool = False,
@@ -105,9 +108,13 @@ def indexer_prepare_k(
     Parameters
     ----------
     k : array, (s_kv, d), bfloat16
-        After its LayerNorm, before RoPE. The last axis is contiguous.
+        Before RoPE; after its LayerNorm, unless this is given. The last axis is contiguous.
     cos, sin, positions, interleaved, hadamard, scales, reference_rounding
-        As for `indexer_prepare_q`.
+        As for `indexer_prepare_q`. The result of a LayerNorm is rounded to bfloat16, too.
+    norm_weight, norm_bias : array, (d,), float32, optional
+        Normalise k first: (k - mean) / sqrt(variance + eps) * norm_weight + norm_bias. Both, or none of them.
+    eps : float
+        Of the LayerNorm: finite, at least 0.
     codes : array, (s_kv, d), uint8 or float8_e4m3fn, optional
         Whose memory the result takes over.
     k_scale : array, (s_kv,), float32, optional
@@ -130,7 +137,7 @@ def indexer_prepare_k(
     -----
     It has no gradient.
     """
-    arrays = (k, cos, sin, positions, codes, k_scale)
-    options = (interleaved, hadamard, scales, reference_rounding)
+    arrays = (k, cos, sin, positions, norm_weight, norm_bias, codes, k_scale)
+    options = (interleaved, hadamard, scales, reference_rounding, eps)
     codes, k_scale = run(OPERATION_K, arrays, options, exportable)
     return codes, k_scale

@@ -54,6 +54,7 @@ class MlaPreparePipeline(CachePipeline):
         own_rope = call.views["q_rope"] is None
         has_tokens = call.views["cache"] is not None or call.views["rope_out"] is not None
         token_blocks = -(-n // table.PREPARED_PER_BLOCK) if has_tokens else 0
+        turns: Any = frequencies(options.theta)  # as many as the struct has
         params = CachePrepareParams(
             q="q",
             q_rope=call.name("q_rope"),
@@ -64,7 +65,7 @@ class MlaPreparePipeline(CachePipeline):
             rope=call.name("rope"),
             cache=call.name("cache"),
             slots=call.name("slots"),
-            frequencies=frequencies(options.theta),
+            frequencies=turns,
             q_stride_n_h_bytes=_row_bytes(call, "q"),
             q_rope_stride_n_h_bytes=_row_bytes(call, "q_rope"),
             out_stride_n_h_bytes=_row_bytes(call, "out"),

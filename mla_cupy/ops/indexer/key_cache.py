@@ -12,6 +12,7 @@ from mla_cupy.kernels.indexer.prepare.quantize import PrepareOptions
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_all_or_none
 from mla_cupy.ops.indexer.prepare import (
+    NORM,
     check_prepare_options,
     check_vectors,
     code_dtypes,
@@ -36,10 +37,13 @@ def indexer_cache_append(
     cos: Any = None,
     sin: Any = None,
     positions: Any = None,
+    norm_weight: Any = None,
+    norm_bias: Any = None,
     interleaved: bool = False,
     hadamard: bool = True,
     scales: str = "power_of_2",
     reference_rounding: bool = True,
+    eps: float = 1e-6,
     stream: Any = None,
 ) -> None:
     """Write index keys to a paged cache, in place: `indexer_prepare_k`, scattered by slot.
@@ -47,7 +51,7 @@ def indexer_cache_append(
     Parameters
     ----------
     k : array, (n, d), bfloat16
-        Keys after their LayerNorm, d 32, 64 or 128. The last axis is contiguous.
+        Keys, d 32, 64 or 128: after their LayerNorm, unless this is given. The last axis is contiguous.
     cache : array, (num_pages, page_size, d + 4) or (num_pages, page_size, 1, d + 4), uint8
         As for `indexer_logits_paged`. It is changed in place.
     slots : array, (n,), int32 or int64
@@ -57,7 +61,9 @@ def indexer_cache_append(
         As for `indexer_prepare_k`. Default: no RoPE, as for keys that have been rotated.
     positions : array, (n,), int32, optional
         Rows of cos and sin; clamped to them. Given with these, or not at all.
-    interleaved, hadamard, scales, reference_rounding
+    norm_weight, norm_bias : array, (d,), float32, optional
+        As for `indexer_prepare_k`.
+    interleaved, hadamard, scales, reference_rounding, eps
         As for `indexer_prepare_k`.
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
@@ -83,8 +89,9 @@ def indexer_cache_append(
     >>> codes.view(ml_dtypes.float8_e4m3fn)[:, 0].tolist(), k_scale.tolist()
     ([448.0, 0.0], [1.0, 0.0])
     """
-    options = (interleaved, hadamard, scales, reference_rounding)
-    run(Invocation(APPEND_OPERATION, (k, cache, slots, cos, sin, positions), options, stream=stream))
+    options = (interleaved, hadamard, scales, reference_rounding, eps)
+    arrays = (k, cache, slots, cos, sin, positions, norm_weight, norm_bias)
+    run(Invocation(APPEND_OPERATION, arrays, options, stream=stream))
 
 
 def indexer_cache_gather(
@@ -162,6 +169,7 @@ def _examine_append(views: Views, given: PrepareOptions) -> Examined:
     k, cache = present(views, "k"), present(views, "cache")
     check_pages(cache, k.shape[1])
     check_all_or_none(views, "cos", "sin", "positions")
+    check_all_or_none(views, "norm_weight", "norm_bias")
     return Examined(check_vectors(k, views["cos"]), check_prepare_options(given))
 
 
@@ -183,6 +191,7 @@ APPEND_OPERATION = Operation(
         Input("cos", "max_position rope_pairs", ("float32",), optional=True, contiguous=True),
         Input("sin", "max_position rope_pairs", ("float32",), optional=True, contiguous=True),
         Input("positions", "n", ("int32",), optional=True),
+        *NORM,
     ),
     outputs=(),
     sizes=SIZES,

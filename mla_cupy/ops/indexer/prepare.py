@@ -11,18 +11,19 @@ from mla_cupy.kernels.indexer.prepare import PREPARE_K, PREPARE_Q
 from mla_cupy.kernels.indexer.prepare.quantize import (
     HEAD_DIMS,
     LANES,
+    PrepareBothOptions,
     PrepareOptions,
     PrepareProblem,
     PrepareQueryOptions,
 )
 from mla_cupy.ops.call import Invocation, run
-from mla_cupy.ops.checks import check_accumulate, check_flag
+from mla_cupy.ops.checks import check_accumulate, check_all_or_none, check_eps, check_flag
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
 from mla_cupy.shapes import MAX_INT32
 
 SCALES = ("power_of_2", "plain")
-_OptionsT = TypeVar("_OptionsT", PrepareOptions, PrepareQueryOptions)
+_OptionsT = TypeVar("_OptionsT", PrepareOptions, PrepareQueryOptions, PrepareBothOptions)
 
 
 def indexer_prepare_q(
@@ -123,6 +124,9 @@ def indexer_prepare_k(
     hadamard: bool = True,
     scales: str = "power_of_2",
     reference_rounding: bool = True,
+    norm_weight: Any = None,
+    norm_bias: Any = None,
+    eps: float = 1e-6,
     codes: Any = None,
     k_scale: Any = None,
     workspace: Any = None,
@@ -133,9 +137,13 @@ def indexer_prepare_k(
     Parameters
     ----------
     k : array, (s_kv, d), bfloat16
-        After its LayerNorm, before RoPE. The last axis is contiguous.
+        Before RoPE; after its LayerNorm, unless this is given. The last axis is contiguous.
     cos, sin, positions, interleaved, hadamard, scales, reference_rounding, workspace, stream
-        As for `indexer_prepare_q`.
+        As for `indexer_prepare_q`. The result of a LayerNorm is rounded to bfloat16, too.
+    norm_weight, norm_bias : array, (d,), float32, optional
+        Normalise k first: (k - mean) / sqrt(variance + eps) * norm_weight + norm_bias. Both, or none of them.
+    eps : float
+        Of the LayerNorm: finite, at least 0.
     codes : array, (s_kv, d), uint8 or float8_e4m3fn, optional
         Where the codes go; it starts at, and steps by, multiples of 16 bytes.
     k_scale : array, (s_kv,), float32, optional
@@ -154,7 +162,7 @@ def indexer_prepare_k(
 
     Notes
     -----
-    Equal to the oracle byte by byte.
+    Equal to the oracle byte by byte. In a vector with a NaN or an infinity a LayerNorm makes every element NaN.
 
     Examples
     --------
@@ -165,8 +173,8 @@ def indexer_prepare_k(
     >>> float(codes.view(ml_dtypes.float8_e4m3fn)[0, 0]), float(k_scale[0])
     (448.0, 1.0)
     """
-    options = (interleaved, hadamard, scales, reference_rounding)
-    arrays = (k, cos, sin, positions, codes, k_scale)
+    options = (interleaved, hadamard, scales, reference_rounding, eps)
+    arrays = (k, cos, sin, positions, norm_weight, norm_bias, codes, k_scale)
     codes, k_scale = run(Invocation(OPERATION_K, arrays, options, workspace, stream))
     return codes, k_scale
 
@@ -177,11 +185,12 @@ def _examine_q(views: Views, given: PrepareQueryOptions) -> Examined:
 
 
 def _examine_k(views: Views, given: PrepareOptions) -> Examined:
+    check_all_or_none(views, "norm_weight", "norm_bias")
     return Examined(check_vectors(present(views, "k"), views["cos"]), check_prepare_options(given))
 
 
-def check_vectors(x: View, cos: View | None) -> PrepareProblem:
-    """Check the number of vectors, and how many of their elements turn.
+def check_vectors(x: View, cos: View | None, more: int = 0) -> PrepareProblem:
+    """Check the number of vectors, with `more` beside them, and how many of their elements turn.
 
     Raises
     ------
@@ -192,6 +201,7 @@ def check_vectors(x: View, cos: View | None) -> PrepareProblem:
     if pairs % (d // LANES) or 2 * pairs > d:
         expected = f"a multiple of d / {LANES} = {d // LANES}, at most d / 2"
         raise ShapeError(explain("cos.shape[-1]", pairs, expected))
+    vectors += more
     if vectors > MAX_INT32:
         raise ShapeError(explain("vectors", vectors, f"at most {MAX_INT32}", "split the call"))
     return PrepareProblem(d, steps_by_16_bytes(x))
@@ -206,11 +216,12 @@ def check_prepare_options(given: _OptionsT) -> _OptionsT:
     """
     if not (isinstance(given.scales, str) and given.scales in SCALES):
         raise ArgumentError(explain("scales", repr(given.scales), '"power_of_2" or "plain"'))
-    return given._replace(
+    checked = given._replace(
         interleaved=check_flag("interleaved", given.interleaved),
         hadamard=check_flag("hadamard", given.hadamard),
         reference_rounding=check_flag("reference_rounding", given.reference_rounding),
     )
+    return checked if isinstance(checked, PrepareQueryOptions) else checked._replace(eps=check_eps("eps", given.eps))
 
 
 def code_dtypes(first: str) -> tuple[str, ...]:
@@ -221,6 +232,10 @@ def code_dtypes(first: str) -> tuple[str, ...]:
 _ROTATION = (
     Input("cos", "max_position rope_pairs", ("float32",), contiguous=True),
     Input("sin", "max_position rope_pairs", ("float32",), contiguous=True),
+)
+NORM = (
+    Input("norm_weight", "d", ("float32",), optional=True),
+    Input("norm_bias", "d", ("float32",), optional=True),
 )
 OPERATION_Q = Operation(
     "indexer_prepare_q",
@@ -244,6 +259,7 @@ OPERATION_K = Operation(
         Input("k", "s_kv d", ("bfloat16",), contiguous=True),
         *_ROTATION,
         Input("positions", "s_kv", ("int32",)),
+        *NORM,
     ),
     outputs=(Output("codes", "s_kv d", code_dtypes, layout="wide"), Output("k_scale", "s_kv")),
     sizes={"d": HEAD_DIMS},

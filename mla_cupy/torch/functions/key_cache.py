@@ -22,10 +22,13 @@ def indexer_cache_append(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
     interleaved: bool = False,
     hadamard: bool = True,
     scales: str = "power_of_2",
     reference_rounding: bool = True,
+    eps: float = 1e-06,
 ) -> None:
     """Write index keys to a paged cache, in place: `indexer_prepare_k`, scattered by slot.
 
@@ -34,7 +37,7 @@ def indexer_cache_append(
     Parameters
     ----------
     k : tensor, (n, d), bfloat16
-        Keys after their LayerNorm, d 32, 64 or 128. The last axis is contiguous.
+        Keys, d 32, 64 or 128: after their LayerNorm, unless this is given. The last axis is contiguous.
     cache : tensor, (num_pages, page_size, d + 4) or (num_pages, page_size, 1, d + 4), uint8
         As for `indexer_logits_paged`. It is changed in place.
     slots : tensor, (n,), int32 or int64
@@ -44,7 +47,9 @@ def indexer_cache_append(
         As for `indexer_prepare_k`. Default: no RoPE, as for keys that have been rotated.
     positions : tensor, (n,), int32, optional
         Rows of cos and sin; clamped to them. Given with these, or not at all.
-    interleaved, hadamard, scales, reference_rounding
+    norm_weight, norm_bias : tensor, (d,), float32, optional
+        As for `indexer_prepare_k`.
+    interleaved, hadamard, scales, reference_rounding, eps
         As for `indexer_prepare_k`.
 
     Raises
@@ -56,8 +61,8 @@ def indexer_cache_append(
     -----
     It has no gradient.
     """
-    arrays = (k, cache, slots, cos, sin, positions)
-    options = (interleaved, hadamard, scales, reference_rounding)
+    arrays = (k, cache, slots, cos, sin, positions, norm_weight, norm_bias)
+    options = (interleaved, hadamard, scales, reference_rounding, eps)
     if is_plain_call(k):
         run(Invocation(APPEND_OPERATION, arrays, options))
     else:

@@ -101,6 +101,9 @@ def indexer_prepare_k(
     hadamard: bool = True,
     scales: str = "power_of_2",
     reference_rounding: bool = True,
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    eps: float = 1e-06,
     codes: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
@@ -112,9 +115,13 @@ def indexer_prepare_k(
     Parameters
     ----------
     k : tensor, (s_kv, d), bfloat16
-        After its LayerNorm, before RoPE. The last axis is contiguous.
+        Before RoPE; after its LayerNorm, unless this is given. The last axis is contiguous.
     cos, sin, positions, interleaved, hadamard, scales, reference_rounding, workspace
-        As for `indexer_prepare_q`.
+        As for `indexer_prepare_q`. The result of a LayerNorm is rounded to bfloat16, too.
+    norm_weight, norm_bias : tensor, (d,), float32, optional
+        Normalise k first: (k - mean) / sqrt(variance + eps) * norm_weight + norm_bias. Both, or none of them.
+    eps : float
+        Of the LayerNorm: finite, at least 0.
     codes : tensor, (s_kv, d), uint8 or float8_e4m3fn, optional
         Where the codes go; it starts at, and steps by, multiples of 16 bytes.
     k_scale : tensor, (s_kv,), float32, optional
@@ -136,8 +143,8 @@ def indexer_prepare_k(
     It has no gradient. Tensors for the results are given all or none. A `workspace` is for calls with tensors for the
     results.
     """
-    arrays = (k, cos, sin, positions, codes, k_scale)
-    options = (interleaved, hadamard, scales, reference_rounding)
+    arrays = (k, cos, sin, positions, norm_weight, norm_bias, codes, k_scale)
+    options = (interleaved, hadamard, scales, reference_rounding, eps)
     if is_plain_call(k) and (codes is None) is (k_scale is None):
         codes, k_scale = run(Invocation(OPERATION_K, arrays, options, workspace))
     else:

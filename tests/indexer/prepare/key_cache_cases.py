@@ -10,7 +10,7 @@ import numpy as np
 
 import mla_cupy
 from mla_cupy import reference
-from tests.indexer.prepare.prepare_cases import Array, arrays
+from tests.indexer.prepare.prepare_cases import Array, arrays, norm
 from tests.support.calls import assert_same
 
 POISON = 0xA5
@@ -32,6 +32,7 @@ class KeyCase:
     hadamard: bool = True
     scales: str = "power_of_2"
     head_axis: bool = False
+    norm: bool = False
 
     def __str__(self) -> str:
         """Id of the test: what differs from the defaults."""
@@ -43,6 +44,7 @@ CASES = (
     KeyCase(),
     KeyCase(d=64, page_size=1, num_pages=30, slot_dtype="int32", scales="plain"),
     KeyCase(d=32, page_size=7, gap=0, rope=False, num_pages=3, head_axis=True, slot_dtype="int32"),
+    KeyCase(d=64, norm=True, gap=0),
     KeyCase(n=70, page_size=64, num_pages=2, rope=False, hadamard=False),
 )
 
@@ -65,6 +67,7 @@ def make(case: KeyCase) -> tuple[dict[str, Array], Array, dict[str, Any]]:
     slots = np.random.default_rng(case.n).permutation(max(room, case.n))[: case.n].astype(np.int64)
     slots[-len(hostile) :] = hostile
     slots[-len(hostile) - 1] = room
+    inputs |= norm(case.d) if case.norm else {}
     inputs["slots"] = slots.astype(case.slot_dtype)
     return inputs, empty(case), {"hadamard": case.hadamard, "scales": case.scales}
 

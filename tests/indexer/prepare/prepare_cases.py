@@ -35,6 +35,21 @@ def arrays(name: str, d: int, pairs: int = 0, tokens: int = 5, heads: int = 3, s
     return {**found, "positions": positions}
 
 
+def norm(d: int, seed: int = 9) -> dict[str, Array]:
+    """The weights of a LayerNorm."""
+    weight, bias = np.random.default_rng(seed).standard_normal((2, d), np.float32)
+    return {"norm_weight": weight, "norm_bias": bias}
+
+
+def both(d: int, pairs: int = 0, tokens: int = 5, heads: int = 3) -> dict[str, Array]:
+    """The inputs of `indexer_prepare`: queries and keys of the same tokens, a mean among the keys, and their norm."""
+    inputs = arrays("prepare_q", d, pairs, tokens, heads)
+    k = arrays("prepare_k", d, pairs, tokens, seed=1)["k"]
+    k[-1] = (k[-1].astype(np.float32) + 100).astype(k.dtype)
+    return {**inputs, "k": k, **norm(d)}
+
+
 def expected(name: str, inputs: dict[str, Array], **options: Any) -> list[Array]:
-    """The oracle's codes, as bytes, and its weights or scales."""
-    return rounded(getattr(reference, f"indexer_{name}")(**inputs, **options), ("uint8", "float32"))
+    """The oracle's codes, as bytes, and its weights or scales; of "prepare" those of keys, too."""
+    results = getattr(reference, f"indexer_{name}")(**inputs, **options)
+    return rounded(results, ("uint8", "float32") * (len(results) // 2))

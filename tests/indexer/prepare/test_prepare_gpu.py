@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from tests.indexer.prepare.prepare_cases import arrays, expected
+from tests.indexer.prepare.prepare_cases import arrays, both, expected, norm
 from tests.indexer.prepare.test_prepare_sim import FLAGS
 from tests.support.calls import assert_same, on_host
 from tests.support.gpu import upload
@@ -32,3 +32,22 @@ def test_no_number(gpu: object) -> None:
     codes, scales = on_host(mla_cupy.indexer_prepare_k(**{key: upload(x) for key, x in inputs.items()}))
     assert (codes[7] == 0x7F).all()
     assert np.isfinite(scales).all()
+
+
+@pytest.mark.parametrize("d", [32, 64, 128])
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "-".join(map(str, flags.values())))
+def test_keys_with_their_norm(gpu: object, d: int, flags: dict[str, Any]) -> None:
+    inputs = {**arrays("prepare_k", d, tokens=300), **norm(d)}
+    got = on_host(mla_cupy.indexer_prepare_k(**{key: upload(x) for key, x in inputs.items()}, **flags))
+    for x, wanted in zip(got, expected("prepare_k", inputs, **flags), strict=True):
+        assert_same(x, wanted)
+
+
+@pytest.mark.parametrize("d", [32, 64, 128])
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "-".join(map(str, flags.values())))
+def test_queries_and_keys(gpu: object, d: int, flags: dict[str, Any]) -> None:
+    inputs = both(d, tokens=300, heads=13)
+    given = {key: upload(x) for key, x in inputs.items()}
+    got = on_host(mla_cupy.indexer_prepare(**given, **flags, return_k=True))
+    for x, wanted in zip(got, expected("prepare", inputs, **flags), strict=True):
+        assert_same(x, wanted)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import mla_cupy
+from mla_cupy import reference
 from mla_cupy.kernels.indexer.prepare import quantize
-from tests.indexer.prepare.prepare_cases import Array, arrays, expected
+from tests.indexer.prepare.prepare_cases import Array, arrays, both, expected, norm
 from tests.support.calls import assert_same
 from tests.support.mutants import CAUGHT, Mutant, Plant
 from tests.support.sim_driver import simulated
@@ -34,6 +35,7 @@ def check(name: str, inputs: dict[str, Array], cc: tuple[int, int] = (9, 0), **o
     with simulated(2, cc) as target:
         got = getattr(mla_cupy, f"indexer_{name}")(**inputs, **options)
         assert target.launched == ["mla_indexer_prepare_quantize"]
+    options.pop("return_k", None)
     for x, wanted in zip(got, expected(name, inputs, **options), strict=True):
         assert_same(x, wanted)
 
@@ -76,6 +78,80 @@ def test_widths_of_rope(d: int, pairs: int, interleaved: bool) -> None:
     check("prepare_k", arrays("prepare_k", d, pairs), interleaved=interleaved)
 
 
+@pytest.mark.parametrize("cc", PLACES, ids=str)
+@pytest.mark.parametrize(("d", "pairs"), [(128, 0), (128, 16), (64, 0), (32, 4)])
+def test_keys_with_their_norm(d: int, pairs: int, cc: tuple[int, int]) -> None:
+    inputs = {**arrays("prepare_k", d, pairs, tokens=9), **norm(d)}
+    for flags in ({}, {"interleaved": True, "eps": 0.5}, {"reference_rounding": False, "hadamard": False}):
+        check("prepare_k", inputs, cc, **flags)
+
+
+def test_the_norm_is_that_of_the_field() -> None:
+    """In float64, from its formula: what is left are roundings to bfloat16 and e4m3."""
+    k, d = np.random.default_rng(2).standard_normal((6, 128)) * 3 + 5, 128
+    inputs = {"k": k.astype(ml_dtypes.bfloat16), **norm(d)}
+    tables = {"cos": np.ones((1, 32), np.float32), "sin": np.zeros((1, 32), np.float32)}
+    with simulated(1):
+        codes, scales = mla_cupy.indexer_prepare_k(**inputs, **tables, positions=np.zeros(6, np.int32), hadamard=False)
+    x = inputs["k"].astype(np.float64)
+    normal = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-6)
+    wanted = normal * inputs["norm_weight"].astype(np.float64) + inputs["norm_bias"].astype(np.float64)
+    got = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scales[:, None]
+    assert np.abs(got - wanted).max() <= np.abs(wanted).max() * 2.0**-4
+    assert np.sqrt(((got - wanted) ** 2).mean() / (wanted**2).mean()) < 0.04
+
+
+def test_the_norm_spreads_what_is_no_number() -> None:
+    inputs = {**arrays("prepare_k", 64, tokens=6), **norm(64)}
+    inputs["k"][5, 40] = np.inf
+    with simulated(1):
+        codes, _ = mla_cupy.indexer_prepare_k(**inputs)
+    assert (codes[5] == 0x7F).all()
+    check("prepare_k", {**inputs, "k": inputs["k"][:5].copy(), "positions": inputs["positions"][:5].copy()})
+
+
+@pytest.mark.parametrize("cc", PLACES, ids=str)
+@pytest.mark.parametrize(("d", "pairs"), [(128, 0), (128, 16), (64, 0), (32, 4)])
+def test_queries_and_keys(d: int, pairs: int, cc: tuple[int, int]) -> None:
+    inputs = both(d, pairs, tokens=7)
+    check("prepare", inputs, cc, return_k=True)
+    check("prepare", inputs, cc, return_k=True, accumulate="float16", interleaved=True)
+    del inputs["norm_weight"], inputs["norm_bias"]
+    check("prepare", inputs, cc, return_k=True, reference_rounding=False, scales="plain")
+
+
+def test_queries_and_keys_at_any_address() -> None:
+    inputs = both(64)
+    whole = np.zeros((5, 70), inputs["k"].dtype)
+    whole[..., 3:67] = inputs["k"]
+    wide = np.repeat(inputs["norm_weight"], 3)
+    check("prepare", {**inputs, "k": whole[..., 3:67], "norm_weight": wide[::3]}, return_k=True)
+
+
+@pytest.mark.parametrize("slot_dtype", ["int32", "int64"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_queries_and_keys_to_pages(d: int, slot_dtype: str) -> None:
+    """The same pages as by the append alone, and the same queries; hostile slots are skipped."""
+    inputs = both(d, tokens=9)
+    slots = np.array([3, -1, 12, 2**31 - 1, -(2**31), 0, 11, 5, 7]).astype(slot_dtype)
+    if slot_dtype == "int64":
+        slots[3:5] = 2**32, -(2**63)
+    wanted = expected("prepare_q", {name: inputs[name] for name in ("q", "weights", "cos", "sin", "positions")})
+    pages, alone = (np.full((3, 4, d + 4), 0xA5, np.uint8) for _ in range(2))
+    names = ("k", "cos", "sin", "positions", "norm_weight", "norm_bias")
+    reference.indexer_cache_append(cache=alone, slots=slots, **{name: inputs[name] for name in names})
+    with simulated(2) as target:
+        codes, folded, *keys = mla_cupy.indexer_prepare(**inputs, cache=pages, slots=slots)
+        assert target.launched == ["mla_indexer_prepare_quantize"]
+        nothing = {name: inputs[name][:0] for name in ("q", "weights", "k", "positions")}
+        mla_cupy.indexer_prepare(**{**inputs, **nothing}, cache=pages, slots=slots[:0])
+        assert len(target.launched) == 1
+    assert keys == [None, None]
+    assert_same(codes, wanted[0])
+    assert_same(folded, wanted[1])
+    assert_same(pages, alone)
+
+
 def test_no_number_stays_where_it_is() -> None:
     """Without the transform; the codes of NaN are 0x7f, and the other vectors are those of the oracle."""
     inputs = arrays("prepare_k", 64, tokens=6)
@@ -106,7 +182,7 @@ def mutant(name: str, old: str, new: str) -> Mutant:
 
 LEVELS = "for (i32 step = 1; step < kLanes; step *= 2) "
 MUTANTS = [
-    mutant("the other sign of RoPE", "__fmul_rn(y, -sin)", "__fmul_rn(y, sin)"),
+    Mutant("the other sign of RoPE", "tile/rope.cuh", "turned(x, y, cos, -sin)", "turned(x, y, cos, sin)"),
     mutant("scale of a lane", LEVELS + "amax", "for (i32 step = 1; step < 1; step *= 2) amax"),
     mutant("exact powers of 2 are doubled", "((bits & 0x7fffff) != 0)", "1"),
     mutant("angles of the token before", "if (next.token != place.token)", "if (false)"),
@@ -123,3 +199,33 @@ def test_mutants_are_caught(mutant: Mutant, plant: Plant) -> None:
     plant(mutant)
     with pytest.raises(CAUGHT):
         check_with_and_without_transform(inputs)
+
+
+def check_two_widths() -> None:
+    check("prepare", both(64, 8, tokens=7), return_k=True, eps=0.01, accumulate="float16")
+    check("prepare", both(128, 16, tokens=7), return_k=True, eps=0.01, reference_rounding=False)
+
+
+SUM = "for (i32 step = 1; step < kLanes; step *= 2) sum"
+OF_KEYS = [
+    mutant("mean of a lane", SUM, "for (i32 step = 1; step < 1; step *= 2) sum"),
+    mutant("a sum of half the elements", "doubled <= kElems", "doubled < kElems"),
+    mutant("the variance has the mean", "__fmul_rn(centred, centred)", "__fmul_rn(x[i], x[i])"),
+    mutant("no eps", "__fadd_rn(variance, p.norm_eps)", "variance"),
+    mutant("weights of the first elements", "norm_weight[(first + i)", "norm_weight[i"),
+    mutant("queries are normalised", "applies ? normal[i] : four[i]", "normal[i]"),
+    mutant("other lanes' elements are not", "normal.apply(p, others, other);", ""),
+    mutant("keys have the queries' limit", "kJoint && is_key ? kMaxCode : p.max_code", "p.max_code"),
+    mutant("keys have the queries' scale", "kJoint && is_key ? 1.f / kMaxCode : p.inv", "p.inv"),
+    mutant("the last query is a key", "head == p.h - 1", "head >= p.h - 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(m, marks=() if at == 5 else pytest.mark.slow, id=m.id) for at, m in enumerate(OF_KEYS)],
+)
+def test_mutants_of_keys_are_caught(mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    with pytest.raises(CAUGHT):
+        check_two_widths()

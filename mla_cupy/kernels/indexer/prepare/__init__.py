@@ -4,13 +4,14 @@
 from typing import Any
 
 from mla_cupy.kernels.indexer.prepare import pipeline, quantize
-from mla_cupy.kernels.indexer.prepare.pipeline import APPEND_KEYS, GATHER_KEYS, PREPARE_K, PREPARE_Q
+from mla_cupy.kernels.indexer.prepare.pipeline import APPEND_KEYS, GATHER_KEYS, PREPARE_BOTH, PREPARE_K, PREPARE_Q
 from mla_cupy.kernels.spec import KernelSpec
 
 __all__ = [
     "APPEND_KEYS",
     "GATHER_KEYS",
     "KERNELS",
+    "PREPARE_BOTH",
     "PREPARE_K",
     "PREPARE_Q",
 ]

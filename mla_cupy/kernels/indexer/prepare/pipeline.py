@@ -9,7 +9,12 @@ from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.indexer.prepare import quantize
-from mla_cupy.kernels.indexer.prepare.quantize import PrepareOptions, PrepareProblem, PrepareQueryOptions
+from mla_cupy.kernels.indexer.prepare.quantize import (
+    PrepareBothOptions,
+    PrepareOptions,
+    PrepareProblem,
+    PrepareQueryOptions,
+)
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import GatherKeysParams, PrepareParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
@@ -26,12 +31,14 @@ class PreparePipeline(Pipeline[PrepareProblem]):
         Names of the vectors and of the weights; "" for keys, which have none and only one vector per token.
     codes, scales : str
         Names of what takes the codes and what takes the scales; "" if that is a cache, too.
+    k : str
+        Name of the keys beside queries, which have results of their own: `k_codes` and `k_scale`, or a cache.
     """
 
     kernels = (quantize.KERNEL,)
 
-    def __init__(self, x: str, weights: str, codes: str, scales: str) -> None:
-        self._x, self._weights, self._codes, self._scales = x, weights, codes, scales
+    def __init__(self, x: str, weights: str, codes: str, scales: str, k: str = "") -> None:
+        self._x, self._weights, self._codes, self._scales, self._k = x, weights, codes, scales, k
 
     def configure(self, problem: PrepareProblem, device: DeviceInfo, kernel: str | None = None) -> PrepareProblem:
         """See `Pipeline.configure`. There is nothing to choose."""
@@ -46,42 +53,54 @@ class PreparePipeline(Pipeline[PrepareProblem]):
         """One launch, unless there is no vector, or no page for it."""
         x, codes = call.view(self._x), call.view(self._codes)
         heads = x.shape[1] if self._weights else 1
-        vectors = x.shape[0] * heads
+        vectors = x.shape[0] * (heads + bool(self._k))
         if vectors == 0 or 0 in codes.shape:
             return []
-        variant = Variant(head_dim=config.head_dim, usual=int(self._is_usual(config, call)))
+        usual = int(self._is_usual(config, call))
+        variant = Variant(head_dim=config.head_dim, usual=usual, joint=int(bool(self._k)))
         blocks = -(-vectors // (quantize.BLOCK_GROUPS * quantize.group_vectors(vectors)))
         args = LaunchArgs(self._params(config, call, x.shape[0], heads))
         return [Launch(quantize.KERNEL, variant, (blocks, 1, 1), args)]
 
     def _params(self, config: PrepareProblem, call: Call, tokens: int, heads: int) -> PrepareParams:
-        options: PrepareOptions | PrepareQueryOptions = call.options
-        codes, cos = call.view(self._codes), call.views["cos"]
-        paged = not self._scales
-        axes = 2 if self._weights else 1
+        options: PrepareOptions | PrepareQueryOptions | PrepareBothOptions = call.options
+        cos, cache = call.views["cos"], call.views.get("cache")
+        of_keys = not self._weights
+        axes, all_heads = 1 if of_keys else 2, heads + bool(self._k)
         max_position, half_rope = cos.shape if cos else (0, 0)
-        step_tokens, step_heads = divmod(quantize.WARP_VECTORS, heads)
+        step_tokens, step_heads = divmod(quantize.WARP_VECTORS, all_heads)
         max_code = quantize.max_code(config.head_dim, options.accumulate)
+        apart = of_keys and cache is not None
         return PrepareParams(
             x=self._x,
             weights=self._weights,
             cos=call.name("cos"),
             sin=call.name("sin"),
             positions=call.name("positions"),
-            slots="slots" if paged else NULL,
+            slots=call.name("slots"),
             codes=self._codes,
             scales=self._scales,
+            k=self._k,
+            k_codes=("k_codes" if cache is None else "cache") if self._k else NULL,
+            k_scales=call.name("k_scale") if self._k else NULL,
+            norm_weight=call.name("norm_weight"),
+            norm_bias=call.name("norm_bias"),
             x_stride_n_h_elems=_strides(call, self._x, axes),
             weights_stride_n_h_elems=call.strides(self._weights, 2),
             cos_stride_elems=call.stride("cos"),
             sin_stride_elems=call.stride("sin"),
             positions_stride_elems=call.stride("positions"),
-            codes_stride_n_h_elems=(0, 0) if paged else _strides(call, self._codes, axes),
+            codes_stride_n_h_elems=(0, 0) if apart else _strides(call, self._codes, axes),
             scales_stride_n_h_elems=_strides(call, self._scales, axes),
-            slots_stride_bytes=slots_stride_bytes(call) if paged else 0,
-            page_stride_bytes=codes.strides[0] if paged else 0,
+            slots_stride_bytes=slots_stride_bytes(call) if cache else 0,
+            page_stride_bytes=cache.strides[0] if cache else 0,
+            k_stride_elems=call.stride(self._k),
+            k_codes_stride_elems=call.stride("k_codes"),
+            k_scales_stride_elems=call.stride("k_scale") if self._k else 0,
+            norm_weight_stride_elems=call.stride("norm_weight"),
+            norm_bias_stride_elems=call.stride("norm_bias"),
             n=tokens,
-            h=heads,
+            h=all_heads,
             half_rope=half_rope,
             max_position=max_position,
             interleaved=options.interleaved,
@@ -90,29 +109,32 @@ class PreparePipeline(Pipeline[PrepareProblem]):
             rounded=options.reference_rounding,
             x_aligned=config.aligned,
             tables_aligned=_tables_are_aligned(call),
-            num_pages=codes.shape[0] if paged else 0,
-            page_size=codes.shape[1] if paged else 0,
-            slots_are_64=slots_are_64(call) if paged else False,
-            group_vectors=quantize.group_vectors(tokens * heads),
+            num_pages=cache.shape[0] if cache else 0,
+            page_size=cache.shape[1] if cache else 0,
+            slots_are_64=slots_are_64(call) if cache else False,
+            group_vectors=quantize.group_vectors(tokens * all_heads),
             step_tokens=step_tokens,
             step_heads=step_heads,
             h_factor=heads**-0.5,
             d_factor=config.head_dim**-0.5,
             max_code=max_code,
             inverse_max_code=1 / max_code,
+            norm_eps=options.eps,
         )
 
     def _is_usual(self, config: PrepareProblem, call: Call) -> bool:
-        """True if the build for DeepSeek-V3.2's options and dense arrays takes the call."""
+        """True if the build for DeepSeek-V3.2's options takes the call; queries or keys alone are dense arrays, too."""
         options, cos = call.options, call.views["cos"]
         asked = (options.interleaved, options.hadamard, options.scales, options.reference_rounding)
         names = [name for name in (self._x, self._weights, self._codes, self._scales) if name]
+        dense = (
+            bool(self._scales) and not call.name("norm_weight") and all(_is_dense(call.view(name)) for name in names)
+        )
         return (
             (config.head_dim, cos and cos.shape[1], config.aligned) == (128, 32, True)
             and asked == (False, True, "power_of_2", True)
-            and bool(self._scales)
+            and (dense or bool(self._k))
             and _tables_are_aligned(call)
-            and all(_is_dense(call.view(name)) for name in names)
         )
 
 
@@ -195,4 +217,5 @@ def slots_stride_bytes(call: Call) -> int:
 PREPARE_Q = PreparePipeline("q", "weights", "codes", "folded")
 PREPARE_K = PreparePipeline("k", "", "codes", "k_scale")
 APPEND_KEYS = PreparePipeline("k", "", "cache", "")
+PREPARE_BOTH = PreparePipeline("q", "weights", "codes", "folded", "k")
 GATHER_KEYS = GatherKeysPipeline()

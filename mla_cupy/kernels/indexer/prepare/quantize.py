@@ -38,6 +38,7 @@ class PrepareOptions(NamedTuple):
     hadamard: bool
     scales: str
     reference_rounding: bool
+    eps: float
 
     @property
     def accumulate(self) -> str:
@@ -54,13 +55,34 @@ class PrepareQueryOptions(NamedTuple):
     reference_rounding: bool
     accumulate: str
 
+    @property
+    def eps(self) -> float:
+        """What a LayerNorm adds to the variance; queries have none."""
+        return 0.0
+
+
+class PrepareBothOptions(NamedTuple):
+    """Options of `indexer_prepare`."""
+
+    interleaved: bool
+    hadamard: bool
+    scales: str
+    reference_rounding: bool
+    accumulate: str
+    eps: float
+    return_k: bool
+
 
 KERNEL: KernelSpec[PrepareProblem] = KernelSpec(
     "indexer_prepare_quantize",
     "RoPE, Hadamard transform and e4m3 codes of index queries and keys",
     "indexer/prepare/quantize.cu",
     PrepareParams,
-    variants=(*variants(head_dim=HEAD_DIMS, usual=(0,)), Variant(head_dim=HEAD_DIMS[-1], usual=1)),
+    variants=tuple(
+        variant.extended(joint=joint)
+        for joint in (0, 1)
+        for variant in (*variants(head_dim=HEAD_DIMS, usual=(0,)), Variant(head_dim=HEAD_DIMS[-1], usual=1))
+    ),
     facts={"block_groups": BLOCK_GROUPS},
 )
 
