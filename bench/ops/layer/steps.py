@@ -36,7 +36,6 @@ class Buffers:
             self.folded = device.empty((case.b, model.index_heads), "float32")
             self.indices = device.empty((case.b, 1, model.topk), "int32")
             self.counts = device.empty((case.b, 1), "int32")
-        self.kept: list[Any] = []
 
     def workspace(self, device: Device, function: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
         """Memory for a call; None where it needs none."""
@@ -44,19 +43,18 @@ class Buffers:
         return device.empty((nbytes,), "uint8") if nbytes else None
 
 
-def indexer(case: LayerCase, inputs: LayerInputs, index: IndexInputs, buffers: Buffers, device: Device) -> Steps:
-    """Queries and the new key, quantised; then the selection."""
-    tables = {"cos": inputs.cos, "sin": inputs.sin, "positions": inputs.positions}
+def tables(inputs: LayerInputs) -> dict[str, Any]:
+    """RoPE's tables, and the positions of the new tokens."""
+    return {"cos": inputs.cos, "sin": inputs.sin, "positions": inputs.positions}
+
+
+def selection(case: LayerCase, inputs: LayerInputs, index: IndexInputs, buffers: Buffers, device: Device) -> Call:
+    """Logits of the quantised index queries, and the tokens that they select."""
     lengths = inputs.seqlens[:, None]
     arrays = (buffers.codes[:, None], index.cache, buffers.folded[:, None], lengths, inputs.block_table)
     options = {"topk": case.model.topk, "indices": buffers.indices, "counts": buffers.counts}
     workspace = buffers.workspace(device, mla_cupy.indexer_select_paged, *arrays, **options)
-    prepared = {"codes": buffers.codes, "folded": buffers.folded}
-    return {
-        "index q": partial(mla_cupy.indexer_prepare_q, index.q, index.weights, **tables, **prepared),
-        "index k": partial(mla_cupy.indexer_cache_append, index.k, index.cache, inputs.slots, **tables),
-        "select": partial(mla_cupy.indexer_select_paged, *arrays, **options, workspace=workspace),
-    }
+    return partial(mla_cupy.indexer_select_paged, *arrays, **options, workspace=workspace)
 
 
 def attention(
