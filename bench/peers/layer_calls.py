@@ -1,4 +1,4 @@
-"""A layer of separate calls: RoPE and LayerNorm by kernels of their own, `cache_append`, and both products by cuBLAS."""
+"""A layer of separate calls: RoPE and LayerNorm by kernels of their own, `cache_append`, both products by cuBLAS."""
 
 from __future__ import annotations
 
@@ -114,7 +114,9 @@ def _steps(
     steps["W_UV"] = partial(library.by_heads, latents, w_uv, out, transposed=True)
     if model.has_gate:
         count = rows * model.d_head
-        steps["gate"] = partial(kernels["gate"], (-(-count // _THREADS),), (_THREADS,), (out, inputs.gate, np.int32(count)))
+        steps["gate"] = partial(
+            kernels["gate"], (-(-count // _THREADS),), (_THREADS,), (out, inputs.gate, np.int32(count))
+        )
     return steps
 
 

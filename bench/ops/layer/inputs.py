@@ -117,9 +117,7 @@ def _cache(case: LayerCase, dtype: str, seed: int, device: Device) -> Any:
     with device.current():
         for first in range(0, pages * PAGE_SIZE, _CHUNK):
             count = min(_CHUNK, pages * PAGE_SIZE - first)
-            latent, rope = (
-                device.normal((count, width), dtype, seed + first) for width in (model.d_latent, D_ROPE)
-            )
+            latent, rope = (device.normal((count, width), dtype, seed + first) for width in (model.d_latent, D_ROPE))
             mla_cupy.cache_append(latent, rope, cache, device.upload(np.arange(first, first + count)))
     return cache
 

@@ -64,13 +64,13 @@ def attention(
     model, q = case.model, buffers.queries[:, None]
     out = buffers.out if projection or not model.absorbs else buffers.latents
     if not model.record:
-        d_head = {"d_head": model.d_head} if projection else {}
-        sizes = {"max_b": case.b, "s_q": 1, "h_q": case.h_q, "d_qk": model.d_qk, "dtype": dtype}
+        d_head: dict[str, Any] = {"d_head": model.d_head} if projection else {}
+        sizes: dict[str, Any] = {"max_b": case.b, "s_q": 1, "h_q": case.h_q, "d_qk": model.d_qk, "dtype": dtype}
         plan = mla_cupy.plan_decode(**sizes, **d_head, max_pages=case.pages, page_size=PAGE_SIZE)
         plan.update(inputs.seqlens)  # one for all layers of a step: not part of a layer
         arrays = (q, inputs.cache, inputs.block_table, inputs.seqlens)
-        options = {"scale": case.scale, "plan": plan, "out": out, "lse": buffers.lse}
-        return partial(mla_cupy.mla_decode, *arrays, **options, **projection)
+        given: dict[str, Any] = {"scale": case.scale, "plan": plan, "out": out, "lse": buffers.lse, **projection}
+        return partial(mla_cupy.mla_decode, *arrays, **given)
     lists = inputs.lists if model.extra else buffers.indices
     options = {"scale": case.scale, "out": out, "lse": buffers.sparse_lse, **projection}
     if model.extra:
