@@ -1,4 +1,4 @@
-"""A layer of separate calls: RoPE by a kernel of its own, `cache_append`, and both products by cuBLAS."""
+"""A layer of separate calls: RoPE and LayerNorm by kernels of their own, `cache_append`, both products by cuBLAS."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 import mla_cupy
 
 from ..core.cost import D_V
 from ..core.device import Device
 from ..core.implementation import Prepared
-from ..ops.layer.cases import D_ROPE, LayerCase
-from ..ops.layer.inputs import LayerInputs
-from ..ops.layer.steps import Buffers, Steps, attention, columns_of_rope, indexer, prepared_layer
+from ..ops.layer.cases import D_INDEX, D_ROPE, LayerCase
+from ..ops.layer.inputs import IndexInputs, LayerInputs
+from ..ops.layer.steps import Buffers, Steps, attention, columns_of_rope, prepared_layer, selection, tables
 from .cublas import Cublas, why_missing
 
 SEPARATE = "separate"
@@ -43,6 +45,23 @@ extern "C" __global__ void bench_rope(const unsigned short* q, unsigned short* o
     *(unsigned*)(out + (long long)row * to_row + 2 * pair) =
         narrow<KIND>(x * c - y * s) | (unsigned)narrow<KIND>(x * s + y * c) << 16;
 }
+extern "C" __global__ void bench_norm(const unsigned short* k, unsigned short* out, const float* weight,
+                                      const float* bias) {
+    __shared__ float sums[8];
+    const int at = blockIdx.x * 128 + threadIdx.x, warp = threadIdx.x / 32;
+    const float x = wide<KIND>(k[at]);
+    float sum = x, square = x * x;
+    for (int step = 16; step > 0; step /= 2) {
+        sum += __shfl_xor_sync(~0u, sum, step);
+        square += __shfl_xor_sync(~0u, square, step);
+    }
+    sums[warp] = sum, sums[4 + warp] = square;
+    __syncthreads();
+    const float mean = (sums[0] + sums[1] + sums[2] + sums[3]) / 128;
+    const float mean_square = (sums[4] + sums[5] + sums[6] + sums[7]) / 128;
+    const float scale = rsqrtf(mean_square - mean * mean + 1e-6f);
+    out[at] = narrow<KIND>((x - mean) * scale * weight[threadIdx.x] + bias[threadIdx.x]);
+}
 extern "C" __global__ void bench_gate(unsigned short* out, const unsigned short* gate, int count) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) out[i] = narrow<KIND>(wide<KIND>(out[i]) / (1 + __expf(-wide<KIND>(gate[i]))));
@@ -66,7 +85,7 @@ class SeparateCalls:
 
         library = Cublas(device.stream)
         source = _SOURCE.replace("KIND", "bf16" if dtype == "bfloat16" else "fp16")
-        kernels = {name: cupy.RawKernel(source, f"bench_{name}", ("-std=c++17",)) for name in ("rope", "gate")}
+        kernels = {name: cupy.RawKernel(source, f"bench_{name}", ("-std=c++17",)) for name in ("rope", "norm", "gate")}
 
         def make(inputs: LayerInputs, buffers: Buffers) -> Steps:
             return _steps(case, dtype, inputs, buffers, device, library, kernels)
@@ -78,11 +97,11 @@ def _steps(
     case: LayerCase, dtype: str, inputs: LayerInputs, buffers: Buffers, device: Device, library: Cublas, kernels: Any
 ) -> Steps:
     model, rows = case.model, case.b * case.h_q
-    tables = {"cos": inputs.cos, "sin": inputs.sin, "positions": inputs.positions}
+    turns = tables(inputs)
     steps: dict[str, Any] = {}
     if model.has_rope:
         steps["RoPE of q"] = _rope(case, inputs, buffers, kernels["rope"])
-    rope, turned = (inputs.rope, tables) if model.has_rope else (None, {})
+    rope, turned = (inputs.rope, turns) if model.has_rope else (None, {})
     steps["append"] = partial(mla_cupy.cache_append, inputs.latent, rope, inputs.cache, inputs.slots, **turned)
     if not model.absorbs:
         return {**steps, "attention": attention(case, dtype, inputs, buffers, device)}
@@ -90,19 +109,33 @@ def _steps(
     q_nope, latents, out = inputs.q[..., : model.d_nope], buffers.latents[:, 0], buffers.out[:, 0]
     steps["W_UK"] = partial(library.by_heads, q_nope, w_uk, buffers.queries[..., :D_V], transposed=False)
     if inputs.index is not None:
-        steps |= indexer(case, inputs, inputs.index, buffers, device)
+        steps |= _indexer(case, inputs, inputs.index, buffers, device, kernels["norm"])
     steps["attention"] = attention(case, dtype, inputs, buffers, device)
     steps["W_UV"] = partial(library.by_heads, latents, w_uv, out, transposed=True)
     if model.has_gate:
         count = rows * model.d_head
-        steps["gate"] = partial(kernels["gate"], (-(-count // _THREADS),), (_THREADS,), (out, inputs.gate, count))
+        steps["gate"] = partial(
+            kernels["gate"], (-(-count // _THREADS),), (_THREADS,), (out, inputs.gate, np.int32(count))
+        )
     return steps
+
+
+def _indexer(
+    case: LayerCase, inputs: LayerInputs, index: IndexInputs, buffers: Buffers, device: Device, norm: Any
+) -> Steps:
+    normed, turns = device.empty((case.b, D_INDEX), "bfloat16"), tables(inputs)
+    prepared = {"codes": buffers.codes, "folded": buffers.folded}
+    arguments = (index.k, normed, index.norm_weight, index.norm_bias)
+    return {
+        "LayerNorm": partial(norm, (case.b,), (D_INDEX,), arguments),
+        "index q": partial(mla_cupy.indexer_prepare_q, index.q, index.weights, **turns, **prepared),
+        "index k": partial(mla_cupy.indexer_cache_append, normed, index.cache, inputs.slots, **turns),
+        "select": selection(case, inputs, index, buffers, device),
+    }
 
 
 def _rope(case: LayerCase, inputs: LayerInputs, buffers: Buffers, kernel: Any) -> Any:
     """RoPE of the queries; of those that hold it inside, the other columns are copied before."""
-    import numpy as np
-
     source, target = columns_of_rope(case, inputs, buffers)
     if not case.model.absorbs:
         buffers.queries[...] = inputs.q  # once: a layer would turn them in place

@@ -3,8 +3,8 @@
 //   latents[t] = sum_j w_j piece_j[t],   w_j = exp2(lse_j - max lse) / sum_j exp2(lse_j - max lse)
 //   result[t, d] = sum_c latents[t, c] W_UV[head, d, c] * sigmoid(gate[t, head, d])
 //
-// Grid: x = heads, each by `parts` blocks, which have as many of its columns d. The blocks of a cluster are the parts of
-// one head: each merges a share of the columns c of all tokens, and gets the other shares from its peers. Without
+// Grid: x = heads, each by `parts` blocks, which have as many of its columns d. The blocks of a cluster are the parts
+// of one head: each merges a share of the columns c of all tokens, and gets the other shares from its peers. Without
 // clusters every block merges all of them. A block goes through all tokens, kTokens at a time:
 //
 //   W_UV to shared memory | weigh and merge | exchange | product | store | weigh and merge | ...
@@ -32,7 +32,7 @@ namespace mla::attention {
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kProjectionThreads = 256;
 constexpr i32 kProjectionWarps = kProjectionThreads / kWarpThreads;
-constexpr i32 kFewPieces = 8;     // of a row that a group of threads merges alone
+constexpr i32 kFewPieces = 8;      // of a row that a group of threads merges alone
 constexpr i32 kLoadsInFlight = 8;  // of a thread
 constexpr i32 kMaxRowPieces = kProjectionThreads;
 constexpr i32 kPitch = kHeadDimV + 8;  // of rows in shared memory: ldmatrix then meets every bank
@@ -159,8 +159,8 @@ MLA_DEVICE void add_piece(const Source& source, float4& sum, const uint4& x, flo
     if (source.is_fp32()) {
         wide = make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w));
     } else {
-        wide = make_float4(Element::to_float((u16)x.x), Element::to_float((u16)(x.x >> 16)), Element::to_float((u16)x.y),
-                           Element::to_float((u16)(x.y >> 16)));
+        wide = make_float4(Element::to_float((u16)x.x), Element::to_float((u16)(x.x >> 16)),
+                           Element::to_float((u16)x.y), Element::to_float((u16)(x.y >> 16)));
     }
     sum.x = fmaf(weight, wide.x, sum.x);
     sum.y = fmaf(weight, wide.y, sum.y);
@@ -171,7 +171,8 @@ MLA_DEVICE void add_piece(const Source& source, float4& sum, const uint4& x, flo
 template <class C>
 MLA_DEVICE void store_latents(ProjectionStorage<C>& s, i32 token, i32 vector, const float4& x) {
     typename C::Element kind;
-    *reinterpret_cast<uint2*>(&s.latents[token][4 * vector]) = make_uint2(cvt_x2(kind, x.x, x.y), cvt_x2(kind, x.z, x.w));
+    *reinterpret_cast<uint2*>(&s.latents[token][4 * vector]) =
+        make_uint2(cvt_x2(kind, x.x, x.y), cvt_x2(kind, x.z, x.w));
 }
 
 // The weights of rows with few pieces: a thread has one of them, eight threads a row.

@@ -3,8 +3,8 @@
 //   q[t, :512] = q_nope[t, head] W_UK[head],   q[t, 512:] = q_rope[t, head]
 //
 // Grid: x = heads, each by 8 blocks of 64 columns, which also copy 8 of RoPE's columns each. A block goes through all
-// tokens, kTokens at a time; W_UK is read once, whatever their number, and asked for before anything else. All blocks of
-// 128 heads are resident at once on Hopper, so all of W_UK is on its way at once.
+// tokens, kTokens at a time; W_UK is read once, whatever their number, and asked for before anything else. All blocks
+// of 128 heads are resident at once on Hopper, so all of W_UK is on its way at once.
 #include "attention/shapes.cuh"
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
@@ -24,9 +24,9 @@ constexpr i32 kThreads = 128;
 constexpr i32 kWarps = kThreads / kWarpThreads;
 constexpr i32 kColumns = 64;  // of a block
 constexpr i32 kParts = kHeadDimV / kColumns;
-constexpr i32 kRopePart = kHeadDimRope / kParts;  // columns that a block copies
-constexpr i32 kTokens = 32;                // at a time
-constexpr i32 kMaxDNope = MLA_MAX_D_NOPE;  // rows of W_UK
+constexpr i32 kRopePart = kHeadDimRope / kParts;                         // columns that a block copies
+constexpr i32 kTokens = 32;                                              // at a time
+constexpr i32 kMaxDNope = MLA_MAX_D_NOPE;                                // rows of W_UK
 constexpr i32 kColumnsPitch = kColumns + 8, kNopePitch = kMaxDNope + 8;  // ldmatrix then meets every bank
 static_assert(kColumns == 16 * kWarps, "a warp has 16 columns");
 static_assert(kRopePart == 8, "16 bytes");
@@ -68,9 +68,7 @@ struct Block {
     MLA_DEVICE const u16* w_uk(i32 row) const {
         return p.w_uk + head * p.w_uk_stride_h_elems + row * p.w_uk_stride_d_elems + part * kColumns;
     }
-    MLA_DEVICE u16* out(i32 token) const {
-        return p.out + token * p.out_stride_t_elems + head * p.out_stride_h_elems;
-    }
+    MLA_DEVICE u16* out(i32 token) const { return p.out + token * p.out_stride_t_elems + head * p.out_stride_h_elems; }
 };
 
 // ---- Steps -----------------------------------------------------------------------------------------------------
@@ -172,7 +170,8 @@ MLA_DEVICE void copy_rope(const Block& block) {
     const i32 column = block.part * kRopePart;
     for (i32 token = threadIdx.x; token < p.t; token += kThreads) {
         const u16* const from = p.q_rope + token * p.q_rope_stride_t_elems + block.head * p.q_rope_stride_h_elems;
-        *reinterpret_cast<uint4*>(block.out(token) + kHeadDimV + column) = *reinterpret_cast<const uint4*>(from + column);
+        *reinterpret_cast<uint4*>(block.out(token) + kHeadDimV + column) =
+            *reinterpret_cast<const uint4*>(from + column);
     }
 }
 

@@ -64,7 +64,7 @@ def subject(
     d_qk = d_qk or (FORMATS[record].d_qk if record else D_QK)
     choice("--dtype", dtype, HALF)
     choice("--out-dtype", out_dtype, (None, dtype, "float32"))
-    sizes = {"s_q": s_q, "h_q": h_q, "d_qk": d_qk, "page_size": page_size, "h_kv": h_kv, "d_v": D_V}
+    sizes = {"s_q": s_q, "h_q": h_q, "d_qk": d_qk, "page_size": page_size, "h_kv": h_kv, "d_v": D_V, "d_head": D_V}
     dtypes = {
         "q": dtype,
         "kv_cache": "uint8" if record else dtype,

@@ -100,7 +100,7 @@ def sparse_decode(
     arrays = {"q": dtype, "kv_cache": "uint8", "indices": "int32"}
     return Subject(
         SPARSE_DECODE,
-        {**sizes, "topk": topk, "d_v": D_V},
+        {**sizes, "topk": topk, "d_v": D_V, "d_head": D_V},
         {**arrays, "topk_length": "int32", "out": dtype, "lse": "float32"},
         fixed={"lse_base": "e", "out_dtype": None, "kernel": None},
         free={"scale": "real", "empty_lse": "real"},

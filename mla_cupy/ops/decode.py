@@ -121,8 +121,8 @@ def mla_decode(
     plan : DecodePlan, optional
         From `plan_decode`, updated for these `seqlens`: saves the scheduling and the allocations of a call.
     out : array, (b, s_q, h_q, 512), dtype of q (bfloat16 where that is e4m3) or float32, optional
-        Memory for the result, (b, s_q, h_q, d_head) with a `w_uv`: a contiguous last axis, a start and other strides that are multiples of 16 bytes. Not for
-        JAX, whose arrays cannot be written.
+        Memory for the result, (b, s_q, h_q, d_head) with a `w_uv`: a contiguous last axis, a start and other strides
+        that are multiples of 16 bytes. Not for JAX, whose arrays cannot be written.
     lse : array, (b, h_q, s_q), float32, optional
         Memory for the log-sum-exp; any strides.
     workspace : array, (n,), uint8, optional
@@ -335,7 +335,8 @@ OPERATION = Operation(
         Output("out", "b s_q h_q d_head", like_queries_or_float32, "out_dtype", "wide"),
         Output("lse", "b h_q s_q"),
     ),
-    sizes={"d_qk": (D_QK, D_V), "d_kv": (D_QK, D_V, *(FORMATS[name].width for name in READ)), "d_v": (D_V,)} | {"d_head": D_HEADS},
+    sizes={"d_qk": (D_QK, D_V), "d_kv": (D_QK, D_V, *(FORMATS[name].width for name in READ)), "d_v": (D_V,)}
+    | {"d_head": D_HEADS},
     min_sizes={"s_q": 1, "h_q": 1, "page_size": 1, "h_kv": 1},
     options=DecodeOptions,
     parallel={"b": (), "h_q": ("h_kv?",)},

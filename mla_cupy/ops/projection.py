@@ -12,7 +12,16 @@ from mla_cupy.kernels.projection import ABSORBING, MERGE_PROJECT
 from mla_cupy.kernels.projection.pipeline import MAX_STATES, AbsorbOptions, MergeProjectOptions, ProjectProblem
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_empty_lse, check_lse_base
-from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32, only_like_first, present
+from mla_cupy.ops.operation import (
+    Examined,
+    Input,
+    Operation,
+    Output,
+    Views,
+    like_first_or_float32,
+    only_like_first,
+    present,
+)
 from mla_cupy.shapes import D_HEADS, D_QK, D_ROPE, D_V, MAX_INT32
 
 W_UV = Input("w_uv", "h_q d_head d_v", HALF, optional=True, wide=True)

@@ -74,8 +74,8 @@ def sparse_mla_decode(
     empty_lse : float
         `lse` of a query without a token; its `out` is 0.
     out : array, (b, s_q, h_q, 512), dtype of q or float32, optional
-        Memory for the result, (b, s_q, h_q, d_head) with a `w_uv`: a contiguous last axis, a start and other strides that are multiples of 16 bytes, and
-        first two axes that step evenly.
+        Memory for the result, (b, s_q, h_q, d_head) with a `w_uv`: a contiguous last axis, a start and other strides
+        that are multiples of 16 bytes, and first two axes that step evenly.
     lse : array, (b, s_q, h_q), float32, optional
         Memory for the log-sum-exp; the first two axes step evenly.
     workspace : array, (n,), uint8, optional

@@ -64,9 +64,9 @@ def test_results_in_16_bits_where_the_caller_wants_them() -> None:
     whole = np.full((2, 3, 4, 144), 7, given.w_uv.dtype)
     out = whole[:, :2, ::2, :128]
     with simulated(2):
-        result, lse = mla_cupy.merge_project(**given.arrays, out=out)
+        result, _ = mla_cupy.merge_project(**given.arrays, out=out)
     assert result is out
-    exact, exact_lse = reference.merge_project(*given, rounding="bfloat16")
+    exact, _ = reference.merge_project(*given, rounding="bfloat16")
     np.testing.assert_allclose(out.astype(float), exact, rtol=2**-8, atol=2e-3)
     whole[:, :2, ::2, :128] = 7
     assert (whole == 7).all()
@@ -258,7 +258,10 @@ SPLIT = DecodeCase(b=2, seqlens=(2300, 130), h_q=2)  # more cuts than a warp has
 OF_STATES = (
     Mutant("weights read before they are there", PROJECTION, "    __syncthreads();\n    merge_few", "    merge_few"),
     Mutant(
-        "shares read before they are there", PROJECTION, "cluster_sync();  // every block has its share", "cluster_arrive(); cluster_wait(); if (block.part == 0) return;"
+        "shares read before they are there",
+        PROJECTION,
+        "cluster_sync();  // every block has its share",
+        "cluster_arrive(); cluster_wait(); if (block.part == 0) return;",
     ),
     Mutant(
         "a share overwritten while a peer reads it",
@@ -267,26 +270,68 @@ OF_STATES = (
         "",
     ),
     Mutant("the peer's share in the wrong place", PROJECTION, "other + (other >= block.part)", "other"),
-    Mutant("groups' sums not waited for", PROJECTION, "    __syncthreads();\n    if (group == 0) {", "    if (group == 0) {"),
-    Mutant("a group left out", PROJECTION, "for (i32 i = 1; i < C::kGroups; ++i) {\n            const float4 other", "for (i32 i = 2; i < C::kGroups; ++i) {\n            const float4 other"),
-    Mutant("a row's sum goes on into the next", PROJECTION, "            sum = make_float4(0.f, 0.f, 0.f, 0.f);\n        }", "        }"),
-    Mutant("pieces without a key read", PROJECTION, "tokens[i] >= 0 && s.weights[max(0, tokens[i])][piece] != 0.f", "tokens[i] >= 0"),
+    Mutant(
+        "groups' sums not waited for",
+        PROJECTION,
+        "    __syncthreads();\n    if (group == 0) {",
+        "    if (group == 0) {",
+    ),
+    Mutant(
+        "a group left out",
+        PROJECTION,
+        "for (i32 i = 1; i < C::kGroups; ++i) {\n            const float4 other",
+        "for (i32 i = 2; i < C::kGroups; ++i) {\n            const float4 other",
+    ),
+    Mutant(
+        "a row's sum goes on into the next",
+        PROJECTION,
+        "            sum = make_float4(0.f, 0.f, 0.f, 0.f);\n        }",
+        "        }",
+    ),
+    Mutant(
+        "pieces without a key read",
+        PROJECTION,
+        "tokens[i] >= 0 && s.weights[max(0, tokens[i])][piece] != 0.f",
+        "tokens[i] >= 0",
+    ),
     Mutant("W_UV not waited for", PROJECTION, "            wait_for_w_uv();\n            __syncthreads();\n", ""),
     Mutant("results of tokens that are none", PROJECTION, "        if (token >= count) return;\n", ""),
-    Mutant("the gate without its sigmoid", PROJECTION, "x *= sigmoid(Element::to_float((u16)gate))", "x *= Element::to_float((u16)gate)"),
-    Mutant("empty states by one infinity only", STATE_ROWS, "fabsf(lse) == -negative_infinity()", "lse == negative_infinity()"),
-)  # fmt: skip
+    Mutant(
+        "the gate without its sigmoid",
+        PROJECTION,
+        "x *= sigmoid(Element::to_float((u16)gate))",
+        "x *= Element::to_float((u16)gate)",
+    ),
+    Mutant(
+        "empty states by one infinity only",
+        STATE_ROWS,
+        "fabsf(lse) == -negative_infinity()",
+        "lse == negative_infinity()",
+    ),
+)
 OF_DECODE = (
-    Mutant("cuts counted before they are zero", SPLITS, "        }\n        __syncthreads();\n        for (i32 i = 1", "        }\n        for (i32 i = 1"),
-    Mutant("the first piece looked for where others are", SPLITS, "p.continued_index + split, kv_head", "split, kv_head"),
+    Mutant(
+        "cuts counted before they are zero",
+        SPLITS,
+        "        }\n        __syncthreads();\n        for (i32 i = 1",
+        "        }\n        for (i32 i = 1",
+    ),
+    Mutant(
+        "the first piece looked for where others are", SPLITS, "p.continued_index + split, kv_head", "split, kv_head"
+    ),
     Mutant("a piece too few", SPLITS, "s.cuts[request - first_request] + 1", "s.cuts[request - first_request]"),
-)  # fmt: skip
+)
 OF_ABSORPTION = (
-    Mutant("queries read while the next are fetched", ABSORBED, "        __syncthreads();  // the queries have been read\n", ""),
+    Mutant(
+        "queries read while the next are fetched",
+        ABSORBED,
+        "        __syncthreads();  // the queries have been read\n",
+        "",
+    ),
     Mutant("copies not waited for", ABSORBED, "    cp_async_wait_all();\n", ""),
     Mutant("the block's columns of RoPE left where they are", ABSORBED, "kHeadDimV + column", "kHeadDimV"),
     Mutant("rows past the last one stored", ABSORBED, "            if (token >= count) continue;\n", ""),
-)  # fmt: skip
+)
 
 
 def _states(mode: tuple[str, int]) -> None:

@@ -47,14 +47,14 @@ def expect(case: LayerCase, dtype: str, inputs: LayerInputs, device: Device) -> 
     return found
 
 
-def _tables(inputs: LayerInputs, sequence: int, device: Device) -> dict[str, Array]:
+def _tables(inputs: LayerInputs, sequence: int, device: Device) -> dict[str, Any]:
     tables = {"cos": device.to_host(inputs.cos), "sin": device.to_host(inputs.sin)}
     return {**tables, "positions": device.to_host(inputs.positions[sequence : sequence + 1])}
 
 
 def _with_the_new_token(case: LayerCase, inputs: LayerInputs, sequence: int, device: Device) -> Array:
     """The sequence's pages on the host, after the append."""
-    pages = device.take(inputs.cache, inputs.host_table[sequence]).copy()
+    pages: Array = device.take(inputs.cache, inputs.host_table[sequence]).copy()
     one = slice(sequence, sequence + 1)
     latent, rope = device.to_host(inputs.latent[one]), device.to_host(inputs.rope[one])
     slot = np.array([case.s_kv - 1], np.int32)

@@ -25,7 +25,9 @@ class IndexInputs:
 
     q: Any  # (b, heads, 128), bfloat16
     weights: Any  # (b, heads), float32
-    k: Any  # (b, 128), bfloat16, after its LayerNorm
+    k: Any  # (b, 128), bfloat16, before its LayerNorm
+    norm_weight: Any  # (128,), float32
+    norm_bias: Any
     cache: Any  # (pages, 64, 132)
 
 
@@ -81,6 +83,8 @@ def make_inputs(case: LayerCase, dtype: str, seed: int, device: Device) -> Layer
             q=normal(case.b, model.index_heads, D_INDEX, kind="bfloat16"),
             weights=normal(case.b, model.index_heads, kind="float16").astype("float32"),
             k=normal(case.b, D_INDEX, kind="bfloat16"),
+            norm_weight=device.upload(1 + rng.standard_normal(D_INDEX, np.float32) / 8),
+            norm_bias=device.upload(rng.standard_normal(D_INDEX, np.float32) / 8),
             cache=_index_cache(case, next(numbers), device),
         )
     return LayerInputs(
@@ -113,9 +117,7 @@ def _cache(case: LayerCase, dtype: str, seed: int, device: Device) -> Any:
     with device.current():
         for first in range(0, pages * PAGE_SIZE, _CHUNK):
             count = min(_CHUNK, pages * PAGE_SIZE - first)
-            latent, rope = (
-                device.normal((count, width), dtype, seed + first) for width in (model.d_latent, D_ROPE)
-            )
+            latent, rope = (device.normal((count, width), dtype, seed + first) for width in (model.d_latent, D_ROPE))
             mla_cupy.cache_append(latent, rope, cache, device.upload(np.arange(first, first + count)))
     return cache
 

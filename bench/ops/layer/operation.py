@@ -34,7 +34,8 @@ def ratios(rows: Sequence[Mapping[str, Any]]) -> list[Ratio]:
     case = own["case"]
     times = [row["timing"]["us_median"] for row in (own, separate)]
     made = [Ratio(f"{case}: time of separate calls", times[0] / times[1], TIME if case == cases.MAIN.name else None)]
-    counts = [int(found[1]) for row in (own, separate) if (found := re.match(r"(\d+) launches", row["includes"]))]
+    said = [re.match(r"(\d+) launches", row["includes"]) for row in (own, separate)]
+    counts = [int(match[1]) for match in said if match]
     if len(counts) == 2:
         text = f"{case}: {counts[0]} launches in place of {counts[1]}"
         made.append(Ratio(text, counts[0] / counts[1], LAUNCHES if case.startswith("v32-") else None))
@@ -45,7 +46,8 @@ LAYER = BenchOperation(
     name="layer",
     title="one decode layer between its projections and the output projection",
     examples=EXAMPLES,
-    peers="separate (RoPE by a kernel of its own, cache_append, both products by cuBLAS); or none. Default: separate",
+    peers="separate (RoPE, LayerNorm and gate by kernels of their own, cache_append, both products by cuBLAS); or "
+    "none. Default: separate",
     suites=cases.SUITES,
     case_form=cases.FORM,
     parse=cases.parse,

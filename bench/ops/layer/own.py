@@ -13,7 +13,7 @@ from ...core.device import Device
 from ...core.implementation import OWN, Prepared
 from .cases import LayerCase
 from .inputs import LayerInputs
-from .steps import Buffers, Steps, attention, columns_of_rope, indexer, prepared_layer
+from .steps import Buffers, Steps, attention, columns_of_rope, prepared_layer, selection, tables
 
 
 class FewLaunches:
@@ -34,22 +34,27 @@ class FewLaunches:
 
     def _steps(self, case: LayerCase, dtype: str, inputs: LayerInputs, buffers: Buffers, device: Device) -> Steps:
         model = case.model
-        tables = {"cos": inputs.cos, "sin": inputs.sin, "positions": inputs.positions}
+        turns = tables(inputs)
         token = (inputs.latent, inputs.rope, inputs.cache, inputs.slots)
         steps: dict[str, Any] = {}
         if not model.has_rope:
             steps["append"] = partial(mla_cupy.cache_append, inputs.latent, None, inputs.cache, inputs.slots)
         elif model.absorbs:
             source, target = columns_of_rope(case, inputs, buffers)
-            steps["prepare"] = partial(mla_cupy.mla_prepare, source, *token, **tables, out=target)
+            steps["prepare"] = partial(mla_cupy.mla_prepare, source, *token, **turns, out=target)
         else:
-            steps["prepare"] = partial(mla_cupy.mla_prepare, inputs.q, *token, **tables, out=buffers.queries)
+            steps["prepare"] = partial(mla_cupy.mla_prepare, inputs.q, *token, **turns, out=buffers.queries)
         if not model.absorbs:
             return {**steps, "attention": attention(case, dtype, inputs, buffers, device)}
         w_uk, w_uv = inputs.kv_b_proj[:, : model.d_nope], inputs.kv_b_proj[:, model.d_nope :]
         q_nope = inputs.q[..., : model.d_nope]
         steps["absorb"] = partial(mla_cupy.absorb, q_nope, w_uk, out=buffers.queries[..., :D_V])
         if inputs.index is not None:
-            steps |= indexer(case, inputs, inputs.index, buffers, device)
+            index = inputs.index
+            arrays = (index.q, index.weights, index.k, *turns.values(), index.cache, inputs.slots)
+            options = {"norm_weight": index.norm_weight, "norm_bias": index.norm_bias}
+            options |= {"codes": buffers.codes, "folded": buffers.folded}
+            steps["index q and k"] = partial(mla_cupy.indexer_prepare, *arrays, **options)
+            steps["select"] = selection(case, inputs, index, buffers, device)
         projection = {"w_uv": w_uv, **({"gate": inputs.gate} if model.has_gate else {})}
         return {**steps, "attention and W_UV": attention(case, dtype, inputs, buffers, device, **projection)}

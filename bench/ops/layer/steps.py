@@ -36,7 +36,6 @@ class Buffers:
             self.folded = device.empty((case.b, model.index_heads), "float32")
             self.indices = device.empty((case.b, 1, model.topk), "int32")
             self.counts = device.empty((case.b, 1), "int32")
-        self.kept: list[Any] = []
 
     def workspace(self, device: Device, function: Callable[..., Any], *arrays: Any, **options: Any) -> Any:
         """Memory for a call; None where it needs none."""
@@ -44,19 +43,18 @@ class Buffers:
         return device.empty((nbytes,), "uint8") if nbytes else None
 
 
-def indexer(case: LayerCase, inputs: LayerInputs, index: IndexInputs, buffers: Buffers, device: Device) -> Steps:
-    """Queries and the new key, quantised; then the selection."""
-    tables = {"cos": inputs.cos, "sin": inputs.sin, "positions": inputs.positions}
+def tables(inputs: LayerInputs) -> dict[str, Any]:
+    """RoPE's tables, and the positions of the new tokens."""
+    return {"cos": inputs.cos, "sin": inputs.sin, "positions": inputs.positions}
+
+
+def selection(case: LayerCase, inputs: LayerInputs, index: IndexInputs, buffers: Buffers, device: Device) -> Call:
+    """Logits of the quantised index queries, and the tokens that they select."""
     lengths = inputs.seqlens[:, None]
     arrays = (buffers.codes[:, None], index.cache, buffers.folded[:, None], lengths, inputs.block_table)
     options = {"topk": case.model.topk, "indices": buffers.indices, "counts": buffers.counts}
     workspace = buffers.workspace(device, mla_cupy.indexer_select_paged, *arrays, **options)
-    prepared = {"codes": buffers.codes, "folded": buffers.folded}
-    return {
-        "index q": partial(mla_cupy.indexer_prepare_q, index.q, index.weights, **tables, **prepared),
-        "index k": partial(mla_cupy.indexer_cache_append, index.k, index.cache, inputs.slots, **tables),
-        "select": partial(mla_cupy.indexer_select_paged, *arrays, **options, workspace=workspace),
-    }
+    return partial(mla_cupy.indexer_select_paged, *arrays, **options, workspace=workspace)
 
 
 def attention(
@@ -66,13 +64,13 @@ def attention(
     model, q = case.model, buffers.queries[:, None]
     out = buffers.out if projection or not model.absorbs else buffers.latents
     if not model.record:
-        d_head = {"d_head": model.d_head} if projection else {}
-        sizes = {"max_b": case.b, "s_q": 1, "h_q": case.h_q, "d_qk": model.d_qk, "dtype": dtype}
+        d_head: dict[str, Any] = {"d_head": model.d_head} if projection else {}
+        sizes: dict[str, Any] = {"max_b": case.b, "s_q": 1, "h_q": case.h_q, "d_qk": model.d_qk, "dtype": dtype}
         plan = mla_cupy.plan_decode(**sizes, **d_head, max_pages=case.pages, page_size=PAGE_SIZE)
         plan.update(inputs.seqlens)  # one for all layers of a step: not part of a layer
         arrays = (q, inputs.cache, inputs.block_table, inputs.seqlens)
-        options = {"scale": case.scale, "plan": plan, "out": out, "lse": buffers.lse}
-        return partial(mla_cupy.mla_decode, *arrays, **options, **projection)
+        given: dict[str, Any] = {"scale": case.scale, "plan": plan, "out": out, "lse": buffers.lse, **projection}
+        return partial(mla_cupy.mla_decode, *arrays, **given)
     lists = inputs.lists if model.extra else buffers.indices
     options = {"scale": case.scale, "out": out, "lse": buffers.sparse_lse, **projection}
     if model.extra:

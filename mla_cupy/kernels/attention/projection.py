@@ -76,7 +76,10 @@ def addresses(call: Call) -> ProjectionAddresses:
 
 
 def sizes(call: Call, variant: Variant, by_query: bool = False) -> ProjectionSizes:
-    """Sizes and strides of what is at the addresses; `by_query` if the kernel takes the axes b and s_q, which step evenly, as one."""
+    """Sizes and strides of what is at the addresses.
+
+    With `by_query` the kernel takes the axes b and s_q, which step evenly, as one.
+    """
     d_head, (b, s_q, _, _) = call.view("w_uv").shape[1], call.view("out").shape
 
     def strides(name: str) -> tuple[int, int, int]:

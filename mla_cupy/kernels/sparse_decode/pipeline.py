@@ -79,7 +79,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         return SparseDecodeConfig(problem, chosen, variant, block_rows, cuts, blocks, projection)
 
     def workspace(self, config: SparseDecodeConfig) -> Layout:
-        """The schedule, if it is in memory, then two partial results per split, and results before they are projected."""
+        """The schedule, if it is in memory, then two partial results per split, and results to be projected."""
         problem, splits = config.problem, config.cuts.num_splits
         partial_rows = 2 * splits * problem.h_q if config.combine_blocks else 0
         latents = problem.queries * problem.h_q if config.projection else 0
