@@ -178,7 +178,7 @@ struct TableRotation {
     MLA_DEVICE i64 position(i64 token) const {
         return read_index(positions + token * positions_stride_bytes, positions_are_64);
     }
-    MLA_DEVICE void look_up(PieceAngles& angles, i64 position, i32 piece) const {
+    MLA_DEVICE void load_row(PieceAngles& angles, i64 position, i32 piece) const {
         const u64 begin = reinterpret_cast<u64>(cos) | reinterpret_cast<u64>(sin);
         const u64 steps = (cos_stride_elems | sin_stride_elems) * sizeof(float);
         const i64 row = max(0ll, min(position, (i64)max_position - 1));
@@ -186,7 +186,7 @@ struct TableRotation {
                     (begin | steps) % kPieceBytes == 0);
     }
     // Called by whole warps.
-    MLA_DEVICE void load(PieceAngles& angles, i64 token, i32 piece) const { look_up(angles, position(token), piece); }
+    MLA_DEVICE void load(PieceAngles& angles, i64 token, i32 piece) const { load_row(angles, position(token), piece); }
 };
 
 // Where turned RoPE parts go beside the cache: rows of 16-bit elements of the kind that they have, or null.
@@ -390,10 +390,10 @@ MLA_DEVICE void store_codes_of_tensor(const Params& p, const TokenBytes& token, 
 enum class Kept { AsItIs, Groups, Tensor };
 
 // Called by whole warps. Elements that are quantised have 32 bytes in a lane; others are stored as adjacent pieces.
-template <class Element, Kept kKept, class Params, class Rotation>
+template <class Element, Kept kForm, class Params, class Rotation>
 MLA_DEVICE void append_usual(const Params& p, const Rotation& rotation, const RecordLayout& layout,
                              const RopeRows& turned_rows, i64 first, i32 lane) {
-    constexpr bool kQuantised = kKept != Kept::AsItIs;
+    constexpr bool kQuantised = kForm != Kept::AsItIs;
     const i32 count = (i32)min(p.n - first, (i64)kTokens);
     const bool in_cache = lane < count && p.cache != nullptr;
     const i64 slot = in_cache ? read_index(p.slots + (first + lane) * p.slots_stride_bytes, p.slots_are_64) : -1;
@@ -421,9 +421,9 @@ MLA_DEVICE void append_usual(const Params& p, const Rotation& rotation, const Re
         const TokenBytes token{from_lane(mine.data, t), from_lane(mine.scales, t)};
         if (token.data == nullptr) continue;
         if (has_rope && rope_token == t) store_rope(p, token.data + p.rope_offset, rope, rope_piece);
-        if (kKept == Kept::Groups) {
+        if (kForm == Kept::Groups) {
             store_codes<Element>(p, token, pieces[t], lane);
-        } else if (kKept == Kept::Tensor) {
+        } else if (kForm == Kept::Tensor) {
             store_codes_of_tensor(p, token, pieces[t], lane);
         } else {
 #pragma unroll

@@ -78,7 +78,7 @@ struct AnyRotation : TableRotation {
         if (cos == nullptr) {
             angles.compute(position(token), frequencies, piece, interleaved);
         } else {
-            look_up(angles, position(token), piece);
+            load_row(angles, position(token), piece);
         }
     }
 };

@@ -15,7 +15,7 @@ from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, on
 from mla_cupy.shapes import D_ROPE, MAX_INT32
 
 WIDTHS = (576, 512, 192, 64)
-"""Of queries with their RoPE part: absorbed, absorbed with RoPE inside, before W_UK is absorbed, the part alone."""
+"""Widths of queries with their RoPE part: absorbed, with RoPE inside, before W_UK is absorbed, the part alone."""
 
 
 def mla_prepare(

@@ -17,7 +17,7 @@ from mla_cupy import reference
 
 SMALL = {
     INDEXER_TOPK: ("sq5-skv40-k7", "sq300-skv90-k90-hot", "sq1-skv33-k1"),
-    INDEXER_PREPARE: ("sq5-h3-d32", "sq2-h1-d64", "sq1-h2"),
+    INDEXER_PREPARE: ("sq5-h3-d32", "sq2-h1-d64", "sq1-h2", "sq5-h3-d32-keys"),
 }
 NAMES = [(operation, name) for operation, names in SMALL.items() for name in names]
 

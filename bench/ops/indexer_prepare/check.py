@@ -1,4 +1,4 @@
-"""Check of prepared queries: those of a few tokens equal the oracle's byte by byte."""
+"""Check of prepared queries and keys: those of a few tokens equal the oracle's byte by byte."""
 
 from __future__ import annotations
 
@@ -23,29 +23,35 @@ TOKENS = 3
 
 @dataclass(frozen=True)
 class Sample:
-    """The bytes of a token's codes and folded weights."""
+    """The bytes of a token's results by name."""
 
     token: int
-    codes: Array
-    folded: Array
+    results: dict[str, Array]
 
 
 def expect(case: PrepareCase, dtype: str, inputs: PrepareInputs, device: Device) -> list[Sample]:
     """The oracle's results for a few tokens."""
     chosen = spaced(case.s_q, TOKENS)
-    q, host = device.take(inputs.q, chosen), inputs.host
-    arguments = (host["weights"][chosen], host["cos"], host["sin"], host["positions"][chosen])
-    codes, folded = reference.indexer_prepare_q(q, *arguments)
-    return [Sample(int(token), to_e4m3(codes[at]), folded[at].astype(np.float32)) for at, token in enumerate(chosen)]
+    of_tokens = ("weights", "positions")
+    given = {name: x[chosen] if name in of_tokens else x for name, x in inputs.host.items()}
+    q = device.take(inputs.q, chosen)
+    if case.keys:
+        made = reference.indexer_prepare(q, k=device.take(inputs.arguments["k"], chosen), **given)
+    else:
+        made = reference.indexer_prepare_q(q, **given)
+    names = ("codes", "folded", "k_codes", "k_scale")[: len(made)]
+    results = {
+        name: to_e4m3(x) if "codes" in name else x.astype(np.float32) for name, x in zip(names, made, strict=True)
+    }
+    return [Sample(int(token), {name: x[at] for name, x in results.items()}) for at, token in enumerate(chosen)]
 
 
 def judge(expected: Sequence[Sample], outputs: PreparedQueries, dtype: str, device: Device) -> SampledVerdict:
     """Compares what was written with the samples."""
-    wrong = {"codes": 0, "folded": 0}
+    wrong = dict.fromkeys(expected[0].results, 0)
     for sample in expected:
-        for name in wrong:
+        for name, want in sample.results.items():
             got = device.take(getattr(outputs, name), np.array([sample.token]))[0]
-            want = getattr(sample, name)
             wrong[name] += int((got.view(f"u{got.itemsize}") != want.view(f"u{want.itemsize}")).sum())
     reason = "; ".join(f"{count} {name} differ" for name, count in wrong.items() if count)
     errors = {name: float(count) for name, count in wrong.items()}

@@ -30,6 +30,8 @@ class PreparedQueries:
 
     codes: Any
     folded: Any
+    k_codes: Any = None  # without keys
+    k_scale: Any = None
 
 
 def make_inputs(case: PrepareCase, dtype: str, seed: int, device: Device) -> PrepareInputs:
@@ -42,5 +44,9 @@ def make_inputs(case: PrepareCase, dtype: str, seed: int, device: Device) -> Pre
         "sin": np.sin(angles).astype(np.float32),
         "positions": (np.arange(case.s_q) % MAX_POSITION).astype(np.int32),
     }
-    q = device.normal((case.s_q, case.h, case.d), DTYPE, seed)
-    return PrepareInputs(q, {name: device.upload(x) for name, x in host.items()}, host)
+    if case.keys:
+        host["norm_weight"], host["norm_bias"] = rng.standard_normal((2, case.d), np.float32)
+    arguments = {name: device.upload(x) for name, x in host.items()}
+    if case.keys:
+        arguments["k"] = device.normal((case.s_q, case.d), DTYPE, seed + 1000)
+    return PrepareInputs(device.normal((case.s_q, case.h, case.d), DTYPE, seed), arguments, host)

@@ -9,6 +9,7 @@ from .own import IndexerPrepare
 
 EXAMPLES = """examples:
   run indexer-prepare                     all cases, each with a copy of as many bytes
+  run indexer-prepare --case sq64-h64-keys  queries and keys in one launch
   run indexer-prepare --case sq512-h32    any other shape, named in the same form
 """
 
@@ -20,7 +21,7 @@ def implementations(choices: Choices) -> Known:
 
 INDEXER_PREPARE = BenchOperation(
     name="indexer-prepare",
-    title="indexer preparation: RoPE, Hadamard transform and e4m3 codes of index queries",
+    title="indexer preparation: RoPE, Hadamard, e4m3 codes of index queries, keys with their LayerNorm",
     examples=EXAMPLES,
     peers="none",
     suites=cases.SUITES,
@@ -29,7 +30,7 @@ INDEXER_PREPARE = BenchOperation(
     inputs=inputs.make_inputs,
     expect=check.expect,
     judge=check.judge,
-    results=("codes", "folded"),
+    results=("codes", "folded", "k_codes", "k_scale"),
     implementations=implementations,
     default_peers=lambda choices: [],
 )

@@ -1,4 +1,4 @@
-"""`indexer_prepare_q` through its public call, with results written in place, and a copy of as many bytes beside it."""
+"""The preparation through its public call, with results written in place, and a copy of as many bytes beside it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .inputs import PreparedQueries, PrepareInputs
 
 
 class IndexerPrepare:
-    """One launch for queries; the figure `copy` reads and writes together what it does."""
+    """One launch; the figure `copy` reads and writes together what it does."""
 
     name = OWN
 
@@ -23,19 +23,29 @@ class IndexerPrepare:
         return None
 
     def prepare(self, case: PrepareCase, dtype: str, sets: Sequence[PrepareInputs], device: Device) -> Prepared:
-        codes = [device.empty((case.s_q, case.h, case.d), "uint8") for _ in sets]
-        folded = [device.empty((case.s_q, case.h), "float32") for _ in sets]
-        calls: list[Call] = [
-            partial(mla_cupy.indexer_prepare_q, inputs.q, **inputs.arguments, codes=to, folded=weights)
-            for inputs, to, weights in zip(sets, codes, folded, strict=True)
-        ]
+        made = [_call(case, inputs, device) for inputs in sets]
+        calls = [call for call, _ in made]
         return Prepared(
             calls=calls,
-            outputs=lambda index: PreparedQueries(codes[index], folded[index]),
+            outputs=lambda index: made[index][1],
             recorder=device.recorder(),
             figures={"copy": [_copy(case, device) for _ in sets]},
             workspace_bytes=lambda: device.allocated_by(calls[0]),
         )
+
+
+def _call(case: PrepareCase, inputs: PrepareInputs, device: Device) -> tuple[Call, PreparedQueries]:
+    """A call, and where its results go."""
+    results = {
+        "codes": device.empty((case.s_q, case.h, case.d), "uint8"),
+        "folded": device.empty((case.s_q, case.h), "float32"),
+    }
+    if not case.keys:
+        return partial(mla_cupy.indexer_prepare_q, inputs.q, **inputs.arguments, **results), PreparedQueries(**results)
+    results["k_codes"] = device.empty((case.s_q, case.d), "uint8")
+    results["k_scale"] = device.empty((case.s_q,), "float32")
+    call = partial(mla_cupy.indexer_prepare, inputs.q, **inputs.arguments, **results, return_k=True)
+    return call, PreparedQueries(**results)
 
 
 def _copy(case: PrepareCase, device: Device) -> Call:

@@ -51,7 +51,7 @@ class MlaPrepareCase:
 
     @property
     def cost(self) -> Cost:
-        """What is read and written once, of queries and tokens; RoPE's tables and positions once."""
+        """Bytes that are read and written once, of queries and tokens; RoPE's tables and positions once."""
         of_query = {
             "inplace": 2 * D_ROPE * ELEMENT_BYTES,
             "new": 2 * self.d * ELEMENT_BYTES,

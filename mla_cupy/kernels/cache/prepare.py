@@ -35,7 +35,7 @@ class MlaPrepareOptions(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def frequencies(theta: float | None) -> tuple[int, ...]:
-    """What each pair turns by per token, in 2^-64 turns; zeros without a base."""
+    """Turns of each pair per token, in units of 2^-64; zeros without a base."""
     if theta is None:
         return (0,) * (D_ROPE // 2)
     return tuple(round(theta ** (-2 * i / D_ROPE) / (2 * math.pi) * 2.0**64) for i in range(D_ROPE // 2))
@@ -92,7 +92,7 @@ def _row_bytes(call: Call, name: str) -> tuple[int, int]:
 
 
 def _record_members(call: Call, options: MlaPrepareOptions) -> Any:
-    """Those of the record; without a cache, of a RoPE part alone that stays as it is."""
+    """Members about the record; without a cache, of a RoPE part alone that stays as it is."""
     cache = call.views["cache"]
     if cache is not None:
         assert options.record is not None

@@ -57,7 +57,7 @@ class PrepareQueryOptions(NamedTuple):
 
     @property
     def eps(self) -> float:
-        """What a LayerNorm adds to the variance; queries have none."""
+        """Number that a LayerNorm adds to the variance; queries have none."""
         return 0.0
 
 
