@@ -114,7 +114,8 @@ def _part(signature: Signature, by_handler: bool, *operands: Any) -> Sequence[An
 
 def _parts(signature: Signature) -> Parts:
     record = signature.record
-    axes = {array.name: array.axes.split() for array in (*record.inputs, *record.outputs)}
+    axes = {array.name: array.axes.split() for array in record.inputs}
+    axes |= {output.name: output.axes.split() for output in record.outputs}
     axes |= {output.name: axes[output.like] for output in record.outputs if output.like}
 
     def with_names(names: Sequence[str], shaped: Sequence[Shaped | None]) -> list[Axes]:
