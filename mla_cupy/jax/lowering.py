@@ -106,7 +106,7 @@ def _shared(signature: Signature) -> Run:
 
 
 def _part(signature: Signature, by_handler: bool, *operands: Any) -> Sequence[Any]:
-    """The same call for arrays of other sizes."""
+    """Make the same call for arrays of other sizes."""
     given = iter(operands)
     shaped = tuple(None if x is None else _shaped(next(given)) for x in signature.arrays)
     return _by_platform(Signature(signature.operation, shaped, signature.options), by_handler, *operands)
