@@ -106,7 +106,7 @@ def _shared(signature: Signature) -> Run:
 
 
 def _part(signature: Signature, by_handler: bool, *operands: Any) -> Sequence[Any]:
-    """The same call for arrays of other sizes."""
+    """Make the same call for arrays of other sizes."""
     given = iter(operands)
     shaped = tuple(None if x is None else _shaped(next(given)) for x in signature.arrays)
     return _by_platform(Signature(signature.operation, shaped, signature.options), by_handler, *operands)
@@ -114,7 +114,8 @@ def _part(signature: Signature, by_handler: bool, *operands: Any) -> Sequence[An
 
 def _parts(signature: Signature) -> Parts:
     record = signature.record
-    axes = {array.name: array.axes.split() for array in (*record.inputs, *record.outputs)}
+    axes = {array.name: array.axes.split() for array in record.inputs}
+    axes |= {output.name: output.axes.split() for output in record.outputs}
     axes |= {output.name: axes[output.like] for output in record.outputs if output.like}
 
     def with_names(names: Sequence[str], shaped: Sequence[Shaped | None]) -> list[Axes]:

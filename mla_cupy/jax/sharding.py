@@ -70,7 +70,7 @@ class Parts:
         return found
 
     def specs(self, taken: Mapping[str, Names]) -> tuple[tuple[P, ...], tuple[P, ...]]:
-        """How the operands are sharded then, and the results."""
+        """Specs of the operands then, and those of the results."""
         found = tuple(P(*(taken.get(name) for name in names)) for names in self.names)
         return found[: -self.results], found[-self.results :]
 
@@ -88,7 +88,7 @@ class Parts:
         return run
 
     def rule(self, mesh: Mapping[str, int]) -> tuple[str, dict[str, Any]]:
-        """The same in Shardy's notation, with its keywords; what has no name is whole.
+        """The division in Shardy's notation, with its keywords; what has no name is whole.
 
         Of two axes in proportion the longer one is that of parts and of what is whole in a part. Not so where an axis
         of the mesh has more devices than there are parts: Shardy would take some of them, for which JAX has no name.

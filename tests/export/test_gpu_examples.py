@@ -23,7 +23,7 @@ from mla_cupy import cli
 from mla_cupy.runtime.device import DeviceInfo
 from tests.export import test_tvm_ffi
 from tests.export.library import FLAGS, compiled, compiler
-from tests.export.test_examples import EXAMPLES, REPOSITORY, WANTED, elements
+from tests.export.test_examples import EXAMPLES, REPOSITORY, WANTED, built_with_cudarc, elements
 from tests.support.gpu import fetch, upload
 
 pytestmark = pytest.mark.gpu
@@ -115,9 +115,15 @@ def test_rust(folder: Path, of_c: Batch) -> None:
     if built is not None:
         assert run(built)[0] == of_c.checksum()
         return
-    cargo = [compiler("cargo"), "run", "--offline", "--locked", "-q", "--target-dir", folder / "target"]
+    cargo = [compiler("cargo"), "run", "--offline", "--locked", "-q", "--target-dir", str(folder / "target")]
     found, _ = run(*cargo, "--manifest-path", EXAMPLES / "rust" / "Cargo.toml", MLA_EXPORT=str(folder))
     assert found == of_c.checksum()
+
+
+def test_rust_with_cudarc(folder: Path, of_c: Batch) -> None:
+    """Likewise: MLA_CUDARC_EXAMPLE is a program that was built elsewhere."""
+    program = os.environ.get("MLA_CUDARC_EXAMPLE") or built_with_cudarc(folder)
+    assert run(program)[0] == of_c.checksum()
 
 
 def test_cuda_bindings(folder: Path, of_python: Batch) -> None:
