@@ -22,7 +22,7 @@ from .rules import RULES
 from .state.findings import Finding, Place
 from .state.report import Report
 from .state.watch import Watch
-from .tool.mutate import Mutation, Outcome, mutate, mutations
+from .tool.mutate import Mutation, Outcome, mutate, mutations, plant, steps
 from .tool.timeline import Timeline
 
 __all__ = [
@@ -55,6 +55,8 @@ __all__ = [
     "encode_tiled",
     "mutate",
     "mutations",
+    "plant",
+    "steps",
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -30,7 +30,7 @@ from .instructions import (  # noqa: F401 (emitters register themselves)
 )
 from .memory.spaces import GENERIC_BASE, Buffer, Memory
 from .memory.tensormap import TensorMap
-from .parsing.ir import TYPE_BITS, ModuleIR
+from .parsing.ir import TYPE_BITS, Instr, ModuleIR
 from .parsing.parse import parse
 from .rules import allowed
 from .state.jobs import run as run_in_processes
@@ -108,10 +108,14 @@ class Module:
                 else:
                     self.globals[var.name][at : at + width] = raw
 
-    def with_ir(self, ir: ModuleIR) -> Module:
-        """Return a module of a changed program, with memory of its own."""
+    def variant(self, name: str, changes: Mapping[Instr, Instr], memory: Memory | None = None) -> Module:
+        """Return the module with instructions of a kernel replaced (see :meth:`Program.variant`).
+
+        It has memory of its own, unless it is given some.
+        """
         other = copy.copy(self)
-        other.ir, other._programs, other.memory = ir, {}, self.memory.fresh()
+        other._programs = {name: self.program(name).variant(changes)}
+        other.memory = memory or self.memory.fresh()
         other._load()
         return other
 

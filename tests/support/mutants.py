@@ -1,13 +1,17 @@
-"""Bugs planted in the kernels' sources: each must show somewhere."""
+"""Bugs planted in the kernels: each must show somewhere.
+
+A step of synchronisation is left out of the compiled kernel (`steps`), which needs no other build, and outlives every
+renaming; any other bug is a text of a source that is replaced.
+"""
 
 from __future__ import annotations
 
 import functools
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ParamSpec
+from typing import Any, NamedTuple, ParamSpec
 
 import pytest
 
@@ -15,6 +19,8 @@ import ptxsim
 from mla_cupy.errors import KernelCompileError
 from mla_cupy.runtime import loader, sources
 from mla_cupy.runtime.build import Build, BuildRequest, compile_kernel
+from mla_cupy.runtime.launching import LoadedKernel
+from mla_cupy.simulation import SimDriver
 
 Parameters = ParamSpec("Parameters")
 KNOWN: list[Mutant] = []
@@ -25,13 +31,33 @@ CAUGHT = (AssertionError, ptxsim.SimError)
 _STATIC_ASSERTION = "static assertion failed"
 
 
+class Steps(NamedTuple):
+    """Steps of synchronisation of a compiled kernel: some of one kind, of which it has so many."""
+
+    kind: str
+    places: tuple[int, ...]
+    of: int
+
+
+def steps(kind: str, *places: int, of: int) -> tuple[Steps, str]:
+    """What a `Mutant` replaces, and by what: the steps at some places among those of a kind are left out.
+
+    `kind` is how their opcodes begin, such as "bar.sync"; a wait on an mbarrier is "mbarrier.try_wait". Places are
+    counted from 0 in the text's order; `of` is how many there are, so that a bug cannot move to another step unseen.
+    """
+    return Steps(kind, places, of), ""
+
+
 @dataclass(frozen=True)
 class Mutant:
-    """What is replaced in which source."""
+    """What is replaced in which source.
+
+    Of `Steps`, the source is that of the kernel, where a text may be that of a header.
+    """
 
     name: str
     file: str
-    old: str
+    old: str | Steps
     new: str
 
     def __post_init__(self) -> None:
@@ -52,6 +78,9 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
     original = sources.source_root()
 
     def plant_it(mutant: Mutant) -> None:
+        if isinstance(mutant.old, Steps):
+            _plant_steps(mutant, mutant.old, monkeypatch)
+            return
         root = tmp_path / "cuda_src"
         shutil.copytree(original, root)
         text = (root / mutant.file).read_text()
@@ -68,6 +97,23 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
 
     yield plant_it
     loader.forget()
+
+
+def _plant_steps(mutant: Mutant, gone: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave steps out of each kernel of a source that the simulator loads."""
+    load = SimDriver.load
+
+    def load_without(driver: SimDriver, build: Build, device: int) -> LoadedKernel:
+        kernel = load(driver, build, device)
+        if build.info["source"] != mutant.file:
+            return kernel
+        module: Any = kernel.owner
+        found = len(ptxsim.steps(module, build.entry, gone.kind))
+        if found != gone.of:  # not an assertion: those catch mutants
+            pytest.fail(f"{mutant.name!r}: {mutant.file} has {found} steps {gone.kind}, not {gone.of}: see its places")
+        return replace(kernel, owner=ptxsim.plant(module, build.entry, gone.kind, gone.places, driver.memory))
+
+    monkeypatch.setattr(SimDriver, "load", load_without)
 
 
 @functools.cache

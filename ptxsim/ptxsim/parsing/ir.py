@@ -117,7 +117,8 @@ class Instr:
     """One PTX instruction.
 
     ``mods`` is the dotted tail of the opcode, in order; ``loc`` what ``.loc`` tells, ``number`` its
-    place in its kernel, ``registers`` those it reads and writes (once somebody has asked for them).
+    place in its kernel, ``registers`` those it reads and writes (once somebody has asked for them), ``origin`` the
+    instruction of the text that a lowered one was made from.
     """
 
     op: str
@@ -131,6 +132,7 @@ class Instr:
     loc: Loc = ()
     number: int = -1
     registers: tuple[list[Reg], list[Reg]] | None = None
+    origin: Instr | None = None
 
     @cached_property
     def opcode(self) -> str:

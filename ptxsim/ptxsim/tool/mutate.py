@@ -7,11 +7,11 @@ a step that the kernel does not need.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import SimError
+from ..memory.spaces import Memory
 from ..module import Module
 from ..parsing.ir import Imm, Instr
 from ..state.report import Report
@@ -48,12 +48,7 @@ class Mutation:
 
     def apply(self, module: Module) -> Module:
         """Return a module with the bug."""
-        ir = copy.copy(module.ir)
-        function = ir.functions[self.kernel]
-        instrs = [*function.instrs]
-        instrs[self.position] = self.by
-        ir.functions = {**ir.functions, self.kernel: replace(function, instrs=instrs)}
-        return module.with_ir(ir)
+        return module.variant(self.kernel, {module.ir.functions[self.kernel].instrs[self.position]: self.by})
 
 
 @dataclass(frozen=True)
@@ -101,6 +96,50 @@ def _changes(ins: Instr) -> Iterator[tuple[str, Instr]]:
             args = [*ins.args]
             args[counted] = Imm(value)
             yield f"{number.value} made {value}", replace(ins, args=args)
+
+
+def steps(module: Module, kernel: str, kind: str) -> list[Instr]:
+    """Return the instructions of a kernel that :func:`plant` can leave out, of one kind, in the text's order.
+
+    Parameters
+    ----------
+    kind : str
+        How their opcodes begin, such as ``"bar.sync"`` or ``"mbarrier.try_wait"``.
+    """
+    found = module.ir.functions[kernel].instrs
+    return [ins for ins in found if f"{ins.opcode}.".startswith(f"{kind}.") and _left_out(ins) is not None]
+
+
+def plant(module: Module, kernel: str, kind: str, places: Sequence[int], memory: Memory | None = None) -> Module:
+    """Return a module with some steps of synchronisation left out.
+
+    Parameters
+    ----------
+    module : Module
+        The module without bugs; what it has compiled is shared.
+    kernel : str
+        Which kernel is changed.
+    kind : str
+        How the opcodes of the steps begin, such as ``"bar.sync"``; a wait on an mbarrier is ``"mbarrier.try_wait"``.
+    places : sequence of int
+        Which steps of this kind, counted from 0 in the text's order.
+    memory : Memory, optional
+        Global memory of the new module; by default it has its own.
+
+    Raises
+    ------
+    ValueError
+        There is no such step.
+    """
+    found = steps(module, kernel, kind)
+    if wrong := [place for place in places if not 0 <= place < len(found)]:
+        raise ValueError(f"kernel {kernel}: step {wrong[0]} of kind {kind!r}, of which there are {len(found)}")
+    changes = {found[place]: by for place in places if (by := _left_out(found[place])) is not None}
+    return module.variant(kernel, changes, memory)
+
+
+def _left_out(ins: Instr) -> Instr | None:
+    return next((by for change, by in _changes(ins) if change in ("left out", "not waited for")), None)
 
 
 def mutate(module: Module, kernel: str, tests: Sequence[Callable[[Module], Report | None]]) -> Iterator[Outcome]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from functools import cache
 
@@ -44,6 +45,19 @@ class Block:
         self.succ: list[int] = []
         self.fall = index + 1
         self.live_in = self.live_out = 0  # registers by their bits: such sets are joined at the speed of integers
+
+
+    def with_instrs(self, instrs: list[Instr]) -> Block:
+        """Return the block with other instructions that branch as those here do, and keep no more registers alive."""
+        other = copy.copy(self)
+        other.instrs, first = instrs, instrs[0]
+        other.gather = first if OPS[first.op].is_collective(first) else None
+        other.synchronises = self.solo and _synchronises(first)
+        return other
+
+
+def _synchronises(ins: Instr) -> bool:
+    return ins.op in _SYNCHRONISING and not _NOT_SYNCHRONISING & set(ins.mods)
 
 
 def uses_defs(ins: Instr) -> tuple[list[Reg], list[Reg]]:
@@ -117,9 +131,7 @@ class Cfg:
             block = Block(index, start, instrs[start:end])
             block.solo = OPS[instrs[start].op].kind in ("sync", "direct")
             block.gather = gather.get(start)
-            block.synchronises = (
-                block.solo and instrs[start].op in _SYNCHRONISING and not _NOT_SYNCHRONISING & set(instrs[start].mods)
-            )
+            block.synchronises = block.solo and _synchronises(instrs[start])
             blocks.append(block)
         self.block_at = {block.start: block.index for block in blocks}
         self.block_at[len(instrs)] = len(blocks)

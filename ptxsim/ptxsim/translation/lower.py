@@ -126,7 +126,8 @@ def _emit_body(
         # A kernel's own names stay (only calls rename what they inline); its instructions are copied all the same.
         args = [rewrite(arg, regs, names) for arg in ins.args] if stack else [*ins.args]
         guard = regs.get(ins.guard, ins.guard) if ins.guard else None
-        new = Instr(ins.op, ins.mods, args, ins.line, ins.text, guard, ins.guard_neg, loc=ins.loc + called)
+        loc = ins.loc + called
+        new = Instr(ins.op, ins.mods, args, ins.line, ins.text, guard, ins.guard_neg, loc=loc, origin=ins)
         if new.op in ("addc", "subc", "madc") or (new.op in ("add", "sub", "mad") and "cc" in new.mods):
             new = _lower_carry(new, out)
         if new.op == "ret":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import Any
@@ -96,6 +98,8 @@ class Program:
         self.full: dict[int, tuple[Callable, tuple[int, ...]]] = {}
         self.poisoned: dict[int, Callable] = {}
         self.partial: list[Callable | None] = [None] * len(self.blocks)
+        self.base: Program | None = None
+        self.changed: set[int] = set()
         self._early: dict[Instr, Instr | None] = {}
         self._released: dict[Instr, Instr | None] = {}
         self._moved: dict[bool, list[int]] = {}
@@ -109,6 +113,26 @@ class Program:
         zeros["q"] = np.zeros((32, 2), "u8")
         self._initial = [zeros[code] for code in self.cfg.storage]
         self._check()
+
+    def variant(self, changes: Mapping[Instr, Instr]) -> Program:
+        """Return the kernel with some instructions of its text replaced; it shares the code of all other blocks.
+
+        What replaces an instruction writes the same registers, reads no others, and does not branch.
+        """
+        other = copy.copy(self)
+        other.base, other.changed = self, set()
+        other.blocks = [*self.blocks]
+        for block in self.blocks:
+            instrs = [_replaced(ins, changes.get(ins.origin)) for ins in block.instrs]
+            if instrs != block.instrs:
+                other.blocks[block.index] = block.with_instrs(instrs)
+                other.changed.add(block.index)
+        other.cfg = copy.copy(self.cfg)
+        other.cfg.blocks = other.blocks
+        other.full, other.poisoned, other.partial = {}, {}, [None] * len(self.blocks)
+        other._early, other._released, other._moved, other._writers = {}, {}, {}, None
+        other.instructions = [ins for block in other.blocks for ins in block.instrs]
+        return other
 
     def _check(self) -> None:
         """Raise for an unknown instruction when the kernel is loaded, not when it is reached."""
@@ -264,7 +288,9 @@ class Program:
             if not self.blocks[start].solo:
                 while self._falls_into(run[-1]):
                     run.append(run[-1] + 1)
-            entry = self.full[start] = (self._compile([self.blocks[i] for i in run], "clean"), tuple(run))
+            shared = self.base and self.changed.isdisjoint(run)
+            function = self.base.superblock(start)[0] if shared else self._compile(run, "clean")
+            entry = self.full[start] = (function, tuple(run))
         return entry
 
     def tainted(self, start: int) -> Callable:
@@ -272,7 +298,9 @@ class Program:
         function = self.poisoned.get(start)
         if function is None:
             run = self.superblock(start)[1]
-            function = self.poisoned[start] = self._compile([self.blocks[i] for i in run], "full")
+            shared = self.base and self.changed.isdisjoint(run)
+            function = self.base.tainted(start) if shared else self._compile(run, "full")
+            self.poisoned[start] = function
         return function
 
     def _falls_into(self, index: int) -> bool:
@@ -286,13 +314,24 @@ class Program:
         """Return the function of one block for a part of a warp."""
         function = self.partial[index]
         if function is None:
-            function = self.partial[index] = self._compile([self.blocks[index]], "part")
+            shared = self.base and index not in self.changed
+            function = self.base.block(index) if shared else self._compile([index], "part")
+            self.partial[index] = function
         return function
 
-    def _compile(self, blocks: list, variant: str) -> Callable:
+    def _compile(self, run: Sequence[int], variant: str) -> Callable:
+        blocks = [self.blocks[index] for index in run]
         source, values = Codegen(self.cfg, variant != "part", variant == "clean").function(blocks)
-        name = f"b{blocks[0].index}_{variant}"
+        name = f"b{run[0]}_{variant}"
         return FunctionType(_compiled(source), _ENVIRONMENT, name, values)
+
+
+def _replaced(ins: Instr, by: Instr | None) -> Instr:
+    """Return what is executed instead of an instruction; the guard of one that is guarded by a branch stays there."""
+    if by is None:
+        return ins
+    guard, negated = (ins.guard, ins.guard_neg) if by.guard else (None, False)
+    return replace(by, guard=guard, guard_neg=negated, loc=ins.loc, number=ins.number, registers=None, origin=ins.origin)
 
 
 def shape(ins: Instr) -> tuple:

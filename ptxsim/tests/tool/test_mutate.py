@@ -72,6 +72,22 @@ def test_steps_that_no_test_reaches() -> None:
     assert all(each.reached for each in silent)
 
 
+def test_steps_of_a_kind() -> None:
+    module = ptxsim.Module(HEADER + KERNEL)
+    assert [ins.line for ins in ptxsim.steps(module, "k", "bar.sync")] == [11, 16]
+    assert [ins.line for ins in ptxsim.steps(module, "k", "mbarrier")] == [12, 13]
+    assert ptxsim.steps(module, "k", "bar.sy") == []
+    with pytest.raises(ptxsim.RaceError):
+        ptxsim.plant(module, "k", "bar.sync", [0]).launch("k", 1, 64, [np.zeros(64, "u4")])
+    out = np.zeros(64, "u4")
+    both = ptxsim.plant(module, "k", "bar.sync", [1]), ptxsim.plant(module, "k", "mbarrier.try_wait", [0])
+    for changed in (*both, module):
+        changed.launch("k", 1, 64, [out])
+        assert out.tolist() == [i ^ 32 for i in range(64)]
+    with pytest.raises(ValueError, match="step 2 of kind 'bar.sync', of which there are 2"):
+        ptxsim.plant(module, "k", "bar.sync", [2])
+
+
 def test_wrong_kernels_are_not_mutated() -> None:
     module = ptxsim.Module(HEADER + KERNEL.replace("bar.sync 0;", ""))
     with pytest.raises(ptxsim.RaceError):
