@@ -1,6 +1,7 @@
 """Follow renames in the kernels' sources: `python -m tests.reanchor` says which planted bugs have lost their text.
 
-A bug is planted by replacing a text (`tests.support.mutants`). Where that text is no longer in its file, this looks for
+A bug is planted by replacing a text (`tests.support.mutants`); steps of synchronisation that are left out of a compiled
+kernel have none, and the test that plants them says when the kernel has other steps. Where that text is no longer in its file, this looks for
 it in another one, and compares the file with what git has of it: if the lines differ by names only, the bug gets the
 new names. With `--write` the tests are edited; what cannot be followed is listed for the author.
 """
@@ -52,11 +53,17 @@ def known() -> list[tuple[Path, Mutant]]:
 def lost() -> list[tuple[Path, Mutant]]:
     """Those whose text is not in their file."""
     texts = {str(path.relative_to(SOURCES)): path.read_text() for path in SOURCES.rglob("*.cu*")}
-    return [(path, mutant) for path, mutant in known() if mutant.old not in texts.get(mutant.file, "")]
+    return [
+        (path, mutant)
+        for path, mutant in known()
+        if isinstance(mutant.old, str) and mutant.old not in texts.get(mutant.file, "")
+    ]
 
 
 def find(mutant: Mutant) -> Anchored | None:
     """Where the bug's text is now; None if that cannot be told."""
+    if isinstance(mutant.old, mutants.Steps):
+        return None
     texts = {str(path.relative_to(SOURCES)): path.read_text() for path in sorted(SOURCES.rglob("*.cu*"))}
     moved = [file for file, text in texts.items() if mutant.old in text]
     if len(moved) == 1:
@@ -70,6 +77,8 @@ def find(mutant: Mutant) -> Anchored | None:
 
 def last_text(mutant: Mutant) -> str | None:
     """The bug's file in the newest commit that has its text in it."""
+    if isinstance(mutant.old, mutants.Steps):
+        return None
     path = f"cuda_src/{mutant.file}"
     commits = _git("log", "--format=%H", "-S", mutant.old, "--", path).split()
     for commit in ("HEAD", *(f"{commit}^" for commit in commits)):

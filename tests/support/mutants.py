@@ -6,8 +6,11 @@ renaming; any other bug is a text of a source that is replaced.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +20,7 @@ import pytest
 
 import ptxsim
 from mla_cupy.errors import KernelCompileError
-from mla_cupy.runtime import loader, sources
+from mla_cupy.runtime import cache, loader, nvrtc, sources, worker
 from mla_cupy.runtime.build import Build, BuildRequest, compile_kernel
 from mla_cupy.runtime.launching import LoadedKernel
 from mla_cupy.simulation import SimDriver
@@ -29,6 +32,7 @@ CAUGHT = (AssertionError, ptxsim.SimError)
 """What a test raises that has caught one."""
 
 _STATIC_ASSERTION = "static assertion failed"
+_KEPT_SECONDS = 14 * 24 * 3600
 
 
 class Steps(NamedTuple):
@@ -123,8 +127,28 @@ def _sound(request: BuildRequest) -> Build:
 
 
 def to_ptx(request: BuildRequest) -> Build:
-    """What the simulator asks of a build; not in the cache, where bugs have no place."""
-    return compile_kernel(request.as_virtual())
+    """What the simulator asks of a build; not in the kernels' cache, where bugs have no place, but beside it.
+
+    To compile is the largest part of most such tests, and a bug's build is the same until the kernel's sources change.
+    """
+    request, place = request.as_virtual(), cache.cache_dir()
+    if place is None:
+        return compile_kernel(request)
+    kept, library = place.parent / "planted", nvrtc.find_nvrtc()
+    _forget_old(kept)
+    build, _ = worker.build_here(request, library, (kept,), kept)
+    with contextlib.suppress(OSError):
+        os.utime(kept / cache.entry_name(request, library))
+    return build
+
+
+@functools.cache
+def _forget_old(kept: Path) -> None:
+    """Delete the builds that no test has asked for in the last days."""
+    for entry in kept.glob("[!.]*"):
+        with contextlib.suppress(OSError):  # another process may delete it meanwhile
+            if time.time() - entry.stat().st_mtime > _KEPT_SECONDS:
+                shutil.rmtree(entry)
 
 
 def as_verdict(run: Callable[Parameters, object]) -> Callable[Parameters, str]:

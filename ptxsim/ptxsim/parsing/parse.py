@@ -321,9 +321,9 @@ class _BodyParser:
 
     def _register(self, name: str, kind: str) -> Reg:
         """Declare a register in the current scope."""
-        reg = Reg(name, kind, len(self.function.regs))
-        self.function.regs.append(reg)
-        self.scope.names[name] = reg
+        regs = self.function.regs
+        reg = self.scope.names[name] = Reg(name, kind, len(regs))
+        regs.append(reg)
         return reg
 
     def _variable(self, text: str) -> None:
@@ -360,6 +360,10 @@ class _BodyParser:
         known = scope.operands.get(part)
         if known is not None:
             return known
+        declared = scope.find(part)
+        if declared.__class__ is Reg:  # what most operands are
+            scope.operands[part] = declared
+            return declared
 
         def resolve(name: str) -> Any:
             found = scope.find(name)

@@ -49,6 +49,11 @@ def direct(cg: Codegen, function: Any) -> None:
 
 
 def _mma(cg: Codegen, ins: Instr, mods: Mods) -> None:
+    if "sp" in mods.left:
+        mods.fail(
+            "sparse products of wgmma are not modelled; simulate a build whose A is dense, with its zeros written out"
+            " (a sparse mma.sync is modelled)"
+        )
     shape = next((m for m in mods.left if re.fullmatch(r"m64n\d+k\d+", m)), None)
     if shape is None:
         mods.fail("needs a shape .m64nNkK")

@@ -145,7 +145,8 @@ class Program:
 
     def _layout(self, module: ModuleIR) -> None:
         """Place shared, local and parameter variables."""
-        used = {name for ins in self.cfg.code.instrs for name in _symbols(ins.args)}
+        others = [arg for ins in self.cfg.code.instrs for arg in ins.args if arg.__class__ not in (Reg, Imm)]
+        used = _symbols(others)
         shared = [v for v in self.cfg.code.variables.values() if v.space == "shared"]
         shared += [v for v in module.variables.values() if v.space == "shared" and v.name in used]
         self.offsets: dict[str, tuple[str, int]] = {}
@@ -336,7 +337,8 @@ def _replaced(ins: Instr, by: Instr | None) -> Instr:
 
 def shape(ins: Instr) -> tuple:
     """Return what decides whether an instruction is known: all but which registers and addresses it names."""
-    return ins.op, tuple(ins.mods), ins.guard is None, *(_form(arg) for arg in ins.args)
+    forms = [arg.type if arg.__class__ is Reg else _form(arg) for arg in ins.args]
+    return ins.op, tuple(ins.mods), ins.guard is None, *forms
 
 
 def _form(operand: Any) -> Any:
