@@ -1,9 +1,9 @@
 """Follow renames in the kernels' sources: `python -m tests.reanchor` says which planted bugs have lost their text.
 
-A bug is planted by replacing a text (`tests.support.mutants`); steps of synchronisation that are left out of a compiled
-kernel have none, and the test that plants them says when the kernel has other steps. Where that text is no longer in its file, this looks for
+A bug is planted by replacing a text (`tests.support.mutants`). Where that text is no longer in its file, this looks for
 it in another one, and compares the file with what git has of it: if the lines differ by names only, the bug gets the
-new names. With `--write` the tests are edited; what cannot be followed is listed for the author.
+new names. With `--write` the tests are edited; what cannot be followed is listed for the author. Steps that are left
+out of a compiled kernel have no text: the test that plants them says when the kernel has other steps.
 """
 
 from __future__ import annotations

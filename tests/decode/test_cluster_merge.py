@@ -22,7 +22,7 @@ from tests.support.calls import assert_same, on_host, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.gpu import upload, uploaded
 from tests.support.kernels import CLUSTER_KERNELS, DECODE_KERNELS
-from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.mutants import Mutant, Plant, as_verdict, steps
 from tests.support.recorder import H200, Recorder
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
@@ -125,9 +125,8 @@ WITHIN_MUTANTS = [
     ),
     Mutant(
         "results stored where another warp still multiplies",
-        MERGE,
-        "    bar_sync(MathOnly, kWarpgroupThreads);  // also: every warp's last product has been computed\n",
-        "",
+        "decode/sm90_small_cluster8.cu",
+        *steps("bar.sync", 3, of=11),
     ),
     Mutant(
         "sums not scaled by the weight of the block",
@@ -143,15 +142,13 @@ WITHIN_MUTANTS = [
     ),
     Mutant(
         "statistics not waited for",
-        MERGE,
-        "    bar_sync(MathOnly, kWarpgroupThreads);\n    weigh_blocks",
-        "    weigh_blocks",
+        "decode/sm90_small_cluster8.cu",
+        *steps("bar.sync", 5, of=11),
     ),
     Mutant(
         "weights not waited for",
-        MERGE,
-        "    weigh_blocks(block, merge, thread);\n    bar_sync(MathOnly, kWarpgroupThreads);\n",
-        "    weigh_blocks(block, merge, thread);\n",
+        "decode/sm90_small_cluster8.cu",
+        *steps("bar.sync", 6, of=11),
     ),
     Mutant(
         "the slice of another rank",
@@ -173,9 +170,8 @@ SHARED_MUTANTS = [
     Mutant("tickets not taken back", MERGE, "        if (merge.is_last) *taken = 0;\n", ""),
     Mutant(
         "ticket taken before the slice is stored",
-        MERGE,
-        "    bar_sync(MathOnly, kWarpgroupThreads);  // the slice has been stored\n",
-        "",
+        "decode/sm90_small_cluster8.cu",
+        *steps("bar.sync", 7, of=11),
     ),
     Mutant("tickets that publish nothing", "ptx/system.cuh", "atom.acq_rel.gpu", "atom.relaxed.gpu"),
     Mutant(

@@ -21,7 +21,7 @@ from tests.decode.test_tree_mask import tree_inputs
 from tests.support.calls import assert_same, oracle, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.gpu import run_and_check
-from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.mutants import Mutant, Plant, as_verdict, steps
 from tests.support.recorder import H200, Recorder, address
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
@@ -600,23 +600,19 @@ BLOCK, MATH, QUERY, BYTES = (
 ROLES, LOADER = "attention/sm90/fp8.cuh", "decode/sm90_fp8.cu"
 P_FULL = "        mbarrier_wait(s.p_full[of], phases.full_parity(kPFull + of));\n"
 MUTANTS = (
-    Mutant("P without a proxy fence", BYTES, "    fence_proxy_async();\n", ""),
-    Mutant("queries without a proxy fence", QUERY, "    fence_proxy_async();\n}\n\n// Rows", "}\n\n// Rows"),
-    Mutant("P overwritten early", MATH, "mbarrier_wait(s.p_empty[side], phases.empty_parity(kPEmpty));", ""),
-    Mutant(
-        "P read early", MATH, f"{P_FULL}        phases.advance(kPFull + of);", "        phases.advance(kPFull + of);"
-    ),
+    Mutant("P without a proxy fence", "decode/sm90_fp8.cu", *steps("fence.proxy.async", 2, of=6)),
+    Mutant("queries without a proxy fence", "decode/sm90_fp8.cu", *steps("fence.proxy.async", 1, of=6)),
+    Mutant("P overwritten early", "decode/sm90_fp8.cu", *steps("mbarrier.try_wait", 1, of=13)),
+    Mutant("P read early", "decode/sm90_fp8.cu", *steps("mbarrier.try_wait", 4, 7, 11, of=13)),
     Mutant(
         "values sanitized before they are scored",
-        MATH,
-        f"{P_FULL}        for (i32 i = thread()",
-        "        for (i32 i = thread()",
+        "decode/sm90_fp8.cu",
+        *steps("mbarrier.try_wait", 3, 6, 10, of=13),
     ),
     Mutant(
         "scores before the tile",
-        MATH,
-        "mbarrier_wait(s.kv_full[stage], phases.full_parity(stage));\n        start_scores",
-        "start_scores",
+        "decode/sm90_fp8.cu",
+        *steps("mbarrier.try_wait", 0, 8, of=13),
     ),
     Mutant(
         "a tile released by one side",
@@ -624,7 +620,7 @@ MUTANTS = (
         "init_ring(s.kv_full, s.kv_empty, 1, 2 * kWarpgroupWarps)",
         "init_ring(s.kv_full, s.kv_empty, 1, kWarpgroupWarps)",
     ),
-    Mutant("tiles overwritten", LOADER, "mbarrier_wait(s.kv_empty[stage], phases.empty_parity(stage));", ""),
+    Mutant("tiles overwritten", "decode/sm90_fp8.cu", *steps("mbarrier.try_wait", 12, of=13)),
     Mutant("hidden values not sanitized", MATH, "        sanitize(item, tile, of, s.kv + offset);\n", ""),
     Mutant("tokens of other positions", BYTES, "pairs[2], pairs[3], 0x6420", "pairs[2], pairs[3], 0x6240"),
     Mutant(
@@ -643,9 +639,8 @@ MUTANTS = (
     Mutant("sums of weights before rounding", ROLES, "right.rounded_sum[row] * of_right", "right.sum[row] * of_right"),
     Mutant(
         "an operand of the last item",
-        ROLES,
-        "        bar_sync(Fp8BothSides, kFp8MathThreads);\n        math.reset",
-        "        math.reset",
+        "decode/sm90_fp8.cu",
+        *steps("bar.sync", 1, of=8),
     ),
     Mutant("codes of a row in another order", QUERY, "(u32)codes[j] << j % 4 * 8", "(u32)codes[j] << (j ^ 1) % 4 * 8"),
     Mutant(

@@ -15,7 +15,7 @@ import pytest
 
 import mla_cupy
 from tests.support.cases import DecodeCase, make
-from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.mutants import Mutant, Plant, as_verdict, steps
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
 
@@ -42,7 +42,7 @@ MUTANTS = [
     ),
     Mutant("keys freed by one warp too few", SMALL, "s.kv_empty[stage], kWarpgroupWarps)", "s.kv_empty[stage], 3)"),
     Mutant("later groups not waited for", SMALL, "if (i % C::kGroupSwTiles == 0)", "if (i == 0)"),
-    Mutant("loads do not wait", SMALL, "mbarrier_wait(s.kv_empty[stage], ring.empty_parity(stage));", ""),
+    Mutant("loads do not wait", KERNEL_FILE, *steps("mbarrier.try_wait", 4, of=6)),
     Mutant("a group counted short", SMALL, "(full, C::kGroupBytes)", "(full, C::kGroupBytes - kSw128Bytes)"),
     Mutant("one stage only for the mathematics", SMALL, "math.stage ^= 1;", ""),
     Mutant("parity stuck", SMALL, "math.ring.full_parity(math.stage);", "0;"),
@@ -51,32 +51,29 @@ MUTANTS = [
     ),
     Mutant("SW128 tiles from one column block", LOAD, "sw_tile * kSw128Columns, window", "0, window"),
     Mutant("another order than the mathematics'", SMALL, "(i32 i) { return i; }", "(i32 i) { return 8 - i; }"),
-    Mutant("no fence of the barriers' init", SMALL, "    fence_mbarrier_init();\n", ""),
+    Mutant("no fence of the barriers' init", KERNEL_FILE, *steps("fence.mbarrier_init", 0, of=1)),
     # Query rows
     Mutant(
         "Q not waited for",
-        SMALL,
-        "mbarrier_wait(block.s.q_full[math.q_stage], math.q_ring.full_parity(math.q_stage));",
-        "",
+        KERNEL_FILE,
+        *steps("mbarrier.try_wait", 0, of=6),
     ),
     Mutant("Q released after the first tile", SMALL, "if (tile + 1 == item.tile_end)", "if (tile == item.tile_begin)"),
     Mutant("one stage of Q for the mathematics", SMALL, "math.q_stage ^= 1;", ""),
     Mutant("Q announced by two of three warps", SMALL, "s.q_full[stage], kQueryThreads)", "s.q_full[stage], 64)"),
     Mutant(
         "Q without a proxy fence",
-        LOAD,
-        "        cp_async_wait_all();\n        fence_proxy_async();",
-        "        cp_async_wait_all();",
+        KERNEL_FILE,
+        *steps("fence.proxy.async", 1, of=2),
     ),
-    Mutant("Q announced before it is there", LOAD, "        cp_async_wait_all();\n", ""),
+    Mutant("Q announced before it is there", KERNEL_FILE, *steps("cp.async.wait_all", 0, of=1)),
     Mutant("stages of Q one tile apart", LOAD, "stage * Tile::kSwTilesQk * kRows", "stage * kRows"),
     Mutant("query rows of the next warp", LOAD, "first_row + lane * kQueryWarps", "first_row + 1 + lane * kQueryWarps"),
     # Softmax
     Mutant(
         "maxima not waited for",
-        SWAPPED,
-        "    bar_sync(barrier, kWarpgroupThreads);\n    const HeadValues",
-        "    const HeadValues",
+        KERNEL_FILE,
+        *steps("bar.sync", 1, of=6),
     ),
     Mutant("O not re-scaled", SWAPPED, "for (auto& columns : math.out) scale.multiply(columns);", ";"),
     Mutant("scores added to the last tile's", SMALL, "i > 0);", "true);"),
@@ -85,8 +82,8 @@ MUTANTS = [
     Mutant("one token too many", SMALL, "min(visible, item.tokens) - tile", "min(visible, item.tokens) + 1 - tile"),
     Mutant("the mask of another head", HEADS, "mask.visible[head_number(i)]", "mask.visible[0]"),
     # P
-    Mutant("P without a proxy fence", SWAPPED, "    fence_proxy_async();\n}\n\n// O^T", "}\n\n// O^T"),
-    Mutant("P not waited for", SMALL, "    bar_sync(MathOnly, kWarpgroupThreads);\n    add_values", "    add_values"),
+    Mutant("P without a proxy fence", KERNEL_FILE, *steps("fence.proxy.async", 0, of=2)),
+    Mutant("P not waited for", KERNEL_FILE, *steps("bar.sync", 2, of=6)),
     Mutant(
         "swizzle of P forgotten",
         SWAPPED,
@@ -112,13 +109,10 @@ MUTANTS = [
     Mutant("O carried over", KERNEL_FILE, "        math.reset();\n", "        math.heads.reset();\n"),
     Mutant(
         "statistics not waited for",
-        SWAPPED,
-        "    bar_sync(barrier, kWarpgroupThreads);\n    finish_head",
-        "    finish_head",
+        KERNEL_FILE,
+        *steps("bar.sync", 3, of=6),
     ),
-    Mutant(
-        "factors not waited for", SWAPPED, "    bar_sync(barrier, kWarpgroupThreads);\n    HeadValues", "    HeadValues"
-    ),
+    Mutant("factors not waited for", KERNEL_FILE, *steps("bar.sync", 4, of=6)),
     Mutant("sums of three warps", SWAPPED, "warp < kWarpgroupWarps; ++warp) sum +=", "warp < 3; ++warp) sum +="),
     Mutant(
         "maxima of another head", SWAPPED, "stats.max[kth_head(k, thread)] =", "stats.max[kth_head(k ^ 1, thread)] ="

@@ -36,28 +36,30 @@ class Mutant(mutants.Mutant):
 
 
 MUTANTS = [
-    Mutant("keys are not waited for", SOURCE, "    mbarrier_wait(s.k_full[math.group], math.phase);\n", ""),
-    Mutant("values are not waited for", SOURCE, "    mbarrier_wait(s.v_full[math.group], math.phase);\n", ""),
-    Mutant("keys are overwritten", SOURCE, "        mbarrier_wait(s.k_empty[math.group], math.phase);\n", ""),
-    Mutant("values are overwritten", SOURCE, "        mbarrier_wait(s.v_empty[math.group], math.phase);\n", ""),
+    Mutant("keys are not waited for", SOURCE, *mutants.steps("mbarrier.test_wait", 0, of=4)),
+    Mutant("values are not waited for", SOURCE, *mutants.steps("mbarrier.test_wait", 2, of=4)),
+    Mutant("keys are overwritten", SOURCE, *mutants.steps("mbarrier.test_wait", 1, of=4)),
+    Mutant("values are overwritten", SOURCE, *mutants.steps("mbarrier.test_wait", 3, of=4)),
     Mutant("a phase for all tiles", SOURCE, "    math.phase ^= 1;\n", ""),
-    Mutant("queries are not waited for", SOURCE, "    cp_async_wait_group<2>();\n", "", ENDS),
+    Mutant("queries are not waited for", SOURCE, *mutants.steps("cp.async.wait_group", 0, of=2), ENDS),
     Mutant(
         "a group's share is not waited for",
         SOURCE,
-        "    __syncthreads();\n    const float4 rows",
-        "    const float4 rows",
+        *mutants.steps("bar.sync", 4, of=5),
     ),
-    Mutant("shares before all is read", SOURCE, "    __syncthreads();  // all is read\n", ""),
+    Mutant("shares before all is read", SOURCE, *mutants.steps("bar.sync", 3, of=5)),
     Mutant(
         "an item over the last one",
         SOURCE,
-        "        __syncthreads();  // nobody reads",
-        "        // nobody reads",
+        *mutants.steps("bar.sync", 0, of=5),
         HARD,
     ),
     Mutant(
-        "looks before the values are there", SOURCE, "    cp_async_wait_group<1>();", "    ", infinite=True, case=ENDS
+        "looks before the values are there",
+        SOURCE,
+        *mutants.steps("cp.async.wait_group", 1, of=2),
+        infinite=True,
+        case=ENDS,
     ),
     Mutant(
         "values are not cleaned",

@@ -43,7 +43,7 @@ class Mutant(mutants.Mutant):
 WS = "sparse_backward_sm100_ws"
 MUTANTS = [
     # Commits
-    Mutant("no commit of S", ROLES, "tcgen05_commit(s.s_full);", ""),
+    Mutant("no commit of S", SUMS, *mutants.steps("tcgen05.commit", 0, 9, of=12)),
     Mutant(
         "S committed before it is issued",
         ROLES,
@@ -63,7 +63,7 @@ MUTANTS = [
         "Plan::issue_dk(s, tmem, t, head_steps);\n            tcgen05_commit(s.dkv_full[t]);",
         "tcgen05_commit(s.dkv_full[t]);\n            Plan::issue_dk(s, tmem, t, head_steps);",
     ),
-    Mutant("no commit of the RoPE dims", ROLES, "tcgen05_commit(s.rope_full);", ""),
+    Mutant("no commit of the RoPE dims", SUMS, *mutants.steps("tcgen05.commit", 8, of=12)),
     Mutant(
         "dQ committed before the last tile",
         ROLES,
@@ -115,21 +115,18 @@ MUTANTS = [
     Mutant("dK overwrites dV", SUMS, "s.ds, head_steps, true);", "s.ds, head_steps, false);"),
     Mutant(
         "no after_thread_sync",
-        ROLES,
-        "mbarrier_wait(barrier, parity);\n    tcgen05_fence_after_thread_sync();",
-        "mbarrier_wait(barrier, parity);",
+        SUMS,
+        *mutants.steps("tcgen05.fence::after_thread_sync", *range(1, 14), of=15),
     ),
     Mutant(
         "no before_thread_sync of the epilogue",
-        ROLES,
-        "    tcgen05_fence_before_thread_sync();\n    release(free, thread);",
-        "    release(free, thread);",
+        SUMS,
+        *mutants.steps("tcgen05.fence::before_thread_sync", 2, 3, 4, of=6),
     ),
     Mutant(
         "no before_thread_sync of the softmax",
-        ROLES,
-        "Plan::load_dp(x, tmem, thread);\n        tcgen05_fence_before_thread_sync();",
-        "Plan::load_dp(x, tmem, thread);",
+        SUMS,
+        *mutants.steps("tcgen05.fence::before_thread_sync", 1, of=6),
     ),
     Mutant(
         "dKV released before it is loaded",
@@ -142,9 +139,7 @@ MUTANTS = [
     Mutant(
         "S used before it is loaded",
         SUMS,
-        "column(kColumnScores));\n        tcgen05_wait_ld();\n        pin_loaded(x);\n"
-        "    }\n    MLA_DEVICE static void load_dp",
-        "column(kColumnScores));\n    }\n    MLA_DEVICE static void load_dp",
+        *mutants.steps("tcgen05.wait::ld", 0, of=7),
     ),
     Mutant("tensor memory not given back", ROLES, "tcgen05_dealloc<kTmemColumns>(tmem);", ""),
     Mutant("half of the columns allocated", "common/limits.cuh", "kTmemColumns = 512", "kTmemColumns = 256"),
@@ -170,7 +165,7 @@ MUTANTS = [
         "if (sw_tile % kGroupSwTiles == 0) tmem_wait",
         "if (sw_tile == 0) tmem_wait",
     ),
-    Mutant("gather does not wait", ROLES, "mbarrier_wait(s.k_empty[stage][group], ring.empty_parity(stage));", ""),
+    Mutant("gather does not wait", SUMS, *mutants.steps("mbarrier.try_wait", 14, of=15)),
     Mutant(
         "K counted without one SW128 tile",
         ROLES,
@@ -185,28 +180,25 @@ MUTANTS = [
     ),
     Mutant(
         "P without a proxy fence",
-        ROLES,
-        "Plan::store_scores(s.p, weight, thread);\n        fence_proxy_async();",
-        "Plan::store_scores(s.p, weight, thread);",
+        SUMS,
+        *mutants.steps("fence.proxy.async", 1, of=4),
     ),
     Mutant(
         "dS without a proxy fence",
-        ROLES,
-        "Plan::store_scores(s.ds, x, thread);\n        fence_proxy_async();",
-        "Plan::store_scores(s.ds, x, thread);",
+        SUMS,
+        *mutants.steps("fence.proxy.async", 2, of=4),
     ),
     Mutant("P not waited for", ROLES, "tmem_wait(s.p_full, parity);", ""),
     Mutant("parity of P stuck", ROLES, "tmem_wait(s.p_full, parity);", "tmem_wait(s.p_full, 0);"),
     Mutant("Q not waited for", ROLES, "tmem_wait(s.q_full, 0);", ""),
     Mutant("dQ over Q before the last product", ROLES, "tmem_wait(s.dq_full, 0);", "tmem_wait(s.rope_full, 0);"),
-    Mutant("dQ stored before all have written", ROLES, "    bar_sync(DqStored, kWarpgroupThreads);\n", ""),
+    Mutant("dQ stored before all have written", SUMS, *mutants.steps("bar.sync", 1, of=3)),
     Mutant(
         "dQ without a proxy fence",
-        ROLES,
-        "Plan::store_dq(s.q, tmem, thread);\n    fence_proxy_async();",
-        "Plan::store_dq(s.q, tmem, thread);",
+        SUMS,
+        *mutants.steps("fence.proxy.async", 3, of=4),
     ),
-    Mutant("store of dQ not waited for", ROLES, "    cp_async_bulk_wait_read();\n", ""),
+    Mutant("store of dQ not waited for", SUMS, *mutants.steps("cp.async.bulk.wait_group", 0, of=1)),
     Mutant(
         "P transposed the wrong way",
         SUMS,
@@ -252,7 +244,7 @@ MUTANTS = [
         "mbarrier_init(barrier, kWarpgroupWarps - 1);",
     ),
     Mutant("RoPE freed by one group", ROLES, "kEpilogueGroups * kWarpgroupWarps", "kWarpgroupWarps"),
-    Mutant("no fence of the barriers' init", ROLES, "    fence_mbarrier_init();\n", ""),
+    Mutant("no fence of the barriers' init", SUMS, *mutants.steps("fence.mbarrier_init", 0, of=1)),
     Mutant("dKV of the last tile not waited for", ROLES, "tmem_wait(s.dkv_free[t], parity ^ 1);", ""),
     Mutant(
         "epilogue one phase behind",

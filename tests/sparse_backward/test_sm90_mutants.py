@@ -58,19 +58,21 @@ MUTANTS = [
     Mutant(
         "deltas are not waited for",
         SOURCE,
-        "make_first_deltas(block);\n        __syncthreads();",
-        "make_first_deltas(block);",
+        *mutants.steps("bar.sync", 1, of=2),
     ),
     Mutant("dS of the first heads", SOURCE, "reduce.ds[step % kStepsInRegs]", "reduce.ds[0]", 33),
     Mutant("dS all from registers", SOURCE, "if (step < kStepsInRegs) {", "if (true) {", 64),
-    Mutant("dS is not waited for", SOURCE, "mbarrier_wait(s.ds_full, parity);", ""),
+    Mutant("dS is not waited for", SOURCE, *mutants.steps("mbarrier.try_wait", 1, 3, of=31)),
     Mutant(
-        "Q of the next item too early", SOURCE, "mbarrier_wait(block.s.q_empty[sw_tile], q_empty_parity);", "", s_q=3
+        "Q of the next item too early",
+        SOURCE,
+        *mutants.steps("mbarrier.try_wait", *range(4, 13), *range(22, 31), of=31),
+        s_q=3,
     ),
     Mutant(
         "Q given back with every tile", SOURCE, "if (at.last()) release(s.q_empty", "release(s.q_empty", s_q=5, topk=70
     ),
-    Mutant("copies are not waited for", "sparse_backward/sm90.cuh", "cp_async_wait_all();", "", mode=("late", 0)),
+    Mutant("copies are not waited for", SOURCE, *mutants.steps("cp.async.wait_all", 0, 1, of=2), mode=("late", 0)),
 ]
 
 

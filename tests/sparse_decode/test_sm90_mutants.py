@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.sparse_decode.runs import SparseDecodeCase, check
-from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.mutants import Mutant, Plant, as_verdict, steps
 from tests.support.sim_driver import simulated
 
 STORAGE, CONVERSION, DEQUANT, SCOUTS, MATH = (
@@ -30,7 +30,7 @@ CASE_OF_32 = replace(CASE, h_q=20)
 
 MUTANTS = (
     # Keys
-    Mutant("keys released early", MATH, "    wgmma_wait_group<2>();\n", ""),
+    Mutant("keys released early", "sparse_decode/sm90_small.cu", *steps("wgmma.wait_group", 1, of=4)),
     Mutant("rows not waited for", DEQUANT, "if (C::kStaged) cp_async_wait_group<C::kGroups - 1>();", ""),
     Mutant(
         "keys freed by one warp too few",
@@ -40,9 +40,7 @@ MUTANTS = (
     ),
     Mutant("keys announced by seven warps", STORAGE, "mbarrier_init(full, kDequantWarps)", "mbarrier_init(full, 7)"),
     Mutant("later groups not waited for", MATH, "if (i % C::kGroupSwTiles == 0) {", "if (i == 0) {"),
-    Mutant(
-        "keys do not wait", CONVERSION, "mbarrier_wait(block.s.kv_empty[stage][group], ring.empty_parity(stage));", ""
-    ),
+    Mutant("keys do not wait", "sparse_decode/sm90_small.cu", *steps("mbarrier.try_wait", 6, 7, 8, of=10)),
     Mutant(
         "one stage only for the mathematics",
         MATH,
@@ -71,7 +69,7 @@ MUTANTS = (
         "if (last) release(s.q_empty",
         "if (tile == item.tile_begin) release(s.q_empty",
     ),
-    Mutant("Q kept by who has no tile", MATH, "if (skipped >= tiles) release(s.q_empty[math.q_stage], thread);", ""),
+    Mutant("Q kept by who has no tile", "sparse_decode/sm90_small.cu", *steps("mbarrier.arrive", 4, of=14)),
     Mutant("the first query twice", SCOUTS, "        current.query = kNoQuery;\n", ""),
     Mutant("the first query of 32 heads twice", DEQUANT, "        current.query = kNoQuery;\n", ""),
     Mutant(
@@ -90,16 +88,14 @@ MUTANTS = (
     Mutant("rows there announced for all", CONVERSION, "[warp] = (u8)rows;", "[warp] = 0xff;"),
     Mutant(
         "P not waited for",
-        MATH,
-        "    bar_sync(MathOnly + math.group, kWarpgroupThreads);\n    add_values(s",
-        "    add_values(s",
+        "sparse_decode/sm90_small.cu",
+        *steps("bar.sync", 2, of=8),
     ),
     # The two math warpgroups, and scouts
     Mutant(
         "a part not waited for",
-        MATH,
-        "    bar_sync(MathBoth, 2 * kWarpgroupThreads);\n    if (math.group == 0 &&",
-        "    if (math.group == 0 &&",
+        "sparse_decode/sm90_small.cu",
+        *steps("bar.sync", 4, of=8),
     ),
     Mutant("a part overwritten", MATH, "math.group > 0 && last, thread);", "false, thread);"),
     Mutant("a part in another unit", MATH, "ex2_approx(part.max(k) - max)", "1.f"),
@@ -108,8 +104,8 @@ MUTANTS = (
     Mutant(
         "the first warpgroup's sums alone", MATH, "if (math.group == 0 && has_part) add_part", "if (false) add_part"
     ),
-    Mutant("scouts do not wait", SCOUTS, "        at.wait_empty(s.empty);\n", ""),
-    Mutant("scouts not waited for", SCOUTS, "        at.wait_full(s.full);\n", ""),
+    Mutant("scouts do not wait", "sparse_decode/sm90_small.cu", *steps("mbarrier.try_wait", 9, of=10)),
+    Mutant("scouts not waited for", "sparse_decode/sm90_small.cu", *steps("mbarrier.try_wait", 3, 5, of=10)),
     Mutant("one scout is enough", STORAGE, "s.rows.empty, kScoutWarps,", "s.rows.empty, 1,"),
     Mutant("scales not copied", SCOUTS, "from.scales + part * kBytes, present)", "from.scales + part * kBytes, false)"),
     Mutant(
@@ -117,11 +113,12 @@ MUTANTS = (
     ),
     Mutant(
         "scouted rows not waited for",
-        SCOUTS,
-        "        cp_async_wait_group<C::kGroups - 1>();\n        __syncwarp();",
-        "        __syncwarp();",
+        "sparse_decode/sm90_small.cu",
+        *steps("cp.async.wait_group", 0, of=3),
     ),
-    Mutant("scouted rows' groups not waited for", SCOUTS, "            cp_async_wait_group<C::kGroups - 1>();\n", ""),
+    Mutant(
+        "scouted rows' groups not waited for", "sparse_decode/sm90_small.cu", *steps("cp.async.wait_group", 1, 2, of=3)
+    ),
     Mutant("O carried over", MATH, "        math.reset();\n", "        math.heads.reset();\n"),
 )
 
@@ -133,15 +130,13 @@ CASE_OF_BLOCKS = SparseDecodeCase(scales="plain", b=6, topk=150, extra=20, lengt
 MUTANTS_OF_BLOCKS = (
     Mutant(
         "left half does not wait",
-        BLOCKS,
-        "mbarrier_wait(s.kv_empty[stage].left, dequantiser.ring.empty_parity(stage));",
-        "",
+        "sparse_decode/sm90.cu",
+        *steps("mbarrier.try_wait", 13, of=17),
     ),
     Mutant(
         "right half does not wait",
-        BLOCKS,
-        "mbarrier_wait(s.kv_empty[stage].right, dequantiser.ring.empty_parity(stage));",
-        "",
+        "sparse_decode/sm90.cu",
+        *steps("mbarrier.try_wait", 14, of=17),
     ),
     Mutant("keys without a proxy fence", BLOCKS, "kFencedByConsumers = true;", "kFencedByConsumers = false;"),
     Mutant("keys announced by three warps", BLOCKS, "init_storage(s, kDequantWarps,", "init_storage(s, 3,"),
@@ -150,19 +145,18 @@ MUTANTS_OF_BLOCKS = (
     Mutant("halves split elsewhere", BLOCKS, "kSwTilesLeft = kSwTilesHalf;", "kSwTilesLeft = kSwTilesHalf + 1;"),
     Mutant("odd P over even RoPE columns", BLOCKS, "s.kv[1] + Tile::kRopeSwTile", "s.kv[0] + Tile::kRopeSwTile"),
     Mutant("Q does not wait", BLOCKS, "mbarrier_wait(s.q_empty, ring.empty_parity(kQ));", ""),
-    Mutant("Q converted before it is there", BLOCKS, "cp_async_wait_all();\n        __syncwarp();\n        if", "if"),
+    Mutant("Q converted before it is there", "sparse_decode/sm90.cu", *steps("cp.async.wait_all", 0, 1, of=3)),
     Mutant(
         "rows not waited for",
         BLOCKS,
         "mbarrier_wait(e.found_full[warp], dequantiser.ring.full_parity(Queue::kFound));",
         "",
     ),
-    Mutant("rows not yet read", BLOCKS, "mbarrier_wait(e.found_empty[warp], ring.empty_parity(0));", ""),
+    Mutant("rows not yet read", "sparse_decode/sm90.cu", *steps("mbarrier.try_wait", 16, of=17)),
     Mutant(
         "scales not waited for",
-        BLOCKS,
-        "        cp_async_wait_all();\n        release(e.found_full",
-        "        release(e.found_full",
+        "sparse_decode/sm90.cu",
+        *steps("cp.async.wait_all", 2, of=3),
     ),
     Mutant("no last tile", BLOCKS, "(scout.exists ? 0 : FoundTile::kLast)", "0"),
     Mutant("stage of the tile before", BLOCKS, "if (found.first()) stage = 0;", ""),
@@ -170,8 +164,8 @@ MUTANTS_OF_BLOCKS = (
     Mutant("rows there announced for all", BLOCKS, "(u16)found.bits", "(u16)0xffff"),
     Mutant("factors of a neighbour", BLOCKS, "s.extra.q_factors[at] = factor;", "s.extra.q_factors[at ^ 1] = factor;"),
     Mutant("scores of blocks not scaled back", STEPS, "        to[0] *= factors[0];\n", ""),
-    Mutant("the other P not waited for", TURNS, "    bar_sync(p_ready(kStage), kMathThreads);\n", ""),
-    Mutant("values freed before they are added", TURNS, "    wgmma_wait_group<1>();\n    release", "    release"),
+    Mutant("the other P not waited for", "sparse_decode/sm90.cu", *steps("bar.sync", 1, 2, 3, 5, of=6)),
+    Mutant("values freed before they are added", "sparse_decode/sm90.cu", *steps("wgmma.wait_group", 4, 8, of=13)),
     Mutant(
         "the last even tile in one half only",
         TURNS,

@@ -46,7 +46,6 @@ class Block:
         self.fall = index + 1
         self.live_in = self.live_out = 0  # registers by their bits: such sets are joined at the speed of integers
 
-
     def with_instrs(self, instrs: list[Instr]) -> Block:
         """Return the block with other instructions that branch as those here do, and keep no more registers alive."""
         other = copy.copy(self)

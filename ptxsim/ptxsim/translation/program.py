@@ -332,7 +332,8 @@ def _replaced(ins: Instr, by: Instr | None) -> Instr:
     if by is None:
         return ins
     guard, negated = (ins.guard, ins.guard_neg) if by.guard else (None, False)
-    return replace(by, guard=guard, guard_neg=negated, loc=ins.loc, number=ins.number, registers=None, origin=ins.origin)
+    same = {"loc": ins.loc, "number": ins.number, "origin": ins.origin}
+    return replace(by, guard=guard, guard_neg=negated, registers=None, **same)
 
 
 def shape(ins: Instr) -> tuple:

@@ -11,7 +11,7 @@ import mla_cupy
 from mla_cupy import reference
 from mla_cupy.kernels.indexer.loss import heuristics
 from tests.support.loss_cases import TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs, splits_of
-from tests.support.mutants import CAUGHT, Mutant, Plant, as_verdict
+from tests.support.mutants import CAUGHT, Mutant, Plant, as_verdict, steps
 from tests.support.sim_driver import simulated
 
 RANGES, ROWS, KEYS = "indexer/loss/ranges.cu", "indexer/loss/rows.cu", "indexer/loss/generic_keys.cu"
@@ -54,8 +54,12 @@ LSE_MUTANTS = [
         "keys = tile.keys.begin; keys < tile.keys.end;",
         "keys = tile.keys.begin; keys < tile.keys.end - 1;",
     ),
-    Mutant("a piece is filled that is in use", LSE_SM90, LSE_FREE, ""),
-    Mutant("a piece of K is released before it is read", LSE_SUMS, "            wgmma_wait_group<1>();\n", ""),
+    Mutant("a piece is filled that is in use", "indexer/loss/sm90_lse.cu", *steps("mbarrier.try_wait", 10, of=11)),
+    Mutant(
+        "a piece of K is released before it is read",
+        "indexer/loss/sm90_lse.cu",
+        *steps("wgmma.wait_group", *range(8), of=9),
+    ),
     Mutant("queries are not waited for", LSE_SM90, "    mbarrier_wait(s.q_full, 0);\n", ""),
 ]
 KEYS_FREE = "    if (keys_stay(p, pieces)) mbarrier_wait(s.k_empty, 0);\n"
@@ -67,8 +71,8 @@ MAIN_PIECES = "indexer/loss/sm90_pieces.cuh"
 OWN_MUTANTS = [
     Mutant("a stage is filled that is in use", SCORES_SM90, STAGE_FREE, STAGE_FREE.partition("\n")[2]),
     Mutant("a piece is released before it is read", SCORES_SM90, "        wgmma_wait_group<1>();\n", ""),
-    Mutant("shared columns are not waited for", SCORES_SM90, KEYS_FULL, ""),
-    Mutant("index keys come over them in use", SCORES_SM90, KEYS_FREE, ""),
+    Mutant("shared columns are not waited for", "indexer/loss/sm90_scores.cu", *steps("mbarrier.try_wait", 0, of=8)),
+    Mutant("index keys come over them in use", "indexer/loss/sm90_scores.cu", *steps("mbarrier.try_wait", 6, of=8)),
     Mutant("heads have the first one's keys", SCORES_SM90, "head / p.kv_head_heads : 0", "0 : 0"),
     Mutant("nobody has the first turn", SCORES_SM90, "if (taken && math.warpgroup == 1) pass(math);", ""),
     Mutant("no turn ends", SCORES_SM90, "if (taken && (math.warpgroup == 0 || heads > 0)) pass(math);", ""),
@@ -86,8 +90,8 @@ CODES_MUTANTS = [
 ]
 HOPPER_MUTANTS = [
     Mutant("a piece is released before it is read", SCORES_SM90, "        wgmma_wait_group<1>();\n", ""),
-    Mutant("index keys come over keys in use", SCORES_SM90, KEYS_FREE, ""),
-    Mutant("index keys are not waited for", SCORES_SM90, INDEX_KEYS_FULL, ""),
+    Mutant("index keys come over keys in use", "indexer/loss/sm90_scores.cu", *steps("mbarrier.try_wait", 6, of=8)),
+    Mutant("index keys are not waited for", "indexer/loss/sm90_scores.cu", *steps("mbarrier.try_wait", 3, of=8)),
     Mutant("tokens share a head's lse", SCORES_SM90, "lse[fragment_half(i)]", "lse[0]"),
     Mutant("an infinite lse counts", SCORES_SM90, NO_PART, "-lse * kLog2E : 0.f"),
     Mutant("the columns of M are exchanged", QUERIES_SM90, M_COLUMNS, "gradients[2 * step + i % 2]"),
@@ -111,7 +115,9 @@ PAIRS = LossCase(s_q=23, s_kv=140, h=1, h_i=5, d=64, d_i=64, lse=True, sequences
 PAIR_FREE = "    pairs.wait_empty(s.q_empty);\n"
 PAIR_FULL = "    pairs.wait_full(s.q_full);\n"
 PAIR_MUTANTS = [
-    Mutant("queries are overwritten that are in use", QUERIES_SM90, PAIR_FREE, ""),
+    Mutant(
+        "queries are overwritten that are in use", "indexer/loss/sm90_queries.cu", *steps("mbarrier.try_wait", 3, of=5)
+    ),
     Mutant("queries are not waited for", QUERIES_SM90, PAIR_FULL, ""),
     Mutant("a block leaves pairs out", QUERIES_SM90, "at -= gridDim.x", "at -= gridDim.x + 1"),
     Mutant("gradients of the same tile", QUERIES_SM90, "row + (tile + 1) * kTileKeys", "row + tile * kTileKeys"),

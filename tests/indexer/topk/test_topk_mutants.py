@@ -10,7 +10,7 @@ import pytest
 
 from tests.indexer.topk.test_topk_sim import BLOCK, CLUSTER, WIDTHS, select
 from tests.indexer.topk.topk_cases import assert_selected, expected, hard_rows
-from tests.support.mutants import CAUGHT, Mutant, Plant
+from tests.support.mutants import CAUGHT, Mutant, Plant, steps
 
 
 def mutant(kernel: str, name: str, old: str, new: str, quick: bool = False) -> object:
@@ -69,7 +69,7 @@ def test_ends_of_sequences_are_caught(plant: Plant) -> None:
 
 
 SORT = [
-    Mutant("warps do not wait", "indexer/topk/select.cu", "x[1]);\n    }\n    __syncthreads();", "x[1]);\n    }"),
+    Mutant("warps do not wait", "indexer/topk/select.cu", *steps("bar.sync", 9, 11, of=13)),
     Mutant(
         "ties in any order", "indexer/topk/select.cu", "sorted.places[n] = (u16)n;", "sorted.places[n] = (u16)(n ^ 1);"
     ),
