@@ -35,10 +35,10 @@ OF_SMALL = [
     Mutant("chunks not swizzled", RING, "((chunk ^ row) & 7)", "(chunk & 7)"),
     Mutant("first octet never wraps", RING, "return at >= kOctets ? at - kOctets : at;", "return at % (kOctets - 1);"),
     # Its own
-    Mutant("keys not waited for", "attention/mma_small.cu", *steps("mbarrier.try_wait", 0, of=1)),
+    Mutant("keys not waited for", SMALL, *steps("mbarrier.try_wait", 0, of=1)),
     Mutant("parity stuck", RING, "parity ^= barrier == 0;", ""),
     Mutant("scores not waited for", SMALL, "__syncthreads();  // the scores", "//"),
-    Mutant("P not waited for", "attention/mma_small.cu", *steps("bar.sync", 3, of=5)),
+    Mutant("P not waited for", SMALL, *steps("bar.sync", 3, of=5)),
     Mutant("one place too few", RING, "kStepOctets * done + Ring::kOctets;", "kStepOctets * done + Ring::kOctets + 4;"),
     Mutant("no mask", SOFTMAX, "if (masked) present &=", "if (false) present &="),
     Mutant("values not cleaned", SMALL, "if (masked && clean_values", "if (false && clean_values"),
@@ -46,10 +46,10 @@ OF_SMALL = [
     Mutant("sum of one lane", SOFTMAX, "return over_lanes(sum,", "return over_lanes(is_first() ? sum : 0.f,"),
 ]
 OF_WIDE = [
-    Mutant("keys not waited for by 64 rows", "attention/mma.cu", *steps("mbarrier.test_wait", 0, 2, of=6)),
+    Mutant("keys not waited for by 64 rows", WIDE, *steps("mbarrier.test_wait", 0, 2, of=6)),
     Mutant("parity of whole steps stuck", RING, "parity ^= first == 0;", ""),
-    Mutant("sent scores not waited for", "attention/mma.cu", *steps("mbarrier.test_wait", 4, of=6)),
-    Mutant("written P not waited for", "attention/mma.cu", *steps("mbarrier.test_wait", 3, of=6)),
+    Mutant("sent scores not waited for", WIDE, *steps("mbarrier.test_wait", 4, of=6)),
+    Mutant("written P not waited for", WIDE, *steps("mbarrier.test_wait", 3, of=6)),
     Mutant("sent by one warp too few", WIDE, "mbarrier_init(s.sent, kWarps)", "mbarrier_init(s.sent, kWarps - 1)"),
     Mutant("one buffer of P", WIDE, "s, math, ~step & 1, factor)", "s, math, step & 1, factor)"),
     Mutant(
@@ -76,7 +76,7 @@ OF_WIDE = [
     Mutant(
         "rows of a span too late", LOADER, "const i32 span = (step + 2) / kSpanSteps;", "const i32 span = step / 2;"
     ),
-    Mutant("rows of a span not awaited", "attention/mma.cu", *steps("bar.sync", 2, of=4)),
+    Mutant("rows of a span not awaited", WIDE, *steps("bar.sync", 2, of=4)),
     Mutant("place of a step taken too early", LOADER, "done + kSteps - 1;", "done + kSteps;"),
     Mutant("every warp looks up", LOADER, "if (span % kWarps != warp) return;", "if (span % kWarps == warp) return;"),
 ]

@@ -15,7 +15,7 @@ from tests.decode.test_records import fp8, v4, v32
 from tests.sparse_decode import runs as sparse
 from tests.sparse_decode.runs import SparseDecodeCase
 from tests.support.cases import DecodeCase, make
-from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.mutants import Mutant, Plant, as_verdict, steps
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
 
@@ -151,8 +151,8 @@ PLANTED = [
     (TWO_TILES, Mutant("tile overwritten", RECORDS, "steps, math.warp), tile ^ 1)", "steps, math.warp), tile)")),
     (TWO_TILES, Mutant("nothing is NaN", RECORDS, "nan = size + 0x00800080 & 0x40004000", "nan = 0")),
     (TWO_TILES, Mutant("codes of the first half", RECORDS, ": 0x3424);", ": 0x1404);")),
-    (ONE_TILE, Mutant("values overwritten", RECORDS, "__syncthreads();  // the values have been read", "")),
-    (ONE_TILE, Mutant("next keys not awaited", RECORDS, "__syncthreads();  // the keys of", "// the keys of")),
+    (ONE_TILE, Mutant("values overwritten", "decode/mma_records.cu", *steps("bar.sync", 6, of=9))),
+    (ONE_TILE, Mutant("next keys not awaited", "decode/mma_records.cu", *steps("bar.sync", 7, of=9))),
     (
         ONE_TILE,
         Mutant("scales taken for RoPE", RECORDS, "Raw::kLatentBytes ? Raw::kGap : 0", "1 << 20 ? Raw::kGap : 0"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.cache.runs import CacheCase, SlotsCase, check_append_and_gather, check_copy, check_slots, check_update
-from tests.support.mutants import CAUGHT, Mutant, Plant
+from tests.support.mutants import CAUGHT, Mutant, Plant, steps
 from tests.support.sim_driver import simulated
 
 
@@ -84,8 +84,8 @@ PLANTED: tuple[tuple[Mutant, Callable[[], None]], ...] = (
     (Mutant("negative lengths", SLOTS, "max(0, length)", "length"), _slots()),
     (Mutant("more slots than there are", SLOTS, "(i32)min(end, (i64)p.max_tokens)", "(i32)end"), _slots(max_tokens=7)),
     (Mutant("each batch of sequences begins anew", SLOTS, "before = end;", "before = 0;"), _slots(b=300)),
-    (Mutant("ends are read at once", SLOTS, "__syncthreads();\n    return s", "return s"), _slots()),
-    (Mutant("sums are read at once", SLOTS, "__syncthreads();\n    i64 end", "i64 end"), _slots()),
+    (Mutant("ends are read at once", SLOTS, *steps("bar.sync", 1, of=2)), _slots()),
+    (Mutant("sums are read at once", SLOTS, *steps("bar.sync", 0, of=2)), _slots()),
     (Mutant("the next sequence", SLOTS, "s.ends[middle] > token", "s.ends[middle] >= token"), _slots()),
     (Mutant("rows are not checked", "cache/update.cu", "if ((u32)row >= (u32)p.max_rows) return;", ""), _update),
 )  # fmt: skip

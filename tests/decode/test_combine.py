@@ -17,7 +17,7 @@ from mla_cupy.kernels.decode.problem import DecodeOptions, DecodeProblem
 from mla_cupy.kernels.pipeline import Call, Prepared
 from mla_cupy.shapes import D_V
 from tests.decode.schedule_model import Point, split_requests
-from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.mutants import Mutant, Plant, as_verdict, steps
 from tests.support.recorder import H200
 from tests.support.sim_driver import fake_gpu, simulated
 
@@ -159,12 +159,9 @@ MUTANTS = (
     Mutant(
         "units not waited for",
         COMBINE,
-        "        }\n    }\n    __syncthreads();\n    const i32 team",
-        "        }\n    }\n    const i32 team",
+        *steps("bar.sync", 4, of=8),
     ),
-    Mutant(
-        "units found while those before are read", COMBINE, "    __syncthreads();  // those before have been read\n", ""
-    ),
+    Mutant("units found while those before are read", COMBINE, *steps("bar.sync", 3, of=8)),
 )
 
 

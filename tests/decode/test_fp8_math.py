@@ -598,20 +598,19 @@ BLOCK, MATH, QUERY, BYTES = (
     "tile/byte_fragments.cuh",
 )
 ROLES, LOADER = "attention/sm90/fp8.cuh", "decode/sm90_fp8.cu"
-P_FULL = "        mbarrier_wait(s.p_full[of], phases.full_parity(kPFull + of));\n"
 MUTANTS = (
-    Mutant("P without a proxy fence", "decode/sm90_fp8.cu", *steps("fence.proxy.async", 2, of=6)),
-    Mutant("queries without a proxy fence", "decode/sm90_fp8.cu", *steps("fence.proxy.async", 1, of=6)),
-    Mutant("P overwritten early", "decode/sm90_fp8.cu", *steps("mbarrier.try_wait", 1, of=13)),
-    Mutant("P read early", "decode/sm90_fp8.cu", *steps("mbarrier.try_wait", 4, 7, 11, of=13)),
+    Mutant("P without a proxy fence", LOADER, *steps("fence.proxy.async", 2, of=6)),
+    Mutant("queries without a proxy fence", LOADER, *steps("fence.proxy.async", 1, of=6)),
+    Mutant("P overwritten early", LOADER, *steps("mbarrier.try_wait", 1, of=13)),
+    Mutant("P read early", LOADER, *steps("mbarrier.try_wait", 4, 7, 11, of=13)),
     Mutant(
         "values sanitized before they are scored",
-        "decode/sm90_fp8.cu",
+        LOADER,
         *steps("mbarrier.try_wait", 3, 6, 10, of=13),
     ),
     Mutant(
         "scores before the tile",
-        "decode/sm90_fp8.cu",
+        LOADER,
         *steps("mbarrier.try_wait", 0, 8, of=13),
     ),
     Mutant(
@@ -620,7 +619,7 @@ MUTANTS = (
         "init_ring(s.kv_full, s.kv_empty, 1, 2 * kWarpgroupWarps)",
         "init_ring(s.kv_full, s.kv_empty, 1, kWarpgroupWarps)",
     ),
-    Mutant("tiles overwritten", "decode/sm90_fp8.cu", *steps("mbarrier.try_wait", 12, of=13)),
+    Mutant("tiles overwritten", LOADER, *steps("mbarrier.try_wait", 12, of=13)),
     Mutant("hidden values not sanitized", MATH, "        sanitize(item, tile, of, s.kv + offset);\n", ""),
     Mutant("tokens of other positions", BYTES, "pairs[2], pairs[3], 0x6420", "pairs[2], pairs[3], 0x6240"),
     Mutant(
@@ -639,7 +638,7 @@ MUTANTS = (
     Mutant("sums of weights before rounding", ROLES, "right.rounded_sum[row] * of_right", "right.sum[row] * of_right"),
     Mutant(
         "an operand of the last item",
-        "decode/sm90_fp8.cu",
+        LOADER,
         *steps("bar.sync", 1, of=8),
     ),
     Mutant("codes of a row in another order", QUERY, "(u32)codes[j] << j % 4 * 8", "(u32)codes[j] << (j ^ 1) % 4 * 8"),

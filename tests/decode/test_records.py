@@ -17,7 +17,7 @@ from tests.support.calls import assert_same, oracle, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.gpu import run_and_check
 from tests.support.kernels import RECORD_KERNELS, takes
-from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.mutants import Mutant, Plant, as_verdict, steps
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
@@ -351,7 +351,7 @@ def test_a_plan_serves_records() -> None:
 CONVERSION, DEQUANT, MATH = (f"attention/sm90/small_records_{part}.cuh" for part in ("conversion", "dequant", "math"))
 TOKENS = "attention/record_tokens.cuh"
 MUTANTS = (
-    Mutant("keys without a proxy fence", MATH, "if (C::kFencedByReaders) fence_proxy_async();", ""),
+    Mutant("keys without a proxy fence", "decode/sm90_records.cu", *steps("fence.proxy.async", 0, 1, 2, of=4)),
     Mutant("pages not compared", TOKENS, "(u32)place.page >= (u32)p.num_pages", "place.page == kNoPage"),
     Mutant("tokens past the end", TOKENS, "if (token >= item.tokens) return nowhere();", ""),
     Mutant("places of the first page", TOKENS, "token - index * p.page_size", "token"),

@@ -71,16 +71,14 @@ MUTANTS = [
     Mutant(
         "values are not waited for",
         SOURCE,
-        "    math.v.wait_full(s.v_full);\n    take_turn<Turn0>(math.warpgroup);\n    if",
-        "    take_turn<Turn0>(math.warpgroup);\n    if",
+        *mutants.steps("mbarrier.try_wait", 3, 6, 8, of=23),
         LONG,
         LATE,
     ),
     Mutant(
         "dout is not waited for",
         SOURCE,
-        "if (kFirst) mbarrier_wait(s.dout_full[math.warpgroup], math.rows.full_parity(0));",
-        "",
+        *mutants.steps("mbarrier.try_wait", 4, of=23),
         ENDS,
         LATE,
     ),
@@ -98,8 +96,7 @@ MUTANTS = [
     Mutant(
         "a tile that is left out is kept",
         SOURCE,
-        "release(s.v_empty[math.v.stage], math.thread);\n    math.k.adv",
-        "math.k.adv",
+        *mutants.steps("mbarrier.arrive", 15, 20, of=31),
         ITEMS,
     ),
     Mutant("idle warpgroups take no part", SOURCE, "skip(s, math), ++i;", "++i;", ITEMS),

@@ -21,8 +21,6 @@ ITEMS = DenseCase(((70, 300), (9, 200)), h_q=3)  # a warpgroup has no row
 HEADS = DenseCase(((3, 5), (4, 4)), h_q=7)  # more than the last group has
 STATE = DenseCase(((4, 6),), h_q=2, state="float32")
 LATE = ("late", 0)
-STEP = "    take_turn<Turn0>(math.warpgroup);\n    start_scores(s, math);\n    math.v"
-SKIP = "    math.k.advance();\n    uint4 seen[kFragmentRows];\n    if (kHasMask) read_mask(s, math, seen);\n}\n"
 
 
 @dataclass(frozen=True)
@@ -48,22 +46,20 @@ MUTANTS = [
     Mutant("keys of another head", SOURCE, "i32 kv_head = head / (p.h_q / p.h_kv);", "i32 kv_head = 0;", PIECES),
     Mutant("rows of the next sequence", SOURCE, "math.row(kRow) < tile.queries", "true"),
     Mutant("an empty state is read", SOURCE, "stored && result.earlier != 0.f", "stored && p.state_lse", STATE),
-    Mutant("keys are not waited for", SOURCE, f"    math.k.wait_full(s.k_full);\n{STEP}", STEP, LONG, LATE),
+    Mutant("keys are not waited for", SOURCE, *mutants.steps("mbarrier.try_wait", 5, 7, of=19), LONG, LATE),
     Mutant(
         "values are not waited for",
         SOURCE,
-        "    math.v.wait_full(s.v_full);\n    start_values(s, math);\n    finish",
-        "    start_values(s, math);\n    finish",
+        *mutants.steps("mbarrier.try_wait", 9, of=19),
         ENDS,
         LATE,
     ),
-    Mutant("values are released before", SOURCE, "    wgmma_wait_group<0>();\n    pin(math.out);", "", LONG, LATE),
+    Mutant("values are released before", SOURCE, *mutants.steps("wgmma.wait_group", 2, 4, 5, of=6), LONG, LATE),
     Mutant("queries are released with each tile", SOURCE, "if (last) release(s.q_empty", "release(s.q_empty", ITEMS),
     Mutant(
         "a tile that is left out is kept",
         SOURCE,
-        f"    release(s.k_empty[math.k.stage], math.thread);\n{SKIP}",
-        SKIP,
+        *mutants.steps("mbarrier.arrive", 0, 15, of=25),
         LONG,
     ),
     Mutant("idle warpgroups take no part", SOURCE, "skip_keys(s, math), skip_values(s, math);", ";", ITEMS),

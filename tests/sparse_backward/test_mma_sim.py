@@ -54,18 +54,18 @@ class Mutant(mutants.Mutant):
 
 
 MUTANTS = [
-    Mutant("keys are not waited for", SOURCE, "    cp_async_wait_all();\n", "", ("late", 0)),
+    Mutant("keys are not waited for", SOURCE, *mutants.steps("cp.async.wait_all", 0, of=1), ("late", 0)),
     Mutant("others' keys are not waited for", SOURCE, "    __syncthreads();  // the keys are there", "    //"),
-    Mutant("parts are not waited for", SOURCE, "    __syncthreads();\n    run_weights", "    run_weights"),
-    Mutant("weights are not waited for", SOURCE, "    __syncthreads();\n    run_dq", "    run_dq"),
-    Mutant("keys are overwritten", SOURCE, "        __syncthreads();  // the keys have been read\n", ""),
+    Mutant("parts are not waited for", SOURCE, *mutants.steps("bar.sync", 2, of=5)),
+    Mutant("weights are not waited for", SOURCE, *mutants.steps("bar.sync", 3, of=5)),
+    Mutant("keys are overwritten", SOURCE, *mutants.steps("bar.sync", 4, of=5)),
     Mutant("one stage for two", SOURCE, "s.k[step % kStages]);", "s.k[0]);", kernel=WIDE_KB),
     Mutant("rows of one step", SOURCE, "block.s.rows[step % 2][key] = row;", "block.s.rows[0][key] = row;"),
     Mutant("half of the columns", SOURCE, "low[r].x + high[r].x", "low[r].x"),
     Mutant("a step too few", SOURCE, "step * kStepKeys < count; ++step", "(step + 1) * kStepKeys < count; ++step"),
     Mutant("heads past the last one", SOURCE, "const bool stored = head < block.heads;", "const bool stored = true;"),
     Mutant("a neighbour's RoPE columns", SOURCE, "block.warp % 2 ? b[2] : b[0]", "block.warp % 2 ? b[0] : b[2]"),
-    Mutant("statistics are not waited for", SOURCE, "    __syncthreads();\n    copy_query", "    copy_query"),
+    Mutant("statistics are not waited for", SOURCE, *mutants.steps("bar.sync", 0, of=5)),
 ]
 #: Several steps of both kernels, the last one not whole; a part of the heads.
 HARD = SparseCase(s_q=2, s_kv=90, h_q=20, topk=75, invalid=0.0)

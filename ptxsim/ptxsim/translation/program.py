@@ -117,7 +117,7 @@ class Program:
     def variant(self, changes: Mapping[Instr, Instr]) -> Program:
         """Return the kernel with some instructions of its text replaced; it shares the code of all other blocks.
 
-        What replaces an instruction writes the same registers, reads no others, and does not branch.
+        What replaces an instruction reads and writes no registers but those of the instruction, and does not branch.
         """
         other = copy.copy(self)
         other.base, other.changed = self, set()
@@ -332,8 +332,9 @@ def _replaced(ins: Instr, by: Instr | None) -> Instr:
     if by is None:
         return ins
     guard, negated = (ins.guard, ins.guard_neg) if by.guard else (None, False)
-    same = {"loc": ins.loc, "number": ins.number, "origin": ins.origin}
-    return replace(by, guard=guard, guard_neg=negated, registers=None, **same)
+    new = replace(by, guard=guard, guard_neg=negated, loc=ins.loc, number=ins.number, registers=None)
+    new.origin = ins.origin
+    return new
 
 
 def shape(ins: Instr) -> tuple:

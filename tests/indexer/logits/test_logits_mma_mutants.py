@@ -8,7 +8,7 @@ import pytest
 import mla_cupy
 from mla_cupy import reference
 from tests.support.indexer_cases import LogitsCase, PagedCase, check_logits, logits_inputs, paged_inputs
-from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.mutants import Mutant, Plant, as_verdict, steps
 from tests.support.sim_driver import simulated
 
 KERNEL = "indexer_logits_mma"
@@ -22,8 +22,8 @@ PAGES = PagedCase(b=2, s_q=2, h=3, seqlens=(90, 70), missing_page=True)
 CASES = (CASE, PASSES, PAGES)
 
 MUTANTS = [
-    (Mutant("queries too early", SOURCE, "__syncthreads();  // what was there before has been read", ""), PASSES),
-    (Mutant("queries not awaited", SOURCE, "__syncthreads();\n            run_tiles", "run_tiles"), PASSES),
+    (Mutant("queries too early", SOURCE, *steps("bar.sync", 0, of=2)), PASSES),
+    (Mutant("queries not awaited", SOURCE, *steps("bar.sync", 1, of=2)), PASSES),
     (Mutant("queries of too many tokens", SOURCE, "return min(kMaxTokens, kQuery", "return 1 + min(7, kQuery"), PASSES),
     (Mutant("ranges of other tokens", SOURCE, "walk.range.begin, first + token)", "walk.range.begin, token)"), PASSES),
     (Mutant("rows swizzled otherwise", SOURCE, "odd = even ^ kSliceBytes", "odd = even + kSliceBytes"), CASE),

@@ -8,7 +8,7 @@ import pytest
 import mla_cupy
 from mla_cupy import reference
 from tests.support.indexer_cases import LogitsCase, PagedCase, as_codes, check_logits, logits_inputs, paged_inputs
-from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.mutants import Mutant, Plant, as_verdict, steps
 from tests.support.sim_driver import simulated
 
 PREFILL, PAGED = "indexer/logits/sm90.cu", "indexer/logits/sm90_paged.cu"
@@ -31,7 +31,6 @@ GROUPS = PagedCase(b=74, h=2, seqlens=(0,) * 32 + (1, 70, 0, 64, 2, 0) * 7)
 SEQUENCES = PagedCase(b=40, h=2, seqlens=(70, 0, 1, 64, 2) * 8)
 FIRST = "if (token == 0)"
 HALF = LogitsCase(s_q=9, s_kv=300, h=12, dtype="uint8", ranges="none", float16=True)
-READY = "    bar_sync(SumsReady + math.warpgroup, kWarpgroupThreads);"
 
 ONE_BARRIER = (
     """return barrier[walk.wraps & 1][walk.stage];
@@ -68,8 +67,15 @@ MUTANTS = [
         HALF,
     ),
     (Mutant("a stage has one full barrier", SHARED, *ONE_BARRIER), MANY),
-    (Mutant("the next tile is fetched over sums without a fence", PREFILL, "    fence_proxy_async();", ""), CASE),
-    (Mutant("sums are read before all are there", PREFILL, READY, ""), CASE),
+    (
+        Mutant(
+            "the next tile is fetched over sums without a fence",
+            PREFILL,
+            *steps("fence.proxy.async", 0, of=1),
+        ),
+        CASE,
+    ),
+    (Mutant("sums are read before all are there", PREFILL, *steps("bar.sync", 2, of=3)), CASE),
     (Mutant("the last heads are left out", PREFILL, "ceil_div(p.heads, kTileHeads)", "max(1, p.heads / 8)"), NINE),
     (Mutant("a range has one key more", RANGES, "key < end", "key <= end"), RANGED),
     (Mutant("a share ends a tile early", LINE, "min(tiles.end, to.tile)", "min(tiles.end, to.tile - 1)"), RANGED),

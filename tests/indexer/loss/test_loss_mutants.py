@@ -43,7 +43,6 @@ FREE = "    steps.wait_empty(s.q_empty);\n"
 NO_PART = "-lse * kLog2E : negative_infinity()"
 LSE_SM90, LSE_SUMS = "indexer/loss/sm90_lse.cu", "indexer/loss/sm90_lse.cuh"
 LSE_TILES = LossCase(s_q=70, s_kv=300, h=2, h_i=1, d=264, d_i=32, spread=3, sequences=((30, 150), (38, 145)))
-LSE_FREE = "            pieces.wait_empty(s.k_empty);\n"
 LSE_MUTANTS = [
     Mutant("keys out of sight count", LSE_SM90, "d[i] = seen ? d[i] :", "d[i] = true ? d[i] :"),
     Mutant("the lanes of a quad are not merged", LSE_SUMS, "quad_sum(sum)", "sum"),
@@ -54,25 +53,22 @@ LSE_MUTANTS = [
         "keys = tile.keys.begin; keys < tile.keys.end;",
         "keys = tile.keys.begin; keys < tile.keys.end - 1;",
     ),
-    Mutant("a piece is filled that is in use", "indexer/loss/sm90_lse.cu", *steps("mbarrier.try_wait", 10, of=11)),
+    Mutant("a piece is filled that is in use", LSE_SM90, *steps("mbarrier.try_wait", 10, of=11)),
     Mutant(
         "a piece of K is released before it is read",
-        "indexer/loss/sm90_lse.cu",
+        LSE_SM90,
         *steps("wgmma.wait_group", *range(8), of=9),
     ),
     Mutant("queries are not waited for", LSE_SM90, "    mbarrier_wait(s.q_full, 0);\n", ""),
 ]
-KEYS_FREE = "    if (keys_stay(p, pieces)) mbarrier_wait(s.k_empty, 0);\n"
-KEYS_FULL = "    if (keys_stay(p, pieces)) mbarrier_wait(s.k_full, 0);\n"
-INDEX_KEYS_FULL = "    mbarrier_wait(s.k_full, keys_stay(p, pieces) ? 1 : 0);\n"
 STAGE_FREE = "            stages.wait_empty(s.q_empty);\n            mbarrier_arrive_expect_tx(full, with_keys"
 OWN_KEYS = LossCase(s_q=5, s_kv=6, h=6, h_i=3, d=192, d_i=128, h_kv=6, pairs="k", lse=True)
 MAIN_PIECES = "indexer/loss/sm90_pieces.cuh"
 OWN_MUTANTS = [
     Mutant("a stage is filled that is in use", SCORES_SM90, STAGE_FREE, STAGE_FREE.partition("\n")[2]),
     Mutant("a piece is released before it is read", SCORES_SM90, "        wgmma_wait_group<1>();\n", ""),
-    Mutant("shared columns are not waited for", "indexer/loss/sm90_scores.cu", *steps("mbarrier.try_wait", 0, of=8)),
-    Mutant("index keys come over them in use", "indexer/loss/sm90_scores.cu", *steps("mbarrier.try_wait", 6, of=8)),
+    Mutant("shared columns are not waited for", SCORES_SM90, *steps("mbarrier.try_wait", 0, of=8)),
+    Mutant("index keys come over them in use", SCORES_SM90, *steps("mbarrier.try_wait", 6, of=8)),
     Mutant("heads have the first one's keys", SCORES_SM90, "head / p.kv_head_heads : 0", "0 : 0"),
     Mutant("nobody has the first turn", SCORES_SM90, "if (taken && math.warpgroup == 1) pass(math);", ""),
     Mutant("no turn ends", SCORES_SM90, "if (taken && (math.warpgroup == 0 || heads > 0)) pass(math);", ""),
@@ -90,8 +86,8 @@ CODES_MUTANTS = [
 ]
 HOPPER_MUTANTS = [
     Mutant("a piece is released before it is read", SCORES_SM90, "        wgmma_wait_group<1>();\n", ""),
-    Mutant("index keys come over keys in use", "indexer/loss/sm90_scores.cu", *steps("mbarrier.try_wait", 6, of=8)),
-    Mutant("index keys are not waited for", "indexer/loss/sm90_scores.cu", *steps("mbarrier.try_wait", 3, of=8)),
+    Mutant("index keys come over keys in use", SCORES_SM90, *steps("mbarrier.try_wait", 6, of=8)),
+    Mutant("index keys are not waited for", SCORES_SM90, *steps("mbarrier.try_wait", 3, of=8)),
     Mutant("tokens share a head's lse", SCORES_SM90, "lse[fragment_half(i)]", "lse[0]"),
     Mutant("an infinite lse counts", SCORES_SM90, NO_PART, "-lse * kLog2E : 0.f"),
     Mutant("the columns of M are exchanged", QUERIES_SM90, M_COLUMNS, "gradients[2 * step + i % 2]"),
@@ -112,12 +108,9 @@ SPLIT_MUTANTS = [
     Mutant("a split is left out", "indexer/loss/keys_sum.cu", "split < p.key_splits", "split < p.key_splits - 1"),
 ]
 PAIRS = LossCase(s_q=23, s_kv=140, h=1, h_i=5, d=64, d_i=64, lse=True, sequences=((6, 100), (17, 38)))
-PAIR_FREE = "    pairs.wait_empty(s.q_empty);\n"
 PAIR_FULL = "    pairs.wait_full(s.q_full);\n"
 PAIR_MUTANTS = [
-    Mutant(
-        "queries are overwritten that are in use", "indexer/loss/sm90_queries.cu", *steps("mbarrier.try_wait", 3, of=5)
-    ),
+    Mutant("queries are overwritten that are in use", QUERIES_SM90, *steps("mbarrier.try_wait", 3, of=5)),
     Mutant("queries are not waited for", QUERIES_SM90, PAIR_FULL, ""),
     Mutant("a block leaves pairs out", QUERIES_SM90, "at -= gridDim.x", "at -= gridDim.x + 1"),
     Mutant("gradients of the same tile", QUERIES_SM90, "row + (tile + 1) * kTileKeys", "row + tile * kTileKeys"),

@@ -8,7 +8,7 @@ import pytest
 import mla_cupy
 from mla_cupy import reference
 from tests.indexer.loss.test_sparse_loss_sim import GENERIC, MODES, bits_of_both_orders, run_hopper
-from tests.support.mutants import CAUGHT, Mutant, Plant, as_verdict
+from tests.support.mutants import CAUGHT, Mutant, Plant, as_verdict, steps
 from tests.support.sim_driver import simulated
 from tests.support.sparse_loss_cases import SparseLossCase, check_sparse_loss, sparse_loss_inputs
 
@@ -29,21 +29,18 @@ LISTS, LIST_LSE, LSE_SUMS = "indexer/loss/sm90_lists.cuh", "indexer/loss/sm90_li
 HOPPER_CASE = SparseLossCase(s_q=3, s_kv=300, topk=650, h=3, h_i=2, d=72, d_i=64, lse=True)
 #: The same, of both warpgroups.
 LSE_CASE = SparseLossCase(s_q=2, s_kv=300, topk=650, h=66, h_i=1, d=136)
-M_BARRIER = "    bar_sync(kMathBarrier + 1 + math.warpgroup, kWarpgroupThreads);\n"
 HOPPER_MUTANTS = [
     Mutant("what a row lacks is read", LISTS, "inside && rows.present[i]", "rows.present[i]"),
     Mutant("both halves are the first", LISTS, "half * kSw128Bytes + sw128_offset", "sw128_offset"),
-    Mutant("a piece is released before it is read", LIST_SCORES, "            wgmma_wait_group<1>();\n", ""),
+    Mutant("a piece is released before it is read", LIST_SCORES, *steps("wgmma.wait_group", 0, of=4)),
     Mutant(
         "index queries come over queries in use",
-        LIST_SCORES,
-        "            if (p.heads > 0) mbarrier_wait(s.q_empty, 0);\n",
-        "",
+        LIST_SCORES, *steps("mbarrier.try_wait", 1, of=9),
     ),
     Mutant("the lanes of a quad are not summed", LIST_SCORES, "quad_sum(sums[r])", "sums[r]"),
     Mutant("pieces are not fenced", LIST_SCORES, "        fence_proxy_async();\n", ""),
-    Mutant("tiles are not fenced", LIST_GRADIENTS, "        fence_proxy_async();\n", ""),
-    Mutant("M is not waited for", LIST_GRADIENTS, M_BARRIER, ""),
+    Mutant("tiles are not fenced", LIST_GRADIENTS, *steps("fence.proxy.async", 0, of=2)),
+    Mutant("M is not waited for", LIST_GRADIENTS, *steps("bar.sync", 2, of=4)),
     Mutant("M has weights", LIST_GRADIENTS, "a[at] > 0.f ? keys.scaled[r]", "a[at] > 0.f ? keys.scaled[r] * weights.x"),
     Mutant("four columns are in another order", LIST_GRADIENTS, "math.thread % 4 / 2 * 4", "math.thread % 2 * 4"),
     Mutant("the second warpgroup's sums are forgotten", LIST_GRADIENTS, "sums[i] + s.sums[i][thread]", "sums[i]"),
@@ -53,7 +50,7 @@ LSE_MUTANTS = [
     Mutant("zeros after the end of a list count", LIST_LSE, "fragment_column(thread, i) < left", "true"),
     Mutant("both warpgroups have the same heads", LIST_LSE, "const i32 head = warpgroup *", "const i32 head = 0 *"),
     Mutant("one warpgroup releases for both", LIST_LSE, "heads > kSw128Rows ? kMathWarps :", "false ? kMathWarps :"),
-    Mutant("queries are not waited for", LIST_LSE, "    mbarrier_wait(s.q_full, 0);\n", ""),
+    Mutant("queries are not waited for", LIST_LSE, *steps("mbarrier.try_wait", 0, of=11)),
     Mutant("pieces are not fenced", LSE_SUMS, "        if constexpr (kGathered) fence_proxy_async();\n", ""),
     Mutant("a piece is filled that is in use", LISTS, LIST_FREE, ""),
 ]
