@@ -10,8 +10,8 @@ With vLLM before 0.28 take --older-runner or --no-prefix-cache: its second runne
 backend.
 
 Each backend runs in a process of its own, one after another, or several --at-once where only tokens count; the first of
-the list is the reference, which is named twice to see whether it agrees with itself. Results and logs are in --out. With
---cpu it is rehearsed without a GPU, on CUTLASS_MLA,CUSTOM.
+the list is the reference, which is named twice to see whether it agrees with itself. Results and logs are in --out.
+With --cpu it is rehearsed without a GPU, on CUTLASS_MLA,CUSTOM.
 """
 
 from __future__ import annotations
