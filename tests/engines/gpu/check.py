@@ -72,6 +72,7 @@ def label(options: argparse.Namespace, backend: str, heads: int) -> str:
     """A name for a run's files that says what is special about it."""
     flags = ("graphs", "compiled", "older_runner", "no_prefix_cache")
     parts = [options.what, backend, f"h{heads}", options.kv, options.dtype]
+    parts += [f"b{options.batch}"] * (options.what == "speed")
     parts += [f"block{options.block}"] * bool(options.block) + [f"drafts{options.drafts}"] * bool(options.drafts)
     return "-".join(parts + [flag for flag in flags if getattr(options, flag)])
 
