@@ -597,7 +597,7 @@ BLOCK, MATH, QUERY, BYTES = (
     *(f"attention/sm90/fp8_{part}.cuh" for part in ("block", "math", "query")),
     "tile/byte_fragments.cuh",
 )
-ROLES, LOADER = "attention/sm90/fp8.cuh", "decode/sm90_fp8.cu"
+ROLES, LOADER = "attention/sm90/fp8.cuh", "decode/sm90_fp8.cuh"
 P_FULL = "        mbarrier_wait(s.p_full[of], phases.full_parity(kPFull + of));\n"
 MUTANTS = (
     Mutant("P without a proxy fence", BYTES, "    fence_proxy_async();\n", ""),
@@ -621,8 +621,8 @@ MUTANTS = (
     Mutant(
         "a tile released by one side",
         BLOCK,
-        "init_ring(s.kv_full, s.kv_empty, 1, 2 * kWarpgroupWarps)",
-        "init_ring(s.kv_full, s.kv_empty, 1, kWarpgroupWarps)",
+        "init_ring(s.kv_full, s.kv_empty, 1, readers * 2 * kWarpgroupWarps)",
+        "init_ring(s.kv_full, s.kv_empty, 1, readers * kWarpgroupWarps)",
     ),
     Mutant("tiles overwritten", LOADER, "mbarrier_wait(s.kv_empty[stage], phases.empty_parity(stage));", ""),
     Mutant("hidden values not sanitized", MATH, "        sanitize(item, tile, of, s.kv + offset);\n", ""),
@@ -644,8 +644,8 @@ MUTANTS = (
     Mutant(
         "an operand of the last item",
         ROLES,
-        "        bar_sync(Fp8BothSides, kFp8MathThreads);\n        math.reset",
-        "        math.reset",
+        "    bar_sync(Fp8BothSides, kFp8MathThreads);\n    math.reset",
+        "    math.reset",
     ),
     Mutant("codes of a row in another order", QUERY, "(u32)codes[j] << j % 4 * 8", "(u32)codes[j] << (j ^ 1) % 4 * 8"),
     Mutant(
