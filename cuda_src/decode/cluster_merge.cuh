@@ -5,7 +5,8 @@
 //   M = max_j m_j,  l = sum_j l_j exp2(m_j - M),  out = sum_j O_j exp2(m_j - M) / l,  lse = ln 2 (M + log2 l)
 //
 // Block d of a cluster of C finishes columns [d, d + 1) * 512 / C of all rows. O_j lies in shared memory in the order
-// of the threads that hold it: accumulators of WGMMA with 64 columns of O as their rows and query rows as their columns.
+// of the threads that hold it: accumulators of WGMMA with 64 columns of O as their rows and query rows as their
+// columns.
 //
 // A request that is too long for one cluster has several. Each writes its slices to the workspace and takes a ticket
 // per slice; the block with the last ticket merges the slices of all clusters, in their order, so that results do not
@@ -33,10 +34,10 @@ struct MergeShape {
     static constexpr i32 kBlockRows = kBlockRows_, kClusterBlocks = kClusterBlocks_;
     static constexpr bool kTwoSums = kTwoSums_;
     static constexpr i32 kThreads = kGroups * kWarpgroupThreads;
-    static constexpr i32 kSlicePanels = kPanels / kClusterBlocks;   // that a block finishes
-    static constexpr i32 kVectors = kBlockRows / 8;                 // of four floats, in a fragment of a panel
-    static constexpr i32 kOwnVectors = kVectors / kGroups;          // of them a thread merges
-    static constexpr i32 kOwnRows = 8 * kOwnVectors;                // of a warpgroup
+    static constexpr i32 kSlicePanels = kPanels / kClusterBlocks;     // that a block finishes
+    static constexpr i32 kVectors = kBlockRows / 8;                   // of four floats, in a fragment of a panel
+    static constexpr i32 kOwnVectors = kVectors / kGroups;            // of them a thread merges
+    static constexpr i32 kOwnRows = 8 * kOwnVectors;                  // of a warpgroup
     static constexpr i32 kSliceVectors = kSlicePanels * kOwnVectors;  // of a thread
     static_assert(kSlicePanels * kClusterBlocks == kPanels, "slices of whole panels");
     static_assert(kOwnVectors * kGroups == kVectors, "each warpgroup has as many rows");
@@ -57,7 +58,7 @@ template <class C>
 struct Merge {
     float4 out[kPanels][C::kVectors][kWarpgroupThreads];  // O^T, not normalised, as the threads held it
     RowValues<C> max, sum;
-    RowValues<C> lse_sum;  // with two sums
+    RowValues<C> lse_sum;                                             // with two sums
     RowValues<C> maxima[C::kClusterBlocks], sums[C::kClusterBlocks];  // of all blocks
     RowValues<C> lse_sums[C::kTwoSums ? C::kClusterBlocks : 1];
     RowValues<C> weights[C::kClusterBlocks];

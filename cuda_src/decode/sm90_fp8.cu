@@ -55,7 +55,9 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
         run_fp8_side<Query>(block, warp);
     } else {
         setmaxnreg_dec<kRegsLoad>();
-        if (warp == kLoadWarp) run_lean_load_role(block, own_lane(), Fp8TileLoader<OwnBlock>{block, latent_map, rope_map, {}, 0});
+        if (warp == kLoadWarp) {
+            run_lean_load_role(block, own_lane(), Fp8TileLoader<OwnBlock>{block, latent_map, rope_map, {}, 0});
+        }
     }
     griddepcontrol_launch_dependents();
 }

@@ -115,9 +115,10 @@ MLA_DEVICE void run_fp8_share(const Block& block, i32 warp) {
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 MLA_DEVICE WorkItem in_uniform(const WorkItem& item) {
-    return {mla::in_uniform(item.request),     mla::in_uniform(item.tokens),     mla::in_uniform(item.behind_last), 0,
-            mla::in_uniform(item.seen_by_all), mla::in_uniform(item.tile_begin), mla::in_uniform(item.tile_end),
-            kNotSplit};
+    return {mla::in_uniform(item.request),     mla::in_uniform(item.tokens),
+            mla::in_uniform(item.behind_last), 0,
+            mla::in_uniform(item.seen_by_all), mla::in_uniform(item.tile_begin),
+            mla::in_uniform(item.tile_end),    kNotSplit};
 }
 
 template <class C>
@@ -154,7 +155,8 @@ MLA_DEVICE void run_fp8_cluster_block(const DecodeParams& p, const TensorMap& la
     } else {
         setmaxnreg_dec<kRegsLoad>();
         if (warp == kLoadWarp) {
-            run_lean_load_role(block, own_lane(), Fp8TileLoader<Fp8ClusterBlock<C>>{block, latent_map, rope_map, {}, 0});
+            const Fp8TileLoader<Fp8ClusterBlock<C>> load_tile{block, latent_map, rope_map, {}, 0};
+            run_lean_load_role(block, own_lane(), load_tile);
         }
         __syncwarp();
         cluster_sync();

@@ -1,6 +1,6 @@
-// Dense decode in FP8 on Hopper for small batches, in one launch: clusters of 8 blocks share the tokens of a request and
-// merge their results. The grid and the time line are in decode/sm90_fp8_cluster.cuh, the mathematics and the source in
-// decode/sm90_fp8.cu.
+// Dense decode in FP8 on Hopper for small batches, in one launch: clusters of 8 blocks share the tokens of a request
+// and merge their results. The grid and the time line are in decode/sm90_fp8_cluster.cuh, the mathematics and the
+// source in decode/sm90_fp8.cu.
 #include "decode/sm90_fp8_cluster.cuh"
 
 namespace mla::decode {
@@ -22,7 +22,7 @@ MLA_RECORD_FACT(fp8);
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
     mla_decode_sm90_fp8_cluster8(const __grid_constant__ DecodeParams p, const __grid_constant__ TensorMap latent_map,
-                                  const __grid_constant__ TensorMap rope_map) {
+                                 const __grid_constant__ TensorMap rope_map) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     run_fp8_cluster_block<Clustered>(p, latent_map, rope_map, *reinterpret_cast<Clustered::Memory*>(smem));
 }

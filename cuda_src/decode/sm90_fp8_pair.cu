@@ -1,7 +1,7 @@
-// Dense decode in FP8 on Hopper for two blocks of query rows, or four: pairs of blocks read each tile once.
+// Dense decode in FP8 on Hopper for more than 64 query rows: pairs of blocks read each tile once.
 //
-// The mathematics, the grid and the source are those of decode/sm90_fp8.cu. Two neighbouring blocks of rows are a cluster
-// and walk through the same tiles; each fetches half of the columns of a tile, for both:
+// The mathematics, the grid and the source are those of decode/sm90_fp8.cu. Two neighbouring blocks of rows are a
+// cluster and walk through the same tiles; each fetches half of the columns of a tile, for both:
 //
 //   load of block 0 | columns 0..255 and RoPE columns -> stage s of both blocks, when both have released it
 //   load of block 1 | columns 256..511                -> the same
@@ -79,7 +79,9 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
         run_fp8_side<Query>(block, warp);
     } else {
         setmaxnreg_dec<kRegsLoad>();
-        if (warp == kLoadWarp) run_lean_load_role(block, own_lane(), PairLoader{{block, latent_map, rope_map, {}, 0}});
+        if (warp == kLoadWarp) {
+            run_lean_load_role(block, own_lane(), PairLoader{{block, latent_map, rope_map, {}, 0}});
+        }
     }
     __syncwarp();
     cluster_arrive();

@@ -50,8 +50,8 @@ MLA_DEVICE void prefetch_inputs(const DecodeParams& p) {
     prefetch.lines(p.b * p.s_q * p.h_q * kLines, [&](i32 i) {
         const i32 row = i / kLines, line = i - row * kLines;
         const i32 token = row / p.h_q, head = row - token * p.h_q, request = token / p.s_q;
-        return reinterpret_cast<const Stored*>(p.q) + request * p.q_stride_b_elems + (token - request * p.s_q) * p.q_stride_s_elems +
-               head * p.q_stride_h_elems + line * kColumns;
+        return reinterpret_cast<const Stored*>(p.q) + request * p.q_stride_b_elems +
+               (token - request * p.s_q) * p.q_stride_s_elems + head * p.q_stride_h_elems + line * kColumns;
     });
 }
 

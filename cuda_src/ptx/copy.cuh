@@ -29,8 +29,8 @@ MLA_DEVICE void cp_async_bulk_tensor_4d(SmemAddr to, const TensorMap& map, MBarr
         : "memory");
 }
 
-// The same to all blocks of the cluster whose bits are set, at the same place in each, which completes on the barrier of
-// each.
+// The same to all blocks of the cluster whose bits are set, at the same place in each, which completes on the barrier
+// of each.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
 MLA_DEVICE void cp_async_bulk_tensor_4d_multicast(SmemAddr to, const TensorMap& map, MBarrier& full, i32 c0, i32 c1,
                                                   i32 c2, i32 c3, u16 blocks, u64 l2_policy) {

@@ -111,7 +111,7 @@ def test_results_in_float32_and_another_base() -> None:
 
 # ---- Planted bugs ------------------------------------------------------------------------------------------------
 
-MERGE = "decode/sm90_small_cluster.cuh"
+MERGE, KERNEL_FILE = "decode/cluster_merge.cuh", "decode/sm90_small_cluster.cuh"
 WORK = "decode/cluster_work.cuh"
 
 #: Of the merge within a cluster; the first one runs each time. None of them lets a block end before all have read its
@@ -120,65 +120,73 @@ WITHIN_MUTANTS = [
     Mutant(
         "values not scaled by the weight of the block",
         MERGE,
-        "merge.weights[j][head] = weights[j] * factor;",
-        "merge.weights[j][head] = factor;",
+        "merge.weights[j][row] = weights[j] * factor;",
+        "merge.weights[j][row] = factor;",
     ),
     Mutant(
         "results stored where another warp still multiplies",
-        "decode/sm90_small_cluster8.cu",
-        *steps("bar.sync", 3, of=11),
+        KERNEL_FILE,
+        "    bar_sync(MathOnly, kWarpgroupThreads);  // also: every warp's last product has been computed\n",
+        "",
     ),
     Mutant(
         "sums not scaled by the weight of the block",
         MERGE,
-        "sum = fmaf(weights[j], merge.sums[j][head], sum);",
-        "sum += merge.sums[j][head];",
+        "sum = fmaf(weights[j], merge.sums[j][row], sum);",
+        "sum += merge.sums[j][row];",
     ),
     Mutant(
         "other blocks not waited for",
-        MERGE,
+        KERNEL_FILE,
         "    cluster_sync();  // every block's results are in its shared memory\n",
         "",
     ),
     Mutant(
         "statistics not waited for",
-        "decode/sm90_small_cluster8.cu",
-        *steps("bar.sync", 5, of=11),
+        MERGE,
+        "    block.sync();\n    weigh_blocks",
+        "    weigh_blocks",
     ),
     Mutant(
         "weights not waited for",
-        "decode/sm90_small_cluster8.cu",
-        *steps("bar.sync", 6, of=11),
+        MERGE,
+        "    weigh_blocks(merge, thread);\n    block.sync();\n",
+        "    weigh_blocks(merge, thread);\n",
     ),
     Mutant(
         "the slice of another rank",
         MERGE,
-        "merge.out[rank * C::kSliceSwTiles",
-        "merge.out[(rank ^ 1) * C::kSliceSwTiles",
+        "merge.out[block.rank * C::kSlicePanels",
+        "merge.out[(block.rank ^ 1) * C::kSlicePanels",
     ),
-    Mutant("the weights of other heads", MERGE, "weights[8 * v + fragment_column(thread)];", "weights[8 * v];"),
-    Mutant("NaN in another column", MERGE, "in_tile % 16 / 8 * 2 + head % 2", "head % 2"),
-    Mutant("NaN not given back", MERGE, "if (s.nonfinite_request != block.item.request) return;", "return;"),
-    Mutant("one maximum of all rows", MERGE, "merge.max[kth_head(k, thread)] =", "merge.max[kth_head(0, thread)] ="),
+    Mutant(
+        "the weights of other heads", MERGE, "C::first_row(thread) + fragment_column(thread)", "C::first_row(thread)"
+    ),
+    Mutant("NaN in another column", KERNEL_FILE, "in_tile % 16 / 8 * 2 + head % 2", "head % 2"),
+    Mutant("NaN not given back", KERNEL_FILE, "if (s.nonfinite_request != block.item.request) return;", "return;"),
+    Mutant(
+        "one maximum of all rows", KERNEL_FILE, "merge.max[kth_head(k, thread)] =", "merge.max[kth_head(0, thread)] ="
+    ),
     Mutant("the last tile of longer pieces lost", WORK, "first + step + (i < rest)", "first + step"),
     Mutant("no cluster for a request without tokens", WORK, "return cluster < p.b;", "return cluster > 0;"),
-    Mutant("rows past the last one stored", MERGE, "if (block.row0 + head >= block.rows) continue;", ""),
+    Mutant("rows past the last one stored", KERNEL_FILE, "if (block.row0 + head >= block.rows) continue;", ""),
 ]
 #: Of the merge of the clusters that share a request.
 SHARED_MUTANTS = [
     Mutant("the first to come merges", MERGE, "== block.share.count - 1;", "== 0;"),
-    Mutant("tickets not taken back", MERGE, "        if (merge.is_last) *taken = 0;\n", ""),
+    Mutant("tickets not taken back", MERGE, "        if (block.merge.is_last) *taken = 0;\n", ""),
     Mutant(
         "ticket taken before the slice is stored",
-        "decode/sm90_small_cluster8.cu",
-        *steps("bar.sync", 7, of=11),
+        MERGE,
+        "    block.sync();  // the slice has been stored\n",
+        "",
     ),
     Mutant("tickets that publish nothing", "ptx/system.cuh", "atom.acq_rel.gpu", "atom.relaxed.gpu"),
     Mutant(
         "clusters not weighted",
         MERGE,
-        "merge.cluster_weights[g][head] *= factor;",
-        "merge.cluster_weights[g][head] = factor;",
+        "merge.cluster_weights[g][row] *= factor;",
+        "merge.cluster_weights[g][row] = factor;",
     ),
     Mutant("another cluster's partial result", MERGE, "share.first + min(first + i,", "share.first + min(first,"),
     Mutant("every request begins at cluster 0", WORK, "share.request) - share.count;", "share.request) * 0;"),

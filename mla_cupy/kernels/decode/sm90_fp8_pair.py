@@ -32,5 +32,5 @@ KERNEL = replace(
     variants=variants(dtype=sm90_fp8.QUERIES, block_rows=(BLOCK_ROWS,)),
     facts={**sm90_fp8.KERNEL.facts, "cluster": READERS},
     unsupported=unsupported,
-    preferred=lambda problem, device: False,
+    on_request=True,
 )
