@@ -22,7 +22,7 @@ from tests.support.calls import assert_same, on_host, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.gpu import upload, uploaded
 from tests.support.kernels import CLUSTER_KERNELS, DECODE_KERNELS
-from tests.support.mutants import Mutant, Plant, as_verdict, steps
+from tests.support.mutants import Mutant, Plant, as_verdict
 from tests.support.recorder import H200, Recorder
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
