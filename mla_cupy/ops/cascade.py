@@ -118,7 +118,8 @@ def _is_row(group: Any) -> bool:
 
 
 def _examine(views: Views, options: CascadeOptions) -> Examined:
-    of_decode = decode_operation.OPERATION.examine({**views, "tree_mask": None}, _of_decode(options))
+    absent = dict.fromkeys(array.name for array in decode_operation.OPERATION.inputs if array.optional)
+    of_decode = decode_operation.OPERATION.examine({**absent, **views}, _of_decode(options))
     q, table = present(views, "q"), present(views, "block_table")
     groups = check_groups(options.groups, q.shape[0], table.shape[1])
     resolved = options._replace(
@@ -131,7 +132,8 @@ def _examine(views: Views, options: CascadeOptions) -> Examined:
 
 def _of_decode(options: CascadeOptions) -> Any:
     numbers = {name: value for name, value in options._asdict().items() if name not in ("groups", "kernel")}
-    others = {"d_v": D_V, "cp_world": 1, "cp_rank": 0, "kv_scale": 1.0, "q_scale": 1.0, "kernel": None}
+    others: dict[str, Any] = {"d_v": D_V, "window": None, "max_seqlen_q": None, "cp_world": 1, "cp_rank": 0}
+    others |= {"kv_scale": 1.0, "q_scale": 1.0, "kernel": None}
     return decode_operation.OPERATION.options(**numbers, **others)
 
 
@@ -162,7 +164,7 @@ _PIPELINE = CompositePipeline(
 
 OPERATION = Composite(
     "cascade_decode",
-    inputs=tuple(array for array in decode_operation.OPERATION.inputs if array.name != "tree_mask"),
+    inputs=tuple(array for array in decode_operation.OPERATION.inputs if not array.optional),
     outputs=decode_operation.OPERATION.outputs,
     sizes=decode_operation.OPERATION.sizes,
     min_sizes=decode_operation.OPERATION.min_sizes,

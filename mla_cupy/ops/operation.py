@@ -56,6 +56,8 @@ class Input:
         Whether the first two axes step evenly, so that they can be taken as one.
     wide : bool
         Whether it starts at, and steps by, multiples of 16 bytes, with a contiguous last axis.
+    packed : str
+        Its axes where the input `cu_seqlens_q` is given, if they are others then.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Input:
     scratch: bool = False
     even: bool = False
     wide: bool = False
+    packed: str = ""
 
 
 def like_first_or_float32(first: str) -> tuple[str, ...]:
@@ -120,6 +123,8 @@ class Output:
         An option that must be true, or there is no such result.
     may_be : str
         An input in whose place it may be: the same memory, laid out alike.
+    packed : str
+        As of an input.
     """
 
     name: str
@@ -132,6 +137,13 @@ class Output:
     even: bool = False
     when: str = ""
     may_be: str = ""
+    packed: str = ""
+
+
+def axes_of(array: Input | Output, given: Mapping[str, object]) -> list[str]:
+    """The names of an array's axes in a call with these arrays, None among them."""
+    packed = array.packed and given.get("cu_seqlens_q") is not None
+    return (array.packed if packed else array.axes).split()
 
 
 class Examined(NamedTuple):

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.attention import combine, generic, mma, row_lists, schedule
+from mla_cupy.kernels.attention import combine, combine_forms, generic, mma, row_lists, schedule
 from mla_cupy.kernels.spec import KernelSpec
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
 
 KERNELS: tuple[KernelSpec[Any], ...] = (
     combine.KERNEL,
+    combine_forms.KERNEL,
     generic.KERNEL,
     *mma.KERNELS,
     row_lists.KERNEL,
