@@ -157,7 +157,7 @@ MLA_DEVICE void run_generic_pages(const DecodeParams& p, GenericPagesStorage<C>&
     const i32 rows = query_rows(p), row_blocks = ceil_div(rows, kBlockM);
     GenericPagesBlock<C> block{
         p, s, (i32)blockIdx.y, (i32)blockIdx.x / row_blocks, (i32)blockIdx.x % row_blocks * kBlockM, rows};
-    typename C::Work::Item item;
+    typename C::Work::HeldItem item;
     for (WorkIteratorOf<typename C::Work> walk(p, block.split); walk.next(p, item);) run_item(block, item);
     griddepcontrol_launch_dependents();
 }

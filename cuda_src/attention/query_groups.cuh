@@ -44,7 +44,7 @@ struct GroupItem : WorkItem {
 
 struct GroupedWork {
     enum : bool { kForms = true };
-    using Item = GroupItem;
+    using HeldItem = GroupItem;
 
     // Roles pass on what they have as a WorkItem.
     MLA_DEVICE static const GroupItem& of(const WorkItem& item) { return static_cast<const GroupItem&>(item); }

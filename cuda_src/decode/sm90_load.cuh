@@ -153,7 +153,7 @@ MLA_DEVICE void run_query_role(const Block& block, const QueryStages<kStages>& s
     bool others_at_work = false;
     i32 stage = 0;
     Ring<kStages> ring;
-    typename Block::Work::Item item;
+    typename Block::Work::HeldItem item;
     for (auto walk = block.items(); walk.next(p, item);) {
         if (item.tile_begin >= item.tile_end) continue;
         const ItemRows<Block::Work::kForms> rows(block, item, first_row + lane * kQueryWarps);
@@ -285,7 +285,7 @@ MLA_DEVICE void run_load_role(const Block& block, i32 lane, LoadTile load_tile) 
     const i32 boxes_per_tile = kTileTokens / rows;
     const i32 window_tiles = kWindowBoxes / boxes_per_tile;
     using Work = typename Block::Work;
-    typename Block::Work::Item item;
+    typename Block::Work::HeldItem item;
     for (auto walk = block.items(); walk.next(p, item);) {
         const u64 l2_policy = key_policy(block, item);
         BoxWindow next = look_up<Work>(p, item, item.tile_begin * kTileTokens, rows, lane);

@@ -12,9 +12,9 @@ namespace mla::decode {
 // left          0..3     224    even tiles: S0, softmax
 // right         4..7     224    odd tiles:  S1, softmax
 // load, query   8..11    56     decode/sm90_load.cuh
-constexpr i32 kRegsMath = 224;
-constexpr i32 kRegsLoad = 56;
-static_assert(2 * kRegsMath + kRegsLoad <= 3 * kRegsEntry, "what the block has at entry");
+constexpr i32 kRegsSeesawMath = 224;
+constexpr i32 kRegsSeesawLoad = 56;
+static_assert(2 * kRegsSeesawMath + kRegsSeesawLoad <= 3 * kRegsEntry, "what the block has at entry");
 
 // ---- Load role -------------------------------------------------------------------------------------------------
 // Both halves of a tile, each as soon as its place is free.
@@ -74,13 +74,13 @@ MLA_DEVICE void run_seesaw_block(const DecodeParams& p, const TensorMap& kv_map,
     const i32 warp = uniform_warp();
     const i32 thread = threadIdx.x % kWarpgroupThreads;
     if (warp < kRightWarp) {
-        setmaxnreg_inc<kRegsMath>();
+        setmaxnreg_inc<kRegsSeesawMath>();
         run_left_role(block, thread);
     } else if (warp < kLoaderWarp) {
-        setmaxnreg_inc<kRegsMath>();
+        setmaxnreg_inc<kRegsSeesawMath>();
         run_right_role(block, thread);
     } else {
-        setmaxnreg_dec<kRegsLoad>();
+        setmaxnreg_dec<kRegsSeesawLoad>();
         if (warp == kLoaderWarp) {
             run_load_role(block, thread, HalvesLoader<C>{block, kv_map});
         } else {

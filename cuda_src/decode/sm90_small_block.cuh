@@ -13,7 +13,7 @@ MLA_DEVICE void run_math_role(Block<C>& block, i32 thread) {
     Storage<C>& s = block.s;
     Math<C> math;
     math.stage = math.q_stage = 0;
-    typename C::Work::Item item;
+    typename C::Work::HeldItem item;
     for (WorkIteratorOf<typename C::Work> walk(p, block.split, block.hidden); walk.next(p, item);) {
         math.reset();
         process_item(block, math, item, thread);

@@ -58,7 +58,7 @@ def merged(
     }
     call = Call(
         {name: contiguous(*form) for name, form in shapes.items()},
-        DecodeOptions(512, 1.0, True, 1, 0, 1.0, 1.0, "exact", None, "2", 7.0, None),
+        DecodeOptions(512, 1.0, True, None, None, 1, 0, 1.0, 1.0, "exact", None, "2", 7.0, None),
         True,
     )
     step = DECODE.steps(config, call)[-1]

@@ -15,8 +15,13 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ArgumentError, PlanError, ShapeError, UnsupportedDeviceError, dtypes, reference
-from tests.support.calls import plan_of
+from mla_cupy.kernels.decode import DECODE
+from mla_cupy.kernels.decode.problem import DecodeProblem, Forms
+from mla_cupy.simulation import fake_gpu
+from tests.support.calls import on_host, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, as_read, make, poisoned, values
+from tests.support.gpu import upload
+from tests.support.kernels import by_name
 from tests.support.mutants import Mutant, Plant, as_verdict
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
@@ -47,6 +52,12 @@ class FormCase:
     window: int = 0
     queries: tuple[int, ...] = ()
     around: tuple[int, int] = (0, 0)
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The arguments of a call that it has."""
+        has = {"attn_sink": self.sink, "q_rope": self.pair, "cu_seqlens_q": self.queries, "window": self.window}
+        return tuple(name for name, value in has.items() if value)
 
     @property
     def id(self) -> str:
@@ -312,7 +323,7 @@ def _call(**changes: Any) -> dict[str, Any]:
 
 
 PACKED = {"q": np.ones((5, 4, 576), np.float16), "cu_seqlens_q": np.array([0, 2, 5], np.int32)}
-LONG = np.zeros((2, 4000), np.int32)
+LONG = np.zeros((2, 9000), np.int32)
 LATENT, ROPE = np.ones((2, 1, 4, 512), np.float16), np.ones((2, 1, 4, 64), np.float16)
 
 
@@ -390,6 +401,26 @@ def test_which_kernel(changes: dict[str, Any], kernel: str, recorder: Recorder) 
     assert f"mla_{kernel}" in [launch.entry for launch in recorder.launches]
 
 
+WHOLE = Forms(attn_sink=True, q_rope=True, cu_seqlens_q=True, window=5)
+
+
+@pytest.mark.parametrize("name", list(by_name(DECODE)))
+@pytest.mark.parametrize("form", Forms._fields)
+def test_the_table_of_forms_is_true(name: str, form: str) -> None:
+    """A kernel takes the forms that it lists, and says which it does not take."""
+    kernel, device = by_name(DECODE)[name], fake_gpu(1)
+    record = "" if "records" not in name and kernel.math == "exact" else "fp8"
+    wanted = Forms(**{form: getattr(WHOLE, form)})
+    problem = DecodeProblem(1, 16, 1, "bfloat16", record=record, math=kernel.math, forms=wanted)
+    reason = kernel.objection(problem, device)
+    assert (reason is None) == (form in kernel.forms)
+    assert reason is None or str(reason) == f"takes no {form}"
+    run_by = {(case_kernel, shown) for case, case_kernel in CASES for shown in case.forms}
+    run_by |= {(sunk, "attn_sink") for _, sunk in SINKS}
+    if form in kernel.forms and "mma" not in name:  # those have cases of their own
+        assert (name, form) in run_by
+
+
 # ---- Plans -----------------------------------------------------------------------------------------------------
 
 
@@ -422,6 +453,17 @@ def test_a_plan_serves_steps_of_other_lengths() -> None:
             got = mla_cupy.mla_decode(**arrays, **inputs.options, plan=plan)
             check(got, inputs.exact, inputs.rounded, "bfloat16")
     assert plan.kernel == SMALL
+
+
+@pytest.mark.parametrize("cuts", [{}, {"batch_invariant": True, "split_tokens": 64}], ids=["even", "pieces"])
+def test_a_plan_for_two_arrays_and_a_sink(cuts: dict[str, Any]) -> None:
+    inputs = form_inputs(FormCase(replace(SINGLE, s_q=2, h_q=8, seqlens=(300, 0, 70)), pair=True, sink=True))
+    with simulated(3):
+        plan = plan_of(inputs.base, device=0, q_rope=True, attn_sink=True, **cuts)
+        plan.update(inputs.arrays["seqlens"])
+        got = mla_cupy.mla_decode(**inputs.call, plan=plan)
+    assert plan.kernel == SMALL
+    check(got, inputs.exact, inputs.rounded, "bfloat16")
 
 
 def test_mistakes_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -579,3 +621,88 @@ def test_is_caught(mutant: Mutant, plant: Plant) -> None:
 @pytest.mark.parametrize("case", MUTANT_CASES, ids=lambda case: case.id)
 def test_kernel_as_it_is(case: FormCase) -> None:
     assert [verdict(case, sm_count) for sm_count in (1, 6)] == ["", ""]
+
+
+# ---- On a GPU --------------------------------------------------------------------------------------------------
+
+
+def long(**changes: Any) -> DecodeCase:
+    return DecodeCase(**{"b": 9, "seqlens": "ragged-3000", "missing_pages": 0, **changes})
+
+
+VARYING_STEPS = ((1, 3, 2), (2, 2, 2), (0, 6, 0))
+VARYING = (1, 4, 2, 0, 1, 7, 1, 3, 2)
+ON_GPU = (
+    *CASES,
+    *(
+        (FormCase(long(h_q=h_q, page_size=page, dtype=dtype), **form), kernel)
+        for h_q, page, dtype, kernel in (
+            (16, 64, "bfloat16", SMALL),
+            (128, 64, "bfloat16", SEESAW),
+            (32, 16, "float16", SEESAW),
+            (8, 128, "bfloat16", GENERIC),
+        )
+        for form in (
+            {"pair": True},
+            {"queries": VARYING, "around": (2, 3)},
+            {"window": 700, "sink": True},
+            {"queries": VARYING, "pair": True, "window": 130, "sink": True},
+        )
+    ),
+    (FormCase(long(h_q=16, s_q=3, d_qk=512), window=1000), SEESAW),
+    (FormCase(long(b=1, h_q=16, seqlens=40000), pair=True), SMALL),
+    (FormCase(long(b=1, h_q=128, seqlens=40000), queries=(2,), window=9000), SEESAW),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "kernel"), ON_GPU, ids=lambda value: getattr(value, "id", value))
+def test_kernels_on_a_gpu(hopper: object, case: FormCase, kernel: str) -> None:
+    inputs = form_inputs(case)
+    got = mla_cupy.mla_decode(**_uploaded(inputs), **inputs.options, kernel=kernel)
+    check(on_host(got), inputs.exact, inputs.rounded, case.base.dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("base", "kernel"), SINKS, ids=lambda value: getattr(value, "id", value))
+def test_sinks_on_a_gpu(hopper: object, base: DecodeCase, kernel: str) -> None:
+    inputs = form_inputs(FormCase(replace(base, b=5, seqlens="ragged-900"), sink=True))
+    got = mla_cupy.mla_decode(**_uploaded(inputs), **inputs.options, kernel=kernel)
+    check(on_host(got), inputs.exact, inputs.rounded, base.dtype)
+
+
+@pytest.mark.gpu
+def test_a_plan_in_a_graph(hopper: object) -> None:
+    """Lengths and numbers of queries are those of the replay."""
+    import cupy
+
+    base = replace(SINGLE, seqlens=(70, 900, 9))
+    given = [form_inputs(FormCase(base, queries=queries, pair=True)) for queries in VARYING_STEPS]
+    first: dict[str, Any] = _uploaded(given[0])
+    pages = first["block_table"].shape[1]
+    plan = mla_cupy.plan_decode(
+        max_b=3, s_q=2, h_q=16, max_pages=pages, page_size=64, dtype="bfloat16", cu_seqlens_q=True, q_rope=True
+    )
+    out, lse = cupy.empty((6, 16, 512), first["q"].dtype), cupy.empty((16, 6), np.float32)
+    stream = cupy.cuda.Stream(non_blocking=True)
+
+    def step() -> None:
+        plan.update(first["seqlens"], cu_seqlens_q=first["cu_seqlens_q"], total_q=6)
+        mla_cupy.mla_decode(**first, plan=plan, out=out, lse=lse)
+
+    with stream:
+        step()
+        stream.synchronize()
+        stream.begin_capture()
+        step()
+        graph = stream.end_capture()
+        for inputs in given:
+            for name in ("q", "q_rope", "cu_seqlens_q"):
+                first[name][...] = upload(inputs.arrays[name])
+            graph.launch()
+            stream.synchronize()
+            check(on_host((out, lse)), inputs.exact, inputs.rounded, "bfloat16")
+
+
+def _uploaded(inputs: FormInputs) -> dict[str, Any]:
+    return {name: upload(x) for name, x in inputs.arrays.items()}

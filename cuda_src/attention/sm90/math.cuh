@@ -315,7 +315,7 @@ template <bool kRight, class C, class Tiles>
 MLA_DEVICE void run_math_role(Block<C>& block, i32 thread, Tiles tiles) {
     Storage<C>& s = block.s;
     Math math;
-    typename C::Work::Item item;
+    typename C::Work::HeldItem item;
     for (WorkIteratorOf<typename C::Work> walk(block.p, block.split, block.hidden); walk.next(block.p, item);) {
         math.rows.reset();
 #pragma unroll

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.attention import combine, combine_forms, generic, mma, row_lists, schedule
+from mla_cupy.kernels.attention import combine, combine_forms, generic, generic_forms, mma, row_lists, schedule
 from mla_cupy.kernels.spec import KernelSpec
 
 __all__ = [
@@ -14,6 +14,7 @@ KERNELS: tuple[KernelSpec[Any], ...] = (
     combine.KERNEL,
     combine_forms.KERNEL,
     generic.KERNEL,
+    generic_forms.KERNEL,
     *mma.KERNELS,
     row_lists.KERNEL,
     schedule.KERNEL,

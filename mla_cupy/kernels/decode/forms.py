@@ -1,14 +1,12 @@
 """The kernels of dense decode for forms that most calls do without, so that other calls pay nothing for these.
 
-They are `seesaw`, `small` and the plain kernel once more, each with a further word.
+They are `seesaw` and `small` once more, each with a further word; `attention_generic_forms` is the plain one.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention import generic
+from mla_cupy.kernels.attention.generic_forms import BUILDS, FORMS, wide_variant
 from mla_cupy.kernels.attention.kernel import NO_TREE, AttentionKernel, narrowest
 from mla_cupy.kernels.decode import sm90, sm90_small
 from mla_cupy.kernels.decode.problem import DecodeProblem
@@ -17,24 +15,13 @@ from mla_cupy.kernels.spec import HOPPER, Reason, Variant, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS
 
-FORMS = ("attn_sink", "q_rope", "cu_seqlens_q", "window")
-"""What all of them take."""
 SMALL_ROWS = (16, 32)
 """Rows of the builds for few rows."""
-_KEYS = variants(dtype=HALF, head_dim_qk=(D_QK, D_V))
 
 
 def _fast(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
     """Reason that a kernel with WGMMA cannot take the problem; None if it can."""
     return NO_TREE if problem.tree_mask else sm90.unsupported(problem, device)
-
-
-def _plain(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
-    return NO_TREE if problem.tree_mask else generic.unsupported_rows(problem, device)
-
-
-def _keys(problem: DecodeProblem) -> Variant:
-    return Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk)
 
 
 def _few(problem: DecodeProblem) -> Variant:
@@ -64,27 +51,14 @@ SEESAW: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode/sm90_seesaw_forms.cu",
     DecodeFormParams,
     HOPPER,
-    _KEYS,
+    BUILDS,
     facts={"block_m": sm90.BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=_fast,
-    variant=_keys,
+    variant=wide_variant,
     block_rows=sm90.BLOCK_M,
     kv_maps=sm90.kv_maps,
     counts_partials=True,
     forms=FORMS,
 )
 
-GENERIC: AttentionKernel[DecodeProblem] = replace(
-    generic.KERNEL,
-    name="attention_generic_forms",
-    about="dense decode as attention_generic, for lengths that vary, windows and queries in two arrays",
-    source="attention/generic_forms.cu",
-    params=DecodeFormParams,
-    variants=_KEYS,
-    core=(),
-    unsupported=_plain,
-    variant=_keys,
-    forms=FORMS,
-)
-
-KERNELS = (SMALL, SEESAW, GENERIC)
+KERNELS = (SMALL, SEESAW)

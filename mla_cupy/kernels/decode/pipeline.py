@@ -9,7 +9,7 @@ from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.attention import combine, combine_forms, generic, heuristics, mma, schedule
+from mla_cupy.kernels.attention import combine, combine_forms, generic, generic_forms, heuristics, mma, schedule
 from mla_cupy.kernels.attention.kernel import AttentionKernel, SplitGrid
 from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
 from mla_cupy.kernels.decode import (
@@ -88,7 +88,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         forms.SEESAW,
         *mma.KERNELS,
         generic.KERNEL,
-        forms.GENERIC,
+        generic_forms.KERNEL,
         sm90_fp8.KERNEL,
         records.SEESAW,
         records.SMALL,
