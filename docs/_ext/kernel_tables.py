@@ -40,7 +40,7 @@ class KernelOrder(MarkdownDirective):
 
 
 class DecodeForms(MarkdownDirective):
-    """Which forms of dense decode each of its kernels takes, on a GPU that it is for."""
+    """Table of the forms of dense decode that each of its kernels takes."""
 
     def markdown(self) -> str:
         """The table: the kernels' own words."""

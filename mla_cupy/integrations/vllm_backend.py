@@ -107,7 +107,7 @@ class MlaCupyDecodeMetadata(MLACommonDecodeMetadata):  # type: ignore[misc]
 
 
 def _in_parts(head_size: int, record: str | None, ranks: int) -> bool:
-    """Whether queries are decoded from the two arrays that vLLM has them in.
+    """True if queries are decoded from the two arrays that vLLM has them in.
 
     Kernels that read records want one array, and so has vLLM where ranks share the cache and gather their queries.
     """

@@ -294,7 +294,7 @@ def _batch(call: Call) -> tuple[int, int]:
 
 
 def _requests(config: DecodeConfig, call: Call) -> int:
-    """What the schedule takes for requests: the sequences, or as many groups as there may be."""
+    """Number of what the schedule takes for requests: the sequences, or as many groups as there may be."""
     b, s_q = _batch(call)
     if config.groups is None:
         return b

@@ -13,7 +13,7 @@ from mla_cupy.shapes import D_QK, TILE_TOKENS
 
 
 class Forms(NamedTuple):
-    """What a call has beside queries of one length, in one array, that see all tokens.
+    """Forms of a call: what it has beside queries of one length, in one array, that see all tokens.
 
     Each kernel says which of these it takes, by their names: those of the arguments of a call.
     """
