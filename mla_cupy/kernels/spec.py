@@ -139,7 +139,7 @@ class KernelSpec(Generic[ProblemT]):
     fallback: bool = False
 
     def objection(self, problem: ProblemT, device: DeviceInfo) -> Reason | None:
-        """Why it cannot take the problem, whatever says so; None if it can."""
+        """Reason that it cannot take the problem, whatever says so; None if it can."""
         return self.unsupported(problem, device)
 
     @property

@@ -207,7 +207,7 @@ def _present_tokens(cache: Array, table: Array, length: int, kv_scale: float) ->
 
 
 def _places(cu_seqlens_q: npt.ArrayLike | None, b: int, s_q: int) -> Iterator[tuple[int, int, int]]:
-    """Of each sequence: the index of its queries along q's first axis, the first of them there, and how many."""
+    """Yield where each sequence's queries are: the index along q's first axis, the first of them there, how many."""
     if cu_seqlens_q is None:
         yield from ((i, 0, s_q) for i in range(b))
         return

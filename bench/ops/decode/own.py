@@ -199,7 +199,7 @@ class Packed(Decode):
         return {**super().call_options(case, device), "cu_seqlens_q": starts, "max_seqlen_q": case.s_q}
 
     def _places(self, case: DecodeCase) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Places of the case's queries among the packed ones, -1 where one is not there, and their own; (b, s_q) each."""
+        """Places of the case's queries among the packed ones, or -1, and among themselves; (b, s_q) each."""
         ends, counts = self._starts(case)[1:].astype(np.int64), self.counts(case)
         before_end = case.s_q - np.arange(case.s_q)
         places = np.where(before_end[None] <= counts[:, None], ends[:, None] - before_end[None], -1)

@@ -14,7 +14,7 @@ from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_QK, D_V
 
 FORMS = ("attn_sink", "q_rope", "cu_seqlens_q", "window")
-"""What all kernels for forms take."""
+"""Forms that all kernels for forms take."""
 BUILDS = variants(dtype=HALF, head_dim_qk=(D_QK, D_V))
 
 

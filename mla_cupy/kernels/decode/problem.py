@@ -25,7 +25,7 @@ class Forms(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that there are."""
+        """Names of those that there are."""
         return tuple(name for name, value in self._asdict().items() if value)
 
     @property
