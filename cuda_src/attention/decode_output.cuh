@@ -1,5 +1,6 @@
 // Where the result of a query row goes: the caller's arrays, or a partial result in the workspace.
 #pragma once
+#include "attention/query_groups.cuh"
 #include "attention/split_work.cuh"
 #include "ptx/convert.cuh"
 
@@ -55,10 +56,26 @@ MLA_DEVICE i64 max_offset(const DecodeParams& p, i32 request, i32 kv_head, i32 r
            (row / (p.h_q / p.h_kv)) * p.max_stride_s_elems;
 }
 
+// The same of a work item's, whose queries may be others than the request's first ones.
+template <class Work>
+MLA_DEVICE i64 item_out_offset(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row) {
+    const i64 offset = out_offset(p, item.request, kv_head, row);
+    if constexpr (Work::kForms) return offset + Work::of(item).first_query * p.out_stride_s_elems;
+    return offset;
+}
+
+template <class Work>
+MLA_DEVICE i64 item_lse_offset(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row) {
+    const i64 offset = lse_offset(p, item.request, kv_head, row);
+    if constexpr (Work::kForms) return offset + Work::of(item).first_query * p.lse_stride_s_elems;
+    return offset;
+}
+
 // Writes the row's log-sum-exp, final or partial.
+template <class Work = ScheduledWork>
 MLA_DEVICE void store_row_lse(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row, float lse2) {
     if (item.partial_index == kNotSplit) {
-        p.lse[lse_offset(p, item.request, kv_head, row)] = final_lse(p, lse2);
+        p.lse[item_lse_offset<Work>(p, item, kv_head, row)] = final_lse(p, lse2);
     } else {
         p.partial_lse[workspace_row(p, item.partial_index, kv_head, row)] = lse2;
     }
@@ -78,14 +95,14 @@ MLA_DEVICE void store_row_max(const DecodeParams& p, const WorkItem& item, i32 k
 }
 
 // Adds to one stored element of a row's result.
-template <class Element>
+template <class Element, class Work>
 MLA_DEVICE void add_to_output(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row, i32 column,
                               float value) {
     if (item.partial_index != kNotSplit) {
         p.partial_out[workspace_row(p, item.partial_index, kv_head, row) * kHeadDimV + column] += value;
         return;
     }
-    const i64 at = out_offset(p, item.request, kv_head, row) + column;
+    const i64 at = item_out_offset<Work>(p, item, kv_head, row) + column;
     if (p.out_is_fp32) {
         static_cast<float*>(p.out)[at] += value;
     } else {

@@ -22,14 +22,14 @@ struct Row {
 };
 
 // Two columns of a row's result.
-template <class Element>
+template <class Element, class Work>
 MLA_DEVICE void store_columns(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row, i32 column, float2 x) {
     if (item.partial_index != kNotSplit) {
         float* to = p.partial_out + workspace_row(p, item.partial_index, kv_head, row) * kHeadDimV + column;
         *reinterpret_cast<float2*>(to) = x;
         return;
     }
-    const i64 at = out_offset(p, item.request, kv_head, row) + column;
+    const i64 at = item_out_offset<Work>(p, item, kv_head, row) + column;
     if (p.out_is_fp32) {
         *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at) = x;
     } else {
@@ -39,28 +39,30 @@ MLA_DEVICE void store_columns(const DecodeParams& p, const WorkItem& item, i32 k
 }
 
 // By all threads: warp `warp` has the softmax of its row, and each thread two columns of all rows.
-template <class Element, class Block, i32 kBlockM>
+template <class Element, class Work = ScheduledWork, class Block, i32 kBlockM>
 MLA_DEVICE void store_result(const Block& block, const WorkItem& item, const Row& row_state,
                              const float2 (&out)[kBlockM], i32 warp, i32 lane) {
     const i32 my_row = block.row0 + warp;
-    if (lane == 0 && my_row < block.rows) {
+    i32 rows = block.rows;
+    if constexpr (Work::kForms) rows -= Work::of(item).lacking_rows;
+    if (lane == 0 && my_row < rows) {
         const float max = row_state.max, sum = row_state.sum;
         const float lse2 = sum == 0.f ? negative_infinity() : max + log2f(sum);
         const float row_max = max == kLowestMax ? negative_infinity() : max;
-        store_row_lse(block.p, item, block.kv_head, my_row, lse2);
+        store_row_lse<Work>(block.p, item, block.kv_head, my_row, lse2);
         store_row_max(block.p, item, block.kv_head, my_row, with_nan_of(sum, row_max));
         block.s.factor[warp] = output_factor(block.p, item, block.kv_head, my_row, max, sum);
     }
     __syncthreads();
-    for (i32 row = 0; row < min(kBlockM, block.rows - block.row0); ++row) {
+    for (i32 row = 0; row < min(kBlockM, rows - block.row0); ++row) {
         const float factor = block.s.factor[row];
         float2 x = out[0];
 #pragma unroll
         for (i32 i = 1; i < kBlockM; ++i) {
             if (row == i) x = out[i];
         }
-        store_columns<Element>(block.p, item, block.kv_head, block.row0 + row, threadIdx.x * 2,
-                               make_float2(x.x * factor, x.y * factor));
+        store_columns<Element, Work>(block.p, item, block.kv_head, block.row0 + row, threadIdx.x * 2,
+                                     make_float2(x.x * factor, x.y * factor));
     }
 }
 }  // namespace mla::attention

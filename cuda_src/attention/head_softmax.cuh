@@ -80,6 +80,15 @@ MLA_DEVICE void mask_keys(float (&scores)[kHeads / 2], const KeyMask<kHeads>& ma
     }
 }
 
+// Masks the keys of the k-th of a thread's heads that are before `first`.
+template <i32 kCount>
+MLA_DEVICE void mask_keys_before(float (&scores)[kCount], i32 k, i32 first, i32 thread) {
+#pragma unroll
+    for (i32 i = 0; i < kCount; ++i) {
+        if (head_number(i) == k && fragment_row(thread, i) < first) scores[i] = negative_infinity();
+    }
+}
+
 // Masks what is not in `seen` of the k-th of a thread's heads (bit = key).
 template <i32 kCount>
 MLA_DEVICE void mask_head(float (&scores)[kCount], i32 k, u64 seen, i32 thread) {

@@ -69,6 +69,15 @@ MLA_DEVICE void mask_row(float (&scores)[kCount], i32 r, u64 seen, i32 thread) {
     }
 }
 
+// Masks the columns of row r of a thread that are before `first`.
+template <i32 kCount>
+MLA_DEVICE void mask_before(float (&scores)[kCount], i32 r, i32 first, i32 thread) {
+#pragma unroll
+    for (i32 i = 0; i < kCount; ++i) {
+        if (fragment_half(i) == r && fragment_column(thread, i) < first) scores[i] = negative_infinity();
+    }
+}
+
 // The rows' maxima over the tile, in base 2 after `scale_log2` of each row; equal in the four lanes of a quad.
 template <i32 kCount>
 MLA_DEVICE void tile_max(float (&to)[kFragmentRows], const float (&scores)[kCount],

@@ -36,6 +36,9 @@ MLA_DEVICE i32 clamped_length(const i32* lengths, i64 at, i32 topk) {
 }
 
 struct SelectedWork {
+    enum : bool { kForms = false };
+    using HeldItem = WorkItem;
+
     MLA_DEVICE static const SparseDecodeParams& params(const DecodeParams& p) {
         return static_cast<const SparseDecodeParams&>(p);
     }

@@ -5,8 +5,9 @@
 namespace mla::attention {
 // Grid: x = row blocks of all KV heads, y = splits; a kernel with another grid says which row block it is. With kTree_
 // a mask says which of the last s_q tokens a row sees (attention/tree_mask.cuh).
-template <i32 kRows_, bool kTree_ = false>
+template <i32 kRows_, bool kTree_ = false, class Work_ = ScheduledWork>
 struct RowBlock {
+    using Work = Work_;
     static constexpr i32 kRows = kRows_;
     static constexpr bool kTree = kTree_;
     const DecodeParams& p;
@@ -24,6 +25,12 @@ struct RowBlock {
     }
 
     // What a role that does not mask iterates over.
-    MLA_DEVICE WorkIterator items() const { return WorkIterator(p, split); }
+    MLA_DEVICE WorkIteratorOf<Work> items() const { return WorkIteratorOf<Work>(p, split); }
+
+    // Rows of the KV head, of which an item may have fewer.
+    MLA_DEVICE i32 rows_of(const WorkItem& item) const {
+        if constexpr (Work::kForms) return rows - Work::of(item).lacking_rows;
+        return rows;
+    }
 };
 }  // namespace mla::attention

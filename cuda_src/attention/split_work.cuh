@@ -37,6 +37,9 @@ MLA_DEVICE SchedulePoint split_begin(const DecodeParams& p, i32 split) {
 
 // What a batch is cut into by a schedule in memory, and its requests by their `seqlens`.
 struct ScheduledWork {
+    enum : bool { kForms = false };  // see attention/query_groups.cuh
+    using HeldItem = WorkItem;
+
     MLA_DEVICE static SchedulePoint begin(const DecodeParams& p, i32 split) { return p.schedule[split]; }
     MLA_DEVICE static RequestLength length(const DecodeParams& p, i32 request) { return request_length(p, request); }
     MLA_DEVICE static i32 first_tokens(const DecodeParams&, i32) { return 0; }

@@ -1,5 +1,6 @@
 // The loading roles of a dense decode block on Hopper: query rows by cp.async, KV tiles by TMA.
 #pragma once
+#include "attention/query_groups.cuh"
 #include "attention/row_block.cuh"
 #include "attention/sm90/tile.cuh"
 #include "ptx/copy.cuh"
@@ -40,13 +41,17 @@ MLA_DEVICE void prefetch_inputs(const DecodeParams& p) {
     if (p.schedule != nullptr) {
         prefetch.lines(ceil_div(p.num_splits + 1, kPoints), [&](i32 i) { return p.schedule + i * kPoints; });
     }
+    if constexpr (Tile::Work::kForms) {  // lengths and queries are where the groups say
+        if (forms_of(p).groups != nullptr) return;
+    }
     prefetch.lines(ceil_div(p.b, kWords), [&](i32 i) { return p.seqlens + i * kWords * p.seqlens_stride_elems; });
     const i32 table_lines = ceil_div(p.max_pages, kWords);
     prefetch.lines(p.b * table_lines, [&](i32 i) {
         const i32 request = i / table_lines, line = i - request * table_lines;
         return p.block_table + request * p.table_stride_b_elems + line * kWords * p.table_stride_page_elems;
     });
-    constexpr i32 kColumns = kLineBytes / sizeof(Stored), kLines = ceil_div(Tile::kHeadDimQk, kColumns);
+    constexpr i32 kWidth = Tile::Work::kForms ? kHeadDimV : Tile::kHeadDimQk;  // RoPE columns may be elsewhere
+    constexpr i32 kColumns = kLineBytes / sizeof(Stored), kLines = ceil_div(kWidth, kColumns);
     prefetch.lines(p.b * p.s_q * p.h_q * kLines, [&](i32 i) {
         const i32 row = i / kLines, line = i - row * kLines;
         const i32 token = row / p.h_q, head = row - token * p.h_q, request = token / p.s_q;
@@ -93,6 +98,53 @@ MLA_DEVICE void load_query_rows(const Block& block, SmemAddr q, const u16* my_ro
     }
 }
 
+// The same of queries in two parts. Rows that an item lacks are not there.
+template <class Tile, class Block>
+MLA_DEVICE void load_split_query_rows(const Block& block, const GroupItem& item, SmemAddr q, const SplitRow& my_row,
+                                      i32 first_row, i32 lane) {
+    constexpr i32 kRows = Block::kRows, kLatentChunks = kSwTilesV * kSw128Chunks;
+    for (i32 i = 0, row = first_row; row < kRows; ++i, row += kQueryWarps) {
+        const u64 latent = __shfl_sync(kFullWarp, reinterpret_cast<u64>(my_row.latent), i);
+        const u64 rope = __shfl_sync(kFullWarp, reinterpret_cast<u64>(my_row.rope), i);
+        const bool present = block.row0 + row < block.rows_of(item);
+        for (i32 chunk = lane; chunk < Tile::kSwTilesQk * kSw128Chunks; chunk += kWarpThreads) {
+            const u32 sw_tile = (u32)(chunk / kSw128Chunks) * (kRows * kSw128RowBytes);
+            const u16* const from = chunk < kLatentChunks
+                                        ? reinterpret_cast<const u16*>(latent) + chunk * 8
+                                        : reinterpret_cast<const u16*>(rope) + (chunk - kLatentChunks) * 8;
+            cp_async_16(q + (sw_tile + sw128_offset(row, chunk % kSw128Chunks)), from, present);
+        }
+    }
+}
+
+// What a build with forms takes for the rows of an item, and one without.
+template <bool kForms>
+struct ItemRows {
+    const u16* my_row;
+
+    template <class Block>
+    MLA_DEVICE ItemRows(const Block& block, const WorkItem& item, i32 row)
+        : my_row(query_row(block, item.request, row)) {}
+    template <class Tile, class Block>
+    MLA_DEVICE void load(const Block& block, const WorkItem&, SmemAddr q, i32 first_row, i32 lane) const {
+        load_query_rows<Tile>(block, q, my_row, first_row, lane);
+    }
+    MLA_DEVICE const u16* latent() const { return my_row; }
+};
+template <>
+struct ItemRows<true> {
+    SplitRow my_row;
+
+    template <class Block>
+    MLA_DEVICE ItemRows(const Block& block, const GroupItem& item, i32 row)
+        : my_row(split_query_row(block.p, item, block.kv_head, min(block.row0 + row, block.rows_of(item) - 1))) {}
+    template <class Tile, class Block>
+    MLA_DEVICE void load(const Block& block, const GroupItem& item, SmemAddr q, i32 first_row, i32 lane) const {
+        load_split_query_rows<Tile>(block, item, q, my_row, first_row, lane);
+    }
+    MLA_DEVICE const u16* latent() const { return my_row.latent; }
+};
+
 // `block.items()` iterates over the block's work items; `store_more(item)` stores what comes with the rows.
 template <class Tile, class Block, i32 kStages, class StoreMore>
 MLA_DEVICE void run_query_role(const Block& block, const QueryStages<kStages>& stages, i32 thread,
@@ -103,18 +155,19 @@ MLA_DEVICE void run_query_role(const Block& block, const QueryStages<kStages>& s
     bool others_at_work = false;
     i32 stage = 0;
     Ring<kStages> ring;
-    WorkItem item;
+    typename Block::Work::HeldItem item;
     for (auto walk = block.items(); walk.next(p, item);) {
         if (item.tile_begin >= item.tile_end) continue;
-        const u16* my_row = query_row(block, item.request, first_row + lane * kQueryWarps);
+        const ItemRows<Block::Work::kForms> rows(block, item, first_row + lane * kQueryWarps);
         if (others_at_work) {  // on a previous work item: prefetch the rows into L2 meanwhile
-            for (i32 sw_tile = 0; sw_tile < Tile::kSwTilesQk; ++sw_tile) {
-                prefetch_global_l2(my_row + sw_tile * kSw128Columns);
+            constexpr i32 kLines = Block::Work::kForms ? kSwTilesV : Tile::kSwTilesQk;
+            for (i32 sw_tile = 0; sw_tile < kLines; ++sw_tile) {
+                prefetch_global_l2(rows.latent() + sw_tile * kSw128Columns);
             }
         }
         mbarrier_wait(stages.empty[stage], ring.empty_parity(stage));
         const u32 offset = stage * Tile::kSwTilesQk * kRows * kSw128RowBytes;
-        load_query_rows<Tile>(block, smem_addr(stages.q) + offset, my_row, first_row, lane);
+        rows.template load<Tile>(block, item, smem_addr(stages.q) + offset, first_row, lane);
         store_more(item);
         cp_async_wait_all();
         fence_proxy_async();
@@ -146,6 +199,7 @@ struct BoxWindow {
 };
 
 // `first_token` of the window; boxes are `rows` tokens each.
+template <class Work = ScheduledWork>
 MLA_DEVICE BoxWindow look_up(const DecodeParams& p, const WorkItem& item, i32 first_token, i32 rows, i32 lane) {
     BoxWindow window;
 #pragma unroll
@@ -153,7 +207,9 @@ MLA_DEVICE BoxWindow look_up(const DecodeParams& p, const WorkItem& item, i32 fi
         const i32 token = first_token + (lane + i * kWarpThreads) * rows;
         window.page[i] = kAbsentPage;
         window.offset[i] = 0;
-        if (token < item.tokens) {
+        bool wanted = token < item.tokens;
+        if constexpr (Work::kForms) wanted = wanted && token + rows > Work::of(item).first_token;
+        if (wanted) {
             const i32 table_index = token / p.page_size;
             window.page[i] =
                 p.block_table[item.request * p.table_stride_b_elems + table_index * p.table_stride_page_elems];
@@ -230,15 +286,16 @@ MLA_DEVICE void run_load_role(const Block& block, i32 lane, LoadTile load_tile) 
     while (p.page_size % rows != 0) rows /= 2;
     const i32 boxes_per_tile = kTileTokens / rows;
     const i32 window_tiles = kWindowBoxes / boxes_per_tile;
-    WorkItem item;
+    using Work = typename Block::Work;
+    typename Block::Work::HeldItem item;
     for (auto walk = block.items(); walk.next(p, item);) {
         const u64 l2_policy = key_policy(block, item);
-        BoxWindow next = look_up(p, item, item.tile_begin * kTileTokens, rows, lane);
+        BoxWindow next = look_up<Work>(p, item, item.tile_begin * kTileTokens, rows, lane);
         for (i32 first = item.tile_begin; first < item.tile_end; first += window_tiles) {
             BoxWindow window = next;
             drop_absent_pages(p, window);
             if (first + window_tiles < item.tile_end) {
-                next = look_up(p, item, (first + window_tiles) * kTileTokens, rows, lane);
+                next = look_up<Work>(p, item, (first + window_tiles) * kTileTokens, rows, lane);
             }
             const i32 last = min(first + window_tiles, item.tile_end);
             for (i32 tile = first; tile < last; ++tile) {

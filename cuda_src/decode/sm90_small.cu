@@ -16,13 +16,12 @@
 //   load    |        K' groups 0, 1, 2 ->                 | K'' groups 0, 1, 2 ->
 //   query   |              Q of the next work item
 //
-// The roles are in decode/sm90_small.cuh.
+// The roles are in decode/sm90_small.cuh and decode/sm90_small_block.cuh.
 //
 // Source: swapped operands for few query rows are FlashMLA-ETAP's idea (2025). What differs: a single math warpgroup,
 // and V^T is read from the tile of keys without a transpose.
 #include "common/limits.cuh"
-#include "decode/sm90_small.cuh"
-#include "ptx/control.cuh"
+#include "decode/sm90_small_block.cuh"
 
 // Keys have RoPE columns unless a variant says otherwise.
 #ifndef MLA_HEAD_DIM_QK
@@ -45,50 +44,10 @@ MLA_FACT(threads, kThreads);
 MLA_FACT(smem_bytes, sizeof(Storage<Small>));
 MLA_FACT(block_rows, Small::kBlockRows);
 
-// ---- Math role -------------------------------------------------------------------------------------------------
-MLA_DEVICE void run_math_role(Block<Small>& block, i32 thread) {
-    using Element = Small::Element;
-    const DecodeParams& p = block.p;
-    Storage<Small>& s = block.s;
-    const BlockHeads rows{block.kv_head, block.row0, block.rows};
-    Math<Small> math;
-    math.stage = math.q_stage = 0;
-    WorkItem item;
-    for (WorkIterator walk(p, block.split, block.hidden); walk.next(p, item);) {
-        math.reset();
-        process_item(block, math, item, thread);
-        store_result</*kWithRowMax=*/false>(Element{}, p, item, rows, math, s.warp_values, s.stats, 0, true, MathOnly,
-                                            thread);
-        if (s.nonfinite_request == item.request) {
-            bar_sync(MathOnly, kWarpgroupThreads);  // the results are stored
-            fixup_nonfinite<Element, kHeadDimV>(block, item, 0, thread);
-        }
-    }
-}
-
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mla_decode_sm90_small(const __grid_constant__ DecodeParams p, const __grid_constant__ TensorMap kv_map) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
-    auto& s = *reinterpret_cast<Storage<Small>*>(smem);
-    Block<Small> block(p, s);
-    if (threadIdx.x == 0) {
-        prefetch_tensormap(kv_map);
-        init_storage(s);
-    }
-    __syncthreads();
-    prefetch_inputs<Small>(p);
-    griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
-
-    const i32 warp = uniform_warp();
-    if (warp < kLoadWarp) {
-        run_math_role(block, threadIdx.x);
-    } else if (warp == kLoadWarp) {
-        run_load_role(block, threadIdx.x % kWarpThreads, GroupLoader<Small>{block, kv_map, 0});
-    } else {
-        const QueryStages<kStagesQ> stages{s.q[0][0], s.q_full, s.q_empty};
-        run_query_role<Small>(block, stages, threadIdx.x - kQueryWarp * kWarpThreads);
-    }
-    griddepcontrol_launch_dependents();
+    run_small_block<Small>(p, kv_map, *reinterpret_cast<Storage<Small>*>(smem));
 }
 }  // namespace mla::decode::sm90

@@ -10,9 +10,10 @@
 namespace mla::decode::sm90 {
 // ---- Variant ---------------------------------------------------------------------------------------------------
 // SW128 tiles of a tile of keys arrive in the order of their columns, in groups: three of three, or two of four.
-template <class Element_, i32 kBlockRows_, i32 kHeadDimQk, bool kTree_ = false>
+template <class Element_, i32 kBlockRows_, i32 kHeadDimQk, bool kTree_ = false, class Work_ = ScheduledWork>
 struct Config : KeyTile<kHeadDimQk> {
     using Element = Element_;
+    using Work = Work_;
     using Tile = KeyTile<kHeadDimQk>;
     static constexpr i32 kBlockRows = kBlockRows_;
     static constexpr bool kTree = kTree_;  // a mask says which drafts a query sees
@@ -62,8 +63,8 @@ enum NamedBarrier : i32 { MathOnly = 1 };
 
 // What every role knows.
 template <class C>
-struct Block : RowBlock<C::kBlockRows, C::kTree> {
-    using Rows = RowBlock<C::kBlockRows, C::kTree>;
+struct Block : RowBlock<C::kBlockRows, C::kTree, typename C::Work> {
+    using Rows = RowBlock<C::kBlockRows, C::kTree, typename C::Work>;
     Storage<C>& s;
 
     MLA_DEVICE Block(const DecodeParams& p, Storage<C>& s) : Rows(p), s(s) {}
@@ -146,7 +147,11 @@ MLA_DEVICE void score(Storage<C>& s, Math<C>& math) {
 template <class C>
 MLA_DEVICE void mask_tile(const Block<C>& block, Math<C>& math, const WorkItem& item, i32 tile, i32 thread) {
     const u64 present = block.s.present[math.stage];
-    if ((tile + 1) * kTileTokens <= item.seen_by_all && present == ~0ull) return;
+    if constexpr (C::Work::kForms) {
+        if (all_rows_see(C::Work::of(item), tile) && present == ~0ull) return;
+    } else {
+        if ((tile + 1) * kTileTokens <= item.seen_by_all && present == ~0ull) return;
+    }
     i32 row0 = block.row0;
     opaque(row0);  // otherwise the divisions below are hoisted, and their results occupy registers in the loop
     if constexpr (C::kTree) {
@@ -161,21 +166,34 @@ MLA_DEVICE void mask_tile(const Block<C>& block, Math<C>& math, const WorkItem& 
     mask.present = present;
 #pragma unroll
     for (i32 k = 0; k < kHeadsOfThread<C::kBlockRows>; ++k) {
-        const i32 visible = visible_tokens(block.p, item, row0 + kth_head(k, thread));
+        const i32 visible = visible_of<typename C::Work>(block.p, item, row0 + kth_head(k, thread));
         mask.visible[k] = min(visible, item.tokens) - tile * kTileTokens;
     }
     mask_keys(math.scores, mask, thread);
+    if constexpr (C::Work::kForms) {
+#pragma unroll
+        for (i32 k = 0; k < kHeadsOfThread<C::kBlockRows>; ++k) {
+            const i32 first = window_begin(block.p, item, row0 + kth_head(k, thread));
+            mask_keys_before(math.scores, k, first - tile * kTileTokens, thread);
+        }
+    }
 }
 
 // Makes V finite where not every row of the block sees the token; all scores of the tile must be done. The proxy fence
 // after P covers these writes, too.
 template <class C>
 MLA_DEVICE void sanitize_v(const Block<C>& block, const Math<C>& math, const WorkItem& item, i32 tile, i32 thread) {
-    const i32 seen_by_all = item.seen_by_all - tile * kTileTokens;
-    if (seen_by_all >= kTileTokens) return;
-    sanitize_rows<typename C::Element, kSwTilesV>(block.s.kv[math.stage], max(seen_by_all, 0),
-                                                  item.tokens - tile * kTileTokens, block.s.nonfinite_request,
-                                                  item.request, thread);
+    if constexpr (C::Work::kForms) {
+        if (all_rows_see(C::Work::of(item), tile)) return;
+        sanitize_window<typename C::Element, kSwTilesV>(block.s.kv[math.stage], C::Work::of(item), tile,
+                                                        block.s.nonfinite_request, thread);
+    } else {
+        const i32 seen_by_all = item.seen_by_all - tile * kTileTokens;
+        if (seen_by_all >= kTileTokens) return;
+        sanitize_rows<typename C::Element, kSwTilesV>(block.s.kv[math.stage], max(seen_by_all, 0),
+                                                      item.tokens - tile * kTileTokens, block.s.nonfinite_request,
+                                                      item.request, thread);
+    }
 }
 
 template <class C>

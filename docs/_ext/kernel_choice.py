@@ -6,7 +6,7 @@ from typing import Any
 
 from mla_cupy.errors import MlaError
 from mla_cupy.kernels.decode import DECODE
-from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
+from mla_cupy.kernels.decode.problem import Batch, DecodeProblem, Forms
 from mla_cupy.kernels.dense import DENSE, DENSE_BACKWARD
 from mla_cupy.kernels.dense.problem import DenseBackwardProblem, DenseProblem
 from mla_cupy.kernels.indexer.logits import LOGITS, LOGITS_PAGED
@@ -47,6 +47,10 @@ def _fp8_math() -> DecodeProblem:
     return DecodeProblem(1, 128, 1, "bfloat16", record="fp8", math="fp8")
 
 
+def _in_parts() -> DecodeProblem:
+    return DecodeProblem(1, 16, 1, "bfloat16", forms=Forms(q_rope=True))
+
+
 def _forward(h_q: int, **changes: Any) -> SparseForwardProblem:
     sizes = {"s_q": 4096, "s_kv": 8192, "topk": 2048, **changes}
     return SparseForwardProblem(h_q=h_q, d_qk=576, dtype="bfloat16", **sizes)
@@ -77,6 +81,12 @@ SITUATIONS = (
     ("`mla_decode`, 4 queries, 16 heads, FP8 records", DECODE, DecodeProblem(4, 16, 1, "bfloat16", record="v32")),
     ('`mla_decode`, records "fp8", math="fp8"', DECODE, _fp8_math()),
     ("`mla_decode`, 16 heads, 4 drafts that form a tree", DECODE, DecodeProblem(4, 16, 1, "bfloat16", tree_mask=True)),
+    (
+        "`mla_decode`, 16 heads, queries in two arrays",
+        DECODE,
+        DecodeProblem(1, 16, 1, "bfloat16", forms=Forms(q_rope=True)),
+    ),
+    ("`mla_decode`, 128 heads, a window", DECODE, DecodeProblem(1, 128, 1, "bfloat16", forms=Forms(window=4096))),
     ("`mla_decode`, strides not of 16 bytes", DECODE, DecodeProblem(1, 128, 1, "bfloat16", aligned=False)),
     ("`merge_project`", MERGE_PROJECT, ProjectProblem(128, 128, "bfloat16")),
     ("`sparse_mla_decode`, 16 heads", SPARSE_DECODE, SparseDecodeProblem(64, 16, 2048, "bfloat16", "v32")),

@@ -9,6 +9,8 @@ from kernel_choice import GPUS, SITUATIONS, chosen
 from tables import MarkdownDirective, table
 
 from mla_cupy.kernels import KERNELS
+from mla_cupy.kernels.decode import DECODE
+from mla_cupy.kernels.decode.problem import Forms
 from mla_cupy.ops import OPERATIONS
 
 
@@ -37,6 +39,18 @@ class KernelOrder(MarkdownDirective):
         return "\n".join(lists)
 
 
+class DecodeForms(MarkdownDirective):
+    """Table of the forms of dense decode that each of its kernels takes."""
+
+    def markdown(self) -> str:
+        """The table: the kernels' own words."""
+        rows = [
+            [f"`{kernel.name}`", *("yes" if form in kernel.forms else "" for form in Forms._fields)]
+            for kernel in DECODE.kernels
+        ]
+        return table(["kernel", *(f"`{form}`" for form in Forms._fields)], rows)
+
+
 class KernelList(MarkdownDirective):
     """Every kernel of the package."""
 
@@ -58,6 +72,7 @@ def setup(app: Any) -> dict[str, Any]:
     """Register with Sphinx."""
     logging.getLogger("mla_cupy").setLevel(logging.ERROR)  # the tables say which kernels are slow
     app.add_directive("kernel-choice", KernelChoice)
+    app.add_directive("decode-forms", DecodeForms)
     app.add_directive("kernel-order", KernelOrder)
     app.add_directive("kernel-list", KernelList)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

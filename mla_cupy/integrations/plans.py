@@ -17,7 +17,7 @@ class Plans:
     Parameters
     ----------
     **sizes
-        What they have in common: h_q, d_qk, record, page_size, dtype, batch_invariant, device.
+        What they have in common: h_q, d_qk, record, page_size, dtype, q_rope, batch_invariant, device.
 
     Attributes
     ----------

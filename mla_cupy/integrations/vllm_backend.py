@@ -99,13 +99,24 @@ def _wants_batch_invariance() -> bool:
 
 @dataclass
 class MlaCupyDecodeMetadata(MLACommonDecodeMetadata):  # type: ignore[misc]
-    """The decode part of a step: with the plan, and the number of query heads that it is for."""
+    """The decode part of a step: with the plan, and the query heads that it is for, in one array or two."""
 
     plan: TorchDecodePlan | None
     plan_heads: int
+    in_parts: bool
 
 
-def _sizes(heads: int, head_size: int, record: str | None, page_size: int, dtype: Any, device: Any) -> dict[str, Any]:
+def _in_parts(head_size: int, record: str | None, ranks: int) -> bool:
+    """True if queries are decoded from the two arrays that vLLM has them in.
+
+    Kernels that read records want one array, and so has vLLM where ranks share the cache and gather their queries.
+    """
+    return head_size == D_QK and record is None and ranks == 1
+
+
+def _sizes(
+    heads: int, head_size: int, record: str | None, page_size: int, dtype: Any, device: Any, ranks: int
+) -> dict[str, Any]:
     """Sizes that all plans of a group of layers have in common."""
     place = torch.device(device)
     if place.type == "cuda" and place.index is None:
@@ -116,6 +127,7 @@ def _sizes(heads: int, head_size: int, record: str | None, page_size: int, dtype
         "record": record,
         "page_size": page_size,
         "dtype": dtype,
+        "q_rope": _in_parts(head_size, record, ranks),
         "batch_invariant": _wants_batch_invariance(),
         "device": place,
     }
@@ -145,7 +157,8 @@ class MlaCupyMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
         self._max_b = vllm_config.scheduler_config.max_num_seqs
         self._planned = set(_planned_lengths(vllm_config))
         page_size, dtype = kv_cache_spec.block_size, vllm_config.model_config.dtype
-        self._plans = claim(**_sizes(self._heads, kv_cache_spec.head_size, record, page_size, dtype, device))
+        ranks = self.dcp_world_size
+        self._plans = claim(**_sizes(self._heads, kv_cache_spec.head_size, record, page_size, dtype, device, ranks))
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         """Prepare a step that is about to be captured: those that replay it have a plan, whatever their length."""
@@ -180,6 +193,7 @@ class MlaCupyMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
             dcp_tot_seq_lens=newer[-1] if newer else dcp_tot_seq_lens_device,
             plan=plan,
             plan_heads=self._heads,
+            in_parts=self._plans.sizes["q_rope"],
         )
 
 
@@ -207,10 +221,10 @@ class MlaCupyImpl(MLACommonImpl):  # type: ignore[misc]
         config = get_current_vllm_config()
         cache = config.cache_config
         page_size = cache.block_size if cache.user_specified_block_size else _PAGE_SIZE
-        heads = self.num_heads * config.parallel_config.decode_context_parallel_size
+        ranks = config.parallel_config.decode_context_parallel_size
         record = "fp8" if self.kv_cache_dtype.startswith("fp8") else None
         dtype, device = config.model_config.dtype, config.device_config.device
-        sizes = _sizes(heads, self.head_size, record, page_size, dtype, device)
+        sizes = _sizes(self.num_heads * ranks, self.head_size, record, page_size, dtype, device, ranks)
         limits = config.scheduler_config.max_num_seqs, _planned_lengths(config), config.model_config.max_model_len
         set_aside(*limits, **sizes)
 
@@ -236,9 +250,9 @@ class MlaCupyImpl(MLACommonImpl):  # type: ignore[misc]
         lse : tensor, (tokens, heads), float32
             Natural; -inf for a sequence without tokens.
         """
-        query = _joined(q) if isinstance(q, tuple) else q
-        tokens, heads, _ = query.shape
         decode = attn_metadata.decode
+        query, rope = _parts(q) if decode.in_parts else (_joined(q), None)
+        tokens, heads, _ = query.shape
         plan = decode.plan if heads == decode.plan_heads else None
         if plan is None and _wants_batch_invariance():
             raise NotImplementedError(f"mla_cupy is batch-invariant with {decode.plan_heads} heads, not {heads}")
@@ -247,6 +261,7 @@ class MlaCupyImpl(MLACommonImpl):  # type: ignore[misc]
             kv_c_and_k_pe_cache,
             decode.block_table,
             decode.seq_lens,
+            q_rope=None if rope is None else rope.unflatten(0, (attn_metadata.num_decodes, -1)),
             plan=plan,
             scale=self.scale,
             kv_scale=float(layer._k_scale_float) if kv_c_and_k_pe_cache.dtype in _BYTES else 1.0,
@@ -254,7 +269,14 @@ class MlaCupyImpl(MLACommonImpl):  # type: ignore[misc]
         return out.flatten(0, 1), lse.transpose(1, 2).reshape(tokens, heads)
 
 
-def _joined(parts: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Latent and RoPE part of the queries in one tensor; without a copy where a model has no RoPE part."""
-    latent, rope = parts
-    return torch.cat(parts, dim=-1) if rope.shape[-1] else latent
+def _parts(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latent and RoPE part of the queries; of one tensor its columns."""
+    return q if isinstance(q, tuple) else (q[..., :D_V], q[..., D_V:])
+
+
+def _joined(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Both parts of the queries in one tensor; without a copy where a model has no RoPE part."""
+    if not isinstance(q, tuple):
+        return q
+    latent, rope = q
+    return torch.cat(q, dim=-1) if rope.shape[-1] else latent

@@ -35,7 +35,7 @@ def choose(
     for kernel in kernels:
         if kernel.on_request if name is None else kernel.name != name:
             continue
-        reason = kernel.unsupported(problem, device)
+        reason = kernel.objection(problem, device)
         if reason is None and name is None and not kernel.preferred(problem, device):
             continue
         if reason is None:

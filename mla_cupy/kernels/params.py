@@ -84,6 +84,22 @@ class ProjectionSizes(Params):
     projected_is_fp32: I32
 
 
+class FormAddresses(Params):
+    """Struct of `attention/query_groups.cuh`."""
+
+    q_rope: Address
+    groups: Address
+
+
+class DecodeFormParams(Params):
+    """Struct of `attention/query_groups.cuh`."""
+
+    form_addresses: FormAddresses
+    decode_params: DecodeParams
+    q_rope_stride_b_s_h_elems: tuple[I64, I64, I64]
+    window: I32
+
+
 class ExtraAddresses(Params):
     """Struct of `attention/record_tokens.cuh`."""
 
@@ -354,6 +370,26 @@ class CacheUpdateParams(Params):
     changes_at: I32
     max_changes: I32
     max_tokens: I32
+
+
+class DecodeScheduleGroupsParams(Params):
+    """Struct of `decode/schedule_groups.cu`."""
+
+    seqlens: Address
+    cu_seqlens_q: Address
+    groups: Address
+    schedule: Address
+    seqlens_stride_elems: I64
+    cu_seqlens_q_stride_elems: I64
+    max_tokens: I64
+    b: I32
+    s_q: I32
+    max_groups: I32
+    group_queries: I32
+    window: I32
+    num_splits: I32
+    merge_cost: I32
+    piece_cost: I32
 
 
 class DecodeSchedulePiecesParams(Params):

@@ -138,6 +138,10 @@ class KernelSpec(Generic[ProblemT]):
     spill_bytes: int = 0
     fallback: bool = False
 
+    def objection(self, problem: ProblemT, device: DeviceInfo) -> Reason | None:
+        """Reason that it cannot take the problem, whatever says so; None if it can."""
+        return self.unsupported(problem, device)
+
     @property
     def entry(self) -> str:
         """Name of the `__global__` function."""

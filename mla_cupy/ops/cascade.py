@@ -96,10 +96,6 @@ def cascade_decode(
     return out, lse
 
 
-_NOT_TAKEN = "tree_mask", "w_uv", "gate"
-"""Arrays of `mla_decode` that a cascade does not take."""
-
-
 class CascadeOptions(NamedTuple):
     """The arguments beside the arrays."""
 
@@ -123,7 +119,8 @@ def _is_row(group: Any) -> bool:
 
 
 def _examine(views: Views, options: CascadeOptions) -> Examined:
-    of_decode = decode_operation.OPERATION.examine({**views, **dict.fromkeys(_NOT_TAKEN)}, _of_decode(options))
+    absent = dict.fromkeys(array.name for array in decode_operation.OPERATION.inputs if array.optional)
+    of_decode = decode_operation.OPERATION.examine({**absent, **views}, _of_decode(options))
     q, table = present(views, "q"), present(views, "block_table")
     groups = check_groups(options.groups, q.shape[0], table.shape[1])
     resolved = options._replace(
@@ -136,7 +133,8 @@ def _examine(views: Views, options: CascadeOptions) -> Examined:
 
 def _of_decode(options: CascadeOptions) -> Any:
     numbers = {name: value for name, value in options._asdict().items() if name not in ("groups", "kernel")}
-    others = {"d_v": D_V, "cp_world": 1, "cp_rank": 0, "kv_scale": 1.0, "q_scale": 1.0, "kernel": None}
+    others: dict[str, Any] = {"d_v": D_V, "window": None, "max_seqlen_q": None, "cp_world": 1, "cp_rank": 0}
+    others |= {"kv_scale": 1.0, "q_scale": 1.0, "kernel": None}
     return decode_operation.OPERATION.options(**numbers, **others)
 
 
@@ -167,7 +165,7 @@ _PIPELINE = CompositePipeline(
 
 OPERATION = Composite(
     "cascade_decode",
-    inputs=tuple(array for array in decode_operation.OPERATION.inputs if array.name not in _NOT_TAKEN),
+    inputs=tuple(array for array in decode_operation.OPERATION.inputs if not array.optional),
     outputs=tuple(
         dataclasses.replace(output, axes=output.axes.replace("d_head", "d_v"))
         for output in decode_operation.OPERATION.outputs

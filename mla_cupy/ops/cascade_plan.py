@@ -146,6 +146,8 @@ class _Batch:
                 d_v=D_V,
                 scale=options.scale,
                 causal=options.causal if alone else causal,
+                window=None,
+                max_seqlen_q=None,
                 cp_world=1,
                 cp_rank=0,
                 kv_scale=1.0,

@@ -11,6 +11,7 @@ from mla_cupy import dtypes
 from mla_cupy.arrays import View
 from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain
+from mla_cupy.kernels.decode.problem import Forms
 from mla_cupy.kernels.pipeline import WORKSPACE_ALIGNMENT as WORKSPACE_ALIGNMENT
 from mla_cupy.ops.operation import Arrays, Input, Views, present
 from mla_cupy.shapes import D_ROPE, D_UNABSORBED, D_V
@@ -142,6 +143,38 @@ def check_drafts(tree_mask: bool, s_q: int) -> None:
     """Check the number of query tokens of a call with a mask of drafts, if there is one."""
     if tree_mask and s_q > MAX_DRAFTS:
         raise ShapeError(explain("s_q", s_q, f"at most {MAX_DRAFTS} with a tree_mask", "each draft is a bit of 64"))
+
+
+def check_forms(forms: Forms, *, h_kv: int, tree_mask: bool, causal: bool, cp_world: int) -> None:
+    """Check what lengths that vary, and windows, do not go with.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    if not forms.grouped:
+        return
+    name = "cu_seqlens_q" if forms.cu_seqlens_q else "window"
+    if tree_mask:
+        raise ArgumentError(explain(name, "one, with a tree_mask", "None: a tree is of sequences of one length"))
+    if cp_world > 1:
+        raise ArgumentError(explain("cp_world", cp_world, f"1 with {name}"))
+    if h_kv > 1:
+        raise ArgumentError(explain("h_kv", h_kv, f"1 with {name}"))
+    if forms.window and not causal:
+        raise ArgumentError(explain("causal", causal, "True with a window"))
+
+
+def check_projected_forms(forms: Forms, d_head: int) -> None:
+    """Check what a W_UV does not go with; `d_head` is the width that it gives results, 0 without it.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    refused = [name for name in forms.names if name != "q_rope"]
+    if d_head and refused:
+        raise ArgumentError(explain("w_uv", f"one, with {refused[0]}", "None", "multiply the result"))
 
 
 def check_count(argument: str, value: Any, minimum: int, maximum: int) -> int:

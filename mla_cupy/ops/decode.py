@@ -14,27 +14,32 @@ from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.attention.records import DENSE_RECORDS as READ
 from mla_cupy.kernels.decode import DECODE
-from mla_cupy.kernels.decode.problem import Batch, DecodeOptions, DecodeProblem
+from mla_cupy.kernels.decode.problem import Batch, DecodeOptions, DecodeProblem, Forms
 from mla_cupy.ops.cache import check_layout, record_read
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import (
+    STARTS,
+    check_count,
     check_d_v,
     check_drafts,
     check_empty_lse,
     check_factor,
     check_flag,
+    check_forms,
     check_lse_base,
     check_math,
     check_math_of_queries,
     check_math_of_record,
+    check_projected_forms,
     check_shard,
+    name_first,
     resolve_scale,
 )
 from mla_cupy.ops.decode_plan import DecodePlan, UnmergedPlan
 from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_queries_or_float32, present
 from mla_cupy.ops.projection import GATE, W_UV, check_projection
 from mla_cupy.ops.schema import steps_by_16_bytes
-from mla_cupy.shapes import D_HEADS, D_QK, D_V, MAX_TOKENS
+from mla_cupy.shapes import D_HEADS, D_QK, D_ROPE, D_V, MAX_INT32, MAX_TOKENS
 
 
 def mla_decode(
@@ -43,12 +48,17 @@ def mla_decode(
     block_table: Any,
     seqlens: Any,
     *,
+    q_rope: Any = None,
+    cu_seqlens_q: Any = None,
     tree_mask: Any = None,
+    attn_sink: Any = None,
     w_uv: Any = None,
     gate: Any = None,
     d_v: int = D_V,
     scale: float | None = None,
     causal: bool = True,
+    window: int | None = None,
+    max_seqlen_q: int | None = None,
     cp_world: int = 1,
     cp_rank: int = 0,
     kv_scale: float = 1.0,
@@ -72,9 +82,10 @@ def mla_decode(
     Parameters
     ----------
     q : array, (b, s_q, h_q, d_qk), bfloat16 or float16; or float8_e4m3fn or uint8
-        Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part. The last axis is contiguous; other strides
-        are free (multiples of 16 bytes are fastest). In e4m3 with math="fp8" only; uint8 holds e4m3 codes, for
-        libraries without that dtype.
+        Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part. With `q_rope`, their first 512 columns. With
+        `cu_seqlens_q` those of all sequences, (total_q, h_q, d_qk). The last axis is contiguous; other strides are free
+        (multiples of 16 bytes are fastest). In e4m3 with math="fp8" only; uint8 holds e4m3 codes, for libraries without
+        that dtype.
     kv_cache : array, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk), dtype of q; or uint8
         The pool of pages; the values are the first 512 elements of the keys. Query head h reads KV head
         h // (h_q // h_kv). Any page size; strides as for q. Or the pages of an FP8 record, see `cache_append`:
@@ -88,16 +99,25 @@ def mla_decode(
     seqlens : array, (b,), int32
         Tokens of each sequence in the cache, the query tokens included; clamped to
         [0, max_pages * page_size * cp_world + cp_rank].
+    q_rope : array, (b, s_q, h_q, 64), dtype of q, optional
+        The queries' last 64 columns, those of RoPE, where they are an array of their own; (total_q, h_q, 64) with
+        `cu_seqlens_q`. Strides as for q.
+    cu_seqlens_q : array, (b + 1,), int32, optional
+        Queries of varying length: sequence n has those from cu_seqlens_q[n] to cu_seqlens_q[n + 1], its last tokens.
+        Read on the device: clamped to [0, total_q], and one below its predecessor is raised to it. Queries of no
+        sequence see no token. With one KV head, and without a `tree_mask` or context parallelism.
     tree_mask : array, (b, s_q), uint64 or int64, optional
         For sequences whose last s_q tokens are drafts that form a tree, to be verified in one call: query i sees every
         token before the drafts, and draft j iff bit j of tree_mask[b, i] is set. This takes the place of `causal`. Up
         to 64 drafts; bits from s_q on are ignored. In a sequence of n < s_q tokens these are its last n drafts: token t
         is draft s_q - n + t, and bits of drafts before the sequence's first token have no effect.
+    attn_sink : array, (h_q,), float32, optional
+        Logits of a key without a value, which only lowers `out`, not `lse`. -inf has no effect, +inf makes `out` 0.
     w_uv : array, (h_q, d_head, 512), bfloat16 or float16, optional
         The values' half of kv_b_proj, as it lies in the weights: `kv_b_proj.reshape(h_q, -1, 512)[:, d_nope:]`. Results
         are then multiplied by it, out[.., h, d] = sum_c out[.., h, c] * w_uv[h, d, c], where they would be merged. Of
         the dtype that `out` has without it; d_head is 64, 128, 192 or 256. A contiguous last axis, a start and other
-        strides that are multiples of 16 bytes.
+        strides that are multiples of 16 bytes. Not with `cu_seqlens_q`, `attn_sink` or a `window`.
     gate : array, (b, s_q, h_q, d_head), dtype of w_uv, optional
         Its sigmoid is a factor of each element of the result of `w_uv`. Strides as for w_uv.
     d_v : int
@@ -106,6 +126,14 @@ def mla_decode(
         Factor of the scores: finite, above 0. Default: d_qk**-0.5.
     causal : bool
         Query i sees token j iff j <= i + seqlen - s_q; if False, it sees all tokens. Leave it out with a `tree_mask`.
+        With `cu_seqlens_q`, s_q is the number of queries of the sequence.
+    window : int, optional
+        Query i sees so many tokens at most: j > i + seqlen - s_q - window. Pages that lie wholly before the windows of
+        a sequence's queries are not read, nor their entries of `block_table`. Only causal, with one KV head, and
+        without a `tree_mask` or context parallelism.
+    max_seqlen_q : int, optional
+        With `cu_seqlens_q`: how many queries most sequences have, by which a kernel is chosen; a sequence with more is
+        served, too. Default: any number. A plan knows it as `s_q`.
     cp_world, cp_rank : int
         Context parallelism: token j of `kv_cache` and `block_table` is token j * cp_world + cp_rank of the sequence.
         `seqlens` are those of the whole sequences, the same on every rank, and so is the limit of `causal`. The
@@ -145,9 +173,9 @@ def mla_decode(
     Returns
     -------
     out : array, (b, s_q, h_q, 512), or (b, s_q, h_q, d_head) with a `w_uv`
-        Array of the caller's library.
+        Array of the caller's library; (total_q, h_q, 512) with `cu_seqlens_q`.
     lse : array, (b, h_q, s_q), float32
-        log(sum_j exp(scale * q . k[j])), in base `lse_base`.
+        log(sum_j exp(scale * q . k[j])), in base `lse_base`; (h_q, total_q) with `cu_seqlens_q`.
 
     Raises
     ------
@@ -189,8 +217,9 @@ def mla_decode(
     >>> out.shape, float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
     ((1, 1, 16, 512), 1.0, 28.605)
     """
-    options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, q_scale, math, out_dtype, lse_base, empty_lse, kernel)
-    arrays = (q, kv_cache, block_table, seqlens, tree_mask, w_uv, gate, out, lse)
+    tokens, numbers = (causal, window, max_seqlen_q, cp_world, cp_rank), (kv_scale, q_scale, math)
+    options = (d_v, scale, *tokens, *numbers, out_dtype, lse_base, empty_lse, kernel)
+    arrays = (q, kv_cache, block_table, seqlens, q_rope, cu_seqlens_q, tree_mask, attn_sink, w_uv, gate, out, lse)
     out, lse = run(Invocation(OPERATION, arrays, options, workspace, stream, plan, check))
     return out, lse
 
@@ -212,21 +241,23 @@ def decode_unmerged(
 
     `arrays` are q, kv_cache, block_table, seqlens, out and lse.
     """
-    options = (D_V, scale, causal, cp_world, cp_rank, 1.0, 1.0, "exact", None, lse_base, -inf, kernel)
+    options = (D_V, scale, causal, None, None, cp_world, cp_rank, 1.0, 1.0, "exact", None, lse_base, -inf, kernel)
     inputs, results = arrays[:4], arrays[4:]
-    arrays_of_call = (*inputs, None, None, None, *results)
+    arrays_of_call = (*inputs, None, None, None, None, None, None, *results)
     run(Invocation(OPERATION, arrays_of_call, options, None, stream, UnmergedPlan(plan), check))
 
 
 def _examine(views: Views, given: DecodeOptions) -> Examined:
     check_d_v(given.d_v)
     q, kv_cache, block_table = (present(views, name) for name in ("q", "kv_cache", "block_table"))
-    b, s_q, h_q, d_qk = q.shape
+    b, s_q, h_q, d_qk = _queries(views)
     num_pages, page_size, h_kv, _ = kv_cache.shape
     cp_world, cp_rank = check_shard(given.cp_world, given.cp_rank)
     options = given._replace(
         scale=resolve_scale(given.scale, d_qk),
         causal=check_flag("causal", given.causal),
+        window=None if given.window is None else check_count("window", given.window, 1, MAX_INT32),
+        max_seqlen_q=_max_seqlen_q(views, given.max_seqlen_q),
         lse_base=check_lse_base(given.lse_base),
         empty_lse=check_empty_lse(given.empty_lse),
         cp_world=cp_world,
@@ -244,26 +275,60 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
     if tree_mask and not options.causal:
         remedy = "leave causal out: the mask says which drafts a query sees"
         raise ArgumentError(explain("causal", given.causal, "True with a tree_mask", remedy))
+    forms = _forms_of(views, options)
+    check_forms(forms, h_kv=h_kv, tree_mask=tree_mask, causal=options.causal, cp_world=cp_world)
     tokens = block_table.shape[1] * page_size
     if tokens > MAX_TOKENS:
         expected = f"at most {MAX_TOKENS} = 2^31 - 64"
         raise ShapeError(explain("max_pages * page_size", tokens, expected, "shorten block_table"))
-    record = _record(kv_cache, q)
+    record = _record(kv_cache, d_qk)
     _check_scales(record, q.dtype, options)
     check_math_of_queries(options.math, q.dtype)
     check_math_of_record(options.math, record)
-    aligned = bool(record) or (num_pages > 0 and steps_by_16_bytes(q) and steps_by_16_bytes(kv_cache))
+    given_rows = [view for view in (q, views["q_rope"], kv_cache) if view is not None]
+    aligned = bool(record) or (num_pages > 0 and all(map(steps_by_16_bytes, given_rows)))
     dtype = "float8_e4m3fn" if q.dtype in BYTE_DTYPES else q.dtype
     batch = Batch(b, tokens)
-    problem = DecodeProblem(s_q, h_q, h_kv, dtype, aligned, d_qk, record, tree_mask, options.math, batch=batch)
+    if forms.cu_seqlens_q:  # what most sequences have decides which kernel runs, and no more
+        batch, s_q = Batch(b, tokens, s_q), max(1, min(s_q, options.max_seqlen_q or s_q))
+    problem = DecodeProblem(s_q, h_q, h_kv, dtype, aligned, d_qk, record, tree_mask, options.math, forms, batch=batch)
     d_head = check_projection(views, problem.half)
+    check_projected_forms(forms, d_head)
     return Examined(replace(problem, d_head=d_head), options, {"d_head": d_head or D_V})
 
 
-def _record(kv_cache: View, q: View) -> str:
+def _queries(views: Views) -> tuple[int, int, int, int]:
+    """b, s_q, h_q and d_qk; s_q of packed queries is the number of all of them."""
+    q, rope, starts = present(views, "q"), views["q_rope"], views["cu_seqlens_q"]
+    *axes, h_q, d_qk = q.shape
+    b = present(views, "seqlens").shape[0]
+    if starts is not None and starts.shape[0] != b + 1:
+        raise ShapeError(explain("cu_seqlens_q.shape[0]", starts.shape[0], f"b+1={b + 1}, b as in block_table"))
+    if rope is None:
+        return b, axes[-1], h_q, d_qk
+    if d_qk != D_V:
+        raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_V} with q_rope", "pass whole queries, or their two parts"))
+    return b, axes[-1], h_q, d_qk + rope.shape[-1]
+
+
+def _max_seqlen_q(views: Views, given: Any) -> int | None:
+    if given is None:
+        return None
+    checked = check_count("max_seqlen_q", given, 1, MAX_INT32)
+    if views["cu_seqlens_q"] is None:
+        raise ArgumentError(explain("max_seqlen_q", given, "None without cu_seqlens_q", "q.shape[1] says it"))
+    return checked
+
+
+def _forms_of(views: Views, options: DecodeOptions) -> Forms:
+    """The forms of a call."""
+    arrays = {name: views[name] is not None for name in ("attn_sink", "q_rope", "cu_seqlens_q")}
+    return Forms(**arrays, window=options.window or 0)
+
+
+def _record(kv_cache: View, d_qk: int) -> str:
     """The FP8 record of a cache of bytes, "" for 16-bit rows; checks the width, which is not that of the queries."""
     _, _, h_kv, width = kv_cache.shape
-    d_qk = q.shape[-1]
     if kv_cache.dtype not in BYTE_DTYPES:
         if width != d_qk:
             raise ShapeError(explain("kv_cache.shape[-1]", width, f"d_qk={d_qk}, as in q"))
@@ -295,6 +360,10 @@ def _without_heads(cache: View) -> View:
 
 def _check_values(arrays: Arrays, options: DecodeOptions) -> None:
     check_values(arrays, options.cp_world, options.cp_rank)
+    starts, total = arrays["cu_seqlens_q"], present(arrays, "q").shape[0]
+    if starts is not None:
+        bad = (starts < 0) | (starts > total) | (np.diff(starts, prepend=starts[:1]) < 0)
+        name_first("cu_seqlens_q", starts, bad, f"ascending starts of 0 to {total}")
 
 
 def check_values(arrays: Arrays, world: int, rank: int) -> None:
@@ -323,20 +392,28 @@ def check_values(arrays: Arrays, world: int, rank: int) -> None:
 OPERATION = Operation(
     "mla_decode",
     inputs=(
-        Input("q", "b s_q h_q d_qk", (*HALF, *reversed(BYTE_DTYPES)), contiguous=True),
+        Input("q", "b s_q h_q d_qk", (*HALF, *reversed(BYTE_DTYPES)), contiguous=True, packed="total_q h_q d_qk"),
         Input("kv_cache", "num_pages page_size h_kv? d_kv", ("=q", *BYTE_DTYPES), contiguous=True),
         Input("block_table", "b max_pages", ("int32",)),
         Input("seqlens", "b", ("int32",)),
+        Input("q_rope", "b s_q h_q d_rope", ("=q",), optional=True, contiguous=True, packed="total_q h_q d_rope"),
+        STARTS[0],
         Input("tree_mask", "b s_q", ("uint64", "int64"), optional=True),
+        Input("attn_sink", "h_q", ("float32",), optional=True),
         W_UV,
         GATE,
     ),
     outputs=(
-        Output("out", "b s_q h_q d_head", like_queries_or_float32, "out_dtype", "wide"),
-        Output("lse", "b h_q s_q"),
+        Output("out", "b s_q h_q d_head", like_queries_or_float32, "out_dtype", "wide", packed="total_q h_q d_head"),
+        Output("lse", "b h_q s_q", packed="h_q total_q"),
     ),
-    sizes={"d_qk": (D_QK, D_V), "d_kv": (D_QK, D_V, *(FORMATS[name].width for name in READ)), "d_v": (D_V,)}
-    | {"d_head": D_HEADS},
+    sizes={
+        "d_qk": (D_QK, D_V),
+        "d_rope": (D_ROPE,),
+        "d_kv": (D_QK, D_V, *(FORMATS[name].width for name in READ)),
+        "d_v": (D_V,),
+        "d_head": D_HEADS,
+    },
     min_sizes={"s_q": 1, "h_q": 1, "page_size": 1, "h_kv": 1},
     options=DecodeOptions,
     parallel={"b": (), "h_q": ("h_kv?",)},

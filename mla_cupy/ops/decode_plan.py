@@ -17,7 +17,8 @@ from mla_cupy.kernels.choice import check_kernel
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.combine_pieces import MAX_PIECES
 from mla_cupy.kernels.decode.pipeline import DecodeConfig
-from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
+from mla_cupy.kernels.decode.problem import Batch, DecodeProblem, Forms
+from mla_cupy.kernels.decode.schedule_groups import Step as GroupsStep
 from mla_cupy.kernels.decode.schedule_pieces import Pieces
 from mla_cupy.kernels.decode.sm90_fp8 import QUERIES
 from mla_cupy.kernels.merge.exchange import Splits
@@ -25,17 +26,20 @@ from mla_cupy.kernels.pipeline import Prepared, Step, load
 from mla_cupy.ops import backend
 from mla_cupy.ops.call import MAX_ENTRIES
 from mla_cupy.ops.checks import (
+    check_count,
     check_drafts,
     check_flag,
+    check_forms,
     check_math,
     check_math_of_queries,
     check_math_of_record,
     check_memory,
+    check_projected_forms,
     check_shard,
     is_integer,
 )
 from mla_cupy.ops.entry import Plan, Request
-from mla_cupy.ops.operation import Views, present
+from mla_cupy.ops.operation import Views
 from mla_cupy.ops.schema import low_words, misstep, narrowed
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver
@@ -57,10 +61,10 @@ class Limits(NamedTuple):
 
 
 class _Updates(threading.local):
-    """A thread's launches of the schedule, by the batch and the stride of its lengths."""
+    """A thread's launches of the schedule, by the batch and the strides of its lengths."""
 
     def __init__(self) -> None:
-        self.prepared: dict[tuple[int, int], Prepared] = {}
+        self.prepared: dict[Hashable, Prepared] = {}
 
 
 class DecodePlan(Plan):
@@ -89,6 +93,7 @@ class DecodePlan(Plan):
         self._workspace, self.address = memory  # the first keeps the second alive
         self._keeps_zeros = False  # no other call writes to the workspace, and the kernels leave its zeros as they were
         self._scheduled_b: int | None = None
+        self._scheduled_q = 0  # packed queries of all sequences
         self._updates = _Updates()
         self._identity = object()  # unlike `id`, never that of a later plan
         # What decides whether the plan goes on serving a call that it has served: see `ops.call`.
@@ -124,42 +129,67 @@ class DecodePlan(Plan):
         remedy = "it owns memory on a device: make another one with plan_decode"
         raise PlanError(explain("plan", "a copy or a pickle of it", "the plan itself", remedy))
 
-    def update(self, seqlens: Any, *, stream: Any = None) -> None:
+    def update(self, seqlens: Any, *, cu_seqlens_q: Any = None, total_q: int | None = None, stream: Any = None) -> None:
         """Enqueue the schedule for the lengths of this step; no synchronisation, can be captured in a CUDA graph.
 
         Parameters
         ----------
         seqlens : array, (b,), int32
             As for the calls that follow, with b <= max_b. Its values are read on the device, when the work runs.
+        cu_seqlens_q : array, (b + 1,), int32, optional
+            As for the calls that follow, if the plan is for calls with one.
+        total_q : int, optional
+            With `cu_seqlens_q`: the queries of the calls that follow, all of them, at most max_b * s_q.
         stream : int or stream object, optional
             The one of the calls that follow. Default: the caller's library's current stream.
 
         Raises
         ------
         ShapeError, DTypeError, DeviceError, PlanError
-            If `seqlens` does not fit the plan.
+            If an argument does not fit the plan.
         """
-        self.schedule(seqlens, self.address, stream)
+        self.schedule(seqlens, self.address, stream, cu_seqlens_q, total_q)
 
-    def schedule(self, seqlens: Any, address: int, stream: Any = None) -> None:
+    def schedule(
+        self, seqlens: Any, address: int, stream: Any = None, cu_seqlens_q: Any = None, total_q: Any = None
+    ) -> None:
         """Like `update`, but in a workspace at `address`, such as a copy of the plan's own."""
-        family = arrays.family_of(seqlens, "seqlens")
+        given = {"seqlens": seqlens, "cu_seqlens_q": cu_seqlens_q}
+        family = arrays.common_family(given, ("cu_seqlens_q",))
         arrays.check_stream(family, stream)
-        native, lent = family.native, family.adopt(seqlens)
+        native = family.native
+        lent = {name: family.adopt(x) for name, x in given.items() if x is not None}
         if not family.on_gpu:
-            lent = narrowed("seqlens", lent)
-        lengths = low_words(native.view(lent, "seqlens"))
-        b = self.check_lengths(lengths)
+            lent = {name: narrowed(name, x) for name, x in lent.items()}
+        views = {name: low_words(native.view(x, name)) for name, x in lent.items()}
+        b = self.check_lengths(views["seqlens"])
+        total = self._check_starts(b, views.get("cu_seqlens_q"), total_q)
         if self._config is not None:
             if not family.on_gpu:
-                native, lent = arrays.cupy_family(), backend.sent({"seqlens": lent}, self.device, stream)["seqlens"]
-                lengths = native.view(lent, "seqlens")
-            if lengths.device != self.device:
-                raise DeviceError(explain("seqlens' device", lengths.device, f"{self.device}, the plan's"))
-            if b:
-                self._enqueue_schedule(self._config, native, lengths, address, stream)
-                family.settle((lent,))
-        self.mark_scheduled(b)
+                native, lent = arrays.cupy_family(), backend.sent(lent, self.device, stream)
+                views = {name: native.view(x, name) for name, x in lent.items()}
+            for name, view in views.items():
+                if view.device != self.device:
+                    raise DeviceError(explain(f"{name}' device", view.device, f"{self.device}, the plan's"))
+            if b and (total or not self._problem.forms.cu_seqlens_q):
+                self._enqueue_schedule(self._config, native, views, total, address, stream)
+                family.settle(tuple(lent.values()))
+        self.mark_scheduled(b, total)
+
+    def _check_starts(self, b: int, starts: View | None, total_q: Any) -> int:
+        """Check what a step says about queries of varying length, and return how many there are in all."""
+        packed = self._problem.forms.cu_seqlens_q
+        for name, value in (("cu_seqlens_q", starts), ("total_q", total_q)):
+            if (value is not None) != packed:
+                expected = "one for this plan" if packed else "None: the plan is for queries of one length"
+                raise PlanError(explain(name, "None" if packed else "one", expected, "see plan_decode(cu_seqlens_q=)"))
+        if starts is None:
+            return 0
+        if starts.shape != (b + 1,):
+            raise ShapeError(explain("cu_seqlens_q.shape", starts.shape, f"({b + 1},): b+1"))
+        if starts.dtype != "int32":
+            raise DTypeError(explain("cu_seqlens_q.dtype", starts.dtype, "int32 or int64", "convert cu_seqlens_q"))
+        return check_count("total_q", total_q, 0, self._limits.max_b * self._problem.s_q)
 
     def check_lengths(self, lengths: View) -> int:
         """Check the lengths of a step, and return how many there are.
@@ -177,10 +207,10 @@ class DecodePlan(Plan):
             raise PlanError(explain("seqlens.shape[0]", b, f"at most max_b={max_b}", "make a larger plan"))
         return b
 
-    def mark_scheduled(self, b: int | None) -> None:
-        """Serve calls with `b` sequences from now on."""
-        self._scheduled_b = b
-        self.state = (self._identity, b)
+    def mark_scheduled(self, b: int | None, total_q: int = 0) -> None:
+        """Serve calls with `b` sequences from now on, of so many packed queries."""
+        self._scheduled_b, self._scheduled_q = b, total_q
+        self.state = (self._identity, b, total_q)
 
     def zero_tickets(self) -> None:
         """Zero, once and for all, what clusters that share requests count on; the workspace is the plan's alone."""
@@ -192,24 +222,33 @@ class DecodePlan(Plan):
             arrays.cupy_family().write(self.address + first, zeros, self.device)
         self._keeps_zeros = True
 
-    def _enqueue_schedule(self, config: DecodeConfig, native: Native, lengths: View, address: int, stream: Any) -> None:
+    def _enqueue_schedule(
+        self, config: DecodeConfig, native: Native, views: dict[str, View], total_q: int, address: int, stream: Any
+    ) -> None:
         handle = native.current_stream(self.device) if stream is None else arrays.stream_handle(stream)
-        key = (lengths.shape[0], lengths.strides[0])
+        lengths, starts = views["seqlens"], views.get("cu_seqlens_q")
+        starts_stride = starts.strides[0] if starts else 0
+        key = (lengths.shape[0], lengths.strides[0], total_q, starts_stride)
         prepared = self._updates.prepared.get(key)
         if address == self.address and self._keeps_zeros:
             return
         if prepared is None or prepared.driver is not driver.active:
             if len(self._updates.prepared) >= MAX_ENTRIES:
                 self._updates.prepared.clear()
-            b, stride = key
-            steps = self.steps(config, stride, b)
+            b, stride, _, _ = key
+            steps = self.steps(config, stride, b, total_q, starts_stride)
             info, layout = devices.describe(self.device), DECODE.workspace(config)
-            prepared = self._updates.prepared[key] = Prepared(steps, ("seqlens",), layout, info, handle)
-        prepared.enqueue([0, lengths.ptr], address, handle)
+            names = ("seqlens", "cu_seqlens_q")
+            prepared = self._updates.prepared[key] = Prepared(steps, names, layout, info, handle)
+        prepared.enqueue([0, lengths.ptr, starts.ptr if starts else 0], address, handle)
 
-    def steps(self, config: DecodeConfig, stride: int, b: int) -> list[Step]:
-        """The steps of an update for `b` lengths that are `stride` elements apart."""
+    def steps(self, config: DecodeConfig, stride: int, b: int, total_q: int = 0, starts_stride: int = 0) -> list[Step]:
+        """The steps of an update for `b` lengths that are `stride` elements apart, and packed queries."""
         limits = self._limits
+        if config.groups:
+            s_q = total_q if config.groups.packed else config.problem.s_q
+            step = GroupsStep(b, s_q, limits.max_pages * limits.page_size, stride, starts_stride)
+            return DECODE.schedule_groups(config, step)
         shard = limits.cp_world, limits.cp_rank
         return DECODE.schedule(config, stride, limits.max_pages * limits.page_size, b, shard)
 
@@ -225,6 +264,9 @@ class DecodePlan(Plan):
         if self.device == HOST:
             problem = replace(problem, aligned=True)  # the oracle does not mind
         self._check_alignment(request.views, problem)
+        packed = problem.forms.cu_seqlens_q
+        if packed:  # what most sequences have decides nothing with a plan
+            problem = replace(problem, s_q=self._problem.s_q)
         if problem != self._problem:
             mine, theirs = self._problem.told, problem.told
             differing = [name for name in mine if mine[name] != theirs[name]]
@@ -245,6 +287,9 @@ class DecodePlan(Plan):
         if self._scheduled_b != sizes["b"]:
             got = "no update yet" if self._scheduled_b is None else f"an update for b={self._scheduled_b}"
             raise PlanError(explain("plan", got, f"one for b={sizes['b']}", "call plan.update(seqlens) for this step"))
+        if packed and self._scheduled_q != sizes["total_q"]:
+            got, expected = f"an update for total_q={self._scheduled_q}", f"one for total_q={sizes['total_q']}"
+            raise PlanError(explain("plan", got, expected, "call plan.update for this step"))
         if request.kernel not in (None, self.kernel) and self._config is not None:
             raise PlanError(explain("kernel", repr(request.kernel), f"{self.kernel!r}, the plan's, or None"))
         return self._config
@@ -253,8 +298,9 @@ class DecodePlan(Plan):
         """Check that arrays are aligned as those that the plan is for."""
         if problem.aligned or not self._problem.aligned:
             return
-        for name in ("q", "kv_cache"):
-            if got := misstep(present(views, name)):
+        given = {name: view for name in ("q", "q_rope", "kv_cache") if (view := views[name]) is not None}
+        for name, view in given.items():
+            if got := misstep(view):
                 expected = "with a plan, a start and steps that are multiples of 16 bytes"
                 raise PlanError(explain(name, got, expected, f"copy {name}, or leave the plan out"))
         raise PlanError(explain("kv_cache.shape[0]", 0, "at least 1 page with a plan"))
@@ -288,7 +334,11 @@ def plan_decode(
     dtype: Any,
     cp_world: int = 1,
     cp_rank: int = 0,
+    q_rope: bool = False,
+    cu_seqlens_q: bool = False,
     tree_mask: bool = False,
+    attn_sink: bool = False,
+    window: int | None = None,
     d_head: int = 0,
     math: str = "exact",
     batch_invariant: bool = False,
@@ -304,7 +354,8 @@ def plan_decode(
     max_b : int
         Largest batch.
     s_q, h_q, h_kv : int
-        Query tokens, query heads and KV heads, as in the calls.
+        Query tokens, query heads and KV heads, as in the calls. With `cu_seqlens_q`, s_q is how many query tokens most
+        sequences have; calls have up to max_b * s_q in all.
     d_qk : int
         Width of the keys: 576, or 512.
     record : str, optional
@@ -315,8 +366,10 @@ def plan_decode(
         Of the calls' queries: "bfloat16" or "float16", or a dtype of that name; with math="fp8" "float8_e4m3fn", too.
     cp_world, cp_rank : int
         As in the calls.
-    tree_mask : bool
+    q_rope, cu_seqlens_q, tree_mask, attn_sink : bool
         True if the calls pass one.
+    window : int, optional
+        As in the calls.
     d_head : int
         Width of heads after W_UV if the calls pass a `w_uv`; 0 if they do not.
     math : str
@@ -364,6 +417,7 @@ def plan_decode(
         page_size=page_size,
         dtype=dtype,
         shard=(cp_world, cp_rank),
+        forms={"q_rope": q_rope, "cu_seqlens_q": cu_seqlens_q, "attn_sink": attn_sink, "window": window},
         tree_mask=tree_mask,
         d_head=d_head,
         math=math,
@@ -407,6 +461,7 @@ def examine_plan(
     page_size: int,
     dtype: Any,
     shard: tuple[int, int],
+    forms: dict[str, Any],
     tree_mask: bool,
     d_head: int = 0,
     math: str,
@@ -439,11 +494,26 @@ def examine_plan(
     queries = _dtype(dtype)
     check_math_of_queries(arithmetic, queries)
     check_math_of_record(arithmetic, chosen)
-    problem = DecodeProblem(s_q, h_q, h_kv, queries, d_qk=d_qk, record=chosen, tree_mask=masked, math=arithmetic)
+    wanted = _forms(**forms)
+    check_forms(wanted, h_kv=h_kv, tree_mask=masked, causal=True, cp_world=shard[0])
+    check_projected_forms(wanted, int(d_head))
+    if wanted.grouped and pieces:
+        expected = "False with cu_seqlens_q or a window"
+        raise ArgumentError(explain("batch_invariant", batch_invariant, expected, "pieces are of whole sequences"))
+    problem = DecodeProblem(
+        s_q, h_q, h_kv, queries, d_qk=d_qk, record=chosen, tree_mask=masked, math=arithmetic, forms=wanted
+    )
     problem = replace(problem, d_head=int(d_head))
     if not batch_invariant:  # with it, results must not depend on these sizes
-        problem = replace(problem, batch=Batch(max_b, max_pages * page_size))
+        most = max_b * s_q if wanted.cu_seqlens_q else 0
+        problem = replace(problem, batch=Batch(max_b, max_pages * page_size, most))
     return problem, Limits(max_b, max_pages, page_size, *shard), pieces
+
+
+def _forms(*, window: Any = None, **arrays: Any) -> Forms:
+    """The forms of the calls of a plan."""
+    checked = 0 if window is None else check_count("window", window, 1, MAX_INT32)
+    return Forms(**{name: check_flag(name, value) for name, value in arrays.items()}, window=checked)
 
 
 def _check_pieces(batch_invariant: Any, split_tokens: Any, max_b: int, max_tokens: int) -> Pieces | None:

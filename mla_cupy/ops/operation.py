@@ -56,6 +56,8 @@ class Input:
         Whether the first two axes step evenly, so that they can be taken as one.
     wide : bool
         Whether it starts at, and steps by, multiples of 16 bytes, with a contiguous last axis.
+    packed : str
+        Its axes where the input `cu_seqlens_q` is given, if they are others then.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Input:
     scratch: bool = False
     even: bool = False
     wide: bool = False
+    packed: str = ""
 
 
 def like_first_or_float32(first: str) -> tuple[str, ...]:
@@ -124,6 +127,8 @@ class Output:
         The input whose dtype says what it may be, where that is not the first one.
     coded : str
         An option that, if true, makes its elements e4m3 codes, in bytes by default.
+    packed : str
+        As of an input.
     """
 
     name: str
@@ -138,6 +143,13 @@ class Output:
     may_be: str = ""
     dtype_of: str = ""
     coded: str = ""
+    packed: str = ""
+
+
+def axes_of(array: Input | Output, given: Mapping[str, object]) -> list[str]:
+    """The names of an array's axes in a call with these arrays, None among them."""
+    packed = array.packed and given.get("cu_seqlens_q") is not None
+    return (array.packed if packed else array.axes).split()
 
 
 class Examined(NamedTuple):

@@ -13,7 +13,7 @@ from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.dtypes import TABLE
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, either, explain
 from mla_cupy.ops.checks import absorbing, check_dtype
-from mla_cupy.ops.operation import Input, Operation, Output, Views
+from mla_cupy.ops.operation import Input, Operation, Output, Views, axes_of
 
 _WIDE_BYTES = 16
 
@@ -34,7 +34,7 @@ def check_inputs(operation: Operation, given: Views) -> tuple[dict[str, View | N
     """
     present = [(array, view) for array in operation.inputs if (view := given[array.name]) is not None]
     for array, view in present:
-        _check_rank(operation, array, view)
+        _check_rank(operation, array, view, given)
     first = present[0][1]
     for array, view in present:
         _check_dtype(array, view, given)
@@ -43,7 +43,7 @@ def check_inputs(operation: Operation, given: Views) -> tuple[dict[str, View | N
     sizes: dict[str, int] = {}
     owners: dict[str, str] = {}
     for array, view in present:
-        views[array.name] = _bind(operation, array, view, sizes, owners)
+        views[array.name] = _bind(operation, array, view, sizes, owners, given)
         if array.contiguous and not contiguous_along_last(view):
             remedy = f"make {array.name} contiguous along it"
             raise ShapeError(explain(f"{array.name}.strides[-1]", view.strides[-1], "1 element", remedy))
@@ -168,9 +168,9 @@ def check_even(argument: str, view: View) -> None:
         raise ShapeError(explain(f"{argument}.strides[0]", view.strides[0], expected, remedy))
 
 
-def form(operation: Operation, array: Input | Output) -> str:
+def form(operation: Operation, array: Input | Output, given: Views) -> str:
     """The shape as a reader would write it: "(b, s_q, h_q, 576)"."""
-    names = array.axes.split()
+    names = axes_of(array, given)
     kept = [_size_text(operation, name.removesuffix("?")) for name in names if name != "1?"]
     text = f"({', '.join(kept)}{',' if len(kept) == 1 else ''})"
     if "1?" in names:
@@ -187,11 +187,11 @@ def _size_text(operation: Operation, name: str) -> str:
     return " or ".join(dict.fromkeys(map(str, operation.sizes[name]))) if name in operation.sizes else name
 
 
-def _check_rank(operation: Operation, array: Input, view: View) -> None:
-    names = array.axes.split()
+def _check_rank(operation: Operation, array: Input, view: View, given: Views) -> None:
+    names = axes_of(array, given)
     fewest = sum(not name.endswith("?") for name in names)
     if not fewest <= len(view.shape) <= len(names):
-        raise ShapeError(explain(f"{array.name}.shape", view.shape, form(operation, array)))
+        raise ShapeError(explain(f"{array.name}.shape", view.shape, form(operation, array, given)))
 
 
 def _takes_wide(array: Input) -> bool:
@@ -216,9 +216,11 @@ def _check_dtype(array: Input, view: View, given: Views) -> None:
         raise DTypeError(explain(f"{array.name}.dtype", view.dtype, expected, remedy))
 
 
-def _bind(operation: Operation, array: Input, view: View, sizes: dict[str, int], owners: dict[str, str]) -> View:
+def _bind(
+    operation: Operation, array: Input, view: View, sizes: dict[str, int], owners: dict[str, str], given: Views
+) -> View:
     """Compare the axes with those of the arrays before; returns the view with the axes of the record."""
-    names = array.axes.split()
+    names = axes_of(array, given)
     shape, strides = list(view.shape), list(view.strides)
     absent = len(view.shape) < len(names)
     for axis, name in enumerate(names):
@@ -262,7 +264,7 @@ def _shape(operation: Operation, output: Output, given: Views, sizes: Mapping[st
     like = given[output.like] if output.like else None
     if like is not None:
         return like.shape
-    found = ((name, _size(operation, name.removesuffix("?"), sizes)) for name in output.axes.split())
+    found = ((name, _size(operation, name.removesuffix("?"), sizes)) for name in axes_of(output, given))
     return tuple(size for name, size in found if size or not name.endswith("?"))
 
 

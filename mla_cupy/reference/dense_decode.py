@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,17 @@ def mla_decode(
     block_table: npt.ArrayLike,
     seqlens: npt.ArrayLike,
     *,
+    q_rope: npt.ArrayLike | None = None,
+    cu_seqlens_q: npt.ArrayLike | None = None,
     tree_mask: npt.ArrayLike | None = None,
     w_uv: npt.ArrayLike | None = None,
     gate: npt.ArrayLike | None = None,
+    attn_sink: npt.ArrayLike | None = None,
     d_v: int = 512,
     scale: float | None = None,
     causal: bool = True,
+    window: int | None = None,
+    max_seqlen_q: int | None = None,
     cp_world: int = 1,
     cp_rank: int = 0,
     kv_scale: float = 1.0,
@@ -45,12 +51,14 @@ def mla_decode(
     """Attend from a few query tokens per sequence to a paged latent cache.
 
     out[i, h] = sum_j softmax_j(scale * q[i, h] . k[j]) * k[j, :d_v], where j runs over the visible tokens: those
-    below the sequence's length and, if causal, with j <= i + length - s_q; or those of the mask.
+    below the sequence's length and, if causal, with j <= i + length - s_q; or those of the mask. With a sink, `out` is
+    multiplied by 1 / (1 + exp(attn_sink[h] - lse)).
 
     Parameters
     ----------
     q : array, (b, s_q, h_q, d_qk)
-        Absorbed queries: d_qk is 576 in DeepSeek-V3. float8_e4m3fn or uint8 are e4m3 codes.
+        Absorbed queries: d_qk is 576 in DeepSeek-V3. float8_e4m3fn or uint8 are e4m3 codes. (total_q, h_q, d_qk) with
+        `cu_seqlens_q`.
     kv_cache : array, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk)
         The pool of pages. The values are the first `d_v` elements of the keys. Query head h reads head
         h // (h_q // h_kv). Or the pages of an FP8 record, "v32", "v4" or "fp8": see `cache_append`.
@@ -60,6 +68,11 @@ def mla_decode(
     seqlens : array, (b,), integers
         Tokens in the cache of each sequence, the query tokens included; clamped to
         [0, max_pages * page_size * cp_world + cp_rank].
+    q_rope : array, (b, s_q, h_q, d_rope), optional
+        Further columns of the queries; (total_q, h_q, d_rope) with `cu_seqlens_q`.
+    cu_seqlens_q : array, (b + 1,), integers, optional
+        Sequence n has the queries from cu_seqlens_q[n] to cu_seqlens_q[n + 1], which are its last tokens. Clamped to
+        [0, total_q]; one below its predecessor is raised to it. A query of no sequence sees no token.
     tree_mask : array, (b, s_q), 64-bit integers, optional
         In place of `causal`: query token i sees the tokens before the last s_q of the sequence, and token
         length - s_q + j iff bit j of its entry is set.
@@ -67,12 +80,18 @@ def mla_decode(
         What results are multiplied by, see `projected`.
     gate : array, (b, s_q, h_q, d_head), optional
         Its sigmoid is a factor of what `w_uv` gives.
+    attn_sink : array, (h_q,), optional
+        Logits of a key without a value, which `lse` leaves out.
     d_v : int
         Width of the values.
     scale : float, optional
         Factor of the scores, d_qk**-0.5 by default.
     causal : bool
         Hide from each query token the query tokens after it, which are the last of the cache.
+    window : int, optional
+        Hide all but so many tokens up to the query's own: those with j <= i + length - s_q - window.
+    max_seqlen_q : int, optional
+        Means nothing here.
     cp_world, cp_rank : int
         Token j of the cache is token j * cp_world + cp_rank of the sequence; `seqlens`, and i + length - s_q, count the
         tokens of the whole sequence.
@@ -95,9 +114,9 @@ def mla_decode(
     Returns
     -------
     out : array, (b, s_q, h_q, d_v), or (b, s_q, h_q, d_head) with a `w_uv`, float64
-        0 in rows that see no token.
+        0 in rows that see no token. (total_q, h_q, d_v) with `cu_seqlens_q`.
     lse : array, (b, h_q, s_q), float64
-        log(sum_j exp(scale * q . k[j])).
+        log(sum_j exp(scale * q . k[j])). (h_q, total_q) with `cu_seqlens_q`.
 
     Notes
     -----
@@ -107,41 +126,52 @@ def mla_decode(
     is_record = str(cache.dtype) in BYTE_DTYPES
     if cache.ndim == 3:
         cache = cache[:, :, None, :]
-    b, s_q, h_q, d_qk = q.shape
-    h_kv = cache.shape[2]
+    coded = str(q.dtype) in BYTE_DTYPES
+    if q_rope is not None:
+        q = np.concatenate([q, np.asarray(q_rope)], axis=-1)
+    packed = cu_seqlens_q is not None
+    if packed:  # one sequence of queries, of which each request has some
+        q = q[None]
+    _, s_q, h_q, d_qk = q.shape
+    b, h_kv = len(block_table), cache.shape[2]
     if h_q % h_kv:
         raise ShapeError(explain("q", f"{h_q} heads", f"a multiple of the cache's {h_kv}"))
     group = h_q // h_kv
     scale = d_qk**-0.5 if scale is None else scale
-    coded = str(q.dtype) in BYTE_DTYPES
     queries = dequantised(q) if math == "fp8" or coded else q
     scale *= q_scale
     weights, factor = rounding, 1.0
     if math == "fp8" and rounding is not None:  # the kernel multiplies the numbers as they are stored
         weights, factor, kv_scale, scale = "float8_e4m3fn", kv_scale, 1.0, scale * kv_scale
 
-    out = np.zeros((b, s_q, h_q, d_v))
-    lse = np.full((b, h_q, s_q), -np.inf)
-    for i in range(b):
+    out = np.zeros((*q.shape[:-1], d_v))
+    lse = np.full((len(q), h_q, s_q), -np.inf)
+    for i, (at, first, count) in enumerate(_places(cu_seqlens_q, b, s_q)):
         length = int(np.clip(seqlens[i], 0, block_table.shape[1] * cache.shape[1] * cp_world + cp_rank))
         keys, here = _present_tokens(cache, block_table[i], len(range(cp_rank, length, cp_world)), kv_scale)
         if is_record and rounding is not None:
             keys = round_to(keys, rounding)
         positions = here * cp_world + cp_rank
         words = None if tree_mask is None else np.asarray(tree_mask)[i].astype(np.uint64)
-        for tokens, visible in _visible(positions, length, s_q, causal, words):
+        for some, visible in _visible(positions, length, count, causal, words, window):
+            tokens = slice(first + some.start, first + some.stop)
             for h in range(h_kv):
                 heads = slice(h * group, (h + 1) * group)
-                rows = queries[i, tokens, heads].astype(keys.dtype)
+                rows = queries[at, tokens, heads].astype(keys.dtype)
                 row_out, row_lse, _ = attend(rows.reshape(-1, d_qk), keys[visible, h], d_v, scale, weights)
-                out[i, tokens, heads] = factor * row_out.reshape(*rows.shape[:2], d_v)
-                lse[i, heads, tokens] = row_lse.reshape(rows.shape[:2]).T
+                out[at, tokens, heads] = factor * row_out.reshape(*rows.shape[:2], d_v)
+                lse[at, heads, tokens] = row_lse.reshape(rows.shape[:2]).T
+    if attn_sink is not None:
+        sink = np.asarray(attn_sink, np.float64)[:, None]
+        share = np.where(lse == -np.inf, 1.0, 1 / (1 + np.exp(sink - lse)))
+        out *= share.swapaxes(1, 2)[..., None]
     half = "bfloat16" if coded else dtype_name(q.dtype)
     if w_uv is not None:
         out = projected(out, w_uv, gate, half if rounding is not None else None)
     if rounding is not None:
         out = round_to(out, half)
-    return out, np.where(lse == -np.inf, empty_lse, lse / log_of_base(lse_base))
+    lse = np.where(lse == -np.inf, empty_lse, lse / log_of_base(lse_base))
+    return (out[0], lse[0]) if packed else (out, lse)
 
 
 def cascade_decode(
@@ -186,8 +216,17 @@ def _present_tokens(cache: Array, table: Array, length: int, kv_scale: float) ->
     return cache[pages[present], positions % page_size].astype(np.float64), positions
 
 
+def _places(cu_seqlens_q: npt.ArrayLike | None, b: int, s_q: int) -> Iterator[tuple[int, int, int]]:
+    """Yield where each sequence's queries are: the index along q's first axis, the first of them there, how many."""
+    if cu_seqlens_q is None:
+        yield from ((i, 0, s_q) for i in range(b))
+        return
+    starts = np.maximum.accumulate(np.clip(np.asarray(cu_seqlens_q, np.int64), 0, s_q))
+    yield from ((0, int(begin), int(end - begin)) for begin, end in pairwise(starts))
+
+
 def _visible(
-    positions: Array, length: int, s_q: int, causal: bool, words: Array | None
+    positions: Array, length: int, s_q: int, causal: bool, words: Array | None, window: int | None
 ) -> Iterator[tuple[slice, slice | Array]]:
     """Groups of query tokens, and which of the present keys each group sees; `words` are those of a tree's mask."""
     if not causal:
@@ -196,7 +235,8 @@ def _visible(
     drafts = positions - (length - s_q)
     for i in range(s_q):
         if words is None:
-            yield slice(i, i + 1), slice(int(np.searchsorted(drafts, i, side="right")))
+            first = 0 if window is None else int(np.searchsorted(drafts, i - window, side="right"))
+            yield slice(i, i + 1), slice(first, int(np.searchsorted(drafts, i, side="right")))
         else:
             bits = words[i] >> np.maximum(drafts, 0).astype(np.uint64)
             yield slice(i, i + 1), (drafts < 0) | ((bits & np.uint64(1)) == 1)

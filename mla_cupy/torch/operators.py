@@ -108,12 +108,17 @@ def _mla_decode(
     kv_cache: Any,
     block_table: Any,
     seqlens: Any,
+    q_rope: Any = None,
+    cu_seqlens_q: Any = None,
     tree_mask: Any = None,
+    attn_sink: Any = None,
     w_uv: Any = None,
     gate: Any = None,
     d_v: Any = 512,
     scale: Any = None,
     causal: Any = True,
+    window: Any = None,
+    max_seqlen_q: Any = None,
     cp_world: Any = 1,
     cp_rank: Any = 0,
     kv_scale: Any = 1,
@@ -129,8 +134,23 @@ def _mla_decode(
     workspace: Any = None,
 ) -> Invocation:
     empty_lse = -inf if empty_lse is None else empty_lse
-    arrays = (q, kv_cache, block_table, seqlens, tree_mask, w_uv, gate, out, lse)
-    options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, q_scale, math, out_dtype, lse_base, empty_lse, kernel)
+    arrays = (q, kv_cache, block_table, seqlens, q_rope, cu_seqlens_q, tree_mask, attn_sink, w_uv, gate, out, lse)
+    options = (
+        d_v,
+        scale,
+        causal,
+        window,
+        max_seqlen_q,
+        cp_world,
+        cp_rank,
+        kv_scale,
+        q_scale,
+        math,
+        out_dtype,
+        lse_base,
+        empty_lse,
+        kernel,
+    )
     return Invocation(BOUND_OPERATIONS["mla_decode"], arrays, options, workspace)
 
 
@@ -138,10 +158,12 @@ MLA_DECODE = Operators(
     BOUND_OPERATIONS["mla_decode"],
     _mla_decode,
     arguments=(
-        "Tensor q, Tensor kv_cache, Tensor block_table, Tensor seqlens, Tensor? tree_mask=None, "
-        "Tensor? w_uv=None, Tensor? gate=None, int d_v=512, float? scale=None, bool causal=True, "
-        'int cp_world=1, int cp_rank=0, float kv_scale=1.0, float q_scale=1.0, str math="exact", '
-        'ScalarType? out_dtype=None, str lse_base="e", float? empty_lse=None, str? kernel=None'
+        "Tensor q, Tensor kv_cache, Tensor block_table, Tensor seqlens, Tensor? q_rope=None, "
+        "Tensor? cu_seqlens_q=None, Tensor? tree_mask=None, Tensor? attn_sink=None, Tensor? w_uv=None, "
+        "Tensor? gate=None, int d_v=512, float? scale=None, bool causal=True, int? window=None, "
+        "int? max_seqlen_q=None, int cp_world=1, int cp_rank=0, float kv_scale=1.0, float q_scale=1.0, "
+        'str math="exact", ScalarType? out_dtype=None, str lse_base="e", float? empty_lse=None, '
+        "str? kernel=None"
     ),
     results="Tensor(a!) out, Tensor(b!) lse",
     returns="(Tensor, Tensor)",

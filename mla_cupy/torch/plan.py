@@ -51,9 +51,11 @@ class TorchDecodePlan:
         """Name of the kernel that it runs."""
         return self.plan.kernel
 
-    def update(self, seqlens: torch.Tensor) -> None:
+    def update(
+        self, seqlens: torch.Tensor, cu_seqlens_q: torch.Tensor | None = None, total_q: int | None = None
+    ) -> None:
         """Enqueue the schedule for the lengths of this step: see `mla_cupy.DecodePlan.update`."""
-        _update(self.workspace, seqlens, self.number)
+        _update(self.workspace, seqlens, self.number, cu_seqlens_q, total_q)
 
     def __repr__(self) -> str:
         return f"Torch{self.plan!r}"
@@ -72,7 +74,11 @@ def plan_decode(
     dtype: Any,
     cp_world: int = 1,
     cp_rank: int = 0,
+    q_rope: bool = False,
+    cu_seqlens_q: bool = False,
     tree_mask: bool = False,
+    attn_sink: bool = False,
+    window: int | None = None,
     d_head: int = 0,
     batch_invariant: bool = False,
     split_tokens: int = 4096,
@@ -83,9 +89,9 @@ def plan_decode(
 
     Parameters
     ----------
-    max_b, s_q, h_q, h_kv, d_qk, record, max_pages, page_size, dtype, cp_world, cp_rank, tree_mask, batch_invariant
+    max_b, s_q, h_q, h_kv, d_qk, record, max_pages, page_size, dtype, cp_world, cp_rank
         As there.
-    d_head, split_tokens, kernel
+    q_rope, cu_seqlens_q, tree_mask, attn_sink, window, d_head, batch_invariant, split_tokens, kernel
         As there.
     device : torch.device or str, optional
         PyTorch's. Default: the current GPU, if there is one, else the CPU.
@@ -99,7 +105,8 @@ def plan_decode(
     shard = {"cp_world": cp_world, "cp_rank": cp_rank}
     cuts = {"tree_mask": tree_mask, "d_head": d_head, "batch_invariant": batch_invariant, "split_tokens": split_tokens}
     kind = {"record": record, "page_size": page_size, "dtype": dtype}
-    return _make_plan(device, **sizes, **kind, **shard, **cuts, kernel=kernel)
+    forms = {"q_rope": q_rope, "cu_seqlens_q": cu_seqlens_q, "attn_sink": attn_sink, "window": window}
+    return _make_plan(device, **sizes, **kind, **shard, **forms, **cuts, kernel=kernel)
 
 
 def _make_plan(device: Any, **sizes: Any) -> TorchDecodePlan:
@@ -146,9 +153,15 @@ def _address(plan: DecodePlan, workspace: torch.Tensor) -> int:
     return workspace.data_ptr() if workspace.numel() else plan.address
 
 
-def _run_update(workspace: torch.Tensor, seqlens: torch.Tensor, plan: int) -> None:
+def _run_update(
+    workspace: torch.Tensor,
+    seqlens: torch.Tensor,
+    plan: int,
+    cu_seqlens_q: torch.Tensor | None = None,
+    total_q: int | None = None,
+) -> None:
     found = _plan(plan)
-    found.schedule(seqlens, _address(found, workspace))
+    found.schedule(seqlens, _address(found, workspace), None, cu_seqlens_q, total_q)
 
 
 def _describe(workspace: torch.Tensor, plan: int, *given: Any, **results: Any) -> Invocation:
@@ -165,9 +178,9 @@ def _describe_fake(workspace: torch.Tensor, plan: int, *given: Any, **results: A
 _HEAD = f"(Tensor(z!) workspace, int plan, {MLA_DECODE.arguments}"
 _update = define(
     "decode_plan_update",
-    "(Tensor(z!) workspace, Tensor seqlens, int plan) -> ()",
+    "(Tensor(z!) workspace, Tensor seqlens, int plan, Tensor? cu_seqlens_q=None, int? total_q=None) -> ()",
     _run_update,
-    lambda workspace, seqlens, plan: None,
+    lambda workspace, seqlens, plan, cu_seqlens_q=None, total_q=None: None,
 )
 _planned = define(
     "mla_decode_planned",

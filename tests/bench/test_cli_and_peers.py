@@ -177,6 +177,7 @@ def test_nothing_heavy_is_imported_for_list():
 
 def test_adapters_meet_the_protocol():
     """Each adapter has what `Implementation` asks for, with parameters of the very same names."""
+    from bench.ops.decode import own as forms
     from bench.ops.decode.own import INVARIANT, NAMED, TREE, BatchInvariant, Decode, TreeMasked
     from bench.ops.dense_decode_fp8 import own as records
     from bench.ops.sparse_backward import own as backwards
@@ -191,6 +192,8 @@ def test_adapters_meet_the_protocol():
 
     own_calls = dict.fromkeys(("mla_cupy", "generic", *NAMED), Decode)
     own_calls |= {**dict.fromkeys(INVARIANT, BatchInvariant), TREE: TreeMasked}
+    own_calls |= {forms.IN_PARTS: forms.InParts, forms.SINK: forms.WithSink}
+    own_calls |= dict.fromkeys((forms.PACKED, forms.VARYING), forms.Packed)
     decode = {**own_calls, "cupy": CupyUnfused, "flashmla": FlashMla}
     over_records = {
         **dict.fromkeys(("mla_cupy", records.EXACT, "generic", *records.NAMED), records.Fp8Decode),

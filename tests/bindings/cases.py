@@ -95,6 +95,22 @@ def decode_with_drafts() -> BoundCall:
     return replace(decode(), id="decode-drafts", arrays={**decode().arrays, "tree_mask": masks})
 
 
+def decode_with_forms(*forms: str, **options: Any) -> BoundCall:
+    """Queries in two arrays, of varying number, with a sink: as far as they are named."""
+    call = decode(**options)
+    arrays = dict(call.arrays)
+    rng = np.random.default_rng(5)
+    if "cu_seqlens_q" in forms:
+        arrays["q"] = np.ascontiguousarray(arrays["q"].reshape(6, 4, 576)[:5])
+        arrays["cu_seqlens_q"] = np.array([0, 3, 3, 5], np.int32)
+    if "q_rope" in forms:
+        q = arrays["q"]
+        arrays |= {"q": np.ascontiguousarray(q[..., :512]), "q_rope": np.ascontiguousarray(q[..., 512:])}
+    if "attn_sink" in forms:
+        arrays["attn_sink"] = rng.normal(1.0, 2.0, 4).astype(np.float32)
+    return replace(call, id="-".join((call.id, *forms)), arrays=arrays)
+
+
 def sparse_inputs(**changes: Any) -> sparse_cases.SparseInputs:
     sizes = {"s_q": 5, "s_kv": 40, "h_q": 4, "topk": 12, "strides": "dense"}
     return sparse_cases.make(sparse_cases.SparseCase(**{**sizes, **changes}))
@@ -317,6 +333,8 @@ CALLS = [
     decode_in_fp8("uint8", q_scale=0.5),
     decode_in_fp8("float8_e4m3fn", q_scale=2.0, out_dtype="float32"),
     decode_with_drafts(),
+    decode_with_forms("attn_sink", window=20),
+    decode_with_forms("cu_seqlens_q", "q_rope", max_seqlen_q=2),
     forward(),
     forward({**ALL, "causal": True}, out_dtype="float32", lse_base="2"),
     forward({"dtype": "float16", "head_axis": True, "d_qk": 512}),

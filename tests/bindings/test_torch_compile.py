@@ -12,7 +12,7 @@ import mla_cupy
 from mla_cupy import PlanError, ops
 from mla_cupy.arrays import dynamo
 from mla_cupy.arrays.torch import TorchCpuFamily, TorchFamily, check_tensor
-from tests.bindings.cases import CALLS, BoundCall, decode, forward, merge
+from tests.bindings.cases import CALLS, BoundCall, decode, decode_with_forms, forward, merge
 from tests.bindings.test_torch import check, tensors
 from tests.interop.test_torch import tensor
 
@@ -133,6 +133,19 @@ def test_opcheck_of_plans(torch: Any, of_torch: Any) -> None:
     held = {"workspace": plan.workspace, "plan": plan.number}
     torch.library.opcheck(torch.ops.mla_cupy.decode_plan_update.default, (), {**held, "seqlens": given["seqlens"]})
     torch.library.opcheck(torch.ops.mla_cupy.mla_decode_planned.default, (), {**held, **given})
+
+
+def test_a_plan_for_lengths_that_vary(torch: Any, of_torch: Any) -> None:
+    given = tensors(torch, decode_with_forms("cu_seqlens_q", "q_rope", "attn_sink"))
+    plan = plan_for(of_torch, tensors(torch, decode()), device="cpu", cu_seqlens_q=True, q_rope=True, attn_sink=True)
+
+    def step(seqlens: Any, starts: Any) -> Any:
+        plan.update(seqlens, starts, 5)
+        return of_torch.mla_decode(**given, plan=plan)
+
+    got = torch.compile(step, fullgraph=True)(given["seqlens"], given["cu_seqlens_q"])
+    for mine, whole in zip(got, of_torch.mla_decode(**given), strict=True):
+        torch.testing.assert_close(mine, whole, rtol=0, atol=0)
 
 
 def test_a_plan_must_live(torch: Any, of_torch: Any) -> None:

@@ -184,6 +184,19 @@ def test_queries_without_a_rope_part_are_not_copied(torch: Any, backend: Any) ->
     latent = torch.zeros(3, 4, 512)
     assert backend._joined((latent, latent[..., :0])) is latent
     assert backend._joined((latent, latent[..., :64])).shape == (3, 4, 576)
+    assert backend._joined(latent) is latent
+
+
+def test_queries_in_two_arrays_are_not_joined(torch: Any, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for caches of records, and where ranks share the cache."""
+    inputs = cases.make(cases.DecodeCase(b=2, h_q=4, seqlens=70, strides="dense", head_axis=False))
+    q, cache, table, seqlens = (tensor(torch, x) for x in inputs.arguments)
+    monkeypatch.setattr(backend.torch, "cat", lambda *_, **__: pytest.fail("joined"))
+    metadata = build(builder_of(backend, torch), torch, table, seqlens, 1)
+    flat = q.flatten(0, 1)
+    backend.MlaCupyImpl(**IMPL).forward_mqa((flat[..., :512], flat[..., 512:]), cache, metadata, None)
+    for others in ({"cache_dtype": "uint8"}, {"dcp": 2}):
+        assert not build(builder_of(backend, torch, **others), torch, table, seqlens, 1).decode.in_parts
 
 
 def test_gathered_heads(torch: Any, backend: Any) -> None:

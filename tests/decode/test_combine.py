@@ -58,7 +58,7 @@ def merged(
     }
     call = Call(
         {name: contiguous(*form) for name, form in shapes.items()},
-        DecodeOptions(512, 1.0, True, 1, 0, 1.0, 1.0, "exact", None, "2", 7.0, None),
+        DecodeOptions(512, 1.0, True, None, None, 1, 0, 1.0, 1.0, "exact", None, "2", 7.0, None),
         True,
     )
     step = DECODE.steps(config, call)[-1]
@@ -139,7 +139,7 @@ def test_pieces_are_merged(pieces: list[int], num_splits: int, dtype: str) -> No
     check_merge(pieces, num_splits, dtype)
 
 
-MERGE, COMBINE = "attention/merge_partials.cuh", "attention/combine.cu"
+MERGE, COMBINE = "attention/merge_partials.cuh", "attention/combine.cuh"
 MODES = (("late", 0), ("early", 0), ("random", 1), ("random", 2), ("random", 3))
 MUTANTS = (
     Mutant("a unit used before it is prepared", MERGE, "    }\n    Team::sync();\n}", "    }\n}"),

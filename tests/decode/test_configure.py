@@ -12,7 +12,7 @@ from mla_cupy.arrays import HOST, View
 from mla_cupy.kernels.attention import combine, generic, schedule
 from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.choice import _say_slow
-from mla_cupy.kernels.decode import DECODE
+from mla_cupy.kernels.decode import DECODE, forms
 from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
 from mla_cupy.kernels.decode.sm90 import kv_map
 from mla_cupy.kernels.param_layout import layout_of
@@ -232,7 +232,8 @@ def test_kv_map_boxes_tile_a_page(page_size: int) -> None:
 
 def test_promotion_of_fetches_is_the_kernels() -> None:
     cache = View(1 << 20, (10, 64, 1, 576), (64 * 576, 576, 576, 1), "bfloat16", HOST)
-    assert {name: DECODE_KERNELS[name].kv_maps(cache)[0].l2 for name in HOPPER} == {SMALL: "none", SEESAW: "128B"}
+    wanted = {SMALL: "none", SEESAW: "128B", forms.SMALL.name: "none", forms.SEESAW.name: "128B"}
+    assert {name: DECODE_KERNELS[name].kv_maps(cache)[0].l2 for name in HOPPER} == wanted
 
 
 def test_kv_map_replaces_strides_that_mean_nothing() -> None:

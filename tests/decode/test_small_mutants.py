@@ -23,7 +23,7 @@ Array = npt.NDArray[Any]
 
 KERNEL = "decode_sm90_small"
 SMALL = "decode/sm90_small.cuh"
-KERNEL_FILE = "decode/sm90_small.cu"
+KERNEL_FILE = "decode/sm90_small_block.cuh"
 LOAD = "decode/sm90_load.cuh"
 SWAPPED = "attention/sm90/swapped.cuh"
 NONFINITE = "attention/sm90/nonfinite_values.cuh"

@@ -67,6 +67,7 @@ class Step:
             record=None,
             dtype=self.subject.dtypes["q"],
             shard=(own["cp_world"], own["cp_rank"]),
+            forms={},
             tree_mask=False,
             batch_invariant=False,
             split_tokens=4096,

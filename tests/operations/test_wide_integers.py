@@ -15,7 +15,7 @@ from mla_cupy.ops.operation import Operation
 from mla_cupy.simulation import simulated
 from tests.operations.test_repeated_calls import Counted
 from tests.support.calls import assert_same
-from tests.support.operations import each, function_of, good_call, output_names
+from tests.support.operations import each, function_of, good_call, inputs_of, output_names
 from tests.support.recorder import Launched, Recorder
 
 Array = np.ndarray[Any, Any]
@@ -24,7 +24,7 @@ BEYOND = 2**32 + 1
 
 def narrow_names(operation: Operation) -> list[str]:
     """The inputs that kernels read as 32-bit integers."""
-    return [x.name for x in operation.inputs if "int32" in x.dtypes and "int64" not in x.dtypes]
+    return [x.name for x in inputs_of(operation) if "int32" in x.dtypes and "int64" not in x.dtypes]
 
 
 OPERATIONS = [operation for operation in each() if narrow_names(operation)]

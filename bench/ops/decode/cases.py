@@ -12,12 +12,14 @@ import numpy.typing as npt
 from ...core.cost import D_QK, D_V, ELEMENT_BYTES, Cost
 from ...core.errors import BenchError
 
-FORM = "b<N>-sq<N>-hq<N>-skv<N>[-hkv<N>][-page<N>][-dqk512][-mix<N>]"
+FORM = "b<N>-sq<N>-hq<N>-skv<N>[-hkv<N>][-page<N>][-dqk512][-mix<N>][-win<N>]"
 
 
 @dataclass(frozen=True)
 class DecodeCase:
     """One dense paged decode: every sequence has `s_kv` keys, or with a `mix` a random number of up to `s_kv`.
+
+    With a `window` each query sees so many of them, the last ones; 0 is no window.
 
     The microseconds are what the peers took on one H200 on one day, and our target there. They are for orientation:
     a claim is always a ratio of two figures of one run.
@@ -31,6 +33,7 @@ class DecodeCase:
     page_size: int = 64
     d_qk: int = D_QK
     mix: int = 0
+    window: int = 0
     flashmla_us: float | None = field(default=None, compare=False)
     fa3_us: float | None = field(default=None, compare=False)
     target_us: float | None = field(default=None, compare=False)
@@ -56,6 +59,8 @@ class DecodeCase:
             name += f"-dqk{self.d_qk}"
         if self.mix:
             name += f"-mix{self.mix}"
+        if self.window:
+            name += f"-win{self.window}"
         return name
 
     @property
@@ -66,7 +71,8 @@ class DecodeCase:
         corner of s_q > 1 counts as full, as in the peers' own benchmarks. Every key and q are read once, out is
         written once; partial results of splits are internal to a kernel and not counted.
         """
-        tokens = int(self.lengths().sum())
+        lengths = self.lengths()
+        tokens = int((np.minimum(lengths, self.window + self.s_q - 1) if self.window else lengths).sum())
         flops = 2 * tokens * self.s_q * self.h_q * (self.d_qk + D_V)
         cache = tokens * self.h_kv * self.d_qk * ELEMENT_BYTES
         queries_and_out = self.b * self.s_q * self.h_q * (self.d_qk + D_V) * ELEMENT_BYTES
@@ -102,7 +108,12 @@ class DecodeCase:
         """The sizes as plain data, for the records."""
         names = ("b", "s_q", "h_q", "s_kv", "h_kv", "page_size")
         shape = {**{name: getattr(self, name) for name in names}, "d_qk": self.d_qk, "d_v": D_V}
-        return {**shape, "mix": self.mix} if self.mix else shape
+        return shape | {name: value for name in ("mix", "window") if (value := getattr(self, name))}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the call, of our own and of the oracle."""
+        return {"window": self.window} if self.window else {}
 
 
 CASES: tuple[DecodeCase, ...] = (
@@ -149,6 +160,18 @@ def _mix(number: int) -> DecodeCase:
 
 MIXES = tuple(_mix(number) for number in range(1, 41))
 
+# What queries in two arrays, lengths that vary and a sink cost, by `--peers`; and windows, beside plain calls that read
+# as many keys.
+FORMS = (
+    *(DecodeCase(128, s_q, h_q, s_kv) for h_q, s_q, s_kv in ((128, 1, 4096), (128, 2, 4096), (64, 1, 4096))),
+    *(DecodeCase(b, s_q, 16, 8192) for s_q in (1, 2, 4) for b in (128, 32)),
+)
+WINDOWS = tuple(
+    DecodeCase(128, 1, h_q, s_kv, window=window)
+    for h_q, kept in ((128, 4096), (16, 8192))
+    for s_kv, window in ((kept, 0), (4 * kept, kept), (kept, kept))
+)
+
 # One of each kind: large and compute-bound, long, memory-bound, and a single sequence.
 QUICK_NAMES = (
     "b128-sq1-hq128-skv4096",
@@ -165,10 +188,14 @@ SUITES: dict[str, tuple[DecodeCase, ...]] = {
     "small-batches": SMALL_BATCHES,
     "pages": PAGES,
     "mixes": MIXES,
+    "forms": FORMS,
+    "windows": WINDOWS,
     "table": tuple(dict.fromkeys((*CASES, *HEADS, *NOPE, *MIXES))),
 }
 
-_PATTERN = re.compile(r"b(\d+)-sq(\d+)-hq(\d+)-skv(\d+)(?:-hkv(\d+))?(?:-page(\d+))?(?:-dqk(\d+))?(?:-mix(\d+))?")
+_PATTERN = re.compile(
+    r"b(\d+)-sq(\d+)-hq(\d+)-skv(\d+)(?:-hkv(\d+))?(?:-page(\d+))?(?:-dqk(\d+))?(?:-mix(\d+))?(?:-win(\d+))?"
+)
 
 
 def parse(name: str) -> DecodeCase:
@@ -180,7 +207,8 @@ def parse(name: str) -> DecodeCase:
     match = _PATTERN.fullmatch(name.strip())
     if not match:
         raise BenchError(f"case {name!r}: expected {FORM}; `list` prints the built-in ones")
-    b, s_q, h_q, s_kv, h_kv, page_size, d_qk, mix = (int(text) if text else None for text in match.groups())
+    numbers = (int(text) if text else None for text in match.groups())
+    b, s_q, h_q, s_kv, h_kv, page_size, d_qk, mix, window = numbers
     sizes: dict[str, Any] = {
         "b": b,
         "s_q": s_q,
@@ -190,6 +218,7 @@ def parse(name: str) -> DecodeCase:
         "page_size": page_size or 64,
         "d_qk": d_qk or D_QK,
         "mix": mix or 0,
+        "window": window or 0,
     }
     case = DecodeCase(**sizes)
     if min(case.b, case.s_q, case.h_q, case.s_kv) < 1 or case.h_q % case.h_kv:

@@ -11,7 +11,22 @@ from ...peers.fa3 import FlashAttention3
 from ...peers.flashmla import FlashMla
 from ...peers.triton_mla import TritonMla
 from . import cases, check, inputs
-from .own import GENERIC, INVARIANT, NAMED, TREE, BatchInvariant, Decode, TreeMasked
+from .own import (
+    GENERIC,
+    IN_PARTS,
+    INVARIANT,
+    NAMED,
+    PACKED,
+    SINK,
+    TREE,
+    VARYING,
+    BatchInvariant,
+    Decode,
+    InParts,
+    Packed,
+    TreeMasked,
+    WithSink,
+)
 
 EXAMPLES = """examples:
   run decode --quick                                   the four main cases, with the built-in baselines
@@ -19,6 +34,8 @@ EXAMPLES = """examples:
   run decode --case b128-sq1-hq128-skv4096 --peers generic
   run decode --suite small-batches --peers decode_sm90_small,decode_sm90_small_cluster8
   run decode --suite pages                             pages of 16 to 128 tokens
+  run decode --suite forms --peers q_rope,attn_sink,packed,varying
+  run decode --suite windows --peers none              windows beside plain calls over as many keys
   run decode --case b3-sq2-hq16-skv1000-page16         any other shape, named in the same form
 """
 
@@ -31,6 +48,10 @@ def implementations(choices: Choices) -> Known:
         **{name: partial(Decode, name, name) for name in NAMED},
         **{name: partial(BatchInvariant, name, split) for name, split in INVARIANT.items()},
         TREE: lambda: TreeMasked(name=TREE),
+        IN_PARTS: lambda: InParts(name=IN_PARTS),
+        SINK: lambda: WithSink(name=SINK),
+        PACKED: lambda: Packed(PACKED, varying=False),
+        VARYING: lambda: Packed(VARYING, varying=True),
         "cupy": CupyUnfused,
         "flashmla": lambda: FlashMla(choices.directory("flashmla")),
         "fa3": lambda: FlashAttention3(choices.directory("fa3")),
@@ -44,7 +65,8 @@ DECODE = BenchOperation(
     examples=EXAMPLES,
     peers="flashmla, fa3, triton (they import torch and need --peers-dir), cupy, generic, "
     f"{', '.join(NAMED)}, batch_invariant, batch_invariant_512, "
-    "tree_mask; or none. Default: generic,cupy, and flashmla,fa3 where --peers-dir is given",
+    "tree_mask, q_rope, attn_sink, packed, varying; or none. "
+    "Default: generic,cupy, and flashmla,fa3 where --peers-dir is given",
     suites=cases.SUITES,
     case_form=cases.FORM,
     parse=cases.parse,

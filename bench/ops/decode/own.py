@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 import mla_cupy
 
-from ...core.cost import D_QK
+from ...core.cost import D_QK, D_V
 from ...core.device import Device
 from ...core.implementation import OWN, Prepared, with_kernel
 from ...core.recorders import Call
 from .cases import DecodeCase
-from .inputs import InputSet, make_outputs
+from .inputs import InputSet, Outputs, make_outputs
 
 LAYERS = (1, 61)
 """Layers that share an update of the plan: the worst case, and DeepSeek-V3's."""
@@ -29,6 +30,8 @@ NAMED = (
 #: Batch-invariant plans, and the `split_tokens` of each.
 INVARIANT = {"batch_invariant": 4096, "batch_invariant_512": 512}
 TREE = "tree_mask"
+#: Forms of a call, beside the plain one: see `kernels/decode/problem.py`.
+IN_PARTS, SINK, PACKED, VARYING = "q_rope", "attn_sink", "packed", "varying"
 
 
 class Decode:
@@ -42,11 +45,24 @@ class Decode:
 
     def plan_options(self, case: DecodeCase) -> dict[str, Any]:
         """Further arguments of the plan."""
-        return {} if case.d_qk == D_QK else {"d_qk": case.d_qk}  # older trees know one width
+        return case.options | ({} if case.d_qk == D_QK else {"d_qk": case.d_qk})  # older trees know one width
 
     def call_options(self, case: DecodeCase, device: Device) -> dict[str, Any]:
         """Further arguments of the call."""
+        return case.options
+
+    def queries(self, case: DecodeCase, q: Any) -> dict[str, Any]:
+        """The queries as the call gets them, by their arguments' names."""
+        return {"q": q}
+
+    def update_options(self, case: DecodeCase, device: Device) -> dict[str, Any]:
+        """Further arguments of an update of the plan."""
         return {}
+
+    def results(self, case: DecodeCase, dtype: str, device: Device) -> tuple[Outputs, Callable[[], Outputs]]:
+        """Arrays for the results, and what they are as those of a call with queries of one length."""
+        made = make_outputs(case, dtype, device)
+        return made, lambda: made
 
     def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
         plan = with_kernel(mla_cupy.plan_decode, self._kernel)(
@@ -58,24 +74,29 @@ class Decode:
             page_size=case.page_size,
             **{"dtype": dtype, **self.plan_options(case)},
         )
-        plan.update(sets[0].seqlens)  # all sets have the same lengths
-        results = [make_outputs(case, dtype, device) for _ in sets]
+        update: Callable[..., None] = partial(plan.update, **self.update_options(case, device))
+        update(sets[0].seqlens)  # all sets have the same lengths
+        results = [self.results(case, dtype, device) for _ in sets]
         decode = partial(with_kernel(mla_cupy.mla_decode, self._kernel), **self.call_options(case, device))
+        queries = [self.queries(case, inputs.q) for inputs in sets]
 
         def calls(plan: mla_cupy.DecodePlan | None) -> list[Call]:
             return [
                 partial(
                     decode,
-                    *(inputs.q, inputs.kv_cache, inputs.block_table, inputs.seqlens),
+                    **given,
+                    kv_cache=inputs.kv_cache,
+                    block_table=inputs.block_table,
+                    seqlens=inputs.seqlens,
                     scale=case.scale,
                     plan=plan,
                     out=result.out,
                     lse=result.lse,
                 )
-                for inputs, result in zip(sets, results, strict=True)
+                for inputs, given, (result, _) in zip(sets, queries, results, strict=True)
             ]
 
-        updates: list[Call] = [partial(plan.update, inputs.seqlens) for inputs in sets]
+        updates: list[Call] = [partial(update, inputs.seqlens) for inputs in sets]
         planned = calls(plan)
         figures = {
             "no_plan": calls(None),
@@ -84,7 +105,7 @@ class Decode:
         }
         return Prepared(
             calls=planned,
-            outputs=lambda index: results[index],
+            outputs=lambda index: results[index][1](),
             recorder=device.recorder(),
             includes="attention and merge; the plan is updated before",
             kernel=kernel_of(plan),
@@ -112,6 +133,96 @@ class TreeMasked(Decode):
     def call_options(self, case: DecodeCase, device: Device) -> dict[str, Any]:
         chain = [(2 << draft) - 1 for draft in range(case.s_q)]  # itself, and those before it
         return {"tree_mask": device.upload(np.tile(np.array(chain, np.uint64), (case.b, 1)))}
+
+
+class InParts(Decode):
+    """Queries whose RoPE part is an array of its own, as projections leave them."""
+
+    def unsupported(self, case: DecodeCase, dtype: str) -> str | None:
+        return None if case.d_qk == D_QK else "there is no RoPE part"
+
+    def plan_options(self, case: DecodeCase) -> dict[str, Any]:
+        return {**super().plan_options(case), "q_rope": True}
+
+    def queries(self, case: DecodeCase, q: Any) -> dict[str, Any]:
+        return {"q": q[..., :D_V].copy(), "q_rope": q[..., D_V:].copy()}
+
+
+class WithSink(Decode):
+    """A sink without effect, so that results are those of a call without one."""
+
+    def plan_options(self, case: DecodeCase) -> dict[str, Any]:
+        return {**super().plan_options(case), "attn_sink": True}
+
+    def call_options(self, case: DecodeCase, device: Device) -> dict[str, Any]:
+        return {
+            **super().call_options(case, device),
+            "attn_sink": device.upload(np.full(case.h_q, -np.inf, np.float32)),
+        }
+
+
+class Packed(Decode):
+    """Queries packed one sequence after another, of one length, or of lengths that vary: the same work.
+
+    Where they vary, every second sequence has 1 query, and the others so many that all have as many as without. A
+    sequence's last queries are those of the case, so their results are, too.
+    """
+
+    def __init__(self, name: str, *, varying: bool) -> None:
+        super().__init__(name=name)
+        self._varying = varying
+
+    def unsupported(self, case: DecodeCase, dtype: str) -> str | None:
+        if case.h_kv > 1:
+            return "takes one KV head"
+        return "nothing varies" if self._varying and (case.s_q == 1 or case.b < 8 or case.b % 4) else None
+
+    def counts(self, case: DecodeCase) -> npt.NDArray[np.int32]:
+        """Queries of each sequence; the first, the middle and the last one, which are checked, have many."""
+        counts = np.full(case.b, case.s_q, np.int32)
+        if self._varying:
+            counts[::2], counts[1::2] = 2 * case.s_q - 1, 1
+            counts[-2:] = counts[-2:][::-1].copy()
+        return counts
+
+    def plan_options(self, case: DecodeCase) -> dict[str, Any]:
+        return {**super().plan_options(case), "cu_seqlens_q": True}
+
+    def _starts(self, case: DecodeCase) -> npt.NDArray[np.int32]:
+        return np.concatenate([[0], np.cumsum(self.counts(case))]).astype(np.int32)
+
+    def update_options(self, case: DecodeCase, device: Device) -> dict[str, Any]:
+        return {"cu_seqlens_q": device.upload(self._starts(case)), "total_q": case.b * case.s_q}
+
+    def call_options(self, case: DecodeCase, device: Device) -> dict[str, Any]:
+        starts = device.upload(self._starts(case))
+        return {**super().call_options(case, device), "cu_seqlens_q": starts, "max_seqlen_q": case.s_q}
+
+    def _places(self, case: DecodeCase) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Places of the case's queries among the packed ones, or -1, and among themselves; (b, s_q) each."""
+        ends, counts = self._starts(case)[1:].astype(np.int64), self.counts(case)
+        before_end = case.s_q - np.arange(case.s_q)
+        places = np.where(before_end[None] <= counts[:, None], ends[:, None] - before_end[None], -1)
+        return places, np.arange(case.b * case.s_q).reshape(places.shape)
+
+    def queries(self, case: DecodeCase, q: Any) -> dict[str, Any]:
+        places, own = self._places(case)
+        packed = q.reshape(case.b * case.s_q, case.h_q, case.d_qk).copy()
+        here = places >= 0
+        packed[places[here]] = q.reshape(packed.shape)[own[here]]
+        return {"q": packed}
+
+    def results(self, case: DecodeCase, dtype: str, device: Device) -> tuple[Outputs, Callable[[], Outputs]]:
+        whole = make_outputs(case, dtype, device)
+        out = whole.out.reshape(case.b * case.s_q, case.h_q, D_V)
+        lse = device.empty((case.h_q, case.b * case.s_q), "float32")
+        places, _ = self._places(case)
+
+        def as_uniform() -> Outputs:
+            at = np.maximum(places, 0)
+            return Outputs(out[at], lse[:, at].transpose(1, 0, 2))
+
+        return Outputs(out, lse), as_uniform
 
 
 def _steps(updates: Sequence[Call], planned: Sequence[Call], layers: int) -> list[Call]:

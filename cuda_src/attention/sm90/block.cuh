@@ -9,15 +9,15 @@
 
 namespace mla::attention::sm90 {
 // What a kernel chooses. With kSparse_ a query's keys are a list of rows, all of them readable, instead of pages, and
-// its largest score is wanted, too. With kTree_ a mask says which drafts a query sees.
-template <class Element_, i32 kHeadDimQk_, bool kSparse_, bool kTree_ = false>
+// its largest score is wanted, too. With kTree_ a mask says which drafts a query sees. Work_ is what a split holds.
+template <class Element_, i32 kHeadDimQk_, bool kSparse_, bool kTree_ = false, class Work_ = ScheduledWork>
 struct Config : KeyTile<kHeadDimQk_> {
     using Element = Element_;
     static constexpr bool kSparse = kSparse_;
     static constexpr bool kTree = kTree_;
     static constexpr bool kWithRowMax = kSparse_;
     static constexpr bool kSkipsTokens = false;  // of a list, entries that are no tokens: see `present`
-    using Work = ScheduledWork;
+    using Work = Work_;
     // Tiles are written by cp.async, whose threads do not wait for it: the fence before WGMMA is the consumers'.
     static constexpr bool kFencedByConsumers = kSparse_;
     // The SW128 tile of Q that is kept in registers during a work item: P takes its place in shared memory.
@@ -105,10 +105,11 @@ struct Storage {
 
 // What every role knows.
 template <class C>
-struct Block : RowBlock<kBlockM, C::kTree> {
+struct Block : RowBlock<kBlockM, C::kTree, typename C::Work> {
+    using Rows = RowBlock<kBlockM, C::kTree, typename C::Work>;
     Storage<C>& s;
 
-    MLA_DEVICE Block(const DecodeParams& p, Storage<C>& s) : RowBlock<kBlockM, C::kTree>(p), s(s) {}
+    MLA_DEVICE Block(const DecodeParams& p, Storage<C>& s) : Rows(p), s(s) {}
 };
 
 // By one thread, before the block's first barrier.

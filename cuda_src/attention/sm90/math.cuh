@@ -167,11 +167,20 @@ template <bool kRight, class C>
 MLA_DEVICE void sanitize_v(Block<C>& block, const WorkItem& item, i32 tile, i32 stage, i32 thread) {
     if (C::kSparse) return;
     const i32 seen_by_all = item.seen_by_all - tile * kTileTokens;
-    if (seen_by_all >= kTileTokens) return;
+    if constexpr (C::Work::kForms) {
+        if (all_rows_see(C::Work::of(item), tile)) return;
+    } else {
+        if (seen_by_all >= kTileTokens) return;
+    }
     bar_sync(own_barrier(kRight), kWarpgroupThreads);  // the other warps' scores are done too: they read these rows
-    sanitize_rows<typename C::Element, kSwTilesHalf>(v_sw_tiles<kRight>(block.s, stage), max(seen_by_all, 0),
-                                                     item.tokens - tile * kTileTokens,
-                                                     block.s.nonfinite_request[kRight], item.request, thread);
+    if constexpr (C::Work::kForms) {
+        sanitize_window<typename C::Element, kSwTilesHalf>(v_sw_tiles<kRight>(block.s, stage), C::Work::of(item), tile,
+                                                           block.s.nonfinite_request[kRight], thread);
+    } else {
+        sanitize_rows<typename C::Element, kSwTilesHalf>(v_sw_tiles<kRight>(block.s, stage), max(seen_by_all, 0),
+                                                         item.tokens - tile * kTileTokens,
+                                                         block.s.nonfinite_request[kRight], item.request, thread);
+    }
     fence_proxy_async();
     bar_sync(own_barrier(kRight), kWarpgroupThreads);
 }
@@ -186,7 +195,11 @@ MLA_DEVICE void mask_tile(const Block<C>& block, Math& math, const WorkItem& ite
         mask_scores(math.scores, TileMask{{kTileTokens, kTileTokens}, present}, thread);
         return;
     }
-    if ((tile + 1) * kTileTokens <= item.seen_by_all && present == ~0ull) return;
+    if constexpr (C::Work::kForms) {
+        if (all_rows_see(C::Work::of(item), tile) && present == ~0ull) return;
+    } else {
+        if ((tile + 1) * kTileTokens <= item.seen_by_all && present == ~0ull) return;
+    }
     i32 row = block.row0 + fragment_row(thread);
     opaque(row);
     if constexpr (C::kTree) {
@@ -202,10 +215,16 @@ MLA_DEVICE void mask_tile(const Block<C>& block, Math& math, const WorkItem& ite
     mask.present = present;
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
-        const i32 visible = visible_tokens(block.p, item, row + 8 * r);
+        const i32 visible = visible_of<typename C::Work>(block.p, item, row + 8 * r);
         mask.visible[r] = min(visible, item.tokens) - tile * kTileTokens;
     }
     mask_scores(math.scores, mask, thread);
+    if constexpr (C::Work::kForms) {
+#pragma unroll
+        for (i32 r = 0; r < kFragmentRows; ++r) {
+            mask_before(math.scores, r, window_begin(block.p, item, row + 8 * r) - tile * kTileTokens, thread);
+        }
+    }
 }
 
 // Adds up both warpgroups' shares of the sums. The left one, which reports them, also gets the largest scores of both.
@@ -251,14 +270,14 @@ MLA_DEVICE void store_out(const Block<C>& block, const WorkItem& item, const Mat
     const DecodeParams& p = block.p;
     const bool whole = item.partial_index == kNotSplit;
     const i32 lane = thread % kWarpThreads;
-    const i64 my_offset = whole ? out_offset(p, item.request, block.kv_head, my_row)
+    const i64 my_offset = whole ? item_out_offset<typename C::Work>(p, item, block.kv_head, my_row)
                                 : workspace_row(p, item.partial_index, block.kv_head, my_row) * kHeadDimV;
     constexpr i32 kFirstColumn = kRight ? kHeadDimV / 2 : 0;
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
         const i64 offset = __shfl_sync(kFullWarp, my_offset, lane_of_row(r, lane)) + kFirstColumn;
         const float factor = __shfl_sync(kFullWarp, my_factor, lane_of_row(r, lane));
-        const bool stored = block.row0 + fragment_row(thread) + 8 * r < block.rows;
+        const bool stored = block.row0 + fragment_row(thread) + 8 * r < block.rows_of(item);
         if (!whole || p.out_is_fp32) {
             float* const to = (whole ? static_cast<float*>(p.out) : p.partial_out) + offset + fragment_column(thread);
             if (!stored) continue;
@@ -279,11 +298,11 @@ MLA_DEVICE void store_result(const Block<C>& block, const WorkItem& item, const 
     const DecodeParams& p = block.p;
     const i32 lane = thread % kWarpThreads;
     const i32 row = block.row0 + thread / kWarpThreads * kRowsPerWarp + lane % kRowsPerWarp;
-    const i32 my_row = min(row, block.rows - 1);
+    const i32 my_row = min(row, block.rows_of(item) - 1);
     const float my_max = of_my_row(math.rows.max, lane), my_sum = of_my_row(sums, lane);
     const float my_row_max = C::kWithRowMax && !kRight ? of_my_row(math.rows.row_max, lane) : 0.f;
-    if (!kRight && lane < kRowsPerWarp && row < block.rows) {
-        store_row_lse(p, item, block.kv_head, row, row_lse2(my_max, my_sum));
+    if (!kRight && lane < kRowsPerWarp && row < block.rows_of(item)) {
+        store_row_lse<typename C::Work>(p, item, block.kv_head, row, row_lse2(my_max, my_sum));
         if (C::kWithRowMax) store_row_max(p, item, block.kv_head, row, with_nan_of(my_sum, my_row_max));
     }
     float factor = output_factor(p, item, block.kv_head, my_row, my_max, my_sum);
@@ -296,7 +315,7 @@ template <bool kRight, class C, class Tiles>
 MLA_DEVICE void run_math_role(Block<C>& block, i32 thread, Tiles tiles) {
     Storage<C>& s = block.s;
     Math math;
-    WorkItem item;
+    typename C::Work::HeldItem item;
     for (WorkIteratorOf<typename C::Work> walk(block.p, block.split, block.hidden); walk.next(block.p, item);) {
         math.rows.reset();
 #pragma unroll

@@ -92,10 +92,13 @@ MLA_DEVICE void add_values(Element, float (&out)[kSwTiles][kScores], SmemDesc v,
 // It runs once per work item, so its instructions are rarely in the cache: whatever takes divisions is computed by one
 // thread per head and shared.
 
-// The heads of a thread block: rows [row0, row0 + kHeads) of a KV head, those below `rows`.
-struct BlockHeads {
+// The heads of a thread block: rows [row0, row0 + kHeads) of a KV head, those below `rows`; and what a split holds.
+template <class Work_>
+struct BlockHeadsOf {
+    using Work = Work_;
     i32 kv_head, row0, rows;
 };
+using BlockHeads = BlockHeadsOf<ScheduledWork>;
 
 // A warpgroup's statistics of each head at the end of a work item, in shared memory.
 template <i32 kHeads>
@@ -105,8 +108,8 @@ struct HeadStats {
 };
 
 // By one thread per head: its factor and, if this warpgroup `reports`, the statistics of the result.
-template <bool kWithRowMax, i32 kHeads>
-MLA_DEVICE void finish_head(const DecodeParams& p, const WorkItem& item, const BlockHeads& block,
+template <bool kWithRowMax, i32 kHeads, class Work>
+MLA_DEVICE void finish_head(const DecodeParams& p, const WorkItem& item, const BlockHeadsOf<Work>& block,
                             HeadStats<kHeads>& stats, const float (&warps)[kWarpgroupWarps][kHeads], bool reports,
                             i32 head) {
     if (head >= kHeads) return;
@@ -118,20 +121,20 @@ MLA_DEVICE void finish_head(const DecodeParams& p, const WorkItem& item, const B
     for (i32 warp = 0; warp < kWarpgroupWarps; ++warp) sum += warps[warp][head];
     stats.factor[head] = output_factor(p, item, block.kv_head, row, stats.max[head], sum);
     if (!reports) return;
-    store_row_lse(p, item, block.kv_head, row, row_lse2(stats.max[head], sum));
+    store_row_lse<Work>(p, item, block.kv_head, row, row_lse2(stats.max[head], sum));
     if (kWithRowMax) store_row_max(p, item, block.kv_head, row, with_nan_of(sum, stats.row_max[head]));
 }
 
 // Writes columns [first_column, + kSwTiles * 64) of each head. Lane i computes where the i-th head begins.
-template <class Element, i32 kHeads, i32 kSwTiles>
-MLA_DEVICE void store_out(Element, const DecodeParams& p, const WorkItem& item, const BlockHeads& block,
+template <class Element, i32 kHeads, i32 kSwTiles, class Work>
+MLA_DEVICE void store_out(Element, const DecodeParams& p, const WorkItem& item, const BlockHeadsOf<Work>& block,
                           const float (&out)[kSwTiles][kHeads / 2], const HeadValues<kHeads>& factors, i32 first_column,
                           i32 thread) {
     static_assert(kHeads <= kWarpThreads, "a lane for each head");
     const bool whole = item.partial_index == kNotSplit;
     const i32 lane = thread % kWarpThreads, heads = block.rows - block.row0;
     const i32 my_row = block.row0 + min(lane, heads - 1);
-    const i64 my_offset = whole ? out_offset(p, item.request, block.kv_head, my_row)
+    const i64 my_offset = whole ? item_out_offset<Work>(p, item, block.kv_head, my_row)
                                 : workspace_row(p, item.partial_index, block.kv_head, my_row) * kHeadDimV;
     const i32 column0 = first_column + thread / kWarpThreads * 16;  // of the warp, in the first SW128 tile
     if (!whole || p.out_is_fp32) {
@@ -174,8 +177,8 @@ MLA_DEVICE void store_out(Element, const DecodeParams& p, const WorkItem& item, 
 }
 
 // The result of a work item.
-template <bool kWithRowMax, class Element, i32 kHeads, i32 kSwTiles>
-MLA_DEVICE void store_result(Element, const DecodeParams& p, const WorkItem& item, const BlockHeads& block,
+template <bool kWithRowMax, class Element, i32 kHeads, i32 kSwTiles, class Work>
+MLA_DEVICE void store_result(Element, const DecodeParams& p, const WorkItem& item, const BlockHeadsOf<Work>& block,
                              const SwappedMath<kHeads, kSwTiles>& math, float (&warps)[kWarpgroupWarps][kHeads],
                              HeadStats<kHeads>& stats, i32 first_column, bool reports, i32 barrier, i32 thread) {
     store_warp_sums<kHeads>(warps[thread / kWarpThreads], math.heads.sum, thread);

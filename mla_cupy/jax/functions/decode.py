@@ -20,12 +20,17 @@ def mla_decode(
     block_table: jax.Array,
     seqlens: jax.Array,
     *,
+    q_rope: jax.Array | None = None,
+    cu_seqlens_q: jax.Array | None = None,
     tree_mask: jax.Array | None = None,
+    attn_sink: jax.Array | None = None,
     w_uv: jax.Array | None = None,
     gate: jax.Array | None = None,
     d_v: int = 512,
     scale: float | None = None,
     causal: bool = True,
+    window: int | None = None,
+    max_seqlen_q: int | None = None,
     cp_world: int = 1,
     cp_rank: int = 0,
     kv_scale: float = 1,
@@ -48,9 +53,10 @@ def mla_decode(
     Parameters
     ----------
     q : array, (b, s_q, h_q, d_qk), bfloat16 or float16; or float8_e4m3fn or uint8
-        Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part. The last axis is contiguous; other strides
-        are free (multiples of 16 bytes are fastest). In e4m3 with math="fp8" only; uint8 holds e4m3 codes, for
-        libraries without that dtype.
+        Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part. With `q_rope`, their first 512 columns. With
+        `cu_seqlens_q` those of all sequences, (total_q, h_q, d_qk). The last axis is contiguous; other strides are free
+        (multiples of 16 bytes are fastest). In e4m3 with math="fp8" only; uint8 holds e4m3 codes, for libraries without
+        that dtype.
     kv_cache : array, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk), dtype of q; or uint8
         The pool of pages; the values are the first 512 elements of the keys. Query head h reads KV head h // (h_q //
         h_kv). Any page size; strides as for q. Or the pages of an FP8 record, see `cache_append`: (num_pages,
@@ -64,17 +70,26 @@ def mla_decode(
     seqlens : array, (b,), int32
         Tokens of each sequence in the cache, the query tokens included; clamped to [0, max_pages * page_size * cp_world
         + cp_rank].
+    q_rope : array, (b, s_q, h_q, 64), dtype of q, optional
+        The queries' last 64 columns, those of RoPE, where they are an array of their own; (total_q, h_q, 64) with
+        `cu_seqlens_q`. Strides as for q.
+    cu_seqlens_q : array, (b + 1,), int32, optional
+        Queries of varying length: sequence n has those from cu_seqlens_q[n] to cu_seqlens_q[n + 1], its last tokens.
+        Read on the device: clamped to [0, total_q], and one below its predecessor is raised to it. Queries of no
+        sequence see no token. With one KV head, and without a `tree_mask` or context parallelism.
     tree_mask : array, (b, s_q), uint64 or int64, optional
         For sequences whose last s_q tokens are drafts that form a tree, to be verified in one call: query i sees every
         token before the drafts, and draft j iff bit j of tree_mask[b, i] is set. This takes the place of `causal`. Up
         to 64 drafts; bits from s_q on are ignored. In a sequence of n < s_q tokens these are its last n drafts: token t
         is draft s_q - n + t, and bits of drafts before the sequence's first token have no effect. It has 64 bits, which
         JAX has with `jax_enable_x64` only.
+    attn_sink : array, (h_q,), float32, optional
+        Logits of a key without a value, which only lowers `out`, not `lse`. -inf has no effect, +inf makes `out` 0.
     w_uv : array, (h_q, d_head, 512), bfloat16 or float16, optional
         The values' half of kv_b_proj, as it lies in the weights: `kv_b_proj.reshape(h_q, -1, 512)[:, d_nope:]`. Results
         are then multiplied by it, out[.., h, d] = sum_c out[.., h, c] * w_uv[h, d, c], where they would be merged. Of
         the dtype that `out` has without it; d_head is 64, 128, 192 or 256. A contiguous last axis, a start and other
-        strides that are multiples of 16 bytes.
+        strides that are multiples of 16 bytes. Not with `cu_seqlens_q`, `attn_sink` or a `window`.
     gate : array, (b, s_q, h_q, d_head), dtype of w_uv, optional
         Its sigmoid is a factor of each element of the result of `w_uv`. Strides as for w_uv.
     d_v : int
@@ -83,6 +98,14 @@ def mla_decode(
         Factor of the scores: finite, above 0. Default: d_qk**-0.5.
     causal : bool
         Query i sees token j iff j <= i + seqlen - s_q; if False, it sees all tokens. Leave it out with a `tree_mask`.
+        With `cu_seqlens_q`, s_q is the number of queries of the sequence.
+    window : int, optional
+        Query i sees so many tokens at most: j > i + seqlen - s_q - window. Pages that lie wholly before the windows of
+        a sequence's queries are not read, nor their entries of `block_table`. Only causal, with one KV head, and
+        without a `tree_mask` or context parallelism.
+    max_seqlen_q : int, optional
+        With `cu_seqlens_q`: how many queries most sequences have, by which a kernel is chosen; a sequence with more is
+        served, too. Default: any number. A plan knows it as `s_q`.
     cp_world, cp_rank : int
         Context parallelism: token j of `kv_cache` and `block_table` is token j * cp_world + cp_rank of the sequence.
         `seqlens` are those of the whole sequences, the same on every rank, and so is the limit of `causal`. The results
@@ -113,9 +136,9 @@ def mla_decode(
     Returns
     -------
     out : array, (b, s_q, h_q, 512), or (b, s_q, h_q, d_head) with a `w_uv`
-        Array of the caller's library.
+        Array of the caller's library; (total_q, h_q, 512) with `cu_seqlens_q`.
     lse : array, (b, h_q, s_q), float32
-        log(sum_j exp(scale * q . k[j])), in base `lse_base`.
+        log(sum_j exp(scale * q . k[j])), in base `lse_base`; (h_q, total_q) with `cu_seqlens_q`.
 
     Raises
     ------
@@ -138,7 +161,22 @@ def mla_decode(
     >>> out.shape, float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
     ((1, 1, 16, 512), 1.0, 28.605)
     """
-    arrays = (q, kv_cache, block_table, seqlens, tree_mask, w_uv, gate, out, lse)
-    options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, q_scale, math, out_dtype, lse_base, empty_lse, kernel)
+    arrays = (q, kv_cache, block_table, seqlens, q_rope, cu_seqlens_q, tree_mask, attn_sink, w_uv, gate, out, lse)
+    options = (
+        d_v,
+        scale,
+        causal,
+        window,
+        max_seqlen_q,
+        cp_world,
+        cp_rank,
+        kv_scale,
+        q_scale,
+        math,
+        out_dtype,
+        lse_base,
+        empty_lse,
+        kernel,
+    )
     out, lse = run(OPERATION, arrays, options, exportable)
     return out, lse

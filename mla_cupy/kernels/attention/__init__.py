@@ -3,7 +3,16 @@
 
 from typing import Any
 
-from mla_cupy.kernels.attention import combine, combine_project, generic, mma, row_lists, schedule
+from mla_cupy.kernels.attention import (
+    combine,
+    combine_forms,
+    combine_project,
+    generic,
+    generic_forms,
+    mma,
+    row_lists,
+    schedule,
+)
 from mla_cupy.kernels.spec import KernelSpec
 
 __all__ = [
@@ -12,8 +21,10 @@ __all__ = [
 
 KERNELS: tuple[KernelSpec[Any], ...] = (
     combine.KERNEL,
+    combine_forms.KERNEL,
     *combine_project.KERNELS,
     generic.KERNEL,
+    generic_forms.KERNEL,
     *mma.KERNELS,
     row_lists.KERNEL,
     schedule.KERNEL,

@@ -9,6 +9,7 @@ from mla_cupy.kernels.attention.kernel import (
     KEY_VARIANTS,
     READS_RECORDS,
     READS_ROWS,
+    SINK,
     AttentionKernel,
     key_variant,
 )
@@ -51,6 +52,7 @@ KERNEL: AttentionKernel[Any] = AttentionKernel(
     block_rows=BLOCK_M,
     blocks_per_sm=2,
     fallback=True,
+    forms=SINK,
 )
 
 
@@ -70,4 +72,5 @@ def from_records(
         block_rows=BLOCK_M,
         blocks_per_sm=2,
         fallback=True,
+        forms=SINK,
     )

@@ -17,6 +17,8 @@ from mla_cupy.shapes import D_QK, D_V
 READS_ROWS = Reason("reads a cache of 16-bit rows, and no records")
 READS_RECORDS = Reason("reads a cache of FP8 records, and no 16-bit rows")
 NO_TREE = Reason("takes no tree_mask")
+SINK = ("attn_sink",)
+"""The forms of kernels whose results have a sink, and that know no others."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class AttentionKernel(KernelSpec[ProblemT]):
         Arithmetic of its products: "exact" for those of 16-bit elements, or "fp8".
     counts_partials : bool
         Whether its schedule counts partial results (`cuda_src/attention/split_schedule.cuh`): where that was measured.
+    forms : tuple of str
+        What it takes of the problem's `forms`, such as a window: see `kernels/decode/forms.py`.
     """
 
     variant: Callable[[ProblemT], Variant] = lambda problem: Variant()
@@ -75,6 +79,14 @@ class AttentionKernel(KernelSpec[ProblemT]):
     cluster_blocks: int = 1
     math: str = "exact"
     counts_partials: bool = False
+    forms: tuple[str, ...] = ()
+
+    def objection(self, problem: ProblemT, device: DeviceInfo) -> Reason | None:
+        """See `KernelSpec.objection`: what it takes depends on the problem's forms, too."""
+        wanted = getattr(problem, "forms", None)
+        lacking = [name for name in (wanted.names if wanted else ()) if name not in self.forms]
+        reason = self.unsupported(problem, device)
+        return Reason("takes no " + " and no ".join(lacking)) if lacking and reason is None else reason
 
     def splits(self, rows: int, device: DeviceInfo, h_kv: int = 1) -> SplitGrid:
         """Number of splits that keeps every block of the grid resident at once. `rows` are those of one KV head."""

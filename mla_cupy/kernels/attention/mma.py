@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention.kernel import READS_RECORDS, READS_ROWS, AttentionKernel, narrowest
+from mla_cupy.kernels.attention.kernel import READS_RECORDS, READS_ROWS, SINK, AttentionKernel, narrowest
 from mla_cupy.kernels.param_layout import Params
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, variants
@@ -97,6 +97,7 @@ def _small(name: str, smem_kb: int) -> AttentionKernel[Any]:
         variant=partial(small_variant, smem_kb=smem_kb),
         preferred=lambda problem, device: problem.rows <= SMALL_ROWS[-1],
         block_rows=SMALL_ROWS[-1],
+        forms=SINK,
     )
 
 
@@ -115,6 +116,7 @@ def _wide(name: str, smem_kb: int) -> AttentionKernel[Any]:
         variant=partial(wide_variant, smem_kb=smem_kb),
         block_rows=WIDE_ROWS,
         spill_bytes=WIDE_SPILL_BYTES,
+        forms=SINK,
     )
 
 
@@ -147,6 +149,7 @@ def from_records(
             unsupported=partial(unsupported_records, smem_kb=smem_kb),
             variant=partial(variant, smem_kb=smem_kb),
             block_rows=SMALL_ROWS[-1],
+            forms=SINK,
         )
 
     return kernel(names[0], MORE_KB), kernel(names[1], LEAST_KB)

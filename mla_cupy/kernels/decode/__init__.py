@@ -5,7 +5,9 @@ from typing import Any
 
 from mla_cupy.kernels.decode import (
     combine_pieces,
+    forms,
     records,
+    schedule_groups,
     schedule_pieces,
     sm90,
     sm90_fp8,
@@ -24,7 +26,9 @@ __all__ = [
 
 KERNELS: tuple[KernelSpec[Any], ...] = (
     combine_pieces.KERNEL,
+    *forms.KERNELS,
     *records.KERNELS,
+    schedule_groups.KERNEL,
     schedule_pieces.KERNEL,
     sm90.KERNEL,
     sm90_fp8.KERNEL,

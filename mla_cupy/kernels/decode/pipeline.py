@@ -9,13 +9,24 @@ from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.attention import combine, combine_project, generic, heuristics, mma, schedule
+from mla_cupy.kernels.attention import (
+    combine,
+    combine_forms,
+    combine_project,
+    generic,
+    generic_forms,
+    heuristics,
+    mma,
+    schedule,
+)
 from mla_cupy.kernels.attention.kernel import AttentionKernel, SplitGrid
 from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
 from mla_cupy.kernels.decode import (
     clusters,
     combine_pieces,
+    forms,
     records,
+    schedule_groups,
     schedule_pieces,
     sm90,
     sm90_fp8,
@@ -24,11 +35,12 @@ from mla_cupy.kernels.decode import (
     sm90_small,
     sm90_small_cluster8,
 )
-from mla_cupy.kernels.decode.problem import DecodeOptions, DecodeProblem
+from mla_cupy.kernels.decode.problem import Batch, DecodeOptions, DecodeProblem
+from mla_cupy.kernels.decode.schedule_groups import Groups
 from mla_cupy.kernels.decode.schedule_pieces import Pieces
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
 from mla_cupy.kernels.param_layout import NULL
-from mla_cupy.kernels.params import DecodeParams
+from mla_cupy.kernels.params import DecodeFormParams, DecodeParams, FormAddresses
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
 from mla_cupy.kernels.spec import PLAIN, KernelSpec, Variant
 from mla_cupy.runtime.device import DeviceInfo
@@ -39,9 +51,10 @@ from mla_cupy.shapes import D_V
 class DecodeConfig:
     """Everything about a decode that does not depend on pointers or on the batch size.
 
-    `combine_blocks` is 0 where nothing is split; `pieces` are those of a batch-invariant plan. Of a kernel that runs in
-    clusters, `num_splits` are the clusters that are resident at once. With `merged` False partial results stay in the
-    workspace. `projection` is the kernel that takes the combine's place where there is a W_UV.
+    `combine_blocks` is 0 where nothing is split; `pieces` are those of a batch-invariant plan, `groups` are of queries
+    whose number varies or that have a window, up to `max_groups`. Of a kernel that runs in clusters, `num_splits` are
+    the clusters that are resident at once. With `merged` False partial results stay in the workspace. `projection` is
+    the kernel that takes the combine's place where there is a W_UV.
     """
 
     problem: DecodeProblem
@@ -52,6 +65,13 @@ class DecodeConfig:
     pieces: Pieces | None = None
     merged: bool = True
     projection: tuple[KernelSpec[object], Variant] | None = None
+    groups: Groups | None = None
+    max_groups: int = 0
+
+    @property
+    def s_q(self) -> int:
+        """Query tokens of what the schedule takes for a request."""
+        return self.groups.queries if self.groups else self.problem.s_q
 
     @property
     def in_clusters(self) -> bool:
@@ -86,10 +106,13 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         sm90_small_cluster8.KERNEL,
         sm90_small.KERNEL,
         sm90.KERNEL,
+        forms.SMALL,
+        forms.SEESAW,
         *mma.KERNELS,
         generic.KERNEL,
         sm90_fp8_cluster8.KERNEL,
         sm90_fp8_pair.KERNEL,
+        generic_forms.KERNEL,
         sm90_fp8.KERNEL,
         records.SEESAW,
         records.SMALL,
@@ -101,12 +124,19 @@ class DecodePipeline(Pipeline[DecodeConfig]):
     def configure(self, problem: DecodeProblem, device: DeviceInfo, kernel: str | None = None) -> DecodeConfig:
         """See `Pipeline.configure`."""
         chosen = choice.choose("decode", self._computing(problem.math, kernel), problem, device, kernel)
-        splits = chosen.splits(problem.rows, device, problem.h_kv)
+        groups = _groups(problem, chosen)
+        rows = groups.queries * problem.h_q if groups else problem.rows
+        splits = chosen.splits(rows, device, problem.h_kv)
         blocks = 0 if chosen.cluster_blocks > 1 else combine.blocks(splits.num_splits, device)
         projection = None
         if problem.d_head:
             projection = combine_project.PROJECTION.build(problem.half, problem.h_q, problem.d_head, device)
-        return DecodeConfig(problem, chosen, splits.row_blocks, splits.num_splits, blocks, projection=projection)
+        config = DecodeConfig(problem, chosen, splits.row_blocks, splits.num_splits, blocks, projection=projection)
+        if groups is None:
+            return config
+        batch = problem.batch or Batch(1, 0)
+        most = groups.most(batch.b, batch.queries or batch.b * problem.s_q)
+        return replace(config, groups=groups, max_groups=most)
 
     def _computing(self, math: str, kernel: str | None) -> tuple[AttentionKernel[DecodeProblem], ...]:
         """The kernels whose products have this arithmetic; `kernel`, if named, must be one of them."""
@@ -127,15 +157,16 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         if config.in_clusters:
             splits = SplitGrid(config.row_blocks, config.num_splits)
             return Layout({**config.latents, **clusters.workspace(config.kernel, config.problem, splits)})
-        rows = config.num_partials * config.problem.s_q * config.problem.h_q
+        rows = config.num_partials * config.s_q * config.problem.h_q
         nbytes = schedule_pieces.nbytes(config.pieces) if config.pieces else schedule.nbytes(config.num_splits)
-        partials = {"schedule": nbytes, "partial_lse": 4 * rows, "partial_out": 4 * D_V * rows}
+        groups = {"groups": schedule_groups.GROUP_BYTES * config.max_groups} if config.groups else {}
+        partials = {"schedule": nbytes, **groups, "partial_lse": 4 * rows, "partial_out": 4 * D_V * rows}
         return Layout({**partials, **config.latents})
 
     def steps(self, config: DecodeConfig, call: Call) -> list[Step]:
         """The schedule, unless a plan has it, the attention and the merge; nothing for an empty batch."""
-        b = call.view("q").shape[0]
-        if b == 0:
+        b, s_q = _batch(call)
+        if b == 0 or s_q == 0:
             return []
         max_tokens = call.view("block_table").shape[1] * call.view("kv_cache").shape[1]
         splits = config.splits(b)
@@ -147,31 +178,44 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         attend = Launch(config.kernel, config.kernel.variant(config.problem), grid, args)
         steps: list[Step] = [attend]
         if not call.planned:
-            shard = (call.options.cp_world, call.options.cp_rank)
-            steps[:0] = self.schedule(config, call.view("seqlens").strides[0], max_tokens, b, shard)
+            shard, stride = (call.options.cp_world, call.options.cp_rank), call.view("seqlens").strides[0]
+            if config.groups:
+                step = schedule_groups.Step(b, s_q, max_tokens, stride, call.stride("cu_seqlens_q"))
+                steps[:0] = self.schedule_groups(config, step)
+            else:
+                steps[:0] = self.schedule(config, stride, max_tokens, b, shard)
         if config.projection:
             params, has_pieces = self._params(config, call, splits), config.pieces is not None
             steps.append(combine_project.combine(config.projection, call, params, has_pieces=has_pieces))
         elif config.combine_blocks and config.merged:
-            steps.append(self._combine(config, b, args))
+            steps.append(self._combine(config, _requests(config, call), args))
         return steps
 
     def _combine(self, config: DecodeConfig, b: int, args: LaunchArgs) -> Launch:
-        rows, dtype = config.problem.s_q * config.problem.h_q, config.problem.half
+        """The merge, of the `b` requests or groups of the schedule."""
+        rows, dtype = config.s_q * config.problem.h_q, config.problem.half
+        if isinstance(args.params, DecodeFormParams) and config.groups is None:
+            args = LaunchArgs(args.params.decode_params)
         if config.pieces:
             return combine_pieces.launch(dtype, config.combine_blocks, b * rows, config.pieces.max_pieces, args)
         blocks = combine.needed_blocks(config.combine_blocks, b, rows, config.num_splits)
+        if config.groups:
+            return combine_forms.launch(dtype, blocks, args)
         return combine.launch(dtype, blocks, args)
 
     def builds(self, config: DecodeConfig) -> list[tuple[KernelSpec[Any], Variant]]:
         """Every kernel that a call of this configuration may launch."""
         problem = config.problem
+        cut, merge = schedule.KERNEL, combine.KERNEL
+        if config.pieces:
+            cut, merge = schedule_pieces.KERNEL, combine_pieces.KERNEL
+        if config.groups:
+            cut, merge = schedule_groups.KERNEL, combine_forms.KERNEL
         found: list[tuple[KernelSpec[Any], Variant]] = [(config.kernel, config.kernel.variant(problem))]
         if not config.in_clusters:
-            found.insert(0, (schedule_pieces.KERNEL if config.pieces else schedule.KERNEL, PLAIN[0]))
+            found.insert(0, (cut, PLAIN[0]))
         if config.projection:
             return [*found, config.projection]
-        merge = combine_pieces.KERNEL if config.pieces else combine.KERNEL
         return [*found, (merge, Variant(dtype=problem.half))] if config.combine_blocks else found
 
     def schedule(
@@ -191,14 +235,22 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         piece_cost = heuristics.piece_cost(problem.s_q * problem.h_q) if kernel.counts_partials else 0
         return [schedule.launch("seqlens", stride, max_tokens, b, config.num_splits, merge_cost, shard, piece_cost)]
 
+    def schedule_groups(self, config: DecodeConfig, step: schedule_groups.Step) -> list[Step]:
+        """The step that divides the queries of a batch into groups, and cuts what they see."""
+        assert config.groups is not None
+        problem, kernel = config.problem, config.kernel
+        rows = config.s_q * problem.h_q
+        merge_cost = heuristics.merge_cost(min(rows // problem.h_kv, kernel.block_rows))
+        piece_cost = heuristics.piece_cost(rows) if kernel.counts_partials else 0
+        return [schedule_groups.launch(config.groups, step, config.num_splits, merge_cost, piece_cost)]
+
     def _args(self, config: DecodeConfig, call: Call, splits: int) -> LaunchArgs:
-        kv_cache, params = call.view("kv_cache"), self._params(config, call, splits)
+        kv_cache, params = call.view("kv_cache"), _with_forms(config, call, self._params(config, call, splits))
         return LaunchArgs(params, maps=tuple(("kv_cache", spec) for spec in config.kernel.kv_maps(kv_cache)))
 
     def _params(self, config: DecodeConfig, call: Call, splits: int) -> DecodeParams:
         options: DecodeOptions = call.options
         kv_cache = call.view("kv_cache")
-        b, s_q, h_q, _ = call.view("q").shape
         num_pages, page_size, h_kv, _ = kv_cache.shape
         projects = config.projection is not None
         return DecodeParams(
@@ -209,25 +261,27 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             schedule=NULL if config.in_clusters else "schedule",
             out=combine_project.LATENTS if projects else "out",
             lse="lse",
-            attn_sink=NULL,
+            attn_sink=call.name("attn_sink"),
             max_logits=NULL,
             partial_out="partial_out",
             partial_lse="partial_lse",
             partial_max=NULL,
             tickets="tickets" if config.in_clusters else NULL,
             tree_mask=call.name("tree_mask"),
-            q_stride_b_s_h_elems=call.strides("q", 3),
+            q_stride_b_s_h_elems=_query_strides(call, "q"),
             kv_stride_page_token_h_elems=_cache_strides(config.problem.record, kv_cache),
             table_stride_b_page_elems=call.strides("block_table", 2),
             seqlens_stride_elems=call.stride("seqlens"),
-            out_stride_b_s_h_elems=combine_project.latents_strides(s_q, h_q) if projects else call.strides("out", 3),
-            lse_stride_b_h_s_elems=call.strides("lse", 3),
+            out_stride_b_s_h_elems=combine_project.latents_strides(config.s_q, config.problem.h_q)
+            if projects
+            else _query_strides(call, "out"),
+            lse_stride_b_h_s_elems=_query_strides(call, "lse"),
             max_stride_b_h_s_elems=(0, 0, 0),
-            sink_stride_elems=0,
+            sink_stride_elems=call.stride("attn_sink"),
             tree_stride_b_s_elems=call.strides("tree_mask", 2),
-            b=b,
-            s_q=s_q,
-            h_q=h_q,
+            b=_requests(config, call),
+            s_q=config.s_q,
+            h_q=config.problem.h_q,
             h_kv=h_kv,
             num_pages=num_pages,
             page_size=page_size,
@@ -245,6 +299,48 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             empty_lse=options.empty_lse,
             value_scale=options.kv_scale,
         )
+
+
+def _groups(problem: DecodeProblem, kernel: AttentionKernel[DecodeProblem]) -> Groups | None:
+    """Groups of as many queries as fill a block of the kernel, or as most sequences have; None if there are none."""
+    wanted = problem.forms
+    if not wanted.grouped:
+        return None
+    heads = problem.h_q // problem.h_kv
+    return Groups(max(1, min(problem.s_q, kernel.block_rows // heads)), wanted.cu_seqlens_q, wanted.window)
+
+
+def _with_forms(config: DecodeConfig, call: Call, params: DecodeParams) -> DecodeParams | DecodeFormParams:
+    """The parameters as the kernel takes them."""
+    if config.kernel.params is DecodeParams:
+        return params
+    return DecodeFormParams(
+        form_addresses=FormAddresses(q_rope=call.name("q_rope"), groups="groups" if config.groups else NULL),
+        decode_params=params,
+        q_rope_stride_b_s_h_elems=_query_strides(call, "q_rope"),
+        window=config.problem.forms.window,
+    )
+
+
+def _batch(call: Call) -> tuple[int, int]:
+    """Sequences, and the query tokens of each; of packed queries all of them."""
+    b, queries = call.view("seqlens").shape[0], call.view("q").shape
+    return b, queries[0] if call.name("cu_seqlens_q") else queries[1]
+
+
+def _requests(config: DecodeConfig, call: Call) -> int:
+    """Number of what the schedule takes for requests: the sequences, or as many groups as there may be."""
+    b, s_q = _batch(call)
+    if config.groups is None:
+        return b
+    return config.groups.most(b, s_q if config.groups.packed else b * s_q)
+
+
+def _query_strides(call: Call, name: str) -> tuple[int, int, int]:
+    """The strides of an array of queries or results; packed ones have no axis of sequences."""
+    if not call.name("cu_seqlens_q"):
+        return call.strides(name, 3)
+    return (0, *call.strides(name, 2))
 
 
 def _cache_strides(record: str, kv_cache: View) -> tuple[int, int, int]:

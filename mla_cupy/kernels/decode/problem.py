@@ -12,11 +12,37 @@ from mla_cupy.kernels.spec import Variant
 from mla_cupy.shapes import D_QK, TILE_TOKENS
 
 
+class Forms(NamedTuple):
+    """Forms of a call: what it has beside queries of one length, in one array, that see all tokens.
+
+    Each kernel says which of these it takes, by their names: those of the arguments of a call.
+    """
+
+    attn_sink: bool = False
+    q_rope: bool = False
+    cu_seqlens_q: bool = False
+    window: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of those that there are."""
+        return tuple(name for name, value in self._asdict().items() if value)
+
+    @property
+    def grouped(self) -> bool:
+        """True if queries are scheduled in groups (`cuda_src/attention/query_groups.cuh`)."""
+        return self.cu_seqlens_q or self.window > 0
+
+
 class Batch(NamedTuple):
-    """The largest batch that a configuration serves: sequences, and the tokens that each may have."""
+    """The largest batch that a configuration serves: sequences, the tokens that each may have, all query tokens.
+
+    The last is 0 where each sequence has as many as the problem says.
+    """
 
     b: int
     tokens: int
+    queries: int = 0
 
     @property
     def tiles(self) -> int:
@@ -24,13 +50,16 @@ class Batch(NamedTuple):
         return self.b * -(-self.tokens // TILE_TOKENS)
 
 
+NO_FORMS = Forms()
+
+
 @dataclass(frozen=True)
 class DecodeProblem:
     """Sizes and dtypes that decide which kernels run and how: no pointers, no device. `dtype` is that of the queries.
 
     `aligned` says that q and the cache start at, and step by, multiples of 16 bytes, which TMA demands. `record` is the
-    FP8 record of the cache, "" for rows of `dtype`. `tree_mask` says that there is one. `math` is "exact" or "fp8".
-    `d_head` is the width that W_UV gives results, 0 without it.
+    FP8 record of the cache, "" for rows of `dtype`. `tree_mask` says that there is one. `math` is "exact" or "fp8". Of
+    queries of varying length `s_q` is what most have. `d_head` is the width that W_UV gives results, 0 without it.
 
     `batch` is for the choice among kernels alone, which does without where it is not known. Problems that differ in
     nothing else are equal, since a plan serves smaller batches than its own.
@@ -45,6 +74,7 @@ class DecodeProblem:
     record: str = ""
     tree_mask: bool = False
     math: str = "exact"
+    forms: Forms = NO_FORMS
     d_head: int = 0
     batch: Batch | None = field(default=None, compare=False, repr=False)
 
@@ -52,7 +82,7 @@ class DecodeProblem:
     def told(self) -> dict[str, Any]:
         """Properties that a caller knows, by name."""
         names = ("s_q", "h_q", "h_kv", "dtype", "d_qk", "record", "tree_mask", "math", "d_head")
-        return {name: getattr(self, name) for name in names}
+        return {**{name: getattr(self, name) for name in names}, **self.forms._asdict()}
 
     @property
     def half(self) -> str:
@@ -71,6 +101,8 @@ class DecodeOptions(NamedTuple):
     d_v: int
     scale: float
     causal: bool
+    window: int | None
+    max_seqlen_q: int | None
     cp_world: int
     cp_rank: int
     kv_scale: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.generic import from_records
-from mla_cupy.kernels.attention.kernel import NO_TREE, READS_RECORDS, AttentionKernel
+from mla_cupy.kernels.attention.kernel import NO_TREE, READS_RECORDS, SINK, AttentionKernel
 from mla_cupy.kernels.attention.records import BLOCK_ROWS, DENSE_RECORDS, TREE_BLOCK_ROWS, record_variant
 from mla_cupy.kernels.decode.heuristics import SMALL_BLOCK_TILES
 from mla_cupy.kernels.decode.problem import DecodeProblem, tree_record_variant
@@ -40,6 +40,7 @@ SMALL: AttentionKernel[DecodeProblem] = AttentionKernel(
     unsupported=unsupported,
     variant=tree_record_variant,
     block_rows=BLOCK_ROWS[-1],
+    forms=SINK,
 )
 
 
@@ -80,6 +81,7 @@ SEESAW: AttentionKernel[DecodeProblem] = AttentionKernel(
     preferred=_seesaw_is_faster,
     variant=record_variant,
     block_rows=BLOCK_M,
+    forms=SINK,
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
-from mla_cupy.kernels.attention.kernel import KEY_VARIANTS, READS_ROWS, TREE_VARIANTS, AttentionKernel
+from mla_cupy.kernels.attention.kernel import KEY_VARIANTS, READS_ROWS, SINK, TREE_VARIANTS, AttentionKernel
 from mla_cupy.kernels.decode.problem import DecodeProblem, tree_variant
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, HOPPER, Reason, needs_alignment, needs_cc
@@ -70,4 +70,5 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     block_rows=BLOCK_M,
     kv_maps=kv_maps,
     counts_partials=True,
+    forms=SINK,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention.kernel import READS_RECORDS, AttentionKernel, narrowest
+from mla_cupy.kernels.attention.kernel import READS_RECORDS, SINK, AttentionKernel, narrowest
 from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_cc, variants
@@ -78,4 +78,5 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     block_rows=BLOCK_ROWS[-1],
     kv_maps=kv_maps,
     math="fp8",
+    forms=SINK,
 )

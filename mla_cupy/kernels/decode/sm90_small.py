@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention.kernel import AttentionKernel, narrowest
+from mla_cupy.kernels.attention.kernel import SINK, AttentionKernel, narrowest
 from mla_cupy.kernels.decode import sm90
 from mla_cupy.kernels.decode.heuristics import MAX_SHARED_TILES, MOST_SHARED_TILES
 from mla_cupy.kernels.decode.problem import DecodeProblem
@@ -72,4 +72,5 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     block_rows=BLOCK_ROWS[-1],
     kv_maps=partial(sm90.kv_maps, l2="none"),
     counts_partials=True,
+    forms=SINK,
 )

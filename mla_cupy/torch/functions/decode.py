@@ -24,12 +24,17 @@ def mla_decode(
     block_table: torch.Tensor,
     seqlens: torch.Tensor,
     *,
+    q_rope: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
     w_uv: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
     d_v: int = 512,
     scale: float | None = None,
     causal: bool = True,
+    window: int | None = None,
+    max_seqlen_q: int | None = None,
     cp_world: int = 1,
     cp_rank: int = 0,
     kv_scale: float = 1,
@@ -53,9 +58,10 @@ def mla_decode(
     Parameters
     ----------
     q : tensor, (b, s_q, h_q, d_qk), bfloat16 or float16; or float8_e4m3fn or uint8
-        Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part. The last axis is contiguous; other strides
-        are free (multiples of 16 bytes are fastest). In e4m3 with math="fp8" only; uint8 holds e4m3 codes, for
-        libraries without that dtype.
+        Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part. With `q_rope`, their first 512 columns. With
+        `cu_seqlens_q` those of all sequences, (total_q, h_q, d_qk). The last axis is contiguous; other strides are free
+        (multiples of 16 bytes are fastest). In e4m3 with math="fp8" only; uint8 holds e4m3 codes, for libraries without
+        that dtype.
     kv_cache : tensor, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk), dtype of q; or uint8
         The pool of pages; the values are the first 512 elements of the keys. Query head h reads KV head h // (h_q //
         h_kv). Any page size; strides as for q. Or the pages of an FP8 record, see `cache_append`: (num_pages,
@@ -69,16 +75,25 @@ def mla_decode(
     seqlens : tensor, (b,), int32
         Tokens of each sequence in the cache, the query tokens included; clamped to [0, max_pages * page_size * cp_world
         + cp_rank].
+    q_rope : tensor, (b, s_q, h_q, 64), dtype of q, optional
+        The queries' last 64 columns, those of RoPE, where they are a tensor of their own; (total_q, h_q, 64) with
+        `cu_seqlens_q`. Strides as for q.
+    cu_seqlens_q : tensor, (b + 1,), int32, optional
+        Queries of varying length: sequence n has those from cu_seqlens_q[n] to cu_seqlens_q[n + 1], its last tokens.
+        Read on the device: clamped to [0, total_q], and one below its predecessor is raised to it. Queries of no
+        sequence see no token. With one KV head, and without a `tree_mask` or context parallelism.
     tree_mask : tensor, (b, s_q), uint64 or int64, optional
         For sequences whose last s_q tokens are drafts that form a tree, to be verified in one call: query i sees every
         token before the drafts, and draft j iff bit j of tree_mask[b, i] is set. This takes the place of `causal`. Up
         to 64 drafts; bits from s_q on are ignored. In a sequence of n < s_q tokens these are its last n drafts: token t
         is draft s_q - n + t, and bits of drafts before the sequence's first token have no effect.
+    attn_sink : tensor, (h_q,), float32, optional
+        Logits of a key without a value, which only lowers `out`, not `lse`. -inf has no effect, +inf makes `out` 0.
     w_uv : tensor, (h_q, d_head, 512), bfloat16 or float16, optional
         The values' half of kv_b_proj, as it lies in the weights: `kv_b_proj.reshape(h_q, -1, 512)[:, d_nope:]`. Results
         are then multiplied by it, out[.., h, d] = sum_c out[.., h, c] * w_uv[h, d, c], where they would be merged. Of
         the dtype that `out` has without it; d_head is 64, 128, 192 or 256. A contiguous last axis, a start and other
-        strides that are multiples of 16 bytes.
+        strides that are multiples of 16 bytes. Not with `cu_seqlens_q`, `attn_sink` or a `window`.
     gate : tensor, (b, s_q, h_q, d_head), dtype of w_uv, optional
         Its sigmoid is a factor of each element of the result of `w_uv`. Strides as for w_uv.
     d_v : int
@@ -87,6 +102,14 @@ def mla_decode(
         Factor of the scores: finite, above 0. Default: d_qk**-0.5.
     causal : bool
         Query i sees token j iff j <= i + seqlen - s_q; if False, it sees all tokens. Leave it out with a `tree_mask`.
+        With `cu_seqlens_q`, s_q is the number of queries of the sequence.
+    window : int, optional
+        Query i sees so many tokens at most: j > i + seqlen - s_q - window. Pages that lie wholly before the windows of
+        a sequence's queries are not read, nor their entries of `block_table`. Only causal, with one KV head, and
+        without a `tree_mask` or context parallelism.
+    max_seqlen_q : int, optional
+        With `cu_seqlens_q`: how many queries most sequences have, by which a kernel is chosen; a sequence with more is
+        served, too. Default: any number. A plan knows it as `s_q`.
     cp_world, cp_rank : int
         Context parallelism: token j of `kv_cache` and `block_table` is token j * cp_world + cp_rank of the sequence.
         `seqlens` are those of the whole sequences, the same on every rank, and so is the limit of `causal`. The results
@@ -121,9 +144,9 @@ def mla_decode(
     Returns
     -------
     out : tensor, (b, s_q, h_q, 512), or (b, s_q, h_q, d_head) with a `w_uv`
-        Array of the caller's library.
+        Array of the caller's library; (total_q, h_q, 512) with `cu_seqlens_q`.
     lse : tensor, (b, h_q, s_q), float32
-        log(sum_j exp(scale * q . k[j])), in base `lse_base`.
+        log(sum_j exp(scale * q . k[j])), in base `lse_base`; (h_q, total_q) with `cu_seqlens_q`.
 
     Raises
     ------
@@ -147,8 +170,23 @@ def mla_decode(
     >>> tuple(out.shape), float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
     ((1, 1, 16, 512), 1.0, 28.605)
     """
-    arrays = (q, kv_cache, block_table, seqlens, tree_mask, w_uv, gate, out, lse)
-    options = (d_v, scale, causal, cp_world, cp_rank, kv_scale, q_scale, math, out_dtype, lse_base, empty_lse, kernel)
+    arrays = (q, kv_cache, block_table, seqlens, q_rope, cu_seqlens_q, tree_mask, attn_sink, w_uv, gate, out, lse)
+    options = (
+        d_v,
+        scale,
+        causal,
+        window,
+        max_seqlen_q,
+        cp_world,
+        cp_rank,
+        kv_scale,
+        q_scale,
+        math,
+        out_dtype,
+        lse_base,
+        empty_lse,
+        kernel,
+    )
     if is_plain_call(q) and (out is None) is (lse is None):
         out, lse = run(Invocation(OPERATION, arrays, options, workspace, plan=plan_of(plan)))
     elif plan is not None:

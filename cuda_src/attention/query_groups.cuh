@@ -1,0 +1,141 @@
+// Forms of dense decode that most calls do without, for kernels of their own (`*_forms.cu`): queries whose number
+// varies from request to request, a window of tokens, and queries whose RoPE columns are an array of their own.
+//
+// The queries of all requests come in groups, each of which is to the schedule what a request is otherwise: a group has
+// as many queries of one request as fill a thread block, or fewer, and the tokens that its window leaves.
+// decode/schedule_groups.cu writes the list of groups; without a list each request is a group.
+#pragma once
+#include "attention/split_work.cuh"
+
+namespace mla::attention {
+// ---- Params ----------------------------------------------------------------------------------------------------
+struct QueryGroup {
+    i32 request;      // of the block table
+    i32 first_query;  // along the axis s_q of q and out: in packed arrays of all queries, or of the request's
+    i32 queries;
+    i32 later_queries;  // of the request, after these
+    i32 tokens;         // of the request
+    i32 first_token;    // that any of the queries sees
+};
+
+struct FormAddresses {
+    const u16* q_rope;         // the last 64 columns of the queries, or null: q has them
+    const QueryGroup* groups;  // (b,), or null: each request is a group, and sees all tokens
+};
+
+// `b` are the groups that there may be, `s_q` the queries of a full one.
+struct DecodeFormParams : FormAddresses, DecodeParams {
+    i64 q_rope_stride_b_elems, q_rope_stride_s_elems, q_rope_stride_h_elems;
+    i32 window;  // a query sees so many tokens, its own the last one; 0: all
+    i32 padding;
+};
+
+MLA_DEVICE const DecodeFormParams& forms_of(const DecodeParams& p) { return static_cast<const DecodeFormParams&>(p); }
+
+// ---- Work ------------------------------------------------------------------------------------------------------
+// What a split holds of a group.
+struct GroupItem : WorkItem {
+    i32 first_query;
+    i32 more_hidden;   // tokens at the end that rows do not see, beside those that the parameters say; or fewer
+    i32 lacking_rows;  // of the rows that the parameters say
+    i32 first_token;   // that any row sees
+    i32 seen_from;     // first token that no row's window leaves out
+};
+
+struct GroupedWork {
+    enum : bool { kForms = true };
+    using HeldItem = GroupItem;
+
+    // Roles pass on what they have as a WorkItem.
+    MLA_DEVICE static const GroupItem& of(const WorkItem& item) { return static_cast<const GroupItem&>(item); }
+};
+
+template <>
+struct WorkIteratorOf<GroupedWork> {
+    SchedulePoint begin, end;
+    i32 split, group;
+    i32 hidden;  // as in the other one, of a full group
+
+    MLA_DEVICE WorkIteratorOf(const DecodeParams& p, i32 split, i32 hidden = 0)
+        : begin(p.schedule[split]), end(p.schedule[split + 1]), split(split), group(begin.request), hidden(hidden) {}
+
+    MLA_DEVICE bool next(const DecodeParams& p, GroupItem& item) {
+        if (group >= p.b || group > end.request || (group == end.request && end.tile == 0)) return false;
+        const bool continues_previous = group == begin.request && begin.tile > 0;
+        const bool continued_by_next = group == end.request;
+        item.first_tokens = 0;
+        if (forms_of(p).groups == nullptr) {
+            const RequestLength length = request_length(p, group);
+            item.request = group;
+            item.tokens = length.tokens;
+            item.behind_last = length.behind_last;
+            item.first_query = item.more_hidden = item.lacking_rows = item.first_token = item.seen_from = 0;
+        } else {
+            take(p, forms_of(p).groups[group], item);
+        }
+        item.seen_by_all = item.tokens - hidden_here(p, max(hidden + item.more_hidden, 0), item.behind_last);
+        const i32 first_tile = item.first_token / kTileTokens, tiles = ceil_div(item.tokens, kTileTokens);
+        item.tile_begin = first_tile + (group == begin.request ? begin.tile : 0);
+        item.tile_end = continued_by_next ? min(first_tile + end.tile, tiles) : tiles;
+        item.partial_index = continues_previous ? split : continued_by_next ? p.continued_index + split : kNotSplit;
+        ++group;
+        return true;
+    }
+
+    MLA_DEVICE static void take(const DecodeParams& p, const QueryGroup& of, GroupItem& item) {
+        const i32 window = forms_of(p).window;
+        item.request = of.request;
+        item.tokens = of.tokens;
+        item.behind_last = 0;
+        item.first_query = of.first_query;
+        item.more_hidden = p.causal ? of.later_queries + of.queries - p.s_q : 0;
+        item.lacking_rows = (p.s_q - of.queries) * (p.h_q / p.h_kv);
+        item.first_token = of.first_token;
+        item.seen_from = window == 0 ? 0 : max(0, of.tokens - of.later_queries - window);
+    }
+};
+
+// `visible_tokens` of attention/split_work.cuh, in a build with forms or without.
+template <class Work>
+MLA_DEVICE i32 visible_of(const DecodeParams& p, const WorkItem& item, i32 row) {
+    if constexpr (Work::kForms) {
+        return item.tokens - hidden_here(p, hidden_from(p, row) + Work::of(item).more_hidden, item.behind_last);
+    } else {
+        return visible_tokens(p, item, row);
+    }
+}
+
+// The first token that row `row` sees.
+MLA_DEVICE i32 window_begin(const DecodeParams& p, const WorkItem& item, i32 row) {
+    const i32 window = forms_of(p).window;
+    return window == 0 ? 0 : max(0, visible_of<GroupedWork>(p, item, row) - window);
+}
+
+MLA_DEVICE bool row_sees_in_window(const DecodeParams& p, const WorkItem& item, i32 row, i32 token) {
+    return window_begin(p, item, row) <= token && token < visible_of<GroupedWork>(p, item, row);
+}
+
+// ---- Queries ---------------------------------------------------------------------------------------------------
+// A row of queries in two parts; of one array, too.
+struct SplitRow {
+    const u16 *latent, *rope;
+};
+
+MLA_DEVICE SplitRow split_query_row(const DecodeParams& p, const GroupItem& item, i32 kv_head, i32 row) {
+    const DecodeFormParams& forms = forms_of(p);
+    const i32 group = p.h_q / p.h_kv, head = kv_head * group + row % group, query = item.first_query + row / group;
+    const u16* const latent =
+        p.q + item.request * p.q_stride_b_elems + (i64)query * p.q_stride_s_elems + (i64)head * p.q_stride_h_elems;
+    if (forms.q_rope == nullptr) return {latent, latent + kHeadDimV};
+    return {latent, forms.q_rope + item.request * forms.q_rope_stride_b_elems +
+                        (i64)query * forms.q_rope_stride_s_elems + (i64)head * forms.q_rope_stride_h_elems};
+}
+}  // namespace mla::attention
+
+// What a kernel that takes DecodeFormParams tells the host, see MLA_DECODE_FACTS.
+#define MLA_DECODE_FORM_FACTS()                                                                                      \
+    MLA_FACT_LIST(params_layout, MLA_FORM_OFFSET(q_stride_b_elems), MLA_FORM_OFFSET(b), MLA_FORM_OFFSET(scale_log2), \
+                  MLA_FORM_OFFSET(q_rope_stride_b_elems), MLA_FORM_OFFSET(window),                                   \
+                  (int)sizeof(mla::attention::DecodeFormParams));                                                    \
+    MLA_FACT(tile_tokens, mla::attention::kTileTokens)
+#define MLA_FORM_OFFSET(field) MLA_OFFSET(mla::attention::DecodeFormParams, field)

@@ -1,0 +1,95 @@
+// A thread block of dense decode on Hopper with the seesaw schedule, for the kernels that differ in whose queries and
+// tokens it works at: decode/sm90_seesaw.cu, which explains it, and decode/sm90_seesaw_forms.cu.
+#pragma once
+#include "attention/sm90/seesaw.cuh"
+#include "common/limits.cuh"
+#include "decode/sm90_load.cuh"
+#include "tile/warp.cuh"
+
+namespace mla::decode {
+// ---- Budget ----------------------------------------------------------------------------------------------------
+// role          warps    regs   does
+// left          0..3     224    even tiles: S0, softmax
+// right         4..7     224    odd tiles:  S1, softmax
+// load, query   8..11    56     decode/sm90_load.cuh
+constexpr i32 kRegsSeesawMath = 224;
+constexpr i32 kRegsSeesawLoad = 56;
+static_assert(2 * kRegsSeesawMath + kRegsSeesawLoad <= 3 * kRegsEntry, "what the block has at entry");
+
+// ---- Load role -------------------------------------------------------------------------------------------------
+// Both halves of a tile, each as soon as its place is free.
+template <class C>
+struct HalvesLoader {
+    Block<C>& block;
+    const TensorMap& kv_map;
+    Ring<kStagesKV> ring;
+
+    MLA_DEVICE void operator()(const TileBoxes& boxes, const WorkItem& item, i32 tile) {
+        Storage<C>& s = block.s;
+        const i32 stage = stage_of(item, tile);
+        const u32 empty_parity = ring.empty_parity(stage);
+        const SmemAddr to = smem_addr(s.kv[stage]);
+        const u64 present = boxes.present_tokens();
+        mbarrier_wait(s.kv_empty[stage].left, empty_parity);
+        if (boxes.lane == 0) {
+            s.present[stage] = present;
+            mbarrier_arrive_expect_tx(s.kv_full[stage].left, C::kLeftBytes);
+        }
+        __syncwarp();
+        boxes.load<C>(to, kv_map, s.kv_full[stage].left, block.kv_head, 0, C::kSwTilesLeft);
+
+        mbarrier_wait(s.kv_empty[stage].right, empty_parity);
+        if (boxes.lane == 0) mbarrier_arrive_expect_tx(s.kv_full[stage].right, C::kRightBytes);
+        __syncwarp();
+        boxes.load<C>(to, kv_map, s.kv_full[stage].right, block.kv_head, C::kSwTilesLeft, C::kSwTilesQk);
+        ring.advance(stage);
+    }
+};
+
+// ---- Query role ------------------------------------------------------------------------------------------------
+// Which drafts each row sees, by a thread per row.
+template <class C>
+MLA_DEVICE void store_tree_words(Block<C>& block, const WorkItem& item, i32 thread) {
+    if constexpr (C::kTree) {
+        static_assert(kBlockM <= kQueryThreads, "a thread per row");
+        if (thread >= kBlockM) return;
+        const SeenTokens seen = seen_of_tree(block.p, item, block.row0 + thread);
+        const i32 first_tile = first_tile_of_drafts(seen.first);
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) block.s.tree.of_tile[i][thread] = seen.of_tile((first_tile + i) * kTileTokens);
+    }
+}
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+template <class C>
+MLA_DEVICE void run_seesaw_block(const DecodeParams& p, const TensorMap& kv_map, Storage<C>& s) {
+    Block<C> block(p, s);
+    if (threadIdx.x == 0) {
+        prefetch_tensormap(kv_map);
+        init_storage(s, kLoadArrivals, kQueryThreads);
+    }
+    __syncthreads();
+    griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
+
+    const i32 warp = uniform_warp();
+    const i32 thread = threadIdx.x % kWarpgroupThreads;
+    if (warp < kRightWarp) {
+        setmaxnreg_inc<kRegsSeesawMath>();
+        run_left_role(block, thread);
+    } else if (warp < kLoaderWarp) {
+        setmaxnreg_inc<kRegsSeesawMath>();
+        run_right_role(block, thread);
+    } else {
+        setmaxnreg_dec<kRegsSeesawLoad>();
+        if (warp == kLoaderWarp) {
+            run_load_role(block, thread, HalvesLoader<C>{block, kv_map});
+        } else {
+            const i32 query_thread = thread - kWarpThreads;
+            const QueryStages<1> stages{s.q, &s.q_full, &s.q_empty};
+            run_query_role<C>(block, stages, query_thread,
+                              [&](const WorkItem& item) { store_tree_words(block, item, query_thread); });
+        }
+    }
+    griddepcontrol_launch_dependents();
+}
+}  // namespace mla::decode

@@ -1,0 +1,42 @@
+"""Host side of `attention/generic_forms.cu`, and what its faster counterparts have in common with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mla_cupy.dtypes import HALF
+from mla_cupy.kernels.attention import generic
+from mla_cupy.kernels.attention.kernel import NO_TREE, AttentionKernel
+from mla_cupy.kernels.params import DecodeFormParams
+from mla_cupy.kernels.spec import Reason, Variant, variants
+from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.shapes import D_QK, D_V
+
+FORMS = ("attn_sink", "q_rope", "cu_seqlens_q", "window")
+"""Forms that all kernels for forms take."""
+BUILDS = variants(dtype=HALF, head_dim_qk=(D_QK, D_V))
+
+
+def wide_variant(problem: Any) -> Variant:
+    """The build of `BUILDS` for a problem."""
+    return Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk)
+
+
+def unsupported(problem: Any, device: DeviceInfo) -> Reason | None:
+    """Reason that the kernel cannot take the problem; None if it can."""
+    return NO_TREE if problem.tree_mask else generic.unsupported_rows(problem, device)
+
+
+KERNEL: AttentionKernel[Any] = replace(
+    generic.KERNEL,
+    name="attention_generic_forms",
+    about="dense decode as attention_generic, for lengths that vary, windows and queries in two arrays",
+    source="attention/generic_forms.cu",
+    params=DecodeFormParams,
+    variants=BUILDS,
+    core=(),
+    unsupported=unsupported,
+    variant=wide_variant,
+    forms=FORMS,
+)

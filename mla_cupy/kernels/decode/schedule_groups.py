@@ -1,0 +1,76 @@
+"""Host side of `decode/schedule_groups.cu`: queries in groups, and their schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
+from mla_cupy.kernels.param_layout import NULL
+from mla_cupy.kernels.params import DecodeScheduleGroupsParams
+from mla_cupy.kernels.pipeline import Launch, LaunchArgs
+from mla_cupy.kernels.spec import PLAIN, KernelSpec
+
+GROUP_BYTES = 24
+
+KERNEL: KernelSpec[object] = KernelSpec(
+    "decode_schedule_groups",
+    "divides the queries of a batch into groups, and cuts the tiles that these see into splits",
+    "decode/schedule_groups.cu",
+    DecodeScheduleGroupsParams,
+    facts={"max_splits": MAX_SPLITS, "group_bytes": GROUP_BYTES},
+)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Division of the queries of a batch: up to `queries` in each group; `packed` ones begin where the device says."""
+
+    queries: int
+    packed: bool
+    window: int
+
+    def most(self, b: int, queries: int) -> int:
+        """Groups that `b` sequences with so many queries in all have at most.
+
+        Packed queries before the first sequence and after the last one are groups, too.
+        """
+        if not self.packed:
+            return b * -(-(queries // max(b, 1)) // self.queries)
+        return min(queries, b + 2 + queries // self.queries)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The batch of a step, and strides of its lengths and starts.
+
+    `s_q` are the queries of each sequence, or of all where these are packed; `max_tokens` what the block table holds.
+    """
+
+    b: int
+    s_q: int
+    max_tokens: int
+    seqlens_stride: int
+    starts_stride: int
+
+
+def launch(groups: Groups, step: Step, num_splits: int, merge_cost: int, piece_cost: int) -> Launch:
+    """Write the groups of a batch and its schedule to the workspace's `groups` and `schedule`."""
+    in_all = step.s_q if groups.packed else step.b * step.s_q
+    params = DecodeScheduleGroupsParams(
+        seqlens="seqlens",
+        cu_seqlens_q="cu_seqlens_q" if groups.packed else NULL,
+        groups="groups",
+        schedule="schedule",
+        seqlens_stride_elems=step.seqlens_stride,
+        cu_seqlens_q_stride_elems=step.starts_stride,
+        max_tokens=step.max_tokens,
+        b=step.b,
+        s_q=step.s_q,
+        max_groups=groups.most(step.b, in_all),
+        group_queries=groups.queries,
+        window=groups.window,
+        num_splits=num_splits,
+        merge_cost=merge_cost,
+        piece_cost=piece_cost,
+    )
+    return Launch(KERNEL, PLAIN[0], (1, 1, 1), LaunchArgs(params))

@@ -1,0 +1,708 @@
+"""Forms of dense decode: a sink, queries in two arrays, lengths that vary, windows.
+
+The oracle is compared with calls that have no form; the kernels with the oracle, in the simulator and on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import mla_cupy
+from mla_cupy import ArgumentError, PlanError, ShapeError, UnsupportedDeviceError, dtypes, reference
+from mla_cupy.kernels.decode import DECODE
+from mla_cupy.kernels.decode.problem import DecodeProblem, Forms
+from mla_cupy.simulation import fake_gpu
+from tests.support.calls import on_host, plan_of
+from tests.support.cases import DecodeCase, DecodeInputs, as_read, make, poisoned, values
+from tests.support.gpu import upload
+from tests.support.kernels import by_name
+from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.recorder import Recorder
+from tests.support.sim_driver import simulated
+from tests.support.sim_modes import MODES
+from tests.support.tolerance import check
+
+Array = npt.NDArray[Any]
+
+SMALL, SEESAW, GENERIC = "decode_sm90_small_forms", "decode_sm90_seesaw_forms", "attention_generic_forms"
+D_V = 512
+
+
+@dataclass(frozen=True)
+class FormCase:
+    """A case of decode with forms.
+
+    Attributes
+    ----------
+    queries : tuple of int
+        Of each sequence, where they vary; empty where there are `base.s_q`.
+    around : tuple of int
+        Packed queries before the first sequence and after the last one, of no sequence.
+    """
+
+    base: DecodeCase
+    pair: bool = False
+    sink: bool = False
+    window: int = 0
+    queries: tuple[int, ...] = ()
+    around: tuple[int, int] = (0, 0)
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The arguments of a call that it has."""
+        has = {"attn_sink": self.sink, "q_rope": self.pair, "cu_seqlens_q": self.queries, "window": self.window}
+        return tuple(name for name, value in has.items() if value)
+
+    @property
+    def id(self) -> str:
+        parts = [
+            self.base.id,
+            "pair" if self.pair else "",
+            "sink" if self.sink else "",
+            f"window{self.window}" if self.window else "",
+            "q" + "_".join(map(str, self.queries)) if self.queries else "",
+            f"around{self.around[0]}_{self.around[1]}" if any(self.around) else "",
+        ]
+        return "-".join(part for part in parts if part)
+
+
+@dataclass(frozen=True)
+class FormInputs:
+    """The arrays of a case; what lies before all windows is poison, and its entries of the block table are garbage."""
+
+    case: FormCase
+    base: DecodeInputs
+    arrays: dict[str, Array]
+    options: dict[str, Any]
+
+    @property
+    def call(self) -> dict[str, Any]:
+        return {**self.arrays, **self.options}
+
+    @cached_property
+    def exact(self) -> tuple[Array, Array]:
+        return reference.mla_decode(**self.call)
+
+    @cached_property
+    def rounded(self) -> tuple[Array, Array]:
+        record, dtype = self.case.base.record, self.case.base.dtype
+        rounding = dtype if record in ("", "v4") else "float16"
+        cache = as_read(record, self.arrays["kv_cache"])
+        return reference.mla_decode(**{**self.call, "kv_cache": cache}, rounding=rounding)
+
+
+def form_inputs(case: FormCase) -> FormInputs:
+    base = make(case.base)
+    rng = np.random.default_rng([case.base.seed, 3])
+    arrays: dict[str, Array] = dict(zip(("q", "kv_cache", "block_table", "seqlens"), base.arguments, strict=True))
+    options = dict(case.base.options)
+    if case.queries:
+        total = sum(case.queries) + sum(case.around)
+        shape = (total, case.base.h_q, case.base.d_qk)
+        packed = poisoned(shape, dtypes.numpy_dtype(case.base.dtype), case.base.strides)
+        packed[...] = values(rng, shape, loud=(0.5, 1.0, 4.0))
+        starts = np.zeros(2 * case.base.b + 2, np.int32)[::2]
+        starts[:] = case.around[0] + np.cumsum([0, *case.queries])
+        arrays |= {"q": packed, "cu_seqlens_q": starts}
+    if case.pair:
+        q = arrays["q"]
+        rope = poisoned((*q.shape[:-1], 64), q.dtype, case.base.strides)
+        rope[...] = q[..., D_V:]
+        latent = poisoned((*q.shape[:-1], D_V), q.dtype, case.base.strides)
+        latent[...] = q[..., :D_V]
+        arrays |= {"q": latent, "q_rope": rope}
+    if case.sink:
+        sink = rng.normal(2.0, 3.0, 2 * case.base.h_q).astype(np.float32)[::2]
+        sink[:2] = -np.inf, np.inf
+        sink[2:3] = 40.0
+        arrays["attn_sink"] = sink
+    if case.window:
+        options["window"] = case.window
+        _poison_before_windows(case, arrays)
+    return FormInputs(case, base, arrays, options)
+
+
+def _poison_before_windows(case: FormCase, arrays: dict[str, Array]) -> None:
+    """Pages before a sequence's windows are given away, and tokens before them in the first page are NaN."""
+    cache, table, page_size = arrays["kv_cache"], arrays["block_table"], case.base.page_size
+    for i, length in enumerate(case.base.lengths()):
+        count = case.queries[i] if case.queries else case.base.s_q
+        first = max(0, int(length) - count + 1 - case.window)
+        table[i, : first // page_size] = (2147480000, -7, 0)[i % 3]
+        if first < length:
+            page = table[i, first // page_size]
+            if 0 <= page < len(cache):
+                cache[page, : first % page_size] = np.nan
+
+
+# ---- The oracle ------------------------------------------------------------------------------------------------
+
+
+def test_a_pair_is_a_whole() -> None:
+    inputs = form_inputs(FormCase(DecodeCase(b=3, s_q=2, h_q=3, seqlens=(70, 0, 33)), pair=True))
+    for mine, whole in zip(inputs.exact, inputs.base.exact, strict=True):
+        np.testing.assert_array_equal(mine, whole)
+
+
+def test_packed_queries_are_calls_of_one_sequence_each() -> None:
+    case = FormCase(DecodeCase(b=4, h_q=3, seqlens=(70, 2, 33, 9)), queries=(2, 3, 0, 1), around=(2, 1))
+    inputs = form_inputs(case)
+    q, cache, table, seqlens = (inputs.arrays[name] for name in ("q", "kv_cache", "block_table", "seqlens"))
+    first = 2
+    for i, count in enumerate(case.queries):
+        if count:
+            of_one = table[i : i + 1], seqlens[i : i + 1]
+            out, lse = reference.mla_decode(q[None, first : first + count], cache, *of_one)
+            np.testing.assert_array_equal(inputs.exact[0][first : first + count], out[0])
+            np.testing.assert_array_equal(inputs.exact[1][:, first : first + count], lse[0])
+        first += count
+    for row in (0, 1, first):
+        assert (inputs.exact[0][row] == 0).all()
+        assert (inputs.exact[1][:, row] == -np.inf).all()
+
+
+def test_hostile_starts_are_clamped() -> None:
+    inputs = form_inputs(FormCase(DecodeCase(b=3, h_q=2, seqlens=(5, 6, 7)), queries=(1, 1, 1)))
+    hostile, meant = np.array([-5, 2, 1, 99], np.int32), np.array([0, 2, 2, 3], np.int32)
+    got, want = (reference.mla_decode(**{**inputs.call, "cu_seqlens_q": x}) for x in (hostile, meant))
+    for mine, theirs in zip(got, want, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_window_hides_what_is_older() -> None:
+    """A query sees what one of a sequence without the older tokens sees."""
+    inputs = make(DecodeCase(b=1, s_q=3, h_q=2, seqlens=40, page_size=64, strides="dense"))
+    q, cache, table, _ = inputs.arguments
+    out, lse = reference.mla_decode(*inputs.arguments, window=7)
+    for i, last in enumerate((37, 38, 39)):
+        alone = cache[table[0, :1]][:, last - 6 : last + 1]
+        want = reference.mla_decode(q[:, i : i + 1], alone, np.zeros((1, 1), np.int32), np.array([7]))
+        np.testing.assert_allclose(out[:, i], want[0][:, 0], rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(lse[..., i], want[1][..., 0], rtol=1e-12)
+    for wide in (40, 41, 2**31 - 1):
+        np.testing.assert_array_equal(reference.mla_decode(*inputs.arguments, window=wide)[0], inputs.exact[0])
+
+
+def test_a_sink_is_a_key_without_a_value() -> None:
+    """Its weight is that of a key with the sink's score, beside those that are summed for `lse`."""
+    inputs = make(DecodeCase(b=2, s_q=2, h_q=3, seqlens=(20, 0), strides="dense"))
+    sinks = (0.5, -np.inf, np.inf)
+    out, lse = reference.mla_decode(*inputs.arguments, attn_sink=np.array(sinks, np.float32))
+    np.testing.assert_array_equal(lse, inputs.exact[1])
+    for head, sink in enumerate(sinks):
+        with np.errstate(over="ignore", under="ignore"):
+            beside = np.exp(sink) / np.exp(lse[0, head])
+        want = inputs.exact[0][0, :, head] / (1 + beside)[:, None]
+        np.testing.assert_allclose(out[0, :, head], want, rtol=1e-12, atol=1e-300)
+    assert (out[1] == 0).all()
+
+
+# ---- Kernels in the simulator ----------------------------------------------------------------------------------
+
+SINGLE = DecodeCase(b=3, seqlens=(200, 0, 70), h_q=16)
+MANY = DecodeCase(b=2, seqlens=(130, 3), s_q=3, h_q=24, page_size=16, missing_pages=1)
+CASES = (
+    (FormCase(SINGLE, pair=True), SMALL),
+    (FormCase(replace(MANY, h_kv=2), pair=True), SEESAW),
+    (FormCase(replace(MANY, dtype="float16"), pair=True, sink=True), SEESAW),
+    (FormCase(replace(SINGLE, s_q=2, cp_world=3, cp_rank=1), pair=True), SMALL),
+    (FormCase(replace(SINGLE, h_q=5, strides="odd"), pair=True, sink=True), GENERIC),
+    # Lengths that vary: none, many, more than a block has room for; queries of no sequence.
+    (FormCase(replace(SINGLE, b=4, seqlens=(70, 130, 9, 200)), queries=(1, 3, 0, 2), around=(1, 2)), SMALL),
+    (FormCase(replace(MANY, b=3, seqlens=(130, 2, 66)), queries=(5, 4, 1), around=(0, 3)), SEESAW),
+    (FormCase(replace(SINGLE, h_q=80, seqlens=(66, 1, 64)), queries=(2, 1, 3), sink=True), SEESAW),
+    (FormCase(replace(SINGLE, d_qk=512, dtype="float16"), queries=(7, 1, 2)), SMALL),
+    (FormCase(replace(SINGLE, h_q=3), queries=(4, 1, 5), around=(2, 0), pair=True), GENERIC),
+    # Windows: within a tile, over a tile's edge, of several tiles, and longer than the sequence.
+    (FormCase(SINGLE, window=5), SMALL),
+    (FormCase(replace(SINGLE, seqlens=(200, 5, 129), s_q=3, h_q=7), window=66, sink=True), SMALL),
+    (FormCase(replace(MANY, seqlens=(260, 130), missing_pages=0), window=100), SEESAW),
+    (FormCase(replace(SINGLE, h_q=64, seqlens=(257, 40, 65), page_size=128), window=64), SEESAW),
+    (FormCase(replace(SINGLE, h_q=3, s_q=2), window=70), GENERIC),
+    # All at once.
+    (
+        FormCase(
+            replace(SINGLE, b=4, h_q=8, seqlens=(300, 130, 9, 200), page_size=16),
+            queries=(1, 6, 2, 3),
+            around=(1, 1),
+            window=90,
+            pair=True,
+            sink=True,
+        ),
+        SMALL,
+    ),
+    (
+        FormCase(replace(SINGLE, b=3, h_q=20, seqlens=(300, 70, 130)), queries=(4, 2, 6), window=33, pair=True),
+        SEESAW,
+    ),
+)
+#: A sink alone is a matter of every kernel.
+SINKS = (
+    (SINGLE, "decode_sm90_small"),
+    (MANY, "decode_sm90_seesaw"),
+    (replace(SINGLE, h_q=4, seqlens=(70, 3, 30)), "attention_generic"),
+    (replace(SINGLE, record="v32"), "decode_sm90_records"),
+    (replace(SINGLE, record="v4", d_qk=512, h_q=64), "decode_sm90_records_seesaw"),
+    (replace(SINGLE, record="v32", h_q=4, seqlens=(70, 3, 30)), "decode_generic_records"),
+    (replace(SINGLE, record="fp8", math="fp8", kv_scale=0.5), "decode_sm90_fp8"),
+)
+
+
+def run(inputs: FormInputs, kernel: str | None, sm_count: int, mode: tuple[str, int], **options: Any) -> Any:
+    with simulated(sm_count, mode=mode[0], seed=mode[1]) as target:
+        got = mla_cupy.mla_decode(**inputs.call, kernel=kernel, **options)
+    assert kernel is None or f"mla_{kernel}" in target.launched
+    return got
+
+
+@pytest.mark.parametrize(("case", "kernel"), CASES, ids=lambda value: getattr(value, "id", value))
+def test_kernels(case: FormCase, kernel: str) -> None:
+    inputs, number = form_inputs(case), CASES.index((case, kernel))
+    got = run(inputs, kernel, (1, 3)[number % 2], MODES[number % len(MODES)])
+    check(got, inputs.exact, inputs.rounded, case.base.dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "kernel"), CASES, ids=lambda value: getattr(value, "id", value))
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_kernels_in_all_modes(case: FormCase, kernel: str, mode: tuple[str, int]) -> None:
+    inputs = form_inputs(case)
+    for sm_count in (1, 3, 5):
+        check(run(inputs, kernel, sm_count, mode), inputs.exact, inputs.rounded, case.base.dtype)
+
+
+@pytest.mark.parametrize(("base", "kernel"), SINKS, ids=lambda value: getattr(value, "id", value))
+def test_sinks(base: DecodeCase, kernel: str) -> None:
+    inputs = form_inputs(FormCase(base, sink=True))
+    check(run(inputs, kernel, 3, ("random", 1)), inputs.exact, inputs.rounded, base.dtype)
+
+
+@pytest.mark.parametrize("kernel", [SMALL, SEESAW])
+@pytest.mark.parametrize(("token", "seen"), [(61, (0,)), (62, (0, 1)), (63, (0, 1, 2)), (129, (2,))])
+def test_what_a_row_does_not_see_does_not_reach_it(kernel: str, token: int, seen: tuple[int, ...]) -> None:
+    """NaN and infinity at both ends of windows: only the rows that see them are not finite."""
+    inputs = make(DecodeCase(b=1, s_q=3, h_q=4, seqlens=130))
+    for column, value in ((3, np.nan), (300, np.inf)):
+        inputs.kv_cache[inputs.block_table[0, token // 64], token % 64, 0, column] = value
+    with simulated(1, mode="late"):
+        out, _ = mla_cupy.mla_decode(*inputs.arguments, window=67, kernel=kernel)
+    finite = np.isfinite(out[0].astype(np.float32))
+    for row in range(3):
+        assert finite[row].all() == (row not in seen)
+        assert finite[row][:, 300].any() == (row not in seen)
+
+
+def test_hostile_starts_in_a_kernel() -> None:
+    """Nothing is read or written beyond the arrays, whatever the device finds there."""
+    inputs = form_inputs(FormCase(replace(SINGLE, h_q=16), queries=(2, 1, 3)))
+    for starts in ([-7, 5, 2, 2**31 - 1], [2**31 - 1] * 4, [-(2**31), 3, 3, 4]):
+        call: dict[str, Any] = {**inputs.call, "cu_seqlens_q": np.array(starts, np.int32)}
+        with simulated(2):
+            got = mla_cupy.mla_decode(**call)
+        exact = reference.mla_decode(**call)
+        check(got, exact, reference.mla_decode(**call, rounding="bfloat16"), "bfloat16")
+
+
+# ---- Mistakes and choices --------------------------------------------------------------------------------------
+
+
+def _call(**changes: Any) -> dict[str, Any]:
+    arrays = {
+        "q": np.ones((2, 1, 4, 576), np.float16),
+        "kv_cache": np.ones((3, 8, 576), np.float16),
+        "block_table": np.zeros((2, 2), np.int32),
+        "seqlens": np.ones(2, np.int32),
+    }
+    return {**arrays, **changes}
+
+
+PACKED = {"q": np.ones((5, 4, 576), np.float16), "cu_seqlens_q": np.array([0, 2, 5], np.int32)}
+LONG = np.zeros((2, 9000), np.int32)
+LATENT, ROPE = np.ones((2, 1, 4, 512), np.float16), np.ones((2, 1, 4, 64), np.float16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({**PACKED, "q": _call()["q"]}, ShapeError, r"q.shape: got \(2, 1, 4, 576\), expected \(total_q, h_q,"),
+        ({"q": PACKED["q"]}, ShapeError, r"q.shape: got \(5, 4, 576\), expected \(b, s_q, h_q,"),
+        (
+            {**PACKED, "cu_seqlens_q": np.zeros(2, np.int32)},
+            ShapeError,
+            r"cu_seqlens_q.shape\[0\]: got 2, expected b\+1=3",
+        ),
+        ({**PACKED, "out": np.ones((2, 1, 4, 512), np.float16)}, ShapeError, r"out.shape: .* expected \(5, 4, 512\)"),
+        ({**PACKED, "lse": np.ones((5, 4), np.float32)}, ShapeError, r"lse.shape: .* expected \(4, 5\)"),
+        ({**PACKED, "max_seqlen_q": 0}, ArgumentError, "max_seqlen_q: got 0, expected an integer from 1"),
+        ({"max_seqlen_q": 1}, ArgumentError, "max_seqlen_q: got 1, expected None without cu_seqlens_q"),
+        ({**PACKED, "cp_world": 2}, ArgumentError, "cp_world: got 2, expected 1 with cu_seqlens_q"),
+        ({"window": 4, "cp_world": 2}, ArgumentError, "cp_world: got 2, expected 1 with window"),
+        ({"window": 4, "causal": False}, ArgumentError, "causal: got False, expected True with a window"),
+        ({"window": 4, "tree_mask": np.ones((2, 1), np.uint64)}, ArgumentError, "window: got one, with a tree_mask"),
+        ({"window": 4, "kv_cache": np.ones((3, 8, 2, 576), np.float16)}, ArgumentError, "h_kv: got 2, expected 1 with"),
+        ({"window": 0}, ArgumentError, "window: got 0, expected an integer from 1"),
+        ({"q_rope": ROPE}, ShapeError, r"q.shape\[-1\]: got 576, expected 512 with q_rope"),
+        ({"q": LATENT, "q_rope": ROPE[..., :32]}, ShapeError, r"q_rope.shape\[-1\]: got 32, expected 64"),
+        ({"q": LATENT, "q_rope": ROPE[:, :, :3]}, ShapeError, r"q_rope.shape\[2\]: got 3, expected h_q=4"),
+        ({"q": LATENT}, ShapeError, r"kv_cache.shape\[-1\]: got 576, expected d_qk=512"),
+        ({"attn_sink": np.ones(3, np.float32)}, ShapeError, r"attn_sink.shape\[0\]: got 3, expected h_q=4"),
+        ({"window": 4, "kernel": "decode_sm90_small"}, UnsupportedDeviceError, "decode_sm90_small takes no window"),
+        (
+            {"q": LATENT, "q_rope": ROPE, "kernel": "decode_sm90_small_cluster8"},
+            UnsupportedDeviceError,
+            "takes no q_rope",
+        ),
+        (
+            {"attn_sink": np.ones(4, np.float32), "kernel": "decode_sm90_small_cluster8"},
+            UnsupportedDeviceError,
+            "takes no attn_sink",
+        ),
+        (
+            {"tree_mask": np.ones((2, 1), np.uint64), "kernel": SMALL},
+            UnsupportedDeviceError,
+            "takes no tree_mask",
+        ),
+        (
+            {**PACKED, "kv_cache": np.zeros((3, 8, 656), np.uint8), "window": 4},
+            UnsupportedDeviceError,
+            "decode_sm90_records takes no cu_seqlens_q and no window",
+        ),
+    ],
+)
+def test_mistakes(changes: dict[str, Any], error: type[Exception], match: str, recorder: Recorder) -> None:
+    with pytest.raises(error, match=match):
+        mla_cupy.mla_decode(**_call(**changes))
+    assert recorder.launches == []
+
+
+def test_values_are_checked_on_request(recorder: Recorder) -> None:
+    with pytest.raises(ArgumentError, match=r"cu_seqlens_q\[2\]: got 1, expected ascending starts of 0 to 5"):
+        mla_cupy.mla_decode(**_call(**{**PACKED, "cu_seqlens_q": np.array([0, 2, 1], np.int32)}), check=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel"),
+    [
+        ({"q": LATENT, "q_rope": ROPE}, SMALL),
+        ({"attn_sink": np.ones(4, np.float32)}, "decode_sm90_small"),
+        ({**PACKED, "max_seqlen_q": 2}, SMALL),
+        ({"window": 9, "q": np.ones((2, 1, 64, 576), np.float16), "block_table": LONG}, SEESAW),
+        ({"window": 9, "kv_cache": np.ones((3, 8, 577), np.float16)[..., :576]}, GENERIC),
+    ],
+)
+def test_which_kernel(changes: dict[str, Any], kernel: str, recorder: Recorder) -> None:
+    mla_cupy.mla_decode(**_call(**changes))
+    assert f"mla_{kernel}" in [launch.entry for launch in recorder.launches]
+
+
+WHOLE = Forms(attn_sink=True, q_rope=True, cu_seqlens_q=True, window=5)
+
+
+@pytest.mark.parametrize("name", list(by_name(DECODE)))
+@pytest.mark.parametrize("form", Forms._fields)
+def test_the_table_of_forms_is_true(name: str, form: str) -> None:
+    """A kernel takes the forms that it lists, and says which it does not take."""
+    kernel, device = by_name(DECODE)[name], fake_gpu(1)
+    record = "" if "records" not in name and kernel.math == "exact" else "fp8"
+    wanted = Forms(**{form: getattr(WHOLE, form)})
+    problem = DecodeProblem(1, 16, 1, "bfloat16", record=record, math=kernel.math, forms=wanted)
+    reason = kernel.objection(problem, device)
+    assert (reason is None) == (form in kernel.forms)
+    assert reason is None or str(reason) == f"takes no {form}"
+    run_by = {(case_kernel, shown) for case, case_kernel in CASES for shown in case.forms}
+    run_by |= {(sunk, "attn_sink") for _, sunk in SINKS}
+    if form in kernel.forms and "mma" not in name:  # those have cases of their own
+        assert (name, form) in run_by
+
+
+# ---- Plans -----------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_serves_steps_of_other_lengths() -> None:
+    cases = [
+        FormCase(replace(SINGLE, seqlens=(70, 130, 9), seed=seed), queries=queries, pair=True, window=66)
+        for seed, queries in ((1, (1, 3, 2)), (2, (1, 1, 1)), (3, (0, 6, 0)))
+    ]
+    with simulated(3):
+        plan = mla_cupy.plan_decode(
+            max_b=3,
+            s_q=2,
+            h_q=16,
+            max_pages=5,
+            page_size=64,
+            dtype="bfloat16",
+            device=0,
+            cu_seqlens_q=True,
+            q_rope=True,
+            window=66,
+        )
+        for case in cases:
+            inputs = form_inputs(case)
+            width = inputs.arrays["block_table"].shape[1]
+            table = np.full((3, 5), -7, np.int32)
+            table[:, :width] = inputs.arrays["block_table"]
+            arrays: dict[str, Any] = {**inputs.arrays, "block_table": table}
+            total = len(arrays["q"])
+            plan.update(arrays["seqlens"], cu_seqlens_q=arrays["cu_seqlens_q"], total_q=total)
+            got = mla_cupy.mla_decode(**arrays, **inputs.options, plan=plan)
+            check(got, inputs.exact, inputs.rounded, "bfloat16")
+    assert plan.kernel == SMALL
+
+
+@pytest.mark.parametrize("cuts", [{}, {"batch_invariant": True, "split_tokens": 64}], ids=["even", "pieces"])
+def test_a_plan_for_two_arrays_and_a_sink(cuts: dict[str, Any]) -> None:
+    inputs = form_inputs(FormCase(replace(SINGLE, s_q=2, h_q=8, seqlens=(300, 0, 70)), pair=True, sink=True))
+    with simulated(3):
+        plan = plan_of(inputs.base, device=0, q_rope=True, attn_sink=True, **cuts)
+        plan.update(inputs.arrays["seqlens"])
+        got = mla_cupy.mla_decode(**inputs.call, plan=plan)
+    assert plan.kernel == SMALL
+    check(got, inputs.exact, inputs.rounded, "bfloat16")
+
+
+def test_mistakes_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    inputs = form_inputs(FormCase(DecodeCase(b=2, seqlens=9), queries=(1, 2), sink=True))
+    arrays = inputs.arrays
+    for options, match in (
+        ({"attn_sink": True}, "cu_seqlens_q=False"),
+        ({"cu_seqlens_q": True, "s_q": 2}, "attn_sink=False"),
+        ({"cu_seqlens_q": True, "attn_sink": True, "window": 5, "s_q": 2}, "window=5"),
+    ):
+        plan = plan_of(inputs.base, **options)
+        packed = {"cu_seqlens_q": arrays["cu_seqlens_q"], "total_q": 3} if options.get("cu_seqlens_q") else {}
+        plan.update(arrays["seqlens"], **packed)
+        with pytest.raises(PlanError, match=match):
+            mla_cupy.mla_decode(**inputs.call, plan=plan)
+    plan = plan_of(inputs.base, cu_seqlens_q=True, attn_sink=True, s_q=2)
+    with pytest.raises(PlanError, match="cu_seqlens_q: got None, expected one for this plan"):
+        plan.update(arrays["seqlens"])
+    with pytest.raises(ArgumentError, match="total_q: got 5, expected an integer from 0 to 4"):
+        plan.update(arrays["seqlens"], cu_seqlens_q=arrays["cu_seqlens_q"], total_q=5)
+    with pytest.raises(ShapeError, match=r"cu_seqlens_q.shape: got \(2,\), expected \(3,\)"):
+        plan.update(arrays["seqlens"], cu_seqlens_q=arrays["cu_seqlens_q"][:2], total_q=3)
+    plan.update(arrays["seqlens"], cu_seqlens_q=arrays["cu_seqlens_q"], total_q=2)
+    with pytest.raises(PlanError, match="an update for total_q=2, expected one for total_q=3"):
+        mla_cupy.mla_decode(**inputs.call, plan=plan)
+    plan.update(arrays["seqlens"], cu_seqlens_q=arrays["cu_seqlens_q"], total_q=3)
+    got = mla_cupy.mla_decode(**inputs.call, plan=plan)
+    np.testing.assert_array_equal(got[1], inputs.exact[1].astype(np.float32))
+    with pytest.raises(PlanError, match="total_q: got one, expected None"):
+        plan_of(inputs.base).update(arrays["seqlens"], total_q=3)
+    with pytest.raises(ArgumentError, match="batch_invariant: got True, expected False with"):
+        plan_of(inputs.base, window=5, batch_invariant=True)
+    with pytest.raises(ArgumentError, match="cu_seqlens_q: got 'yes'"):
+        plan_of(inputs.base, cu_seqlens_q="yes")
+
+
+# ---- Planted bugs ----------------------------------------------------------------------------------------------
+
+GROUPS, SCHEDULE, LOAD = "attention/query_groups.cuh", "decode/schedule_groups.cu", "decode/sm90_load.cuh"
+NONFINITE, MERGE, OUTPUT = (
+    "attention/sm90/nonfinite_values.cuh",
+    "attention/merge_partials.cuh",
+    "attention/decode_output.cuh",
+)
+BLOCK = "decode/sm90_small.cuh"
+MUTANTS = (
+    Mutant(
+        "the group's queries are the request's first",
+        GROUPS,
+        "query = item.first_query + row / group",
+        "query = row / group",
+    ),
+    Mutant("RoPE columns of the latent array", GROUPS, "if (forms.q_rope == nullptr)", "if (true)"),
+    Mutant("a full group's mask", GROUPS, "p.causal ? of.later_queries + of.queries - p.s_q : 0", "0"),
+    Mutant("later queries forgotten", GROUPS, "of.later_queries + of.queries - p.s_q", "of.queries - p.s_q"),
+    Mutant("rows that are not there", GROUPS, "(p.s_q - of.queries) * (p.h_q / p.h_kv)", "0"),
+    Mutant(
+        "windows begin with the tile",
+        GROUPS,
+        "max(0, visible_of<GroupedWork>(p, item, row) - window)",
+        "item.tile_begin * kTileTokens",
+    ),
+    Mutant("a window is one too long", GROUPS, "(p, item, row) - window)", "(p, item, row) - window - 1)"),
+    Mutant(
+        "the first window counts for all", GROUPS, "max(0, of.tokens - of.later_queries - window)", "of.first_token"
+    ),
+    Mutant(
+        "tiles counted from the sequence's start",
+        GROUPS,
+        "first_tile + (group == begin.request ? begin.tile : 0)",
+        "(group == begin.request ? begin.tile : 0)",
+    ),
+    Mutant(
+        "RoPE columns from the latent row",
+        LOAD,
+        "reinterpret_cast<const u16*>(rope) + (chunk - kLatentChunks) * 8",
+        "reinterpret_cast<const u16*>(latent) + chunk * 8",
+    ),
+    Mutant("a window's begin is not sanitized", NONFINITE, "item.seen_from <= tile * kTileTokens && ", ""),
+    Mutant("NaN in a window not given back", NONFINITE, "from = min(from, Work::of(item).first_token);", ";"),
+    Mutant(
+        "the mask's begin forgotten",
+        BLOCK,
+        "mask_keys_before(math.scores, k, first - tile * kTileTokens, thread);",
+        ";",
+    ),
+    Mutant(
+        "results of the first query", OUTPUT, "offset + Work::of(item).first_query * p.out_stride_s_elems", "offset"
+    ),
+    Mutant(
+        "merged results of the first query", MERGE, "team.out_offsets[row] += first_query * p.out_stride_s_elems;", ""
+    ),
+    Mutant("merged rows that are not there", MERGE, "num_rows = min(num_rows, of.queries * p.h_q - first_row);", ""),
+    Mutant("merged into another request", MERGE, "    request = of.request;\n", "    request += of.request;\n"),
+    Mutant(
+        "queries after the last sequence forgotten",
+        SCHEDULE,
+        "return packed() ? p.b + 2 : p.b;",
+        "return packed() ? p.b + 1 : p.b;",
+    ),
+    Mutant(
+        "starts of the thread's own",
+        SCHEDULE,
+        "visit_sequences(all, first, last, reached, [&](const QueryRange& range, i32 request)",
+        "visit_sequences(all, first, last, 0, [&](const QueryRange& range, i32 request)",
+    ),
+    Mutant(
+        "the window of the last query", SCHEDULE, "tokens - (range.end - first) + 1 - p.window", "tokens + 1 - p.window"
+    ),
+)
+
+
+@as_verdict
+def verdict(case: FormCase, sm_count: int) -> None:
+    """What a run shows; empty if nothing."""
+    inputs = form_inputs(case)
+    if case.window and case.queries:  # infinity that some rows see at a window's begin
+        table, cache, page_size = inputs.arrays["block_table"], inputs.arrays["kv_cache"], case.base.page_size
+        first = int(case.base.lengths()[0]) - case.queries[0] + 1 - case.window
+        cache[table[0, first // page_size], first % page_size, 0, 7] = np.inf
+    got = run(inputs, SMALL, sm_count, ("early", 0))
+    finite = [np.isfinite(exact) for exact in inputs.exact]
+    for mine, kept in zip(got, finite, strict=True):
+        assert (np.isfinite(mine.astype(np.float32)) == kept).all()
+    alike = [
+        np.where(kept, mine, exact).astype(mine.dtype)
+        for mine, kept, exact in zip(got, finite, inputs.exact, strict=True)
+    ]
+    check((alike[0], alike[1]), inputs.exact, inputs.rounded, case.base.dtype)
+
+
+MUTANT_CASES = (
+    FormCase(  # the windows of the first sequence begin on both sides of a tile's edge
+        replace(SINGLE, h_q=8, seqlens=(300, 131, 200), page_size=16),
+        queries=(3, 6, 2),
+        around=(1, 1),
+        window=44,
+        pair=True,
+        sink=True,
+    ),
+    FormCase(replace(SINGLE, b=2, h_q=8, seqlens=(9, 1500)), queries=(3, 2)),  # split and merged
+    FormCase(replace(SINGLE, b=2, h_q=8, s_q=6, seqlens=(9, 1500)), window=1300),  # split and merged, too
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+def test_is_caught(mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    verdicts = (verdict(case, sm_count) for case in MUTANT_CASES for sm_count in (1, 6))
+    assert any(verdicts), f"nothing shows that {mutant.name}"
+
+
+@pytest.mark.parametrize("case", MUTANT_CASES, ids=lambda case: case.id)
+def test_kernel_as_it_is(case: FormCase) -> None:
+    assert [verdict(case, sm_count) for sm_count in (1, 6)] == ["", ""]
+
+
+# ---- On a GPU --------------------------------------------------------------------------------------------------
+
+
+def long(**changes: Any) -> DecodeCase:
+    return DecodeCase(**{"b": 9, "seqlens": "ragged-3000", "missing_pages": 0, **changes})
+
+
+VARYING_STEPS = ((1, 3, 2), (2, 2, 2), (0, 6, 0))
+VARYING = (1, 4, 2, 0, 1, 7, 1, 3, 2)
+ON_GPU = (
+    *CASES,
+    *(
+        (FormCase(long(h_q=h_q, page_size=page, dtype=dtype), **form), kernel)
+        for h_q, page, dtype, kernel in (
+            (16, 64, "bfloat16", SMALL),
+            (128, 64, "bfloat16", SEESAW),
+            (32, 16, "float16", SEESAW),
+            (8, 128, "bfloat16", GENERIC),
+        )
+        for form in (
+            {"pair": True},
+            {"queries": VARYING, "around": (2, 3)},
+            {"window": 700, "sink": True},
+            {"queries": VARYING, "pair": True, "window": 130, "sink": True},
+        )
+    ),
+    (FormCase(long(h_q=16, s_q=3, d_qk=512), window=1000), SEESAW),
+    (FormCase(long(b=1, h_q=16, seqlens=40000), pair=True), SMALL),
+    (FormCase(long(b=1, h_q=128, seqlens=40000), queries=(2,), window=9000), SEESAW),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "kernel"), ON_GPU, ids=lambda value: getattr(value, "id", value))
+def test_kernels_on_a_gpu(hopper: object, case: FormCase, kernel: str) -> None:
+    inputs = form_inputs(case)
+    got = mla_cupy.mla_decode(**_uploaded(inputs), **inputs.options, kernel=kernel)
+    check(on_host(got), inputs.exact, inputs.rounded, case.base.dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("base", "kernel"), SINKS, ids=lambda value: getattr(value, "id", value))
+def test_sinks_on_a_gpu(hopper: object, base: DecodeCase, kernel: str) -> None:
+    inputs = form_inputs(FormCase(replace(base, b=5, seqlens="ragged-900"), sink=True))
+    got = mla_cupy.mla_decode(**_uploaded(inputs), **inputs.options, kernel=kernel)
+    check(on_host(got), inputs.exact, inputs.rounded, base.dtype)
+
+
+@pytest.mark.gpu
+def test_a_plan_in_a_graph(hopper: object) -> None:
+    """Lengths and numbers of queries are those of the replay."""
+    import cupy
+
+    base = replace(SINGLE, seqlens=(70, 900, 9))
+    given = [form_inputs(FormCase(base, queries=queries, pair=True)) for queries in VARYING_STEPS]
+    first: dict[str, Any] = _uploaded(given[0])
+    pages = first["block_table"].shape[1]
+    plan = mla_cupy.plan_decode(
+        max_b=3, s_q=2, h_q=16, max_pages=pages, page_size=64, dtype="bfloat16", cu_seqlens_q=True, q_rope=True
+    )
+    out, lse = cupy.empty((6, 16, 512), first["q"].dtype), cupy.empty((16, 6), np.float32)
+    stream = cupy.cuda.Stream(non_blocking=True)
+
+    def step() -> None:
+        plan.update(first["seqlens"], cu_seqlens_q=first["cu_seqlens_q"], total_q=6)
+        mla_cupy.mla_decode(**first, plan=plan, out=out, lse=lse)
+
+    with stream:
+        step()
+        stream.synchronize()
+        stream.begin_capture()
+        step()
+        graph = stream.end_capture()
+        for inputs in given:
+            for name in ("q", "q_rope", "cu_seqlens_q"):
+                first[name][...] = upload(inputs.arrays[name])
+            graph.launch()
+            stream.synchronize()
+            check(on_host((out, lse)), inputs.exact, inputs.rounded, "bfloat16")
+
+
+def _uploaded(inputs: FormInputs) -> dict[str, Any]:
+    return {name: upload(x) for name, x in inputs.arrays.items()}
