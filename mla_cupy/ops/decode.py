@@ -186,6 +186,9 @@ def decode_unmerged(
     *,
     scale: float | None,
     causal: bool,
+    kv_scale: float,
+    q_scale: float,
+    math: str,
     cp_world: int,
     cp_rank: int,
     lse_base: str,
@@ -197,7 +200,7 @@ def decode_unmerged(
 
     `arrays` are q, kv_cache, block_table, seqlens, out and lse.
     """
-    options = (D_V, scale, causal, cp_world, cp_rank, 1.0, 1.0, "exact", None, lse_base, -inf, kernel)
+    options = (D_V, scale, causal, cp_world, cp_rank, kv_scale, q_scale, math, None, lse_base, -inf, kernel)
     inputs, results = arrays[:4], arrays[4:]
     arrays_of_call = (*inputs, None, *results)
     run(Invocation(OPERATION, arrays_of_call, options, None, stream, UnmergedPlan(plan), check))
