@@ -27,6 +27,7 @@ def cascade_decode(
     *,
     scale: float | None = None,
     causal: bool = True,
+    q_scale: float = 1.0,
     math: str = "exact",
     lse_base: str = "e",
     empty_lse: float = -inf,
@@ -43,10 +44,10 @@ def cascade_decode(
 
     Parameters
     ----------
-    q, kv_cache, block_table, seqlens, scale, causal, math, lse_base, empty_lse, out, lse, out_dtype, stream
+    q, kv_cache, block_table, seqlens, scale, causal, q_scale, math, lse_base, empty_lse, out, lse, out_dtype, stream
         As for `mla_decode`. The page tables of a group's sequences begin with the same pages, and every query token
         sees all of these; `shared_prefixes` finds such groups on the host. Queries of a group whose first two axes do
-        not step evenly are copied. With queries in e4m3, `scale` has their scale in it.
+        not step evenly are copied.
     groups : sequence of PrefixGroup
         Disjoint, in the order of the batch. Without groups this is a call of `mla_decode`.
     plan : CascadePlan, optional
@@ -90,7 +91,7 @@ def cascade_decode(
     >>> [round(float(x), 3) for x in lse[:, 0, 0]]
     [28.605, 28.248]
     """
-    options = (_hashable(groups), scale, causal, math, lse_base, empty_lse, out_dtype, hashable(kernel))
+    options = (_hashable(groups), scale, causal, q_scale, math, lse_base, empty_lse, out_dtype, hashable(kernel))
     arrays = (q, kv_cache, block_table, seqlens, out, lse)
     out, lse = run(Invocation(OPERATION, arrays, options, workspace, stream, plan, check))
     return out, lse
@@ -102,6 +103,7 @@ class CascadeOptions(NamedTuple):
     groups: Any
     scale: Any
     causal: Any
+    q_scale: Any
     math: Any
     lse_base: Any
     empty_lse: Any
@@ -118,13 +120,17 @@ def _is_row(group: Any) -> bool:
     return isinstance(group, (list, tuple))
 
 
+_OF_DECODE = "scale", "causal", "q_scale", "math", "lse_base", "empty_lse"
+"""Options that are examined as those of decode."""
+
+
 def _examine(views: Views, options: CascadeOptions) -> Examined:
     absent = dict.fromkeys(array.name for array in decode_operation.OPERATION.inputs if array.optional)
     of_decode = decode_operation.OPERATION.examine({**absent, **views}, _of_decode(options))
     q, table = present(views, "q"), present(views, "block_table")
     groups = check_groups(options.groups, q.shape[0], table.shape[1])
     resolved = options._replace(
-        **{name: getattr(of_decode.options, name) for name in ("scale", "causal", "math", "lse_base", "empty_lse")},
+        **{name: getattr(of_decode.options, name) for name in _OF_DECODE},
         groups=groups,
         kernel=check_kernels(_PIPELINE, options.kernel),
     )
@@ -134,7 +140,7 @@ def _examine(views: Views, options: CascadeOptions) -> Examined:
 def _of_decode(options: CascadeOptions) -> Any:
     numbers = {name: value for name, value in options._asdict().items() if name not in ("groups", "kernel")}
     others: dict[str, Any] = {"d_v": D_V, "window": None, "max_seqlen_q": None, "cp_world": 1, "cp_rank": 0}
-    others |= {"kv_scale": 1.0, "q_scale": 1.0, "kernel": None}
+    others |= {"kv_scale": 1.0, "kernel": None}
     return decode_operation.OPERATION.options(**numbers, **others)
 
 

@@ -151,7 +151,7 @@ class _Batch:
                 cp_world=1,
                 cp_rank=0,
                 kv_scale=1.0,
-                q_scale=1.0,
+                q_scale=options.q_scale,
                 math=options.math,
                 out_dtype=None,
                 lse_base=options.lse_base,

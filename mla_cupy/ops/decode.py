@@ -230,6 +230,9 @@ def decode_unmerged(
     *,
     scale: float | None,
     causal: bool,
+    kv_scale: float,
+    q_scale: float,
+    math: str,
     cp_world: int,
     cp_rank: int,
     lse_base: str,
@@ -241,7 +244,8 @@ def decode_unmerged(
 
     `arrays` are q, kv_cache, block_table, seqlens, out and lse.
     """
-    options = (D_V, scale, causal, None, None, cp_world, cp_rank, 1.0, 1.0, "exact", None, lse_base, -inf, kernel)
+    tokens, numbers = (causal, None, None, cp_world, cp_rank), (kv_scale, q_scale, math)
+    options = (D_V, scale, *tokens, *numbers, None, lse_base, -inf, kernel)
     inputs, results = arrays[:4], arrays[4:]
     arrays_of_call = (*inputs, None, None, None, None, None, None, *results)
     run(Invocation(OPERATION, arrays_of_call, options, None, stream, UnmergedPlan(plan), check))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
+from math import inf
 from typing import Any
 
 from mla_cupy import arrays
-from mla_cupy.dtypes import FLOATS, name_of
+from mla_cupy.dtypes import FLOATS, HALF, name_of
 from mla_cupy.errors import ArgumentError, DTypeError, explain
 from mla_cupy.ops.checks import check_flag
 from mla_cupy.ops.decode import decode_unmerged, mla_decode
@@ -70,13 +70,16 @@ class ContextParallel:
         *,
         scale: float | None = None,
         causal: bool = True,
+        kv_scale: float = 1.0,
+        q_scale: float = 1.0,
+        math: str = "exact",
         local_seqlens: bool = False,
         plan: Any = None,
         out: Any = None,
         lse: Any = None,
         out_dtype: Any = None,
         lse_base: str = "e",
-        empty_lse: float = -math.inf,
+        empty_lse: float = -inf,
         kernel: str | None = None,
         check: bool = False,
         stream: Any = None,
@@ -85,16 +88,16 @@ class ContextParallel:
 
         Parameters
         ----------
-        q : array, (b, s_q, h_q, d_qk), bfloat16 or float16
+        q : array, (b, s_q, h_q, d_qk), bfloat16 or float16; with math="fp8" e4m3, too
             The queries of all heads, the same on every rank.
-        kv_cache : array, (num_pages, page_size, d_qk)
+        kv_cache : array, (num_pages, page_size, d_qk), or of records
             This rank's tokens: its token j is token j * world + rank of the sequence, unless `local_seqlens`.
         block_table : array, (b, max_pages), int32
             Of this rank's cache.
         seqlens : array, (b,), int32
             Tokens of the whole sequences, the same on every rank; with `local_seqlens` the tokens on this rank.
-        scale, causal, kernel, check
-            As for `mla_decode`.
+        scale, causal, kv_scale, q_scale, math, kernel, check
+            As for `mla_decode`; the same on every rank, but for `kv_scale` and `kernel`.
         local_seqlens : bool
             `seqlens` count this rank's own tokens, any of the sequence's in any order. Every query sees all of them, so
             s_q must be 1 or `causal` False. The same on every rank. Default False.
@@ -106,7 +109,7 @@ class ContextParallel:
         lse : array, (b, h_q / world, s_q), float32, optional
             Where its log-sum-exp goes.
         out_dtype, lse_base, empty_lse
-            As for `mla_decode`; `out_dtype` is the dtype of `q` by default.
+            As for `mla_decode`; `out_dtype` is the dtype of `q` by default, bfloat16 of queries in e4m3.
         stream : int or stream object, optional
             Where to run. Default: the caller's library's current stream.
 
@@ -139,11 +142,12 @@ class ContextParallel:
                 got = f"True with s_q={shape[1]} and causal=True: which tokens a query sees is unknown"
                 raise ArgumentError(explain("local_seqlens", got, "s_q=1 or causal=False", remedy))
         if out is None and out_dtype is None:
-            out_dtype = q.dtype
+            out_dtype = q.dtype if name_of(q.dtype) in HALF else "bfloat16"
         result = Result(out, lse, out_dtype, lse_base, empty_lse, stream)
         kept, call = self._partials(family, q, stream), (q, kv_cache, block_table, seqlens)
         cp_world, cp_rank = (1, 0) if local_seqlens else (self.world, self.rank)
         options: dict[str, Any] = {"scale": scale, "causal": causal, "cp_world": cp_world, "cp_rank": cp_rank}
+        options |= {"kv_scale": kv_scale, "q_scale": q_scale, "math": math}
         options |= {"lse_base": lse_base, "kernel": kernel, "check": check, "stream": stream}
         splits = plan.splits if isinstance(plan, DecodePlan) and kept is not None else None
         if kept is None:
@@ -164,7 +168,7 @@ class ContextParallel:
         lse: Any = None,
         out_dtype: Any = None,
         lse_base: str = "e",
-        empty_lse: float = -math.inf,
+        empty_lse: float = -inf,
         stream: Any = None,
     ) -> tuple[Any, Any]:
         """Exchange and merge partial results of the caller's, such as projected ones.

@@ -183,6 +183,7 @@ def cascade_decode(
     groups: Sequence[tuple[int, int, int]],
     scale: float | None = None,
     causal: bool = True,
+    q_scale: float = 1.0,
     math: str = "exact",
     lse_base: str = "e",
     empty_lse: float = -np.inf,
@@ -191,7 +192,7 @@ def cascade_decode(
 
     Parameters
     ----------
-    q, kv_cache, block_table, seqlens, scale, causal, math, lse_base, empty_lse
+    q, kv_cache, block_table, seqlens, scale, causal, q_scale, math, lse_base, empty_lse
         As for `mla_decode`.
     groups : sequence of (int, int, int)
         First sequence, number of sequences, and pages that they share.
@@ -200,7 +201,7 @@ def cascade_decode(
     for first, count, pages in groups:
         table[first : first + count, :pages] = table[first, :pages]
     numbers: dict[str, Any] = {"scale": scale, "causal": causal, "lse_base": lse_base, "empty_lse": empty_lse}
-    return mla_decode(q, kv_cache, table, seqlens, math=math, **numbers)
+    return mla_decode(q, kv_cache, table, seqlens, q_scale=q_scale, math=math, **numbers)
 
 
 def _present_tokens(cache: Array, table: Array, length: int, kv_scale: float) -> tuple[Array, Array]:

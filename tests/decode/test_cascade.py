@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -318,3 +319,20 @@ def test_sizes_of_numpy(kind: Any) -> None:
     shape: dict[str, Any] = {"b": kind(2), "h_q": kind(100), "max_pages": kind(3), "page_size": kind(100)}
     plan = mla_cupy.plan_cascade(wanted, **shape, dtype="bfloat16")
     plan.update(np.array([240, 241], np.int32))
+
+
+def test_queries_in_e4m3_with_a_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all stages: with groups, sequences alone, and as `mla_decode` has it."""
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    rng, e4m3 = np.random.default_rng(7), ml_dtypes.float8_e4m3fn
+    q = rng.standard_normal((3, 1, 4, 576)).astype(e4m3)
+    cache = rng.standard_normal((5, 64, 576)).astype(e4m3)
+    table, seqlens = np.array([[2, 0], [2, 1], [3, 4]], np.int32), np.array([100, 70, 90], np.int32)
+    groups = (mla_cupy.PrefixGroup(0, 2, 1),)
+    options = {"math": "fp8", "q_scale": 0.25, "out_dtype": "float32"}
+    got = mla_cupy.cascade_decode(q, cache, table, seqlens, groups, **options)
+    expected = mla_cupy.mla_decode(q, cache, table, seqlens, **options)
+    for mine, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-2, atol=1e-2)
+    plain = mla_cupy.cascade_decode(q, cache, table, seqlens, groups, math="fp8", out_dtype="float32")
+    assert np.abs(plain[1] - got[1]).max() > 0.5

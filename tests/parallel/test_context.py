@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -62,6 +63,33 @@ def test_ranks_agree_with_one(batch: Batch, world: int, causal: bool) -> None:
     for rank, (mine, mine_lse) in enumerate(on_all_ranks(world, decode)):
         np.testing.assert_allclose(mine, heads_of(out, 2, world, rank), rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(mine_lse, heads_of(lse, 1, world, rank), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("math", "coded"), [("exact", False), ("fp8", False), ("fp8", True)])
+def test_records_of_e4m3(math: str, coded: bool) -> None:
+    """Their scale, that of queries in e4m3, and the arithmetic reach every rank's decode."""
+    batch, e4m3 = Batch((100, 1, 0, 37), h_q=4), ml_dtypes.float8_e4m3fn
+    options = {"math": math, "kv_scale": 0.5, "q_scale": 0.25 if coded else 1.0, "out_dtype": "float32"}
+
+    def over_records(shard: tuple[Any, ...]) -> tuple[Any, ...]:
+        q, cache, table, seqlens = shard
+        q = (q.astype(np.float32) / 0.25).astype(e4m3) if coded else q
+        return q, (cache.astype(np.float32) / 0.5).astype(e4m3), table, seqlens
+
+    out, lse = mla_cupy.mla_decode(*over_records(batch.shard(1, 0)), **options)
+    found = on_all_ranks(2, lambda rank: rank.decode(*over_records(batch.shard(2, rank.rank)), **options))
+    for rank, (mine, mine_lse) in enumerate(found):
+        np.testing.assert_allclose(mine, heads_of(out, 2, 2, rank), rtol=2e-2, atol=2e-2)
+        np.testing.assert_allclose(mine_lse, heads_of(lse, 1, 2, rank), rtol=1e-3, atol=1e-3)
+    plain, _ = mla_cupy.mla_decode(*batch.shard(1, 0), out_dtype="float32")
+    assert np.abs(plain - out).max() < 0.3 < np.abs(out).max()  # the scales count
+
+
+def test_results_of_queries_in_e4m3_are_bfloat16() -> None:
+    q, cache, table, seqlens = Batch((70,), h_q=4).shard(1, 0)
+    shard = *(x.astype(ml_dtypes.float8_e4m3fn) for x in (q, cache)), table, seqlens
+    ((out, _),) = on_all_ranks(1, lambda rank: rank.decode(*shard, math="fp8"))
+    assert out.dtype == ml_dtypes.bfloat16
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
