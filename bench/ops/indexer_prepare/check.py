@@ -33,7 +33,8 @@ def expect(case: PrepareCase, dtype: str, inputs: PrepareInputs, device: Device)
     """The oracle's results for a few tokens."""
     chosen = spaced(case.s_q, TOKENS)
     of_tokens = ("weights", "positions")
-    given = {name: x[chosen] if name in of_tokens else x for name, x in inputs.host.items()}
+    given: dict[str, Any] = {name: x[chosen] if name in of_tokens else x for name, x in inputs.host.items()}
+    made: tuple[Any, ...]
     q = device.take(inputs.q, chosen)
     if case.keys:
         made = reference.indexer_prepare(q, k=device.take(inputs.arguments["k"], chosen), **given)

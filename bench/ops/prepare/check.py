@@ -39,7 +39,9 @@ class Sample:
 def expect(case: MlaPrepareCase, dtype: str, inputs: MlaPrepareInputs, device: Device) -> list[Sample]:
     """Compute the oracle's bytes from a few tokens of the inputs. What queries become in place is not sampled."""
     chosen, few = spaced(case.n, TOKENS), FEW if case.theta else 0.0
-    own = {name: x if name in ("cos", "sin") else x[chosen] for name, x in inputs.host.items() if name != "slots"}
+    own: dict[str, Any] = {
+        name: x if name in ("cos", "sin") else x[chosen] for name, x in inputs.host.items() if name != "slots"
+    }
     pages = np.zeros((0, 0), np.uint8)
     if case.record:
         pages = np.zeros((len(chosen), FORMATS[case.record].page_bytes(PAGE_SIZE)), np.uint8)
@@ -50,7 +52,9 @@ def expect(case: MlaPrepareCase, dtype: str, inputs: MlaPrepareInputs, device: D
     numbers["kv_scale"] = KV_SCALE if case.record == "fp8" else 1.0
     out, scales, _ = reference.mla_prepare(device.take(inputs.q, chosen), **own, **numbers)
     found: list[Sample] = []
-    results = {} if case.kind == "inplace" else {"queries": (out, "uint8" if case.kind == "codes" else dtype)}
+    results: dict[str, tuple[Any, str]] = {}
+    if case.kind != "inplace":
+        results["queries"] = (out, "uint8" if case.kind == "codes" else dtype)
     if case.kind == "codes":
         results["q_scales"] = (scales, "float32")
     for name, (x, kind) in results.items():
