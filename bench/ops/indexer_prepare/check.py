@@ -41,9 +41,8 @@ def expect(case: PrepareCase, dtype: str, inputs: PrepareInputs, device: Device)
     else:
         made = reference.indexer_prepare_q(q, **given)
     names = ("codes", "folded", "k_codes", "k_scale")[: len(made)]
-    results = {
-        name: to_e4m3(x) if "codes" in name else x.astype(np.float32) for name, x in zip(names, made, strict=True)
-    }
+    pairs: list[tuple[str, Any]] = list(zip(names, made, strict=True))
+    results = {name: to_e4m3(x) if "codes" in name else x.astype(np.float32) for name, x in pairs}
     return [Sample(int(token), {name: x[at] for name, x in results.items()}) for at, token in enumerate(chosen)]
 
 
