@@ -12,7 +12,10 @@
 // Source: two warpgroups that each own half of the output are FlashMLA's idea; sums that leave the tensor cores before
 // they lose bits, DeepGEMM's. What differs: no pass transposes values, and each tile's weights have a maximum of their
 // own (cuda_src/decode/fp8.md).
-#include "decode/sm90_fp8.cuh"
+#include "attention/sm90/fp8.cuh"
+#include "attention/token_record.cuh"
+#include "decode/sm90_lean_load.cuh"
+#include "tile/warp.cuh"
 
 // A mask says which drafts a query sees, if a variant says so.
 #ifndef MLA_TREE_MASK
@@ -25,6 +28,19 @@ using Query = MLA_DTYPE;
 using BlockStorage = Fp8Storage<MLA_BLOCK_ROWS, MLA_TREE_MASK>;
 using OwnBlock = Fp8Block<BlockStorage>;
 
+// ---- Budget ----------------------------------------------------------------------------------------------------
+// role      warps    regs, of 64 rows   does
+// left      0..3     232   240          even tiles: scores, weights; O[:, :256]
+// right     4..7     232   240          odd tiles;  O[:, 256:]
+// load      8        40    24           tiles, page by page; 9..11 have nothing to do
+//
+// Of 64 rows, O, two sums under way, their operands and factors are 224 numbers of a math thread.
+constexpr i32 kBlockThreads = 3 * kWarpgroupThreads;
+constexpr i32 kLoadWarp = 2 * kWarpgroupWarps;
+constexpr bool kWide = MLA_BLOCK_ROWS == kFp8MmaRows;
+constexpr i32 kRegsMath = kWide ? 240 : 232;
+constexpr i32 kRegsLoad = kWide ? 24 : 40;
+static_assert(2 * kRegsMath + kRegsLoad <= 3 * regs_at_entry(kBlockThreads), "what the block has at entry");
 static_assert(sizeof(BlockStorage) <= kMaxDynamicSmem, "shared memory");
 
 MLA_DECODE_FACTS();
@@ -33,13 +49,51 @@ MLA_FACT(smem_bytes, sizeof(BlockStorage));
 MLA_FACT(block_m, MLA_BLOCK_ROWS);
 MLA_RECORD_FACT(fp8);
 
+// ---- Load role -------------------------------------------------------------------------------------------------
+struct TileLoader {
+    const OwnBlock& block;
+    const TensorMap &latent_map, &rope_map;
+    Ring<BlockStorage::kStages> phases;
+    i32 stage = 0;
+
+    MLA_DEVICE void operator()(const TileBoxes& boxes, const WorkItem&, i32) {
+        BlockStorage& s = block.s;
+        const u64 present = boxes.present_tokens();
+        MBarrier& full = s.kv_full[stage];
+        const SmemAddr to = s.tile(block.ring, stage);
+        mbarrier_wait(s.kv_empty[stage], phases.empty_parity(stage));
+        if (boxes.lane == 0) {
+            s.present[stage] = present;
+            mbarrier_arrive_expect_tx(full, block.ring.tile_bytes);
+        }
+        __syncwarp();
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            if (boxes.contains(boxes.box(i))) load_box(boxes, to, full, i);
+        }
+        phases.advance(stage);
+        stage = block.ring.next(stage);
+    }
+
+    MLA_DEVICE void load_box(const TileBoxes& boxes, SmemAddr to, MBarrier& full, i32 i) const {
+        const u32 first = boxes.box(i) * boxes.rows, rope_row_bytes = (block.ring.tile_bytes - kFp8LatentBytes) / 64;
+        const i32 page = boxes.window.page[i], token = boxes.window.offset[i];
+        for (i32 panel = 0; panel < kFp8Panels; ++panel) {
+            cp_async_bulk_tensor_4d(to + (panel * kSw128Bytes + first * kSw128RowBytes), latent_map, full,
+                                    panel * kSw128ByteColumns, token, block.kv_head, page, boxes.l2_policy);
+        }
+        cp_async_bulk_tensor_4d(to + (kFp8LatentBytes + first * rope_row_bytes), rope_map, full, kHeadDimV, token,
+                                block.kv_head, page, boxes.l2_policy);
+    }
+};
+
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
     mla_decode_sm90_fp8(const __grid_constant__ DecodeParams p, const __grid_constant__ TensorMap latent_map,
                         const __grid_constant__ TensorMap rope_map) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     auto& s = *reinterpret_cast<BlockStorage*>(smem);
-    const OwnBlock block(p, blockIdx.x, s);
+    const OwnBlock block(p, s);
     clear_fp8_query(s);
     if (threadIdx.x == 0) {
         prefetch_tensormap(latent_map);
@@ -55,9 +109,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
         run_fp8_side<Query>(block, warp);
     } else {
         setmaxnreg_dec<kRegsLoad>();
-        if (warp == kLoadWarp) {
-            run_lean_load_role(block, own_lane(), Fp8TileLoader<OwnBlock>{block, latent_map, rope_map, {}, 0});
-        }
+        if (warp == kLoadWarp) run_lean_load_role(block, own_lane(), TileLoader{block, latent_map, rope_map, {}, 0});
     }
     griddepcontrol_launch_dependents();
 }

@@ -33,8 +33,7 @@ struct LinePrefetch {
 // What the roles read one after another at their start: schedule, lengths, block table, query rows. It may not have
 // been written yet; L2 is where it will be all the same. PERF(H200, 2026-11-22, -0.5 % to -2 % of batches of up to 32
 // sequences with up to 32 rows): not so with more rows.
-// `Stored` is how elements of queries are seen.
-template <class Tile, class Stored = u16>
+template <class Tile>
 MLA_DEVICE void prefetch_inputs(const DecodeParams& p) {
     constexpr i32 kLineBytes = 128, kWords = kLineBytes / sizeof(i32), kPoints = kLineBytes / sizeof(SchedulePoint);
     LinePrefetch prefetch;
@@ -50,13 +49,12 @@ MLA_DEVICE void prefetch_inputs(const DecodeParams& p) {
         const i32 request = i / table_lines, line = i - request * table_lines;
         return p.block_table + request * p.table_stride_b_elems + line * kWords * p.table_stride_page_elems;
     });
-    constexpr i32 kWidth = Tile::Work::kForms ? kHeadDimV : Tile::kHeadDimQk;  // RoPE columns may be elsewhere
-    constexpr i32 kColumns = kLineBytes / sizeof(Stored), kLines = ceil_div(kWidth, kColumns);
+    constexpr i32 kLines = Tile::Work::kForms ? kSwTilesV : Tile::kSwTilesQk;  // RoPE columns may be elsewhere
     prefetch.lines(p.b * p.s_q * p.h_q * kLines, [&](i32 i) {
-        const i32 row = i / kLines, line = i - row * kLines;
+        const i32 row = i / kLines, sw_tile = i - row * kLines;
         const i32 token = row / p.h_q, head = row - token * p.h_q, request = token / p.s_q;
-        return reinterpret_cast<const Stored*>(p.q) + request * p.q_stride_b_elems +
-               (token - request * p.s_q) * p.q_stride_s_elems + head * p.q_stride_h_elems + line * kColumns;
+        return p.q + request * p.q_stride_b_elems + (token - request * p.s_q) * p.q_stride_s_elems +
+               head * p.q_stride_h_elems + sw_tile * kSw128Columns;
     });
 }
 

@@ -29,18 +29,6 @@ MLA_DEVICE void cp_async_bulk_tensor_4d(SmemAddr to, const TensorMap& map, MBarr
         : "memory");
 }
 
-// The same to all blocks of the cluster whose bits are set, at the same place in each, which completes on the barrier
-// of each.
-// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
-MLA_DEVICE void cp_async_bulk_tensor_4d_multicast(SmemAddr to, const TensorMap& map, MBarrier& full, i32 c0, i32 c1,
-                                                  i32 c2, i32 c3, u16 blocks, u64 l2_policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
-        " [%0], [%1, {%3, %4, %5, %6}], [%2], %7, %8;" ::"r"(to.value),
-        "l"(&map), "r"(smem_addr(&full).value), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks), "l"(l2_policy)
-        : "memory");
-}
-
 MLA_DEVICE void cp_async_bulk_tensor_3d(SmemAddr to, const TensorMap& map, MBarrier& full, i32 c0, i32 c1, i32 c2,
                                         u64 l2_policy) {
     asm volatile(

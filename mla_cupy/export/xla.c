@@ -400,7 +400,7 @@ static XLA_FFI_Error* register_handler(const XLA_FFI_Api* api, XLA_FFI_Handler* 
     args.struct_size = XLA_FFI_Handler_Register_Args_STRUCT_SIZE;
     args.name = (XLA_FFI_ByteSpan){TARGET_NAME, sizeof TARGET_NAME - 1};
     args.platform = (XLA_FFI_ByteSpan){platform, strlen(platform)};
-    args.bundle = (XLA_FFI_Handler_Bundle){handler, handler, handler, handler};
+    args.bundle.instantiate = args.bundle.prepare = args.bundle.initialize = args.bundle.execute = handler;
     args.traits = XLA_FFI_HANDLER_TRAITS_COMMAND_BUFFER_COMPATIBLE;
     return api->XLA_FFI_Handler_Register(&args);
 }

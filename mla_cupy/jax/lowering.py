@@ -23,7 +23,7 @@ from mla_cupy.jax.devices import gpu_ordinals, launcher, locate
 from mla_cupy.jax.sharding import Axes, Parts, Run, are_spread, by_shardy, can_ask, over_mesh, parts_of
 from mla_cupy.ops.bind import Launcher, Shaped, Signature, options_of
 from mla_cupy.ops.checks import check_flag
-from mla_cupy.ops.operation import Operation
+from mla_cupy.ops.operation import Operation, axes_of
 
 try:
     from jax.experimental.buffer_callback import buffer_callback
@@ -114,16 +114,18 @@ def _part(signature: Signature, by_handler: bool, *operands: Any) -> Sequence[An
 
 def _parts(signature: Signature) -> Parts:
     record = signature.record
-    axes = {array.name: array.axes.split() for array in record.inputs}
-    axes |= {output.name: output.axes.split() for output in record.outputs}
+    arrays = dict(zip(record.names, signature.arrays, strict=True))
+    axes = {array.name: axes_of(array, arrays) for array in (*record.inputs, *record.outputs)}
     axes |= {output.name: axes[output.like] for output in record.outputs if output.like}
 
     def with_names(names: Sequence[str], shaped: Sequence[Shaped | None]) -> list[Axes]:
         there = [(axes[name], each[0]) for name, each in zip(names, shaped, strict=True) if each is not None]
         return [(_present(each, len(shape)), shape) for each, shape in there]
 
-    given = with_names(record.names, signature.arrays)
-    return parts_of(record.parallel, given, with_names(signature.result_names, signature.results))
+    given, parallel = with_names(record.names, signature.arrays), dict(record.parallel)
+    if arrays.get("cu_seqlens_q") is not None:
+        parallel.pop("b", None)  # packed queries have no axis of sequences, with which the others would be divided
+    return parts_of(parallel, given, with_names(signature.result_names, signature.results))
 
 
 def _present(axes: Sequence[str], ndim: int) -> list[str]:

@@ -22,7 +22,7 @@ from tests.support.calls import assert_same, on_host, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.gpu import upload, uploaded
 from tests.support.kernels import CLUSTER_KERNELS, DECODE_KERNELS
-from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.mutants import Mutant, Plant, as_verdict, steps
 from tests.support.recorder import H200, Recorder
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
@@ -59,13 +59,13 @@ MORE_CASES = [
 ]
 
 
-def twice(inputs: DecodeInputs, sm_count: int, mode: tuple[str, int], kernel: str = EIGHT, **options: Any) -> Any:
+def _twice(inputs: DecodeInputs, sm_count: int, mode: tuple[str, int], **options: Any) -> Any:
     """The results of a planned call, after the same call and another one with other lengths."""
     with simulated(sm_count, mode=mode[0], seed=mode[1]) as target:
         target.resident, target.race_global = 64, True
         case = inputs.case
         shard = {"cp_world": case.cp_world, "cp_rank": case.cp_rank}
-        plan = plan_of(inputs, device=0, kernel=kernel, **shard)
+        plan = plan_of(inputs, device=0, kernel=EIGHT, **shard)
         call = {**case.options, **options, "plan": plan}
         first: Any = None
         for _ in range(2):
@@ -76,7 +76,7 @@ def twice(inputs: DecodeInputs, sm_count: int, mode: tuple[str, int], kernel: st
                     "not the same"
                 )
             first = got
-        assert target.launched == [f"mla_{kernel}"] * 2
+        assert target.launched == [f"mla_{EIGHT}"] * 2
     return first
 
 
@@ -91,7 +91,7 @@ def test_against_the_oracle(case: DecodeCase, sm_count: int, pytestconfig: pytes
     number = (*CASES, *MORE_CASES).index((case, sm_count))
     full = pytestconfig.getoption("--sim") == "full"
     for mode in MODES if full else [MODES[number % len(MODES)]]:
-        got = twice(inputs, sm_count, mode)
+        got = _twice(inputs, sm_count, mode)
         check(got, inputs.exact, inputs.rounded, case.dtype)
 
 
@@ -104,14 +104,14 @@ def test_inputs_have_different_maxima_in_each_tile() -> None:
 
 def test_results_in_float32_and_another_base() -> None:
     inputs = uneven(DecodeCase(b=1, seqlens=200, h_q=7))
-    got = twice(inputs, 1, ("late", 0), out_dtype="float32", lse_base="2")
+    got = _twice(inputs, 1, ("late", 0), out_dtype="float32", lse_base="2")
     check((got[0], got[1] * np.float32(np.log(2))), inputs.exact, inputs.rounded, "bfloat16")
     assert (got[0] != got[0].astype(inputs.q.dtype).astype(np.float32)).mean() > 0.5
 
 
 # ---- Planted bugs ------------------------------------------------------------------------------------------------
 
-MERGE, KERNEL_FILE = "decode/cluster_merge.cuh", "decode/sm90_small_cluster.cuh"
+MERGE = "decode/sm90_small_cluster.cuh"
 WORK = "decode/cluster_work.cuh"
 
 #: Of the merge within a cluster; the first one runs each time. None of them lets a block end before all have read its
@@ -120,73 +120,65 @@ WITHIN_MUTANTS = [
     Mutant(
         "values not scaled by the weight of the block",
         MERGE,
-        "merge.weights[j][row] = weights[j] * factor;",
-        "merge.weights[j][row] = factor;",
+        "merge.weights[j][head] = weights[j] * factor;",
+        "merge.weights[j][head] = factor;",
     ),
     Mutant(
         "results stored where another warp still multiplies",
-        KERNEL_FILE,
-        "    bar_sync(MathOnly, kWarpgroupThreads);  // also: every warp's last product has been computed\n",
-        "",
+        "decode/sm90_small_cluster8.cu",
+        *steps("bar.sync", 3, of=11),
     ),
     Mutant(
         "sums not scaled by the weight of the block",
         MERGE,
-        "sum = fmaf(weights[j], merge.sums[j][row], sum);",
-        "sum += merge.sums[j][row];",
+        "sum = fmaf(weights[j], merge.sums[j][head], sum);",
+        "sum += merge.sums[j][head];",
     ),
     Mutant(
         "other blocks not waited for",
-        KERNEL_FILE,
+        MERGE,
         "    cluster_sync();  // every block's results are in its shared memory\n",
         "",
     ),
     Mutant(
         "statistics not waited for",
-        MERGE,
-        "    block.sync();\n    weigh_blocks",
-        "    weigh_blocks",
+        "decode/sm90_small_cluster8.cu",
+        *steps("bar.sync", 5, of=11),
     ),
     Mutant(
         "weights not waited for",
-        MERGE,
-        "    weigh_blocks(merge, thread);\n    block.sync();\n",
-        "    weigh_blocks(merge, thread);\n",
+        "decode/sm90_small_cluster8.cu",
+        *steps("bar.sync", 6, of=11),
     ),
     Mutant(
         "the slice of another rank",
         MERGE,
-        "merge.out[block.rank * C::kSlicePanels",
-        "merge.out[(block.rank ^ 1) * C::kSlicePanels",
+        "merge.out[rank * C::kSliceSwTiles",
+        "merge.out[(rank ^ 1) * C::kSliceSwTiles",
     ),
-    Mutant(
-        "the weights of other heads", MERGE, "C::first_row(thread) + fragment_column(thread)", "C::first_row(thread)"
-    ),
-    Mutant("NaN in another column", KERNEL_FILE, "in_tile % 16 / 8 * 2 + head % 2", "head % 2"),
-    Mutant("NaN not given back", KERNEL_FILE, "if (s.nonfinite_request != block.item.request) return;", "return;"),
-    Mutant(
-        "one maximum of all rows", KERNEL_FILE, "merge.max[kth_head(k, thread)] =", "merge.max[kth_head(0, thread)] ="
-    ),
+    Mutant("the weights of other heads", MERGE, "weights[8 * v + fragment_column(thread)];", "weights[8 * v];"),
+    Mutant("NaN in another column", MERGE, "in_tile % 16 / 8 * 2 + head % 2", "head % 2"),
+    Mutant("NaN not given back", MERGE, "if (s.nonfinite_request != block.item.request) return;", "return;"),
+    Mutant("one maximum of all rows", MERGE, "merge.max[kth_head(k, thread)] =", "merge.max[kth_head(0, thread)] ="),
     Mutant("the last tile of longer pieces lost", WORK, "first + step + (i < rest)", "first + step"),
     Mutant("no cluster for a request without tokens", WORK, "return cluster < p.b;", "return cluster > 0;"),
-    Mutant("rows past the last one stored", KERNEL_FILE, "if (block.row0 + head >= block.rows) continue;", ""),
+    Mutant("rows past the last one stored", MERGE, "if (block.row0 + head >= block.rows) continue;", ""),
 ]
 #: Of the merge of the clusters that share a request.
 SHARED_MUTANTS = [
     Mutant("the first to come merges", MERGE, "== block.share.count - 1;", "== 0;"),
-    Mutant("tickets not taken back", MERGE, "        if (block.merge.is_last) *taken = 0;\n", ""),
+    Mutant("tickets not taken back", MERGE, "        if (merge.is_last) *taken = 0;\n", ""),
     Mutant(
         "ticket taken before the slice is stored",
-        MERGE,
-        "    block.sync();  // the slice has been stored\n",
-        "",
+        "decode/sm90_small_cluster8.cu",
+        *steps("bar.sync", 7, of=11),
     ),
     Mutant("tickets that publish nothing", "ptx/system.cuh", "atom.acq_rel.gpu", "atom.relaxed.gpu"),
     Mutant(
         "clusters not weighted",
         MERGE,
-        "merge.cluster_weights[g][row] *= factor;",
-        "merge.cluster_weights[g][row] = factor;",
+        "merge.cluster_weights[g][head] *= factor;",
+        "merge.cluster_weights[g][head] = factor;",
     ),
     Mutant("another cluster's partial result", MERGE, "share.first + min(first + i,", "share.first + min(first,"),
     Mutant("every request begins at cluster 0", WORK, "share.request) - share.count;", "share.request) * 0;"),
@@ -208,7 +200,7 @@ def _verdict(case: DecodeCase, sm_count: int, mode: tuple[str, int], infinite: b
     page, token = divmod(last, case.page_size)
     if infinite:
         inputs.kv_cache[inputs.block_table[request, page], token, 0, [9, 300]] = np.inf
-    got = twice(inputs, sm_count, mode)
+    got = _twice(inputs, sm_count, mode)
     finite = [np.isfinite(exact) for exact in inputs.exact]
     mine = [np.asarray(x, np.float32) for x in got]
     assert all((np.isfinite(x) == mask).all() for x, mask in zip(mine, finite, strict=True))

@@ -597,30 +597,29 @@ BLOCK, MATH, QUERY, BYTES = (
     *(f"attention/sm90/fp8_{part}.cuh" for part in ("block", "math", "query")),
     "tile/byte_fragments.cuh",
 )
-ROLES, LOADER = "attention/sm90/fp8.cuh", "decode/sm90_fp8.cuh"
-SOURCE = "decode/sm90_fp8.cu"
+ROLES, LOADER = "attention/sm90/fp8.cuh", "decode/sm90_fp8.cu"
 MUTANTS = (
-    Mutant("P without a proxy fence", SOURCE, *steps("fence.proxy.async", 2, of=6)),
-    Mutant("queries without a proxy fence", SOURCE, *steps("fence.proxy.async", 1, of=6)),
-    Mutant("P overwritten early", SOURCE, *steps("mbarrier.try_wait", 1, of=13)),
-    Mutant("P read early", SOURCE, *steps("mbarrier.try_wait", 4, 7, 11, of=13)),
+    Mutant("P without a proxy fence", LOADER, *steps("fence.proxy.async", 2, of=6)),
+    Mutant("queries without a proxy fence", LOADER, *steps("fence.proxy.async", 1, of=6)),
+    Mutant("P overwritten early", LOADER, *steps("mbarrier.try_wait", 1, of=13)),
+    Mutant("P read early", LOADER, *steps("mbarrier.try_wait", 4, 7, 11, of=13)),
     Mutant(
         "values sanitized before they are scored",
-        SOURCE,
+        LOADER,
         *steps("mbarrier.try_wait", 3, 6, 10, of=13),
     ),
     Mutant(
         "scores before the tile",
-        SOURCE,
+        LOADER,
         *steps("mbarrier.try_wait", 0, 8, of=13),
     ),
     Mutant(
         "a tile released by one side",
         BLOCK,
-        "init_ring(s.kv_full, s.kv_empty, 1, readers * 2 * kWarpgroupWarps)",
-        "init_ring(s.kv_full, s.kv_empty, 1, readers * kWarpgroupWarps)",
+        "init_ring(s.kv_full, s.kv_empty, 1, 2 * kWarpgroupWarps)",
+        "init_ring(s.kv_full, s.kv_empty, 1, kWarpgroupWarps)",
     ),
-    Mutant("tiles overwritten", SOURCE, *steps("mbarrier.try_wait", 12, of=13)),
+    Mutant("tiles overwritten", LOADER, *steps("mbarrier.try_wait", 12, of=13)),
     Mutant("hidden values not sanitized", MATH, "        sanitize(item, tile, of, s.kv + offset);\n", ""),
     Mutant("tokens of other positions", BYTES, "pairs[2], pairs[3], 0x6420", "pairs[2], pairs[3], 0x6240"),
     Mutant(
@@ -639,7 +638,7 @@ MUTANTS = (
     Mutant("sums of weights before rounding", ROLES, "right.rounded_sum[row] * of_right", "right.sum[row] * of_right"),
     Mutant(
         "an operand of the last item",
-        SOURCE,
+        LOADER,
         *steps("bar.sync", 1, of=8),
     ),
     Mutant("codes of a row in another order", QUERY, "(u32)codes[j] << j % 4 * 8", "(u32)codes[j] << (j ^ 1) % 4 * 8"),

@@ -12,34 +12,23 @@
 
 namespace mla::attention::sm90 {
 // ---- Epilogue --------------------------------------------------------------------------------------------------
-// A row's sums of weights, those of both sides: before they are rounded, and after.
-struct Fp8RowSums {
-    float reference, sum, rounded;
-};
-
-template <class Memory>
-MLA_DEVICE Fp8RowSums fp8_row_sums(const Memory& s, i32 row) {
-    auto &left = s.side[0].stats, &right = s.side[1].stats;
-    const float reference = fmaxf(left.reference[row], right.reference[row]);
-    const float of_left = ex2_approx(left.reference[row] - reference);
-    const float of_right = ex2_approx(right.reference[row] - reference);
-    return {reference, fmaf(left.sum[row], of_left, right.sum[row] * of_right),
-            fmaf(left.rounded_sum[row], of_left, right.rounded_sum[row] * of_right)};
-}
-
 // The thread's row of the block: final or partial results of both sides' sums. `out_reference` is this side's.
 template <class Block>
 MLA_DEVICE void finish_fp8_row(const Block& block, const WorkItem& item, i32 side, float out_reference, i32 row) {
+    auto &left = block.s.side[0].stats, &right = block.s.side[1].stats;
     auto& own = block.s.side[side].stats;
     own.factor[row] = 0.f;
     if (block.row0 + row >= block.s.rows) return;
     const DecodeParams& p = block.p;
-    const Fp8RowSums sums = fp8_row_sums(block.s, row);
-    const float max = sums.reference - kFp8WeightLog2;
+    const float reference = fmaxf(left.reference[row], right.reference[row]);
+    const float of_left = ex2_approx(left.reference[row] - reference);
+    const float of_right = ex2_approx(right.reference[row] - reference);
+    const float sum = fmaf(left.sum[row], of_left, right.sum[row] * of_right);
+    const float rounded = fmaf(left.rounded_sum[row], of_left, right.rounded_sum[row] * of_right);
     const i32 global_row = block.row0 + row;
-    const float factor = output_factor(p, item, block.kv_head, global_row, max, sums.rounded);
-    own.factor[row] = factor * ex2_approx(out_reference - sums.reference) * p.value_scale;
-    if (side == 0) store_row_lse(p, item, block.kv_head, global_row, row_lse2(max, sums.sum));
+    const float factor = output_factor(p, item, block.kv_head, global_row, reference - kFp8WeightLog2, rounded);
+    own.factor[row] = factor * ex2_approx(out_reference - reference) * p.value_scale;
+    if (side == 0) store_row_lse(p, item, block.kv_head, global_row, row_lse2(reference - kFp8WeightLog2, sum));
 }
 
 // Writes this side's columns of the rows: two neighbouring ones of a row by each thread.
@@ -78,9 +67,8 @@ MLA_DEVICE void store_fp8_out(const Math& math, const WorkItem& item) {
     }
 }
 
-// Leaves this side's sums of weights and waits for the other's: all tiles have been added.
-template <class Math>
-MLA_DEVICE void leave_fp8_sums(Math& math) {
+template <class Element, class Math>
+MLA_DEVICE void finish_fp8_item(Math& math, const WorkItem& item) {
     auto& stats = math.s.side[math.side].stats;
     math.sync_side();  // the side's factors have been read: `stats` take their place
     if (math.active()) {
@@ -93,11 +81,6 @@ MLA_DEVICE void leave_fp8_sums(Math& math) {
         }
     }
     bar_sync(Fp8BothSides, kFp8MathThreads);
-}
-
-template <class Element, class Math>
-MLA_DEVICE void finish_fp8_item(Math& math, const WorkItem& item) {
-    leave_fp8_sums(math);
     const i32 thread = math.thread();
     if (thread < Math::kRows) finish_fp8_row(math.block, item, math.side, math.own_reference(), thread);
     math.sync_side();
@@ -143,17 +126,6 @@ MLA_DEVICE void store_fp8_tree_words(const Block& block, const WorkItem& item, i
     }
 }
 
-// The query rows of a work item, and an output of zeros.
-template <class Query, class Math>
-MLA_DEVICE void begin_fp8_item(Math& math, const WorkItem& item) {
-    if (item.tile_begin < item.tile_end) {
-        load_fp8_query<Query>(math.block, item.request, math.side * kWarpgroupWarps + math.warp, own_lane());
-        if (math.side == 0) store_fp8_tree_words(math.block, item, math.thread());
-    }
-    bar_sync(Fp8BothSides, kFp8MathThreads);
-    math.reset();
-}
-
 // A math warpgroup, by its warp of both.
 template <class Query, class Block>
 MLA_DEVICE void run_fp8_side(const Block& block, i32 warp) {
@@ -161,7 +133,12 @@ MLA_DEVICE void run_fp8_side(const Block& block, i32 warp) {
     i32 stage = 0;
     WorkItem item;
     for (Fp8WorkIterator walk(block.p, block.split, block.hidden); walk.next(block.p, item);) {
-        begin_fp8_item<Query>(math, item);
+        if (item.tile_begin < item.tile_end) {
+            load_fp8_query<Query>(block, item.request, warp, own_lane());
+            if (math.side == 0) store_fp8_tree_words(block, item, math.thread());
+        }
+        bar_sync(Fp8BothSides, kFp8MathThreads);
+        math.reset();
         stage = add_fp8_tiles(math, item, stage);
         finish_fp8_item<typename Fp8QueryType<Query>::Element>(math, item);
     }

@@ -69,10 +69,7 @@ struct Fp8TreeWords<true, kRows> {
     u64 of_tile[2][kRows];  // bit t: the row sees token t; first tile: that of the first draft
 };
 
-struct Fp8NothingMore {};
-
-// `More` is for what a kernel adds.
-template <i32 kRows_, bool kTree_, class More = Fp8NothingMore>
+template <i32 kRows_, bool kTree_>
 struct Fp8Storage {
     static constexpr i32 kRows = kRows_;
     static constexpr bool kTree = kTree_;
@@ -93,16 +90,14 @@ struct Fp8Storage {
     MBarrier p_full[2], p_empty[2];
     i32 rows;  // of the KV head: math warpgroups have no register for it
     Fp8TreeWords<kTree, kRows> tree;
-    More more;
 
     MLA_DEVICE SmemAddr tile(const Fp8Ring& ring, i32 stage) const { return smem_addr(kv) + stage * ring.tile_bytes; }
 };
 
-// By one thread. `readers`: blocks that a stage is filled for at once.
 template <class Storage>
-MLA_DEVICE void init_fp8_storage(Storage& s, i32 rows, i32 readers = 1) {
+MLA_DEVICE void init_fp8_storage(Storage& s, i32 rows) {
     s.rows = rows;
-    init_ring(s.kv_full, s.kv_empty, 1, readers * 2 * kWarpgroupWarps);
+    init_ring(s.kv_full, s.kv_empty, 1, 2 * kWarpgroupWarps);
     init_ring(s.p_full, s.p_empty, kWarpgroupWarps, 2 * kWarpgroupWarps);
     fence_mbarrier_init();
 }
@@ -128,16 +123,13 @@ struct Fp8Block : RowBlock<Memory_::kRows, Memory_::kTree> {
     Memory& s;
     Fp8Ring ring;
 
-    MLA_DEVICE Fp8Block(const DecodeParams& p, i32 index, Memory& s)
-        : RowBlock<Memory::kRows, Memory::kTree>(p, index), s(s), ring(Fp8Ring::of(p, Memory::kTree)) {
+    MLA_DEVICE Fp8Block(const DecodeParams& p, Memory& s)
+        : RowBlock<Memory::kRows, Memory::kTree>(p), s(s), ring(Fp8Ring::of(p, Memory::kTree)) {
         this->kv_head = in_uniform(this->kv_head), this->row0 = in_uniform(this->row0);
         this->hidden = in_uniform(this->hidden);
     }
 
     MLA_DEVICE Fp8WorkIterator items() const { return Fp8WorkIterator(this->p, this->split); }
-
-    // By a math warp that has read the tile in a stage.
-    MLA_DEVICE void release_tile(i32 stage) const { release(s.kv_empty[stage], own_lane()); }
 };
 
 // Named barriers: each side's own, and that of both.

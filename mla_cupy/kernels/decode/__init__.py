@@ -11,8 +11,6 @@ from mla_cupy.kernels.decode import (
     schedule_pieces,
     sm90,
     sm90_fp8,
-    sm90_fp8_cluster8,
-    sm90_fp8_pair,
     sm90_small,
     sm90_small_cluster8,
 )
@@ -32,8 +30,6 @@ KERNELS: tuple[KernelSpec[Any], ...] = (
     schedule_pieces.KERNEL,
     sm90.KERNEL,
     sm90_fp8.KERNEL,
-    sm90_fp8_cluster8.KERNEL,
-    sm90_fp8_pair.KERNEL,
     sm90_small.KERNEL,
     sm90_small_cluster8.KERNEL,
 )

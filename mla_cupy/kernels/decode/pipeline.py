@@ -30,8 +30,6 @@ from mla_cupy.kernels.decode import (
     schedule_pieces,
     sm90,
     sm90_fp8,
-    sm90_fp8_cluster8,
-    sm90_fp8_pair,
     sm90_small,
     sm90_small_cluster8,
 )
@@ -110,8 +108,6 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         forms.SEESAW,
         *mma.KERNELS,
         generic.KERNEL,
-        sm90_fp8_cluster8.KERNEL,
-        sm90_fp8_pair.KERNEL,
         generic_forms.KERNEL,
         sm90_fp8.KERNEL,
         records.SEESAW,

@@ -48,6 +48,6 @@ def test_keys_with_their_norm(gpu: object, d: int, flags: dict[str, Any]) -> Non
 def test_queries_and_keys(gpu: object, d: int, flags: dict[str, Any]) -> None:
     inputs = both(d, tokens=300, heads=13)
     given = {key: upload(x) for key, x in inputs.items()}
-    got = on_host(mla_cupy.indexer_prepare(**given, **flags, return_k=True))
-    for x, wanted in zip(got, expected("prepare", inputs, **flags), strict=True):
+    got = mla_cupy.indexer_prepare(**given, **flags, return_k=True)
+    for x, wanted in zip([*on_host(got[:2]), *on_host(got[2:])], expected("prepare", inputs, **flags), strict=True):
         assert_same(x, wanted)
