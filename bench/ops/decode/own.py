@@ -67,12 +67,11 @@ class Decode:
     def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
         plan = with_kernel(mla_cupy.plan_decode, self._kernel)(
             max_b=case.b,
-            s_q=case.s_q,
             h_q=case.h_q,
             h_kv=case.h_kv,
             max_pages=case.max_pages,
             page_size=case.page_size,
-            **{"dtype": dtype, **self.plan_options(case)},
+            **{"dtype": dtype, "s_q": case.s_q, **self.plan_options(case)},
         )
         update: Callable[..., None] = partial(plan.update, **self.update_options(case, device))
         update(sets[0].seqlens)  # all sets have the same lengths
@@ -186,7 +185,7 @@ class Packed(Decode):
         return counts
 
     def plan_options(self, case: DecodeCase) -> dict[str, Any]:
-        return {**super().plan_options(case), "cu_seqlens_q": True}
+        return {**super().plan_options(case), "cu_seqlens_q": True, "s_q": int(self.counts(case).max())}
 
     def _starts(self, case: DecodeCase) -> npt.NDArray[np.int32]:
         return np.concatenate([[0], np.cumsum(self.counts(case))]).astype(np.int32)
@@ -195,8 +194,8 @@ class Packed(Decode):
         return {"cu_seqlens_q": device.upload(self._starts(case)), "total_q": case.b * case.s_q}
 
     def call_options(self, case: DecodeCase, device: Device) -> dict[str, Any]:
-        starts = device.upload(self._starts(case))
-        return {**super().call_options(case, device), "cu_seqlens_q": starts, "max_seqlen_q": case.s_q}
+        starts, most = device.upload(self._starts(case)), int(self.counts(case).max())
+        return {**super().call_options(case, device), "cu_seqlens_q": starts, "max_seqlen_q": most}
 
     def _places(self, case: DecodeCase) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Places of the case's queries among the packed ones, or -1, and among themselves; (b, s_q) each."""
