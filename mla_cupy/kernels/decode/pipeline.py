@@ -11,6 +11,7 @@ from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import combine, combine_project, generic, heuristics, mma, schedule
 from mla_cupy.kernels.attention.kernel import AttentionKernel, SplitGrid
+from mla_cupy.kernels.attention.projection import Build
 from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
 from mla_cupy.kernels.decode import (
     clusters,
@@ -49,7 +50,7 @@ class DecodeConfig:
     combine_blocks: int
     pieces: Pieces | None = None
     merged: bool = True
-    projection: tuple[KernelSpec[object], Variant] | None = None
+    projection: Build | None = None
 
     @property
     def in_clusters(self) -> bool:
@@ -166,7 +167,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         if not config.in_clusters:
             found.insert(0, (schedule_pieces.KERNEL if config.pieces else schedule.KERNEL, PLAIN[0]))
         if config.projection:
-            return [*found, config.projection]
+            return [*found, config.projection[:2]]
         merge = combine_pieces.KERNEL if config.pieces else combine.KERNEL
         return [*found, (merge, Variant(dtype=problem.half))] if config.combine_blocks else found
 
