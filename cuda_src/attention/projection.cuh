@@ -26,10 +26,10 @@
 #include "ptx/cluster.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
-#include "ptx/copy.cuh"
 #include "ptx/load.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/mma.cuh"
+#include "tile/copies.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::attention {
@@ -112,14 +112,6 @@ struct ProjectionBlock {
     MLA_DEVICE i32 first_vector() const { return C::kShare == 1 ? 0 : part * C::kSliceVectors; }
 };
 
-MLA_DEVICE void copy_16(void* to, const void* from) {
-#if __CUDA_ARCH__ >= 800
-    cp_async_16(smem_addr(to), from, true);
-#else
-    *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
-#endif
-}
-
 template <class C>
 MLA_DEVICE void fetch_w_uv(const ProjectionBlock<C>& block) {
     constexpr i32 kRowPieces = kHeadDimV / 8;
@@ -137,26 +129,6 @@ MLA_DEVICE void prefetch_w_uv(const ProjectionBlock<C>& block) {
     for (i32 i = threadIdx.x; i < block.columns * kRowLines; i += kProjectionThreads) {
         prefetch_global_l2(block.w_uv(i / kRowLines) + i % kRowLines * kLine);
     }
-#endif
-}
-
-MLA_DEVICE void wait_for_w_uv() {
-#if __CUDA_ARCH__ >= 800
-    cp_async_wait_all();
-#endif
-}
-
-MLA_DEVICE void commit_copies() {
-#if __CUDA_ARCH__ >= 800
-    cp_async_commit_group();
-#endif
-}
-
-// But for the last kPending commits.
-template <i32 kPending>
-MLA_DEVICE void wait_for_copies() {
-#if __CUDA_ARCH__ >= 800
-    cp_async_wait_group<kPending>();
 #endif
 }
 
@@ -453,7 +425,7 @@ MLA_DEVICE void merge_and_project(const ProjectionBlock<C>& block, const Source&
         if (first > block.first) source.find(block, first, count);
         merge_tokens(block, source, count);
         if (first == block.first) {
-            wait_for_w_uv();
+            wait_for_all_copies();  // W_UV
             __syncthreads();
         }
         project_tokens(block, first, count, source.queries());

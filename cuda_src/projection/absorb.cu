@@ -13,6 +13,7 @@
 #include "ptx/copy.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/mma.cuh"
+#include "tile/copies.cuh"
 
 namespace mla::projection {
 using namespace attention;
@@ -78,28 +79,6 @@ struct Block {
 };
 
 // ---- Steps -----------------------------------------------------------------------------------------------------
-MLA_DEVICE void copy_16(void* to, const void* from) {
-#if __CUDA_ARCH__ >= 800
-    cp_async_16(smem_addr(to), from, true);
-#else
-    *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
-#endif
-}
-
-MLA_DEVICE void commit_copies() {
-#if __CUDA_ARCH__ >= 800
-    cp_async_commit_group();
-#endif
-}
-
-// But for those committed last: they are of the next tokens.
-MLA_DEVICE void wait_for_copies() {
-#if __CUDA_ARCH__ >= 800
-    cp_async_wait_group<1>();
-#endif
-    __syncthreads();
-}
-
 // To the L2 alone: an earlier kernel may still be writing it.
 MLA_DEVICE void prefetch_w_uk(const Block& block) {
 #if __CUDA_ARCH__ >= 900
@@ -216,7 +195,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_projection_absorb(con
     for (i32 first = block.first; first < block.end; first += kTokens) {
         fetch_queries(block, first + kTokens);
         commit_copies();
-        wait_for_copies();
+        wait_for_copies<1>();  // but for the next queries
+        __syncthreads();
         multiply(block, first);
         __syncthreads();  // the queries have been read
     }

@@ -318,7 +318,7 @@ OF_STATES = (
     ),
     Mutant("rows of the warp's first pieces only", PROJECTION, "piece < row.count;", "piece < min(row.count, 2);"),
     Mutant("too few vectors of a share", PROJECTION, "kInFlight = 4;", "kInFlight = 4; count -= count > 16;"),
-    Mutant("W_UV not waited for", PROJECTION, "            wait_for_w_uv();\n            __syncthreads();\n", ""),
+    Mutant("W_UV not waited for", PROJECTION, "            wait_for_all_copies();  // W_UV\n            __syncthreads();\n", ""),
     Mutant("results of tokens that are none", PROJECTION, "        if (token >= count) return;\n", ""),
     Mutant(
         "the gate without its sigmoid",
@@ -340,7 +340,7 @@ OF_RESULTS = (
         "        __syncthreads();  // the results have been read\n",
         "",
     ),
-    Mutant("results not waited for", PROJECTION, "    cp_async_wait_group<kPending>();\n", ""),
+    Mutant("results not waited for", PROJECTION, "        wait_for_copies<C::kStages - 1>();\n", ""),
     Mutant(
         "results of the other buffer", PROJECTION, "const i32 first_row = first", "const i32 first_row = 16 + first"
     ),
@@ -371,7 +371,7 @@ OF_ABSORPTION = (
         "        __syncthreads();  // the queries have been read\n",
         "",
     ),
-    Mutant("copies not waited for", ABSORBED, "    cp_async_wait_group<1>();\n", ""),
+    Mutant("copies not waited for", ABSORBED, "wait_for_copies<1>();", ""),
     Mutant("the block's columns of RoPE left where they are", ABSORBED, "kHeadDimV + column", "kHeadDimV"),
     Mutant("rows past the last one stored", ABSORBED, "    if (token >= block.end) return;\n", ""),
     Mutant("lanes trade with one neighbour only", ABSORBED, "step < 4; step *= 2", "step < 2; step *= 2"),

@@ -26,7 +26,7 @@ TILE_ROWS = 16
 
 
 class Build(NamedTuple):
-    """What a call launches."""
+    """Kernel and variant of a call."""
 
     kernel: KernelSpec[object]
     variant: Variant
