@@ -318,7 +318,12 @@ OF_STATES = (
     ),
     Mutant("rows of the warp's first pieces only", PROJECTION, "piece < row.count;", "piece < min(row.count, 2);"),
     Mutant("too few vectors of a share", PROJECTION, "kInFlight = 4;", "kInFlight = 4; count -= count > 16;"),
-    Mutant("W_UV not waited for", PROJECTION, "            wait_for_all_copies();  // W_UV\n            __syncthreads();\n", ""),
+    Mutant(
+        "W_UV not waited for",
+        PROJECTION,
+        "            wait_for_all_copies();  // W_UV\n            __syncthreads();\n",
+        "",
+    ),
     Mutant("results of tokens that are none", PROJECTION, "        if (token >= count) return;\n", ""),
     Mutant(
         "the gate without its sigmoid",
