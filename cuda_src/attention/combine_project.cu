@@ -36,6 +36,9 @@ struct SplitRows {
     static constexpr bool kWeightsAreOlder = true;
 
     MLA_DEVICE i32 queries() const { return p.s_q; }
+    // Rows are in fp32.
+    MLA_DEVICE bool are_results() const { return false; }
+    MLA_DEVICE const u16* result(i32, i32) const { return nullptr; }
     MLA_DEVICE bool is_fp32() const { return true; }
     MLA_DEVICE i64 lse_step() const { return (i64)p.s_q * p.h_q; }
     MLA_DEVICE i64 piece_step() const { return lse_step() * kHeadDimV; }

@@ -3,14 +3,18 @@
 //   latents[t] = sum_j w_j piece_j[t],   w_j = exp2(lse_j - max lse) / sum_j exp2(lse_j - max lse)
 //   result[t, d] = sum_c latents[t, c] W_UV[head, d, c] * sigmoid(gate[t, head, d])
 //
-// Grid: x = heads, each by `parts` blocks, which have as many of its columns d. The blocks of a cluster are the parts
-// of one head: each merges a share of the columns c of all tokens, and gets the other shares from its peers. Without
-// clusters every block merges all of them. A block goes through all tokens, kTokens at a time:
+// Grid: x = heads, each by `parts` blocks, which have as many of its columns d; y = equal shares of the tokens. The
+// blocks of a cluster are the parts of one head: each merges a share of the columns c of its tokens, and gets the other
+// shares from its peers. Without clusters every block merges all of them. A block goes through its tokens, kTokens at a
+// time:
 //
 //   W_UV to shared memory | weigh and merge | exchange | product | store | weigh and merge | ...
 //
-// W_UV is read once, whatever the number of tokens, and asked for before anything else: it is most of what a call with
-// few tokens reads. Latents are rounded to 16 bits before the product, as they are where a call of attention ends.
+// A single result in 16 bits is copied to shared memory, the next tokens during the product.
+//
+// A block reads W_UV once, whatever the number of tokens, and asks for it before anything else: it is most of what a
+// call with few tokens reads. Latents are rounded to 16 bits before the product, as they are where a call of attention
+// ends.
 //
 // The order of the sums depends on the number of a row's pieces only, and on the number of heads.
 //
@@ -22,18 +26,18 @@
 #include "ptx/cluster.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
-#include "ptx/copy.cuh"
 #include "ptx/load.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/mma.cuh"
+#include "tile/copies.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::attention {
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kProjectionThreads = 256;
 constexpr i32 kProjectionWarps = kProjectionThreads / kWarpThreads;
-constexpr i32 kFewPieces = 8;      // of a row that a group of threads merges alone
-constexpr i32 kLoadsInFlight = 8;  // of a thread
+constexpr i32 kFewPieces = kWarpThreads;  // of a row that a group of threads merges alone
+constexpr i32 kLoadsInFlight = 8;         // of a thread
 constexpr i32 kMaxRowPieces = kProjectionThreads;
 constexpr i32 kPitch = kHeadDimV + 8;  // of rows in shared memory: ldmatrix then meets every bank
 
@@ -46,7 +50,9 @@ struct ProjectionConfig {
     static constexpr i32 kTokens = kShare == 1 ? 16 : 32;   // at a time
     static constexpr i32 kSliceVectors = kHeadDimV / 4 / kShare;
     static constexpr i32 kGroups = kProjectionThreads / kSliceVectors;
-    static_assert(kTokens * kFewPieces <= kProjectionThreads, "a thread weighs a piece");
+    static constexpr i32 kCopied = 16;                 // single results of 16 bits at a time
+    static constexpr i32 kStages = kTokens / kCopied;  // of them
+    static_assert(kTokens % kProjectionWarps == 0, "a warp weighs as many rows as the others");
 };
 
 // ---- Parameters ------------------------------------------------------------------------------------------------
@@ -89,10 +95,14 @@ struct ProjectionBlock {
     const ProjectionAddresses& at;
     const ProjectionSizes& n;
     ProjectionStorage<C>& s;
-    i32 head, part, columns;
+    i32 head, part, columns, first, end;  // tokens first .. end - 1
 
     MLA_DEVICE ProjectionBlock(const ProjectionAddresses& at, const ProjectionSizes& n, ProjectionStorage<C>& s)
-        : at(at), n(n), s(s), head(blockIdx.x / n.parts), part(blockIdx.x % n.parts), columns(n.d_head / n.parts) {}
+        : at(at), n(n), s(s), head(blockIdx.x / n.parts), part(blockIdx.x % n.parts), columns(n.d_head / n.parts) {
+        const i64 tiles = ((i64)n.tokens + 15) / 16;  // of the product
+        first = tiles * blockIdx.y / gridDim.y * 16;
+        end = min((i64)n.tokens, tiles * (blockIdx.y + 1) / gridDim.y * 16);
+    }
 
     MLA_DEVICE i32 first_column() const { return part * columns; }
     MLA_DEVICE const u16* w_uv(i32 row) const {
@@ -107,13 +117,7 @@ MLA_DEVICE void fetch_w_uv(const ProjectionBlock<C>& block) {
     constexpr i32 kRowPieces = kHeadDimV / 8;
     for (i32 i = threadIdx.x; i < block.columns * kRowPieces; i += kProjectionThreads) {
         const i32 row = i / kRowPieces, column = i % kRowPieces * 8;
-        u16* const to = &block.s.w_uv[row][column];
-        const u16* const from = block.w_uv(row) + column;
-#if __CUDA_ARCH__ >= 800
-        cp_async_16(smem_addr(to), from, true);
-#else
-        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-#endif
+        copy_16(&block.s.w_uv[row][column], block.w_uv(row) + column);
     }
 }
 
@@ -125,12 +129,6 @@ MLA_DEVICE void prefetch_w_uv(const ProjectionBlock<C>& block) {
     for (i32 i = threadIdx.x; i < block.columns * kRowLines; i += kProjectionThreads) {
         prefetch_global_l2(block.w_uv(i / kRowLines) + i % kRowLines * kLine);
     }
-#endif
-}
-
-MLA_DEVICE void wait_for_w_uv() {
-#if __CUDA_ARCH__ >= 800
-    cp_async_wait_all();
 #endif
 }
 
@@ -175,25 +173,29 @@ MLA_DEVICE void store_latents(ProjectionStorage<C>& s, i32 token, i32 vector, co
         make_uint2(cvt_x2(kind, x.x, x.y), cvt_x2(kind, x.z, x.w));
 }
 
-// The weights of rows with few pieces: a thread has one of them, eight threads a row.
+// The weights of rows with few pieces: a lane has one of them, a warp a row. All rows' lses are on their way at once.
 template <class C, class Source>
 MLA_DEVICE void weigh_few(const ProjectionBlock<C>& block, const Source& source, i32 count) {
     ProjectionStorage<C>& s = block.s;
-    const i32 token = threadIdx.x / kFewPieces, piece = threadIdx.x % kFewPieces;
-    const bool few = token < count && s.rows[min(token, C::kTokens - 1)].count <= kFewPieces;
-    const RowPieces& row = s.rows[few ? token : 0];
-    const bool is_final = few && row.first_lse == nullptr, present = few && piece < row.count && !is_final;
-    const float lse = present ? piece_lse2(source, row, piece) : negative_infinity();
-    float max = lse;
+    constexpr i32 kRows = C::kTokens / kProjectionWarps;
+    const i32 warp = uniform_warp(), piece = threadIdx.x % kWarpThreads;
+    float lses[kRows];
 #pragma unroll
-    for (i32 step = 1; step < kFewPieces; step *= 2) max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, step));
-    const float weight = piece_weight(lse, max);
-    float sum = weight;
+    for (i32 i = 0; i < kRows; ++i) {
+        const i32 token = warp + i * kProjectionWarps;
+        const RowPieces& row = s.rows[token < count ? token : 0];
+        const bool present = token < count && row.first_lse != nullptr && piece < row.count;
+        lses[i] = present ? piece_lse2(source, row, piece) : negative_infinity();
+    }
 #pragma unroll
-    for (i32 step = 1; step < kFewPieces; step *= 2) sum += __shfl_xor_sync(kFullWarp, sum, step);
-    if (!few) return;
-    s.weights[token][piece] = is_final ? 1.f : weight * source.factor(block.head, max, sum);
-    if (piece == 0 && block.part == 0 && row.lse != nullptr) *row.lse = source.final_lse(max, sum);
+    for (i32 i = 0; i < kRows; ++i) {
+        const i32 token = warp + i * kProjectionWarps;
+        if (token >= count || s.rows[token].count > kFewPieces) continue;
+        const RowPieces& row = s.rows[token];
+        const float max = warp_max(lses[i]), weight = piece_weight(lses[i], max), sum = warp_sum(weight);
+        s.weights[token][piece] = row.first_lse == nullptr ? 1.f : weight * source.factor(block.head, max, sum);
+        if (piece == 0 && block.part == 0 && row.lse != nullptr) *row.lse = source.final_lse(max, sum);
+    }
 }
 
 // By each group of threads: its rows with few pieces. Whatever the rows, so many pieces are on their way.
@@ -289,6 +291,33 @@ MLA_DEVICE void merge_many(const ProjectionBlock<C>& block, const Source& source
     // The next row's sums are written after two more barriers.
 }
 
+// The shares of the peers; a thread has several vectors on their way.
+template <class C>
+MLA_DEVICE void fetch_shares(const ProjectionBlock<C>& block, i32 count) {
+    constexpr i32 kShareVectors = kHeadDimV / 8 / C::kShare, kOthers = kHeadDimV / 8 - kShareVectors, kInFlight = 4;
+    const auto rank_of = [&](i32 at) {
+        const i32 other = at % kOthers / kShareVectors;
+        return other + (other >= block.part);
+    };
+    const auto place = [&](i32 at) {
+        return &block.s.latents[at / kOthers][(rank_of(at) * kShareVectors + at % kShareVectors) * 8];
+    };
+    const i32 vectors = count * kOthers;
+    for (i32 first = threadIdx.x; first < vectors; first += kInFlight * kProjectionThreads) {
+        float4 loaded[kInFlight];
+#pragma unroll
+        for (i32 i = 0; i < kInFlight; ++i) {
+            const i32 at = min(first + i * kProjectionThreads, vectors - 1);
+            loaded[i] = ld_shared_cluster_v4(map_to_rank(smem_addr(place(at)), rank_of(at)));
+        }
+#pragma unroll
+        for (i32 i = 0; i < kInFlight; ++i) {
+            const i32 at = first + i * kProjectionThreads;
+            if (at < vectors) *reinterpret_cast<float4*>(place(at)) = loaded[i];
+        }
+    }
+}
+
 // By the block, or the cluster: the latents of `count` tokens, in the shared memory of each block.
 template <class C, class Source>
 MLA_DEVICE void merge_tokens(const ProjectionBlock<C>& block, const Source& source, i32 count) {
@@ -306,14 +335,8 @@ MLA_DEVICE void merge_tokens(const ProjectionBlock<C>& block, const Source& sour
     }
     if constexpr (C::kShare > 1) {
         cluster_sync();  // every block has its share
-        constexpr i32 kShareVectors = kHeadDimV / 8 / C::kShare, kOthers = kHeadDimV / 8 - kShareVectors;
-#pragma unroll 4
-        for (i32 i = threadIdx.x; i < count * kOthers; i += kProjectionThreads) {
-            const i32 token = i / kOthers, other = i % kOthers / kShareVectors, rank = other + (other >= block.part);
-            u16* const to = &s.latents[token][(rank * kShareVectors + i % kShareVectors) * 8];
-            *reinterpret_cast<float4*>(to) = ld_shared_cluster_v4(map_to_rank(smem_addr(to), rank));
-        }
-        cluster_arrive();  // see `run_projection`
+        fetch_shares(block, count);
+        cluster_arrive();  // see `merge_and_project`
     }
     __syncthreads();
 }
@@ -342,8 +365,10 @@ MLA_DEVICE void store_pair(const ProjectionBlock<C>& block, i64 request, i64 que
     }
 }
 
+// Of `count` tokens, whose latents begin with that row in shared memory.
 template <class C>
-MLA_DEVICE void project_tokens(const ProjectionBlock<C>& block, i32 first_token, i32 count, i32 s_q) {
+MLA_DEVICE void project_tokens(const ProjectionBlock<C>& block, i32 first_token, i32 count, i32 s_q,
+                               i32 first_row = 0) {
     const ProjectionStorage<C>& s = block.s;
     const i32 lane = threadIdx.x % kWarpThreads, tiles = block.columns / 8;
     // Of a tile of 16 tokens and 8 columns.
@@ -356,7 +381,7 @@ MLA_DEVICE void project_tokens(const ProjectionBlock<C>& block, i32 first_token,
     for (i32 unit = threadIdx.x / kWarpThreads; unit < ceil_div(count, 16) * tiles; unit += kProjectionWarps) {
         const i32 tile_token = unit / tiles * 16, tile_column = unit % tiles * 8;
 #if __CUDA_ARCH__ >= 800
-        const SmemAddr a_from = smem_addr(&s.latents[tile_token + lane % 16][lane / 16 * 8]);
+        const SmemAddr a_from = smem_addr(&s.latents[first_row + tile_token + lane % 16][lane / 16 * 8]);
         const SmemAddr b_from = smem_addr(&s.w_uv[tile_column + lane % 8][lane / 8 * 8]);
         float sums[4][4] = {};  // independent of each other, so that products need not wait for each other
 #pragma unroll 4
@@ -381,7 +406,7 @@ MLA_DEVICE void project_tokens(const ProjectionBlock<C>& block, i32 first_token,
         for (i32 row = lane / 4; row < 16; row += 8) {
             float x = 0.f, y = 0.f;
             for (i32 k = 0; k < kHeadDimV; ++k) {
-                const float latent = C::Element::to_float(s.latents[tile_token + row][k]);
+                const float latent = C::Element::to_float(s.latents[first_row + tile_token + row][k]);
                 x = fmaf(latent, C::Element::to_float(s.w_uv[tile_column + lane % 4 * 2][k]), x);
                 y = fmaf(latent, C::Element::to_float(s.w_uv[tile_column + lane % 4 * 2 + 1][k]), y);
             }
@@ -392,6 +417,56 @@ MLA_DEVICE void project_tokens(const ProjectionBlock<C>& block, i32 first_token,
 }
 
 // ---- Block -----------------------------------------------------------------------------------------------------
+// After `source.find`, for the block's first tokens.
+template <class C, class Source>
+MLA_DEVICE void merge_and_project(const ProjectionBlock<C>& block, const Source& source) {
+    for (i32 first = block.first; first < block.end; first += C::kTokens) {
+        const i32 count = min(C::kTokens, block.end - first);
+        if (first > block.first) source.find(block, first, count);
+        merge_tokens(block, source, count);
+        if (first == block.first) {
+            wait_for_all_copies();  // W_UV
+            __syncthreads();
+        }
+        project_tokens(block, first, count, source.queries());
+        if constexpr (C::kShare > 1) cluster_wait();  // the peers have read this block's share
+    }
+}
+
+// Of results that need no merge, in 16 bits: kCopied rows to shared memory; zeros for a tile's others.
+template <class C, class Source>
+MLA_DEVICE void fetch_results(const ProjectionBlock<C>& block, const Source& source, i32 first) {
+    constexpr i32 kRowPieces = kHeadDimV / 8;
+    const i32 first_row = first / C::kCopied % C::kStages * C::kCopied;
+    for (i32 i = threadIdx.x; i < C::kCopied * kRowPieces; i += kProjectionThreads) {
+        const i32 row = i / kRowPieces, column = i % kRowPieces * 8;
+        u16* const to = &block.s.latents[first_row + row][column];
+        if (first + row < block.end) {
+            copy_16(to, source.result(block.head, first + row) + column);
+        } else {
+            *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+        }
+    }
+}
+
+template <class C, class Source>
+MLA_DEVICE void copy_and_project(const ProjectionBlock<C>& block, const Source& source) {
+    constexpr i32 kAhead = (C::kStages - 1) * C::kCopied;
+    if constexpr (kAhead > 0) {
+        fetch_results(block, source, block.first);
+        commit_copies();
+    }
+    for (i32 first = block.first; first < block.end; first += C::kCopied) {
+        if (first + kAhead < block.end) fetch_results(block, source, first + kAhead);
+        commit_copies();
+        wait_for_copies<C::kStages - 1>();
+        __syncthreads();
+        project_tokens(block, first, min(C::kCopied, block.end - first), source.queries(),
+                       first / C::kCopied % C::kStages * C::kCopied);
+        __syncthreads();  // the results have been read
+    }
+}
+
 // `source` says what the rows are made of, and may read for that what is older than the kernel before this one; its
 // `find` ends with a barrier of the block, before which the latents of the tokens before have been read. W_UV is as old
 // where kWeightsAreOlder.
@@ -402,22 +477,15 @@ MLA_DEVICE void run_projection(const ProjectionBlock<C>& block, const Source& so
     } else {
         prefetch_w_uv(block);
     }
-    const i32 tokens = block.n.tokens;
-    for (i32 first = 0; first < tokens; first += C::kTokens) {
-        const i32 count = min(C::kTokens, tokens - first);
-        source.find(block, first, count);
-        if (first == 0) {
-            griddepcontrol_wait();
-            griddepcontrol_launch_dependents();
-            if constexpr (!Source::kWeightsAreOlder) fetch_w_uv(block);
-        }
-        merge_tokens(block, source, count);
-        if (first == 0) {
-            wait_for_w_uv();
-            __syncthreads();
-        }
-        project_tokens(block, first, count, source.queries());
-        if constexpr (C::kShare > 1) cluster_wait();  // the peers have read this block's share
+    const bool merges = !source.are_results();
+    if (merges) source.find(block, block.first, min(C::kTokens, block.end - block.first));
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    if constexpr (!Source::kWeightsAreOlder) fetch_w_uv(block);
+    if (merges) {
+        merge_and_project(block, source);
+    } else {
+        copy_and_project(block, source);
     }
 }
 }  // namespace mla::attention

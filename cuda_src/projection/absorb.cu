@@ -2,9 +2,10 @@
 //
 //   q[t, :512] = q_nope[t, head] W_UK[head],   q[t, 512:] = q_rope[t, head]
 //
-// Grid: x = heads, each by 8 blocks of 64 columns, which also copy 8 of RoPE's columns each. A block goes through all
-// tokens, kTokens at a time; W_UK is read once, whatever their number, and asked for before anything else. All blocks
-// of 128 heads are resident at once on Hopper, so all of W_UK is on its way at once.
+// Grid: x = heads, each by 8 blocks of 64 columns, which also copy 8 of RoPE's columns each; y = equal shares of the
+// tokens. A block goes through its tokens, kTokens at a time, while the next ones are on their way; it reads W_UK once,
+// whatever their number, and asks for it before anything else. All blocks of 128 heads are resident at once on Hopper,
+// so all of W_UK is on its way at once; fewer heads leave room for several shares of the tokens.
 #include "attention/shapes.cuh"
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
@@ -12,6 +13,7 @@
 #include "ptx/copy.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/mma.cuh"
+#include "tile/copies.cuh"
 
 namespace mla::projection {
 using namespace attention;
@@ -25,7 +27,8 @@ constexpr i32 kWarps = kThreads / kWarpThreads;
 constexpr i32 kColumns = 64;  // of a block
 constexpr i32 kParts = kHeadDimV / kColumns;
 constexpr i32 kRopePart = kHeadDimRope / kParts;                         // columns that a block copies
-constexpr i32 kTokens = 32;                                              // at a time
+constexpr i32 kTokens = 16;                                              // at a time: a tile of the product
+constexpr i32 kStages = 2;                                               // tokens at work, and the next ones
 constexpr i32 kMaxDNope = MLA_MAX_D_NOPE;                                // rows of W_UK
 constexpr i32 kColumnsPitch = kColumns + 8, kNopePitch = kMaxDNope + 8;  // ldmatrix then meets every bank
 static_assert(kColumns == 16 * kWarps, "a warp has 16 columns");
@@ -53,7 +56,7 @@ MLA_FACT(max_d_nope, kMaxDNope);
 // ---- Storage ---------------------------------------------------------------------------------------------------
 struct Storage {
     alignas(16) u16 w_uk[kMaxDNope][kColumnsPitch];
-    alignas(16) u16 q[kTokens][kNopePitch];
+    alignas(16) u16 q[kStages][kTokens][kNopePitch];
 };
 
 MLA_FACT(smem_bytes, sizeof(Storage));
@@ -61,10 +64,14 @@ MLA_FACT(smem_bytes, sizeof(Storage));
 struct Block {
     const AbsorbParams& p;
     Storage& s;
-    i32 head, part;
+    i32 head, part, first, end;  // tokens first .. end - 1
 
     MLA_DEVICE Block(const AbsorbParams& p, Storage& s)
-        : p(p), s(s), head(blockIdx.x / kParts), part(blockIdx.x % kParts) {}
+        : p(p), s(s), head(blockIdx.x / kParts), part(blockIdx.x % kParts) {
+        const i64 tiles = ((i64)p.t + kTokens - 1) / kTokens;
+        first = tiles * blockIdx.y / gridDim.y * kTokens;
+        end = min((i64)p.t, tiles * (blockIdx.y + 1) / gridDim.y * kTokens);
+    }
     MLA_DEVICE const u16* w_uk(i32 row) const {
         return p.w_uk + head * p.w_uk_stride_h_elems + row * p.w_uk_stride_d_elems + part * kColumns;
     }
@@ -72,21 +79,6 @@ struct Block {
 };
 
 // ---- Steps -----------------------------------------------------------------------------------------------------
-MLA_DEVICE void copy_16(void* to, const void* from) {
-#if __CUDA_ARCH__ >= 800
-    cp_async_16(smem_addr(to), from, true);
-#else
-    *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
-#endif
-}
-
-MLA_DEVICE void wait_for_copies() {
-#if __CUDA_ARCH__ >= 800
-    cp_async_wait_all();
-#endif
-    __syncthreads();
-}
-
 // To the L2 alone: an earlier kernel may still be writing it.
 MLA_DEVICE void prefetch_w_uk(const Block& block) {
 #if __CUDA_ARCH__ >= 900
@@ -102,13 +94,15 @@ MLA_DEVICE void fetch_w_uk(const Block& block) {
     }
 }
 
-MLA_DEVICE void fetch_queries(const Block& block, i32 first, i32 count) {
+// Of the tile that starts with token `first`; none past the last tile. The product takes whole tiles.
+MLA_DEVICE void fetch_queries(const Block& block, i32 first) {
+    if (first >= block.end) return;
     const AbsorbParams& p = block.p;
-    const i32 pieces = p.d_nope / 8, padded = (count + 15) / 16 * 16;  // whole tiles of the product
-    for (i32 i = threadIdx.x; i < padded * pieces; i += kThreads) {
+    const i32 pieces = p.d_nope / 8, stage = first / kTokens % kStages;
+    for (i32 i = threadIdx.x; i < kTokens * pieces; i += kThreads) {
         const i32 row = i / pieces, column = i % pieces * 8;
-        u16* const to = &block.s.q[row][column];
-        if (row >= count) {
+        u16* const to = &block.s.q[stage][row][column];
+        if (first + row >= block.end) {
             *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
             continue;
         }
@@ -117,58 +111,70 @@ MLA_DEVICE void fetch_queries(const Block& block, i32 first, i32 count) {
     }
 }
 
-// Two neighbouring columns of a token's row.
-MLA_DEVICE void store_pair(const Block& block, i32 token, i32 column, float x, float y) {
-    *reinterpret_cast<u32*>(block.out(token) + block.part * kColumns + column) = cvt_x2(Element{}, x, y);
-}
-
-MLA_DEVICE void multiply(const Block& block, i32 first, i32 count) {
-    const Storage& s = block.s;
-    const i32 lane = threadIdx.x % kWarpThreads, my_columns = threadIdx.x / kWarpThreads * 16;
-    const i32 column = my_columns + lane % 4 * 2;
-    for (i32 tile = 0; tile < count; tile += 16) {
 #if __CUDA_ARCH__ >= 800
-        const SmemAddr a_from = smem_addr(&s.q[tile + lane % 16][lane / 16 * 8]);
-        const SmemAddr b_from = smem_addr(&s.w_uk[lane % 16][my_columns + lane / 16 * 8]);
-        float left[4] = {}, right[4] = {};
-#pragma unroll 4
-        for (i32 k = 0; k < block.p.d_nope; k += 16) {
-            u32 a[4], b[4];
-            ldmatrix_x4(a, a_from + 2 * k);
-            ldmatrix_x4_trans(b, b_from + 2 * k * kColumnsPitch);
-            mma_m16n8k16(Element{}, left, a, b[0], b[1]);
-            mma_m16n8k16(Element{}, right, a, b[2], b[3]);
-        }
+// Of four neighbouring lanes, lane i gets number i of each.
+MLA_DEVICE void transpose_quad(u32 (&x)[4]) {
 #pragma unroll
-        for (i32 half = 0; half < 2; ++half) {
-            const i32 token = tile + lane / 4 + 8 * half;
-            if (token >= count) continue;
-            store_pair(block, first + token, column, left[2 * half], left[2 * half + 1]);
-            store_pair(block, first + token, column + 8, right[2 * half], right[2 * half + 1]);
-        }
-#else
-        for (i32 token = tile + lane / 4; token < min(count, tile + 16); token += 8) {
-            float sums[4] = {};
-            for (i32 k = 0; k < block.p.d_nope; ++k) {
-                const float q = Element::to_float(s.q[token][k]);
+    for (i32 step = 1; step < 4; step *= 2) {
+        const bool upper = threadIdx.x & step;
 #pragma unroll
-                for (i32 i = 0; i < 4; ++i) {
-                    sums[i] = fmaf(q, Element::to_float(s.w_uk[k][column + i % 2 + i / 2 * 8]), sums[i]);
-                }
-            }
-            store_pair(block, first + token, column, sums[0], sums[1]);
-            store_pair(block, first + token, column + 8, sums[2], sums[3]);
+        for (i32 i = 0; i < 4; ++i) {
+            if (i & step) continue;
+            const u32 got = __shfl_xor_sync(kFullWarp, upper ? x[i] : x[i + step], step);
+            (upper ? x[i] : x[i + step]) = got;
         }
-#endif
     }
 }
+
+// 16 tokens by the warp's 16 columns. Lanes trade their pairs of columns, so that each stores 16 bytes.
+MLA_DEVICE void multiply(const Block& block, i32 first) {
+    const Storage& s = block.s;
+    const i32 lane = threadIdx.x % kWarpThreads, my_columns = threadIdx.x / kWarpThreads * 16;
+    const SmemAddr a_from = smem_addr(&s.q[first / kTokens % kStages][lane % 16][lane / 16 * 8]);
+    const SmemAddr b_from = smem_addr(&s.w_uk[lane % 16][my_columns + lane / 16 * 8]);
+    float left[4] = {}, right[4] = {};
+#pragma unroll 4
+    for (i32 k = 0; k < block.p.d_nope; k += 16) {
+        u32 a[4], b[4];
+        ldmatrix_x4(a, a_from + 2 * k);
+        ldmatrix_x4_trans(b, b_from + 2 * k * kColumnsPitch);
+        mma_m16n8k16(Element{}, left, a, b[0], b[1]);
+        mma_m16n8k16(Element{}, right, a, b[2], b[3]);
+    }
+    u32 x[4];  // rows of eight columns: of the upper tokens the left and the right ones, then of the lower ones
+#pragma unroll
+    for (i32 half = 0; half < 2; ++half) {
+        x[2 * half] = cvt_x2(Element{}, left[2 * half], left[2 * half + 1]);
+        x[2 * half + 1] = cvt_x2(Element{}, right[2 * half], right[2 * half + 1]);
+    }
+    transpose_quad(x);
+    const i32 token = first + lane / 4 + lane % 4 / 2 * 8, column = my_columns + lane % 2 * 8;
+    if (token >= block.end) return;
+    *reinterpret_cast<uint4*>(block.out(token) + block.part * kColumns + column) = make_uint4(x[0], x[1], x[2], x[3]);
+}
+#else
+MLA_DEVICE void multiply(const Block& block, i32 first) {
+    const Storage& s = block.s;
+    constexpr i32 kPairs = kColumns / 2;
+    const i32 column = threadIdx.x % kPairs * 2;
+    for (i32 row = threadIdx.x / kPairs; row < min(kTokens, block.end - first); row += kThreads / kPairs) {
+        float x = 0.f, y = 0.f;
+        for (i32 k = 0; k < block.p.d_nope; ++k) {
+            const float q = Element::to_float(s.q[first / kTokens % kStages][row][k]);
+            x = fmaf(q, Element::to_float(s.w_uk[k][column]), x);
+            y = fmaf(q, Element::to_float(s.w_uk[k][column + 1]), y);
+        }
+        *reinterpret_cast<u32*>(block.out(first + row) + block.part * kColumns + column) = cvt_x2(Element{}, x, y);
+    }
+}
+#endif
 
 // RoPE's columns stay as they are; a block has some of them.
 MLA_DEVICE void copy_rope(const Block& block) {
     const AbsorbParams& p = block.p;
     if (p.q_rope == nullptr) return;
     const i32 column = block.part * kRopePart;
-    for (i32 token = threadIdx.x; token < p.t; token += kThreads) {
+    for (i32 token = block.first + threadIdx.x; token < block.end; token += kThreads) {
         const u16* const from = p.q_rope + token * p.q_rope_stride_t_elems + block.head * p.q_rope_stride_h_elems;
         *reinterpret_cast<uint4*>(block.out(token) + kHeadDimV + column) =
             *reinterpret_cast<const uint4*>(from + column);
@@ -183,12 +189,15 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_projection_absorb(con
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     fetch_w_uk(block);
+    fetch_queries(block, block.first);
+    commit_copies();
     copy_rope(block);
-    for (i32 first = 0; first < p.t; first += kTokens) {
-        const i32 count = min(kTokens, p.t - first);
-        fetch_queries(block, first, count);
-        wait_for_copies();
-        multiply(block, first, count);
+    for (i32 first = block.first; first < block.end; first += kTokens) {
+        fetch_queries(block, first + kTokens);
+        commit_copies();
+        wait_for_copies<1>();  // but for the next queries
+        __syncthreads();
+        multiply(block, first);
         __syncthreads();  // the queries have been read
     }
 }

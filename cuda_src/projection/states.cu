@@ -42,6 +42,14 @@ struct StateRows {
     static constexpr bool kWeightsAreOlder = false;
 
     MLA_DEVICE i32 queries() const { return p.s_q; }
+    MLA_DEVICE bool are_results() const { return p.lses == nullptr && !p.outs_are_fp32; }
+    MLA_DEVICE const u16* result(i32 head, i32 token) const {
+        return static_cast<const u16*>(p.outs) + at(head, token);
+    }
+    MLA_DEVICE i64 at(i64 head, i32 token) const {
+        const i64 b = token / p.s_q, query = token % p.s_q;
+        return b * p.outs_stride_b_elems + query * p.outs_stride_s_elems + head * p.outs_stride_h_elems;
+    }
     MLA_DEVICE bool is_fp32() const { return p.outs_are_fp32; }
     MLA_DEVICE i64 lse_step() const { return p.lses_stride_n_elems; }
     MLA_DEVICE i64 piece_step() const { return p.outs_stride_n_elems; }
@@ -55,10 +63,11 @@ struct StateRows {
 
     MLA_DEVICE void find(const ProjectionBlock<Projected>& block, i32 first_token, i32 count) const {
         if (threadIdx.x < count) {
-            const i64 token = first_token + threadIdx.x, b = token / p.s_q, query = token % p.s_q, head = block.head;
-            const i64 at = b * p.outs_stride_b_elems + query * p.outs_stride_s_elems + head * p.outs_stride_h_elems;
-            const void* const first = p.outs_are_fp32 ? static_cast<const void*>(static_cast<const float*>(p.outs) + at)
-                                                      : static_cast<const u16*>(p.outs) + at;
+            const i32 token = first_token + threadIdx.x;
+            const i64 b = token / p.s_q, query = token % p.s_q, head = block.head;
+            const void* const first =
+                p.outs_are_fp32 ? static_cast<const void*>(static_cast<const float*>(p.outs) + at(head, token))
+                                : result(head, token);
             const i64 of_lses =
                 b * p.lses_stride_b_elems + head * p.lses_stride_h_elems + query * p.lses_stride_s_elems;
             const i64 of_lse = b * p.lse_stride_b_elems + head * p.lse_stride_h_elems + query * p.lse_stride_s_elems;

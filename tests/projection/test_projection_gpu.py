@@ -29,6 +29,8 @@ pytestmark = pytest.mark.gpu
         (3, 9, 7, 64, 256, "half"),
         (2, 70, 1, 16, 192, "float32"),
         (9, 3, 2, 12, 64, "half"),
+        (32, 16, 1, 16, 128, "float32"),
+        (33, 17, 1, 16, 128, "float32"),
     ],
 )
 def test_merge_project(gpu: object, n: int, b: int, s_q: int, h: int, d_head: int, outs_dtype: str, dtype: str) -> None:
@@ -42,6 +44,24 @@ def test_merge_project(gpu: object, n: int, b: int, s_q: int, h: int, d_head: in
     assert not out[0, 0, 0].any()
     again, _ = on_host(mla_cupy.merge_project(**arrays, out_dtype="float32"))
     assert again.tobytes() == out.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("b", "s_q", "h", "d_head"),
+    [(1, 1, 128, 128), (64, 1, 16, 128), (70, 3, 128, 128), (33, 1, 96, 64), (9, 5, 5, 256)],
+)
+def test_results_without_an_lse(gpu: object, b: int, s_q: int, h: int, d_head: int, dtype: str) -> None:
+    """One state in 16 bits: copied, not merged. A token's bits do not depend on the others."""
+    given = states(1, b, s_q, h, d_head, dtype, dtype)
+    outs = np.nan_to_num(given.outs)
+    arrays = [upload(x) for x in (outs, given.w_uv)]
+    gate = upload(given.gate)
+    out, _ = mla_cupy.merge_project(*arrays, gate=gate, out_dtype="float32")
+    last, _ = mla_cupy.merge_project(arrays[0][:, -1:], arrays[1], gate=gate[-1:], out_dtype="float32")
+    got, alone = on_host((out, last))
+    np.testing.assert_allclose(got, reference.merge_project(outs, given.w_uv, gate=given.gate)[0], rtol=1e-4, atol=1e-4)
+    assert got[-1:].tobytes() == alone.tobytes()
 
 
 @pytest.mark.parametrize(("b", "h"), [(1, 128), (4, 128), (16, 128), (64, 16), (1, 16), (5, 96)])
@@ -85,7 +105,8 @@ def test_decode(gpu: object, b: int, h: int, plan: dict[str, Any] | None) -> Non
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    ("t", "h", "d_nope"), [(1, 128, 128), (16, 128, 128), (300, 16, 192), (33, 96, 64), (7, 5, 256)]
+    ("t", "h", "d_nope"),
+    [(1, 128, 128), (16, 128, 128), (300, 16, 192), (33, 96, 64), (7, 5, 256), (131, 128, 128), (64, 16, 128)],
 )
 def test_absorb(gpu: object, t: int, h: int, d_nope: int, dtype: str) -> None:
     rng = np.random.default_rng(t)

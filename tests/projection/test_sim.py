@@ -50,6 +50,7 @@ def check_states(given: States, sm_count: int, mode: tuple[str, int] = ("early",
         (states(9, b=3, h=1, d_head=256), 2, 4),
         (states(40, b=1, h=1), 4, 8),
         (states(2, b=7, s_q=5, h=1, d_head=64), 1, 2),  # more tokens than a block takes at a time
+        (states(2, b=9, s_q=2, h=1, d_head=64), 8, 8),  # and two shares of the tokens
     ],
     ids=lambda x: "x".join(map(str, x.outs.shape)) if isinstance(x, States) else str(x),
 )
@@ -72,19 +73,39 @@ def test_results_in_16_bits_where_the_caller_wants_them() -> None:
     assert (whole == 7).all()
 
 
-def test_no_lses_and_no_gate() -> None:
-    given = states(1, b=2, outs_dtype="bfloat16")
-    outs = np.nan_to_num(given.outs)
-    with simulated(2):
-        out, lse = mla_cupy.merge_project(outs, given.w_uv, out_dtype="float32")
+def check_results(given: States, sm_count: int, mode: tuple[str, int] = ("early", 0)) -> None:
+    """One state without an lse, in 16 bits: nothing is merged."""
+    outs, whole = np.nan_to_num(given.outs), np.full((*given.gate.shape[:3], 256 + 4), 7, np.float32)
+    out = whole[..., : given.gate.shape[3]]
+    with simulated(sm_count, mode=mode[0], seed=mode[1]) as driver:
+        _, lse = mla_cupy.merge_project(outs, given.w_uv, out=out)
+    assert driver.launched == ["mla_projection_states"]
     assert lse is None
-    np.testing.assert_allclose(out, reference.merge_project(outs, given.w_uv)[0], rtol=1e-5, atol=1e-5)
+    exact = reference.merge_project(outs, given.w_uv)[0]
+    np.testing.assert_allclose(out, exact, rtol=1e-5, atol=1e-5)
+    whole[..., : given.gate.shape[3]] = 7
+    assert (whole == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "sm_count"),
+    [
+        (states(1, b=2, outs_dtype="bfloat16"), 2),
+        (states(1, b=15, s_q=3, h=1, d_head=64, dtype="float16", outs_dtype="float16"), 1),
+        (states(1, b=17, h=1, d_head=192, outs_dtype="bfloat16"), 8),
+    ],
+    ids=lambda x: "x".join(map(str, x.outs.shape)) if isinstance(x, States) else str(x),
+)
+def test_results_without_an_lse(given: States, sm_count: int) -> None:
+    check_results(given, sm_count)
 
 
 def test_without_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(STATES, "build", lambda dtype, *sizes: (STATES.plain, STATES.plain.variants[0]))
+    build = projection.Build(STATES.plain, STATES.plain.variants[0], 8)
+    monkeypatch.setattr(STATES, "build", lambda *sizes: build)
     check_states(states(3, b=5, s_q=4, h=1), 2)
-    check_states(states(11, b=1, h=2), 2)
+    check_states(states(40, b=1, h=1), 2)
+    check_results(ONE, 2)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
@@ -252,7 +273,8 @@ def test_decode_takes_absorbed_queries_without_a_copy() -> None:
 PROJECTION, SPLITS, STATE_ROWS = "attention/projection.cuh", "attention/combine_project.cu", "projection/states.cu"
 ABSORBED = "projection/absorb.cu"
 FEW = states(3, b=35, h=1, d_head=64)
-MANY = states(19, b=2, s_q=2, h=1)
+MANY = states(35, b=2, s_q=2, h=1)
+ONE = states(1, b=37, h=1, d_head=64, outs_dtype="bfloat16")
 SPLIT = DecodeCase(b=2, seqlens=(2300, 130), h_q=2)  # more cuts than a warp has threads
 
 OF_STATES = (
@@ -266,7 +288,7 @@ OF_STATES = (
     Mutant(
         "a share overwritten while a peer reads it",
         PROJECTION,
-        "        cluster_arrive();  // see `run_projection`\n",
+        "        cluster_arrive();  // see `merge_and_project`\n",
         "",
     ),
     Mutant("the peer's share in the wrong place", PROJECTION, "other + (other >= block.part)", "other"),
@@ -294,7 +316,14 @@ OF_STATES = (
         "tokens[i] >= 0 && s.weights[max(0, tokens[i])][piece] != 0.f",
         "tokens[i] >= 0",
     ),
-    Mutant("W_UV not waited for", PROJECTION, "            wait_for_w_uv();\n            __syncthreads();\n", ""),
+    Mutant("rows of the warp's first pieces only", PROJECTION, "piece < row.count;", "piece < min(row.count, 2);"),
+    Mutant("too few vectors of a share", PROJECTION, "kInFlight = 4;", "kInFlight = 4; count -= count > 16;"),
+    Mutant(
+        "W_UV not waited for",
+        PROJECTION,
+        "            wait_for_all_copies();  // W_UV\n            __syncthreads();\n",
+        "",
+    ),
     Mutant("results of tokens that are none", PROJECTION, "        if (token >= count) return;\n", ""),
     Mutant(
         "the gate without its sigmoid",
@@ -307,6 +336,25 @@ OF_STATES = (
         STATE_ROWS,
         "fabsf(lse) == -negative_infinity()",
         "lse == negative_infinity()",
+    ),
+)
+OF_RESULTS = (
+    Mutant(
+        "results read while the next are copied",
+        PROJECTION,
+        "        __syncthreads();  // the results have been read\n",
+        "",
+    ),
+    Mutant("results not waited for", PROJECTION, "        wait_for_copies<C::kStages - 1>();\n", ""),
+    Mutant(
+        "results of the other buffer", PROJECTION, "const i32 first_row = first", "const i32 first_row = 16 + first"
+    ),
+    Mutant("the share after a block's own", PROJECTION, "tiles * blockIdx.y", "tiles * (blockIdx.y + 1)"),
+    Mutant(
+        "another token's row",
+        STATE_ROWS,
+        "return static_cast<const u16*>(p.outs) + at(head, token);",
+        "return static_cast<const u16*>(p.outs) + at(head, token / 2);",
     ),
 )
 OF_DECODE = (
@@ -328,14 +376,22 @@ OF_ABSORPTION = (
         "        __syncthreads();  // the queries have been read\n",
         "",
     ),
-    Mutant("copies not waited for", ABSORBED, "    cp_async_wait_all();\n", ""),
+    Mutant("copies not waited for", ABSORBED, "wait_for_copies<1>();", ""),
     Mutant("the block's columns of RoPE left where they are", ABSORBED, "kHeadDimV + column", "kHeadDimV"),
-    Mutant("rows past the last one stored", ABSORBED, "            if (token >= count) continue;\n", ""),
+    Mutant("rows past the last one stored", ABSORBED, "    if (token >= block.end) return;\n", ""),
+    Mutant("lanes trade with one neighbour only", ABSORBED, "step < 4; step *= 2", "step < 2; step *= 2"),
+    Mutant("one buffer for the next queries too", ABSORBED, "kStages = 2", "kStages = 1"),
+    Mutant(
+        "the share after a block's own",
+        ABSORBED,
+        "tiles * blockIdx.y / gridDim.y",
+        "tiles * (blockIdx.y + 1) / gridDim.y",
+    ),
 )
 
 
 def _states(mode: tuple[str, int]) -> None:
-    check_states(FEW, 2, mode)
+    check_states(FEW, 1, mode)  # groups of two warps, which read each other's weights
     check_states(MANY, 2, mode)
 
 
@@ -344,6 +400,13 @@ def test_bugs_of_the_merge_are_caught(mutant: Mutant, plant: Plant) -> None:
     verdict = as_verdict(_states)
     plant(mutant)
     assert any(verdict(mode) for mode in MODES)
+
+
+@pytest.mark.parametrize("mutant", OF_RESULTS, ids=lambda mutant: mutant.id)
+def test_bugs_of_copied_results_are_caught(mutant: Mutant, plant: Plant) -> None:
+    verdict = as_verdict(check_results)
+    plant(mutant)
+    assert any(verdict(ONE, 2, mode) for mode in MODES)
 
 
 @pytest.mark.parametrize("mutant", OF_DECODE, ids=lambda mutant: mutant.id)
@@ -357,7 +420,7 @@ def test_bugs_of_decode_are_caught(mutant: Mutant, plant: Plant) -> None:
 def test_bugs_of_absorption_are_caught(mutant: Mutant, plant: Plant) -> None:
     verdict = as_verdict(check_absorb)
     plant(mutant)
-    assert any(verdict(35, 1, 64, "bfloat16", True, 2, mode) for mode in MODES)
+    assert any(verdict(35, 1, 64, "bfloat16", True, 1, mode) for mode in MODES)
 
 
 # ---- The host's choice -----------------------------------------------------------------------------------------
@@ -367,10 +430,17 @@ def test_bugs_of_absorption_are_caught(mutant: Mutant, plant: Plant) -> None:
     ("h", "d_head", "share"), [(128, 128, 2), (96, 128, 2), (64, 128, 4), (16, 128, 8), (64, 256, 4), (128, 256, 4)]
 )
 def test_blocks_of_a_head(h: int, d_head: int, share: int) -> None:
-    kernel, variant = STATES.build("bfloat16", h, d_head, H200)
+    kernel, variant, _ = STATES.build("bfloat16", h, d_head, H200)
     assert (kernel, variant.share) == (STATES.clusters, share)
     assert projection.parts(variant, d_head) == share
     assert d_head <= share * kernel.facts["columns"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "blocks", "shares"), [(1, 128, 1), (16, 128, 1), (17, 128, 2), (64, 128, 2), (512, 256, 1), (64, 66, 4)]
+)
+def test_shares_of_the_tokens(tokens: int, blocks: int, shares: int) -> None:
+    assert projection.token_shares(tokens, projection.TILE_ROWS, blocks, 2 * H200.sm_count) == shares
 
 
 def test_gpus_without_clusters_have_builds() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.attention.projection import Projection, addresses, launch, sizes
+from mla_cupy.kernels.attention.projection import Build, Projection, addresses, launch, sizes
 from mla_cupy.kernels.params import CombineProjectParams, DecodeParams
 from mla_cupy.kernels.pipeline import Call, Launch
-from mla_cupy.kernels.spec import KernelSpec, Variant
 from mla_cupy.shapes import D_V, TILE_TOKENS
 
 PROJECTION = Projection(
@@ -32,7 +31,7 @@ def latents_strides(s_q: int, h_q: int) -> tuple[int, int, int]:
 
 
 def combine(
-    build: tuple[KernelSpec[object], Variant],
+    build: Build,
     call: Call,
     params: DecodeParams,
     *,
@@ -46,8 +45,7 @@ def combine(
     projected = CombineProjectParams(
         projection_addresses=addresses(call),
         decode_params=params,
-        projection_sizes=sizes(call, build[1], by_query),
+        projection_sizes=sizes(call, build.variant, by_query),
         has_pieces=has_pieces,
     )
-    h_q, d_head, _ = call.view("w_uv").shape
-    return launch(build, h_q, d_head, projected)
+    return launch(build, call, projected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.heuristics import PROJECTION_BLOCKS_PER_SM
@@ -18,6 +19,19 @@ _COLUMNS = {False: 32, True: 64}
 """The most columns of a block, alone or in a cluster."""
 SHARES = 2, 4, 8
 """Blocks of a cluster, which share the merge of a head."""
+
+
+TILE_ROWS = 16
+"""Tokens of a tile of the product; a block has whole tiles."""
+
+
+class Build(NamedTuple):
+    """Kernel and variant of a call."""
+
+    kernel: KernelSpec[object]
+    variant: Variant
+    resident: int
+    """Blocks that the GPU holds at once."""
 
 
 class Projection:
@@ -51,11 +65,12 @@ class Projection:
         """Both, the faster one first."""
         return self.clusters, self.plain
 
-    def build(self, dtype: str, h_q: int, d_head: int, device: DeviceInfo) -> tuple[KernelSpec[object], Variant]:
+    def build(self, dtype: str, h_q: int, d_head: int, device: DeviceInfo) -> Build:
         """The kernel and the build for so many heads of this width."""
+        resident = PROJECTION_BLOCKS_PER_SM * device.sm_count
         if not self.clusters.supports_arch(device.arch):
-            return self.plain, Variant(dtype=dtype, share=1)
-        return self.clusters, Variant(dtype=dtype, share=share(h_q, d_head, device))
+            return Build(self.plain, Variant(dtype=dtype, share=1), resident)
+        return Build(self.clusters, Variant(dtype=dtype, share=share(h_q, d_head, device)), resident)
 
 
 def share(h_q: int, d_head: int, device: DeviceInfo) -> int:
@@ -63,6 +78,11 @@ def share(h_q: int, d_head: int, device: DeviceInfo) -> int:
     least = [blocks for blocks in SHARES if d_head <= blocks * _COLUMNS[True]]
     resident = PROJECTION_BLOCKS_PER_SM * device.sm_count
     return max((blocks for blocks in least if h_q * blocks <= resident), default=least[0])
+
+
+def token_shares(tokens: int, least: int, blocks: int, resident: int) -> int:
+    """Shares of the tokens, each by its own blocks: as many as are resident at once, of at least so many tokens."""
+    return max(1, min(-(-tokens // least), resident // blocks))
 
 
 def parts(variant: Variant, d_head: int) -> int:
@@ -98,7 +118,10 @@ def sizes(call: Call, variant: Variant, by_query: bool = False) -> ProjectionSiz
     )
 
 
-def launch(build: tuple[KernelSpec[object], Variant], h_q: int, d_head: int, params: Params) -> Launch:
+def launch(build: Build, call: Call, params: Params) -> Launch:
     """One launch over all heads."""
-    kernel, variant = build
-    return Launch(kernel, variant, (h_q * parts(variant, d_head), 1, 1), LaunchArgs(params))
+    h_q, d_head, _ = call.view("w_uv").shape
+    b, s_q, _, _ = call.view("out").shape
+    blocks = h_q * parts(build.variant, d_head)
+    shares = token_shares(b * s_q, TILE_ROWS, blocks, build.resident)
+    return Launch(build.kernel, build.variant, (blocks, shares, 1), LaunchArgs(params))

@@ -20,6 +20,7 @@ from mla_cupy.kernels.attention import (
     schedule,
 )
 from mla_cupy.kernels.attention.kernel import AttentionKernel, SplitGrid
+from mla_cupy.kernels.attention.projection import Build
 from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
 from mla_cupy.kernels.decode import (
     clusters,
@@ -62,7 +63,7 @@ class DecodeConfig:
     combine_blocks: int
     pieces: Pieces | None = None
     merged: bool = True
-    projection: tuple[KernelSpec[object], Variant] | None = None
+    projection: Build | None = None
     groups: Groups | None = None
     max_groups: int = 0
 
@@ -211,7 +212,8 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         if not config.in_clusters:
             found.insert(0, (cut, PLAIN[0]))
         if config.projection:
-            return [*found, config.projection]
+            return [*found, config.projection[:2]]
+        merge = combine_pieces.KERNEL if config.pieces else combine.KERNEL
         return [*found, (merge, Variant(dtype=problem.half))] if config.combine_blocks else found
 
     def schedule(

@@ -22,6 +22,9 @@ COLUMNS = 64
 """Columns of absorbed queries that a block computes."""
 MAX_D_NOPE = 128, max(D_HEADS)
 """Rows of W_UK that the builds have room for."""
+_ABSORBING_BLOCKS_PER_SM = 8
+_SHARE_TOKENS = 32
+"""Tokens of a block below which sharing them out does not pay for reading W_UK again."""
 
 STATES = Projection(
     ("projection_states", "projection_states_clusters"),
@@ -69,6 +72,8 @@ class ProjectConfig:
 
     kernel: KernelSpec[object]
     variant: Variant
+    resident: int
+    """Blocks that the GPU holds at once."""
 
 
 class _OneLaunch(Pipeline[ProjectConfig]):
@@ -93,7 +98,7 @@ class MergeProjectPipeline(_OneLaunch):
         """One launch, unless there is no row."""
         options: MergeProjectOptions = call.options
         outs = call.view("outs")
-        n, b, s_q, h_q, _ = outs.shape
+        n, b, s_q, _, _ = outs.shape
         if b * s_q == 0:
             return []
         params = MergeProjectParams(
@@ -110,7 +115,8 @@ class MergeProjectPipeline(_OneLaunch):
             lse_factor=from_log2(options.lse_base),
             empty_lse=options.empty_lse,
         )
-        return [projection.launch((config.kernel, config.variant), h_q, call.view("w_uv").shape[1], params)]
+        build = projection.Build(config.kernel, config.variant, config.resident)
+        return [projection.launch(build, call, params)]
 
 
 class AbsorbPipeline(_OneLaunch):
@@ -122,7 +128,8 @@ class AbsorbPipeline(_OneLaunch):
         """See `Pipeline.configure`; the narrowest build that holds a head."""
         chosen: KernelSpec[Any] = choice.choose("absorption", self.kernels, problem, device, kernel)
         rows = next(rows for rows in MAX_D_NOPE if problem.d_head <= rows)
-        return ProjectConfig(chosen, Variant(dtype=problem.dtype, max_d_nope=rows))
+        resident = _ABSORBING_BLOCKS_PER_SM * device.sm_count
+        return ProjectConfig(chosen, Variant(dtype=problem.dtype, max_d_nope=rows), resident)
 
     def steps(self, config: ProjectConfig, call: Call) -> list[Step]:
         """One launch, unless there is no token."""
@@ -141,7 +148,9 @@ class AbsorbPipeline(_OneLaunch):
             t=t,
             d_nope=d_nope,
         )
-        return [Launch(config.kernel, config.variant, (h_q * D_V // COLUMNS, 1, 1), LaunchArgs(params))]
+        blocks = h_q * D_V // COLUMNS
+        shares = projection.token_shares(t, _SHARE_TOKENS, blocks, config.resident)
+        return [Launch(config.kernel, config.variant, (blocks, shares, 1), LaunchArgs(params))]
 
 
 MERGE_PROJECT = MergeProjectPipeline()

@@ -15,6 +15,7 @@ from mla_cupy.kernels.attention import combine, combine_project, record_layout
 from mla_cupy.kernels.attention import schedule as attention_schedule
 from mla_cupy.kernels.attention.heuristics import merge_cost
 from mla_cupy.kernels.attention.kernel import AttentionKernel
+from mla_cupy.kernels.attention.projection import Build
 from mla_cupy.kernels.attention.records import rows_variant
 from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
@@ -24,7 +25,7 @@ from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline
 from mla_cupy.kernels.sparse_decode import records, schedule
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
 from mla_cupy.kernels.sparse_decode.schedule import Cuts
-from mla_cupy.kernels.spec import KernelSpec, Variant
+from mla_cupy.kernels.spec import Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V
 
@@ -43,7 +44,7 @@ class SparseDecodeConfig:
     block_rows: int
     cuts: Cuts
     combine_blocks: int
-    projection: tuple[KernelSpec[object], Variant] | None = None
+    projection: Build | None = None
 
     @property
     def row_blocks(self) -> int:
