@@ -213,7 +213,6 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             found.insert(0, (cut, PLAIN[0]))
         if config.projection:
             return [*found, config.projection[:2]]
-        merge = combine_pieces.KERNEL if config.pieces else combine.KERNEL
         return [*found, (merge, Variant(dtype=problem.half))] if config.combine_blocks else found
 
     def schedule(
