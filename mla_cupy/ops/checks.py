@@ -172,9 +172,9 @@ def check_projected_forms(forms: Forms, d_head: int) -> None:
     ------
     ArgumentError
     """
-    refused = [name for name in forms.names if name != "q_rope"]
-    if d_head and refused:
-        raise ArgumentError(explain("w_uv", f"one, with {refused[0]}", "None", "multiply the result"))
+    if d_head and forms.grouped:
+        name = "cu_seqlens_q" if forms.cu_seqlens_q else "a window"
+        raise ArgumentError(explain("w_uv", f"one, with {name}", "None", "multiply the result"))
 
 
 def check_count(argument: str, value: Any, minimum: int, maximum: int) -> int:
