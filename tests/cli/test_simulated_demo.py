@@ -138,7 +138,7 @@ def test_a_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def test_roles_are_those_of_the_source() -> None:
-    source = (REPOSITORY / "cuda_src" / "decode" / "sm90_seesaw.cu").read_text()
+    source = (REPOSITORY / "cuda_src" / "decode" / "sm90_seesaw.cuh").read_text()
     for lane, role in simulated.ROLES.items():
         first, last = re.findall(r"\d+", lane)
         name, _, task = role.partition(": ")

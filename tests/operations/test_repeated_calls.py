@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy import PlanError
+from mla_cupy import PlanError, ShapeError
 from mla_cupy.ops import call as calling
 from mla_cupy.ops.operation import Operation
 from mla_cupy.runtime import driver
@@ -159,6 +159,10 @@ def test_the_alignment_of_the_first_input_is_seen(operation: Operation, recorder
     x = call[name]
     odd = np.zeros(x.size + 16, x.dtype)[1 : 1 + x.size].reshape(x.shape)
     assert odd.ctypes.data % 16 != 0
+    if operation.inputs[0].wide:  # there is no kernel for such an array
+        with pytest.raises(ShapeError, match=f"{name}.strides: "):
+            function_of(operation)(**{**call, name: odd})
+        return
     found = []
     for first in (x, odd, x, odd):
         recorder.launches.clear()
@@ -206,11 +210,14 @@ def test_the_memory_of_calls_is_bounded(
         kinds = [{"max_keys": 20 - i} for i in range(10)]  # the mask is no narrower
     elif "keep_first" in operation.options._fields:
         kinds = [{"keep_first": i} for i in range(10)]
-    else:
+    elif "scale" in operation.options._fields:
         kinds = [{"scale": 0.25 + i} for i in range(10)]
+    else:  # no options: calls without one of the arrays, or another
+        names = [array.name for array in operation.inputs if array.optional] + list(output_names(operation))
+        kinds = [{}, *({name: None} for name in names)]
     for options in kinds * 2:
         recorder.launches.clear()
-        function_of(operation)(**call, **options)
+        function_of(operation)(**{**call, **options})
         assert recorder.launches
         assert len(calling._thread.recent.entries) <= 4
 
@@ -313,7 +320,7 @@ def test_another_gpu_is_another_configuration(recorder: Recorder) -> None:
 # ---- Plans ------------------------------------------------------------------------------------------------------
 
 PLAN = {"max_b": 2, "s_q": 3, "h_q": 4, "h_kv": 2, "max_pages": 4, "page_size": 16, "dtype": "bfloat16"}
-PLAN |= {"tree_mask": True}  # as `good_call` has one
+PLAN |= {"tree_mask": True, "attn_sink": True, "d_head": 128}  # as `good_call` has them
 
 
 def test_a_plan_is_used_again(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
