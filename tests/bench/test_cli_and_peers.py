@@ -102,6 +102,9 @@ def test_options():
         "indexer-loss": "events",
         "indexer-topk": "graph",
         "indexer-prepare": "graph",
+        "layer": "graph",
+        "prepare": "graph",
+        "projection": "graph",
     }
     assert parse("--method", "events", operation="sparse-forward").method == "events"
 

@@ -130,6 +130,7 @@ def test_host_times_of_every_operation(device, briefly, numpy_backend, operation
         "sparse-forward-fp8": "sq3-skv64-hq2-topk4",
     }
     small |= {"indexer-topk": "sq3-skv40-k4", "indexer-prepare": "sq5-h2-d32"}
+    small |= {"layer": "v3-hq4-b1-skv70", "prepare": "inplace-bf16-n3-h2", "projection": "absorb-t2-hq2"}
     small |= {"sparse-decode": "b1-sq1-hq2-topk4-pool64", "indexer-loss": "b2-s7-h3x8-i2x32"}
     case = operation.parse(small.get(operation.name, "sq3-skv8-hq2-topk4"))
     device.watch = WallClock()

@@ -34,6 +34,9 @@ SMALL = {
     "prefill": "b1-sq2-skv9-hq2",
     "prefill-backward": "b1-sq2-skv9-hq2",
     "indexer-prepare": "sq5-h2-d32",
+    "layer": "v3-hq4-b1-skv70",
+    "prepare": "inplace-bf16-n3-h2",
+    "projection": "absorb-t2-hq2",
 }
 #: What the processes run in place of the GPU.
 SERVE = f"""
