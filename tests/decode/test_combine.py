@@ -158,10 +158,10 @@ MUTANTS = (
     Mutant("a group's weight left out", MERGE, "__shfl_sync(kFullWarp, group_weight, g)", "1.f"),
     Mutant(
         "units not waited for",
-        COMBINE,
+        "attention/combine.cu",
         *steps("bar.sync", 4, of=8),
     ),
-    Mutant("units found while those before are read", COMBINE, *steps("bar.sync", 3, of=8)),
+    Mutant("units found while those before are read", "attention/combine.cu", *steps("bar.sync", 3, of=8)),
 )
 
 
