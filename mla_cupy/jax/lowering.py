@@ -115,7 +115,8 @@ def _part(signature: Signature, by_handler: bool, *operands: Any) -> Sequence[An
 def _parts(signature: Signature) -> Parts:
     record = signature.record
     arrays = dict(zip(record.names, signature.arrays, strict=True))
-    axes = {array.name: axes_of(array, arrays) for array in (*record.inputs, *record.outputs)}
+    axes = {each.name: axes_of(each, arrays) for each in record.inputs}
+    axes |= {each.name: axes_of(each, arrays) for each in record.outputs}
     axes |= {output.name: axes[output.like] for output in record.outputs if output.like}
 
     def with_names(names: Sequence[str], shaped: Sequence[Shaped | None]) -> list[Axes]:

@@ -16,8 +16,8 @@
 
 namespace mla::attention::sm90 {
 // A tile's sum is two products of 32 tokens. Where all terms have one sign, those of the second one are cut off beside
-// the sum of the first: up to 2^-10 of the tile's sum is lost, or nothing, as weights and values fall. Some third of the
-// most is given back, so that what remains lies on either side (cuda_src/decode/fp8.md has a table).
+// the sum of the first: up to 2^-10 of the tile's sum is lost, or nothing, as weights and values fall. Some third of
+// the most is given back, so that what remains lies on either side (cuda_src/decode/fp8.md has a table).
 constexpr float kFp8Regain = 1.0003f;
 
 // Of a tile with so many tokens that all rows of the block see. What the first product holds loses little: so attention
