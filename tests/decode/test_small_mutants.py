@@ -24,6 +24,7 @@ Array = npt.NDArray[Any]
 KERNEL = "decode_sm90_small"
 SMALL = "decode/sm90_small.cuh"
 KERNEL_FILE = "decode/sm90_small_block.cuh"
+SOURCE = "decode/sm90_small.cu"
 LOAD = "decode/sm90_load.cuh"
 SWAPPED = "attention/sm90/swapped.cuh"
 NONFINITE = "attention/sm90/nonfinite_values.cuh"
@@ -42,7 +43,7 @@ MUTANTS = [
     ),
     Mutant("keys freed by one warp too few", SMALL, "s.kv_empty[stage], kWarpgroupWarps)", "s.kv_empty[stage], 3)"),
     Mutant("later groups not waited for", SMALL, "if (i % C::kGroupSwTiles == 0)", "if (i == 0)"),
-    Mutant("loads do not wait", KERNEL_FILE, *steps("mbarrier.try_wait", 4, of=6)),
+    Mutant("loads do not wait", SOURCE, *steps("mbarrier.try_wait", 4, of=6)),
     Mutant("a group counted short", SMALL, "(full, C::kGroupBytes)", "(full, C::kGroupBytes - kSw128Bytes)"),
     Mutant("one stage only for the mathematics", SMALL, "math.stage ^= 1;", ""),
     Mutant("parity stuck", SMALL, "math.ring.full_parity(math.stage);", "0;"),
@@ -51,11 +52,11 @@ MUTANTS = [
     ),
     Mutant("SW128 tiles from one column block", LOAD, "sw_tile * kSw128Columns, window", "0, window"),
     Mutant("another order than the mathematics'", SMALL, "(i32 i) { return i; }", "(i32 i) { return 8 - i; }"),
-    Mutant("no fence of the barriers' init", KERNEL_FILE, *steps("fence.mbarrier_init", 0, of=1)),
+    Mutant("no fence of the barriers' init", SOURCE, *steps("fence.mbarrier_init", 0, of=1)),
     # Query rows
     Mutant(
         "Q not waited for",
-        KERNEL_FILE,
+        SOURCE,
         *steps("mbarrier.try_wait", 0, of=6),
     ),
     Mutant("Q released after the first tile", SMALL, "if (tile + 1 == item.tile_end)", "if (tile == item.tile_begin)"),
@@ -63,16 +64,16 @@ MUTANTS = [
     Mutant("Q announced by two of three warps", SMALL, "s.q_full[stage], kQueryThreads)", "s.q_full[stage], 64)"),
     Mutant(
         "Q without a proxy fence",
-        KERNEL_FILE,
+        SOURCE,
         *steps("fence.proxy.async", 1, of=2),
     ),
-    Mutant("Q announced before it is there", KERNEL_FILE, *steps("cp.async.wait_all", 0, of=1)),
+    Mutant("Q announced before it is there", SOURCE, *steps("cp.async.wait_all", 0, of=1)),
     Mutant("stages of Q one tile apart", LOAD, "stage * Tile::kSwTilesQk * kRows", "stage * kRows"),
     Mutant("query rows of the next warp", LOAD, "first_row + lane * kQueryWarps", "first_row + 1 + lane * kQueryWarps"),
     # Softmax
     Mutant(
         "maxima not waited for",
-        KERNEL_FILE,
+        SOURCE,
         *steps("bar.sync", 1, of=6),
     ),
     Mutant("O not re-scaled", SWAPPED, "for (auto& columns : math.out) scale.multiply(columns);", ";"),
@@ -82,8 +83,8 @@ MUTANTS = [
     Mutant("one token too many", SMALL, "min(visible, item.tokens) - tile", "min(visible, item.tokens) + 1 - tile"),
     Mutant("the mask of another head", HEADS, "mask.visible[head_number(i)]", "mask.visible[0]"),
     # P
-    Mutant("P without a proxy fence", KERNEL_FILE, *steps("fence.proxy.async", 0, of=2)),
-    Mutant("P not waited for", KERNEL_FILE, *steps("bar.sync", 2, of=6)),
+    Mutant("P without a proxy fence", SOURCE, *steps("fence.proxy.async", 0, of=2)),
+    Mutant("P not waited for", SOURCE, *steps("bar.sync", 2, of=6)),
     Mutant(
         "swizzle of P forgotten",
         SWAPPED,
@@ -109,10 +110,10 @@ MUTANTS = [
     Mutant("O carried over", KERNEL_FILE, "        math.reset();\n", "        math.heads.reset();\n"),
     Mutant(
         "statistics not waited for",
-        KERNEL_FILE,
+        SOURCE,
         *steps("bar.sync", 3, of=6),
     ),
-    Mutant("factors not waited for", KERNEL_FILE, *steps("bar.sync", 4, of=6)),
+    Mutant("factors not waited for", SOURCE, *steps("bar.sync", 4, of=6)),
     Mutant("sums of three warps", SWAPPED, "warp < kWarpgroupWarps; ++warp) sum +=", "warp < 3; ++warp) sum +="),
     Mutant(
         "maxima of another head", SWAPPED, "stats.max[kth_head(k, thread)] =", "stats.max[kth_head(k ^ 1, thread)] ="
