@@ -62,6 +62,13 @@ OPERATIONS: Mapping[str, Exported] = {
 }
 
 
+_NOT_EXPORTED = {
+    "mla_decode": ("q_rope", "cu_seqlens_q", "attn_sink", "w_uv", "gate"),
+    "sparse_mla_decode": ("w_uv", "gate"),
+}
+"""Optional inputs that exported calls do without: other kernels take them."""
+
+
 def exported(name: str) -> Exported:
     """An operation by its name.
 
@@ -101,7 +108,9 @@ def subject_of(name: str, given: Mapping[str, Any], arrays: Sequence[str] = ()) 
 def _dtypes(subject: Subject, arrays: Sequence[str]) -> dict[str, str]:
     """The dtypes of further inputs: the first that the operation takes."""
     optional = {
-        each.name: each for each in subject.operation.inputs if each.optional and each.name not in subject.dtypes
+        each.name: each
+        for each in subject.operation.inputs
+        if each.optional and each.name not in (*subject.dtypes, *_NOT_EXPORTED.get(subject.operation.name, ()))
     }
     found = {}
     for name in arrays:

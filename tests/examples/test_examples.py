@@ -291,6 +291,8 @@ def test_wrong_usage_is_said(name: str) -> None:
     library = name.partition("_")[0]
     if library in ("cupy", "torch", "jax"):
         needs(library)
+    if name.startswith("cuda_core"):
+        needs("cuda.core")
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), "--no-such-option"],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "MLA_CUPY_JIT": "lazy"},
