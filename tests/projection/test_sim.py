@@ -184,6 +184,24 @@ def test_decode(case: DecodeCase, sm_count: int, options: dict[str, Any]) -> Non
     check_decode(case, sm_count, **options)
 
 
+@pytest.mark.parametrize(("sm_count", "lengths"), [(4, (300, 70)), (1, (100, 0))])
+@pytest.mark.parametrize("pair", [False, True])
+def test_decode_with_a_sink(sm_count: int, lengths: tuple[int, int], pair: bool) -> None:
+    """The sink lowers results before they are multiplied, split or not; queries may be in two arrays."""
+    inputs, rng = make(DecodeCase(b=2, seqlens=lengths, h_q=16)), np.random.default_rng(4)
+    q, *others = inputs.arguments
+    parts = {"q_rope": np.ascontiguousarray(q[..., 512:])} if pair else {}
+    if pair:
+        q = np.ascontiguousarray(q[..., :512])
+    _, w_uv = kv_b_proj(rng, 16, 128, 128, "bfloat16")
+    more = {**parts, "attn_sink": 3 * rng.standard_normal(16).astype(np.float32), "w_uv": w_uv}
+    exact, rounded = (reference.mla_decode(q, *others, **more, rounding=rounding) for rounding in (None, "bfloat16"))
+    with simulated(sm_count) as driver:
+        got = mla_cupy.mla_decode(q, *others, **more)
+    assert driver.launched[-1] == "mla_attention_combine_project"
+    check(got, exact, rounded, "bfloat16")
+
+
 def test_a_plan_without_w_uv_refuses_it() -> None:
     inputs = make(DecodeCase(b=1, seqlens=64, h_q=2))
     _, w_uv = kv_b_proj(np.random.default_rng(0), 2, 128, 128, "bfloat16")
