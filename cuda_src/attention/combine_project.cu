@@ -19,7 +19,7 @@ struct CombineProjectParams : ProjectionAddresses, DecodeParams, ProjectionSizes
 
 MLA_FACT_LIST(params_layout, MLA_OFFSET(CombineProjectParams, q_stride_b_elems), MLA_OFFSET(CombineProjectParams, b),
               MLA_OFFSET(CombineProjectParams, scale_log2), MLA_OFFSET(CombineProjectParams, w_uv_stride_h_elems),
-              MLA_OFFSET(CombineProjectParams, d_head), (int)sizeof(CombineProjectParams));
+              MLA_OFFSET(CombineProjectParams, tokens), (int)sizeof(CombineProjectParams));
 MLA_FACT(tile_tokens, kTileTokens);
 MLA_FACT(threads, kProjectionThreads);
 MLA_FACT(smem_bytes, sizeof(ProjectionStorage<Projected>));

@@ -24,8 +24,7 @@ constexpr bool kCodes = MLA_CODES;  // queries become e4m3
 constexpr i32 kRowLanes = kRopePieces;
 constexpr i32 kRows = kAppendThreads / kRowLanes;  // of a block
 constexpr i32 kLaneStepBytes = kRowLanes * kPieceBytes;
-constexpr i32 kMaxPieces = 8;    // of a lane beside the RoPE part: 512 elements of a row
-constexpr i32 kMovedPieces = 4;  // in flight together
+constexpr i32 kMovedPieces = 4;  // of a lane, in flight together
 // Blocks per SM. All rows of 128 tokens with 128 heads are one wave of 8.
 constexpr i32 kBlocks = kCodes ? 5 : 8;
 
@@ -172,6 +171,7 @@ MLA_DEVICE void move_row(const CachePrepareParams& p, const AnyRotation& rotatio
 // A row as codes. Called by whole warps.
 template <class Element, bool kAligned>
 MLA_DEVICE void encode_row(const CachePrepareParams& p, const AnyRotation& rotation, const QueryRow& row, i32 lane) {
+    constexpr i32 kMaxPieces = 8;  // of a lane beside the RoPE part: 512 elements of a row
     uint4 pieces[kMaxPieces];
 #pragma unroll
     for (i32 i = 0; i < kMaxPieces; ++i) {

@@ -26,7 +26,7 @@ struct MergeProjectParams : ProjectionAddresses, StatesAddresses, ProjectionSize
 };
 
 MLA_FACT_LIST(params_layout, MLA_OFFSET(MergeProjectParams, w_uv_stride_h_elems),
-              MLA_OFFSET(MergeProjectParams, d_head), MLA_OFFSET(MergeProjectParams, outs_stride_n_elems),
+              MLA_OFFSET(MergeProjectParams, tokens), MLA_OFFSET(MergeProjectParams, outs_stride_n_elems),
               MLA_OFFSET(MergeProjectParams, states), MLA_OFFSET(MergeProjectParams, to_log2),
               (int)sizeof(MergeProjectParams));
 MLA_FACT(threads, kProjectionThreads);

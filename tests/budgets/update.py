@@ -2,52 +2,87 @@
 
 The difference is for a reviewer to see.
 
-Both lines of NVRTC must be installed, in the versions that the extra `test` pins. All builds take minutes; with
-`--only REGEX` those that match, and those that the file lacks, are made, and the others keep their figures.
+Both lines of NVRTC must be installed, in the versions that the extra `test` pins. All builds take an hour of a core.
+With `--only REGEX` those that match are made, with `--changed` those of the kernels that have changed since all their
+builds were made, and always those that the file lacks. The others keep their figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 
 from mla_cupy.errors import KernelCompileError
 from tests.budgets import builds
+from tests.budgets.builds import Target
 
 Lines = dict[str, dict[str, builds.Figures]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.budgets.update", description=__doc__)
-    parser.add_argument("--only", type=re.compile, metavar="REGEX", help="names of builds, such as mla_merge.*sm_90a")
-    only = parser.parse_args(argv).only
+    options = parser().parse_args(argv)
     missing = [line for line in builds.LINES if not builds.library(line)]
     if missing:
         print(f"no NVRTC wheel of CUDA {missing}: pip install -e '.[test]'", file=sys.stderr)
         return 1
-    known = builds.golden() if only else {}
-    partial: set[str] = set()
-    lines: Lines = {builds.version(line): {} for line in builds.LINES}
-    refused = 0
-    for target in builds.TARGETS:
-        version = builds.version(target.line)
-        kept = known.get(version, {}).get(target.name)
-        try:
-            fresh = kept is None or only is None or only.search(target.name)
-            if not fresh:
-                partial.add(target.kernel)
-            lines[version][target.name] = builds.figures(builds.build(target)) if fresh else kept
-        except KernelCompileError as error:
-            refused += 1
-            partial.add(target.kernel)
-            print(f"{target}: {error}", file=sys.stderr)
+    if options.only:
+        is_chosen: Callable[[Target], object] = lambda target: options.only.search(target.name)  # noqa: E731
+    elif options.changed:
+        changed = {name for name in builds.KERNELS if builds.fingerprint(name) != builds.verified().get(name)}
+        is_chosen = lambda target: target.kernel in changed  # noqa: E731
+    else:
+        is_chosen = lambda target: True  # noqa: E731
+    lines, partial, refused = make(is_chosen, options.jobs)
     write(lines)
     verify(partial)
     print(f"{builds.GOLDEN}: {sum(map(len, lines.values()))} kernels")
     return 1 if refused else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(prog="python -m tests.budgets.update", description=__doc__)
+    chosen = found.add_mutually_exclusive_group()
+    chosen.add_argument("--only", type=re.compile, metavar="REGEX", help="names of builds, such as mla_merge.*sm_90a")
+    chosen.add_argument("--changed", action="store_true", help="the builds of all kernels that have changed")
+    found.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="compilers at once")
+    return found
+
+
+def make(is_chosen: Callable[[Target], object], jobs: int) -> tuple[Lines, set[str], int]:
+    """The figures of all builds; the kernels of which some were not made; the number that did not compile."""
+    known = {target: builds.golden().get(builds.version(target.line), {}).get(target.name) for target in builds.TARGETS}
+    fresh = [target for target in builds.TARGETS if known[target] is None or is_chosen(target)]
+    refused = 0
+    # Not forked: NVRTC is loaded here, and has threads.
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        results = pool.map(figures_or_error, map(builds.TARGETS.index, fresh))
+        for count, (target, found) in enumerate(zip(fresh, results, strict=True), 1):
+            if isinstance(found, str):
+                refused += 1
+                print(f"{target}: {found}", file=sys.stderr)
+            known[target] = None if isinstance(found, str) else found
+            if count % 50 == 0:
+                print(f"{count} of {len(fresh)} builds", file=sys.stderr)
+    made = {target for target in fresh if known[target] is not None}
+    lines: Lines = {builds.version(line): {} for line in builds.LINES}
+    for target, figures in known.items():
+        if figures is not None:
+            lines[builds.version(target.line)][target.name] = figures
+    return lines, {target.kernel for target in builds.TARGETS if target not in made}, refused
+
+
+def figures_or_error(index: int) -> builds.Figures | str:
+    """The figures of one of the targets, or why it does not compile."""
+    try:
+        return builds.figures(builds.build(builds.TARGETS[index]))
+    except KernelCompileError as error:
+        return str(error)
 
 
 def write(lines: Lines) -> None:
