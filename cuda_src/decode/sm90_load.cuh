@@ -182,9 +182,9 @@ MLA_DEVICE void run_query_role(const Block& block, const QueryStages<kStages>& s
 }
 
 // ---- Load role -------------------------------------------------------------------------------------------------
-// A tile of 64 tokens is fetched in boxes of gcd(page_size, 64) tokens, each within one page. The warp looks up 64
-// boxes at a time, two per lane, and the lane that looked up a box fetches it. The pages of the next 64 boxes are read
-// from the block table while the current ones are fetched, which hides the latency.
+// A tile of 64 tokens is fetched in boxes of gcd(page_size, 64) tokens, or fewer, each within one page. The warp looks
+// up 64 boxes at a time, two per lane, and the lane that looked up a box fetches it. The pages of the next 64 boxes are
+// read from the block table while the current ones are fetched, which hides the latency.
 //
 // Nothing is looked up past the request's end, and no page outside the pool is read: such boxes are outside the tensor,
 // for which TMA writes zeros.
@@ -276,12 +276,17 @@ struct TileBoxes {
     }
 };
 
+// gcd(page_size, most): the largest power of two up to `most` that divides page_size.
+MLA_DEVICE i32 tokens_of_box(const DecodeParams& p, i32 most) {
+    while (p.page_size % most != 0) most /= 2;
+    return most;
+}
+
 // `load_tile(boxes, item, tile)` fetches one tile.
 template <class Block, class LoadTile>
-MLA_DEVICE void run_load_role(const Block& block, i32 lane, LoadTile load_tile) {
+MLA_DEVICE void run_load_role(const Block& block, i32 lane, LoadTile load_tile, i32 most_tokens = kTileTokens) {
     const DecodeParams& p = block.p;
-    i32 rows = kTileTokens;  // gcd(page_size, 64): the largest power of two up to 64 that divides page_size
-    while (p.page_size % rows != 0) rows /= 2;
+    const i32 rows = tokens_of_box(p, most_tokens);
     const i32 boxes_per_tile = kTileTokens / rows;
     const i32 window_tiles = kWindowBoxes / boxes_per_tile;
     using Work = typename Block::Work;

@@ -17,11 +17,26 @@ constexpr i32 kRegsSeesawLoad = 56;
 static_assert(2 * kRegsSeesawMath + kRegsSeesawLoad <= 3 * kRegsEntry, "what the block has at entry");
 
 // ---- Load role -------------------------------------------------------------------------------------------------
-// Both halves of a tile, each as soon as its place is free.
+// Boxes of 64 columns each.
 template <class C>
+struct SwTileFetch {
+    const TensorMap& kv_map;
+    i32 kv_head;
+
+    MLA_DEVICE void prefetch_maps() const { prefetch_tensormap(kv_map); }
+    MLA_DEVICE i32 most_tokens() const { return kTileTokens; }  // of a box
+    template <bool kRight>
+    MLA_DEVICE void half(const TileBoxes& boxes, SmemAddr to, MBarrier& full) const {
+        constexpr i32 kBegin = kRight ? C::kSwTilesLeft : 0, kEnd = kRight ? C::kSwTilesQk : C::kSwTilesLeft;
+        boxes.load<C>(to, kv_map, full, kv_head, kBegin, kEnd);
+    }
+};
+
+// Both halves of a tile, each as soon as its place is free. `fetch.half<kRight>(boxes, to, full)` starts one.
+template <class C, class Fetch>
 struct HalvesLoader {
     Block<C>& block;
-    const TensorMap& kv_map;
+    const Fetch& fetch;
     Ring<kStagesKV> ring;
 
     MLA_DEVICE void operator()(const TileBoxes& boxes, const WorkItem& item, i32 tile) {
@@ -36,12 +51,12 @@ struct HalvesLoader {
             mbarrier_arrive_expect_tx(s.kv_full[stage].left, C::kLeftBytes);
         }
         __syncwarp();
-        boxes.load<C>(to, kv_map, s.kv_full[stage].left, block.kv_head, 0, C::kSwTilesLeft);
+        fetch.template half<false>(boxes, to, s.kv_full[stage].left);
 
         mbarrier_wait(s.kv_empty[stage].right, empty_parity);
         if (boxes.lane == 0) mbarrier_arrive_expect_tx(s.kv_full[stage].right, C::kRightBytes);
         __syncwarp();
-        boxes.load<C>(to, kv_map, s.kv_full[stage].right, block.kv_head, C::kSwTilesLeft, C::kSwTilesQk);
+        fetch.template half<true>(boxes, to, s.kv_full[stage].right);
         ring.advance(stage);
     }
 };
@@ -61,11 +76,12 @@ MLA_DEVICE void store_tree_words(Block<C>& block, const WorkItem& item, i32 thre
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-template <class C>
-MLA_DEVICE void run_seesaw_block(const DecodeParams& p, const TensorMap& kv_map, Storage<C>& s) {
-    Block<C> block(p, s);
+// `fetch` starts the copies of keys, see HalvesLoader.
+template <class C, class Fetch>
+MLA_DEVICE void run_seesaw_block(Block<C>& block, const Fetch& fetch) {
+    Storage<C>& s = block.s;
     if (threadIdx.x == 0) {
-        prefetch_tensormap(kv_map);
+        fetch.prefetch_maps();
         init_storage(s, kLoadArrivals, kQueryThreads);
     }
     __syncthreads();
@@ -82,7 +98,7 @@ MLA_DEVICE void run_seesaw_block(const DecodeParams& p, const TensorMap& kv_map,
     } else {
         setmaxnreg_dec<kRegsSeesawLoad>();
         if (warp == kLoaderWarp) {
-            run_load_role(block, thread, HalvesLoader<C>{block, kv_map});
+            run_load_role(block, thread, HalvesLoader<C, Fetch>{block, fetch}, fetch.most_tokens());
         } else {
             const i32 query_thread = thread - kWarpThreads;
             const QueryStages<1> stages{s.q, &s.q_full, &s.q_empty};
@@ -91,5 +107,11 @@ MLA_DEVICE void run_seesaw_block(const DecodeParams& p, const TensorMap& kv_map,
         }
     }
     griddepcontrol_launch_dependents();
+}
+
+template <class C>
+MLA_DEVICE void run_seesaw_block(const DecodeParams& p, const TensorMap& kv_map, Storage<C>& s) {
+    Block<C> block(p, s);
+    run_seesaw_block(block, SwTileFetch<C>{kv_map, block.kv_head});
 }
 }  // namespace mla::decode

@@ -29,6 +29,15 @@ MLA_DEVICE void cp_async_bulk_tensor_4d(SmemAddr to, const TensorMap& map, MBarr
         : "memory");
 }
 
+MLA_DEVICE void cp_async_bulk_tensor_5d(SmemAddr to, const TensorMap& map, MBarrier& full, i32 c0, i32 c1, i32 c2,
+                                        i32 c3, i32 c4, u64 l2_policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to.value),
+        "l"(&map), "r"(smem_addr(&full).value), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(l2_policy)
+        : "memory");
+}
+
 MLA_DEVICE void cp_async_bulk_tensor_3d(SmemAddr to, const TensorMap& map, MBarrier& full, i32 c0, i32 c1, i32 c2,
                                         u64 l2_policy) {
     asm volatile(

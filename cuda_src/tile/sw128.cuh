@@ -32,11 +32,22 @@ MLA_DEVICE SmemDesc make_desc(SmemAddr start, u32 leading_bytes, u32 stride_byte
                     (u64)(stride_bytes >> 4) << 32 | layout};
 }
 
-// Rows are M or N, columns are K. The leading offset is not used by a swizzled K-major operand.
-MLA_DEVICE SmemDesc k_major_desc(SmemAddr sw_tile) { return make_desc(sw_tile, 16, kSwizzleAtomBytes); }
+// Rows are M or N, columns are K. The next 8 rows are `next_rows` bytes further. The leading offset is not used by a
+// swizzled K-major operand.
+MLA_DEVICE SmemDesc k_major_desc(SmemAddr sw_tile, u32 next_rows = kSwizzleAtomBytes) {
+    return make_desc(sw_tile, 16, next_rows);
+}
 
 // Rows are K, columns are N; further columns lie in the following SW128 tiles.
-MLA_DEVICE SmemDesc mn_major_desc(SmemAddr sw_tile) { return make_desc(sw_tile, kSw128Bytes, kSwizzleAtomBytes); }
+MLA_DEVICE SmemDesc mn_major_desc(SmemAddr sw_tile, u32 next_tile = kSw128Bytes, u32 next_rows = kSwizzleAtomBytes) {
+    return make_desc(sw_tile, next_tile, next_rows);
+}
+
+// The same with another distance of the next 8 rows; the start is not touched.
+MLA_DEVICE SmemDesc with_next_rows(SmemDesc desc, u32 next_rows) {
+    constexpr u64 kField = 0x3fffull << 32;
+    return SmemDesc{(desc.bits & ~kField) | (u64)(next_rows >> 4) << 32};
+}
 
 // The descriptor `bytes` further on. Only the address field changes: 32-bit addition, no carry into the other fields.
 MLA_DEVICE SmemDesc advance(SmemDesc desc, u32 bytes) {

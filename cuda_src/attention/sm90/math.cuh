@@ -71,7 +71,7 @@ struct ScoreOperands {
     template <class C>
     MLA_DEVICE ScoreOperands(Storage<C>& s, const Math& math, i32 stage)
         : q(uniform(k_major_desc(smem_addr(s.q)))),
-          k(uniform(k_major_desc(smem_addr(s.kv[stage])))),
+          k(uniform(k_major_desc(smem_addr(s.kv[stage]), C::Layout::kNextRows))),
           parity(math.ring.full_parity(stage)) {}
 };
 
@@ -89,13 +89,15 @@ MLA_DEVICE void issue_scores(Storage<C>& s, Math& math, i32 stage, const ScoreOp
 #pragma unroll
         for (i32 step = 0; step < kSw128MmaSteps; ++step) {
             const u32 bytes = sw_tile * kSw128Bytes + step * kKMajorStepBytes;
+            const SmemDesc keys = advance(sw_tile < kSwTilesV ? k : with_next_rows(k, kSwizzleAtomBytes),
+                                          C::Layout::sw_tile_offset(sw_tile) + step * kKMajorStepBytes);
             const bool accumulate = i > 0 || step > 0;
             if (sw_tile == C::kResidentSwTile) {
-                wgmma_mma_async(typename C::Rope{}, math.scores, math.q_resident[step], advance(k, bytes), accumulate);
+                wgmma_mma_async(typename C::Rope{}, math.scores, math.q_resident[step], keys, accumulate);
             } else if (sw_tile == C::kSwTilesQk - 1) {
-                wgmma_mma_async(typename C::Rope{}, math.scores, advance(q, bytes), advance(k, bytes), accumulate);
+                wgmma_mma_async(typename C::Rope{}, math.scores, advance(q, bytes), keys, accumulate);
             } else {
-                wgmma_mma_async(typename C::Latent{}, math.scores, advance(q, bytes), advance(k, bytes), accumulate);
+                wgmma_mma_async(typename C::Latent{}, math.scores, advance(q, bytes), keys, accumulate);
             }
         }
     }
@@ -111,6 +113,14 @@ MLA_DEVICE void start_scores(Storage<C>& s, Math& math, i32 stage) {
     wgmma_commit_group();
 }
 
+// A half of the values in `stage` as the operand of O += P V, and the bytes from a step of 16 tokens to the next.
+template <bool kRight, class C>
+MLA_DEVICE SmemDesc values_desc(Storage<C>& s, i32 stage) {
+    return mn_major_desc(smem_addr(v_sw_tiles<kRight>(s, stage)), C::Layout::kNextSwTile, C::Layout::kNextRows);
+}
+template <class C>
+constexpr u32 kValueStepBytes = kMmaK / C::Layout::kRowsInAtom * C::Layout::kNextRows;
+
 // One step of O += P V.
 template <class C, class Operand>
 MLA_DEVICE void add_product(Math& math, const Operand& p, SmemDesc v) {
@@ -120,8 +130,8 @@ MLA_DEVICE void add_product(Math& math, const Operand& p, SmemDesc v) {
 #pragma unroll
         for (i32 half = 0; half < 2; ++half) {
             auto& columns = reinterpret_cast<float (&)[kOutPerThread / 2]>(math.out[half * kOutPerThread / 2]);
-            wgmma_mma_async<Major::K, Major::MN>(typename C::Latent{}, columns, p, advance(v, half * 2 * kSw128Bytes),
-                                                 true);
+            wgmma_mma_async<Major::K, Major::MN>(typename C::Latent{}, columns, p,
+                                                 advance(v, half * 2 * C::Layout::kNextSwTile), true);
         }
     }
 }
@@ -129,12 +139,12 @@ MLA_DEVICE void add_product(Math& math, const Operand& p, SmemDesc v) {
 // Starts O += P V with P in registers (this warpgroup's own tile) ...
 template <bool kRight, class C>
 MLA_DEVICE void start_own_product(Storage<C>& s, Math& math, i32 stage) {
-    const SmemDesc v = uniform(mn_major_desc(smem_addr(v_sw_tiles<kRight>(s, stage))));
+    const SmemDesc v = uniform(values_desc<kRight>(s, stage));
     pin(math.out);
     wgmma_fence();
 #pragma unroll
     for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-        add_product<C>(math, math.p_fragment[step], advance(v, step * kMnMajorStepBytes));
+        add_product<C>(math, math.p_fragment[step], advance(v, step * kValueStepBytes<C>));
     }
     wgmma_commit_group();
 }
@@ -142,13 +152,13 @@ MLA_DEVICE void start_own_product(Storage<C>& s, Math& math, i32 stage) {
 // ... and with P in shared memory (the other warpgroup's tile).
 template <bool kRight, class C>
 MLA_DEVICE void start_other_product(Storage<C>& s, Math& math, i32 stage) {
-    const SmemDesc v = uniform(mn_major_desc(smem_addr(v_sw_tiles<kRight>(s, stage))));
+    const SmemDesc v = uniform(values_desc<kRight>(s, stage));
     const SmemDesc p = uniform(k_major_desc(smem_addr(s.p(stage))));
     pin(math.out);
     wgmma_fence();
 #pragma unroll
     for (i32 step = 0; step < kSw128MmaSteps; ++step) {
-        add_product<C>(math, advance(p, step * kKMajorStepBytes), advance(v, step * kMnMajorStepBytes));
+        add_product<C>(math, advance(p, step * kKMajorStepBytes), advance(v, step * kValueStepBytes<C>));
     }
     wgmma_commit_group();
 }
@@ -174,12 +184,12 @@ MLA_DEVICE void sanitize_v(Block<C>& block, const WorkItem& item, i32 tile, i32 
     }
     bar_sync(own_barrier(kRight), kWarpgroupThreads);  // the other warps' scores are done too: they read these rows
     if constexpr (C::Work::kForms) {
-        sanitize_window<typename C::Element, kSwTilesHalf>(v_sw_tiles<kRight>(block.s, stage), C::Work::of(item), tile,
-                                                           block.s.nonfinite_request[kRight], thread);
+        sanitize_window<typename C::Element, kSwTilesHalf, typename C::Layout>(
+            v_sw_tiles<kRight>(block.s, stage), C::Work::of(item), tile, block.s.nonfinite_request[kRight], thread);
     } else {
-        sanitize_rows<typename C::Element, kSwTilesHalf>(v_sw_tiles<kRight>(block.s, stage), max(seen_by_all, 0),
-                                                         item.tokens - tile * kTileTokens,
-                                                         block.s.nonfinite_request[kRight], item.request, thread);
+        sanitize_rows<typename C::Element, kSwTilesHalf, typename C::Layout>(
+            v_sw_tiles<kRight>(block.s, stage), max(seen_by_all, 0), item.tokens - tile * kTileTokens,
+            block.s.nonfinite_request[kRight], item.request, thread);
     }
     fence_proxy_async();
     bar_sync(own_barrier(kRight), kWarpgroupThreads);

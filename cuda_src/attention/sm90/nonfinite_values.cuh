@@ -7,6 +7,7 @@
 #include "attention/decode_output.cuh"
 #include "attention/query_groups.cuh"
 #include "attention/row_block.cuh"
+#include "attention/sm90/tile.cuh"
 #include "attention/tree_mask.cuh"
 #include "ptx/barrier.cuh"
 #include "tile/nonfinite.cuh"
@@ -16,14 +17,14 @@ namespace mla::attention::sm90 {
 // Sanitizes tokens [first, 64) of a tile; those from `end` on are past the sequence's end. By one warpgroup, between
 // two of its barriers; before the second one every thread needs a fence_proxy_async. If there was NaN or Inf,
 // `nonfinite_request` (in shared memory) becomes `request`.
-template <class Element, i32 kSwTiles>
+template <class Element, i32 kSwTiles, class Layout = HalfLayout<false>>
 MLA_DEVICE void sanitize_rows(u8* sw_tiles, i32 first, i32 end, i32& nonfinite_request, i32 request, i32 thread) {
     for (i32 i = thread; i < (kTileTokens - first) * kSw128Chunks; i += kWarpgroupThreads) {
         const i32 row = first + i / kSw128Chunks;
 #pragma unroll
         for (i32 sw_tile = 0; sw_tile < kSwTiles; ++sw_tile) {
-            uint4& chunk =
-                *reinterpret_cast<uint4*>(sw_tiles + sw_tile * kSw128Bytes + sw128_offset(row, i % kSw128Chunks));
+            uint4& chunk = *reinterpret_cast<uint4*>(sw_tiles + Layout::sw_tile_offset(sw_tile) +
+                                                     Layout::chunk_offset(row, i % kSw128Chunks));
             uint4 sanitized = make_uint4(0, 0, 0, 0);
             if (row < end && zero_nonfinite<Element>(sanitized = chunk)) nonfinite_request = request;
             chunk = sanitized;
@@ -33,7 +34,7 @@ MLA_DEVICE void sanitize_rows(u8* sw_tiles, i32 first, i32 end, i32& nonfinite_r
 
 // The same of a tile of which windows leave tokens out: all but those of [seen_from, seen_by_all), which every row
 // sees; of them those of [first_token, tokens) stay, as far as they are finite.
-template <class Element, i32 kSwTiles>
+template <class Element, i32 kSwTiles, class Layout = HalfLayout<false>>
 MLA_DEVICE void sanitize_window(u8* sw_tiles, const GroupItem& item, i32 tile, i32& nonfinite_request, i32 thread) {
     for (i32 i = thread; i < kTileTokens * kSw128Chunks; i += kWarpgroupThreads) {
         const i32 row = i / kSw128Chunks, token = tile * kTileTokens + row;
@@ -41,8 +42,8 @@ MLA_DEVICE void sanitize_window(u8* sw_tiles, const GroupItem& item, i32 tile, i
         const bool kept = item.first_token <= token && token < item.tokens;
 #pragma unroll
         for (i32 sw_tile = 0; sw_tile < kSwTiles; ++sw_tile) {
-            uint4& chunk =
-                *reinterpret_cast<uint4*>(sw_tiles + sw_tile * kSw128Bytes + sw128_offset(row, i % kSw128Chunks));
+            uint4& chunk = *reinterpret_cast<uint4*>(sw_tiles + Layout::sw_tile_offset(sw_tile) +
+                                                     Layout::chunk_offset(row, i % kSw128Chunks));
             uint4 sanitized = make_uint4(0, 0, 0, 0);
             if (kept && zero_nonfinite<Element>(sanitized = chunk)) nonfinite_request = item.request;
             chunk = sanitized;

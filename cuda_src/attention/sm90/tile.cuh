@@ -10,9 +10,29 @@ constexpr i32 kSwTilesV = kHeadDimV / kSw128Columns;  // 8
 constexpr i32 kSwTilesHalf = kSwTilesV / 2;           // 4: one half of the values
 constexpr u32 kHalfBytes = kSwTilesHalf * kSw128Bytes;
 
+// Where the SW128 tiles of a half lie: one after another, or 8 rows of each in turn, which is how a box of several of
+// them arrives. RoPE columns, one SW128 tile, are the same in both.
+template <bool kRowsInTurn>
+struct HalfLayout {
+    static constexpr i32 kRowsInAtom = kSwizzleAtomBytes / kSw128RowBytes;
+    static constexpr u32 kNextSwTile = kRowsInTurn ? kSwizzleAtomBytes : kSw128Bytes;
+    static constexpr u32 kNextRows = kRowsInTurn ? kSwTilesHalf * kSwizzleAtomBytes : kSwizzleAtomBytes;
+
+    // Of an SW128 tile within a tile of keys ...
+    MLA_DEVICE static constexpr u32 sw_tile_offset(i32 sw_tile) {
+        return sw_tile / kSwTilesHalf * kHalfBytes + sw_tile % kSwTilesHalf * kNextSwTile;
+    }
+    // ... and of a chunk of a row within an SW128 tile.
+    MLA_DEVICE static u32 chunk_offset(i32 row, i32 chunk) {
+        if constexpr (!kRowsInTurn) return sw128_offset(row, chunk);
+        return (u32)(row / kRowsInAtom) * kNextRows + sw128_offset(row % kRowsInAtom, chunk);
+    }
+};
+
 // The sizes that depend on the width of a key.
 template <i32 kHeadDimQk_>
 struct KeyTile {
+    using Layout = HalfLayout<false>;
     static constexpr i32 kHeadDimQk = kHeadDimQk_;
     static_assert(is_head_dim_qk(kHeadDimQk), "with or without RoPE columns");
     static constexpr i32 kSwTilesQk = kHeadDimQk / kSw128Columns;  // 9, or 8 without RoPE

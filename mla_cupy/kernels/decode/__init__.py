@@ -29,6 +29,7 @@ KERNELS: tuple[KernelSpec[Any], ...] = (
     schedule_groups.KERNEL,
     schedule_pieces.KERNEL,
     sm90.KERNEL,
+    sm90.BOXES,
     sm90_fp8.KERNEL,
     sm90_small.KERNEL,
     sm90_small_cluster8.KERNEL,

@@ -105,6 +105,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         sm90_small_cluster8.KERNEL,
         sm90_small.KERNEL,
         sm90.KERNEL,
+        sm90.BOXES,
         forms.SMALL,
         forms.SEESAW,
         *mma.KERNELS,

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
-from mla_cupy.kernels.attention.kernel import KEY_VARIANTS, READS_ROWS, SINK, TREE_VARIANTS, AttentionKernel
+from mla_cupy.kernels.attention.kernel import (
+    KEY_VARIANTS,
+    NO_TREE,
+    READS_ROWS,
+    SINK,
+    TREE_VARIANTS,
+    AttentionKernel,
+    key_variant,
+)
 from mla_cupy.kernels.decode.problem import DecodeProblem, tree_variant
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, HOPPER, Reason, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
-from mla_cupy.shapes import TILE_TOKENS
+from mla_cupy.shapes import D_V, TILE_TOKENS
 
 BLOCK_M = 64
 BOX_COLUMNS = 64
 """Columns of one TMA box: 128 bytes, the span of the swizzle."""
+BOX_ROWS = 8
+"""Rows that the swizzle repeats after: those of several boxes of columns lie in turn, see `box_maps`."""
 
 
 def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
@@ -56,6 +66,42 @@ def kv_maps(kv_cache: View, l2: str = "128B") -> tuple[TensorMapSpec]:
     return (kv_map(kv_cache, l2),)
 
 
+def _one_head(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
+    if problem.tree_mask:
+        return NO_TREE
+    return unsupported(problem, device) if problem.h_kv == 1 else Reason("takes one KV head")
+
+
+def box_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
+    """The cache of one head as (pages, groups of 8 tokens, columns of 64, 8, 64): boxes of half the values, and of RoPE.
+
+    If its pages are no groups of 8, twice the map of 16-bit rows.
+    """
+    num_pages, page_size, _, d_qk = kv_cache.shape
+    page, token, _, _ = kv_cache.strides
+    if page_size % BOX_ROWS:
+        return kv_map(kv_cache), kv_map(kv_cache)
+    nbytes = TABLE[kv_cache.dtype].nbytes
+    groups = page_size // BOX_ROWS
+
+    def boxes(halves: int) -> TensorMapSpec:
+        return TensorMapSpec(
+            kv_cache.dtype,
+            kv_cache.ptr,
+            dims=(BOX_COLUMNS, BOX_ROWS, d_qk // BOX_COLUMNS, groups, num_pages),
+            strides_bytes=(
+                nbytes * token,
+                nbytes * BOX_COLUMNS,
+                nbytes * token * BOX_ROWS,
+                nbytes * (page if num_pages > 1 else token * page_size),
+            ),
+            box=(BOX_COLUMNS, BOX_ROWS, halves, min(TILE_TOKENS, page_size & -page_size) // BOX_ROWS, 1),
+            l2="128B",
+        )
+
+    return boxes(D_V // 2 // BOX_COLUMNS), boxes(1)
+
+
 KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_seesaw",
     "dense decode with WGMMA and TMA: two warpgroups that take turns on the tensor cores",
@@ -71,4 +117,21 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     kv_maps=kv_maps,
     counts_partials=True,
     forms=SINK,
+)
+
+BOXES: AttentionKernel[DecodeProblem] = AttentionKernel(
+    "decode_sm90_seesaw_boxes",
+    "dense decode as decode_sm90_seesaw, with fewer and larger copies where pages have few tokens",
+    "decode/sm90_seesaw_boxes.cu",
+    DecodeParams,
+    HOPPER,
+    KEY_VARIANTS,
+    facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
+    unsupported=_one_head,
+    variant=key_variant,
+    block_rows=BLOCK_M,
+    kv_maps=box_maps,
+    counts_partials=True,
+    forms=SINK,
+    on_request=True,
 )
