@@ -89,15 +89,18 @@ MLA_DEVICE void issue_scores(Storage<C>& s, Math& math, i32 stage, const ScoreOp
 #pragma unroll
         for (i32 step = 0; step < kSw128MmaSteps; ++step) {
             const u32 bytes = sw_tile * kSw128Bytes + step * kKMajorStepBytes;
-            const SmemDesc keys = advance(sw_tile < kSwTilesV ? k : with_next_rows(k, kSwizzleAtomBytes),
-                                          C::Layout::sw_tile_offset(sw_tile) + step * kKMajorStepBytes);
+            const SmemDesc keys = C::Layout::keys_desc(k, sw_tile);
+            const u32 key_bytes = C::Layout::sw_tile_offset(sw_tile) + step * kKMajorStepBytes;
             const bool accumulate = i > 0 || step > 0;
             if (sw_tile == C::kResidentSwTile) {
-                wgmma_mma_async(typename C::Rope{}, math.scores, math.q_resident[step], keys, accumulate);
+                wgmma_mma_async(typename C::Rope{}, math.scores, math.q_resident[step], advance(keys, key_bytes),
+                                accumulate);
             } else if (sw_tile == C::kSwTilesQk - 1) {
-                wgmma_mma_async(typename C::Rope{}, math.scores, advance(q, bytes), keys, accumulate);
+                wgmma_mma_async(typename C::Rope{}, math.scores, advance(q, bytes), advance(keys, key_bytes),
+                                accumulate);
             } else {
-                wgmma_mma_async(typename C::Latent{}, math.scores, advance(q, bytes), keys, accumulate);
+                wgmma_mma_async(typename C::Latent{}, math.scores, advance(q, bytes), advance(keys, key_bytes),
+                                accumulate);
             }
         }
     }
@@ -113,11 +116,7 @@ MLA_DEVICE void start_scores(Storage<C>& s, Math& math, i32 stage) {
     wgmma_commit_group();
 }
 
-// A half of the values in `stage` as the operand of O += P V, and the bytes from a step of 16 tokens to the next.
-template <bool kRight, class C>
-MLA_DEVICE SmemDesc values_desc(Storage<C>& s, i32 stage) {
-    return mn_major_desc(smem_addr(v_sw_tiles<kRight>(s, stage)), C::Layout::kNextSwTile, C::Layout::kNextRows);
-}
+// From a step of 16 tokens of O += P V to the next.
 template <class C>
 constexpr u32 kValueStepBytes = kMmaK / C::Layout::kRowsInAtom * C::Layout::kNextRows;
 
@@ -139,7 +138,8 @@ MLA_DEVICE void add_product(Math& math, const Operand& p, SmemDesc v) {
 // Starts O += P V with P in registers (this warpgroup's own tile) ...
 template <bool kRight, class C>
 MLA_DEVICE void start_own_product(Storage<C>& s, Math& math, i32 stage) {
-    const SmemDesc v = uniform(values_desc<kRight>(s, stage));
+    const SmemDesc v =
+        uniform(mn_major_desc(smem_addr(v_sw_tiles<kRight>(s, stage)), C::Layout::kNextSwTile, C::Layout::kNextRows));
     pin(math.out);
     wgmma_fence();
 #pragma unroll
@@ -152,7 +152,8 @@ MLA_DEVICE void start_own_product(Storage<C>& s, Math& math, i32 stage) {
 // ... and with P in shared memory (the other warpgroup's tile).
 template <bool kRight, class C>
 MLA_DEVICE void start_other_product(Storage<C>& s, Math& math, i32 stage) {
-    const SmemDesc v = uniform(values_desc<kRight>(s, stage));
+    const SmemDesc v =
+        uniform(mn_major_desc(smem_addr(v_sw_tiles<kRight>(s, stage)), C::Layout::kNextSwTile, C::Layout::kNextRows));
     const SmemDesc p = uniform(k_major_desc(smem_addr(s.p(stage))));
     pin(math.out);
     wgmma_fence();

@@ -22,6 +22,11 @@ struct HalfLayout {
     MLA_DEVICE static constexpr u32 sw_tile_offset(i32 sw_tile) {
         return sw_tile / kSwTilesHalf * kHalfBytes + sw_tile % kSwTilesHalf * kNextSwTile;
     }
+    // The descriptor of the RoPE columns from that of all others, at the same place.
+    MLA_DEVICE static SmemDesc keys_desc(SmemDesc latent, i32 sw_tile) {
+        if (!kRowsInTurn || sw_tile < kSwTilesV) return latent;
+        return with_next_rows(latent, kSwizzleAtomBytes);
+    }
     // ... and of a chunk of a row within an SW128 tile.
     MLA_DEVICE static u32 chunk_offset(i32 row, i32 chunk) {
         if constexpr (!kRowsInTurn) return sw128_offset(row, chunk);

@@ -73,7 +73,7 @@ def _one_head(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
 
 
 def box_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
-    """The cache of one head as (pages, groups of 8 tokens, columns of 64, 8, 64): boxes of half the values, and of RoPE.
+    """The cache of one head as (pages, groups of 8 tokens, columns / 64, 8, 64): boxes of half the values, and of RoPE.
 
     If its pages are no groups of 8, twice the map of 16-bit rows.
     """
@@ -135,3 +135,5 @@ BOXES: AttentionKernel[DecodeProblem] = AttentionKernel(
     forms=SINK,
     on_request=True,
 )
+
+KERNELS = (KERNEL, BOXES)
