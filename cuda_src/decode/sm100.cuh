@@ -102,6 +102,25 @@ constexpr bool regions_are_disjoint() {
     return true;
 }
 
+// 16 lanes x kRows columns; there are loads and stores of powers of two.
+template <i32 kCount, class Move>
+MLA_DEVICE void move_fragment(float (&x)[kCount], TmemAddr at, Move move) {
+    if constexpr (kCount == 24) {
+        move(reinterpret_cast<float(&)[16]>(x[0]), at);
+        move(reinterpret_cast<float(&)[8]>(x[16]), at.column(32));
+    } else {
+        move(x, at);
+    }
+}
+template <i32 kCount>
+MLA_DEVICE void load_fragment(float (&x)[kCount], TmemAddr from) {
+    move_fragment(x, from, [](auto& part, TmemAddr at) { tcgen05_ld_16x256b(part, at); });
+}
+template <i32 kCount>
+MLA_DEVICE void store_fragment(TmemAddr to, float (&x)[kCount]) {
+    move_fragment(x, to, [](auto& part, TmemAddr at) { tcgen05_st_16x256b(at, part); });
+}
+
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // Tile j, counted over all work items of the block, is phase j of a barrier, unless it says otherwise.
 //
@@ -300,13 +319,17 @@ template <class C>
 MLA_DEVICE void load_scores(Storage<C>& s, Math<C>& math, TmemAddr lanes, i32 thread) {
     const i32 stage = math.at.stage;
     tmem_wait(s.s_full[stage], math.at.ring.full_parity(stage));
-    tcgen05_ld_16x256b(math.scores, TmemMap<C>::scores(lanes, stage));
+    load_fragment(math.scores, TmemMap<C>::scores(lanes, stage));
     tcgen05_wait_ld();
     pin_loaded(math.scores);
     tcgen05_fence_before_thread_sync();
     release(s.s_empty[stage], thread);
-    // What the load role stored beside the tile, and the tile itself, which sanitize_v may change.
-    for (MBarrier& full : s.kv_full[stage]) mbarrier_wait(full, math.at.ring.full_parity(stage));
+    // What the load role stored beside the tile, and the values, which sanitize_v may change. RoPE columns may have made
+    // room for others.
+#pragma unroll
+    for (i32 group = C::kRopeGroups; group < C::kGroups; ++group) {
+        mbarrier_wait(s.kv_full[stage][group], math.at.ring.full_parity(stage));
+    }
 }
 
 // Multiplies O by a factor per row: seldom, since maxima are followed lazily.
@@ -316,11 +339,11 @@ MLA_DEVICE void rescale_out(const HeadValues<C::kBlockRows>& scale, TmemAddr lan
     for (i32 i = 0; i < 2 * kDimTiles; ++i) {
         const TmemAddr from = TmemMap<C>::out(lanes, i / 2).lane(i % 2 * kUpperLanes);
         float x[C::kBlockRows / 2];
-        tcgen05_ld_16x256b(x, from);
+        load_fragment(x, from);
         tcgen05_wait_ld();
         pin_loaded(x);
         scale.multiply(x);
-        tcgen05_st_16x256b(from, x);
+        store_fragment(from, x);
     }
     tcgen05_wait_st();
 }
@@ -379,8 +402,8 @@ struct RowOffsets {
 template <i32 kRows>
 MLA_DEVICE void load_out(float (&x)[2][kRows / 2], TmemAddr from, bool summed) {
     if (summed) {
-        tcgen05_ld_16x256b(x[0], from);
-        tcgen05_ld_16x256b(x[1], from.lane(kUpperLanes));
+        load_fragment(x[0], from);
+        load_fragment(x[1], from.lane(kUpperLanes));
         tcgen05_wait_ld();
         pin_loaded(x[0]);
         pin_loaded(x[1]);

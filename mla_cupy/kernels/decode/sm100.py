@@ -11,7 +11,7 @@ from mla_cupy.kernels.spec import BLACKWELL, Reason, Variant, needs_alignment, n
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS
 
-BLOCK_ROWS = (16, 32, 64)
+BLOCK_ROWS = (16, 32, 48, 64)
 NARROW_BLOCK_ROWS = (32, 64)
 """Rows of the builds for narrower keys; each takes seconds to compile. With a tree_mask there are 64."""
 
@@ -26,13 +26,14 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
 
 
 def variant(problem: DecodeProblem) -> Variant:
-    """The narrowest build that holds the rows; more rows than 64 are divided among blocks."""
+    """The narrowest build that holds the rows; more rows than 64 are divided evenly among as few blocks as possible."""
+    blocks = -(-problem.rows // BLOCK_ROWS[-1])
+    rows = -(-problem.rows // blocks)
     if problem.tree_mask:
         return Variant(dtype=problem.dtype, block_rows=BLOCK_ROWS[-1], head_dim_qk=problem.d_qk, tree_mask=1)
     if problem.d_qk == D_QK:
-        return Variant(dtype=problem.dtype, block_rows=narrowest(BLOCK_ROWS, problem.rows))
-    rows = narrowest(NARROW_BLOCK_ROWS, problem.rows)
-    return Variant(dtype=problem.dtype, block_rows=rows, head_dim_qk=problem.d_qk)
+        return Variant(dtype=problem.dtype, block_rows=narrowest(BLOCK_ROWS, rows))
+    return Variant(dtype=problem.dtype, block_rows=narrowest(NARROW_BLOCK_ROWS, rows), head_dim_qk=problem.d_qk)
 
 
 KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
