@@ -324,8 +324,8 @@ MLA_DEVICE void load_scores(Storage<C>& s, Math<C>& math, TmemAddr lanes, i32 th
     pin_loaded(math.scores);
     tcgen05_fence_before_thread_sync();
     release(s.s_empty[stage], thread);
-    // What the load role stored beside the tile, and the values, which sanitize_v may change. RoPE columns may have made
-    // room for others.
+    // What the load role stored beside the tile, and the values, which sanitize_v may change: a commit need not pass on
+    // what its thread has waited for. RoPE columns may have made room for others by now.
 #pragma unroll
     for (i32 group = C::kRopeGroups; group < C::kGroups; ++group) {
         mbarrier_wait(s.kv_full[stage][group], math.at.ring.full_parity(stage));
@@ -503,7 +503,7 @@ MLA_DEVICE void run_softmax_role(const Block<C>& block, TmemAddr tmem, i32 threa
         }
         store_result(block, math, item, lanes, thread);
         if (s.nonfinite_request == item.request) {
-            bar_sync(Softmax, kWarpgroupThreads);  // the results are stored
+            __syncwarp();  // it adds to columns that it has stored itself
             fixup_nonfinite<typename C::Element, kHeadDimV>(block, item, 0, thread);
         }
     }

@@ -110,7 +110,7 @@ def test_random_cases(seed: int) -> None:
 
 @pytest.mark.parametrize("h_q", [16, 64])
 def test_maxima_that_grow(h_q: int) -> None:
-    """Each tile outweighs the one before, so that O is re-scaled again and again; the last one does not count."""
+    """Each tile outweighs the one before, so that O is re-scaled again and again."""
     inputs = make(DecodeCase(b=2, seqlens=(300, 130), h_q=h_q))
     for request, length in enumerate(inputs.seqlens):
         for token in range(length - 1):
@@ -192,8 +192,10 @@ def test_b300() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "blocks", "block_rows"),
-    [(1, 1, 16), (16, 1, 16), (17, 1, 32), (33, 1, 48), (48, 1, 48), (49, 1, 64), (64, 1, 64)]
-    + [(65, 2, 48), (96, 2, 48), (97, 2, 64), (128, 2, 64), (129, 3, 48), (256, 4, 64), (385, 7, 64)],
+    [
+        *((1, 1, 16), (16, 1, 16), (17, 1, 32), (33, 1, 48), (48, 1, 48), (49, 1, 64), (64, 1, 64)),
+        *((65, 2, 48), (96, 2, 48), (97, 2, 64), (128, 2, 64), (129, 3, 48), (256, 4, 64), (385, 7, 64)),
+    ],
 )
 def test_rows_are_divided_evenly(rows: int, blocks: int, block_rows: int) -> None:
     config = DECODE.configure(DecodeProblem(1, rows, 1, "bfloat16"), fake_gpu(148, BLACKWELL), KERNEL)
