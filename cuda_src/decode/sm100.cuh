@@ -106,8 +106,8 @@ constexpr bool regions_are_disjoint() {
 template <i32 kCount, class Move>
 MLA_DEVICE void move_fragment(float (&x)[kCount], TmemAddr at, Move move) {
     if constexpr (kCount == 24) {
-        move(reinterpret_cast<float(&)[16]>(x[0]), at);
-        move(reinterpret_cast<float(&)[8]>(x[16]), at.column(32));
+        move(reinterpret_cast<float (&)[16]>(x[0]), at);
+        move(reinterpret_cast<float (&)[8]>(x[16]), at.column(32));
     } else {
         move(x, at);
     }
@@ -141,8 +141,11 @@ template <class C>
 struct Storage {
     alignas(kSwizzleAtomBytes) u8 kv[kStagesKV][C::kTileBytes];
     u8 q[C::kStagesQ][C::kSwTilesQk][C::kQSwTileBytes];
-    u8 p[C::kQSwTileBytes];                                // [row][token]
-    float warp_values[2][kWarpgroupWarps][C::kBlockRows];  // maxima, or sums, of each warp's tokens; tiles take turns
+    u8 p[C::kQSwTileBytes];  // [row][token]
+    union {
+        SharedMaxima<C::kBlockRows> maxima;
+        float sums[kWarpgroupWarps][C::kBlockRows];
+    } warp_values[2];  // of each warp's tokens; tiles take turns
     HeadStats<C::kBlockRows> stats;
     u64 present[kStagesKV];  // bit t: the page of token t of the tile is in the pool
     i32 nonfinite_request;   // the last request in which sanitize_rows found NaN or Inf
@@ -355,10 +358,11 @@ MLA_DEVICE void process_tile(const Block<C>& block, Math<C>& math, const WorkIte
     Storage<C>& s = block.s;
     const float scale_log2 = block.p.scale_log2;
     const i32 stage = math.at.stage;
-    float (&maxima)[kWarpgroupWarps][kRows] = s.warp_values[math.parity];
+    SharedMaxima<kRows>& maxima = s.warp_values[math.parity].maxima;
     load_scores(s, math, lanes, thread);
     mask_tile<C>(block, math.scores, s.present[stage], item, tile, thread);
-    store_warp_maxima_by_halves<kRows>(maxima[thread / kWarpThreads], math.scores, thread);
+    const auto to = maxima.of_warp(thread / kWarpThreads);
+    store_warp_maxima_by_halves<kRows>(to, math.scores, thread);
     bar_sync(Softmax, kWarpgroupThreads);
     const HeadValues<kRows> scale = math.heads.move_max(maxima, scale_log2, thread);
     sanitize_v<C>(block, s.kv[stage], item, tile, thread);
@@ -455,7 +459,7 @@ MLA_DEVICE void store_result(const Block<C>& block, const Math<C>& math, const W
     constexpr i32 kRows = C::kBlockRows;
     const DecodeParams& p = block.p;
     Storage<C>& s = block.s;
-    float (&sums)[kWarpgroupWarps][kRows] = s.warp_values[math.parity];
+    float (&sums)[kWarpgroupWarps][kRows] = s.warp_values[math.parity].sums;
     store_warp_sums<kRows>(sums[thread / kWarpThreads], math.heads.sum, thread);
     if (thread < 4) {  // which hold every row
 #pragma unroll
