@@ -90,7 +90,9 @@ MUTANTS = [
     Mutant("maxima not waited for", SOURCE, *steps("bar.sync", 1, of=5)),
     Mutant("sums not waited for", SOURCE, *steps("bar.sync", 2, of=5)),
     Mutant("factors not waited for", SOURCE, *steps("bar.sync", 3, of=5)),
-    Mutant("maxima of two tiles in one place", ROLES, "= s.warp_values[math.parity].maxima;", "= s.warp_values[0].maxima;"),
+    Mutant(
+        "maxima of two tiles in one place", ROLES, "= s.warp_values[math.parity].maxima;", "= s.warp_values[0].maxima;"
+    ),
     # Counts and phases
     Mutant(
         "S freed by one warp too few", ROLES, "s.s_full, s.s_empty, 1, kWarpgroupWarps)", "s.s_full, s.s_empty, 1, 3)"
