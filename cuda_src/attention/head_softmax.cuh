@@ -101,8 +101,8 @@ MLA_DEVICE void mask_head(float (&scores)[kCount], i32 k, u64 seen, i32 thread) 
 // Maxima over the lanes that differ in the bits from kStep down to 4, which have values of the same heads: from the
 // k-th on. While they can be halved, each of two lanes keeps half of them, and gives the other half away: a shuffle is
 // then of half as many values.
-template <i32 kStep, i32 kHeads, i32 kCount>
-MLA_DEVICE void store_lane_maxima(float (&to)[kHeads], const float (&values)[kCount], i32 k, i32 thread) {
+template <i32 kStep, class To, i32 kCount>
+MLA_DEVICE void store_lane_maxima(To& to, const float (&values)[kCount], i32 k, i32 thread) {
     if constexpr (kStep < 4) {
 #pragma unroll
         for (i32 i = 0; i < kCount; ++i) to[kth_head(k + i, thread)] = values[i];
@@ -134,8 +134,8 @@ MLA_DEVICE void store_warp_maxima(float (&to)[kHeads], const float (&scores)[kHe
 
 // The same with fewer shuffles, which take turns with all that the block does in shared memory: four instead of twelve
 // for 16 heads, seven instead of 24 for 32. There are some more instructions in all.
-template <i32 kHeads>
-MLA_DEVICE void store_warp_maxima_by_halves(float (&to)[kHeads], const float (&scores)[kHeads / 2], i32 thread) {
+template <i32 kHeads, class To>
+MLA_DEVICE void store_warp_maxima_by_halves(To& to, const float (&scores)[kHeads / 2], i32 thread) {
     float values[kHeadsOfThread<kHeads>];
 #pragma unroll
     for (i32 k = 0; k < kHeadsOfThread<kHeads>; ++k) {
@@ -156,6 +156,29 @@ MLA_DEVICE void store_warp_sums(float (&to)[kHeads], const HeadValues<kHeads>& s
     }
 }
 
+// The maximum of what the warps have stored of a head, each in an array of its own ...
+template <i32 kHeads>
+MLA_DEVICE float max_of_warps(const float (&warps)[kWarpgroupWarps][kHeads], i32 head) {
+    return fmaxf(fmaxf(warps[0][head], warps[1][head]), fmaxf(warps[2][head], warps[3][head]));
+}
+// ... or side by side, which takes one load.
+template <i32 kHeads>
+struct SharedMaxima {
+    float4 of[kHeads];
+
+    // Where a warp stores those of its rows.
+    struct OfWarp {
+        float* first;
+        MLA_DEVICE float& operator[](i32 head) const { return first[head * kWarpgroupWarps]; }
+    };
+    MLA_DEVICE OfWarp of_warp(i32 warp) { return OfWarp{&of[0].x + warp}; }
+};
+template <i32 kHeads>
+MLA_DEVICE float max_of_warps(const SharedMaxima<kHeads>& maxima, i32 head) {
+    const float4 x = maxima.of[head];
+    return fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w));
+}
+
 // A thread's heads. `sum` is this thread's share: its rows only. `max` follows the true maximum, `row_max`, lazily.
 template <i32 kHeads>
 struct HeadState {
@@ -168,14 +191,12 @@ struct HeadState {
     }
 
     // Takes the maxima of a tile as stored by the warps; returns the factors by which to rescale the accumulators.
-    MLA_DEVICE HeadValues<kHeads> move_max(const float (&warps)[kWarpgroupWarps][kHeads], float scale_log2,
-                                           i32 thread) {
+    template <class Maxima>
+    MLA_DEVICE HeadValues<kHeads> move_max(const Maxima& warps, float scale_log2, i32 thread) {
         HeadValues<kHeads> scale;
 #pragma unroll
         for (i32 k = 0; k < kHeadsOfThread<kHeads>; ++k) {
-            const i32 head = kth_head(k, thread);
-            float tile = fmaxf(fmaxf(warps[0][head], warps[1][head]), fmaxf(warps[2][head], warps[3][head]));
-            tile *= scale_log2;
+            const float tile = max_of_warps(warps, kth_head(k, thread)) * scale_log2;
             row_max.value[k] = fmaxf(row_max.value[k], tile);
             const float to = tile > max.value[k] + kLazyMaxLog2 ? tile : max.value[k];
             scale.value[k] = ex2_approx(max.value[k] - to);

@@ -1,9 +1,9 @@
 // Decode on Hopper for few query rows: what a tile goes through, for the kernels that differ in how they divide the
 // tokens and in where the result of a work item goes. See decode/sm90_small.cu.
 #pragma once
-#include "attention/sm90/nonfinite_values.cuh"
 #include "attention/sm90/swapped.cuh"
 #include "decode/sm90_load.cuh"
+#include "decode/swapped_tile.cuh"
 #include "ptx/control.cuh"
 #include "tile/warp.cuh"
 
@@ -143,59 +143,6 @@ MLA_DEVICE void score(Storage<C>& s, Math<C>& math) {
     pin(math.scores);
 }
 
-// Most tiles hide nothing.
-template <class C>
-MLA_DEVICE void mask_tile(const Block<C>& block, Math<C>& math, const WorkItem& item, i32 tile, i32 thread) {
-    const u64 present = block.s.present[math.stage];
-    if constexpr (C::Work::kForms) {
-        if (all_rows_see(C::Work::of(item), tile) && present == ~0ull) return;
-    } else {
-        if ((tile + 1) * kTileTokens <= item.seen_by_all && present == ~0ull) return;
-    }
-    i32 row0 = block.row0;
-    opaque(row0);  // otherwise the divisions below are hoisted, and their results occupy registers in the loop
-    if constexpr (C::kTree) {
-#pragma unroll
-        for (i32 k = 0; k < kHeadsOfThread<C::kBlockRows>; ++k) {
-            const SeenTokens seen = seen_of_tree(block.p, item, row0 + kth_head(k, thread));
-            mask_head(math.scores, k, seen.of_tile(tile * kTileTokens) & present, thread);
-        }
-        return;
-    }
-    KeyMask<C::kBlockRows> mask;
-    mask.present = present;
-#pragma unroll
-    for (i32 k = 0; k < kHeadsOfThread<C::kBlockRows>; ++k) {
-        const i32 visible = visible_of<typename C::Work>(block.p, item, row0 + kth_head(k, thread));
-        mask.visible[k] = min(visible, item.tokens) - tile * kTileTokens;
-    }
-    mask_keys(math.scores, mask, thread);
-    if constexpr (C::Work::kForms) {
-#pragma unroll
-        for (i32 k = 0; k < kHeadsOfThread<C::kBlockRows>; ++k) {
-            const i32 first = window_begin(block.p, item, row0 + kth_head(k, thread));
-            mask_keys_before(math.scores, k, first - tile * kTileTokens, thread);
-        }
-    }
-}
-
-// Makes V finite where not every row of the block sees the token; all scores of the tile must be done. The proxy fence
-// after P covers these writes, too.
-template <class C>
-MLA_DEVICE void sanitize_v(const Block<C>& block, const Math<C>& math, const WorkItem& item, i32 tile, i32 thread) {
-    if constexpr (C::Work::kForms) {
-        if (all_rows_see(C::Work::of(item), tile)) return;
-        sanitize_window<typename C::Element, kSwTilesV>(block.s.kv[math.stage], C::Work::of(item), tile,
-                                                        block.s.nonfinite_request, thread);
-    } else {
-        const i32 seen_by_all = item.seen_by_all - tile * kTileTokens;
-        if (seen_by_all >= kTileTokens) return;
-        sanitize_rows<typename C::Element, kSwTilesV>(block.s.kv[math.stage], max(seen_by_all, 0),
-                                                      item.tokens - tile * kTileTokens, block.s.nonfinite_request,
-                                                      item.request, thread);
-    }
-}
-
 template <class C>
 MLA_DEVICE void process_tile(Block<C>& block, Math<C>& math, const WorkItem& item, i32 tile, i32 thread) {
     using Element = typename C::Element;
@@ -203,10 +150,10 @@ MLA_DEVICE void process_tile(Block<C>& block, Math<C>& math, const WorkItem& ite
     const float scale_log2 = block.p.scale_log2;
     score(s, math);
     if (tile + 1 == item.tile_end) release(s.q_empty[math.q_stage], thread);
-    mask_tile(block, math, item, tile, thread);
+    mask_tile<C>(block, math.scores, s.present[math.stage], item, tile, thread);
     update_maxima(math, s.warp_values, scale_log2, MathOnly, thread);
-    sanitize_v(block, math, item, tile, thread);
-    store_p(Element{}, math, smem_addr(s.p), scale_log2, thread);
+    sanitize_v<C>(block, s.kv[math.stage], item, tile, thread);
+    store_p(Element{}, math.heads, math.scores, smem_addr(s.p), scale_log2, thread);
     bar_sync(MathOnly, kWarpgroupThreads);
     add_values(Element{}, math.out, uniform(mn_major_desc(smem_addr(s.kv[math.stage]))),
                uniform(k_major_desc(smem_addr(s.p))));

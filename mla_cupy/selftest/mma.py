@@ -1,4 +1,4 @@
-"""Probes of tcgen05.mma: each shape, pair of majors and place of the sum that the sparse backward uses."""
+"""Probes of tcgen05.mma: each shape, pair of majors and place of the sum that the kernels use."""
 
 from __future__ import annotations
 
@@ -84,6 +84,16 @@ SINGLE: dict[str, Product] = {
     "dq-rope-m64n64-64keys": Product(64, 64, MN, MN),
 }
 
+#: Numbers of query rows of dense decode that the backward has no sums of: scores in both halves of the lanes, values.
+ROWS: dict[str, Product] = {
+    "scores-m64n16": Product(64, 16, K, K),
+    "scores-m64n16-upper": Product(64, 16, K, K, lane=16),
+    "scores-m64n48": Product(64, 48, K, K),
+    "scores-m64n48-upper": Product(64, 48, K, K, lane=16),
+    "values-m128n16": Product(128, 16, MN, K, column=16),
+    "values-m128n48": Product(128, 48, MN, K, column=48),
+}
+
 #: One instruction, and a second sw_tile of columns.
 DEPTHS: dict[str, Product] = {
     **{
@@ -162,6 +172,9 @@ def _probes() -> Iterator[InstructionProbe]:
         for name, product in SINGLE.items():
             yield _probe("mma", name, dtype, (product,), 0)
             yield _probe("mma", f"{name}-added", dtype, (replace(product, accumulate=True),), 0)
+    for name, product in ROWS.items():
+        yield _probe("mma", name, "bfloat16", (product,), 0)
+        yield _probe("mma", f"{name}-added", "bfloat16", (replace(product, accumulate=True),), 0)
     for name, product in DEPTHS.items():
         yield _probe("mma", name, "bfloat16", (product,), 0)
     for name, pair in PAIRS.items():

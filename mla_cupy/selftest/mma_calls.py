@@ -1,4 +1,7 @@
-"""Probes of the kernels with mma.sync: dense decode and the indexer's logits against the oracle, small, then larger."""
+"""Probes of forward kernels: dense decode and the indexer's logits against the oracle, small, then larger.
+
+Those of the kernels with mma.sync, and of dense decode with tcgen05.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ import mla_cupy
 from mla_cupy import dtypes, reference
 from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.kernel import AttentionKernel
+from mla_cupy.kernels.decode import sm100
 from mla_cupy.kernels.indexer.logits.mma import KERNEL as LOGITS
 from mla_cupy.runtime.build import BuildRequest
-from mla_cupy.selftest.calls import CALL_SECONDS, D_QK, compare
+from mla_cupy.selftest.calls import CALL_SECONDS, D_QK, D_V, compare
 from mla_cupy.selftest.probe import Array, Finding, Machine, random
 
 PAGE_SIZE = 64
@@ -72,13 +76,13 @@ class MmaProbe:
 
 
 @functools.lru_cache(maxsize=2)
-def _decode(sizes: Sizes, heads: int, dtype: str) -> Problem:
+def _decode(sizes: Sizes, heads: int, dtype: str, d_qk: int = D_QK) -> Problem:
     """Requests of different lengths, with pages in any order."""
-    rng, kind = random(f"decode {sizes} {heads} {dtype}"), dtypes.numpy_dtype(dtype)
+    rng, kind = random(f"decode {sizes} {heads} {dtype} {d_qk}"), dtypes.numpy_dtype(dtype)
     pages = -(-sizes.keys // PAGE_SIZE)
-    cache = rng.standard_normal((sizes.queries * pages, PAGE_SIZE, 1, D_QK), np.float32).astype(kind)
+    cache = rng.standard_normal((sizes.queries * pages, PAGE_SIZE, 1, d_qk), np.float32).astype(kind)
     arguments: dict[str, Any] = {
-        "q": rng.standard_normal((sizes.queries, 1, heads, D_QK), np.float32).astype(kind),
+        "q": rng.standard_normal((sizes.queries, 1, heads, d_qk), np.float32).astype(kind),
         "kv_cache": cache,
         "block_table": rng.permutation(len(cache)).astype(np.int32).reshape(sizes.queries, pages),
         "seqlens": (sizes.keys - np.arange(sizes.queries)).astype(np.int32),
@@ -120,6 +124,30 @@ def _decode_probes(kernel: AttentionKernel[Any]) -> Iterator[MmaProbe]:
         )
 
 
+def _tcgen05_decode_probes() -> Iterator[MmaProbe]:
+    """Each number of rows of a block, then several blocks, which a schedule cuts."""
+    name = sm100.KERNEL.name
+    blocks = [(f"{heads}heads", "bfloat16", heads, D_QK) for heads in sm100.BLOCK_ROWS]
+    blocks += [("float16", "float16", 64, D_QK), ("without-rope", "bfloat16", 32, D_V)]
+    calls = [(f"{heads}heads", "bfloat16", heads, D_QK) for heads in (16, 64, 128)]
+    for stage, variants, on_gpu, simulated, needs in (
+        ("block", blocks, Sizes(1, 200), Sizes(1, 130), ("tmem/*", "mma/*", "copy/*", "stmatrix/*")),
+        ("kernel", calls, Sizes(32, 4096), Sizes(2, 140), (f"block/{name}/*",)),
+    ):
+        for label, dtype, heads, d_qk in variants:
+            yield MmaProbe(
+                f"{stage}/{name}/{label}",
+                f"mla_decode, {heads} heads, {on_gpu.queries} requests of {on_gpu.keys} tokens, against the oracle",
+                name,
+                mla_cupy.mla_decode,
+                functools.partial(_decode, heads=heads, dtype=dtype, d_qk=d_qk),
+                on_gpu,
+                simulated,
+                sm100.KERNEL.archs,
+                needs,
+            )
+
+
 def _logits_probes() -> Iterator[MmaProbe]:
     for stage, dtype, on_gpu in (
         ("block", "float8_e4m3fn", Sizes(1, 40)),
@@ -141,4 +169,5 @@ def _logits_probes() -> Iterator[MmaProbe]:
 
 def probes() -> list[MmaProbe]:
     """Probes of every kernel, first of one block."""
-    return [*(probe for kernel in mma.KERNELS for probe in _decode_probes(kernel)), *_logits_probes()]
+    with_mma = (probe for kernel in mma.KERNELS for probe in _decode_probes(kernel))
+    return [*with_mma, *_tcgen05_decode_probes(), *_logits_probes()]

@@ -13,13 +13,14 @@ import mla_cupy
 from mla_cupy import ArgumentError
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.gpu import upload
-from tests.support.kernels import SCHEDULED_KERNELS, on_hopper
+from tests.support.kernels import SCHEDULED_KERNELS, cc_of, on_hopper
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
 
 Array = npt.NDArray[Any]
 
-KERNELS = on_hopper(SCHEDULED_KERNELS)
+HOPPER = on_hopper(SCHEDULED_KERNELS)
+KERNELS = (*HOPPER, "decode_sm100")
 #: With pieces of 128 tokens: two, none, one, three of which the last is short, and one of a single token.
 CASE = DecodeCase(b=5, seqlens=(256, 0, 128, 300, 1), s_q=2, h_q=3, page_size=16)
 SPLIT_TOKENS = 128
@@ -42,7 +43,7 @@ def _sizes(case: DecodeCase, max_pages: int) -> dict[str, Any]:
 def _run(inputs: DecodeInputs, chosen: list[int], kernel: str | None, sm_count: int, mode: str) -> tuple[Array, Array]:
     """The results of some of the sequences, in the given order, as a batch of their own."""
     sizes = _sizes(inputs.case, inputs.block_table.shape[1])
-    with simulated(sm_count, mode=mode, seed=len(chosen)) as target:
+    with simulated(sm_count, cc_of(kernel or ""), mode, len(chosen)) as target:
         plan = mla_cupy.plan_decode(
             max_b=MAX_B, **sizes, batch_invariant=True, split_tokens=SPLIT_TOKENS, device=0, kernel=kernel
         )
@@ -135,7 +136,7 @@ def test_bad_plans(options: dict[str, Any], match: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", [*KERNELS, "attention_generic"])
+@pytest.mark.parametrize("kernel", [*HOPPER, "attention_generic"])
 @pytest.mark.parametrize("seed", range(5))
 def test_random_batches_on_a_gpu(hopper: object, kernel: str, seed: int) -> None:
     import cupy

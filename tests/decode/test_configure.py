@@ -19,7 +19,7 @@ from mla_cupy.kernels.param_layout import layout_of
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.runtime.device import DeviceInfo, smem_per_block
 from mla_cupy.shapes import D_V
-from tests.support.kernels import DECODE_KERNELS, SCHEDULED_KERNELS, on_hopper
+from tests.support.kernels import DECODE_KERNELS, SCHEDULED_KERNELS, cc_of, on_hopper
 from tests.support.recorder import H200
 from tests.support.workspace import assert_laid_out
 
@@ -167,7 +167,7 @@ def test_small_batches_are_divided_among_blocks_of_few_rows(
 
 @pytest.mark.parametrize("name", DECODE_KERNELS)
 def test_forced(name: str) -> None:
-    assert DECODE.configure(problem(h_q=16), gpu(), name).kernel.name == name
+    assert DECODE.configure(problem(h_q=16), gpu(cc_of(name)), name).kernel.name == name
 
 
 def test_no_such_kernel() -> None:

@@ -12,7 +12,7 @@ import pytest
 import mla_cupy
 from mla_cupy import reference
 from tests.support.cases import DecodeCase, DecodeInputs, make
-from tests.support.kernels import SCHEDULED_KERNELS, on_hopper
+from tests.support.kernels import SCHEDULED_KERNELS, cc_of, on_hopper
 from tests.support.mutants import Mutant, Plant
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
@@ -20,7 +20,7 @@ from tests.support.tolerance import check
 Array = npt.NDArray[Any]
 
 GENERIC = "attention_generic"
-KERNELS = (*on_hopper(SCHEDULED_KERNELS), GENERIC)
+KERNELS = (*on_hopper(SCHEDULED_KERNELS), "decode_sm100", GENERIC)
 #: The causal edge on both sides of the end of a rank's tile, in a rank's first token, and ranks without any token.
 WHOLE = DecodeCase(b=5, seqlens=(131, 2, 0, 4, 67), s_q=3, h_q=3, page_size=16)
 #: The kernels for Hopper, one after the other, in every run; everything under -m slow.
@@ -54,7 +54,7 @@ def test_merged_ranks_equal_the_whole(kernel: str, world: int) -> None:
     inputs = make(WHOLE)
     states = []
     for rank in range(world):
-        with simulated(2, mode=MODES[rank % len(MODES)], seed=rank):
+        with simulated(2, cc_of(kernel), MODES[rank % len(MODES)], rank):
             shard, options = _shard(inputs, world, rank), {"cp_world": world, "cp_rank": rank, "kernel": kernel}
             states.append(mla_cupy.mla_decode(*shard, **options, out_dtype="float32"))
     out, lse = reference.merge_states(*(np.stack(parts) for parts in zip(*states, strict=True)))
@@ -67,7 +67,7 @@ def test_nan_reaches_only_the_rows_that_see_it(kernel: str) -> None:
     case = DecodeCase(b=1, seqlens=135, s_q=4, h_q=2, cp_world=2, cp_rank=1)
     inputs = make(case)
     inputs.kv_cache[inputs.block_table[0, 1], 66 - 64, 0, [3, 300]] = np.nan, np.inf
-    with simulated(1, mode="late"):
+    with simulated(1, cc_of(kernel), "late"):
         got = mla_cupy.mla_decode(*inputs.arguments, **case.options, kernel=kernel)
     seen = np.isnan(got[0].astype(np.float32)).any(axis=(0, 2, 3))
     assert seen.tolist() == [False, False, True, True]

@@ -26,6 +26,7 @@ SMALL = "decode/sm90_small.cuh"
 KERNEL_FILE = "decode/sm90_small_block.cuh"
 SOURCE = "decode/sm90_small.cu"
 LOAD = "decode/sm90_load.cuh"
+TILE = "decode/swapped_tile.cuh"
 SWAPPED = "attention/sm90/swapped.cuh"
 NONFINITE = "attention/sm90/nonfinite_values.cuh"
 HEADS = "attention/head_softmax.cuh"
@@ -80,7 +81,7 @@ MUTANTS = [
     Mutant("scores added to the last tile's", SMALL, "i > 0);", "true);"),
     Mutant("absent pages count", HEADS, "((mask.present >> key) & 1)", "true"),
     Mutant("no list of absent pages", SMALL, "            s.present[stage] = present;\n", ""),
-    Mutant("one token too many", SMALL, "min(visible, item.tokens) - tile", "min(visible, item.tokens) + 1 - tile"),
+    Mutant("one token too many", TILE, "min(visible, item.tokens) - tile", "min(visible, item.tokens) + 1 - tile"),
     Mutant("the mask of another head", HEADS, "mask.visible[head_number(i)]", "mask.visible[0]"),
     # P
     Mutant("P without a proxy fence", SOURCE, *steps("fence.proxy.async", 0, of=2)),
@@ -97,7 +98,7 @@ MUTANTS = [
         "the last eight heads of P elsewhere", SWAPPED, "sw128_offset(4 * (kWords - 2)", "sw128_offset(4 * (kWords - 4)"
     ),
     # Values
-    Mutant("hidden values not sanitized", SMALL, "    sanitize_v(block, math, item, tile, thread);\n", ""),
+    Mutant("hidden values not sanitized", SMALL, "sanitize_v<C>(block, s.kv[math.stage], item, tile, thread);", ""),
     Mutant("NaN not given back", KERNEL_FILE, "if (s.nonfinite_request == item.request)", "if (false)"),
     Mutant("NaN given to every row", NONFINITE, "if (row_sees<kTree>(p, item, row, token))", "if (true)"),
     Mutant(

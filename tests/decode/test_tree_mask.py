@@ -15,6 +15,7 @@ from mla_cupy import ArgumentError, DTypeError, PlanError, ShapeError, Unsupport
 from tests.support.calls import assert_same, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, as_read, make
 from tests.support.gpu import upload, uploaded
+from tests.support.kernels import cc_of
 from tests.support.mutants import Mutant, Plant, as_verdict
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
@@ -24,6 +25,7 @@ from tests.support.tolerance import check
 Array = npt.NDArray[Any]
 
 SEESAW, SMALL, RECORDS = "decode_sm90_seesaw", "decode_sm90_small", "decode_sm90_records"
+BLACKWELL = "decode_sm100"
 GENERIC, GENERIC_RECORDS = "attention_generic", "decode_generic_records"
 
 
@@ -189,6 +191,7 @@ PAIRS = (
     (replace(CASES[2], d_qk=512), SEESAW),
     *((case, SMALL) for case in CASES),
     (WIDE, SMALL),
+    *((case, BLACKWELL) for case in (*CASES, WIDE, replace(CASES[1], h_q=13, d_qk=512))),
     *((case, RECORDS) for case in RECORD_CASES),
     (replace(RECORD_CASES[0], record="fp8", kv_scale=0.5), RECORDS),
     (replace(CASES[1], h_q=1), GENERIC),
@@ -200,7 +203,7 @@ PAIRS = (
 
 def run(inputs: TreeInputs, kernel: str, sm_count: int, mode: tuple[str, int], **options: Any) -> Any:
     base = inputs.base
-    with simulated(sm_count, mode=mode[0], seed=mode[1]) as target:
+    with simulated(sm_count, cc_of(kernel), *mode) as target:
         got = mla_cupy.mla_decode(
             *base.arguments, **base.case.options, tree_mask=inputs.masks, kernel=kernel, **options
         )
@@ -224,14 +227,14 @@ def test_kernels_in_all_modes(case: DecodeCase, kernel: str, mode: tuple[str, in
         check(run(inputs, kernel, sm_count, mode), inputs.exact, inputs.rounded, case.dtype)
 
 
-@pytest.mark.parametrize("kernel", [SEESAW, SMALL])
+@pytest.mark.parametrize("kernel", [SEESAW, SMALL, BLACKWELL])
 def test_what_a_row_does_not_see_does_not_reach_it(kernel: str) -> None:
     """NaN and infinity in drafts: rows of other paths stay finite, and those that see it are NaN or infinite."""
     inputs = make(DecodeCase(b=1, s_q=3, h_q=4, seqlens=66))
     for token, value in ((63, np.nan), (64, np.inf)):
         inputs.kv_cache[inputs.block_table[0, token // 64], token % 64, 0, 300] = value
     masks = np.array([[0b001, 0b010, 0b100]], np.uint64)
-    with simulated(1, mode="late"):
+    with simulated(1, cc_of(kernel), "late"):
         out, _ = mla_cupy.mla_decode(*inputs.arguments, tree_mask=masks, kernel=kernel)
     assert np.isfinite(out[0, 2].astype(np.float32)).all()
     assert not np.isfinite(out[0, :2, :, 300].astype(np.float32)).any()
@@ -280,7 +283,7 @@ def test_is_caught(mutant: Mutant, plant: Plant) -> None:
 # ---- On a GPU --------------------------------------------------------------------------------------------------
 
 ON_GPU = (
-    *PAIRS,
+    *((case, kernel) for case, kernel in PAIRS if kernel != BLACKWELL),
     *(
         (DecodeCase(b=9, s_q=s_q, h_q=h_q, seqlens="ragged-700", page_size=page, missing_pages=1), kernel)
         for s_q, h_q, page, kernel in (

@@ -23,12 +23,14 @@ RUNS = (
 )
 #: A call on Hopper, so that those are tried too.
 ONE_CALL = ("sm_90a", "block/sparse_backward_sm90/bfloat16")
-#: Of the kernels with mma.sync.
+#: Of forward kernels.
 MMA_CALLS = (
     ("sm_80", "block/attention_mma_163kb/bfloat16"),
     ("sm_89", "block/attention_mma/float16"),
     ("sm_120", "kernel/attention_mma_small/bfloat16"),
     ("sm_120", "block/indexer_logits_mma/float8_e4m3fn"),
+    *(("sm_100a", f"block/decode_sm100/{name}") for name in ("16heads", "48heads", "float16", "without-rope")),
+    ("sm_100a", "kernel/decode_sm100/128heads"),
 )
 
 

@@ -40,8 +40,13 @@ FORWARD_KERNELS: dict[str, AttentionKernel[Any]] = {
     k: v for k, v in by_name(SPARSE_FORWARD).items() if "records" not in k
 }
 BACKWARD_KERNELS: dict[str, BackwardKernel] = by_name(SPARSE_BACKWARD)
-#: Those with tcgen05; there are none of other operations.
+#: Those with tcgen05.
 BLACKWELL = tuple(name for name in BACKWARD_KERNELS if "sm100" in name)
+
+
+def cc_of(kernel: str) -> tuple[int, int]:
+    """The compute capability of a GPU that has the kernel: a Hopper, unless it is Blackwell's."""
+    return (10, 0) if "sm100" in kernel else (9, 0)
 
 
 def takes(kernel: str, case: DecodeCase) -> bool:

@@ -13,6 +13,7 @@ from mla_cupy.kernels.decode import (
     sm90_fp8,
     sm90_small,
     sm90_small_cluster8,
+    sm100,
 )
 from mla_cupy.kernels.decode.pipeline import DECODE
 from mla_cupy.kernels.spec import KernelSpec
@@ -28,6 +29,7 @@ KERNELS: tuple[KernelSpec[Any], ...] = (
     *records.KERNELS,
     schedule_groups.KERNEL,
     schedule_pieces.KERNEL,
+    sm100.KERNEL,
     *sm90.KERNELS,
     sm90_fp8.KERNEL,
     sm90_small.KERNEL,

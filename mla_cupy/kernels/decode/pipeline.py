@@ -33,6 +33,7 @@ from mla_cupy.kernels.decode import (
     sm90_fp8,
     sm90_small,
     sm90_small_cluster8,
+    sm100,
 )
 from mla_cupy.kernels.decode.problem import Batch, DecodeOptions, DecodeProblem
 from mla_cupy.kernels.decode.schedule_groups import Groups
@@ -108,6 +109,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         sm90.BOXES,
         forms.SMALL,
         forms.SEESAW,
+        sm100.KERNEL,
         *mma.KERNELS,
         generic.KERNEL,
         generic_forms.KERNEL,

@@ -1,0 +1,558 @@
+// Dense decode on Blackwell: barriers, the order of products, softmax, results. See decode/sm100.cu.
+#pragma once
+#include "attention/sm90/swapped.cuh"
+#include "common/limits.cuh"
+#include "decode/sm90_load.cuh"
+#include "decode/swapped_tile.cuh"
+#include "ptx/control.cuh"
+#include "tile/matrix_desc.cuh"
+#include "tile/warp.cuh"
+
+namespace mla::decode::sm100 {
+// ---- Budget ----------------------------------------------------------------------------------------------------
+// role     warps    does
+// softmax  0..3     P, re-scaling of O, results
+// load     4        KV tiles:   decode/sm90_load.cuh
+// query    5..7     query rows: the same
+// scores   8        one thread issues S^T = K Q^T; the warp owns tensor memory
+// values   9        one thread issues O^T += V^T P^T
+constexpr i32 kLoadWarp = kWarpgroupWarps, kQueryWarp = kLoadWarp + 1, kScoresWarp = 8, kValuesWarp = 9;
+constexpr i32 kThreads = 10 * kWarpThreads;
+static_assert(kScoresWarp == kQueryWarp + kQueryThreads / kWarpThreads, "one warp after another");
+static_assert(kTileTokens == kSw128Rows, "a tile is 64 tokens");
+
+// ---- Variant ---------------------------------------------------------------------------------------------------
+// A tile arrives in groups, each scored as soon as it is there: the RoPE columns, if any, then 128 columns at a time.
+// Of the values each group is a product of its own, after which it is released.
+constexpr i32 kTileDims = 128;  // of the values: the rows of a product
+constexpr i32 kDimTiles = kHeadDimV / kTileDims;
+constexpr i32 kSwTilesPerDimTile = kTileDims / kSw128Columns;
+
+template <class Element_, i32 kBlockRows_, i32 kHeadDimQk, bool kTree_>
+struct Config : KeyTile<kHeadDimQk> {
+    using Element = Element_;
+    using Work = ScheduledWork;
+    using Tile = KeyTile<kHeadDimQk>;
+    static constexpr i32 kBlockRows = kBlockRows_;
+    static constexpr bool kTree = kTree_;
+    static constexpr i32 kStagesQ = kBlockRows <= 32 ? 2 : 1;  // what fits
+    static constexpr u32 kQSwTileBytes = kHeadSwTileBytes<kBlockRows>;
+    static constexpr i32 kRopeGroups = Tile::kSwTilesRope;
+    static constexpr i32 kGroups = kRopeGroups + kDimTiles;
+    static_assert(kBlockRows % 16 == 0 && kBlockRows <= 64, "N of a product with M = 128; shared memory");
+
+    // The first SW128 tile of a group, in the order of arrival.
+    MLA_DEVICE static constexpr i32 group_begin(i32 group) {
+        return group < kRopeGroups ? group : kRopeGroups + (group - kRopeGroups) * kSwTilesPerDimTile;
+    }
+    MLA_DEVICE static constexpr u32 group_bytes(i32 group) {
+        return (u32)(group_begin(group + 1) - group_begin(group)) * kSw128Bytes;
+    }
+};
+
+// ---- Tensor memory ---------------------------------------------------------------------------------------------
+// sum      product   lanes                           columns, of R = kBlockRows
+// S^T      M = 64    0..15 of every 32 (stage 0)     0 .. R - 1
+//                    16..31 (stage 1)                the same
+// O^T[t]   M = 128   all                             R (1 + t) ..
+constexpr u32 kUpperLanes = 16;
+
+MLA_DEVICE constexpr u32 columns_allocated(u32 used) {
+    u32 columns = 32;
+    while (columns < used) columns *= 2;
+    return columns;
+}
+
+template <class C>
+struct TmemMap {
+    static constexpr u32 kColumnScores = 0;
+    static constexpr u32 kColumnOut = C::kBlockRows;
+    static constexpr u32 kUsed = kColumnOut + kDimTiles * C::kBlockRows;
+    static constexpr u32 kAllocated = columns_allocated(kUsed);
+
+    MLA_DEVICE static TmemAddr scores(TmemAddr tmem, i32 stage) {
+        return tmem.lane(stage * kUpperLanes).column(kColumnScores);
+    }
+    MLA_DEVICE static TmemAddr out(TmemAddr tmem, i32 t) { return tmem.column(kColumnOut + t * C::kBlockRows); }
+};
+
+struct Region {
+    u32 halves;  // of every 32 lanes: 1 the lower 16, 2 the upper
+    u32 begin, columns;
+};
+template <class C>
+constexpr bool regions_are_disjoint() {
+    using Map = TmemMap<C>;
+    constexpr u32 kRows = C::kBlockRows;
+    constexpr Region kRegions[] = {
+        {1, Map::kColumnScores, kRows},
+        {2, Map::kColumnScores, kRows},
+        {3, Map::kColumnOut, kRows},
+        {3, Map::kColumnOut + kRows, kRows},
+        {3, Map::kColumnOut + 2 * kRows, kRows},
+        {3, Map::kColumnOut + 3 * kRows, kRows},
+    };
+    for (const Region& a : kRegions) {
+        if (a.begin + a.columns > Map::kAllocated) return false;
+        for (const Region& b : kRegions) {
+            const bool apart = a.begin + a.columns <= b.begin || b.begin + b.columns <= a.begin;
+            if (&a != &b && (a.halves & b.halves) != 0 && !apart) return false;
+        }
+    }
+    return true;
+}
+
+// 16 lanes x kRows columns; there are loads and stores of powers of two.
+template <i32 kCount, class Move>
+MLA_DEVICE void move_fragment(float (&x)[kCount], TmemAddr at, Move move) {
+    if constexpr (kCount == 24) {
+        move(reinterpret_cast<float (&)[16]>(x[0]), at);
+        move(reinterpret_cast<float (&)[8]>(x[16]), at.column(32));
+    } else {
+        move(x, at);
+    }
+}
+template <i32 kCount>
+MLA_DEVICE void load_fragment(float (&x)[kCount], TmemAddr from) {
+    move_fragment(x, from, [](auto& part, TmemAddr at) { tcgen05_ld_16x256b(part, at); });
+}
+template <i32 kCount>
+MLA_DEVICE void store_fragment(TmemAddr to, float (&x)[kCount]) {
+    move_fragment(x, to, [](auto& part, TmemAddr at) { tcgen05_st_16x256b(at, part); });
+}
+
+// ---- Storage ---------------------------------------------------------------------------------------------------
+// Tile j, counted over all work items of the block, is phase j of a barrier, unless it says otherwise.
+//
+// barrier         arrives (count)        carries              waits             first phase
+// kv_full[s][g]   load (1)               1 or 2 SW128 tiles   scores, softmax   blocked, a phase per kStagesKV tiles
+// kv_empty[s][g]  products (1)           -                    load              free
+// q_full[s]       query threads (96)     -                    scores            blocked, a work item each
+// q_empty[s]      products (1)           -                    query             free
+// s_full[s]       products (1)           -                    softmax           blocked, a phase per kStagesKV tiles
+// s_empty[s]      softmax warps (4)      -                    scores            free
+// p_full          softmax (128)          -                    values            blocked
+// out_done        products (1)           -                    softmax           blocked
+//
+// "products" is a commit: it arrives when everything that its thread issued before is done. RoPE columns and Q are
+// released by the scores, the other columns by the values. out_done of a tile also means that P may be overwritten, and
+// O read or re-scaled: its next products wait for p_full.
+template <class C>
+struct Storage {
+    alignas(kSwizzleAtomBytes) u8 kv[kStagesKV][C::kTileBytes];
+    u8 q[C::kStagesQ][C::kSwTilesQk][C::kQSwTileBytes];
+    u8 p[C::kQSwTileBytes];  // [row][token]
+    union {
+        SharedMaxima<C::kBlockRows> maxima;
+        float sums[kWarpgroupWarps][C::kBlockRows];
+    } warp_values[2];  // of each warp's tokens; tiles take turns
+    HeadStats<C::kBlockRows> stats;
+    u64 present[kStagesKV];  // bit t: the page of token t of the tile is in the pool
+    i32 nonfinite_request;   // the last request in which sanitize_rows found NaN or Inf
+    TmemAddr tmem;
+    MBarrier kv_full[kStagesKV][C::kGroups], kv_empty[kStagesKV][C::kGroups];
+    MBarrier q_full[C::kStagesQ], q_empty[C::kStagesQ];
+    MBarrier s_full[kStagesKV], s_empty[kStagesKV], p_full, out_done;
+};
+
+// Softmax: within the warpgroup.
+enum NamedBarrier : i32 { Softmax = 1 };
+
+// By one thread, before the block's first barrier.
+template <class C>
+MLA_DEVICE void init_storage(Storage<C>& s) {
+    for (i32 stage = 0; stage < kStagesKV; ++stage) {
+        for (MBarrier& full : s.kv_full[stage]) mbarrier_init(full, kLoadArrivals);
+        for (MBarrier& empty : s.kv_empty[stage]) mbarrier_init(empty, 1);
+    }
+    init_ring(s.q_full, s.q_empty, kQueryThreads, 1);
+    init_ring(s.s_full, s.s_empty, 1, kWarpgroupWarps);
+    mbarrier_init(s.p_full, kWarpgroupThreads);
+    mbarrier_init(s.out_done, 1);
+    fence_mbarrier_init();
+    s.nonfinite_request = -1;
+}
+
+// What every role knows.
+template <class C>
+struct Block : RowBlock<C::kBlockRows, C::kTree> {
+    Storage<C>& s;
+
+    MLA_DEVICE Block(const DecodeParams& p, Storage<C>& s) : RowBlock<C::kBlockRows, C::kTree>(p), s(s) {}
+};
+
+// A wait for something in tensor memory, or before a product.
+MLA_DEVICE void tmem_wait(MBarrier& barrier, u32 parity) {
+    mbarrier_wait(barrier, parity);
+    tcgen05_fence_after_thread_sync();
+}
+
+// ---- Load role -------------------------------------------------------------------------------------------------
+template <class C>
+struct GroupLoader {
+    const Block<C>& block;
+    const TensorMap& kv_map;
+    RingPosition<kStagesKV> at;
+
+    MLA_DEVICE void operator()(const TileBoxes& boxes, const WorkItem&, i32) {
+        Storage<C>& s = block.s;
+        const i32 stage = at.stage;
+        const u64 present = boxes.present_tokens();
+        for (i32 group = 0; group < C::kGroups; ++group) {
+            MBarrier& full = s.kv_full[stage][group];
+            mbarrier_wait(s.kv_empty[stage][group], at.ring.empty_parity(stage));
+            if (boxes.lane == 0) {
+                if (group == C::kRopeGroups) s.present[stage] = present;  // once the values of the last tile are done
+                mbarrier_arrive_expect_tx(full, C::group_bytes(group));
+            }
+            __syncwarp();
+            boxes.load<C>(smem_addr(s.kv[stage]), kv_map, full, block.kv_head, C::group_begin(group),
+                          C::group_begin(group + 1));
+        }
+        at.advance();
+    }
+};
+
+// ---- Products --------------------------------------------------------------------------------------------------
+// Calls `process(item, tile, first, last)` for every tile of the block.
+template <class Block, class Process>
+MLA_DEVICE void for_each_tile(const Block& block, Process process) {
+    WorkItem item;
+    for (auto walk = block.items(); walk.next(block.p, item);) {
+        for (i32 tile = item.tile_begin; tile < item.tile_end; ++tile) {
+            process(tile == item.tile_begin, tile + 1 == item.tile_end);
+        }
+    }
+}
+
+// S^T += K Q^T of 64 columns.
+template <class C>
+MLA_DEVICE void issue_scores(TmemAddr d, const u8* keys, const u8* queries, bool accumulate) {
+    constexpr InstructionDesc kShape =
+        make_instruction_desc<typename C::Element>(kTileTokens, C::kBlockRows, Major::K, Major::K);
+    const MatrixDesc a = k_major_matrix(smem_addr(keys)), b = k_major_matrix(smem_addr(queries));
+#pragma unroll
+    for (i32 step = 0; step < kSw128MmaSteps; ++step) {
+        const u32 bytes = step * kKMajorStepBytes;
+        tcgen05_mma_f16(d, advance(a, bytes), advance(b, bytes), kShape, accumulate || step > 0);
+    }
+}
+
+// 128 dims of O^T += V^T P^T.
+template <class C>
+MLA_DEVICE void issue_values(TmemAddr d, const u8* values, const u8* p, bool accumulate) {
+    constexpr InstructionDesc kShape =
+        make_instruction_desc<typename C::Element>(kTileDims, C::kBlockRows, Major::MN, Major::K);
+    const MatrixDesc a = mn_major_matrix(smem_addr(values), kSw128Bytes), b = k_major_matrix(smem_addr(p));
+#pragma unroll
+    for (i32 step = 0; step < kTileTokens / kMmaK; ++step) {
+        tcgen05_mma_f16(d, advance(a, step * kMnMajorStepBytes), advance(b, step * kKMajorStepBytes), kShape,
+                        accumulate || step > 0);
+    }
+}
+
+// Scores and values are issued by two threads, so that neither waits for what the other one needs: keys that have
+// arrived are scored before P of the tile before is there, and are released without a wait for the next ones.
+template <class C>
+MLA_DEVICE void run_scores_role(const Block<C>& block, TmemAddr tmem) {
+    if (!elect_issuer()) return;
+    Storage<C>& s = block.s;
+    RingPosition<kStagesKV> at;
+    RingPosition<C::kStagesQ> q_at;
+    for_each_tile(block, [&](bool first, bool last) {
+        const i32 stage = at.stage;
+        if (first) q_at.wait_full(s.q_full);
+        tmem_wait(s.s_empty[stage], at.ring.empty_parity(stage));
+#pragma unroll 1  // a group's products take longer than an iteration of the loop
+        for (i32 group = 0; group < C::kGroups; ++group) {
+            tmem_wait(s.kv_full[stage][group], at.ring.full_parity(stage));
+            for (i32 i = C::group_begin(group); i < C::group_begin(group + 1); ++i) {
+                const i32 sw_tile = C::sw_tile_in_order(i);
+                issue_scores<C>(TmemMap<C>::scores(tmem, stage), s.kv[stage] + sw_tile * kSw128Bytes,
+                                s.q[q_at.stage][sw_tile], i > 0);
+            }
+            if (group < C::kRopeGroups) tcgen05_commit(s.kv_empty[stage][group]);
+        }
+        if (last) {
+            tcgen05_commit(s.q_empty[q_at.stage]);
+            q_at.advance();
+        }
+        tcgen05_commit(s.s_full[stage]);
+        at.advance();
+    });
+}
+
+template <class C>
+MLA_DEVICE void run_values_role(const Block<C>& block, TmemAddr tmem) {
+    if (!elect_issuer()) return;
+    Storage<C>& s = block.s;
+    i32 stage = 0;
+    u32 parity = 0;
+    for_each_tile(block, [&](bool first, bool) {
+        tmem_wait(s.p_full, parity);
+#pragma unroll 1
+        for (i32 t = 0; t < kDimTiles; ++t) {
+            issue_values<C>(TmemMap<C>::out(tmem, t), s.kv[stage] + t * kSwTilesPerDimTile * kSw128Bytes, s.p, !first);
+            tcgen05_commit(s.kv_empty[stage][C::kRopeGroups + t]);
+        }
+        tcgen05_commit(s.out_done);
+        stage ^= 1;
+        parity ^= 1;
+    });
+}
+
+// ---- Softmax role ----------------------------------------------------------------------------------------------
+// A thread's share of a tile, and where the role is. A thread has two keys, eight apart, and two of every eight rows:
+// what it would have of a product of WGMMA.
+template <class C>
+struct Math {
+    float scores[C::kBlockRows / 2];
+    HeadState<C::kBlockRows> heads;
+    RingPosition<kStagesKV> at;
+    u32 parity;  // of the tile's phase of out_done
+};
+
+// Waits until the products of the tile before are done.
+template <class C>
+MLA_DEVICE void wait_for_out(Storage<C>& s, const Math<C>& math) {
+    tmem_wait(s.out_done, math.parity ^ 1);
+}
+
+template <class C>
+MLA_DEVICE void load_scores(Storage<C>& s, Math<C>& math, TmemAddr lanes, i32 thread) {
+    const i32 stage = math.at.stage;
+    tmem_wait(s.s_full[stage], math.at.ring.full_parity(stage));
+    load_fragment(math.scores, TmemMap<C>::scores(lanes, stage));
+    tcgen05_wait_ld();
+    pin_loaded(math.scores);
+    tcgen05_fence_before_thread_sync();
+    release(s.s_empty[stage], thread);
+    // What the load role stored beside the tile, and the values, which sanitize_v may change: a commit need not pass on
+    // what its thread has waited for. RoPE columns may have made room for others by now.
+#pragma unroll
+    for (i32 group = C::kRopeGroups; group < C::kGroups; ++group) {
+        mbarrier_wait(s.kv_full[stage][group], math.at.ring.full_parity(stage));
+    }
+}
+
+// Multiplies O by a factor per row: seldom, since maxima are followed lazily.
+template <class C>
+MLA_DEVICE void rescale_out(const HeadValues<C::kBlockRows>& scale, TmemAddr lanes) {
+#pragma unroll 1
+    for (i32 i = 0; i < 2 * kDimTiles; ++i) {
+        const TmemAddr from = TmemMap<C>::out(lanes, i / 2).lane(i % 2 * kUpperLanes);
+        float x[C::kBlockRows / 2];
+        load_fragment(x, from);
+        tcgen05_wait_ld();
+        pin_loaded(x);
+        scale.multiply(x);
+        store_fragment(from, x);
+    }
+    tcgen05_wait_st();
+}
+
+template <class C>
+MLA_DEVICE void process_tile(const Block<C>& block, Math<C>& math, const WorkItem& item, i32 tile, TmemAddr lanes,
+                             i32 thread) {
+    constexpr i32 kRows = C::kBlockRows;
+    Storage<C>& s = block.s;
+    const float scale_log2 = block.p.scale_log2;
+    const i32 stage = math.at.stage;
+    SharedMaxima<kRows>& maxima = s.warp_values[math.parity].maxima;
+    load_scores(s, math, lanes, thread);
+    mask_tile<C>(block, math.scores, s.present[stage], item, tile, thread);
+    const auto to = maxima.of_warp(thread / kWarpThreads);
+    store_warp_maxima_by_halves<kRows>(to, math.scores, thread);
+    bar_sync(Softmax, kWarpgroupThreads);
+    const HeadValues<kRows> scale = math.heads.move_max(maxima, scale_log2, thread);
+    sanitize_v<C>(block, s.kv[stage], item, tile, thread);
+    if (tile > item.tile_begin) {
+        wait_for_out(s, math);
+        if (scale.any_but_one()) rescale_out<C>(scale, lanes);
+    }
+    store_p(typename C::Element{}, math.heads, math.scores, smem_addr(s.p), scale_log2, thread);
+    tcgen05_fence_before_thread_sync();
+    mbarrier_arrive(s.p_full);
+    math.at.advance();
+    math.parity ^= 1;
+}
+
+// ---- Results ---------------------------------------------------------------------------------------------------
+// Where each row of the block begins: a lane computes those of rows `lane`, `lane` + 32.
+template <class C>
+struct RowOffsets {
+    static constexpr i32 kRowsOfLane = ceil_div(C::kBlockRows, kWarpThreads);
+    i64 of[kRowsOfLane];
+
+    MLA_DEVICE RowOffsets(const Block<C>& block, const WorkItem& item) {
+        const DecodeParams& p = block.p;
+#pragma unroll
+        for (i32 i = 0; i < kRowsOfLane; ++i) {
+            const i32 lane = threadIdx.x % kWarpThreads;
+            const i32 row = min(block.row0 + i * kWarpThreads + lane, block.rows - 1);
+            of[i] = item.partial_index == kNotSplit
+                        ? out_offset(p, item.request, block.kv_head, row)
+                        : workspace_row(p, item.partial_index, block.kv_head, row) * kHeadDimV;
+        }
+    }
+
+    // Of row `first` + `more`; `first` is a constant, and both are of one lane's index.
+    MLA_DEVICE i64 at(i32 first, i32 more) const {
+        return __shfl_sync(kFullWarp, of[first / kWarpThreads], first % kWarpThreads + more);
+    }
+};
+
+// 32 dims of a warp, of all rows, as fragments of 16 dims each; zeros where nothing was summed.
+template <i32 kRows>
+MLA_DEVICE void load_out(float (&x)[2][kRows / 2], TmemAddr from, bool summed) {
+    if (summed) {
+        load_fragment(x[0], from);
+        load_fragment(x[1], from.lane(kUpperLanes));
+        tcgen05_wait_ld();
+        pin_loaded(x[0]);
+        pin_loaded(x[1]);
+        return;
+    }
+#pragma unroll
+    for (i32 i = 0; i < kRows / 2; ++i) x[0][i] = x[1][i] = 0.f;
+}
+
+// In fp32: eight dims at a time.
+template <i32 kRows, class Offsets>
+MLA_DEVICE void store_dims(float* to, const float (&x)[2][kRows / 2], const HeadValues<kRows>& factors,
+                           const Offsets& offsets, i32 rows, i32 lane) {
+#pragma unroll
+    for (i32 i = 0; i < kRows / 2; ++i) {
+        const i32 first = i / 4 * 8, more = fragment_column(lane) + i % 2;
+        float* const row = to + offsets.at(first, more) + lane / 4 + 8 * fragment_half(i);
+        if (first + more >= rows) continue;
+#pragma unroll
+        for (i32 h = 0; h < 2; ++h) row[16 * h] = x[h][i] * factors.of(i);
+    }
+}
+
+// In 16 bits. Transposed, a quad holds a row's 32 dims: four chunks of 16 bytes.
+template <class Element, i32 kRows, class Offsets>
+MLA_DEVICE void store_dims(Element, u16* to, const float (&x)[2][kRows / 2], const HeadValues<kRows>& factors,
+                           const Offsets& offsets, i32 rows, i32 lane) {
+#pragma unroll
+    for (i32 i = 0; i < kRows / 2; i += 4) {
+        u32 words[4];
+#pragma unroll
+        for (i32 j = 0; j < 4; ++j) {
+            const i32 d = i + 2 * (j % 2);
+            words[j] =
+                movmatrix_trans(cvt_x2(Element{}, x[j / 2][d] * factors.of(d), x[j / 2][d + 1] * factors.of(d + 1)));
+        }
+        quad_transpose(words, lane % 4);
+        u16* const row = to + offsets.at(2 * i, lane / 4) + lane % 4 * 8;
+        if (2 * i + lane / 4 < rows) {
+            *reinterpret_cast<uint4*>(row) = make_uint4(words[0], words[1], words[2], words[3]);
+        }
+    }
+}
+
+// The result of a work item. A row's statistics are finished by one thread, since that takes divisions.
+template <class C>
+MLA_DEVICE void store_result(const Block<C>& block, const Math<C>& math, const WorkItem& item, TmemAddr lanes,
+                             i32 thread) {
+    constexpr i32 kRows = C::kBlockRows;
+    const DecodeParams& p = block.p;
+    Storage<C>& s = block.s;
+    float (&sums)[kWarpgroupWarps][kRows] = s.warp_values[math.parity].sums;
+    store_warp_sums<kRows>(sums[thread / kWarpThreads], math.heads.sum, thread);
+    if (thread < 4) {  // which hold every row
+#pragma unroll
+        for (i32 k = 0; k < kHeadsOfThread<kRows>; ++k) s.stats.max[kth_head(k, thread)] = math.heads.max.value[k];
+    }
+    bar_sync(Softmax, kWarpgroupThreads);
+    const BlockHeads rows{block.kv_head, block.row0, block.rows};
+    finish_head</*kWithRowMax=*/false>(p, item, rows, s.stats, sums, true, thread);
+    bar_sync(Softmax, kWarpgroupThreads);
+    HeadValues<kRows> factors;
+#pragma unroll
+    for (i32 k = 0; k < kHeadsOfThread<kRows>; ++k) factors.value[k] = s.stats.factor[kth_head(k, thread)];
+
+    const bool summed = item.tile_begin < item.tile_end, whole = item.partial_index == kNotSplit;
+    if (summed) wait_for_out(s, math);
+    const RowOffsets<C> offsets(block, item);
+    const i32 lane = thread % kWarpThreads, present = block.rows - block.row0;
+#pragma unroll 1
+    for (i32 t = 0; t < kDimTiles; ++t) {
+        float x[2][kRows / 2];
+        load_out<kRows>(x, TmemMap<C>::out(lanes, t), summed);
+        const i32 dim0 = t * kTileDims + thread / kWarpThreads * kWarpThreads;
+        if (!whole || p.out_is_fp32) {
+            float* const to = whole ? static_cast<float*>(p.out) : p.partial_out;
+            store_dims<kRows>(to + dim0, x, factors, offsets, present, lane);
+        } else {
+            store_dims(typename C::Element{}, static_cast<u16*>(p.out) + dim0, x, factors, offsets, present, lane);
+        }
+    }
+}
+
+template <class C>
+MLA_DEVICE void run_softmax_role(const Block<C>& block, TmemAddr tmem, i32 thread) {
+    const DecodeParams& p = block.p;
+    Storage<C>& s = block.s;
+    const TmemAddr lanes = tmem.lane(thread / kWarpThreads * kWarpThreads);
+    Math<C> math;
+    math.parity = 0;
+    WorkItem item;
+    for (WorkIterator walk(p, block.split, block.hidden); walk.next(p, item);) {
+        math.heads.reset();
+#pragma unroll 1
+        for (i32 tile = item.tile_begin; tile < item.tile_end; ++tile) {
+            process_tile(block, math, item, tile, lanes, thread);
+        }
+        store_result(block, math, item, lanes, thread);
+        if (s.nonfinite_request == item.request) {
+            __syncwarp();  // it adds to columns that it has stored itself
+            fixup_nonfinite<typename C::Element, kHeadDimV>(block, item, 0, thread);
+        }
+    }
+}
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+template <class C>
+MLA_DEVICE void run_block(const DecodeParams& p, const TensorMap& kv_map, Storage<C>& s) {
+    using Map = TmemMap<C>;
+    const Block<C> block(p, s);
+    const i32 warp = uniform_warp();
+    if (threadIdx.x == 0) {
+        prefetch_tensormap(kv_map);
+        init_storage(s);
+    }
+    if (warp == kScoresWarp) {
+        tcgen05_alloc<Map::kAllocated>(s.tmem);
+        tcgen05_relinquish_alloc_permit();
+    }
+    tcgen05_fence_before_thread_sync();
+    __syncthreads();
+    tcgen05_fence_after_thread_sync();
+    const TmemAddr tmem = s.tmem;
+    prefetch_inputs<C>(p);
+    griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
+
+    if (warp < kLoadWarp) {
+        run_softmax_role(block, tmem, threadIdx.x);
+    } else if (warp == kLoadWarp) {
+        run_load_role(block, threadIdx.x % kWarpThreads, GroupLoader<C>{block, kv_map, {}});
+    } else if (warp < kScoresWarp) {
+        const QueryStages<C::kStagesQ> stages{s.q[0][0], s.q_full, s.q_empty};
+        run_query_role<C>(block, stages, threadIdx.x - kQueryWarp * kWarpThreads);
+    } else if (warp == kScoresWarp) {
+        run_scores_role(block, tmem);
+    } else {
+        run_values_role(block, tmem);
+    }
+    __syncwarp();
+    tcgen05_fence_before_thread_sync();
+    __syncthreads();
+    if (warp == kScoresWarp) {
+        tcgen05_fence_after_thread_sync();
+        tcgen05_dealloc<Map::kAllocated>(tmem);
+    }
+    griddepcontrol_launch_dependents();
+}
+}  // namespace mla::decode::sm100
