@@ -206,7 +206,7 @@ MLA_DEVICE void process_tile(Block<C>& block, Math<C>& math, const WorkItem& ite
     mask_tile(block, math, item, tile, thread);
     update_maxima(math, s.warp_values, scale_log2, MathOnly, thread);
     sanitize_v(block, math, item, tile, thread);
-    store_p(Element{}, math, smem_addr(s.p), scale_log2, thread);
+    store_p(Element{}, math.heads, math.scores, smem_addr(s.p), scale_log2, thread);
     bar_sync(MathOnly, kWarpgroupThreads);
     add_values(Element{}, math.out, uniform(mn_major_desc(smem_addr(s.kv[math.stage]))),
                uniform(k_major_desc(smem_addr(s.p))));

@@ -126,7 +126,7 @@ MLA_DEVICE void process_tile(SmallBlock<C>& block, SmallMath<C>& math, const Wor
     mask_tile(block, math, present, item, tile, thread);
     update_maxima</*kByHalves=*/true>(math, s.warp_values[math.group], scale_log2, MathOnly + math.group, thread);
     sanitize_v(block, math, item, tile, thread);
-    store_p(typename C::Latent{}, math, smem_addr(s.p[math.group]), scale_log2, thread);
+    store_p(typename C::Latent{}, math.heads, math.scores, smem_addr(s.p[math.group]), scale_log2, thread);
     bar_sync(MathOnly + math.group, kWarpgroupThreads);
     add_values(s, math, math.group > 0 && last, thread);
     math.ring.advance(math.stage);

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.sparse_forward import records, sm90
+from mla_cupy.kernels.sparse_forward import records, sm90, sm100
 from mla_cupy.kernels.sparse_forward.pipeline import SPARSE_FORWARD
 from mla_cupy.kernels.spec import KernelSpec
 
@@ -15,4 +15,5 @@ __all__ = [
 KERNELS: tuple[KernelSpec[Any], ...] = (
     *records.KERNELS,
     *sm90.KERNELS,
+    *sm100.KERNELS,
 )
