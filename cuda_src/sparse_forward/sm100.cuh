@@ -18,13 +18,15 @@ namespace mla::sparse_forward::sm100 {
 using namespace attention;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
-// role       warps    does
-// softmax    0..3     P; rescales O^T where a maximum moved; results
-// mma        4        tensor memory; one thread issues every product
-// query      5        Q
-// gather     6..9     K, each warp its columns
-constexpr i32 kMmaWarp = 4, kQueryWarp = 5, kGatherWarp = 6, kGatherWarps = 4;
+// role       warps    regs   does
+// softmax    0..3     232    P; rescales O^T where a maximum moved; results
+// mma        4        136    tensor memory; one thread issues every product
+// query      5        136    Q; two more warps of its warpgroup do nothing
+// gather     8..11    136    K, each warp its columns
+constexpr i32 kMmaWarp = 4, kQueryWarp = 5, kGatherWarp = 8, kGatherWarps = 4;
 constexpr i32 kThreads = (kGatherWarp + kGatherWarps) * kWarpThreads;
+constexpr i32 kRegsSoftmax = 232, kRegsIssue = 136;
+static_assert(kRegsSoftmax + 2 * kRegsIssue <= 3 * regs_at_entry(kThreads), "what the block has at entry");
 
 constexpr i32 kTileKeys = kTileTokens;
 constexpr i32 kStages = 2;  // what fits: each of nine SW128 tiles
@@ -108,12 +110,12 @@ static_assert(Columns<16>::are_disjoint() && Columns<32>::are_disjoint() && Colu
 // k_empty[s][g]  products (1 of each block)   -                      gather     free, the same
 // s_full[s]      products (1)                 -                      softmax    blocked, the same
 // p_full[s]      softmax (128)                -                      mma        blocked, the same
-// out_full       products (1)                 -                      softmax    blocked, a phase per tile
+// out_full[s]    products (1)                 -                      softmax    blocked, the same
 // out_empty      softmax warps (4)            -                      mma        free, a phase per work item
 //
 // "products" is a commit: it arrives when everything issued before it is done. So s_full of a tile also means that the
-// products with P of two tiles before are done; p_full, that S^T has been read. The softmax waits for out_full only
-// where it touches O^T: products that would complete its next phase wait for P.
+// products with the P of two tiles before are done, and so the last phase of out_full[s]: the softmax waits for it only
+// where it touches O^T. p_full of a tile also means that its S^T has been read.
 template <class C>
 struct Storage {
     // The last SW128 tile of a stage has the RoPE columns until they are scored, then P: a row for each head, 64 keys.
@@ -122,7 +124,7 @@ struct Storage {
     float warp_values[kStages][kWarpgroupWarps][C::kHeads];  // maxima, finally sums, of each warp's keys
     HeadStats<C::kHeads> stats;
     MBarrier q_full, q_empty, k_full[kStages][C::kGroups], k_empty[kStages][C::kGroups];
-    MBarrier s_full[kStages], p_full[kStages], out_full, out_empty;
+    MBarrier s_full[kStages], p_full[kStages], out_full[kStages], out_empty;
     TmemAddr tmem;
 
     MLA_DEVICE u8* p(i32 stage) { return k[stage] + kRopeSwTile * kSw128Bytes; }
@@ -130,13 +132,15 @@ struct Storage {
 
 template <class C>
 MLA_DEVICE void init_storage(Storage<C>& s) {
-    for (MBarrier* barrier : {&s.q_full, &s.q_empty, &s.out_full}) mbarrier_init(*barrier, 1);
+    mbarrier_init(s.q_full, 1);
+    mbarrier_init(s.q_empty, 1);
     mbarrier_init(s.out_empty, kWarpgroupWarps);
     for (i32 stage = 0; stage < kStages; ++stage) {
         for (MBarrier& barrier : s.k_full[stage]) mbarrier_init(barrier, 1);
         for (MBarrier& barrier : s.k_empty[stage]) mbarrier_init(barrier, C::kBlocks);
         mbarrier_init(s.s_full[stage], 1);
         mbarrier_init(s.p_full[stage], kWarpgroupThreads);
+        mbarrier_init(s.out_full[stage], 1);
     }
     fence_mbarrier_init();
 }
@@ -282,7 +286,7 @@ struct Products {
             release_group(stage, t);
         }
         if (C::kGroups > kRopeGroup) release_group(stage, kRopeGroup);
-        tcgen05_commit(s.out_full);
+        tcgen05_commit(s.out_full[stage]);
     }
 };
 
@@ -332,7 +336,10 @@ struct Softmax {
     RingCount<kStages> ring;
 
     // Products with the values of all tiles before this one are done.
-    MLA_DEVICE void wait_for_out() const { tmem_wait(s.out_full, (ring.count - 1) & 1); }
+    MLA_DEVICE void wait_for_out() const {
+        const RingCount<kStages> last{ring.count - 1};
+        tmem_wait(s.out_full[last.stage()], last.full_parity());
+    }
 
     MLA_DEVICE void rescale_out(const HeadValues<kHeads>& scale) const {
         wait_for_out();
@@ -456,13 +463,17 @@ MLA_DEVICE void run_block(const DecodeParams& p, const Maps& maps, Storage<C>& s
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
     const TmemAddr tmem = s.tmem;
     if (warp < kMmaWarp) {
+        setmaxnreg_inc<kRegsSoftmax>();
         run_softmax_role(block, tmem, threadIdx.x);
-    } else if (warp == kMmaWarp) {
-        run_mma_role(block, tmem);
-    } else if (warp == kQueryWarp) {
-        run_query_role(block);
     } else {
-        run_gather_role(block, warp - kGatherWarp, threadIdx.x % kWarpThreads);
+        setmaxnreg_dec<kRegsIssue>();
+        if (warp == kMmaWarp) {
+            run_mma_role(block, tmem);
+        } else if (warp == kQueryWarp) {
+            run_query_role(block);
+        } else if (warp >= kGatherWarp) {
+            run_gather_role(block, warp - kGatherWarp, threadIdx.x % kWarpThreads);
+        }
     }
     __syncwarp();
     tcgen05_fence_before_thread_sync();
