@@ -111,11 +111,11 @@ static_assert(Columns<16>::are_disjoint() && Columns<32>::are_disjoint() && Colu
 // s_full[s]      products (1)                 -                      softmax    blocked, the same
 // p_full[s]      softmax (128)                -                      mma        blocked, the same
 // out_full[s]    products (1)                 -                      softmax    blocked, the same
-// out_empty      softmax warps (4)            -                      mma        free, a phase per work item
 //
 // "products" is a commit: it arrives when everything issued before it is done. So s_full of a tile also means that the
 // products with the P of two tiles before are done, and so the last phase of out_full[s]: the softmax waits for it only
-// where it touches O^T. p_full of a tile also means that its S^T has been read.
+// where it touches O^T. p_full of a tile also means that its S^T has been read and, of a work item's first one, the last
+// item's O^T.
 template <class C>
 struct Storage {
     // The last SW128 tile of a stage has the RoPE columns until they are scored, then P: a row for each head, 64 keys.
@@ -124,7 +124,7 @@ struct Storage {
     float warp_values[kStages][kWarpgroupWarps][C::kHeads];  // maxima, finally sums, of each warp's keys
     HeadStats<C::kHeads> stats;
     MBarrier q_full, q_empty, k_full[kStages][C::kGroups], k_empty[kStages][C::kGroups];
-    MBarrier s_full[kStages], p_full[kStages], out_full[kStages], out_empty;
+    MBarrier s_full[kStages], p_full[kStages], out_full[kStages];
     TmemAddr tmem;
 
     MLA_DEVICE u8* p(i32 stage) { return k[stage] + kRopeSwTile * kSw128Bytes; }
@@ -134,7 +134,6 @@ template <class C>
 MLA_DEVICE void init_storage(Storage<C>& s) {
     mbarrier_init(s.q_full, 1);
     mbarrier_init(s.q_empty, 1);
-    mbarrier_init(s.out_empty, kWarpgroupWarps);
     for (i32 stage = 0; stage < kStages; ++stage) {
         for (MBarrier& barrier : s.k_full[stage]) mbarrier_init(barrier, 1);
         for (MBarrier& barrier : s.k_empty[stage]) mbarrier_init(barrier, C::kBlocks);
@@ -299,6 +298,7 @@ MLA_DEVICE void run_mma_role(const Block<C>& block, TmemAddr tmem) {
     Ring<1> items;
     block.for_items([&](const WorkItem& item) {
         mbarrier_wait(s.q_full, items.full_parity(0));
+        items.advance(0);
         const i32 tiles = item.tile_end - item.tile_begin;
         for (i32 tile = 0; tile < tiles; tile += kStages) {
             const i32 together = min(tiles - tile, kStages);
@@ -307,13 +307,11 @@ MLA_DEVICE void run_mma_role(const Block<C>& block, TmemAddr tmem) {
                 scored.advance();
             }
             if (tile + together == tiles) tcgen05_commit(s.q_empty);
-            if (tile == 0) tmem_wait(s.out_empty, items.empty_parity(0));
             for (i32 i = 0; i < together; ++i) {
                 products.issue_values(multiplied, tile + i > 0);
                 multiplied.advance();
             }
         }
-        items.advance(0);
     });
 }
 
@@ -399,7 +397,6 @@ struct Softmax {
                                               SoftmaxOnly, thread);
         wait_for_out();
         for (i32 head = 0; head < kHeads; head += kPieceHeads) store_heads(item, block, head);
-        release_tmem(s.out_empty, thread);
     }
 
     // Of a work item without a tile.
