@@ -1,4 +1,4 @@
-"""Probes of tcgen05.mma: each shape, pair of majors and place of the sum that the sparse backward uses."""
+"""Probes of tcgen05.mma: each shape, pair of majors and place of the sum that the sparse kernels use."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
 
 K, MN = False, True
 
-#: Tiles of 32 keys, as the kernel multiplies them with 64 heads, and of 64. Steps over heads are 4, over keys 2 or 4.
+#: Tiles of 32 keys, as the backward multiplies them with 64 heads, and of 64. Steps over heads are 4, over keys 2 or 4.
 SINGLE: dict[str, Product] = {
     "s-m64n32": Product(64, 32, K, K),
     "s-m64n64": Product(64, 64, K, K),
@@ -82,6 +82,10 @@ SINGLE: dict[str, Product] = {
     "dq-m128n64-64keys": Product(128, 64, MN, MN, column=64),
     "dq-rope-m64n64-32keys": Product(64, 64, MN, MN, steps=2, column=64),
     "dq-rope-m64n64-64keys": Product(64, 64, MN, MN),
+    # The forward's, with 16 heads; with 32 and 64 they have the shapes of the backward's S, dP and dKV.
+    "forward-s-m64n16": Product(64, 16, K, K),
+    "forward-s-m64n16-odd": Product(64, 16, K, K, lane=16),
+    "forward-o-m128n16": Product(128, 16, MN, K, column=16),
 }
 
 #: One instruction, and a second sw_tile of columns.
