@@ -1,5 +1,5 @@
-// What becomes of a tile's P^T and of a work item's O^T where heads are the columns of fragments: P for the product with
-// the values, statistics and results to the caller's arrays or to the workspace.
+// What becomes of a tile's P^T and of a work item's O^T where heads are the columns of fragments: P for the product
+// with the values, statistics and results to the caller's arrays or to the workspace.
 #pragma once
 #include "attention/decode_output.cuh"
 #include "attention/head_softmax.cuh"
@@ -96,8 +96,8 @@ MLA_DEVICE HeadValues<kHeads> own_factors(const float* heads, i32 thread) {
     return factors;
 }
 
-// Writes kPieces x 16 columns of each head by each warp: from `first_column` on, kWarpColumns further with each warp and
-// kPieceColumns with each piece. Lane i computes where the i-th head begins.
+// Writes kPieces x 16 columns of each head by each warp: from `first_column` on, kWarpColumns further with each warp
+// and kPieceColumns with each piece. Lane i computes where the i-th head begins.
 template <i32 kWarpColumns, i32 kPieceColumns, class Element, i32 kHeads, i32 kPieces, class Work>
 MLA_DEVICE void store_out(Element, const DecodeParams& p, const WorkItem& item, const BlockHeadsOf<Work>& block,
                           const float (&out)[kPieces][kHeads / 2], const HeadValues<kHeads>& factors, i32 first_column,

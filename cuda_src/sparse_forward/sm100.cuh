@@ -1,8 +1,8 @@
 // The roles of the sparse forward on Blackwell: barriers, gather, order of the products, softmax, results.
 //
-// A block multiplies its heads by tile after tile of 64 listed rows; two blocks of a pair share the tiles, of which each
-// gathers half for both. Keys are rows of the scores and dims rows of the result (S^T = K Q^T, O^T = V^T P^T), so that 16
-// or 32 heads cost 16 or 32 columns, and that every operand is read as it lies in memory.
+// A block multiplies its heads by tile after tile of 64 listed rows; two blocks of a pair share the tiles, of which
+// each gathers half for both. Keys are rows of the scores and dims rows of the result (S^T = K Q^T, O^T = V^T P^T), so
+// that 16 or 32 heads cost 16 or 32 columns, and that every operand is read as it lies in memory.
 #pragma once
 #include "attention/head_results.cuh"
 #include "attention/row_list.cuh"
@@ -72,12 +72,9 @@ struct Columns {
     static constexpr u32 kScores = 0, kOut = kHeads;
     static constexpr u32 kUsed = kOut + kDimTiles * kHeads;
     static constexpr u32 kAllocated = kUsed <= 128 ? 128 : kUsed <= 256 ? 256 : 512;
-    static constexpr Region kRegions[] = {{1, kScores, kHeads},
-                                          {2, kScores, kHeads},
-                                          {3, kOut, kHeads},
-                                          {3, kOut + kHeads, kHeads},
-                                          {3, kOut + 2 * kHeads, kHeads},
-                                          {3, kOut + 3 * kHeads, kHeads}};
+    static constexpr Region kRegions[] = {
+        {1, kScores, kHeads},       {2, kScores, kHeads},           {3, kOut, kHeads},
+        {3, kOut + kHeads, kHeads}, {3, kOut + 2 * kHeads, kHeads}, {3, kOut + 3 * kHeads, kHeads}};
     static_assert(sizeof(kRegions) / sizeof(Region) == 2 + kDimTiles, "every sum");
 
     static constexpr bool are_disjoint() {
@@ -114,8 +111,8 @@ static_assert(Columns<16>::are_disjoint() && Columns<32>::are_disjoint() && Colu
 //
 // "products" is a commit: it arrives when everything issued before it is done. So s_full of a tile also means that the
 // products with the P of two tiles before are done, and so the last phase of out_full[s]: the softmax waits for it only
-// where it touches O^T. p_full of a tile also means that its S^T has been read and, of a work item's first one, the last
-// item's O^T.
+// where it touches O^T. p_full of a tile also means that its S^T has been read and, of a work item's first one, the
+// last item's O^T.
 template <class C>
 struct Storage {
     // The last SW128 tile of a stage has the RoPE columns until they are scored, then P: a row for each head, 64 keys.
@@ -394,7 +391,7 @@ struct Softmax {
 
     MLA_DEVICE void store(const WorkItem& item, const BlockHeads& block) {
         finish_heads</*kWithRowMax=*/true>(p, item, block, heads, s.warp_values[ring.stage()], s.stats, true,
-                                              SoftmaxOnly, thread);
+                                           SoftmaxOnly, thread);
         wait_for_out();
         for (i32 head = 0; head < kHeads; head += kPieceHeads) store_heads(item, block, head);
     }
@@ -405,7 +402,7 @@ struct Softmax {
         zeros.fill(0.f);
         float x[2][kPieceHeads / 2] = {};
         finish_heads</*kWithRowMax=*/true>(p, item, block, heads, s.warp_values[ring.stage()], s.stats, true,
-                                              SoftmaxOnly, thread);
+                                           SoftmaxOnly, thread);
         for (i32 head = 0; head < kHeads; head += kPieceHeads) {
             const BlockHeads piece{0, block.row0 + head, block.rows};
             if (piece.row0 >= piece.rows) return;
@@ -483,16 +480,16 @@ MLA_DEVICE void run_block(const DecodeParams& p, const Maps& maps, Storage<C>& s
 }
 }  // namespace mla::sparse_forward::sm100
 
-// The facts of a kernel with the choices `C`. Products: M, N and the number of K = 16 of the scores, then of the values,
-// per tile.
-#define MLA_FORWARD_SM100_FACTS(C)                                                                                 \
-    static_assert(sizeof(Storage<C>) <= kMaxDynamicSmem, "shared memory");                                         \
-    MLA_DECODE_FACTS();                                                                                            \
-    MLA_FACT(threads, kThreads);                                                                                   \
-    MLA_FACT(smem_bytes, sizeof(Storage<C>));                                                                      \
-    MLA_FACT(block_heads, C::kHeads);                                                                              \
-    MLA_FACT(tmem_columns, Columns<C::kHeads>::kAllocated);                                                        \
-    MLA_FACT(tmem_columns_used, Columns<C::kHeads>::kUsed);                                                        \
-    MLA_FACT(mbarriers, (MLA_OFFSET(Storage<C>, tmem) - MLA_OFFSET(Storage<C>, q_full)) / sizeof(MBarrier));       \
-    MLA_FACT_LIST(products, kTileKeys, C::kHeads, C::kSwTilesQk* kSw128MmaSteps, kTileDims, C::kHeads,             \
+// The facts of a kernel with the choices `C`. Products: M, N and the number of K = 16 of the scores, then of the
+// values, per tile.
+#define MLA_FORWARD_SM100_FACTS(C)                                                                           \
+    static_assert(sizeof(Storage<C>) <= kMaxDynamicSmem, "shared memory");                                   \
+    MLA_DECODE_FACTS();                                                                                      \
+    MLA_FACT(threads, kThreads);                                                                             \
+    MLA_FACT(smem_bytes, sizeof(Storage<C>));                                                                \
+    MLA_FACT(block_heads, C::kHeads);                                                                        \
+    MLA_FACT(tmem_columns, Columns<C::kHeads>::kAllocated);                                                  \
+    MLA_FACT(tmem_columns_used, Columns<C::kHeads>::kUsed);                                                  \
+    MLA_FACT(mbarriers, (MLA_OFFSET(Storage<C>, tmem) - MLA_OFFSET(Storage<C>, q_full)) / sizeof(MBarrier)); \
+    MLA_FACT_LIST(products, kTileKeys, C::kHeads, C::kSwTilesQk* kSw128MmaSteps, kTileDims, C::kHeads,       \
                   kDimTiles* kTileKeys / kMmaK)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ def _forward(sizes: Sizes, heads: int, dtype: str) -> Problem:
     s_kv = max(S_KV, 4 * sizes.keys)
     indices = rng.integers(0, s_kv, (sizes.queries, sizes.keys)).astype(np.int32)
     indices[rng.random(indices.shape) < 0.05] = -1
-    arguments = {
+    arguments: dict[str, Any] = {
         "q": rng.standard_normal((sizes.queries, heads, D_QK), np.float32).astype(kind),
         "kv": rng.standard_normal((s_kv, D_QK), np.float32).astype(kind),
         "indices": indices,

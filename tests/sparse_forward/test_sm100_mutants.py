@@ -52,8 +52,8 @@ MUTANTS = [
     Mutant(
         "columns released before their values are multiplied",
         ROLES,
-        "        for (i32 t = 0; t < kDimTiles; ++t) {\n            multiply_steps(",
-        "        for (i32 t = 0; t < kDimTiles; ++t) {\n            release_group(stage, t);\n            multiply_steps(",
+        "            multiply_steps(",
+        "            release_group(stage, t);\n            multiply_steps(",
     ),
     Mutant(
         "Q released before the last scores",
@@ -64,8 +64,8 @@ MUTANTS = [
     Mutant(
         "P released with the first dims",
         ROLES,
-        "            release_group(stage, t);\n        }\n        if (C::kGroups > kRopeGroup) release_group(stage, kRopeGroup);",
-        "            release_group(stage, t);\n            if (t == 0) release_group(stage, kRopeGroup);\n        }",
+        "        }\n        if (C::kGroups > kRopeGroup) release_group(stage, kRopeGroup);",
+        "            if (t == 0) release_group(stage, kRopeGroup);\n        }",
     ),
     # Waits
     Mutant("scores not waited for", SOURCE, *steps("mbarrier.try_wait", 0, of=8)),

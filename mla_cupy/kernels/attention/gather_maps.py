@@ -13,14 +13,10 @@ def rows_map(call: Call, name: str, dtype: str, rows: int, columns: int) -> Tens
     """(rows, columns), of which `tile::gather4` takes 64 columns of four rows; without a row nothing is fetched."""
     nbytes = TABLE[dtype].nbytes
     row_bytes = nbytes * (call.stride(name) if rows > 1 else columns)
-    return TensorMapSpec(
-        dtype, 0, dims=(columns, max(1, rows)), strides_bytes=(row_bytes,), box=(_BOX_COLUMNS, 1)
-    )
+    return TensorMapSpec(dtype, 0, dims=(columns, max(1, rows)), strides_bytes=(row_bytes,), box=(_BOX_COLUMNS, 1))
 
 
-def heads_map(
-    call: Call, name: str, dtype: str, sizes: tuple[int, int, int], block_heads: int
-) -> TensorMapSpec:
+def heads_map(call: Call, name: str, dtype: str, sizes: tuple[int, int, int], block_heads: int) -> TensorMapSpec:
     """(queries, heads, columns) in boxes of 64 columns of the heads of a block.
 
     Strides of axes of size 1 mean nothing, and may be what the driver refuses.

@@ -14,6 +14,6 @@ __all__ = [
 
 KERNELS: tuple[KernelSpec[Any], ...] = (
     *records.KERNELS,
-    *sm90.KERNELS,
     *sm100.KERNELS,
+    *sm90.KERNELS,
 )
