@@ -7,9 +7,9 @@
 //
 // One block, or a pair. Bytes that no copy should write have known contents, so that an excess byte shows.
 #include "common/facts.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/control.cuh"
 #include "ptx/copy.cuh"
-#include "ptx/cluster.cuh"
 #include "ptx/gather4.cuh"
 #include "ptx/tcgen05.cuh"
 #include "tile/ring.cuh"
