@@ -181,7 +181,7 @@ MLA_DEVICE void run_block(const DecodeParams& p, const Maps& maps, Storage<C>& s
         setmaxnreg_dec<kRegsIssue>();
         if (warp == kMmaWarp) {
             Ring<1> items;
-            run_mma_role<C, ScheduledWork>(p, block.split(), s, tmem, [&] {
+            run_mma_role<C, ScheduledWork>(p, block.split(), s, s.q_empty, tmem, [&] {
                 mbarrier_wait(s.q_full, items.full_parity(0));
                 items.advance(0);
             });

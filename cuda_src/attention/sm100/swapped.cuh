@@ -170,7 +170,8 @@ struct Products {
 
 // `begin` is called before each work item's first product.
 template <class C, class Work, class Storage, class Begin>
-MLA_DEVICE void run_mma_role(const DecodeParams& p, i32 split, Storage& s, TmemAddr tmem, Begin begin) {
+MLA_DEVICE void run_mma_role(const DecodeParams& p, i32 split, Storage& s, MBarrier& q_empty, TmemAddr tmem,
+                             Begin begin) {
     if (!elect_issuer()) return;
     const Products<C, Storage> products{s, tmem};
     RingCount<kStages> scored, multiplied;
@@ -183,7 +184,7 @@ MLA_DEVICE void run_mma_role(const DecodeParams& p, i32 split, Storage& s, TmemA
                 products.issue_scores(scored);
                 scored.advance();
             }
-            if (tile + together == tiles) tcgen05_commit(s.q_empty);
+            if (tile + together == tiles) tcgen05_commit(q_empty);
             for (i32 i = 0; i < together; ++i) {
                 products.issue_values(multiplied, tile + i > 0);
                 multiplied.advance();

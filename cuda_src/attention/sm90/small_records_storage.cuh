@@ -22,6 +22,7 @@ struct SmallRecords : RecordTile<TokenRecord_> {
     using Rope = typename KeyFormats<TokenRecord, Element>::Rope;
     static constexpr i32 kBlockRows = kBlockRows_;
     static constexpr bool kTree = kTree_;
+    static constexpr bool kTensorMemory = false;  // where sums are, and then the rest of the storage is the kernel's
     static constexpr i32 kGroupSwTiles = 3;
     static constexpr i32 kGroups = ceil_div(Tile::kSwTilesQk, kGroupSwTiles);
     static constexpr u32 kQSwTileBytes = kHeadSwTileBytes<kBlockRows>;
@@ -109,7 +110,7 @@ struct ScoutStorage : RawRows<C::kRowPieces> {
 template <class C>
 struct ScoutStorage<C, false> : RawRows<C::kStaged ? C::kRowPieces : 0> {};
 
-template <class C>
+template <class C, bool = C::kTensorMemory>
 struct SmallStorage {
     alignas(kSwizzleAtomBytes) u8 kv[kStagesKV][C::kTileBytes];
     u8 q[C::kStagesQ][C::kSwTilesQk][C::kQSwTileBytes];
