@@ -21,7 +21,8 @@ from tests.support.sim_modes import MODES
 from tests.support.sparse_cases import SparseCase, SparseInputs, make
 from tests.support.tolerance import check, check_lse
 
-ROLES = "sparse_forward/sm100.cuh"
+LOADS = "sparse_forward/sm100.cuh"
+ROLES = "attention/sm100/swapped.cuh"
 RESULTS = "attention/head_results.cuh"
 SOURCE = "sparse_forward/sm100.cu"
 PAIR_SOURCE = "sparse_forward/sm100_pair.cu"
@@ -52,32 +53,36 @@ MUTANTS = [
     Mutant(
         "columns released before their values are multiplied",
         ROLES,
-        "            multiply_steps(",
-        "            release_group(stage, t);\n            multiply_steps(",
+        "            constexpr i32 kSwTiles = kTileDims / kSw128Columns;\n",
+        "            constexpr i32 kSwTiles = kTileDims / kSw128Columns;\n            release_group(stage, t);\n",
     ),
     Mutant(
         "Q released before the last scores",
         ROLES,
-        "if (tile + together == tiles) tcgen05_commit(s.q_empty);",
-        "if (tile == 0) tcgen05_commit(s.q_empty);",
+        "if (tile + together == tiles) tcgen05_commit(q_empty);",
+        "if (tile == 0) tcgen05_commit(q_empty);",
     ),
     Mutant(
         "P released with the first dims",
         ROLES,
-        "        }\n        if (C::kGroups > kRopeGroup) release_group(stage, kRopeGroup);",
-        "            if (t == 0) release_group(stage, kRopeGroup);\n        }",
+        "const i32 done = t + 1 < kDimTiles ?",
+        "const i32 done = t + 1 < kDimTiles && t > 0 ?",
     ),
     # Waits
-    Mutant("scores not waited for", SOURCE, *steps("mbarrier.try_wait", 0, of=8)),
-    Mutant("rescaled before the products are done", SOURCE, *steps("mbarrier.try_wait", 1, of=8)),
-    Mutant("stored before the products are done", SOURCE, *steps("mbarrier.try_wait", 2, of=8)),
-    Mutant("Q not waited for", SOURCE, *steps("mbarrier.try_wait", 3, of=8)),
-    Mutant("keys not waited for", SOURCE, *steps("mbarrier.try_wait", 4, of=8)),
-    Mutant("P not waited for", SOURCE, *steps("mbarrier.try_wait", 5, of=8)),
-    Mutant("Q loaded before it is free", SOURCE, *steps("mbarrier.try_wait", 6, of=8)),
-    Mutant("gather does not wait", SOURCE, *steps("mbarrier.try_wait", 7, of=8)),
+    Mutant("scores not waited for", SOURCE, *steps("mbarrier.try_wait", 0, of=9)),
+    Mutant("rescaled before the products are done", SOURCE, *steps("mbarrier.try_wait", 1, of=9)),
+    Mutant("stored before the products are done", SOURCE, *steps("mbarrier.try_wait", 2, of=9)),
+    Mutant("Q not waited for", SOURCE, *steps("mbarrier.try_wait", 3, of=9)),
+    Mutant("keys not waited for", SOURCE, *steps("mbarrier.try_wait", 4, of=9)),
+    Mutant("RoPE columns not waited for", SOURCE, *steps("mbarrier.try_wait", 5, of=9)),
+    Mutant("P not waited for", SOURCE, *steps("mbarrier.try_wait", 6, of=9)),
+    Mutant("Q loaded before it is free", SOURCE, *steps("mbarrier.try_wait", 7, of=9)),
+    Mutant("gather does not wait", SOURCE, *steps("mbarrier.try_wait", 8, of=9)),
     Mutant(
-        "later columns not waited for", ROLES, "if (sw_tile % kGroupSwTiles != 0) return;", "if (sw_tile != 0) return;"
+        "later columns not waited for",
+        ROLES,
+        "if (sw_tile % C::kGroupSwTiles != 0) return;",
+        "if (sw_tile != 0) return;",
     ),
     Mutant(
         "parity of P stuck", ROLES, "tmem_wait(s.p_full[stage], ring.full_parity());", "tmem_wait(s.p_full[stage], 0);"
@@ -90,12 +95,12 @@ MUTANTS = [
     ),
     # Arrivals
     Mutant("P never announced", SOURCE, *steps("mbarrier.arrive", 0, of=3)),
-    Mutant("K counted without one SW128 tile", ROLES, "(last - first) * kSw128Bytes", "kSw128Bytes"),
+    Mutant("K counted without one SW128 tile", LOADS, "(last - first) * kSw128Bytes", "kSw128Bytes"),
     # Fences
-    Mutant("no after_thread_sync of the scores", SOURCE, *steps(AFTER, 1, of=7)),
-    Mutant("no after_thread_sync of the rescaling", SOURCE, *steps(AFTER, 2, of=7)),
-    Mutant("no after_thread_sync of the result", SOURCE, *steps(AFTER, 3, of=7)),
-    Mutant("no after_thread_sync of the products", SOURCE, *steps(AFTER, 4, 5, of=7)),
+    Mutant("no after_thread_sync of the scores", SOURCE, *steps(AFTER, 1, of=8)),
+    Mutant("no after_thread_sync of the rescaling", SOURCE, *steps(AFTER, 2, of=8)),
+    Mutant("no after_thread_sync of the result", SOURCE, *steps(AFTER, 3, of=8)),
+    Mutant("no after_thread_sync of the products", SOURCE, *steps(AFTER, 4, 5, 6, of=8)),
     Mutant("no before_thread_sync of P and the result", SOURCE, *steps(BEFORE, 1, of=3)),
     Mutant("P without a proxy fence", SOURCE, *steps("fence.proxy.async", 0, of=1)),
     Mutant("no fence of the barriers' init", SOURCE, *steps("fence.mbarrier_init", 0, of=1)),
@@ -117,7 +122,7 @@ MUTANTS = [
         "heads, s.warp_values[ring.stage() ^ 1], s.stats",
     ),
     # Tensor memory
-    Mutant("tensor memory not given back", ROLES, "tcgen05_dealloc<Columns<C::kHeads>::kAllocated>(tmem);", ""),
+    Mutant("tensor memory not given back", ROLES, "tcgen05_dealloc<kAllocated>(tmem);", ""),
     Mutant("too few columns allocated", ROLES, "kUsed <= 128 ? 128", "kUsed <= 128 ? 64"),
     Mutant("result over the scores", ROLES, "kScores = 0, kOut = kHeads;", "kScores = 0, kOut = kHeads / 2;"),
     Mutant("one place for two tiles' scores", ROLES, "tmem.lane(stage * kUpperLanes)", "tmem.lane(0)"),
@@ -139,8 +144,8 @@ MUTANTS = [
     Mutant(
         "stride of Q for K",
         ROLES,
-        "smem_addr(s.k[stage])), kSw128Bytes, k_major",
-        "smem_addr(s.k[stage])), C::kQSwTileBytes, k_major",
+        "smem_addr(s.kv[stage])), kSw128Bytes,",
+        "smem_addr(s.kv[stage])), C::kQSwTileBytes,",
     ),
     Mutant(
         "values as scores' keys",
@@ -150,18 +155,18 @@ MUTANTS = [
     ),
     Mutant(
         "rows of the next lane",
-        ROLES,
+        LOADS,
         "sw_tile * kSw128Bytes + own * kGatherBytes",
         "sw_tile * kSw128Bytes + (own ^ 1) * kGatherBytes",
     ),
     Mutant(
         "the next query's heads",
-        ROLES,
+        LOADS,
         "block.head0(), item.request, kEvictFirst",
         "block.head0(), item.request + 1, kEvictFirst",
     ),
     # Numbers
-    Mutant("keys behind the end count", ROLES, "        mask_rows(scores, keys, thread);\n", ""),
+    Mutant("keys behind the end count", LOADS, "mask_rows(scores, item.tokens - tile * kTileKeys, thread);", ";"),
     Mutant("statistics carried over", ROLES, "            softmax.heads.reset();\n            for", "            for"),
     Mutant(
         "dims of the next tile", ROLES, "x, factors, t * kTileDims, thread", "x, factors, (t ^ 1) * kTileDims, thread"
@@ -172,20 +177,20 @@ MUTANTS = [
     Mutant("columns released for one block", PAIR_SOURCE, *steps("tcgen05.commit", 2, of=8), PAIR),
     Mutant(
         "released by one block of the pair",
-        ROLES,
+        LOADS,
         "mbarrier_init(barrier, C::kBlocks);",
         "mbarrier_init(barrier, 1);",
         PAIR,
     ),
     Mutant(
         "rows for one block",
-        ROLES,
+        LOADS,
         "column, rows, (1 << C::kBlocks) - 1, kEvictLast",
         "column, rows, 1 << cluster_rank(), kEvictLast",
         PAIR,
     ),
-    Mutant("both gather the same half", ROLES, "(i32)cluster_rank() * kLanes) + lane", "0) + lane", PAIR),
-    Mutant("heads of the first block", ROLES, "return (i32)blockIdx.x * C::kHeads;", "return 0;", PAIR),
+    Mutant("both gather the same half", LOADS, "(i32)cluster_rank() * kLanes) + lane", "0) + lane", PAIR),
+    Mutant("heads of the first block", LOADS, "return (i32)blockIdx.x * C::kHeads;", "return 0;", PAIR),
 ]
 
 
