@@ -113,20 +113,47 @@ V4 = replace(CASE, record="v4", scales=None, b=2)
 
 MUTANTS = (
     Mutant("keys without a proxy fence", CONVERSION, "if (!C::kFencedByReaders) fence_proxy_async();", ""),
-    Mutant("keys announced by seven warps", HEADER, "mbarrier_init(barrier, sm90::kDequantWarps);", "mbarrier_init(barrier, 7);"),
-    Mutant("keys released twice", HEADER, "kv_empty[stage]) mbarrier_init(barrier, 1);", "kv_empty[stage]) mbarrier_init(barrier, 2);"),
-    Mutant("Q released by the products alone", HEADER, "mbarrier_init(s.q_empty[0], 1 + kWarpgroupWarps);", "mbarrier_init(s.q_empty[0], 1);"),
-    Mutant("Q released before its factors are read", HEADER, "if (tile + 1 == item.tile_end) release", "if (tile == item.tile_begin) release"),
+    Mutant(
+        "keys announced by seven warps",
+        HEADER,
+        "mbarrier_init(barrier, sm90::kDequantWarps);",
+        "mbarrier_init(barrier, 7);",
+    ),
+    Mutant(
+        "keys released twice",
+        HEADER,
+        "kv_empty[stage]) mbarrier_init(barrier, 1);",
+        "kv_empty[stage]) mbarrier_init(barrier, 2);",
+    ),
+    Mutant(
+        "Q released by the products alone",
+        HEADER,
+        "mbarrier_init(s.q_empty[0], 1 + kWarpgroupWarps);",
+        "mbarrier_init(s.q_empty[0], 1);",
+    ),
+    Mutant(
+        "Q released before its factors are read",
+        HEADER,
+        "if (tile + 1 == item.tile_end) release",
+        "if (tile == item.tile_begin) release",
+    ),
     Mutant("products do not release Q", SOURCE, *steps("tcgen05.commit", 1, of=6)),
     Mutant("columns never released", SOURCE, *steps("tcgen05.commit", 3, of=6)),
-    Mutant("scores without factors", HEADER, "if (C::kScaled) own_factors<C::kHeads>(s.q_factors[0], thread).multiply(scores);", ""),
+    Mutant("scores without factors", HEADER, "own_factors<C::kHeads>(s.q_factors[0], thread).multiply(scores);", ";"),
     Mutant("absent tokens count", HEADER, "mask_absent(scores, s.present[stage], thread);", ""),
     Mutant("presence of the other stage", HEADER, "s.present[stage]", "s.present[stage ^ 1]"),
     Mutant("P over values", HEADER, "kv[stage] + kSwTilesV * kSw128Bytes", "kv[stage] + (kSwTilesV - 1) * kSw128Bytes"),
-    Mutant("keys do not wait", CONVERSION, "mbarrier_wait(block.s.kv_empty[stage][group], ring.empty_parity(stage));", ""),
+    Mutant(
+        "keys do not wait", CONVERSION, "mbarrier_wait(block.s.kv_empty[stage][group], ring.empty_parity(stage));", ""
+    ),
     Mutant("queries do not wait", CONVERSION, "mbarrier_wait(s.q_empty[q_stage], q_ring.empty_parity(q_stage));", ""),
-    Mutant("RoPE in the latents' format", "attention/sm100/swapped.cuh", "Scores<typename C::Rope>{d}", "Scores<typename C::Latent>{d}"),
-)  # fmt: skip
+    Mutant(
+        "RoPE in the latents' format",
+        "attention/sm100/swapped.cuh",
+        "Scores<typename C::Rope>{d}",
+        "Scores<typename C::Latent>{d}",
+    ),
+)
 
 
 @as_verdict
