@@ -34,22 +34,6 @@ struct Config : sm90::SmallRecords<Element_, Record, SelectedTokens, kHeads_> {
     static constexpr bool kWithRowMax = Base::Tokens::kWithRowMax;
     static constexpr bool kScaled = !sm90::kSameFormat<Element_, typename Base::Latent>;
 };
-}  // namespace mla::sparse_decode::sm100
-
-namespace mla::attention::sm90 {
-// What the dequantising warps know of a block whose sums are in tensor memory.
-template <class C>
-struct SmallStorage<C, true> {
-    // The ninth SW128 tile of a stage has the RoPE columns of the wider record until they are scored, then P.
-    alignas(kSwizzleAtomBytes) u8 kv[kStagesKV][sm100::kSwTilesStage * kSw128Bytes];
-    u8 q[C::kStagesQ][C::kSwTilesQk][C::kQSwTileBytes];
-    float q_factors[C::kStagesQ][C::kBlockRows];
-    u64 present[kStagesKV];
-    MBarrier kv_full[kStagesKV][C::kGroups], kv_empty[kStagesKV][C::kGroups], q_empty[C::kStagesQ];
-};
-}  // namespace mla::attention::sm90
-
-namespace mla::sparse_decode::sm100 {
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier         arrives (count)                    waits      first phase
 // kv_full[s][g]   dequant warps (8)                  mma        blocked, a phase per kStages tiles
@@ -86,7 +70,8 @@ template <class C>
 MLA_DEVICE void run_block(const DecodeParams& p, Storage<C>& s) {
     using Work = typename C::Tokens::Work;
     sm90::SmallBlock<C> block(p, s);
-    run_with_tensor_memory<C>(s, kMmaWarp, [&](i32 warp, TmemAddr tmem) {
+    const auto init = [&] { init_storage(s); };
+    run_with_tensor_memory<C>(s, kMmaWarp, init, [&](i32 warp, TmemAddr tmem) {
         if (warp < kMmaWarp) {
             setmaxnreg_inc<kRegsSoftmax>();
             const i32 thread = threadIdx.x;

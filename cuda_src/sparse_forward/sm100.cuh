@@ -127,7 +127,7 @@ constexpr i32 kKeysOfLane = 4;
 constexpr u32 kGatherBytes = kKeysOfLane * kSw128RowBytes;
 
 template <class C>
-MLA_DEVICE void gather(SmemAddr to, const TensorMap& kv, MBarrier& full, i32 column, const int4& rows) {
+MLA_DEVICE void gather_four(SmemAddr to, const TensorMap& kv, MBarrier& full, i32 column, const int4& rows) {
     if constexpr (C::kBlocks == 1) {
         cp_async_bulk_tensor_gather4(to, kv, full, column, rows, kEvictLast);
     } else {
@@ -155,8 +155,8 @@ MLA_DEVICE void run_gather_role(const Block<C>& block, i32 warp, i32 lane) {
                 if (lane == 0) mbarrier_arrive_expect_tx(full, (last - first) * kSw128Bytes);
                 __syncwarp();
                 for (i32 sw_tile = first; lane < kLanes && sw_tile < last; ++sw_tile) {
-                    gather<C>(smem_addr(s.kv[stage]) + (sw_tile * kSw128Bytes + own * kGatherBytes), block.maps.kv,
-                              full, sw_tile * kSw128Columns, rows);
+                    gather_four<C>(smem_addr(s.kv[stage]) + (sw_tile * kSw128Bytes + own * kGatherBytes), block.maps.kv,
+                                   full, sw_tile * kSw128Columns, rows);
                 }
             }
             ring.advance();
@@ -168,7 +168,8 @@ MLA_DEVICE void run_gather_role(const Block<C>& block, i32 warp, i32 lane) {
 template <class C>
 MLA_DEVICE void run_block(const DecodeParams& p, const Maps& maps, Storage<C>& s) {
     const Block<C> block{p, maps, s};
-    run_with_tensor_memory<C>(s, kMmaWarp, [&](i32 warp, TmemAddr tmem) {
+    const auto init = [&] { init_storage(s); };
+    run_with_tensor_memory<C>(s, kMmaWarp, init, [&](i32 warp, TmemAddr tmem) {
         if (warp < kMmaWarp) {
             setmaxnreg_inc<kRegsSoftmax>();
             const i32 thread = threadIdx.x;

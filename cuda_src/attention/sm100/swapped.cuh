@@ -198,7 +198,7 @@ MLA_DEVICE void run_mma_role(const DecodeParams& p, i32 split, Storage& s, MBarr
 MLA_DEVICE TmemAddr own_lanes(TmemAddr at, i32 thread) { return at.lane(thread / kWarpThreads * kWarpThreads); }
 
 template <class C, class Storage>
-struct Softmax {
+struct SwappedSoftmax {
     static constexpr i32 kHeads = C::kHeads;
     static constexpr i32 kPieceHeads = kHeads < kWarpThreads ? kHeads : kWarpThreads;  // that are stored at once
     using Element = typename C::Element;
@@ -295,11 +295,11 @@ struct Softmax {
     }
 };
 
-// `mask(scores, stage, item, tile)`: see Softmax::tile.
+// `mask(scores, stage, item, tile)`: see SwappedSoftmax::tile.
 template <class C, class Work, class Storage, class Mask>
 MLA_DEVICE void run_softmax_role(const DecodeParams& p, i32 split, const BlockHeads& heads, Storage& s, TmemAddr tmem,
                                  i32 thread, Mask mask) {
-    Softmax<C, Storage> softmax{p, s, tmem, thread};
+    SwappedSoftmax<C, Storage> softmax{p, s, tmem, thread};
     for_items<Work>(
         p, split,
         [&](const WorkItem& item) {
@@ -327,12 +327,13 @@ MLA_DEVICE void sync_blocks() {
     }
 }
 
-// Calls roles(warp, tensor memory) in every thread, between the barriers' init and the end, which all roles reach.
-template <class C, class Storage, class Roles>
-MLA_DEVICE void run_with_tensor_memory(Storage& s, i32 mma_warp, Roles roles) {
+// Calls roles(warp, tensor memory) in every thread, after `init` in one, which initialises the barriers; all roles
+// reach the end.
+template <class C, class Storage, class Init, class Roles>
+MLA_DEVICE void run_with_tensor_memory(Storage& s, i32 mma_warp, Init init, Roles roles) {
     constexpr u32 kAllocated = Columns<C::kHeads>::kAllocated;
     const i32 warp = uniform_warp();
-    if (threadIdx.x == 0) init_storage(s);
+    if (threadIdx.x == 0) init();
     if (warp == mma_warp) {
         tcgen05_alloc<kAllocated>(s.tmem);
         tcgen05_relinquish_alloc_permit();

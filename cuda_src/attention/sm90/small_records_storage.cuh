@@ -124,6 +124,17 @@ struct SmallStorage {
     MBarrier q_empty[C::kStagesQ];
 };
 
+// What the dequantising warps know of a block on Blackwell, whose sums are in tensor memory.
+template <class C>
+struct SmallStorage<C, true> {
+    // The ninth SW128 tile of a stage has the RoPE columns of the wider record until they are scored, then P.
+    alignas(kSwizzleAtomBytes) u8 kv[kStagesKV][(kSwTilesV + 1) * kSw128Bytes];
+    u8 q[C::kStagesQ][C::kSwTilesQk][C::kQSwTileBytes];
+    float q_factors[C::kStagesQ][C::kBlockRows];
+    u64 present[kStagesKV];
+    MBarrier kv_full[kStagesKV][C::kGroups], kv_empty[kStagesKV][C::kGroups], q_empty[C::kStagesQ];
+};
+
 // MathOnly: within a math warpgroup, one of each. MathBoth: between the two.
 enum SmallBarrier : i32 { MathOnly = 1, MathBoth = 3 };
 
