@@ -8,7 +8,7 @@ from typing import Any
 
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels.spec import KernelSpec
-from mla_cupy.selftest import calls, copies, mma, mma_calls, reductions, tmem
+from mla_cupy.selftest import calls, copies, mma, mma_calls, reductions, sparse_calls, tmem
 from mla_cupy.selftest.probe import ARCHS, Probe, stage
 
 #: The kernels of the probes, by name. They are not kernels of the package: nothing else compiles or launches them.
@@ -33,6 +33,7 @@ def probes(arch: str, pattern: str = "*") -> list[Probe]:
         *copies.PROBES,
         *reductions.PROBES,
         *mma_calls.probes(),
+        *sparse_calls.probes(),
         *calls.probes(),
     )
     of_arch = [probe for probe in every if arch in probe.archs]

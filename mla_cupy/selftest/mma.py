@@ -68,7 +68,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
 
 K, MN = False, True
 
-#: Tiles of 32 keys, as the kernel multiplies them with 64 heads, and of 64. Steps over heads are 4, over keys 2 or 4.
+#: Tiles of 32 keys, as the backward multiplies them with 64 heads, and of 64. Steps over heads are 4, over keys 2 or 4.
 SINGLE: dict[str, Product] = {
     "s-m64n32": Product(64, 32, K, K),
     "s-m64n64": Product(64, 64, K, K),
@@ -84,7 +84,7 @@ SINGLE: dict[str, Product] = {
     "dq-rope-m64n64-64keys": Product(64, 64, MN, MN),
 }
 
-#: Numbers of query rows of dense decode that the backward has no sums of: scores in both halves of the lanes, values.
+#: Numbers of rows of the forwards that the backward has no sums of: scores in both halves of the lanes, values.
 ROWS: dict[str, Product] = {
     "scores-m64n16": Product(64, 16, K, K),
     "scores-m64n16-upper": Product(64, 16, K, K, lane=16),

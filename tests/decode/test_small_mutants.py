@@ -28,6 +28,7 @@ SOURCE = "decode/sm90_small.cu"
 LOAD = "decode/sm90_load.cuh"
 TILE = "decode/swapped_tile.cuh"
 SWAPPED = "attention/sm90/swapped.cuh"
+RESULTS = "attention/head_results.cuh"
 NONFINITE = "attention/sm90/nonfinite_values.cuh"
 HEADS = "attention/head_softmax.cuh"
 MODES = (("late", 0), ("early", 0), ("random", 1), ("random", 2))
@@ -88,14 +89,14 @@ MUTANTS = [
     Mutant("P not waited for", SOURCE, *steps("bar.sync", 2, of=6)),
     Mutant(
         "swizzle of P forgotten",
-        SWAPPED,
+        RESULTS,
         "sw128_offset(4 * i + head, chunk)",
         "(u32)((4 * i + head) * 128 + chunk * 16)",
     ),
-    Mutant("keys of P swapped", SWAPPED, "* 2 + lane / 8 % 2;", "* 2 + 1 - lane / 8 % 2;"),
-    Mutant("heads of P swapped", SWAPPED, "head = lane / 16 * 8", "head = (1 - lane / 16) * 8"),
+    Mutant("keys of P swapped", RESULTS, "* 2 + lane / 8 % 2;", "* 2 + 1 - lane / 8 % 2;"),
+    Mutant("heads of P swapped", RESULTS, "head = lane / 16 * 8", "head = (1 - lane / 16) * 8"),
     Mutant(
-        "the last eight heads of P elsewhere", SWAPPED, "sw128_offset(4 * (kWords - 2)", "sw128_offset(4 * (kWords - 4)"
+        "the last eight heads of P elsewhere", RESULTS, "sw128_offset(4 * (kWords - 2)", "sw128_offset(4 * (kWords - 4)"
     ),
     # Values
     Mutant("hidden values not sanitized", SMALL, "sanitize_v<C>(block, s.kv[math.stage], item, tile, thread);", ""),
@@ -115,13 +116,13 @@ MUTANTS = [
         *steps("bar.sync", 3, of=6),
     ),
     Mutant("factors not waited for", SOURCE, *steps("bar.sync", 4, of=6)),
-    Mutant("sums of three warps", SWAPPED, "warp < kWarpgroupWarps; ++warp) sum +=", "warp < 3; ++warp) sum +="),
+    Mutant("sums of three warps", RESULTS, "warp < kWarpgroupWarps; ++warp) sum +=", "warp < 3; ++warp) sum +="),
     Mutant(
-        "maxima of another head", SWAPPED, "stats.max[kth_head(k, thread)] =", "stats.max[kth_head(k ^ 1, thread)] ="
+        "maxima of another head", RESULTS, "stats.max[kth_head(k, thread)] =", "stats.max[kth_head(k ^ 1, thread)] ="
     ),
     Mutant(
         "results of the next head",
-        SWAPPED,
+        RESULTS,
         "__shfl_sync(kFullWarp, my_offset, head)",
         "__shfl_sync(kFullWarp, my_offset, head ^ 1)",
     ),

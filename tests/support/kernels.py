@@ -26,6 +26,11 @@ def on_hopper(kernels: dict[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in kernels if "sm90" in name)
 
 
+def on_blackwell(kernels: dict[str, Any]) -> tuple[str, ...]:
+    """Those with tcgen05."""
+    return tuple(name for name in kernels if "sm100" in name)
+
+
 #: Those of dense decode that read 16-bit rows, and those that read FP8 records.
 DECODE_KERNELS: dict[str, AttentionKernel[Any]] = {
     k: v for k, v in by_name(DECODE).items() if "records" not in k and v.math == "exact"
@@ -41,7 +46,7 @@ FORWARD_KERNELS: dict[str, AttentionKernel[Any]] = {
 }
 BACKWARD_KERNELS: dict[str, BackwardKernel] = by_name(SPARSE_BACKWARD)
 #: Those with tcgen05.
-BLACKWELL = tuple(name for name in BACKWARD_KERNELS if "sm100" in name)
+BLACKWELL = on_blackwell(BACKWARD_KERNELS)
 
 
 def cc_of(kernel: str) -> tuple[int, int]:

@@ -22,6 +22,7 @@ struct SmallRecords : RecordTile<TokenRecord_> {
     using Rope = typename KeyFormats<TokenRecord, Element>::Rope;
     static constexpr i32 kBlockRows = kBlockRows_;
     static constexpr bool kTree = kTree_;
+    static constexpr bool kTensorMemory = false;  // where sums are, and then the rest of the storage is the kernel's
     static constexpr i32 kGroupSwTiles = 3;
     static constexpr i32 kGroups = ceil_div(Tile::kSwTilesQk, kGroupSwTiles);
     static constexpr u32 kQSwTileBytes = kHeadSwTileBytes<kBlockRows>;
@@ -109,7 +110,7 @@ struct ScoutStorage : RawRows<C::kRowPieces> {
 template <class C>
 struct ScoutStorage<C, false> : RawRows<C::kStaged ? C::kRowPieces : 0> {};
 
-template <class C>
+template <class C, bool = C::kTensorMemory>
 struct SmallStorage {
     alignas(kSwizzleAtomBytes) u8 kv[kStagesKV][C::kTileBytes];
     u8 q[C::kStagesQ][C::kSwTilesQk][C::kQSwTileBytes];
@@ -121,6 +122,17 @@ struct SmallStorage {
     u64 present[kStagesKV];  // bit t: token t of the tile is there
     MBarrier kv_full[kStagesKV][C::kGroups], kv_empty[kStagesKV][C::kGroups];
     MBarrier q_empty[C::kStagesQ];
+};
+
+// What the dequantising warps know of a block on Blackwell, whose sums are in tensor memory.
+template <class C>
+struct SmallStorage<C, true> {
+    // The ninth SW128 tile of a stage has the RoPE columns of the wider record until they are scored, then P.
+    alignas(kSwizzleAtomBytes) u8 kv[kStagesKV][(kSwTilesV + 1) * kSw128Bytes];
+    u8 q[C::kStagesQ][C::kSwTilesQk][C::kQSwTileBytes];
+    float q_factors[C::kStagesQ][C::kBlockRows];
+    u64 present[kStagesKV];
+    MBarrier kv_full[kStagesKV][C::kGroups], kv_empty[kStagesKV][C::kGroups], q_empty[C::kStagesQ];
 };
 
 // MathOnly: within a math warpgroup, one of each. MathBoth: between the two.

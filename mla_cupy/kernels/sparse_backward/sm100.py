@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mla_cupy.dtypes import TABLE
+from mla_cupy.kernels.attention.gather_maps import heads_map, rows_map
 from mla_cupy.kernels.params import BackwardParams
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.sparse_backward.problem import (
@@ -22,7 +22,6 @@ from mla_cupy.shapes import D_V
 
 TILE_KEYS = 32
 BLOCK_HEADS = 64
-_BOX_COLUMNS = 64
 
 
 def unsupported(problem: SparseBackwardProblem, device: DeviceInfo) -> Reason | None:
@@ -41,34 +40,13 @@ def maps(problem: SparseBackwardProblem, call: Call) -> tuple[tuple[str, TensorM
     """Tensor maps: kv, whose rows are gathered four at a time; q, dout and dq, in boxes of 64 columns x 64 heads."""
     # Without a row nothing is fetched, but a map needs an address.
     kv = "kv" if problem.s_kv > 0 else "dq"
-    nbytes = TABLE[problem.dtype].nbytes
-    row_bytes = nbytes * (call.stride("kv") if problem.s_kv > 1 else problem.d_qk)
-    rows = TensorMapSpec(
-        problem.dtype,
-        0,
-        dims=(problem.d_qk, max(1, problem.s_kv)),
-        strides_bytes=(row_bytes,),
-        box=(_BOX_COLUMNS, 1),
-    )
+    dtype, d_qk = problem.dtype, problem.d_qk
+    sizes = (problem.s_q, problem.h_q)
     return (
-        (kv, rows),
-        ("q", _heads_map(problem, call, "q", problem.d_qk)),
-        ("dout", _heads_map(problem, call, "dout", D_V)),
-        ("dq", _heads_map(problem, call, "dq", problem.d_qk)),
-    )
-
-
-def _heads_map(problem: SparseBackwardProblem, call: Call, name: str, columns: int) -> TensorMapSpec:
-    """(s_q, h_q, columns); strides of axes of size 1 mean nothing, and may be what the driver refuses."""
-    nbytes = TABLE[problem.dtype].nbytes
-    query, head = (nbytes * stride for stride in call.strides(name, 2))
-    row_bytes = nbytes * columns
-    return TensorMapSpec(
-        problem.dtype,
-        0,
-        dims=(columns, problem.h_q, problem.s_q),
-        strides_bytes=(head if problem.h_q > 1 else row_bytes, query if problem.s_q > 1 else row_bytes),
-        box=(_BOX_COLUMNS, BLOCK_HEADS, 1),
+        (kv, rows_map(call, "kv", dtype, problem.s_kv, d_qk)),
+        ("q", heads_map(call, "q", dtype, (*sizes, d_qk), BLOCK_HEADS)),
+        ("dout", heads_map(call, "dout", dtype, (*sizes, D_V), BLOCK_HEADS)),
+        ("dq", heads_map(call, "dq", dtype, (*sizes, d_qk), BLOCK_HEADS)),
     )
 
 

@@ -6,11 +6,11 @@ from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.generic import from_records
 from mla_cupy.kernels.attention.kernel import AttentionKernel, narrowest
-from mla_cupy.kernels.attention.records import BLOCK_ROWS, SPARSE_RECORDS, record_variant
+from mla_cupy.kernels.attention.records import BLOCK_ROWS, SPARSE_RECORDS, record_variant, rows_variant
 from mla_cupy.kernels.params import SparseDecodeParams
 from mla_cupy.kernels.sparse_decode.heuristics import SMALL_BLOCK_TILES
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
-from mla_cupy.kernels.spec import HOPPER, Reason, needs_alignment, needs_cc, variants
+from mla_cupy.kernels.spec import BLACKWELL, HOPPER, Reason, needs_alignment, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
@@ -73,6 +73,30 @@ SMALL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
 )
 
 
+BLACKWELL_BLOCK_ROWS = (16, 32, 64)
+"""Numbers of heads that a block of the kernel for Blackwell may compute."""
+
+
+def _not_on_blackwell(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason | None:
+    """Reason that the kernel cannot take the problem; None if it can."""
+    return None if device.arch in BLACKWELL else needs_cc(device, "10.0", "10.3")
+
+
+SM100: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
+    "sparse_decode_sm100",
+    "sparse decode from FP8 records with tcgen05: blocks of 16, 32 or 64 heads; simulated, not yet run",
+    "sparse_decode/sm100.cu",
+    SparseDecodeParams,
+    BLACKWELL,
+    variants(dtype=HALF, record=SPARSE_RECORDS, block_rows=BLACKWELL_BLOCK_ROWS),
+    facts={"tile_tokens": TILE_TOKENS},
+    unsupported=_not_on_blackwell,
+    variant=lambda problem: rows_variant(problem, narrowest(BLACKWELL_BLOCK_ROWS, problem.h_q)),
+    block_rows=BLACKWELL_BLOCK_ROWS[-1],
+    on_request=True,
+)
+
+
 MMA_163KB, MMA = mma.from_records(
     ("sparse_decode_mma_163kb", "sparse_decode_mma"),
     "sparse decode from FP8 records",
@@ -92,4 +116,4 @@ GENERIC = from_records(
 )
 
 
-KERNELS = (SEESAW, SMALL, MMA_163KB, MMA, GENERIC)
+KERNELS = (SEESAW, SMALL, SM100, MMA_163KB, MMA, GENERIC)

@@ -21,9 +21,9 @@ from mla_cupy.kernels.numbers import LOG2_E, from_log2
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
-from mla_cupy.kernels.sparse_forward import convert, records, sm90
+from mla_cupy.kernels.sparse_forward import convert, records, sm90, sm100
 from mla_cupy.kernels.sparse_forward.heuristics import ORDERED_FROM
-from mla_cupy.kernels.sparse_forward.problem import SparseForwardOptions, SparseForwardProblem
+from mla_cupy.kernels.sparse_forward.problem import MappedKernel, SparseForwardOptions, SparseForwardProblem
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V
 
@@ -54,6 +54,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
     kernels = (
         sm90.SMALL,
         sm90.SEESAW,
+        *sm100.KERNELS,
         *mma.KERNELS,
         GENERIC,
         records.SMALL,
@@ -165,7 +166,8 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
             empty_lse=options.empty_lse,
             value_scale=1.0,
         )
-        return LaunchArgs(params)
+        kernel = config.kernel
+        return LaunchArgs(params, kernel.maps(problem, params.kv, call) if isinstance(kernel, MappedKernel) else ())
 
 
 def _rows(config: SparseForwardConfig, kv: View) -> tuple[tuple[int, int, int], tuple[int, ...]]:

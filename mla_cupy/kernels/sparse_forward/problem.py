@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mla_cupy.kernels.attention.kernel import AttentionKernel
+from mla_cupy.kernels.pipeline import Call
+from mla_cupy.runtime.tensormap import TensorMapSpec
 from mla_cupy.shapes import D_QK, D_V
 
 HEAD_DIMS_QK = (D_QK, D_V)
@@ -44,3 +48,14 @@ class SparseForwardOptions(NamedTuple):
     empty_lse: float
     out_dtype: str | None
     kernel: str | None
+
+
+NamedMaps = tuple[tuple[str, TensorMapSpec], ...]
+"""Tensor maps and the arrays that they are of."""
+
+
+@dataclass(frozen=True)
+class MappedKernel(AttentionKernel[SparseForwardProblem]):
+    """A kernel of the sparse forward that fetches by TMA: `maps(problem, kv, call)`, where `kv` names the rows."""
+
+    maps: Callable[[SparseForwardProblem, str, Call], NamedMaps] = lambda problem, kv, call: ()

@@ -1,0 +1,175 @@
+"""Blackwell's kernel for sparse decode in the simulator, against the oracle, and with planted bugs.
+
+No GPU has run it. Bugs of the products and of the softmax, which the sparse forward shares, are planted in
+`tests/sparse_forward/test_sm100_mutants.py`; here are those of what keys and queries come through.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
+from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
+from tests.sparse_decode.runs import CASES, MORE_CASES, SparseDecodeCase, check, check_call, make
+from tests.support.mutants import Mutant, Plant, as_verdict, steps
+from tests.support.sim_driver import fake_gpu, simulated
+from tests.support.sim_modes import MODES
+
+KERNEL = "sparse_decode_sm100"
+RANDOM_CASES, SLOW_CASES = 10, 200
+
+
+def random_case(seed: int) -> SparseDecodeCase:
+    """Sizes that the tests of all kernels do not name, too."""
+    rng = np.random.default_rng([seed, 200])
+    extra = int(rng.choice([0, 0, 1, 30, 100]))
+    return SparseDecodeCase(
+        record=str(rng.choice(["v32", "v4"])),
+        dtype=str(rng.choice(["bfloat16", "float16"])),
+        b=int(rng.integers(1, 4)),
+        s_q=int(rng.integers(1, 3)),
+        h_q=int(rng.choice([1, 8, 16, 17, 32, 33, 64, 65])),
+        topk=int(rng.integers(0, 200)),
+        extra=extra,
+        lengths=bool(rng.random() < 0.4),
+        sink=bool(rng.random() < 0.4),
+        empty=bool(extra and rng.random() < 0.2),
+        page_size=int(rng.choice([1, 5, 64])),
+        sm_count=int(rng.choice([1, 2, 5])),
+    )
+
+
+def run(case: SparseDecodeCase, mode: tuple[str, int], resident: int = 1, out_dtype: str = "float32") -> None:
+    with simulated(case.sm_count, (10, 0), *mode) as driver:
+        driver.resident = resident
+        check(case, lambda x: x, np.asarray, KERNEL, out_dtype)
+    assert "mla_sparse_decode_sm100" in driver.launched
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(i, marks=[] if i < RANDOM_CASES else [pytest.mark.slow]) for i in range(SLOW_CASES)],
+)
+def test_random_cases(seed: int) -> None:
+    mode = (("early", 0), ("late", 0), ("random", seed))[seed % 3]
+    run(random_case(seed), mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=str)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_all_cases(case: SparseDecodeCase, mode: tuple[str, int]) -> None:
+    for out_dtype in ("float32", case.dtype):
+        run(case, mode, out_dtype=out_dtype)
+
+
+def test_blocks_side_by_side() -> None:
+    """Two blocks of heads for each of two queries."""
+    run(SparseDecodeCase(h_q=66, topk=70, sm_count=4), ("random", 7), resident=4, out_dtype="bfloat16")
+
+
+def test_rows_of_any_size_keep_to_themselves() -> None:
+    """Queries in bfloat16 reach far beyond float16, in which the keys are; Inf and NaN concern their own rows only."""
+    case = SparseDecodeCase(b=1, h_q=5, topk=70, sm_count=1)
+    call = make(case)
+    factors = np.ones((1, 1, case.h_q, 1))
+    factors[0, 0, 1:3, 0] = 1e5, 1e-30
+    call["q"] = (call["q"].astype(np.float32) * factors).astype(call["q"].dtype)
+    wild = {**call, "q": call["q"].copy()}
+    wild["q"][0, 0, 3, 7], wild["q"][0, 0, 4, 570] = np.nan, np.inf
+    with simulated(1, (10, 0)):
+        check_call(case, call, lambda x: x, np.asarray, KERNEL)
+        out, lse = mla_cupy.sparse_mla_decode(**wild, kernel=KERNEL)
+        tame, _ = mla_cupy.sparse_mla_decode(**call, kernel=KERNEL)
+    np.testing.assert_array_equal(np.delete(out, (3, 4), axis=2), np.delete(tame, (3, 4), axis=2))
+    assert np.isnan(out[0, 0, 3]).all()
+    assert np.isnan(lse[0, 0, 3])
+    assert not np.isfinite(out[0, 0, 4]).all()
+
+
+@pytest.mark.parametrize(("h_q", "rows"), [(1, 16), (16, 16), (17, 32), (33, 64), (128, 64)])
+def test_only_on_request(h_q: int, rows: int) -> None:
+    """No GPU has run it; a call that asks for it gets the build for its heads, and Hopper refuses it by name."""
+    problem = SparseDecodeProblem(4, h_q, 2048, "bfloat16", "v32")
+    gpu = fake_gpu(148, (10, 0))
+    assert SPARSE_DECODE.configure(problem, gpu).kernel.name != KERNEL
+    config = SPARSE_DECODE.configure(problem, gpu, KERNEL)
+    assert config.variant.block_rows == rows
+    assert config.row_blocks == -(-h_q // 64)
+    with pytest.raises(mla_cupy.errors.UnsupportedDeviceError, match=r"compute capability 10\.0 or 10\.3"):
+        SPARSE_DECODE.configure(problem, fake_gpu(132, (9, 0)), KERNEL)
+
+
+# ---- Planted bugs
+HEADER, SOURCE = "sparse_decode/sm100.cuh", "sparse_decode/sm100.cu"
+CONVERSION, DEQUANT = (f"attention/sm90/small_records_{part}.cuh" for part in ("conversion", "dequant"))
+#: One block works on five requests, of one to three tiles.
+CASE = SparseDecodeCase(scales="plain", b=5, topk=150, extra=20, lengths=True, h_q=7, sink=True, sm_count=1)
+V4 = replace(CASE, record="v4", scales=None, b=2)
+
+MUTANTS = (
+    Mutant("keys without a proxy fence", CONVERSION, "if (!C::kFencedByReaders) fence_proxy_async();", ""),
+    Mutant(
+        "keys announced by seven warps",
+        HEADER,
+        "mbarrier_init(barrier, sm90::kDequantWarps);",
+        "mbarrier_init(barrier, 7);",
+    ),
+    Mutant(
+        "keys released twice",
+        HEADER,
+        "kv_empty[stage]) mbarrier_init(barrier, 1);",
+        "kv_empty[stage]) mbarrier_init(barrier, 2);",
+    ),
+    Mutant(
+        "Q released by the products alone",
+        HEADER,
+        "mbarrier_init(s.q_empty[0], 1 + kWarpgroupWarps);",
+        "mbarrier_init(s.q_empty[0], 1);",
+    ),
+    Mutant(
+        "Q released before its factors are read",
+        HEADER,
+        "if (tile + 1 == item.tile_end) release",
+        "if (tile == item.tile_begin) release",
+    ),
+    Mutant("products do not release Q", SOURCE, *steps("tcgen05.commit", 1, of=6)),
+    Mutant("columns never released", SOURCE, *steps("tcgen05.commit", 3, of=6)),
+    Mutant("scores without factors", HEADER, "own_factors<C::kHeads>(s.q_factors[0], thread).multiply(scores);", ";"),
+    Mutant("absent tokens count", HEADER, "mask_absent(scores, s.present[stage], thread);", ""),
+    Mutant("presence of the other stage", HEADER, "s.present[stage]", "s.present[stage ^ 1]"),
+    Mutant("P over values", HEADER, "kv[stage] + kSwTilesV * kSw128Bytes", "kv[stage] + (kSwTilesV - 1) * kSw128Bytes"),
+    Mutant(
+        "keys do not wait", CONVERSION, "mbarrier_wait(block.s.kv_empty[stage][group], ring.empty_parity(stage));", ""
+    ),
+    Mutant("queries do not wait", CONVERSION, "mbarrier_wait(s.q_empty[q_stage], q_ring.empty_parity(q_stage));", ""),
+    Mutant(
+        "RoPE in the latents' format",
+        "attention/sm100/swapped.cuh",
+        "Scores<typename C::Rope>{d}",
+        "Scores<typename C::Latent>{d}",
+    ),
+)
+
+
+@as_verdict
+def verdict(mode: tuple[str, int], case: SparseDecodeCase) -> None:
+    run(case, mode)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+def test_is_caught(mutant: Mutant, plant: Plant) -> None:
+    """In one of the modes."""
+    plant(mutant)
+    cases = [V4] if mutant.name == "P over values" else [CASE]
+    assert any(verdict(mode, case) for case in cases for mode in MODES), f"nothing shows that {mutant.name}"
+
+
+@pytest.mark.parametrize("case", [CASE, V4], ids=str)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_the_kernel_as_it_is(case: SparseDecodeCase, mode: tuple[str, int]) -> None:
+    assert verdict(mode, case) == ""
