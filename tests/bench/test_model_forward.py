@@ -13,6 +13,8 @@ from bench.model import forward_report, plans, published
 from bench.model.forward import Plan, Product, Work, at_clock, forecast, tile
 from bench.model.machine import FORWARD_RATES, MACHINES, ForwardRates
 from bench.model.plans import pair_plan, swapped_plan
+from mla_cupy.kernels import KERNELS
+from mla_cupy.runtime import loader
 
 B200, RATES = MACHINES["sm_100a"], FORWARD_RATES["sm_100a"]
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "log" / "blackwell_forward.md"
@@ -159,6 +161,30 @@ def test_every_prediction_has_a_plan_that_fits() -> None:
         assert work.balanced
         assert plan.rows in (plans.ROWS, 2 * plans.ROWS)
         assert work.rows in (plans.ROWS, 2 * plans.ROWS)
+
+
+OUR_KERNELS = {
+    "decode_sm100": ("block_rows", plans.SWAPPED_64),
+    "sparse_forward_sm100": ("block_heads", plans.SWAPPED_64_ALONE),
+    "sparse_forward_sm100_pair": ("", plans.SWAPPED_64_GATHERED),
+}
+
+
+@pytest.mark.parametrize("name", OUR_KERNELS)
+def test_a_plan_is_that_of_its_kernel(name: str) -> None:
+    """The products that the kernel's build for 64 rows says it issues for a tile."""
+    if name not in KERNELS:
+        pytest.skip("the package has no such kernel yet")
+    kernel, (rows, plan) = KERNELS[name], OUR_KERNELS[name]
+    wanted = {"dtype": "bfloat16", **({rows: plans.ROWS} if rows else {})}
+    variants = [one for one in kernel.variants if wanted.items() <= dict(one.macros).items()]
+    build = next(
+        one for one in variants if getattr(one, "head_dim_qk", 576) == 576 if "tree_mask" not in str(one.macros)
+    )
+    facts = loader.obtain(kernel.request(build, "sm_100a")).facts
+    (scores,), (values,) = plan.scores, plan.values
+    assert list(facts["products"]) == [*(scores.m, scores.n, scores.count), *(values.m, values.n, values.count)]
+    assert (facts["tile_tokens"], facts.get("cluster", 1)) == (plan.keys, plan.blocks)
 
 
 def test_aims_are_judged_at_their_own_clock() -> None:
