@@ -4,7 +4,6 @@
 // rows).
 #pragma once
 #include "ptx/control.cuh"
-#include "ptx/fp8.cuh"
 #include "ptx/tcgen05.cuh"
 #include "tile/sw128.cuh"
 
@@ -41,10 +40,9 @@ MLA_DEVICE void opaque(MatrixDesc& desc) {
 }
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-matrix-descriptors
-// Instruction descriptor of 16-bit or e4m3 operands and fp32 sums.
+// Instruction descriptor of 16-bit operands and fp32 sums.
 MLA_DEVICE constexpr u32 type_code(bfloat16) { return 1; }
 MLA_DEVICE constexpr u32 type_code(float16) { return 0; }
-MLA_DEVICE constexpr u32 type_code(float8_e4m3fn) { return 0; }
 
 template <class Element>
 MLA_DEVICE constexpr InstructionDesc make_instruction_desc(u32 m, u32 n, Major a, Major b) {

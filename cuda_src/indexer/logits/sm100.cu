@@ -28,6 +28,11 @@
 #include "tile/prologue.cuh"
 #include "tile/warp.cuh"
 
+namespace mla {
+// Of the instruction descriptor, for tile/matrix_desc.cuh.
+MLA_DEVICE constexpr u32 type_code(float8_e4m3fn) { return 0; }
+}  // namespace mla
+
 namespace mla::indexer::logits {
 using namespace sm90;
 
