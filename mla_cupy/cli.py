@@ -24,7 +24,7 @@ from mla_cupy.cache_formats import FORMATS
 from mla_cupy.compiling import compile_all, outcome_row
 from mla_cupy.errors import ArgumentError, KernelCompileError, MlaError, explain
 from mla_cupy.parts import part as _part
-from mla_cupy.runtime import cache, device, loader, nvrtc, report, worker
+from mla_cupy.runtime import admission, cache, device, loader, nvrtc, report, worker
 from mla_cupy.runtime.build import BuildRequest
 from mla_cupy.selftest import command as selftest
 from mla_cupy.terminal import show, table
@@ -192,6 +192,7 @@ def _info(options: argparse.Namespace) -> int:
         table("NVRTC", ("what", "value"), facts["nvrtc"].items()),
         table("GPUs", ("name", "compute capability", "target", "memory", "driver"), map(_gpu_row, facts["gpus"])),
         table("cache", ("what", "value"), facts["cache"].items()),
+        *_admitted_tables(facts["admitted"]),
         table("environment variables", ("name", "value", "default", "meaning"), map(dict.values, facts["environment"])),
     )
     if not facts["gpus"]:
@@ -199,9 +200,40 @@ def _info(options: argparse.Namespace) -> int:
             "no kernel can be compiled: see NVRTC above" if "error" in facts["nvrtc"] else "kernels can be compiled"
         )
         print(f"No GPU: NumPy arrays are computed by the NumPy backend; {compiler}.")
+    for line in _waiting(facts):
+        print(line)
     for problem in facts["problems"]:
         print(f"Problem: {problem}")
     return 0
+
+
+def _admitted_tables(records: Sequence[dict[str, Any]]) -> Iterator[Any]:
+    """The table of the self-test's records, where there are any."""
+    if records:
+        rows = ({**record, "kernels": ", ".join(record["kernels"]) or "none"} for record in records)
+        heads = ("GPU", "target", "driver", "mla_cupy", "kernels", "state")
+        yield table("kernels admitted by the self-test", heads, map(dict.values, rows))
+
+
+def _waiting(facts: dict[str, Any]) -> Iterator[str]:
+    """A line for each kind of GPU of this machine with kernels that the self-test has not admitted yet."""
+    from mla_cupy.kernels import KERNELS
+
+    admitted = {
+        (record["gpu"], kernel)
+        for record in facts["admitted"]
+        if record["state"] == admission.IN_FORCE
+        for kernel in record["kernels"]
+    }
+    for name, target in dict.fromkeys((gpu["name"], gpu["target"]) for gpu in facts["gpus"]):
+        waiting = [
+            kernel.name
+            for kernel in KERNELS.values()
+            if kernel.unproven and not kernel.on_request and kernel.supports_arch(target)
+            if (name, kernel.name) not in admitted
+        ]
+        if waiting:
+            yield f"{name}: `mla-cupy selftest` has not admitted {', '.join(waiting)}."
 
 
 def _gpu_row(gpu: dict[str, Any]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 MEASURED, ONE_SOURCE, GUESS = "two sources or measured by others", "one source", "inferred"
+FITTED = "fitted"
 
 
 def _figure(value: Any, unit: str, source: str, confidence: str) -> Any:
@@ -54,11 +55,55 @@ class Machine:
 
     def record(self) -> list[dict[str, Any]]:
         """Plain data, in the order above."""
-        return [{"name": one.name, "value": getattr(self, one.name), **one.metadata} for one in fields(self)]
+        return _record(self)
+
+
+@dataclass(frozen=True)
+class ForwardRates:
+    """Further rates, for attention forwards. Two were fitted to published times, which then show nothing."""
+
+    memory_tbps: float = _figure(7.2, "TB/s", "copies on a B200: 7.0 to 7.4, of 8 nominal", ONE_SOURCE)
+    exponentials_per_cycle: int = _figure(16, "ex2/clk/SM", "the rate since compute capability 9.0", MEASURED)
+    sustained_half_tflops: float = _figure(
+        1575,
+        "TFLOP/s",
+        "the middle of cuDNN's forwards on a GB200, 1,406 to 1,743; cuBLAS on a B200: 1,359 to 1,414",
+        ONE_SOURCE,
+    )
+    sustained_fp8_tflops: float = _figure(2495, "TFLOP/s", "the same in FP8, 2,400 to 2,590", ONE_SOURCE)
+    gather_issue_cycles: float = _figure(
+        25, "clk an instruction", "one thread issues a `tile::gather4` in 20 to 30", GUESS
+    )
+    handoff_cycles: float = _figure(
+        700,
+        "clk a tile",
+        "from the end of a score to the start of its values' product, beside the exponentials: commit, barriers, loads "
+        "of tensor memory, maxima, P to shared memory. Fitted to the FP8 decode cases",
+        FITTED,
+    )
+    start_us: float = _figure(
+        7.4,
+        "us a kernel",
+        "launch, ramp and end of a kernel. Fitted to one sequence: half of 15.7 us less a tile",
+        FITTED,
+    )
+
+    def sustained_tflops(self, element_bytes: int) -> float:
+        """The rate that the power budget leaves the largest products."""
+        return self.sustained_half_tflops if element_bytes == 2 else self.sustained_fp8_tflops
+
+    def record(self) -> list[dict[str, Any]]:
+        """Plain data, in the order above."""
+        return _record(self)
+
+
+def _record(rates: Any) -> list[dict[str, Any]]:
+    return [{"name": one.name, "value": getattr(rates, one.name), **one.metadata} for one in fields(rates)]
 
 
 #: By target. B300's figures (sm_103a) are not known.
 MACHINES = {"sm_100a": Machine()}
+FORWARD_RATES = {"sm_100a": ForwardRates()}
 
 NOT_COUNTED = (
     "latencies: the first gather of a block, a lone product (132 to 180 cycles), barriers, launches",

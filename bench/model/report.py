@@ -15,7 +15,7 @@ from ..core import environment
 from ..core.cost import D_QK, D_V
 from ..core.errors import BenchError
 from ..ops.sparse_backward.cases import SparseBackwardCase
-from . import counts, prediction
+from . import counts, forward_report, prediction, tables
 from .machine import MACHINES, NOT_COUNTED, Machine
 
 if TYPE_CHECKING:
@@ -32,17 +32,24 @@ DESCRIPTION = f"""Predict a kernel's time from its own sizes and a GPU's assumed
 The sizes (tiles, shapes and counts of the products) are read from the cubin, which is compiled if need be; no GPU is
 needed. The rates are assumptions about a B200, each printed with its source. The tables show what a tile of keys
 computes and moves, and which of tensor cores, shared memory and additions in the L2 would be the bottleneck.
+
+`forward` models dense decode and the sparse forward: it first shows what it says of kernels of others whose times are
+published, with the same constants, and then what it predicts for ours. Of the options it takes --arch and --json.
 """
 EPILOG = """examples:
   model sparse-backward                                     every kernel for Blackwell, 64 and 128 heads
   model sparse-backward --kernel sparse_backward_sm100 --heads 64,128,16 --topk 1024
   model sparse-backward --s-kv 32768 --json model.json
+  model forward                                             published times of others, then predictions of ours
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `model`."""
-    parser.add_argument("operation", choices=(OPERATION,), metavar="OPERATION", help=f"what is modelled: {OPERATION}")
+    modelled = (OPERATION, forward_report.OPERATION)
+    parser.add_argument(
+        "operation", choices=modelled, metavar="OPERATION", help="what is modelled: " + ", ".join(modelled)
+    )
     parser.add_argument("--arch", default="sm_100a", metavar="TARGET", help="a GPU's target (default %(default)s)")
     parser.add_argument("--kernel", metavar="NAME", help="one kernel by name (default: all that the model knows)")
     parser.add_argument(
@@ -55,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--d-qk", type=int, choices=(D_QK, D_V), default=D_QK, help="width of a key (default %(default)s)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all of it as one JSON object")
+    parser.set_defaults(parser=parser)
 
 
 def _size(text: str) -> int:
@@ -70,6 +78,9 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """`model`."""
+    if args.operation == forward_report.OPERATION:
+        forward_report.add_checks(args.parser, args, ("kernel", "heads", "topk", "s_q", "s_kv", "d_qk"))
+        return forward_report.run(args.arch, args.json, console)
     known = counts.names(args.arch)
     kernels = [counts.load(name, args.arch, args.d_qk) for name in ((args.kernel,) if args.kernel else known)]
     cases = [SparseBackwardCase(args.s_q, args.s_kv, heads, args.topk, args.d_qk) for heads in args.heads]
@@ -79,7 +90,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         rows = [one for case in cases for one in found[case]]
         _write(args.json, document(args.arch, cases, kernels, machine, rows, getattr(args, "arguments", ())))
     console.print(f"{LABEL.upper()}: {OPERATION} on {args.arch}, {DTYPE}, d_qk {args.d_qk}, d_v {D_V}", markup=False)
-    console.print(assumption_table(machine), "", tile_table(kernels, machine), "")
+    console.print(tables.assumptions(machine), "", tile_table(kernels, machine), "")
     for case, predicted in found.items():
         console.print(prediction_table(case, predicted), "")
     for line in remarks(cases[0], machine):
@@ -151,27 +162,10 @@ def _write(path: Path, data: dict[str, Any]) -> None:
 # ---- Tables --------------------------------------------------------------------------------------------------------
 
 
-def _table(title: str, *columns: str, left: int = 1) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < left else "right", no_wrap=index == 0, overflow="fold")
-    return table
-
-
-def assumption_table(machine: Machine) -> Table:
-    """The rates, with their sources."""
-    table = _table("assumed of the GPU", "what", "value", "unit", "how sure", "source", left=5)
-    for one in machine.record():
-        table.add_row(one["name"], f"{one['value']:,}", one["unit"], one["confidence"], one["source"])
-    return table
-
-
 def tile_table(kernels: Sequence[counts.Kernel], machine: Machine) -> Table:
     """Costs of a tile of keys and a block of heads, a column for each kernel."""
     heads = kernels[0].block_heads
-    table = _table(
+    table = tables.titled(
         f"a block of {heads} heads: counted from the kernels' constants; cycles predicted",
         "a tile of keys",
         *(kernel.name for kernel in kernels),
@@ -242,7 +236,7 @@ def prediction_table(case: SparseBackwardCase, predicted: Sequence[prediction.Pr
     """The roofline of one case."""
     title = f"{LABEL.upper()}: the main kernel alone, {case.name}, {case.cost.flops / 1e12:.3f} TFLOP"
     heads = ("kernel", "additions TB/s", "SM ms", "L2 ms", "at least ms", "TFLOP/s", "bound by")
-    table = _table(title, *heads, "added TB/s", "gathered TB/s")
+    table = tables.titled(title, *heads, "added TB/s", "gathered TB/s")
     for one in predicted:
         table.add_row(
             one.kernel,

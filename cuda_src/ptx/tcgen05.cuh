@@ -87,6 +87,16 @@ MLA_DEVICE void tcgen05_mma_f16(TmemAddr d, MatrixDesc a, MatrixDesc b, Instruct
         : "memory");
 }
 
+// The same of 8-bit operands: K = 32.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-mma-instructions
+MLA_DEVICE void tcgen05_mma_f8f6f4(TmemAddr d, MatrixDesc a, MatrixDesc b, InstructionDesc shape, bool accumulate) {
+    asm volatile(
+        "{\n .reg .pred p;\n setp.ne.b32 p, %4, 0;\n"
+        " tcgen05.mma.cta_group::1.kind::f8f6f4 [%0], %1, %2, %3, p;\n}" ::"r"(d.value),
+        "l"(a.bits), "l"(b.bits), "r"(shape.bits), "r"((i32)accumulate)
+        : "memory");
+}
+
 // The weight-stationary form. Row r of D is lane r mod M of 128 / M groups of lanes, each of which has N M / 128
 // columns.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-mma-instructions

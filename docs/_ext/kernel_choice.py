@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from mla_cupy.errors import MlaError
@@ -23,16 +24,19 @@ from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
 from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardProblem
-from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.runtime.device import EVERY_KERNEL, DeviceInfo
 
 
 def _gpu(name: str, cc: tuple[int, int], sm_count: int, smem: int, l2_mib: int) -> DeviceInfo:
     return DeviceInfo(0, name, cc, sm_count, smem, l2_mib << 20, 0)
 
 
+_B200 = _gpu("B200, B300", (10, 0), 148, 232448, 126)
+
 GPUS = (
     _gpu("H100, H200", (9, 0), 132, 232448, 50),
-    _gpu("B200, B300", (10, 0), 148, 232448, 126),
+    _B200,
+    replace(_B200, name="B200, B300 after `mla-cupy selftest`", admitted=EVERY_KERNEL),
     _gpu("A100", (8, 0), 108, 166912, 40),
     _gpu("RTX 4090", (8, 9), 128, 101376, 72),
     _gpu("T4", (7, 5), 40, 65536, 4),

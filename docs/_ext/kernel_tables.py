@@ -32,11 +32,16 @@ class KernelOrder(MarkdownDirective):
         for name, operation in OPERATIONS.items():
             kernels = operation.pipeline.kernels
             if len(kernels) > 1:
-                entries = "\n".join(
-                    f"1. `{k.name}`: {k.about}" + (" (only by `kernel=`)" if k.on_request else "") for k in kernels
-                )
+                entries = "\n".join(f"1. `{k.name}`: {k.about}" + _condition(k) for k in kernels)
                 lists.append(f"**`{name}`**\n\n{entries}\n")
         return "\n".join(lists)
+
+
+def _condition(kernel: Any) -> str:
+    """Condition under which a kernel runs, if not everywhere by default."""
+    if kernel.on_request:
+        return " (only by `kernel=`)"
+    return " (by `kernel=`, or once the self-test has passed)" if kernel.unproven else ""
 
 
 class DecodeForms(MarkdownDirective):

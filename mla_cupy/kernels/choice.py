@@ -13,6 +13,11 @@ from mla_cupy.runtime.device import DeviceInfo
 
 logger = logging.getLogger("mla_cupy")
 
+NOT_ADMITTED = Reason(
+    "has never run on hardware, and runs where it is named, or once `mla-cupy selftest` has passed on this GPU"
+)
+"""The reason of kernels that are `unproven`, where no record of the self-test names them."""
+
 KernelT = TypeVar("KernelT", bound=KernelSpec)  # type: ignore[type-arg]
 
 
@@ -28,18 +33,24 @@ def choose(
 ) -> KernelT:
     """The first of `kernels`, the fastest first, that takes the problem; or the one called `name`, if it does.
 
-    A GPU that could do better is told once that it runs on a fallback, and what the fast kernel wants.
+    A GPU that could do better is told once that it runs on a fallback, and what the fast kernel wants; or that a kernel
+    waits for the self-test.
     """
     check_kernel(kernels, name)
     reasons: dict[str, Reason] = {}
+    waiting = ""
     for kernel in kernels:
         if kernel.on_request if name is None else kernel.name != name:
             continue
         reason = kernel.objection(problem, device)
         if reason is None and name is None and not kernel.preferred(problem, device):
             continue
+        if reason is None and name is None and not kernel.admitted(device):
+            reason, waiting = NOT_ADMITTED, waiting or kernel.name
         if reason is None:
-            if kernel.fallback and reasons and device.cc >= (8, 0):
+            if waiting:
+                _say_waiting(operation, device.name, kernel.name, waiting)
+            elif kernel.fallback and reasons and device.cc >= (8, 0):
                 fixable = [reason for reason in reasons.values() if reason.fixable]
                 _say_slow(operation, device.name, kernel.name, str((fixable or list(reasons.values()))[-1]))
             return kernel
@@ -51,3 +62,15 @@ def choose(
 def _say_slow(operation: str, device: str, kernel: str, reason: str) -> None:
     """Log each kernel and reason once."""
     logger.warning("%s runs on the slow kernel %s on %s: the fast one %s", operation, kernel, device, reason)
+
+
+@functools.cache
+def _say_waiting(operation: str, device: str, kernel: str, waiting: str) -> None:
+    """Log once that a kernel waits for the self-test."""
+    logger.warning(
+        "%s runs on %s on %s: %s has never run on hardware; `mla-cupy selftest` tries it, and admits it if all is well",
+        operation,
+        kernel,
+        device,
+        waiting,
+    )

@@ -115,6 +115,8 @@ class KernelSpec(Generic[ProblemT]):
         `preferred(problem, device)`: whether it is chosen for a problem that it takes where no kernel is named.
     on_request : bool
         Runs only where `kernel=` names it: not measured yet, or kept for comparison.
+    unproven : bool
+        Has never run on hardware: chosen by default only on GPUs where the self-test has admitted it.
     spill_bytes : int
         What a build may spill, in bytes stored: of kernels that need all registers, where a few spilled words were
         measured to cost nothing. 0 for all others.
@@ -135,12 +137,17 @@ class KernelSpec(Generic[ProblemT]):
     unsupported: Callable[[ProblemT, DeviceInfo], Reason | None] = takes_all
     preferred: Callable[[ProblemT, DeviceInfo], bool] = always
     on_request: bool = False
+    unproven: bool = False
     spill_bytes: int = 0
     fallback: bool = False
 
     def objection(self, problem: ProblemT, device: DeviceInfo) -> Reason | None:
         """Reason that it cannot take the problem, whatever says so; None if it can."""
         return self.unsupported(problem, device)
+
+    def admitted(self, device: DeviceInfo) -> bool:
+        """True if it may be chosen on a GPU where nobody names it."""
+        return not self.unproven or device.admits(self.name)
 
     @property
     def entry(self) -> str:

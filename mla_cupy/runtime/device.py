@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mla_cupy.errors import UnsupportedDeviceError
 from mla_cupy.runtime import env
@@ -37,9 +37,16 @@ TARGETS = tuple(arch_of(*divmod(number, 10)) for number in (75, 80, 86, 87, 88, 
 """The targets of every GPU that a kernel may run on."""
 
 
+EVERY_KERNEL = frozenset(("*",))
+"""The `admitted` of a GPU on which every kernel may be chosen."""
+
+
 @dataclass(frozen=True)
 class DeviceInfo:
-    """One GPU: nothing about it is assumed, everything is read from it."""
+    """One GPU: nothing about it is assumed, everything is read from it.
+
+    `admitted` are the kernels that the self-test has admitted on it, of those that have never run on hardware.
+    """
 
     ordinal: int
     name: str
@@ -48,11 +55,16 @@ class DeviceInfo:
     smem_optin: int
     l2_bytes: int
     total_memory: int
+    admitted: frozenset[str] = frozenset()
 
     @property
     def arch(self) -> str:
         """The target to compile for."""
         return arch_of(*self.cc)
+
+    def admits(self, kernel: str) -> bool:
+        """True if a kernel that has never run on hardware may be chosen."""
+        return kernel in self.admitted or self.admitted == EVERY_KERNEL
 
 
 @dataclass(frozen=True)
@@ -84,8 +96,10 @@ def describe(ordinal: int) -> DeviceInfo:
         raise UnsupportedDeviceError(f"device {ordinal}: this process sees {count} GPUs")
     import cupy
 
+    from mla_cupy.runtime import admission  # not on import: it brings the compiler's side
+
     properties = cupy.cuda.runtime.getDeviceProperties(ordinal)
-    return DeviceInfo(
+    info = DeviceInfo(
         ordinal=ordinal,
         name=properties["name"].decode(),
         cc=(int(properties["major"]), int(properties["minor"])),
@@ -94,6 +108,7 @@ def describe(ordinal: int) -> DeviceInfo:
         l2_bytes=int(properties["l2CacheSize"]),
         total_memory=int(properties["totalGlobalMem"]),
     )
+    return replace(info, admitted=admission.admitted(info.name, info.arch))
 
 
 def gpu_count() -> int:
@@ -123,6 +138,11 @@ def nvml_gpus() -> list[VisibleGpu]:
         return [gpu for index in range(count.value) if (gpu := _nvml_gpu(nvml, index))]
     finally:
         nvml.nvmlShutdown()
+
+
+def nvml_driver() -> str:
+    """The version of the driver according to NVML; empty without a GPU."""
+    return next((gpu.driver for gpu in nvml_gpus()), "")
 
 
 def nvml_archs() -> list[str]:

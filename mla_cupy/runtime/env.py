@@ -48,6 +48,13 @@ VARIABLES: Mapping[str, Variable] = {
         Variable(
             "TMEM_CHECK", "0", "1: Blackwell kernels stop at wrong accesses to tensor memory, and are slow", ("0", "1")
         ),
+        Variable(
+            "ADMISSION",
+            "record",
+            "where kernels that have never run on hardware run by default: record: where `mla-cupy selftest` has "
+            "passed; all: everywhere; none: nowhere",
+            ("record", "all", "none"),
+        ),
         Variable("DEBUG", "0", "1: a kernel whose bounded wait for another GPU has timed out traps", ("0", "1")),
         Variable(
             "BACKEND",

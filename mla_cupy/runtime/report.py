@@ -8,7 +8,7 @@ from typing import Any
 
 from mla_cupy._version import __version__
 from mla_cupy.errors import KernelCompileError
-from mla_cupy.runtime import cache, device, env, nvrtc
+from mla_cupy.runtime import admission, cache, device, env, nvrtc
 
 _PACKAGES = (
     "numpy",
@@ -22,7 +22,7 @@ _PACKAGES = (
 
 
 def report() -> dict[str, Any]:
-    """Versions, NVRTC, GPUs, the cache, the environment variables and what is wrong with the last two.
+    """Versions, NVRTC, GPUs, the cache, what the self-test has admitted, the environment variables, and what is wrong.
 
     Imports neither CuPy nor CUDA, and never fails: it is what is asked for where something else does.
     """
@@ -51,6 +51,7 @@ def report() -> dict[str, Any]:
             "kernels": count,
             "bytes": size,
         },
+        "admitted": admission.records(),
         "environment": env.table(),
         "problems": [*([places.problem] if places.problem else []), *env.problems()],
     }

@@ -63,6 +63,7 @@ class CallProbe:
     archs: tuple[str, ...]
     needs: tuple[str, ...]
     seconds: float = CALL_SECONDS
+    d_qk: int = D_QK
 
     def requests(self, arch: str) -> list[BuildRequest]:
         """Nothing: the call knows best what it takes, and compiles it."""
@@ -78,7 +79,7 @@ class CallProbe:
         """
         size = self.simulated if machine.simulated else self.on_gpu
         h_q = self._heads_that_fit(machine, size)
-        inputs, exact = _problem(size.s_q, size.s_kv, size.topk, h_q, self.dtype)
+        inputs, exact = _problem(size, h_q, self.d_qk, self.dtype)
         placed = [machine.upload(x) for x in inputs]
         worst = {"dq": 0.0, "dkv": 0.0}
         compared = "{} calls, {} heads: error of dq {:.1e}, of dkv {:.1e} of the largest; allowed {:.1e}"
@@ -118,7 +119,7 @@ class CallProbe:
         reasons = []
         for h_q in self.heads:
             problem = SparseBackwardProblem(
-                size.s_q, size.s_kv, h_q, size.topk, D_QK, self.dtype, deterministic=self.deterministic
+                size.s_q, size.s_kv, h_q, size.topk, self.d_qk, self.dtype, deterministic=self.deterministic
             )
             reason = _MAIN[self.kernel].unsupported(problem, devices.describe(machine.device))
             if reason is None:
@@ -155,12 +156,13 @@ def _cosine_distance(got: Array, exact: Array) -> float:
 
 
 @functools.lru_cache(maxsize=2)
-def _problem(s_q: int, s_kv: int, topk: int, h_q: int, dtype: str) -> tuple[list[Array], tuple[Array, Array]]:
+def _problem(size: Size, h_q: int, d_qk: int, dtype: str) -> tuple[list[Array], tuple[Array, Array]]:
     """Random inputs, with indices that are no rows and with duplicates; and the oracle's gradients."""
-    rng = random(f"{s_q} {s_kv} {topk} {h_q} {dtype}")
+    s_q, s_kv, topk, _ = size
+    rng = random(f"{s_q} {s_kv} {topk} {h_q} {d_qk} {dtype}")
     kind = dtypes.numpy_dtype(dtype)
-    q = rng.standard_normal((s_q, h_q, D_QK), np.float32).astype(kind)
-    kv = rng.standard_normal((s_kv, D_QK), np.float32).astype(kind)
+    q = rng.standard_normal((s_q, h_q, d_qk), np.float32).astype(kind)
+    kv = rng.standard_normal((s_kv, d_qk), np.float32).astype(kind)
     indices = rng.integers(0, s_kv, (s_q, topk)).astype(np.int32)
     indices[rng.random(indices.shape) < 0.05] = -1
     indices[:, topk // 2] = s_kv
@@ -173,10 +175,14 @@ def _problem(s_q: int, s_kv: int, topk: int, h_q: int, dtype: str) -> tuple[list
 
 def _probes_of(kernel: str, archs: tuple[str, ...]) -> Iterator[CallProbe]:
     needs = (*_INSTRUCTIONS, "mma.ws/*") if kernel.endswith("_ws") else _INSTRUCTIONS
-    for dtype in ("bfloat16", "float16"):
+    for name, dtype, d_qk in (
+        ("bfloat16", "bfloat16", D_QK),
+        ("float16", "float16", D_QK),
+        ("bfloat16-without-rope", "bfloat16", D_V),
+    ):
         yield CallProbe(
-            f"block/{kernel}/{dtype}",
-            f"sparse_mla_backward, one query, {ONE_BLOCK.topk} slots, against the oracle",
+            f"block/{kernel}/{name}",
+            f"sparse_mla_backward, one query, {ONE_BLOCK.topk} slots, d_qk {d_qk}, against the oracle",
             kernel,
             dtype,
             (64, 128),
@@ -185,6 +191,7 @@ def _probes_of(kernel: str, archs: tuple[str, ...]) -> Iterator[CallProbe]:
             False,
             archs,
             needs,
+            d_qk=d_qk,
         )
     after = (f"block/{kernel}/*",)
     for heads in (64, 128):

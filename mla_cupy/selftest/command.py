@@ -16,8 +16,9 @@ _EPILOG = """\
 Single instructions first (loads and stores of tensor memory, matrix products, TMA, reductions), then one block of each
 kernel of the sparse backward and of those with mma.sync, then the kernels, each compared with NumPy. What needs a probe
 that failed is skipped. On a GPU probes run in child processes, so that one that hangs or kills its context is reported,
-and the next one runs. The exit status is 0 if nothing went wrong, else 1. Paste the report into an issue, whatever it
-says.
+and the next one runs. Kernels that no hardware has run are run by default only where all of their probes have passed: a
+run on a GPU records that in the cache directory; `mla-cupy info` shows it. The exit status is 0 if nothing went wrong,
+else 1. Paste the report into an issue, whatever it says.
 
 examples:
   mla-cupy selftest                           on this machine's GPU, or for sm_100a in the simulator
@@ -43,7 +44,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the probes that the options ask for; returns 0, or 1 if something went wrong."""
-    from mla_cupy.selftest import catalog, place, runner, summary
+    from mla_cupy.selftest import catalog, place, runner, summary, verdict
 
     arch = options.arch or place.default_arch()
     probes = catalog.probes(arch, options.probes)
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     compile_all(requests, os.cpu_count() or 1)  # what does not compile says so when it runs
     with progress("running", len(probes)) as advance:
         results = runner.run(probes, here, options.keep_going, lambda name, result: advance(name, result is not None))
-    known = summary.facts(here, options.keep_going)
+    known = {**summary.facts(here, options.keep_going), "admission": verdict.settle(here, results)}
     if options.json:
         options.json.write_text(json.dumps(summary.as_json(known, probes, results), indent=1) + "\n")
     heads = ("stage", "passed", "failed", "skipped", "n/a", "seconds")

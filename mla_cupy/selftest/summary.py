@@ -89,6 +89,8 @@ def _head(known: dict[str, Any], results: Sequence[Result]) -> Iterator[str]:
         yield f"  {'' if i else 'compared':11} {line}"
     if known["keep_going"]:
         yield "  note        --keep-going: also what needs a probe that failed was run"
+    for line in known.get("admission", ()):
+        yield f"  admission   {line}"
     counts = Counter(_WORDS[result.status] for result in results)
     seconds = sum(result.seconds for result in results)
     outcome = "all well" if succeeded(results) else "NOT WELL"

@@ -172,6 +172,25 @@ def test_help_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
         assert option in text
 
 
+def test_the_page_on_the_original_plan() -> None:
+    """What 500 GB/s would allow, and what the traffic is at the predicted rate."""
+    page = (sources.source_root().parent / "docs" / "explainers" / "tensor-memory.md").read_text()
+    plain = counts.load(KERNEL, "sm_100a", 576)
+    tile = counts.tile_counts(plain, 64, 32)
+    gathered, added = tile.flops / tile.loaded, tile.flops / tile.added
+    both = tile.flops / (tile.loaded + tile.added)
+    assert f"{tile.loaded:,} B a tile: {gathered:.0f} FLOP per byte" in page
+    assert f"{tile.added:,} B a tile, float32: {added:.0f} FLOP per byte" in page
+    assert f"at {0.5 * gathered:.0f} TFLOP/s, gather and additions together at {0.5 * both:.0f}." in page
+    rates = prediction.predict(plain, SparseBackwardCase(4096, 8192, 64), B200, B200.seen_addition_tbps)
+    said = f"At the predicted {rates.tflops:.0f} TFLOP/s the gather reads {rates.gathered_tbps:.1f} TB/s"
+    assert f"{said} and the additions write {rates.added_tbps:.1f}" in page
+    for name in counts.names("sm_100a"):
+        kernel = counts.load(name, "sm_100a", 576)
+        assert f"{kernel.smem_bytes:,} B" in page
+        assert str(kernel.tmem_columns_used) in page
+
+
 def test_the_kernel_page_shows_what_the_command_prints() -> None:
     """Predictions and counts, row by row."""
     page = (sources.source_root() / "sparse_backward" / "sm100.md").read_text()

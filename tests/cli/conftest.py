@@ -26,7 +26,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (root / "wrong.cu").write_text("nonsense\n")
     monkeypatch.setenv("MLA_CUPY_CUDA_SRC", str(root))
     monkeypatch.setenv("MLA_CUPY_CACHE_DIR", str(tmp_path / "cache"))
-    for name in ("CUBIN_DIR", "JIT", "NVRTC", "LINEINFO", "TMEM_CHECK", "DEBUG"):
+    for name in ("CUBIN_DIR", "JIT", "NVRTC", "LINEINFO", "TMEM_CHECK", "DEBUG", "ADMISSION"):
         monkeypatch.delenv(f"MLA_CUPY_{name}", raising=False)
     plain = (Variant(),)
     specs = {

@@ -93,10 +93,11 @@ def test_the_drawn_regions_of_tensor_memory_are_disjoint() -> None:
 
 
 def test_the_choice_of_kernels() -> None:
-    hopper, blackwell, ampere, ada, turing = kernel_choice.GPUS
+    hopper, untested, blackwell, ampere, ada, turing = kernel_choice.GPUS
     table = {label: (pipeline, problem) for label, pipeline, problem in kernel_choice.SITUATIONS}
     assert "sm90" in kernel_choice.chosen(*table["`mla_decode`, 128 heads"], hopper)
     assert "sm100" in kernel_choice.chosen(*table["`sparse_mla_backward`, 64 heads"], blackwell)
+    assert kernel_choice.chosen(*table["`sparse_mla_backward`, 64 heads"], untested) == "`sparse_backward_mma_163kb`"
     assert kernel_choice.chosen(*table["`mla_decode`, 128 heads"], ampere) == "`attention_mma_163kb`"
     assert kernel_choice.chosen(*table["`mla_decode`, 128 heads"], ada) == "`attention_mma`"
     assert kernel_choice.chosen(*table["`mla_prefill`, 128 heads, keys of 192"], blackwell) == "`dense_mma_163kb`"

@@ -36,7 +36,7 @@ def fresh(cuda_src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     """The source tree, an empty cache and nothing in memory; gives the cache directory."""
     directory = tmp_path / "cache"
     monkeypatch.setenv("MLA_CUPY_CACHE_DIR", str(directory))
-    for name in ("CUBIN_DIR", "JIT", "NVRTC", "LINEINFO", "TMEM_CHECK", "DEBUG"):
+    for name in ("CUBIN_DIR", "JIT", "NVRTC", "LINEINFO", "TMEM_CHECK", "DEBUG", "ADMISSION"):
         monkeypatch.delenv(f"MLA_CUPY_{name}", raising=False)
     cache._warned.clear()
     loader.forget()

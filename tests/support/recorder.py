@@ -19,13 +19,13 @@ from mla_cupy.ops import backend
 from mla_cupy.ops.call import forget
 from mla_cupy.runtime import device, driver, launching, loader
 from mla_cupy.runtime.build import BuildRequest
-from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.runtime.device import EVERY_KERNEL, DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
 from tests.support.calls import no_launch
 
 DEVICE = 0
 H200 = DeviceInfo(DEVICE, "a fake H200", (9, 0), 132, 232448, 50 << 20, 139 << 30)
-B200 = DeviceInfo(DEVICE, "a fake B200", (10, 0), 148, 232448, 126 << 20, 178 << 30)
+B200 = DeviceInfo(DEVICE, "a fake B200", (10, 0), 148, 232448, 126 << 20, 178 << 30, EVERY_KERNEL)
 
 
 class Launched(NamedTuple):

@@ -49,7 +49,7 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     ),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
-    on_request=True,
+    unproven=True,
     variant=variant,
     block_rows=BLOCK_ROWS[-1],
     kv_maps=kv_maps,

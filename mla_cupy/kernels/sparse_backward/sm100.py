@@ -64,6 +64,7 @@ KERNEL = BackwardKernel(
     heads_per_addition=BLOCK_HEADS,
     dkv_order=DkvOrder.SM100,
     maps=maps,
+    unproven=True,
 )
 WEIGHT_STATIONARY = replace(
     KERNEL,

@@ -93,7 +93,7 @@ SM100: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     unsupported=_not_on_blackwell,
     variant=lambda problem: rows_variant(problem, narrowest(BLACKWELL_BLOCK_ROWS, problem.h_q)),
     block_rows=BLACKWELL_BLOCK_ROWS[-1],
-    on_request=True,
+    unproven=True,
 )
 
 

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.indexer.logits import generic, mma, schedule, sm90, sm90_paged
+from mla_cupy.kernels.indexer.logits import generic, mma, schedule, sm90, sm90_paged, sm100
 from mla_cupy.kernels.indexer.logits.pipeline import LOGITS, LOGITS_PAGED
 from mla_cupy.kernels.spec import KernelSpec
 
@@ -17,6 +17,7 @@ KERNELS: tuple[KernelSpec[Any], ...] = (
     generic.KERNEL,
     mma.KERNEL,
     schedule.KERNEL,
+    *sm100.KERNELS,
     *sm90.KERNELS,
     sm90_paged.KERNEL,
 )

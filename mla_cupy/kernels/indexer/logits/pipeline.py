@@ -9,7 +9,7 @@ from typing import ClassVar, cast
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.indexer.logits import generic, mma, schedule, sm90, sm90_paged
+from mla_cupy.kernels.indexer.logits import generic, mma, schedule, sm90, sm90_paged, sm100
 from mla_cupy.kernels.indexer.logits.problem import BLOCK_TOKENS, LogitsKernel, LogitsOptions, LogitsProblem
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import LogitsParams, LogitsScheduleParams
@@ -94,7 +94,7 @@ def _schedule(config: LogitsConfig, params: LogitsParams) -> Launch:
 class PrefillPipeline(LogitsPipeline):
     """Queries of any tokens, contiguous keys."""
 
-    kernels = (*sm90.KERNELS, mma.KERNEL, generic.KERNEL)
+    kernels = (sm100.KERNEL, *sm90.KERNELS, mma.KERNEL, generic.KERNEL)
 
     def _params(self, config: LogitsConfig, call: Call) -> LogitsParams:
         problem, options = config.problem, cast(LogitsOptions, call.options)
@@ -137,7 +137,7 @@ class PrefillPipeline(LogitsPipeline):
 class PagedPipeline(LogitsPipeline):
     """The next tokens of sequences, keys in pages."""
 
-    kernels = (sm90_paged.KERNEL, mma.KERNEL, generic.KERNEL)
+    kernels = (sm100.PAGED, sm90_paged.KERNEL, mma.KERNEL, generic.KERNEL)
 
     def _params(self, config: LogitsConfig, call: Call) -> LogitsParams:
         problem, options = config.problem, cast(LogitsOptions, call.options)

@@ -1,0 +1,83 @@
+"""Plans of forward kernels for Blackwell: those whose times are published, and ours.
+
+Of others' kernels the tiles are those of their sources; of ours, of `cuda_src`, or of what could be written next.
+"""
+
+from __future__ import annotations
+
+from ..core.cost import D_QK, D_V, ELEMENT_BYTES
+from .forward import OPERAND_ROW_BYTES, Plan, Product, Work
+
+PAIR_ROWS = 128
+_SW_TILE_COLUMNS, _GATHERED_ROWS = 64, 4
+_DIM_TILES, _TILE_DIMS = 4, 128
+_GATHER_WARPS = 4
+
+
+def pair_plan(name: str, element_bytes: int, tmem_dims: int = 0) -> Plan:
+    """128 rows by `cta_group::2`, tiles of 128 keys: each block has 64 rows, half of the keys, and half of V's columns.
+
+    `tmem_dims` of Q's columns are in tensor memory.
+    """
+    keys, step = 128, OPERAND_ROW_BYTES // element_bytes
+    scores = [Product(PAIR_ROWS, keys, (D_QK - tmem_dims) // step, pair=True)]
+    if tmem_dims:
+        scores.append(Product(PAIR_ROWS, keys, tmem_dims // step, pair=True, a_in_tmem=True))
+    half = keys // 2
+    return Plan(
+        name,
+        2,
+        PAIR_ROWS,
+        keys,
+        tuple(scores),
+        (Product(PAIR_ROWS, D_V // 2, 2 * keys // step, pair=True),),
+        filled=element_bytes * (half * D_QK + half * D_V // 2),
+        element_bytes=element_bytes,
+    )
+
+
+def swapped_plan(name: str, rows: int, keys: int, blocks: int = 1, gathered: bool = False) -> Plan:
+    """`rows` rows of each block as N of both products, S^T = K Q^T and O^T = V^T P^T, of 16-bit numbers.
+
+    The blocks of a cluster have rows of their own, and fetch the keys for one another.
+    """
+    step = OPERAND_ROW_BYTES // ELEMENT_BYTES
+    messages = keys // _GATHERED_ROWS * (D_QK // _SW_TILE_COLUMNS) // blocks
+    return Plan(
+        name,
+        blocks,
+        rows * blocks,
+        keys,
+        (Product(keys, rows, D_QK // step),),
+        (Product(_TILE_DIMS, rows, _DIM_TILES * keys // step),),
+        filled=keys * D_QK * ELEMENT_BYTES,
+        messages=messages if gathered else 0,
+        issuers=_GATHER_WARPS,
+    )
+
+
+ROWS = 64
+"""Most rows of a block of ours."""
+SWAPPED_64 = swapped_plan("swapped, tiles of 64 keys", ROWS, 64)
+SWAPPED_128 = swapped_plan("swapped, tiles of 128 keys", ROWS, 128)
+SWAPPED_64_GATHERED = swapped_plan("swapped, 64 keys, gathered by two blocks", ROWS, 64, 2, gathered=True)
+SWAPPED_128_GATHERED = swapped_plan("swapped, 128 keys, gathered by two blocks", ROWS, 128, 2, gathered=True)
+SWAPPED_64_ALONE = swapped_plan("swapped, 64 keys, gathered", ROWS, 64, gathered=True)
+PAIR = pair_plan("`cta_group::2`, tiles of 128 keys", ELEMENT_BYTES)
+
+
+def _decode(batch: int, heads: int, keys: int, queries: int = 1) -> Work:
+    rows = f"{heads} heads" if queries == 1 else f"{heads} heads, {queries} queries"
+    return Work(f"decode, {rows}, {batch} of {keys:,}", batch, heads * queries, keys, D_QK * ELEMENT_BYTES, True)
+
+
+_SPARSE = Work("sparse, 128 heads, 4,096 queries of 2,048 keys", 4096, 128, 2048, 0, True)
+_SPARSE_64 = Work("sparse, 64 heads, 4,096 queries of 2,048 keys", 4096, 64, 2048, 0, True)
+OURS = (
+    *((plan, _decode(128, 64, 4096)) for plan in (SWAPPED_64, SWAPPED_128)),
+    *((plan, _decode(64, 16, 81920, 4)) for plan in (SWAPPED_64, SWAPPED_128)),
+    *((plan, _decode(128, 128, 4096)) for plan in (SWAPPED_64, SWAPPED_128, PAIR)),
+    (SWAPPED_64_ALONE, _SPARSE_64),
+    *((plan, _SPARSE) for plan in (SWAPPED_64_GATHERED, SWAPPED_128_GATHERED, PAIR)),
+)
+"""Plans of ours and work that they are for. The last one of each work of 128 heads is not written."""
