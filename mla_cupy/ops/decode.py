@@ -12,7 +12,7 @@ from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import BYTE_DTYPES, FORMATS
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
-from mla_cupy.kernels.attention.records import DENSE_RECORDS as READ
+from mla_cupy.kernels.attention.records import READ_DENSE as READ
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Batch, DecodeOptions, DecodeProblem, Forms
 from mla_cupy.ops.cache import check_layout, record_read
@@ -90,9 +90,10 @@ def mla_decode(
         The pool of pages; the values are the first 512 elements of the keys. Query head h reads KV head
         h // (h_q // h_kv). Any page size; strides as for q. Or the pages of an FP8 record, see `cache_append`:
         (num_pages, page_size, 656) for "v32", whose d_qk is 576, or (num_pages, page_size, 584) for "v4", whose d_qk
-        is 512 and whose values include the RoPE part, or (num_pages, page_size, 576) for "fp8", with one scale for all;
-        or with a head axis of size 1. Pages of records start at, and step by, multiples of 16 bytes: pages of "v4" with
-        an odd number of tokens need a gap of 8 bytes between them.
+        is 512 and whose values include the RoPE part, or (num_pages, page_size, 528) for "v41", of which the same is
+        true, or (num_pages, page_size, 576) for "fp8", with one scale for all; or with a head axis of size 1. Pages of
+        records start at, and step by, multiples of 16 bytes: pages of "v4" with an odd number of tokens need a gap of 8
+        bytes between them.
     block_table : array, (b, max_pages), int32
         The pages of each sequence. Entries past a sequence's end are never read. A page outside [0, num_pages) is
         missing: its tokens are invisible.
@@ -193,7 +194,7 @@ def mla_decode(
     (d_qk + 512) FLOPs.
 
     FP8 records are read as they are: nothing is converted in memory. On tensor cores latents of "v32" are rounded to
-    float16, see `sparse_mla_decode`; those of "fp8" are exact. More than 32 rows (s_q * h_q) are blocks of 64 rows of
+    float16, see `sparse_mla_decode`; those of "fp8" are exact; "v41" is read by the plain kernel alone. More than 32 rows (s_q * h_q) are blocks of 64 rows of
     one query token, or of 32 of several; each converts for itself, so that with 128 heads 16-bit rows are faster.
 
     With `w_uv`, results of attention are kept in float32, in the workspace, until they are rounded to 16 bits for the

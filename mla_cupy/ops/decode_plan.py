@@ -12,7 +12,7 @@ import numpy as np
 from mla_cupy import arrays, cache_formats, dtypes
 from mla_cupy.arrays import HOST, Native, View
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, PlanError, ShapeError, either, explain
-from mla_cupy.kernels.attention.records import DENSE_RECORDS as RECORDS
+from mla_cupy.kernels.attention.records import READ_DENSE as RECORDS
 from mla_cupy.kernels.choice import check_kernel
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.combine_pieces import MAX_PIECES
@@ -359,7 +359,7 @@ def plan_decode(
     d_qk : int
         Width of the keys: 576, or 512.
     record : str, optional
-        "v32", "v4" or "fp8" for a cache of these FP8 records; "v4" goes with a d_qk of 512.
+        "v32", "v4", "v41" or "fp8" for a cache of these FP8 records; "v4" and "v41" go with a d_qk of 512.
     max_pages, page_size : int
         As in the calls' `block_table` and `kv_cache`.
     dtype : str or dtype

@@ -10,12 +10,22 @@ import pytest
 import mla_cupy
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
 from mla_cupy.kernels.sparse_decode.schedule import Cuts, even_cuts
-from tests.sparse_decode.runs import CASES, MORE_CASES, ON_HOPPER, SparseDecodeCase, check, check_call, fitting, make
+from tests.sparse_decode.runs import (
+    CASES,
+    MORE_CASES,
+    ON_HOPPER,
+    V41_CASES,
+    SparseDecodeCase,
+    check,
+    check_call,
+    fitting,
+    make,
+)
 from tests.support.mutants import CAUGHT, Mutant, Plant
 from tests.support.sim_driver import simulated
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *V41_CASES], ids=str)
 def test_equals_the_oracle(case: SparseDecodeCase) -> None:
     with simulated(case.sm_count):
         check(case, lambda x: x, np.asarray)
@@ -135,6 +145,13 @@ MUTANTS = (
     Mutant("keys are overwritten", GENERIC, "__syncthreads();  // the previous step's keys have been read", ""),
     Mutant("scales of a neighbour", RECORD, "kGroupChunks = 4,", "kGroupChunks = 2,"),
 )
+#: Of a second list in e2m1.
+COMPACT = (
+    Mutant("all lists are e4m3", TOKENS, "token >= item.first_tokens && apart", "false && apart"),
+    Mutant("all lists are e2m1", TOKENS, "token >= item.first_tokens && apart", "true || apart"),
+    Mutant("scales of the usual record", TOKENS, "Record::Compact::scales(", "Record::scales("),
+    Mutant("numbers of the usual record", GENERIC, "? compact : usual", "? usual : usual"),
+)
 #: Two lists, of several warps' entries and of two tiles, lengths and a sink; in one split per SM.
 SEEN_BY = SparseDecodeCase(record="v4", topk=170, extra=33, lengths=True, sink=True, h_q=9)
 
@@ -145,3 +162,12 @@ def test_planted_bugs_show(mutant: Mutant, plant: Plant) -> None:
     plant(mutant)
     with simulated(2), pytest.raises(CAUGHT):
         check(SEEN_BY, lambda x: x, np.asarray)
+
+
+@pytest.mark.parametrize(
+    "mutant", [COMPACT[0], *(pytest.param(mutant, marks=pytest.mark.slow) for mutant in COMPACT[1:])], ids=str
+)
+def test_planted_bugs_of_compact_records_show(mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    with simulated(2), pytest.raises(CAUGHT):
+        check(V41_CASES[2], lambda x: x, np.asarray)

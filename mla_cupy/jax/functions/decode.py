@@ -61,9 +61,10 @@ def mla_decode(
         The pool of pages; the values are the first 512 elements of the keys. Query head h reads KV head h // (h_q //
         h_kv). Any page size; strides as for q. Or the pages of an FP8 record, see `cache_append`: (num_pages,
         page_size, 656) for "v32", whose d_qk is 576, or (num_pages, page_size, 584) for "v4", whose d_qk is 512 and
-        whose values include the RoPE part, or (num_pages, page_size, 576) for "fp8", with one scale for all; or with a
-        head axis of size 1. Pages of records start at, and step by, multiples of 16 bytes: pages of "v4" with an odd
-        number of tokens need a gap of 8 bytes between them.
+        whose values include the RoPE part, or (num_pages, page_size, 528) for "v41", of which the same is true, or
+        (num_pages, page_size, 576) for "fp8", with one scale for all; or with a head axis of size 1. Pages of records
+        start at, and step by, multiples of 16 bytes: pages of "v4" with an odd number of tokens need a gap of 8 bytes
+        between them.
     block_table : array, (b, max_pages), int32
         The pages of each sequence. Entries past a sequence's end are never read. A page outside [0, num_pages) is
         missing: its tokens are invisible.

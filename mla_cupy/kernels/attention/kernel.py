@@ -16,6 +16,7 @@ from mla_cupy.shapes import D_QK, D_V
 
 READS_ROWS = Reason("reads a cache of 16-bit rows, and no records")
 READS_RECORDS = Reason("reads a cache of FP8 records, and no 16-bit rows")
+READS_V41 = Reason("reads other records than v41")
 NO_TREE = Reason("takes no tree_mask")
 SINK = ("attn_sink",)
 """The forms of kernels whose results have a sink, and that know no others."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.generic import from_records
-from mla_cupy.kernels.attention.kernel import AttentionKernel, narrowest
-from mla_cupy.kernels.attention.records import BLOCK_ROWS, SPARSE_RECORDS, record_variant
+from mla_cupy.kernels.attention.kernel import READS_V41, AttentionKernel, narrowest
+from mla_cupy.kernels.attention.records import BLOCK_ROWS, PLAIN_RECORDS, READ_SPARSE, SPARSE_RECORDS, record_variant
 from mla_cupy.kernels.params import SparseDecodeParams
 from mla_cupy.kernels.sparse_decode.heuristics import SMALL_BLOCK_TILES
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
@@ -17,10 +17,18 @@ from mla_cupy.shapes import TILE_TOKENS
 BLOCK_M = 64
 
 
+def _not_by_small(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason | None:
+    """Reason that the kernel cannot take the problem; None if it can."""
+    if problem.record in PLAIN_RECORDS:
+        return READS_V41
+    return None if device.arch in HOPPER else needs_cc(device, "9.0")
+
+
 def _not_by_seesaw(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason | None:
     """Reason that the kernel cannot take the problem; None if it can."""
-    if device.arch not in HOPPER:
-        return needs_cc(device, "9.0")
+    reason = _not_by_small(problem, device)
+    if reason is not None:
+        return reason
     if problem.h_q <= BLOCK_ROWS[-1]:
         return Reason(f"is for more than {BLOCK_ROWS[-1]} heads")
     return None if problem.aligned else needs_alignment("q")
@@ -46,11 +54,6 @@ SEESAW: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     variant=record_variant,
     block_rows=BLOCK_M,
 )
-
-
-def _not_by_small(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
-    return None if device.arch in HOPPER else needs_cc(device, "9.0")
 
 
 def small_block_rows(problem: SparseDecodeProblem, device: DeviceInfo) -> int:
@@ -88,7 +91,7 @@ GENERIC = from_records(
     "sparse decode from FP8 records on CUDA cores, for any GPU from sm_75 on",
     "sparse_decode/generic.cu",
     SparseDecodeParams,
-    SPARSE_RECORDS,
+    READ_SPARSE,
 )
 
 
