@@ -38,8 +38,8 @@ MLA_DEVICE void store_columns(const DecodeParams& p, const WorkItem& item, i32 k
     }
 }
 
-// By all threads: warp `warp` has the softmax of its row, and each thread two columns of all rows.
-template <class Element, class Work = ScheduledWork, class Block, i32 kBlockM>
+// By all threads: warp `warp` has the softmax of its row, and each of the first threads two columns of all rows.
+template <class Element, class Work = ScheduledWork, i32 kColumnThreads = kHeadDimV / 2, class Block, i32 kBlockM>
 MLA_DEVICE void store_result(const Block& block, const WorkItem& item, const Row& row_state,
                              const float2 (&out)[kBlockM], i32 warp, i32 lane) {
     const i32 my_row = block.row0 + warp;
@@ -54,6 +54,7 @@ MLA_DEVICE void store_result(const Block& block, const WorkItem& item, const Row
         block.s.factor[warp] = output_factor(block.p, item, block.kv_head, my_row, max, sum);
     }
     __syncthreads();
+    if (threadIdx.x >= kColumnThreads) return;
     for (i32 row = 0; row < min(kBlockM, rows - block.row0); ++row) {
         const float factor = block.s.factor[row];
         float2 x = out[0];

@@ -39,7 +39,7 @@ from mla_cupy.ops.decode_plan import DecodePlan, UnmergedPlan
 from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_queries_or_float32, present
 from mla_cupy.ops.projection import GATE, W_UV, check_projection
 from mla_cupy.ops.schema import steps_by_16_bytes
-from mla_cupy.shapes import D_HEADS, D_QK, D_ROPE, D_V, MAX_INT32, MAX_TOKENS
+from mla_cupy.shapes import D_HEADS, D_ROPE, D_V, MAX_INT32, MAX_TOKENS, VALUE_WIDTHS
 
 
 def mla_decode(
@@ -82,12 +82,13 @@ def mla_decode(
     Parameters
     ----------
     q : array, (b, s_q, h_q, d_qk), bfloat16 or float16; or float8_e4m3fn or uint8
-        Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part. With `q_rope`, their first 512 columns. With
+        Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part; or 320 (Mistral Small 4) or 288 (MiniCPM3),
+        of which 256 are the latent. With `q_rope`, their first 512 columns. With
         `cu_seqlens_q` those of all sequences, (total_q, h_q, d_qk). The last axis is contiguous; other strides are free
         (multiples of 16 bytes are fastest). In e4m3 with math="fp8" only; uint8 holds e4m3 codes, for libraries without
         that dtype.
     kv_cache : array, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk), dtype of q; or uint8
-        The pool of pages; the values are the first 512 elements of the keys. Query head h reads KV head
+        The pool of pages; the values are the first `d_v` elements of the keys. Query head h reads KV head
         h // (h_q // h_kv). Any page size; strides as for q. Or the pages of an FP8 record, see `cache_append`:
         (num_pages, page_size, 656) for "v32", whose d_qk is 576, or (num_pages, page_size, 584) for "v4", whose d_qk
         is 512 and whose values include the RoPE part, or (num_pages, page_size, 528) for "v41", of which the same is
@@ -122,7 +123,8 @@ def mla_decode(
     gate : array, (b, s_q, h_q, d_head), dtype of w_uv, optional
         Its sigmoid is a factor of each element of the result of `w_uv`. Strides as for w_uv.
     d_v : int
-        Width of the values: 512.
+        Width of the values: 512, or 256 of keys that are 320 or 288 wide. Those are of 16 bits, and have the plain
+        kernel so far: no `w_uv`, `q_rope`, `cu_seqlens_q` or `window`, and no batch-invariant plan.
     scale : float, optional
         Factor of the scores: finite, above 0. Default: d_qk**-0.5.
     causal : bool
@@ -194,8 +196,9 @@ def mla_decode(
     (d_qk + 512) FLOPs.
 
     FP8 records are read as they are: nothing is converted in memory. On tensor cores latents of "v32" are rounded to
-    float16, see `sparse_mla_decode`; those of "fp8" are exact; "v41" is read by the plain kernel alone. More than 32 rows (s_q * h_q) are blocks of 64 rows of
-    one query token, or of 32 of several; each converts for itself, so that with 128 heads 16-bit rows are faster.
+    float16, see `sparse_mla_decode`; those of "fp8" are exact. More than 32 rows (s_q * h_q) are blocks of 64 rows of
+    one query token, or of 32 of several; each converts for itself, so that with 128 heads 16-bit rows are faster. "v41"
+    has the plain kernel so far.
 
     With `w_uv`, results of attention are kept in float32, in the workspace, until they are rounded to 16 bits for the
     product, whose terms are added in float32. The weights are read once, whatever the number of tokens. Results of
@@ -253,9 +256,9 @@ def decode_unmerged(
 
 
 def _examine(views: Views, given: DecodeOptions) -> Examined:
-    check_d_v(given.d_v)
     q, kv_cache, block_table = (present(views, name) for name in ("q", "kv_cache", "block_table"))
     b, s_q, h_q, d_qk = _queries(views)
+    d_v = check_d_v(given.d_v, d_qk)
     num_pages, page_size, h_kv, _ = kv_cache.shape
     cp_world, cp_rank = check_shard(given.cp_world, given.cp_rank)
     options = given._replace(
@@ -297,9 +300,11 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
     if forms.cu_seqlens_q:  # what most sequences have decides which kernel runs, and no more
         batch, s_q = Batch(b, tokens, s_q), max(1, min(s_q, options.max_seqlen_q or s_q))
     problem = DecodeProblem(s_q, h_q, h_kv, dtype, aligned, d_qk, record, tree_mask, options.math, forms, batch=batch)
+    if d_v != D_V and views["w_uv"] is not None:
+        raise ArgumentError(explain("w_uv", "one", f"None with d_v={d_v}", "multiply the result"))
     d_head = check_projection(views, problem.half)
     check_projected_forms(forms, d_head)
-    return Examined(replace(problem, d_head=d_head), options, {"d_head": d_head or D_V})
+    return Examined(replace(problem, d_head=d_head), options, {"d_head": d_head or d_v})
 
 
 def _queries(views: Views) -> tuple[int, int, int, int]:
@@ -413,10 +418,10 @@ OPERATION = Operation(
         Output("lse", "b h_q s_q", packed="h_q total_q"),
     ),
     sizes={
-        "d_qk": (D_QK, D_V),
+        "d_qk": tuple(VALUE_WIDTHS),
         "d_rope": (D_ROPE,),
-        "d_kv": (D_QK, D_V, *(FORMATS[name].width for name in READ)),
-        "d_v": (D_V,),
+        "d_kv": (*VALUE_WIDTHS, *(FORMATS[name].width for name in READ)),
+        "d_v": tuple(sorted(set(VALUE_WIDTHS.values()), reverse=True)),
         "d_head": D_HEADS,
     },
     min_sizes={"s_q": 1, "h_q": 1, "page_size": 1, "h_kv": 1},

@@ -43,7 +43,7 @@ from mla_cupy.ops.operation import Views
 from mla_cupy.ops.schema import low_words, misstep, narrowed
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver
-from mla_cupy.shapes import D_HEADS, D_QK, D_V, MAX_INT32, MAX_TOKENS, TILE_TOKENS
+from mla_cupy.shapes import D_HEADS, D_QK, D_V, MAX_INT32, MAX_TOKENS, TILE_TOKENS, VALUE_WIDTHS
 
 __all__ = ["DecodePlan", "plan_decode"]
 
@@ -357,7 +357,7 @@ def plan_decode(
         Query tokens, query heads and KV heads, as in the calls. With `cu_seqlens_q`, s_q is how many query tokens most
         sequences have; calls have up to max_b * s_q in all.
     d_qk : int
-        Width of the keys: 576, or 512.
+        Width of the keys: 576, or 512; or 320 or 288.
     record : str, optional
         "v32", "v4", "v41" or "fp8" for a cache of these FP8 records; "v4" and "v41" go with a d_qk of 512.
     max_pages, page_size : int
@@ -475,8 +475,12 @@ def examine_plan(
         if not is_integer(value) or not 1 <= value <= MAX_INT32:
             raise ArgumentError(explain(argument, value, f"an integer of at least 1, and at most {MAX_INT32}"))
     max_b, s_q, h_q, h_kv, max_pages, page_size = map(int, sizes.values())  # of NumPy's, which overflow
-    if not (is_integer(d_qk) and d_qk in (D_QK, D_V)):
-        raise ArgumentError(explain("d_qk", repr(d_qk), f"{D_QK} or {D_V}"))
+    if not (is_integer(d_qk) and d_qk in VALUE_WIDTHS):
+        raise ArgumentError(explain("d_qk", repr(d_qk), either([str(width) for width in VALUE_WIDTHS])))
+    narrow = VALUE_WIDTHS[d_qk] != D_V
+    if narrow and (d_head or batch_invariant):
+        lacks = "d_head" if d_head else "batch_invariant"
+        raise ArgumentError(explain(lacks, d_head or True, f"none with d_qk={d_qk}"))
     if not (is_integer(d_head) and d_head in (0, *D_HEADS)):
         raise ArgumentError(explain("d_head", repr(d_head), either([str(width) for width in (0, *D_HEADS)])))
     if h_q % h_kv:

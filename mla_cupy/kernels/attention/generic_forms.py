@@ -38,5 +38,6 @@ KERNEL: AttentionKernel[Any] = replace(
     core=(),
     unsupported=unsupported,
     variant=wide_variant,
+    value_widths=(D_V,),
     forms=FORMS,
 )

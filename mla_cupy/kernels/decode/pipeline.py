@@ -199,7 +199,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         blocks = combine.needed_blocks(config.combine_blocks, b, rows, config.num_splits)
         if config.groups:
             return combine_forms.launch(dtype, blocks, args)
-        return combine.launch(dtype, blocks, args)
+        return combine.launch(dtype, blocks, args, config.problem.d_v)
 
     def builds(self, config: DecodeConfig) -> list[tuple[KernelSpec[Any], Variant]]:
         """Every kernel that a call of this configuration may launch."""
@@ -214,7 +214,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             found.insert(0, (cut, PLAIN[0]))
         if config.projection:
             return [*found, config.projection[:2]]
-        return [*found, (merge, Variant(dtype=problem.half))] if config.combine_blocks else found
+        return [*found, (merge, combine.build(problem.half, problem.d_v))] if config.combine_blocks else found
 
     def schedule(
         self, config: DecodeConfig, stride: int, max_tokens: int, b: int, shard: tuple[int, int] = (1, 0)

@@ -58,12 +58,12 @@ def mla_decode(
     Parameters
     ----------
     q : tensor, (b, s_q, h_q, d_qk), bfloat16 or float16; or float8_e4m3fn or uint8
-        Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part. With `q_rope`, their first 512 columns. With
-        `cu_seqlens_q` those of all sequences, (total_q, h_q, d_qk). The last axis is contiguous; other strides are free
-        (multiples of 16 bytes are fastest). In e4m3 with math="fp8" only; uint8 holds e4m3 codes, for libraries without
-        that dtype.
+        Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part; or 320 (Mistral Small 4) or 288 (MiniCPM3),
+        of which 256 are the latent. With `q_rope`, their first 512 columns. With `cu_seqlens_q` those of all sequences,
+        (total_q, h_q, d_qk). The last axis is contiguous; other strides are free (multiples of 16 bytes are fastest).
+        In e4m3 with math="fp8" only; uint8 holds e4m3 codes, for libraries without that dtype.
     kv_cache : tensor, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk), dtype of q; or uint8
-        The pool of pages; the values are the first 512 elements of the keys. Query head h reads KV head h // (h_q //
+        The pool of pages; the values are the first `d_v` elements of the keys. Query head h reads KV head h // (h_q //
         h_kv). Any page size; strides as for q. Or the pages of an FP8 record, see `cache_append`: (num_pages,
         page_size, 656) for "v32", whose d_qk is 576, or (num_pages, page_size, 584) for "v4", whose d_qk is 512 and
         whose values include the RoPE part, or (num_pages, page_size, 528) for "v41", of which the same is true, or
@@ -98,7 +98,8 @@ def mla_decode(
     gate : tensor, (b, s_q, h_q, d_head), dtype of w_uv, optional
         Its sigmoid is a factor of each element of the result of `w_uv`. Strides as for w_uv.
     d_v : int
-        Width of the values: 512.
+        Width of the values: 512, or 256 of keys that are 320 or 288 wide. Those are of 16 bits, and have the plain
+        kernel so far: no `w_uv`, `q_rope`, `cu_seqlens_q` or `window`, and no batch-invariant plan.
     scale : float, optional
         Factor of the scores: finite, above 0. Default: d_qk**-0.5.
     causal : bool
