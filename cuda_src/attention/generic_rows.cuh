@@ -1,6 +1,7 @@
 // What the attention kernels on CUDA cores share: a warp's online softmax of a row, and its result.
 #pragma once
 #include "attention/decode_output.cuh"
+#include "attention/output_rope.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::attention {
@@ -24,6 +25,12 @@ struct Row {
 // Two columns of a row's result.
 template <class Element, class Work>
 MLA_DEVICE void store_columns(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row, i32 column, float2 x) {
+    if constexpr (Work::kForms) {
+        if (turns_back(p) && column >= kFirstTurnedColumn) {
+            const RowAngles angles = angles_of_row(p, Work::of(item), row);
+            x = make_float2(turned_element(angles, column, x.x, x.y), turned_element(angles, column + 1, x.y, x.x));
+        }
+    }
     if (item.partial_index != kNotSplit) {
         float* to = p.partial_out + workspace_row(p, item.partial_index, kv_head, row) * kHeadDimV + column;
         *reinterpret_cast<float2*>(to) = x;

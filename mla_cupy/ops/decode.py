@@ -15,10 +15,11 @@ from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.attention.records import READ_DENSE as READ
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Batch, DecodeOptions, DecodeProblem, Forms
-from mla_cupy.ops.cache import check_layout, record_read
+from mla_cupy.ops.cache import INDEX_DTYPES, check_layout, record_read
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import (
     STARTS,
+    check_all_or_none,
     check_count,
     check_d_v,
     check_drafts,
@@ -52,6 +53,9 @@ def mla_decode(
     cu_seqlens_q: Any = None,
     tree_mask: Any = None,
     attn_sink: Any = None,
+    out_cos: Any = None,
+    out_sin: Any = None,
+    out_positions: Any = None,
     w_uv: Any = None,
     gate: Any = None,
     d_v: int = D_V,
@@ -115,6 +119,12 @@ def mla_decode(
         is draft s_q - n + t, and bits of drafts before the sequence's first token have no effect.
     attn_sink : array, (h_q,), float32, optional
         Logits of a key without a value, which only lowers `out`, not `lse`. -inf has no effect, +inf makes `out` 0.
+    out_cos, out_sin : array, (max_position, 32), float32, optional
+        Turn the last 64 columns of `out` back, as DeepSeek-V4 does, whose values include the key's RoPE part: a pair
+        (x, y) of neighbouring columns becomes (x * cos + y * sin, y * cos - x * sin). With a d_qk of 512. The last axis
+        is contiguous.
+    out_positions : array, (b, s_q), int32 or int64, optional
+        The queries' rows of these, clamped to them; (total_q,) with `cu_seqlens_q`. Given with these, or not at all.
     w_uv : array, (h_q, d_head, 512), bfloat16 or float16, optional
         The values' half of kv_b_proj, as it lies in the weights: `kv_b_proj.reshape(h_q, -1, 512)[:, d_nope:]`. Results
         are then multiplied by it, out[.., h, d] = sum_c out[.., h, c] * w_uv[h, d, c], where they would be merged. Of
@@ -223,7 +233,8 @@ def mla_decode(
     """
     tokens, numbers = (causal, window, max_seqlen_q, cp_world, cp_rank), (kv_scale, q_scale, math)
     options = (d_v, scale, *tokens, *numbers, out_dtype, lse_base, empty_lse, kernel)
-    arrays = (q, kv_cache, block_table, seqlens, q_rope, cu_seqlens_q, tree_mask, attn_sink, w_uv, gate, out, lse)
+    inputs = (q, kv_cache, block_table, seqlens, q_rope, cu_seqlens_q, tree_mask, attn_sink)
+    arrays = (*inputs, out_cos, out_sin, out_positions, w_uv, gate, out, lse)
     out, lse = run(Invocation(OPERATION, arrays, options, workspace, stream, plan, check))
     return out, lse
 
@@ -251,7 +262,8 @@ def decode_unmerged(
     tokens, numbers = (causal, None, None, cp_world, cp_rank), (kv_scale, q_scale, math)
     options = (D_V, scale, *tokens, *numbers, None, lse_base, -inf, kernel)
     inputs, results = arrays[:4], arrays[4:]
-    arrays_of_call = (*inputs, None, None, None, None, None, None, *results)
+    absent = [array for array in OPERATION.inputs if array.optional]
+    arrays_of_call = (*inputs, *(None for _ in absent), *results)
     run(Invocation(OPERATION, arrays_of_call, options, None, stream, UnmergedPlan(plan), check))
 
 
@@ -284,6 +296,8 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
         remedy = "leave causal out: the mask says which drafts a query sees"
         raise ArgumentError(explain("causal", given.causal, "True with a tree_mask", remedy))
     forms = _forms_of(views, options)
+    if check_all_or_none(views, "out_cos", "out_sin", "out_positions") and d_qk != D_V:
+        raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_V} with out_cos", "other values have no RoPE columns"))
     check_forms(forms, h_kv=h_kv, tree_mask=tree_mask, causal=options.causal, cp_world=cp_world)
     tokens = block_table.shape[1] * page_size
     if tokens > MAX_TOKENS:
@@ -332,7 +346,7 @@ def _max_seqlen_q(views: Views, given: Any) -> int | None:
 
 def _forms_of(views: Views, options: DecodeOptions) -> Forms:
     """The forms of a call."""
-    arrays = {name: views[name] is not None for name in ("attn_sink", "q_rope", "cu_seqlens_q")}
+    arrays = {name: views[name] is not None for name in ("attn_sink", "q_rope", "cu_seqlens_q", "out_cos")}
     return Forms(**arrays, window=options.window or 0)
 
 
@@ -410,6 +424,9 @@ OPERATION = Operation(
         STARTS[0],
         Input("tree_mask", "b s_q", ("uint64", "int64"), optional=True),
         Input("attn_sink", "h_q", ("float32",), optional=True),
+        Input("out_cos", "max_position pairs", ("float32",), optional=True, contiguous=True),
+        Input("out_sin", "max_position pairs", ("float32",), optional=True, contiguous=True),
+        Input("out_positions", "b s_q", INDEX_DTYPES, optional=True, packed="total_q"),
         W_UV,
         GATE,
     ),
@@ -420,11 +437,12 @@ OPERATION = Operation(
     sizes={
         "d_qk": tuple(VALUE_WIDTHS),
         "d_rope": (D_ROPE,),
+        "pairs": (D_ROPE // 2,),
         "d_kv": (*VALUE_WIDTHS, *(FORMATS[name].width for name in READ)),
         "d_v": tuple(sorted(set(VALUE_WIDTHS.values()), reverse=True)),
         "d_head": D_HEADS,
     },
-    min_sizes={"s_q": 1, "h_q": 1, "page_size": 1, "h_kv": 1},
+    min_sizes={"max_position": 1, "s_q": 1, "h_q": 1, "page_size": 1, "h_kv": 1},
     options=DecodeOptions,
     parallel={"b": (), "h_q": ("h_kv?",)},
     examine=_examine,

@@ -338,6 +338,7 @@ def plan_decode(
     cu_seqlens_q: bool = False,
     tree_mask: bool = False,
     attn_sink: bool = False,
+    out_cos: bool = False,
     window: int | None = None,
     d_head: int = 0,
     math: str = "exact",
@@ -366,7 +367,7 @@ def plan_decode(
         Of the calls' queries: "bfloat16" or "float16", or a dtype of that name; with math="fp8" "float8_e4m3fn", too.
     cp_world, cp_rank : int
         As in the calls.
-    q_rope, cu_seqlens_q, tree_mask, attn_sink : bool
+    q_rope, cu_seqlens_q, tree_mask, attn_sink, out_cos : bool
         True if the calls pass one.
     window : int, optional
         As in the calls.
@@ -417,7 +418,13 @@ def plan_decode(
         page_size=page_size,
         dtype=dtype,
         shard=(cp_world, cp_rank),
-        forms={"q_rope": q_rope, "cu_seqlens_q": cu_seqlens_q, "attn_sink": attn_sink, "window": window},
+        forms={
+            "q_rope": q_rope,
+            "cu_seqlens_q": cu_seqlens_q,
+            "attn_sink": attn_sink,
+            "out_cos": out_cos,
+            "window": window,
+        },
         tree_mask=tree_mask,
         d_head=d_head,
         math=math,

@@ -8,6 +8,7 @@
 #pragma once
 #include "attention/decode_output.cuh"
 #include "attention/head_softmax.cuh"
+#include "attention/output_rope.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/matrix.cuh"
 #include "tile/product.cuh"
@@ -123,6 +124,20 @@ MLA_DEVICE void finish_head(const DecodeParams& p, const WorkItem& item, const B
     if (!reports) return;
     store_row_lse<Work>(p, item, block.kv_head, row, row_lse2(stats.max[head], sum));
     if (kWithRowMax) store_row_max(p, item, block.kv_head, row, with_nan_of(sum, stats.row_max[head]));
+}
+
+// Turns the last columns back: `out` is the last SW128 tile of them. A pair's elements are in lanes four apart.
+template <i32 kHeads>
+MLA_DEVICE void turn_back(const DecodeParams& p, const GroupItem& item, i32 row0, float (&out)[kHeads / 2],
+                          i32 thread) {
+    if (!turns_back(p)) return;
+    const i32 first = kFirstTurnedColumn + thread / kWarpThreads * 16 + thread % kWarpThreads / 4;
+#pragma unroll
+    for (i32 i = 0; i < kHeads / 2; ++i) {
+        const float other = __shfl_xor_sync(kFullWarp, out[i], 4);
+        const RowAngles angles = angles_of_row(p, item, row0 + head_of(i, thread));
+        out[i] = turned_element(angles, first + 8 * fragment_half(i), out[i], other);
+    }
 }
 
 // Writes columns [first_column, + kSwTiles * 64) of each head. Lane i computes where the i-th head begins.

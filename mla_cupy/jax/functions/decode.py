@@ -24,6 +24,9 @@ def mla_decode(
     cu_seqlens_q: jax.Array | None = None,
     tree_mask: jax.Array | None = None,
     attn_sink: jax.Array | None = None,
+    out_cos: jax.Array | None = None,
+    out_sin: jax.Array | None = None,
+    out_positions: jax.Array | None = None,
     w_uv: jax.Array | None = None,
     gate: jax.Array | None = None,
     d_v: int = 512,
@@ -86,6 +89,12 @@ def mla_decode(
         JAX has with `jax_enable_x64` only.
     attn_sink : array, (h_q,), float32, optional
         Logits of a key without a value, which only lowers `out`, not `lse`. -inf has no effect, +inf makes `out` 0.
+    out_cos, out_sin : array, (max_position, 32), float32, optional
+        Turn the last 64 columns of `out` back, as DeepSeek-V4 does, whose values include the key's RoPE part: a pair
+        (x, y) of neighbouring columns becomes (x * cos + y * sin, y * cos - x * sin). With a d_qk of 512. The last axis
+        is contiguous.
+    out_positions : array, (b, s_q), int32 or int64, optional
+        The queries' rows of these, clamped to them; (total_q,) with `cu_seqlens_q`. Given with these, or not at all.
     w_uv : array, (h_q, d_head, 512), bfloat16 or float16, optional
         The values' half of kv_b_proj, as it lies in the weights: `kv_b_proj.reshape(h_q, -1, 512)[:, d_nope:]`. Results
         are then multiplied by it, out[.., h, d] = sum_c out[.., h, c] * w_uv[h, d, c], where they would be merged. Of
@@ -163,7 +172,23 @@ def mla_decode(
     >>> out.shape, float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
     ((1, 1, 16, 512), 1.0, 28.605)
     """
-    arrays = (q, kv_cache, block_table, seqlens, q_rope, cu_seqlens_q, tree_mask, attn_sink, w_uv, gate, out, lse)
+    arrays = (
+        q,
+        kv_cache,
+        block_table,
+        seqlens,
+        q_rope,
+        cu_seqlens_q,
+        tree_mask,
+        attn_sink,
+        out_cos,
+        out_sin,
+        out_positions,
+        w_uv,
+        gate,
+        out,
+        lse,
+    )
     options = (
         d_v,
         scale,

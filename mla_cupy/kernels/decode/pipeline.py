@@ -7,6 +7,7 @@ from typing import Any
 
 from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import FORMATS
+from mla_cupy.dtypes import TABLE
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import (
@@ -312,11 +313,23 @@ def _with_forms(config: DecodeConfig, call: Call, params: DecodeParams) -> Decod
     """The parameters as the kernel takes them."""
     if config.kernel.params is DecodeParams:
         return params
+    cos, positions = call.views["out_cos"], call.views["out_positions"]
     return DecodeFormParams(
-        form_addresses=FormAddresses(q_rope=call.name("q_rope"), groups="groups" if config.groups else NULL),
+        form_addresses=FormAddresses(
+            q_rope=call.name("q_rope"),
+            groups="groups" if config.groups else NULL,
+            out_cos=call.name("out_cos"),
+            out_sin=call.name("out_sin"),
+            out_positions=call.name("out_positions"),
+        ),
         decode_params=params,
         q_rope_stride_b_s_h_elems=_query_strides(call, "q_rope"),
+        out_cos_stride_elems=call.stride("out_cos"),
+        out_sin_stride_elems=call.stride("out_sin"),
+        out_positions_stride_b_s_bytes=_position_strides(call),
         window=config.problem.forms.window,
+        out_max_position=cos.shape[0] if cos else 0,
+        out_positions_are_64=positions is not None and positions.dtype == "int64",
     )
 
 
@@ -339,6 +352,15 @@ def _query_strides(call: Call, name: str) -> tuple[int, int, int]:
     if not call.name("cu_seqlens_q"):
         return call.strides(name, 3)
     return (0, *call.strides(name, 2))
+
+
+def _position_strides(call: Call) -> tuple[int, int]:
+    """The strides of the positions by which results are turned back, in bytes."""
+    positions = call.views["out_positions"]
+    if positions is None:
+        return 0, 0
+    strides = [TABLE[positions.dtype].nbytes * stride for stride in positions.strides]
+    return (0, strides[0]) if len(strides) == 1 else (strides[0], strides[1])
 
 
 def _cache_strides(record: str, kv_cache: View) -> tuple[int, int, int]:

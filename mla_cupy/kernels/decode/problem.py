@@ -21,6 +21,7 @@ class Forms(NamedTuple):
     attn_sink: bool = False
     q_rope: bool = False
     cu_seqlens_q: bool = False
+    out_cos: bool = False
     window: int = 0
 
     @property
