@@ -9,6 +9,11 @@
 
 namespace mla::attention {
 // ---- Variant ---------------------------------------------------------------------------------------------------
+// Keys of smaller latents, and the width of their values.
+constexpr i32 kNarrowHeadDimV = 256;
+
+MLA_DEVICE constexpr bool is_narrow_head_dim_qk(i32 columns) { return columns == 320 || columns == 288; }
+
 template <class Element_, i32 kHeadDimQk_, class Work_ = ScheduledWork>
 struct GenericPages {
     using Element = Element_;
