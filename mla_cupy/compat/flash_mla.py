@@ -93,8 +93,8 @@ def flash_mla_with_kvcache(
         d_qk is 576 or 512.
     k_cache : array, (num_blocks, page_size, h_kv, d_qk), dtype of q
         With `indices`, h_kv is 1 and the pages follow one another without gaps. An FP8 cache is (num_blocks, page_size,
-        1, 656) for the record "v32", d_qk being 576, or (..., 584) for "v4" (FlashMLA's MODEL1, or V4) or (..., 528) for
-        "v41" (its V41), d_qk being 512; uint8 or float8_e4m3fn, with pages any multiple of 16 bytes apart.
+        1, 656) for the record "v32", d_qk being 576, or (..., 584) for "v4" (FlashMLA's MODEL1, or V4) or (..., 528)
+        for "v41" (its V41), d_qk being 512; uint8 or float8_e4m3fn, with pages any multiple of 16 bytes apart.
     block_table : array, (b, max_pages), int32, or None with `indices`
     cache_seqlens : array, (b,), int32, or None with `indices`
     head_dim_v : int

@@ -106,8 +106,8 @@ def sparse_mla_decode(
     to run. Workspace: the pieces of split queries.
 
     On tensor cores keys are rounded to 16 bits: latents of "v32" to float16, whatever the dtype of q, and all of "v4"
-    to the dtype of q. Latents are exact then if scales are powers of two, in float16 from 2^-15 to 2^7; elements beyond
-    65504 overflow there. The plain kernel computes in float32, and is the only one that reads "v41".
+    and "v41" to the dtype of q. Latents are exact then if scales are powers of two, in float16 from 2^-15 to 2^7; elements beyond
+    65504 overflow there. The plain kernel computes in float32, and is the only one that reads "v41-fp4".
 
     Examples
     --------
@@ -126,19 +126,21 @@ def sparse_mla_decode(
     return out, lse
 
 
-def _check_extra(views: Views, record: str) -> None:
+def _check_extra(views: Views, record: str) -> bool:
+    """Check the second cache; returns whether it has the compact record."""
     check_all_or_none(views, "extra_kv_cache", "extra_indices")
     cache = views["extra_kv_cache"]
     if views["extra_topk_length"] is not None and cache is None:
         raise ArgumentError(explain("extra_topk_length", "an array", "None: there are no extra_indices"))
     if cache is None:
-        return
+        return False
     extra = format_of(cache.dtype, cache.shape[2], "extra_kv_cache")
     allowed = [name for name in (record, COMPACT.get(record)) if name]
     if extra.name not in allowed:
         expected = " or ".join(allowed) + f" beside a kv_cache of {record}"
         raise ShapeError(explain("extra_kv_cache", f"pages of {extra.name}", expected))
     check_layout(extra, cache, "extra_kv_cache")
+    return extra.name != record
 
 
 def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
@@ -147,7 +149,7 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
     b, s_q, h_q, d_qk = q.shape
     record = record_read(cache, d_qk, READ_SPARSE, "kv_cache", "read 16-bit rows with sparse_mla_forward")
     check_layout(record, cache, "kv_cache")
-    _check_extra(views, record.name)
+    compact = _check_extra(views, record.name)
     check_even("q", q)
     topk = indices.shape[2] + (0 if extra is None else extra.shape[2])
     if topk > MAX_TOKENS or b * s_q > MAX_TOKENS:
@@ -159,7 +161,8 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
     )
     ragged = any(views[name] is not None for name in ("topk_length", "extra_topk_length"))
     d_head = check_projection(views, q.dtype)
-    problem = SparseDecodeProblem(b * s_q, h_q, topk, q.dtype, record.name, steps_by_16_bytes(q), ragged, d_head)
+    sizes = (b * s_q, h_q, topk, q.dtype, record.name)
+    problem = SparseDecodeProblem(*sizes, steps_by_16_bytes(q), ragged, d_head, compact)
     return Examined(problem, options, {"d_head": d_head or D_V})
 
 

@@ -129,6 +129,10 @@ MLA_DEVICE uint4 load_piece(const TokenBytes& token, i32 piece, i32 lane) {
     return ld_global_16(piece_address<Record>(token.data, piece, lane), token.data != nullptr);
 }
 
+// Whether RoPE columns have scales, as the latent ones do.
+template <class Record>
+constexpr bool kScaledRope = kSame<Record, v41>;
+
 // Whether the scales of a row lie elsewhere than the row.
 template <class Record>
 constexpr bool kScalesApart = Record::kScale == kScaleE8m0;
@@ -178,6 +182,25 @@ struct LaneScales<v4> {
     MLA_DEVICE float of_lane(i32 number) const { return e8m0_value(codes >> 8 * number & 0xff); }
 };
 
+// Each lane has four of sixteen, those of two pieces: a piece's are of its first two and its last two lanes.
+template <>
+struct LaneScales<v41> {
+    u32 codes;
+
+    MLA_DEVICE static LaneScales load(const TokenBytes& token, i32 lane) {
+        const u32* scales = reinterpret_cast<const u32*>(token.scales);
+        return {token.data == nullptr ? 0u : scales[lane % kPieceLanes]};
+    }
+
+    using OfRow = uint4;
+    MLA_DEVICE static u32 of_pieces(const OfRow& scales, i32 pair) { return (&scales.x)[pair]; }
+    MLA_DEVICE static LaneScales of_row(const OfRow& scales, i32 lane) { return {(&scales.x)[lane % kPieceLanes]}; }
+    // A lane's of a piece, of the four codes of a pair of pieces.
+    MLA_DEVICE static float of_lane(u32 codes, i32 piece, i32 lane) {
+        return e8m0_value(codes >> (16 * (piece % 2) + 8 * (lane % kPieceLanes / 2)) & 0xff);
+    }
+};
+
 template <>
 struct LaneScales<fp8> {
     using OfRow = NoScale;
@@ -213,6 +236,28 @@ struct WholeRowScales {
 
     MLA_DEVICE u32 of_piece(i32 piece, i32) const {
         const float scale = LaneScales<Record>::of_group(row, piece / RowScales<Record, Latent>::kGroupPieces);
+        return cvt_x2(Latent{}, scale, scale);
+    }
+};
+
+template <class Latent>
+struct RowScales<v41, Latent> {
+    u32 codes;
+
+    MLA_DEVICE explicit RowScales(const LaneScales<v41>& scales) : codes(scales.codes) {}
+    MLA_DEVICE u32 of_piece(i32 piece, i32 lane) const {
+        const u32 of_pair = __shfl_sync(kFullWarp, codes, (lane & ~(kPieceLanes - 1)) | piece / 2);
+        const float scale = LaneScales<v41>::of_lane(of_pair, piece, lane);
+        return cvt_x2(Latent{}, scale, scale);
+    }
+};
+template <class Latent>
+struct WholeRowScales<v41, Latent> {
+    uint4 row;
+
+    MLA_DEVICE u32 of_piece(i32 piece, i32 lane) const {
+        const u32 of_pair = LaneScales<v41>::of_pieces(row, piece / 2);
+        const float scale = LaneScales<v41>::of_lane(of_pair, piece, lane);
         return cvt_x2(Latent{}, scale, scale);
     }
 };

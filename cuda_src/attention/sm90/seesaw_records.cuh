@@ -376,7 +376,7 @@ struct Dequantiser {
             for (i32 i = batch; i < min(batch + Pieces::kBatch, kEnd); ++i) {
                 const i32 r = Pieces::row(i), piece = Pieces::piece(i);
                 u8* to = tile + C::sw_tile_of(piece) * kSw128Bytes + r * kRowStep * kSw128RowBytes;
-                if (piece < C::kLatentSwTiles) {
+                if (piece < C::kLatentSwTiles || kScaledRope<TokenRecord>) {
                     store_latent<typename C::Latent>(to, held[i], scales[r].of_piece(piece, lane), row0(), lane);
                 } else {
                     store_rope_piece<TokenRecord, typename C::Rope>(to, held[i], piece - C::kLatentSwTiles, row0(),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.generic import from_records
-from mla_cupy.kernels.attention.kernel import READS_V41, AttentionKernel, narrowest
-from mla_cupy.kernels.attention.records import BLOCK_ROWS, PLAIN_RECORDS, READ_SPARSE, SPARSE_RECORDS, record_variant
+from mla_cupy.kernels.attention.kernel import AttentionKernel, narrowest
+from mla_cupy.kernels.attention.records import BLOCK_ROWS, READ_SPARSE, SPARSE_RECORDS, record_variant
 from mla_cupy.kernels.params import SparseDecodeParams
 from mla_cupy.kernels.sparse_decode.heuristics import SMALL_BLOCK_TILES
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
@@ -15,12 +15,13 @@ from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
 BLOCK_M = 64
+READS_NO_COMPACT = Reason("reads no second cache of v41-fp4")
 
 
 def _not_by_small(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason | None:
     """Reason that the kernel cannot take the problem; None if it can."""
-    if problem.record in PLAIN_RECORDS:
-        return READS_V41
+    if problem.compact:
+        return READS_NO_COMPACT
     return None if device.arch in HOPPER else needs_cc(device, "9.0")
 
 
@@ -47,7 +48,7 @@ SEESAW: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     "sparse_decode/sm90.cu",
     SparseDecodeParams,
     HOPPER,
-    variants(dtype=HALF, record=SPARSE_RECORDS),
+    variants(dtype=HALF, record=READ_SPARSE),
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=_not_by_seesaw,
     preferred=_seesaw_is_faster,
@@ -69,7 +70,7 @@ SMALL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     "sparse_decode/sm90_small.cu",
     SparseDecodeParams,
     HOPPER,
-    variants(dtype=HALF, record=SPARSE_RECORDS, block_rows=BLOCK_ROWS),
+    variants(dtype=HALF, record=READ_SPARSE, block_rows=BLOCK_ROWS),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=_not_by_small,
     block_rows=BLOCK_ROWS[-1],
