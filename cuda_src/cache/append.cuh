@@ -237,12 +237,12 @@ MLA_DEVICE RopePiece load_rope(const Params& p, const Rotation& rotation, i64 to
     return rope;
 }
 
-// Its numbers, rounded to the kind that the tokens have; zeros where there is no piece.
+// Its numbers, rounded to the kind that the tokens have.
 template <class Params>
-MLA_DEVICE void rounded_rope(float (&to)[kPieceElems], const Params& p, const RopePiece& rope, bool present) {
-    if (p.element != kFloat32) return piece_values(to, rope.raw, nullptr, p.element, present);
+MLA_DEVICE void rounded_rope(float (&to)[kPieceElems], const Params& p, const RopePiece& rope) {
+    if (p.element != kFloat32) return piece_values(to, rope.raw, nullptr, p.element, true);
 #pragma unroll
-    for (i32 i = 0; i < kPieceElems; ++i) to[i] = present ? rope.x[i] : 0.f;
+    for (i32 i = 0; i < kPieceElems; ++i) to[i] = rope.x[i];
 }
 
 template <class Params>
@@ -315,20 +315,16 @@ template <class Params, class Rotation>
 MLA_DEVICE void append_any(const Params& p, const Rotation& rotation, const RecordLayout& layout,
                            const RopeRows& turned_rows, i64 i, i32 lane) {
     const i32 rope_piece = lane % kRopePieces;
-    const bool has_rope = lane < 2 * p.rope_chunks, narrow = p.element != kFloat32;
+    // RoPE pieces that share scales as the latent ones do follow these, in the lanes that have no second one.
+    const bool grouped_rope = is_code(p.rope_kind) && p.scale_kind != kScaleOfTensor;
+    const i32 in_rope = lane - (grouped_rope ? 2 * p.latent_chunks - kWarpThreads : 0);
+    const bool has_rope = in_rope >= 0 && in_rope < 2 * p.rope_chunks, narrow = p.element != kFloat32;
     const i64 slot = p.cache == nullptr ? -1 : read_index(p.slots + i * p.slots_stride_bytes, p.slots_are_64);
     const TokenBytes token = token_at(layout, p.cache, slot);
     const RopePiece rope = load_rope(p, rotation, i, rope_piece, has_rope);
     if (has_rope) turned_rows.store(i, rope_piece, rope.raw);
     if (token.data == nullptr) return;
-    const bool grouped_rope = is_code(p.rope_kind) && p.scale_kind != kScaleOfTensor;
-    if (grouped_rope) {
-        float x[kPieceElems];
-        rounded_rope(x, p, rope, has_rope);
-        append_codes(p, token, x, 2 * p.latent_chunks + lane, has_rope);
-    } else if (has_rope) {
-        store_rope(p, token.data + p.rope_offset, rope, rope_piece);
-    }
+    if (has_rope && !grouped_rope) store_rope(p, token.data + p.rope_offset, rope, rope_piece);
     const u8* row = p.latent + i * p.latent_stride_bytes;
 #pragma unroll
     for (i32 half = 0; half < 2; ++half) {
@@ -338,7 +334,9 @@ MLA_DEVICE void append_any(const Params& p, const Rotation& rotation, const Reco
         if (is_code(p.kind)) {
             float x[kPieceElems];
             piece_values(x, raw, row + piece * kPieceElems * element_bytes(p.element), p.element, present);
-            append_codes(p, token, x, piece, present);
+            const bool is_rope = grouped_rope && has_rope && half == 1;
+            if (is_rope) rounded_rope(x, p, rope);
+            append_codes(p, token, x, piece, present || is_rope);
         } else {
             append_wide(p, token.data, raw, row, piece);
         }

@@ -106,8 +106,9 @@ def sparse_mla_decode(
     to run. Workspace: the pieces of split queries.
 
     On tensor cores keys are rounded to 16 bits: latents of "v32" to float16, whatever the dtype of q, and all of "v4"
-    and "v41" to the dtype of q. Latents are exact then if scales are powers of two, in float16 from 2^-15 to 2^7; elements beyond
-    65504 overflow there. The plain kernel computes in float32, and is the only one that reads "v41-fp4".
+    and "v41" to the dtype of q. Latents are exact then if scales are powers of two, in float16 from 2^-15 to 2^7; those
+    of "v41-fp4" always are. Elements beyond 65504 overflow in float16. The plain kernel computes in float32. "v41" has
+    kernels for Hopper and the plain one.
 
     Examples
     --------

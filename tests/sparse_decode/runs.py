@@ -65,6 +65,10 @@ V41_CASES = (
     SparseDecodeCase(record="v41", dtype="float16", topk=0, extra=70, sm_count=5, b=1, extra_record="v41-fp4"),
     SparseDecodeCase(record="v41", topk=130, extra=9, page_size=64, h_q=2, b=1, extra_record="v41-fp4"),
 )
+#: More heads than a block of Hopper's kernel for few has, and tiles of both records.
+V41_WIDE = SparseDecodeCase(
+    record="v41", topk=70, extra=90, page_size=64, h_q=35, b=1, sm_count=1, extra_record="v41-fp4"
+)
 #: Several blocks of heads, several tiles per work item, splits that cut lists.
 MORE_CASES = (
     SparseDecodeCase(dtype="float16", h_q=33, b=1, topk=70),

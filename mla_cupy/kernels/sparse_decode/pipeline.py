@@ -65,7 +65,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         block_rows, variant = chosen.block_rows, chosen.variant(problem)
         if chosen is records.SMALL:
             block_rows = records.small_block_rows(problem, device)
-            variant = rows_variant(problem, block_rows)
+            variant = records.with_compact(rows_variant(problem, block_rows), problem)
         resident = chosen.blocks_per_sm * device.sm_count
         most = min(MAX_SPLITS, max(1, resident // -(-problem.h_q // block_rows)))
         if problem.ragged:

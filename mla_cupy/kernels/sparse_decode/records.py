@@ -6,22 +6,24 @@ from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.generic import from_records
 from mla_cupy.kernels.attention.kernel import AttentionKernel, narrowest
-from mla_cupy.kernels.attention.records import BLOCK_ROWS, READ_SPARSE, SPARSE_RECORDS, record_variant
+from mla_cupy.kernels.attention.records import BLOCK_ROWS, COMPACT, READ_SPARSE, SPARSE_RECORDS, record_variant
 from mla_cupy.kernels.params import SparseDecodeParams
 from mla_cupy.kernels.sparse_decode.heuristics import SMALL_BLOCK_TILES
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
-from mla_cupy.kernels.spec import HOPPER, Reason, needs_alignment, needs_cc, variants
+from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
 BLOCK_M = 64
-READS_NO_COMPACT = Reason("reads no second cache of v41-fp4")
+
+
+def with_compact(variant: Variant, problem: SparseDecodeProblem) -> Variant:
+    """The build for a second cache of the compact record, if there is one."""
+    return variant.extended(compact=1) if problem.compact else variant
 
 
 def _not_by_small(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason | None:
     """Reason that the kernel cannot take the problem; None if it can."""
-    if problem.compact:
-        return READS_NO_COMPACT
     return None if device.arch in HOPPER else needs_cc(device, "9.0")
 
 
@@ -30,6 +32,8 @@ def _not_by_seesaw(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason |
     reason = _not_by_small(problem, device)
     if reason is not None:
         return reason
+    if problem.compact:
+        return Reason("reads no second cache of v41-fp4")
     if problem.h_q <= BLOCK_ROWS[-1]:
         return Reason(f"is for more than {BLOCK_ROWS[-1]} heads")
     return None if problem.aligned else needs_alignment("q")
@@ -70,7 +74,10 @@ SMALL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     "sparse_decode/sm90_small.cu",
     SparseDecodeParams,
     HOPPER,
-    variants(dtype=HALF, record=READ_SPARSE, block_rows=BLOCK_ROWS),
+    (
+        *variants(dtype=HALF, record=READ_SPARSE, block_rows=BLOCK_ROWS),
+        *variants(dtype=HALF, record=tuple(COMPACT), block_rows=BLOCK_ROWS, compact=(1,)),
+    ),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=_not_by_small,
     block_rows=BLOCK_ROWS[-1],
