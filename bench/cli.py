@@ -11,6 +11,7 @@ from typing import Any
 
 from mla_cupy.terminal import progress
 
+from .claims import command as claims
 from .context_parallel import command as context_parallel
 from .core.device import DTYPES
 from .core.errors import BenchError
@@ -74,7 +75,8 @@ def _add_run(commands: Any) -> None:
         )
         _add_run_arguments(one, operation)
         one.set_defaults(handler=run_operation, operation=operation)
-    _add_module(operations, context_parallel.NAME, context_parallel.TITLE, context_parallel, EXIT_STATUS)
+    for module in (context_parallel, claims):
+        _add_module(operations, module.NAME, module.TITLE, module, EXIT_STATUS)
 
 
 def _add_module(commands: Any, name: str, text: str, module: Any, status: str = "") -> None:

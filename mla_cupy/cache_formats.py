@@ -12,10 +12,14 @@ from typing import Literal
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.shapes import D_QK, D_ROPE, D_V
 
-Kind = Literal["float8_e4m3fn", "bfloat16", "float16", "float32", "float8_e8m0fnu", "padding"]
+Kind = Literal["float8_e4m3fn", "float4_e2m1fn", "bfloat16", "float16", "float32", "float8_e8m0fnu", "padding"]
 Scales = Literal["power_of_2", "plain", "tensor", "none"]
 
-_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}  # of an element; all others have one
+_BITS: dict[str, int] = {"bfloat16": 16, "float16": 16, "float32": 32, "float4_e2m1fn": 4}  # all others have 8
+
+
+def _bits(kind: str) -> int:
+    return _BITS.get(kind, 8)
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Field:
     name : str
         "latent", "rope", "scales", "key" or "padding".
     kind : str
-        Element type.
+        Element type. Of float4_e2m1fn a byte has two, the first one in its lower half.
     count : int
         Number of elements.
     offset : int
@@ -43,9 +47,14 @@ class Field:
     plane: int = 0
 
     @property
+    def is_code(self) -> bool:
+        """Whether elements are to be multiplied by a scale."""
+        return self.kind in ("float8_e4m3fn", "float4_e2m1fn")
+
+    @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return self.count * _BYTES.get(self.kind, 1)
+        return self.count * _bits(self.kind) // 8
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ class CacheFormat:
     @property
     def width(self) -> int:
         """Size of the last axis of an array of `dtype`."""
-        return self.token_bytes // _BYTES.get(self.dtype, 1)
+        return self.token_bytes * 8 // _bits(self.dtype)
 
     @property
     def d_latent(self) -> int:
@@ -108,6 +117,11 @@ class CacheFormat:
     def d_rope(self) -> int:
         """Elements of the RoPE part."""
         return sum(field.count for field in self.fields if field.name == "rope")
+
+    @property
+    def grouped(self) -> tuple[str, ...]:
+        """Names of the fields whose elements share scales in groups."""
+        return tuple(f.name for f in self.fields if f.name in ("latent", "rope", "key") and self.group and f.is_code)
 
     def field(self, name: str) -> Field:
         """The field of a name."""
@@ -124,7 +138,7 @@ class CacheFormat:
 
 
 def _rows(kind: Kind, latent: int, rope: int, name: str, about: str) -> CacheFormat:
-    size = _BYTES[kind]
+    size = _bits(kind) // 8
     fields = (Field("latent", kind, latent, 0), Field("rope", kind, rope, latent * size))
     return CacheFormat(
         name, about, ((latent + rope) * size,), fields[: 2 if rope else 1], d_qk=latent + rope, page_multiple=1
@@ -158,6 +172,33 @@ V4 = CacheFormat(
     d_qk=512,
     page_multiple=576,
 )
+V41 = CacheFormat(
+    "v41",
+    "DeepSeek-V4.1, its window: FlashMLA's V41, vLLM, SGLang",
+    (512, 16),
+    (
+        Field("latent", "float8_e4m3fn", 448, 0),
+        Field("rope", "float8_e4m3fn", D_ROPE, 448),
+        Field("scales", "float8_e8m0fnu", 16, 0, plane=1),
+    ),
+    scales=("power_of_2",),
+    group=32,
+    d_qk=512,
+    page_multiple=512,
+)
+V41_FP4 = CacheFormat(
+    "v41-fp4",
+    "DeepSeek-V4.1, its compressed tokens: FlashMLA's V41_FP4, SGLang",
+    (256, 32),
+    (
+        Field("latent", "float4_e2m1fn", 448, 0),
+        Field("rope", "float4_e2m1fn", D_ROPE, 224),
+        Field("scales", "float8_e4m3fn", 32, 0, plane=1),
+    ),
+    scales=("plain",),
+    group=16,
+    d_qk=512,
+)
 FP8 = CacheFormat(
     "fp8",
     "one scale per tensor: vLLM's dense MLA backends with kv_cache_dtype=fp8",
@@ -182,7 +223,7 @@ INDEXER = CacheFormat(
 
 #: Every record by its name.
 FORMATS: dict[str, CacheFormat] = {
-    record.name: record for record in (V32, V4, FP8, BF16, FP16, BF16_NOPE, FP16_NOPE, INDEXER)
+    record.name: record for record in (V32, V4, V41, V41_FP4, FP8, BF16, FP16, BF16_NOPE, FP16_NOPE, INDEXER)
 }
 #: Those that hold a latent and, mostly, a RoPE part: what `cache_append` writes and `cache_gather` reads.
 LATENT_FORMATS: tuple[CacheFormat, ...] = tuple(record for record in FORMATS.values() if record is not INDEXER)
@@ -201,6 +242,9 @@ def words_before_changes(max_rows: int) -> int:
 #: The quantisers' constants: largest e4m3 value, and FlashMLA's least ratio to it, whose power of two is 2^-13.
 MAX_E4M3 = 448.0
 MIN_RATIO = 1e-4
+#: Largest e2m1 value, and the least scale of such a group: the smallest e4m3 number above 0.
+MAX_E2M1 = 6.0
+MIN_E4M3 = 2.0**-9
 
 
 def format_of(dtype: str, width: int, argument: str = "cache", name: object = None) -> CacheFormat:

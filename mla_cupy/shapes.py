@@ -11,6 +11,8 @@ D_ROPE = 64
 """Width of the RoPE part of a key."""
 D_QK = D_V + D_ROPE
 """Width of a key with its RoPE part."""
+VALUE_WIDTHS = {D_QK: D_V, D_V: D_V, 320: 256, 288: 256}
+"""Widths of keys of dense decode, and of their values: DeepSeek's, then those of smaller latents."""
 D_HEADS = 128, 64, 192, 256
 """Widths of a head without RoPE, of keys and of values, before W_UK is absorbed and after W_UV."""
 D_UNABSORBED = 192

@@ -11,6 +11,11 @@
 // Source: the log-sum-exp merge of flash-decoding. What differs from FlashMLA's: no walk over all splits by one warp.
 #include "attention/combine.cuh"
 
+// Most results are as wide as DeepSeek's values.
+#ifndef MLA_HEAD_DIM_V
+#define MLA_HEAD_DIM_V 512
+#endif
+
 namespace mla::attention {
 MLA_DECODE_FACTS();
 MLA_FACT(threads, kCombineThreads);
@@ -20,6 +25,6 @@ MLA_FACT(max_splits, kMaxSplits);
 extern "C" __global__ void __launch_bounds__(kCombineThreads, 4)
     mla_attention_combine(const __grid_constant__ DecodeParams p) {
     __shared__ CombineStorage s;
-    run_combine<MLA_DTYPE, ScheduledWork>(p, s);
+    run_combine<MLA_DTYPE, ScheduledWork, MLA_HEAD_DIM_V>(p, s);
 }
 }  // namespace mla::attention

@@ -97,7 +97,7 @@ MLA_DEVICE void prepare_units(const DecodeParams& p, CombineStorage& s, i32 firs
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-template <class Element, class Work>
+template <class Element, class Work, i32 kColumns = kHeadDimV>
 MLA_DEVICE void run_combine(const DecodeParams& p, CombineStorage& s) {
     // What follows may start before this kernel has waited, but waits itself for the end of this kernel, and so of the
     // attention kernel, before it reads or writes anything in memory: every kernel of the package that is launched as a
@@ -115,7 +115,7 @@ MLA_DEVICE void run_combine(const DecodeParams& p, CombineStorage& s) {
         if (!waited) griddepcontrol_wait();
         waited = true;
         if (first >= units) break;
-        if (first + team < units) merge_unit<Element>(p, s.teams[team]);
+        if (first + team < units) merge_unit<Element, kColumns>(p, s.teams[team]);
     }
 }
 }  // namespace mla::attention

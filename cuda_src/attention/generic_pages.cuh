@@ -9,12 +9,19 @@
 
 namespace mla::attention {
 // ---- Variant ---------------------------------------------------------------------------------------------------
+// Keys of smaller latents, and the width of their values.
+constexpr i32 kNarrowHeadDimV = 256;
+
+MLA_DEVICE constexpr bool is_narrow_head_dim_qk(i32 columns) { return columns == 320 || columns == 288; }
+
 template <class Element_, i32 kHeadDimQk_, class Work_ = ScheduledWork>
 struct GenericPages {
     using Element = Element_;
     using Work = Work_;
     static constexpr i32 kHeadDimQk = kHeadDimQk_;
-    static_assert(is_head_dim_qk(kHeadDimQk), "with or without RoPE columns");
+    static constexpr bool kNarrow = is_narrow_head_dim_qk(kHeadDimQk);
+    static_assert(is_head_dim_qk(kHeadDimQk) || kNarrow, "with or without RoPE columns");
+    static constexpr i32 kColumnThreads = (kNarrow ? kNarrowHeadDimV : kHeadDimV) / 2;  // that have two of the output
     // An odd number of words per row: lanes that read the same column of 32 tokens hit 32 banks.
     static constexpr i32 kKeyElems = kHeadDimQk + 2;
 };
@@ -24,7 +31,7 @@ constexpr i32 kThreads = 256;
 constexpr i32 kWarps = kThreads / kWarpThreads;
 constexpr i32 kBlockM = kWarps;                 // rows: one per warp
 constexpr i32 kTokens = kWarpThreads;           // of one step: one per lane
-constexpr i32 kColumns = kHeadDimV / kThreads;  // of the output, per thread: 2
+constexpr i32 kColumns = kHeadDimV / kThreads;  // of the output, per thread: 2; narrower values are of some threads
 static_assert(kTileTokens % kTokens == 0, "a tile is a whole number of steps");
 static_assert(kColumns == 2, "a thread reads its columns as one word");
 
@@ -98,6 +105,7 @@ MLA_DEVICE void add_values(const GenericPagesStorage<C>& s, float2 (&out)[kBlock
         out[row].x *= s.scale[row];
         out[row].y *= s.scale[row];
     }
+    if (thread >= C::kColumnThreads) return;
     for (i32 token = 0; token < kTokens; ++token) {
         const float2 v = unpack<typename C::Element>(reinterpret_cast<const u32*>(s.k[token])[thread]);
 #pragma unroll
@@ -146,7 +154,7 @@ MLA_DEVICE void run_item(const GenericPagesBlock<C>& block, const WorkItem& item
         __syncthreads();
         add_values(block.s, out, threadIdx.x);
     }
-    store_result<typename C::Element, typename C::Work>(block, item, row, out, warp, lane);
+    store_result<typename C::Element, typename C::Work, C::kColumnThreads>(block, item, row, out, warp, lane);
     __syncthreads();  // the next work item may overwrite the storage
 }
 

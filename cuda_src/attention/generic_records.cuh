@@ -64,12 +64,14 @@ MLA_DEVICE void fetch_query(const GenericBlock<C>& block, i32 request, i32 warp,
 template <class C>
 MLA_DEVICE void fetch_keys(const GenericBlock<C>& block, const WorkItem& item, i32 first, i32 end, i32 warp, i32 lane) {
     using TokenRecord = typename C::TokenRecord;
-    const RecordLayout layout = token_layout<TokenRecord>();
+    const RecordLayout usual = token_layout<TokenRecord>(), compact = token_layout<typename TokenRecord::Compact>();
     for (i32 i = warp; i < kGenericTokens && first + i < end; i += kGenericWarps) {
         const auto place = C::Tokens::place(block.p, item, first + i);
         const TokenBytes token = C::Tokens::template bytes<TokenRecord>(block.p, item, first + i, place);
         if (lane == 0) block.s.present[i] = token.data != nullptr;
         if (token.data == nullptr) continue;
+        const RecordLayout& layout =
+            C::Tokens::template is_compact<TokenRecord>(block.p, item, first + i) ? compact : usual;
         for (i32 chunk = lane; chunk < C::kChunks; chunk += kWarpThreads) {
             float x[kRecordChunk];
             load_token_chunk(layout, token, chunk, x);

@@ -1,6 +1,7 @@
 // What the attention kernels on CUDA cores share: a warp's online softmax of a row, and its result.
 #pragma once
 #include "attention/decode_output.cuh"
+#include "attention/output_rope.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::attention {
@@ -24,6 +25,12 @@ struct Row {
 // Two columns of a row's result.
 template <class Element, class Work>
 MLA_DEVICE void store_columns(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row, i32 column, float2 x) {
+    if constexpr (Work::kForms) {
+        if (turns_back(p) && column >= kFirstTurnedColumn) {
+            const RowAngles angles = angles_of_row(p, Work::of(item), row);
+            x = make_float2(turned_element(angles, column, x.x, x.y), turned_element(angles, column + 1, x.y, x.x));
+        }
+    }
     if (item.partial_index != kNotSplit) {
         float* to = p.partial_out + workspace_row(p, item.partial_index, kv_head, row) * kHeadDimV + column;
         *reinterpret_cast<float2*>(to) = x;
@@ -38,8 +45,8 @@ MLA_DEVICE void store_columns(const DecodeParams& p, const WorkItem& item, i32 k
     }
 }
 
-// By all threads: warp `warp` has the softmax of its row, and each thread two columns of all rows.
-template <class Element, class Work = ScheduledWork, class Block, i32 kBlockM>
+// By all threads: warp `warp` has the softmax of its row, and each of the first threads two columns of all rows.
+template <class Element, class Work = ScheduledWork, i32 kColumnThreads = kHeadDimV / 2, class Block, i32 kBlockM>
 MLA_DEVICE void store_result(const Block& block, const WorkItem& item, const Row& row_state,
                              const float2 (&out)[kBlockM], i32 warp, i32 lane) {
     const i32 my_row = block.row0 + warp;
@@ -54,6 +61,7 @@ MLA_DEVICE void store_result(const Block& block, const WorkItem& item, const Row
         block.s.factor[warp] = output_factor(block.p, item, block.kv_head, my_row, max, sum);
     }
     __syncthreads();
+    if (threadIdx.x >= kColumnThreads) return;
     for (i32 row = 0; row < min(kBlockM, rows - block.row0); ++row) {
         const float factor = block.s.factor[row];
         float2 x = out[0];

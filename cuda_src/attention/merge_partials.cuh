@@ -221,8 +221,8 @@ MLA_DEVICE void merge_groups(Team& team, const UnitShape& shape, i32 thread, flo
     }
 }
 
-// Merges the unit that the team has prepared.
-template <class Element>
+// Merges the unit that the team has prepared: the first kColumns of its rows.
+template <class Element, i32 kColumns = kHeadDimV>
 MLA_DEVICE void merge_unit(const DecodeParams& p, Team& team) {
     const i32 thread = threadIdx.x % kTeamThreads, lane = thread % kWarpThreads;
     const UnitShape shape = team.shape;
@@ -239,7 +239,8 @@ MLA_DEVICE void merge_unit(const DecodeParams& p, Team& team) {
 #pragma unroll
     for (i32 i = 0; i < kSlots; ++i) {
         const i32 at = slots[i];
-        loaded[i] = ld_global_16_once(from + (i64)at * kRowVectors, at != kAbsent, kEvictFirst);
+        const bool present = at != kAbsent && (kColumns == kHeadDimV || 4 * vector < kColumns);
+        loaded[i] = ld_global_16_once(from + (i64)at * kRowVectors, present, kEvictFirst);
     }
 
     SlotValues max = lse.over_row(shape, [](float x, float y) { return fmaxf(x, y); });
@@ -275,6 +276,7 @@ MLA_DEVICE void merge_unit(const DecodeParams& p, Team& team) {
         if (row << (2 - shape.row_shift) != i) continue;
         const float factor = __shfl_sync(kFullWarp, my_factor, row);
         if (thread >= shape.threads() || row >= team.num_rows) continue;
+        if (kColumns < kHeadDimV && 4 * vector >= kColumns) continue;
         const float4& x = totals[i];
         store_vector<Element>(p, team.out_offsets[row] + 4 * vector,
                               make_float4(factor * x.x, factor * x.y, factor * x.z, factor * x.w));

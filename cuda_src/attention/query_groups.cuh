@@ -1,5 +1,6 @@
 // Forms of dense decode that most calls do without, for kernels of their own (`*_forms.cu`): queries whose number
-// varies from request to request, a window of tokens, and queries whose RoPE columns are an array of their own.
+// varies from request to request, a window of tokens, queries whose RoPE columns are an array of their own, and results
+// that are turned back by RoPE.
 //
 // The queries of all requests come in groups, each of which is to the schedule what a request is otherwise: a group has
 // as many queries of one request as fill a thread block, or fewer, and the tokens that its window leaves.
@@ -21,12 +22,18 @@ struct QueryGroup {
 struct FormAddresses {
     const u16* q_rope;         // the last 64 columns of the queries, or null: q has them
     const QueryGroup* groups;  // (b,), or null: each request is a group, and sees all tokens
+    const float* out_cos;      // (out_max_position, 32), or null: results are not turned, see attention/output_rope.cuh
+    const float* out_sin;      // the same
+    const u8* out_positions;   // of the queries, i32 or i64
 };
 
 // `b` are the groups that there may be, `s_q` the queries of a full one.
 struct DecodeFormParams : FormAddresses, DecodeParams {
     i64 q_rope_stride_b_elems, q_rope_stride_s_elems, q_rope_stride_h_elems;
+    i64 out_cos_stride_elems, out_sin_stride_elems;
+    i64 out_positions_stride_b_bytes, out_positions_stride_s_bytes;
     i32 window;  // a query sees so many tokens, its own the last one; 0: all
+    i32 out_max_position, out_positions_are_64;
     i32 padding;
 };
 

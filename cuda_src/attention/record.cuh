@@ -1,14 +1,16 @@
-// The record of a token in a paged cache, as the host describes it (mla_cupy/records.py), and reading its numbers.
+// The record of a token in a paged cache, as the host describes it (mla_cupy/cache_formats.py), and reading its
+// numbers.
 //
 // A token is chunks of 16 elements: `latent_chunks`, then `rope_chunks`. The kinds say how they are stored. Chunks of
-// e4m3 share a scale in groups of `group_chunks`, or all have the scale that the caller gives.
+// e4m3 or e2m1 share a scale in groups of `group_chunks`, or all have the scale that the caller gives.
 #pragma once
+#include "ptx/fp4.cuh"
 #include "ptx/fp8.cuh"
 #include "tile/elements.cuh"
 
 namespace mla::attention {
-enum ElementKind : i32 { kBfloat16, kFloat16, kFloat32, kE4m3 };
-enum ScaleKind : i32 { kNoScale, kScaleOfTensor, kScaleFloat32, kScaleE8m0 };
+enum ElementKind : i32 { kBfloat16, kFloat16, kFloat32, kE4m3, kE2m1 };
+enum ScaleKind : i32 { kNoScale, kScaleOfTensor, kScaleFloat32, kScaleE8m0, kScaleE4m3 };
 
 constexpr i64 kMaxU32 = 0xffffffff;
 constexpr i32 kRecordChunk = 16;  // elements
@@ -24,6 +26,9 @@ struct RecordLayout {
     i32 rope_offset, scales_offset, scales_stride;
     float kv_scale;
 };
+
+MLA_DEVICE bool is_code(i32 kind) { return kind == kE4m3 || kind == kE2m1; }
+MLA_DEVICE i32 chunk_bytes_of(i32 kind) { return kRecordChunk * (kind == kE2m1 ? 1 : kind == kE4m3 ? 2 : 4) / 2; }
 
 // Where a token lies: its bytes, and those of its scales.
 struct TokenBytes {
@@ -51,12 +56,13 @@ MLA_DEVICE float e8m0_value(u32 code) {
                         : __uint_as_float(code << 23);
 }
 
-// The scale of a chunk of the latent part.
+// The scale of a chunk of codes.
 MLA_DEVICE float chunk_scale(const RecordLayout& layout, const TokenBytes& token, i32 chunk) {
     if (layout.scale_kind == kScaleFloat32) {
         return reinterpret_cast<const float*>(token.scales)[chunk / layout.group_chunks];
     }
     if (layout.scale_kind == kScaleE8m0) return e8m0_value(token.scales[chunk / layout.group_chunks]);
+    if (layout.scale_kind == kScaleE4m3) return cvt_f32_x2_e4m3(token.scales[chunk / layout.group_chunks]).x;
     return layout.kv_scale;
 }
 
@@ -71,8 +77,15 @@ MLA_DEVICE float scale_value(const RecordLayout& layout, u32 stored) {
 
 // Sixteen stored elements as floats.
 MLA_DEVICE void load_record_chunk(float (&to)[kRecordChunk], const u8* from, i32 kind) {
-    if (kind == kE4m3) {
-        const uint4 chunk = *reinterpret_cast<const uint4*>(from);
+    if (is_code(kind)) {
+        uint4 chunk;
+        if (kind == kE2m1) {
+            const uint2 codes = *reinterpret_cast<const uint2*>(from);
+            const uint2 low = e4m3_x8_of_e2m1(codes.x), high = e4m3_x8_of_e2m1(codes.y);
+            chunk = make_uint4(low.x, low.y, high.x, high.y);
+        } else {
+            chunk = *reinterpret_cast<const uint4*>(from);
+        }
         const u32 words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
         for (i32 i = 0; i < kRecordChunk / 2; ++i) {
@@ -102,9 +115,8 @@ MLA_DEVICE void load_token_chunk(const RecordLayout& layout, const TokenBytes& t
                                  float (&to)[kRecordChunk]) {
     const bool latent = chunk < layout.latent_chunks;
     const i32 kind = latent ? layout.kind : layout.rope_kind, in_part = latent ? chunk : chunk - layout.latent_chunks;
-    const i32 chunk_bytes = kRecordChunk * (kind == kE4m3 ? 1 : 2);
-    load_record_chunk(to, token.data + (latent ? 0 : layout.rope_offset) + in_part * chunk_bytes, kind);
-    if (kind != kE4m3) return;
+    load_record_chunk(to, token.data + (latent ? 0 : layout.rope_offset) + in_part * chunk_bytes_of(kind), kind);
+    if (!is_code(kind)) return;
     const float scale = chunk_scale(layout, token, chunk);
 #pragma unroll
     for (i32 i = 0; i < kRecordChunk; ++i) to[i] *= scale;

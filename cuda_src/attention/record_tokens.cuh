@@ -16,7 +16,7 @@ namespace mla::attention {
 // kv_stride_token_elems), and its lists (block_table, table_stride_b_elems, table_stride_page_elems; max_pages entries,
 // of which seqlens count).
 struct ExtraAddresses {
-    const u8* extra_cache;         // of the same record; or null
+    const u8* extra_cache;         // of the same record, or of its compact one; or null
     const i32* extra_indices;      // or null
     const i32* extra_topk_length;  // or null: every entry counts
 };
@@ -94,7 +94,18 @@ struct SelectedTokens {
         const u8* cache = extra ? all.extra_cache : reinterpret_cast<const u8*>(p.kv);
         u8* from = const_cast<u8*>(cache) + page * (extra ? all.extra_page_stride_bytes : p.kv_stride_page_elems);
         u8* data = from + in_page * (extra ? all.extra_token_stride_bytes : p.kv_stride_token_elems);
+        if (is_compact<Record>(p, item, token)) return {data, Record::Compact::scales(from, data, page_size, in_page)};
         return {data, Record::scales(from, data, page_size, in_page)};
+    }
+
+    // Whether a token has the compact record: its cache's tokens are as far apart as in that record's first plane.
+    template <class Record, class Item>
+    MLA_DEVICE static bool is_compact(const DecodeParams& p, const Item& item, i32 token) {
+        if constexpr (kHasCompact<Record>) {
+            const i64 apart = SelectedWork::params(p).extra_token_stride_bytes;
+            return token >= item.first_tokens && apart == Record::Compact::kPlaneBytes;
+        }
+        return false;
     }
 
     MLA_DEVICE static const u16* query_row(const DecodeParams& p, i32 request, i32, i32 row) {
@@ -125,6 +136,11 @@ struct ListedRows {
         u8* from = const_cast<u8*>(reinterpret_cast<const u8*>(p.kv)) + page * p.kv_stride_page_elems;
         u8* data = from + token * p.kv_stride_token_elems;
         return {data, Record::scales(from, data, p.page_size, token)};
+    }
+
+    template <class Record, class Item>
+    MLA_DEVICE static bool is_compact(const DecodeParams&, const Item&, i32) {
+        return false;
     }
 
     MLA_DEVICE static const u16* query_row(const DecodeParams& p, i32 request, i32, i32 row) {
@@ -159,6 +175,11 @@ struct PagedTokens {
         u8* page = const_cast<u8*>(reinterpret_cast<const u8*>(p.kv)) + place.page * p.kv_stride_page_elems;
         u8* data = page + place.token * p.kv_stride_token_elems;
         return {data, Record::scales(page, data, p.page_size, place.token)};
+    }
+
+    template <class Record, class Item>
+    MLA_DEVICE static bool is_compact(const DecodeParams&, const Item&, i32) {
+        return false;
     }
 
     MLA_DEVICE static const u16* query_row(const DecodeParams& p, i32 request, i32 kv_head, i32 row) {

@@ -1,4 +1,4 @@
-// The FP8 records that attention reads, as compile-time constants (mla_cupy/records.py).
+// The FP8 records that attention reads, as compile-time constants (mla_cupy/cache_formats.py).
 #pragma once
 #include "attention/record.cuh"
 #include "common/facts.cuh"
@@ -6,18 +6,44 @@
 namespace mla::attention {
 // The members of a layout that say how to read a token whose bytes are found.
 struct v32 {
+    using Compact = v32;
     static constexpr i32 kLatentChunks = 32, kGroupChunks = 8, kRopeOffset = 528;
     static constexpr ScaleKind kScale = kScaleFloat32;
-    static constexpr ElementKind kRopeKind = kBfloat16;
+    static constexpr ElementKind kKind = kE4m3, kRopeKind = kBfloat16;
 
     // Where the scales of a token in a page are.
     MLA_DEVICE static u8* scales(u8*, u8* data, i32, i32) { return data + kLatentChunks * kRecordChunk; }
 };
 struct v4 {
+    using Compact = v4;
     static constexpr i32 kLatentChunks = 28, kGroupChunks = 4, kRopeOffset = 448;
     static constexpr ScaleKind kScale = kScaleE8m0;
-    static constexpr ElementKind kRopeKind = kBfloat16;
+    static constexpr ElementKind kKind = kE4m3, kRopeKind = kBfloat16;
     static constexpr i32 kPlaneBytes = 576, kScalesBytes = 8;  // of a token in each plane of a page
+
+    MLA_DEVICE static u8* scales(u8* page, u8*, i32 page_size, i32 token) {
+        return page + (i64)page_size * kPlaneBytes + token * kScalesBytes;
+    }
+};
+
+// All columns are codes, and share scales that lie in another plane. Of sparse decode's two caches the second one may
+// have the compact record, whose tokens are so many bytes apart.
+struct v41_fp4 {
+    static constexpr i32 kLatentChunks = 28, kGroupChunks = 1, kRopeOffset = 224;
+    static constexpr ScaleKind kScale = kScaleE4m3;
+    static constexpr ElementKind kKind = kE2m1, kRopeKind = kE2m1;
+    static constexpr i32 kPlaneBytes = 256, kScalesBytes = 32;
+
+    MLA_DEVICE static u8* scales(u8* page, u8*, i32 page_size, i32 token) {
+        return page + (i64)page_size * kPlaneBytes + token * kScalesBytes;
+    }
+};
+struct v41 {
+    using Compact = v41_fp4;
+    static constexpr i32 kLatentChunks = 28, kGroupChunks = 2, kRopeOffset = 448;
+    static constexpr ScaleKind kScale = kScaleE8m0;
+    static constexpr ElementKind kKind = kE4m3, kRopeKind = kE4m3;
+    static constexpr i32 kPlaneBytes = 512, kScalesBytes = 16;
 
     MLA_DEVICE static u8* scales(u8* page, u8*, i32 page_size, i32 token) {
         return page + (i64)page_size * kPlaneBytes + token * kScalesBytes;
@@ -26,15 +52,23 @@ struct v4 {
 
 // One scale for the whole cache: scores and results are multiplied by it, not keys.
 struct fp8 {
+    using Compact = fp8;
     static constexpr i32 kLatentChunks = 32, kGroupChunks = 0, kRopeOffset = 512;
     static constexpr ScaleKind kScale = kScaleOfTensor;
-    static constexpr ElementKind kRopeKind = kE4m3;
+    static constexpr ElementKind kKind = kE4m3, kRopeKind = kE4m3;
 
     MLA_DEVICE static u8* scales(u8*, u8* data, i32, i32) { return data; }
 };
 
 template <class Record>
 constexpr bool kHasValueScale = Record::kScale == kScaleOfTensor;
+
+template <class Record, class Other>
+constexpr bool kSame = false;
+template <class Record>
+constexpr bool kSame<Record, Record> = true;
+template <class Record>
+constexpr bool kHasCompact = !kSame<Record, typename Record::Compact>;
 
 template <class Record>
 constexpr i32 kKeyColumns = (Record::kLatentChunks + kRopeChunks) * kRecordChunk;
@@ -43,7 +77,7 @@ constexpr i32 kKeyColumns = (Record::kLatentChunks + kRopeChunks) * kRecordChunk
 template <class Record>
 MLA_DEVICE RecordLayout token_layout() {
     RecordLayout layout{};
-    layout.kind = kE4m3, layout.rope_kind = Record::kRopeKind;
+    layout.kind = Record::kKind, layout.rope_kind = Record::kRopeKind;
     layout.latent_chunks = Record::kLatentChunks, layout.rope_chunks = kRopeChunks;
     layout.group_chunks = Record::kGroupChunks, layout.scale_kind = Record::kScale;
     layout.rope_offset = Record::kRopeOffset, layout.kv_scale = 1.f;

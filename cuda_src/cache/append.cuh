@@ -1,6 +1,6 @@
 // Tokens to a paged cache: quantises the latent part, turns the RoPE part if asked to, scatters by slot.
 //
-//   s = scale of the group's largest magnitude,   code = e4m3(x / s)
+//   s = scale of the group's largest magnitude,   code = e4m3(x / s), or e2m1(x / s)
 //
 // A warp has two tokens. What a kernel takes is the time to issue its instructions, unless they are few: so the usual
 // calls, aligned rows of 16-bit elements whose scales are powers of 2 or the caller's, or which are kept as they are,
@@ -19,6 +19,7 @@
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/element.cuh"
+#include "ptx/fp4.cuh"
 #include "ptx/fp8.cuh"
 #include "ptx/load.cuh"
 #include "tile/elements.cuh"
@@ -34,6 +35,7 @@ constexpr i32 kTokens = 2;  // of a warp
 constexpr i32 kPieceElems = kChunkElems;
 constexpr i32 kPieceBytes = 16;  // of 16-bit elements
 constexpr float kMinRatio = 1e-4f;
+constexpr float kMaxE2m1 = 6.f, kMinE4m3 = 0.001953125f;
 constexpr float kMinNormal = 1.17549435e-38f;
 constexpr u32 kExponentMask = 0x7f800000u;
 
@@ -69,6 +71,13 @@ MLA_DEVICE Scale plain_scale(float value) {
     return Scale{value, __frcp_rn(value * lift), lift};
 }
 
+// Rounded to e4m3; NaN unless the ratio is finite.
+MLA_DEVICE Scale e4m3_scale(float ratio) {
+    const bool finite = (__float_as_uint(ratio) & kExponentMask) != kExponentMask;
+    const u32 code = finite ? cvt_e4m3_x2(fmaxf(ratio, kMinE4m3), 0.f) : kE4m3Nan;
+    return plain_scale(cvt_f32_x2_e4m3(code).x);
+}
+
 // x / scale: the nearest float, unless it is so small that its code is 0, or infinite. The correction makes NaN of what
 // is infinite or divided by infinity; there the first product is right.
 MLA_DEVICE float quotient(float x, const Scale& scale) {
@@ -90,6 +99,13 @@ MLA_DEVICE float group_amax(const float (&x)[kPieceElems], i32 group_pieces) {
 MLA_DEVICE uint2 codes_of(const float (&x)[kPieceElems]) {
     return make_uint2(cvt_e4m3_x2(x[0], x[1]) | cvt_e4m3_x2(x[2], x[3]) << 16,
                       cvt_e4m3_x2(x[4], x[5]) | cvt_e4m3_x2(x[6], x[7]) << 16);
+}
+
+MLA_DEVICE u32 narrow_codes_of(const float (&x)[kPieceElems]) {
+    u32 codes = 0;
+#pragma unroll
+    for (i32 i = 0; i < kPieceElems; ++i) codes |= e2m1_bits(x[i]) << 4 * i;
+    return codes;
 }
 
 MLA_DEVICE i32 element_bytes(i32 kind) { return kind == kE4m3 ? 1 : kind == kFloat32 ? 4 : 2; }
@@ -221,6 +237,14 @@ MLA_DEVICE RopePiece load_rope(const Params& p, const Rotation& rotation, i64 to
     return rope;
 }
 
+// Its numbers, rounded to the kind that the tokens have.
+template <class Params>
+MLA_DEVICE void rounded_rope(float (&to)[kPieceElems], const Params& p, const RopePiece& rope) {
+    if (p.element != kFloat32) return piece_values(to, rope.raw, nullptr, p.element, true);
+#pragma unroll
+    for (i32 i = 0; i < kPieceElems; ++i) to[i] = rope.x[i];
+}
+
 template <class Params>
 MLA_DEVICE void store_rope(const Params& p, u8* to, const RopePiece& rope, i32 piece) {
     if (p.rope_kind != kE4m3) {
@@ -240,29 +264,36 @@ MLA_DEVICE void store_rope(const Params& p, u8* to, const RopePiece& rope, i32 p
 template <class Params>
 MLA_DEVICE Scale scale_of(const Params& p, const float (&x)[kPieceElems]) {
     if (p.scale_kind == kScaleOfTensor) return plain_scale(p.kv_scale);
-    const float ratio = group_amax(x, 2 * p.group_chunks) / kMaxE4m3;
+    const float amax = group_amax(x, 2 * p.group_chunks);
+    if (p.scale_kind == kScaleE4m3) return e4m3_scale(amax / kMaxE2m1);
+    const float ratio = amax / kMaxE4m3;
     return p.power_of_2 ? power_of_2_scale(ratio) : plain_scale(nan_max(ratio, kMinNormal));
 }
 
-// A piece of the latent part as codes. Called by whole warps.
+// A piece of a row as codes, and its group's scale. Called by whole warps.
 template <class Params>
-MLA_DEVICE void append_codes(const Params& p, const TokenBytes& token, const uint4& raw, const u8* row, i32 piece) {
-    const bool present = piece < 2 * p.latent_chunks;
-    float x[kPieceElems];
-    piece_values(x, raw, row + piece * kPieceElems * element_bytes(p.element), p.element, present);
+MLA_DEVICE void append_codes(const Params& p, const TokenBytes& token, float (&x)[kPieceElems], i32 piece,
+                             bool present) {
     const Scale scale = scale_of(p, x);
 #pragma unroll
     for (float& value : x) value = p.power_of_2 ? value * scale.inverse : quotient(value, scale);
     if (!present) return;
-    reinterpret_cast<uint2*>(token.data)[piece] = codes_of(x);
+    if (p.kind == kE2m1) {
+        reinterpret_cast<u32*>(token.data)[piece] = narrow_codes_of(x);
+    } else {
+        reinterpret_cast<uint2*>(token.data)[piece] = codes_of(x);
+    }
     const i32 group_pieces = 2 * p.group_chunks;
     if (p.scale_kind == kScaleOfTensor || piece % group_pieces != 0) return;
     const i32 group = piece / group_pieces;
     if (p.scale_kind == kScaleFloat32) {
         reinterpret_cast<float*>(token.scales)[group] = scale.value;
+    } else if (p.scale_kind == kScaleE4m3) {
+        token.scales[group] = (u8)cvt_e4m3_x2(scale.value, 0.f);
     } else {
-        token.scales[group] = (u8)(__float_as_uint(scale.value) >> 23);      // 0xff for NaN and infinity
-        if (piece == 0) token.scales[p.latent_chunks / p.group_chunks] = 0;  // the padding
+        token.scales[group] = (u8)(__float_as_uint(scale.value) >> 23);  // 0xff for NaN and infinity
+        const bool padded = piece == 0 && !is_code(p.rope_kind);
+        if (padded) token.scales[p.latent_chunks / p.group_chunks] = 0;
     }
 }
 
@@ -284,21 +315,28 @@ template <class Params, class Rotation>
 MLA_DEVICE void append_any(const Params& p, const Rotation& rotation, const RecordLayout& layout,
                            const RopeRows& turned_rows, i64 i, i32 lane) {
     const i32 rope_piece = lane % kRopePieces;
-    const bool has_rope = lane < 2 * p.rope_chunks, narrow = p.element != kFloat32;
+    // RoPE pieces that share scales as the latent ones do follow these, in the lanes that have no second one.
+    const bool grouped_rope = is_code(p.rope_kind) && p.scale_kind != kScaleOfTensor;
+    const i32 in_rope = lane - (grouped_rope ? 2 * p.latent_chunks - kWarpThreads : 0);
+    const bool has_rope = in_rope >= 0 && in_rope < 2 * p.rope_chunks, narrow = p.element != kFloat32;
     const i64 slot = p.cache == nullptr ? -1 : read_index(p.slots + i * p.slots_stride_bytes, p.slots_are_64);
     const TokenBytes token = token_at(layout, p.cache, slot);
     const RopePiece rope = load_rope(p, rotation, i, rope_piece, has_rope);
     if (has_rope) turned_rows.store(i, rope_piece, rope.raw);
     if (token.data == nullptr) return;
-    if (has_rope) store_rope(p, token.data + p.rope_offset, rope, rope_piece);
+    if (has_rope && !grouped_rope) store_rope(p, token.data + p.rope_offset, rope, rope_piece);
     const u8* row = p.latent + i * p.latent_stride_bytes;
 #pragma unroll
     for (i32 half = 0; half < 2; ++half) {
         const i32 piece = lane + half * kWarpThreads;
-        const bool present = narrow && piece < 2 * p.latent_chunks;
-        const uint4 raw = load_piece(row + piece * kPieceBytes, rows_are_aligned(p), present);
-        if (p.kind == kE4m3) {
-            append_codes(p, token, raw, row, piece);
+        const bool present = piece < 2 * p.latent_chunks;
+        const uint4 raw = load_piece(row + piece * kPieceBytes, rows_are_aligned(p), present && narrow);
+        if (is_code(p.kind)) {
+            float x[kPieceElems];
+            piece_values(x, raw, row + piece * kPieceElems * element_bytes(p.element), p.element, present);
+            const bool is_rope = grouped_rope && has_rope && half == 1;
+            if (is_rope) rounded_rope(x, p, rope);
+            append_codes(p, token, x, piece, present || is_rope);
         } else {
             append_wide(p, token.data, raw, row, piece);
         }

@@ -17,6 +17,7 @@ MLA_DEVICE void run_math_role(Block<C>& block, i32 thread) {
     for (WorkIteratorOf<typename C::Work> walk(p, block.split, block.hidden); walk.next(p, item);) {
         math.reset();
         process_item(block, math, item, thread);
+        if constexpr (C::Work::kForms) turn_back<C::kBlockRows>(p, item, block.row0, math.out[kSwTilesV - 1], thread);
         const BlockHeadsOf<typename C::Work> rows{block.kv_head, block.row0, block.rows_of(item)};
         store_result</*kWithRowMax=*/false>(Element{}, p, item, rows, math, s.warp_values, s.stats, 0, true, MathOnly,
                                             thread);

@@ -20,7 +20,12 @@ using namespace attention;
 using namespace attention::sm90;
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
-using Small = SmallRecords<MLA_DTYPE, MLA_RECORD, SelectedTokens, MLA_BLOCK_ROWS>;
+#ifdef MLA_COMPACT  // the second cache has the compact record
+using Record = v41_mixed;
+#else
+using Record = MLA_RECORD;
+#endif
+using Small = SmallRecords<MLA_DTYPE, Record, SelectedTokens, MLA_BLOCK_ROWS>;
 
 MLA_SPARSE_DECODE_FACTS();
 MLA_SMALL_RECORDS_FACTS(Small);

@@ -19,6 +19,7 @@ import re
 from typing import Any
 
 from mla_cupy import dtypes
+from mla_cupy.cache_formats import FORMATS
 from mla_cupy.compat.flash_mla_schedule import FlashMLASchedMeta, Form, form_of, view_of
 from mla_cupy.compat.flash_mla_varlen import (
     flash_attn_varlen_func,
@@ -92,8 +93,8 @@ def flash_mla_with_kvcache(
         d_qk is 576 or 512.
     k_cache : array, (num_blocks, page_size, h_kv, d_qk), dtype of q
         With `indices`, h_kv is 1 and the pages follow one another without gaps. An FP8 cache is (num_blocks, page_size,
-        1, 656) for the record "v32", d_qk being 576, or (..., 584) for "v4" (FlashMLA's MODEL1), d_qk being 512; uint8
-        or float8_e4m3fn, with pages any multiple of 16 bytes apart.
+        1, 656) for the record "v32", d_qk being 576, or (..., 584) for "v4" (FlashMLA's MODEL1, or V4) or (..., 528)
+        for "v41" (its V41), d_qk being 512; uint8 or float8_e4m3fn, with pages any multiple of 16 bytes apart.
     block_table : array, (b, max_pages), int32, or None with `indices`
     cache_seqlens : array, (b,), int32, or None with `indices`
     head_dim_v : int
@@ -114,10 +115,12 @@ def flash_mla_with_kvcache(
     topk_length : array, (b,), int32, optional
         With `indices`: only so many of each query's count.
     extra_k_cache, extra_indices_in_kvcache, extra_topk_length : array, optional
-        With `indices` and an FP8 cache: a second cache of the same record, and more tokens, under the same softmax.
+        With `indices` and an FP8 cache: a second cache of the same record, or (..., 288) of "v41-fp4" (its V41_FP4)
+        beside "v41", and more tokens, under the same softmax.
     strict : bool
         Refuse what FlashMLA refuses on Hopper: other pages than of 64 tokens and an empty batch in dense decode, an FP8
-        cache without `indices` or `indices` without an FP8 cache, and sparse decode with other heads than 64 or 128.
+        cache without `indices` or `indices` without an FP8 cache, the record "v41", and sparse decode with other heads
+        than 64 or 128.
 
     Returns
     -------
@@ -389,6 +392,8 @@ def _check_strict_decode(form: Form) -> None:
     if (form.topk is not None) != bool(form.record):
         expected = "True, with indices" if form.topk is not None else "False, without indices"
         raise ArgumentError(explain("is_fp8_kvcache", bool(form.record), expected, "or strict=False"))
+    if form.record == "v41":
+        raise ShapeError(explain("k_cache.shape[-1]", FORMATS["v41"].width, "656 or 584", "or strict=False"))
     if form.topk is not None and form.h_q not in _HEADS:
         raise ShapeError(explain("q.shape[2]", form.h_q, "64 or 128 heads", "or strict=False"))
     if form.topk is None and form.page_size != _PAGE_SIZE:

@@ -63,7 +63,7 @@ OPERATIONS: Mapping[str, Exported] = {
 
 
 _NOT_EXPORTED = {
-    "mla_decode": ("q_rope", "cu_seqlens_q", "attn_sink", "w_uv", "gate"),
+    "mla_decode": ("q_rope", "cu_seqlens_q", "attn_sink", "out_cos", "out_sin", "out_positions", "w_uv", "gate"),
     "sparse_mla_decode": ("w_uv", "gate"),
 }
 """Optional inputs that exported calls do without: other kernels take them."""

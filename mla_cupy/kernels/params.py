@@ -89,6 +89,9 @@ class FormAddresses(Params):
 
     q_rope: Address
     groups: Address
+    out_cos: Address
+    out_sin: Address
+    out_positions: Address
 
 
 class DecodeFormParams(Params):
@@ -97,7 +100,12 @@ class DecodeFormParams(Params):
     form_addresses: FormAddresses
     decode_params: DecodeParams
     q_rope_stride_b_s_h_elems: tuple[I64, I64, I64]
+    out_cos_stride_elems: I64
+    out_sin_stride_elems: I64
+    out_positions_stride_b_s_bytes: tuple[I64, I64]
     window: I32
+    out_max_position: I32
+    out_positions_are_64: I32
 
 
 class ExtraAddresses(Params):

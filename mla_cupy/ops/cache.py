@@ -42,7 +42,7 @@ def cache_append(
     Parameters
     ----------
     latent : array, (n, d_latent), bfloat16, float16 or float32
-        d_latent is 512, or 448 for the record "v4". The last axis is contiguous.
+        d_latent is 512, or 448 for the records "v4", "v41" and "v41-fp4". The last axis is contiguous.
     rope : array, (n, 64), dtype of latent, or None
         None for records without RoPE. The last axis is contiguous.
     cache : array, (num_pages, page_size, width) or (num_pages, page_size, 1, width), uint8 or a 16-bit float type
@@ -76,9 +76,10 @@ def cache_append(
     Notes
     -----
     Exact: the bytes do not depend on the GPU, and are those of `mla_cupy.reference.cache_append`. A NaN or
-    an infinity makes its whole group of 128 (64 for "v4") read as NaN. The padding byte of "v4" is set to 0. NumPy
-    arrays are changed by a GPU if there is one, which copies the cache there and back, else by the oracle. Not for JAX,
-    whose arrays cannot be written: `mla_cupy.jax.cache_append` returns the changed cache.
+    an infinity makes its whole group of 128 (64 for "v4", 32 for "v41", 16 for "v41-fp4") read as NaN. The padding byte
+    of "v4" is set to 0. "v41" and "v41-fp4" quantise the RoPE part, too, after it was turned and rounded to the dtype
+    of `rope`. NumPy arrays are changed by a GPU if there is one, which copies the cache there and back, else by the
+    oracle. Not for JAX, whose arrays cannot be written: `mla_cupy.jax.cache_append` returns the changed cache.
 
     Examples
     --------
@@ -122,7 +123,7 @@ def cache_gather(
     Returns
     -------
     array, (n, d_qk)
-        Latent, then RoPE. An e4m3 element is its value times its scale, rounded to float32 and then to `out_dtype`.
+        Latent, then RoPE. A quantised element is its value times its scale, rounded to float32 and then to `out_dtype`.
 
     Raises
     ------

@@ -12,6 +12,7 @@ from mla_cupy.ops import decode as decode_operation
 from mla_cupy.ops import merge as merge_operation
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.cascade_plan import CascadePlan, divide
+from mla_cupy.ops.checks import check_d_v
 from mla_cupy.ops.composite import Composite, CompositePipeline, check_kernels, hashable
 from mla_cupy.ops.operation import Arrays, Examined, Views, present
 from mla_cupy.ops.prefix_groups import PrefixGroup, check_groups
@@ -126,6 +127,7 @@ _OF_DECODE = "scale", "causal", "q_scale", "math", "lse_base", "empty_lse"
 
 def _examine(views: Views, options: CascadeOptions) -> Examined:
     absent = dict.fromkeys(array.name for array in decode_operation.OPERATION.inputs if array.optional)
+    check_d_v(D_V, present(views, "q").shape[-1])
     of_decode = decode_operation.OPERATION.examine({**absent, **views}, _of_decode(options))
     q, table = present(views, "q"), present(views, "block_table")
     groups = check_groups(options.groups, q.shape[0], table.shape[1])

@@ -14,7 +14,7 @@ from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, 
 from mla_cupy.kernels.decode.problem import Forms
 from mla_cupy.kernels.pipeline import WORKSPACE_ALIGNMENT as WORKSPACE_ALIGNMENT
 from mla_cupy.ops.operation import Arrays, Input, Views, present
-from mla_cupy.shapes import D_ROPE, D_UNABSORBED, D_V
+from mla_cupy.shapes import D_QK, D_ROPE, D_UNABSORBED, D_V, VALUE_WIDTHS
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _MIN_SCALE, _MAX_SCALE = 2.0**-126, 2.0**126
@@ -41,10 +41,12 @@ def absorbing(d_qk: int) -> str:
     return f"absorb W_UK: q_nope @ W_UK is {D_V} wide, beside q_rope's {D_ROPE}; scale stays {D_UNABSORBED}**-0.5"
 
 
-def check_d_v(d_v: Any) -> None:
-    """Check the width of the values."""
-    if not (is_integer(d_v) and d_v == D_V):
-        raise ArgumentError(explain("d_v", repr(d_v), str(D_V), f"only d_v = {D_V} is built"))
+def check_d_v(d_v: Any, d_qk: int = D_QK) -> int:
+    """Check the width of the values, which that of the keys decides."""
+    built = VALUE_WIDTHS[d_qk]
+    if not (is_integer(d_v) and d_v == built):
+        raise ArgumentError(explain("d_v", repr(d_v), str(built), f"only d_v = {built} is built for d_qk = {d_qk}"))
+    return built
 
 
 def resolve_scale(scale: Any, d_qk: int) -> float:

@@ -12,13 +12,14 @@ from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import BYTE_DTYPES, FORMATS
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
-from mla_cupy.kernels.attention.records import DENSE_RECORDS as READ
+from mla_cupy.kernels.attention.records import READ_DENSE as READ
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Batch, DecodeOptions, DecodeProblem, Forms
-from mla_cupy.ops.cache import check_layout, record_read
+from mla_cupy.ops.cache import INDEX_DTYPES, check_layout, record_read
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import (
     STARTS,
+    check_all_or_none,
     check_count,
     check_d_v,
     check_drafts,
@@ -39,7 +40,7 @@ from mla_cupy.ops.decode_plan import DecodePlan, UnmergedPlan
 from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_queries_or_float32, present
 from mla_cupy.ops.projection import GATE, W_UV, check_projection
 from mla_cupy.ops.schema import steps_by_16_bytes
-from mla_cupy.shapes import D_HEADS, D_QK, D_ROPE, D_V, MAX_INT32, MAX_TOKENS
+from mla_cupy.shapes import D_HEADS, D_ROPE, D_V, MAX_INT32, MAX_TOKENS, VALUE_WIDTHS
 
 
 def mla_decode(
@@ -52,6 +53,9 @@ def mla_decode(
     cu_seqlens_q: Any = None,
     tree_mask: Any = None,
     attn_sink: Any = None,
+    out_cos: Any = None,
+    out_sin: Any = None,
+    out_positions: Any = None,
     w_uv: Any = None,
     gate: Any = None,
     d_v: int = D_V,
@@ -82,17 +86,19 @@ def mla_decode(
     Parameters
     ----------
     q : array, (b, s_q, h_q, d_qk), bfloat16 or float16; or float8_e4m3fn or uint8
-        Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part. With `q_rope`, their first 512 columns. With
+        Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part; or 320 (Mistral Small 4) or 288 (MiniCPM3),
+        of which 256 are the latent. With `q_rope`, their first 512 columns. With
         `cu_seqlens_q` those of all sequences, (total_q, h_q, d_qk). The last axis is contiguous; other strides are free
         (multiples of 16 bytes are fastest). In e4m3 with math="fp8" only; uint8 holds e4m3 codes, for libraries without
         that dtype.
     kv_cache : array, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk), dtype of q; or uint8
-        The pool of pages; the values are the first 512 elements of the keys. Query head h reads KV head
+        The pool of pages; the values are the first `d_v` elements of the keys. Query head h reads KV head
         h // (h_q // h_kv). Any page size; strides as for q. Or the pages of an FP8 record, see `cache_append`:
         (num_pages, page_size, 656) for "v32", whose d_qk is 576, or (num_pages, page_size, 584) for "v4", whose d_qk
-        is 512 and whose values include the RoPE part, or (num_pages, page_size, 576) for "fp8", with one scale for all;
-        or with a head axis of size 1. Pages of records start at, and step by, multiples of 16 bytes: pages of "v4" with
-        an odd number of tokens need a gap of 8 bytes between them.
+        is 512 and whose values include the RoPE part, or (num_pages, page_size, 528) for "v41", of which the same is
+        true, or (num_pages, page_size, 576) for "fp8", with one scale for all; or with a head axis of size 1. Pages of
+        records start at, and step by, multiples of 16 bytes: pages of "v4" with an odd number of tokens need a gap of 8
+        bytes between them.
     block_table : array, (b, max_pages), int32
         The pages of each sequence. Entries past a sequence's end are never read. A page outside [0, num_pages) is
         missing: its tokens are invisible.
@@ -113,6 +119,12 @@ def mla_decode(
         is draft s_q - n + t, and bits of drafts before the sequence's first token have no effect.
     attn_sink : array, (h_q,), float32, optional
         Logits of a key without a value, which only lowers `out`, not `lse`. -inf has no effect, +inf makes `out` 0.
+    out_cos, out_sin : array, (max_position, 32), float32, optional
+        Turn the last 64 columns of `out` back, as DeepSeek-V4 does, whose values include the key's RoPE part: a pair
+        (x, y) of neighbouring columns becomes (x * cos + y * sin, y * cos - x * sin). With a d_qk of 512. The last axis
+        is contiguous.
+    out_positions : array, (b, s_q), int32 or int64, optional
+        The queries' rows of these, clamped to them; (total_q,) with `cu_seqlens_q`. Given with these, or not at all.
     w_uv : array, (h_q, d_head, 512), bfloat16 or float16, optional
         The values' half of kv_b_proj, as it lies in the weights: `kv_b_proj.reshape(h_q, -1, 512)[:, d_nope:]`. Results
         are then multiplied by it, out[.., h, d] = sum_c out[.., h, c] * w_uv[h, d, c], where they would be merged. Of
@@ -121,7 +133,8 @@ def mla_decode(
     gate : array, (b, s_q, h_q, d_head), dtype of w_uv, optional
         Its sigmoid is a factor of each element of the result of `w_uv`. Strides as for w_uv.
     d_v : int
-        Width of the values: 512.
+        Width of the values: 512, or 256 of keys that are 320 or 288 wide. Those are of 16 bits, and have the plain
+        kernel so far: no `w_uv`, `q_rope`, `cu_seqlens_q` or `window`, and no batch-invariant plan.
     scale : float, optional
         Factor of the scores: finite, above 0. Default: d_qk**-0.5.
     causal : bool
@@ -194,7 +207,8 @@ def mla_decode(
 
     FP8 records are read as they are: nothing is converted in memory. On tensor cores latents of "v32" are rounded to
     float16, see `sparse_mla_decode`; those of "fp8" are exact. More than 32 rows (s_q * h_q) are blocks of 64 rows of
-    one query token, or of 32 of several; each converts for itself, so that with 128 heads 16-bit rows are faster.
+    one query token, or of 32 of several; each converts for itself, so that with 128 heads 16-bit rows are faster. "v41"
+    has the plain kernel so far.
 
     With `w_uv`, results of attention are kept in float32, in the workspace, until they are rounded to 16 bits for the
     product, whose terms are added in float32. The weights are read once, whatever the number of tokens. Results of
@@ -219,7 +233,8 @@ def mla_decode(
     """
     tokens, numbers = (causal, window, max_seqlen_q, cp_world, cp_rank), (kv_scale, q_scale, math)
     options = (d_v, scale, *tokens, *numbers, out_dtype, lse_base, empty_lse, kernel)
-    arrays = (q, kv_cache, block_table, seqlens, q_rope, cu_seqlens_q, tree_mask, attn_sink, w_uv, gate, out, lse)
+    inputs = (q, kv_cache, block_table, seqlens, q_rope, cu_seqlens_q, tree_mask, attn_sink)
+    arrays = (*inputs, out_cos, out_sin, out_positions, w_uv, gate, out, lse)
     out, lse = run(Invocation(OPERATION, arrays, options, workspace, stream, plan, check))
     return out, lse
 
@@ -247,14 +262,15 @@ def decode_unmerged(
     tokens, numbers = (causal, None, None, cp_world, cp_rank), (kv_scale, q_scale, math)
     options = (D_V, scale, *tokens, *numbers, None, lse_base, -inf, kernel)
     inputs, results = arrays[:4], arrays[4:]
-    arrays_of_call = (*inputs, None, None, None, None, None, None, *results)
+    absent = [array for array in OPERATION.inputs if array.optional]
+    arrays_of_call = (*inputs, *(None for _ in absent), *results)
     run(Invocation(OPERATION, arrays_of_call, options, None, stream, UnmergedPlan(plan), check))
 
 
 def _examine(views: Views, given: DecodeOptions) -> Examined:
-    check_d_v(given.d_v)
     q, kv_cache, block_table = (present(views, name) for name in ("q", "kv_cache", "block_table"))
     b, s_q, h_q, d_qk = _queries(views)
+    d_v = check_d_v(given.d_v, d_qk)
     num_pages, page_size, h_kv, _ = kv_cache.shape
     cp_world, cp_rank = check_shard(given.cp_world, given.cp_rank)
     options = given._replace(
@@ -280,6 +296,8 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
         remedy = "leave causal out: the mask says which drafts a query sees"
         raise ArgumentError(explain("causal", given.causal, "True with a tree_mask", remedy))
     forms = _forms_of(views, options)
+    if check_all_or_none(views, "out_cos", "out_sin", "out_positions") and d_qk != D_V:
+        raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_V} with out_cos", "other values have no RoPE columns"))
     check_forms(forms, h_kv=h_kv, tree_mask=tree_mask, causal=options.causal, cp_world=cp_world)
     tokens = block_table.shape[1] * page_size
     if tokens > MAX_TOKENS:
@@ -296,9 +314,11 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
     if forms.cu_seqlens_q:  # what most sequences have decides which kernel runs, and no more
         batch, s_q = Batch(b, tokens, s_q), max(1, min(s_q, options.max_seqlen_q or s_q))
     problem = DecodeProblem(s_q, h_q, h_kv, dtype, aligned, d_qk, record, tree_mask, options.math, forms, batch=batch)
+    if d_v != D_V and views["w_uv"] is not None:
+        raise ArgumentError(explain("w_uv", "one", f"None with d_v={d_v}", "multiply the result"))
     d_head = check_projection(views, problem.half)
     check_projected_forms(forms, d_head)
-    return Examined(replace(problem, d_head=d_head), options, {"d_head": d_head or D_V})
+    return Examined(replace(problem, d_head=d_head), options, {"d_head": d_head or d_v})
 
 
 def _queries(views: Views) -> tuple[int, int, int, int]:
@@ -326,7 +346,7 @@ def _max_seqlen_q(views: Views, given: Any) -> int | None:
 
 def _forms_of(views: Views, options: DecodeOptions) -> Forms:
     """The forms of a call."""
-    arrays = {name: views[name] is not None for name in ("attn_sink", "q_rope", "cu_seqlens_q")}
+    arrays = {name: views[name] is not None for name in ("attn_sink", "q_rope", "cu_seqlens_q", "out_cos")}
     return Forms(**arrays, window=options.window or 0)
 
 
@@ -404,6 +424,9 @@ OPERATION = Operation(
         STARTS[0],
         Input("tree_mask", "b s_q", ("uint64", "int64"), optional=True),
         Input("attn_sink", "h_q", ("float32",), optional=True),
+        Input("out_cos", "max_position pairs", ("float32",), optional=True, contiguous=True),
+        Input("out_sin", "max_position pairs", ("float32",), optional=True, contiguous=True),
+        Input("out_positions", "b s_q", INDEX_DTYPES, optional=True, packed="total_q"),
         W_UV,
         GATE,
     ),
@@ -412,13 +435,14 @@ OPERATION = Operation(
         Output("lse", "b h_q s_q", packed="h_q total_q"),
     ),
     sizes={
-        "d_qk": (D_QK, D_V),
+        "d_qk": tuple(VALUE_WIDTHS),
         "d_rope": (D_ROPE,),
-        "d_kv": (D_QK, D_V, *(FORMATS[name].width for name in READ)),
-        "d_v": (D_V,),
+        "pairs": (D_ROPE // 2,),
+        "d_kv": (*VALUE_WIDTHS, *(FORMATS[name].width for name in READ)),
+        "d_v": tuple(sorted(set(VALUE_WIDTHS.values()), reverse=True)),
         "d_head": D_HEADS,
     },
-    min_sizes={"s_q": 1, "h_q": 1, "page_size": 1, "h_kv": 1},
+    min_sizes={"max_position": 1, "s_q": 1, "h_q": 1, "page_size": 1, "h_kv": 1},
     options=DecodeOptions,
     parallel={"b": (), "h_q": ("h_kv?",)},
     examine=_examine,

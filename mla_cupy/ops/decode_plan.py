@@ -12,7 +12,7 @@ import numpy as np
 from mla_cupy import arrays, cache_formats, dtypes
 from mla_cupy.arrays import HOST, Native, View
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, PlanError, ShapeError, either, explain
-from mla_cupy.kernels.attention.records import DENSE_RECORDS as RECORDS
+from mla_cupy.kernels.attention.records import READ_DENSE as RECORDS
 from mla_cupy.kernels.choice import check_kernel
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.combine_pieces import MAX_PIECES
@@ -43,7 +43,7 @@ from mla_cupy.ops.operation import Views
 from mla_cupy.ops.schema import low_words, misstep, narrowed
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver
-from mla_cupy.shapes import D_HEADS, D_QK, D_V, MAX_INT32, MAX_TOKENS, TILE_TOKENS
+from mla_cupy.shapes import D_HEADS, D_QK, D_V, MAX_INT32, MAX_TOKENS, TILE_TOKENS, VALUE_WIDTHS
 
 __all__ = ["DecodePlan", "plan_decode"]
 
@@ -338,6 +338,7 @@ def plan_decode(
     cu_seqlens_q: bool = False,
     tree_mask: bool = False,
     attn_sink: bool = False,
+    out_cos: bool = False,
     window: int | None = None,
     d_head: int = 0,
     math: str = "exact",
@@ -357,16 +358,16 @@ def plan_decode(
         Query tokens, query heads and KV heads, as in the calls. With `cu_seqlens_q`, s_q is how many query tokens most
         sequences have; calls have up to max_b * s_q in all.
     d_qk : int
-        Width of the keys: 576, or 512.
+        Width of the keys: 576, or 512; or 320 or 288.
     record : str, optional
-        "v32", "v4" or "fp8" for a cache of these FP8 records; "v4" goes with a d_qk of 512.
+        "v32", "v4", "v41" or "fp8" for a cache of these FP8 records; "v4" and "v41" go with a d_qk of 512.
     max_pages, page_size : int
         As in the calls' `block_table` and `kv_cache`.
     dtype : str or dtype
         Of the calls' queries: "bfloat16" or "float16", or a dtype of that name; with math="fp8" "float8_e4m3fn", too.
     cp_world, cp_rank : int
         As in the calls.
-    q_rope, cu_seqlens_q, tree_mask, attn_sink : bool
+    q_rope, cu_seqlens_q, tree_mask, attn_sink, out_cos : bool
         True if the calls pass one.
     window : int, optional
         As in the calls.
@@ -417,7 +418,13 @@ def plan_decode(
         page_size=page_size,
         dtype=dtype,
         shard=(cp_world, cp_rank),
-        forms={"q_rope": q_rope, "cu_seqlens_q": cu_seqlens_q, "attn_sink": attn_sink, "window": window},
+        forms={
+            "q_rope": q_rope,
+            "cu_seqlens_q": cu_seqlens_q,
+            "attn_sink": attn_sink,
+            "out_cos": out_cos,
+            "window": window,
+        },
         tree_mask=tree_mask,
         d_head=d_head,
         math=math,
@@ -475,8 +482,12 @@ def examine_plan(
         if not is_integer(value) or not 1 <= value <= MAX_INT32:
             raise ArgumentError(explain(argument, value, f"an integer of at least 1, and at most {MAX_INT32}"))
     max_b, s_q, h_q, h_kv, max_pages, page_size = map(int, sizes.values())  # of NumPy's, which overflow
-    if not (is_integer(d_qk) and d_qk in (D_QK, D_V)):
-        raise ArgumentError(explain("d_qk", repr(d_qk), f"{D_QK} or {D_V}"))
+    if not (is_integer(d_qk) and d_qk in VALUE_WIDTHS):
+        raise ArgumentError(explain("d_qk", repr(d_qk), either([str(width) for width in VALUE_WIDTHS])))
+    narrow = VALUE_WIDTHS[d_qk] != D_V
+    if narrow and (d_head or batch_invariant):
+        lacks = "d_head" if d_head else "batch_invariant"
+        raise ArgumentError(explain(lacks, d_head or True, f"none with d_qk={d_qk}"))
     if not (is_integer(d_head) and d_head in (0, *D_HEADS)):
         raise ArgumentError(explain("d_head", repr(d_head), either([str(width) for width in (0, *D_HEADS)])))
     if h_q % h_kv:

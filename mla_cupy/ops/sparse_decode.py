@@ -9,7 +9,7 @@ from typing import Any
 from mla_cupy.cache_formats import BYTE_DTYPES, format_of
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
-from mla_cupy.kernels.attention.records import SPARSE_RECORDS
+from mla_cupy.kernels.attention.records import COMPACT, READ_SPARSE
 from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
 from mla_cupy.ops.cache import check_layout, record_read
@@ -48,12 +48,12 @@ def sparse_mla_decode(
     Parameters
     ----------
     q : array, (b, s_q, h_q, d_qk), bfloat16 or float16
-        Absorbed queries: d_qk is 576 for the record "v32", 512 for "v4". The last axis is contiguous, and the first two
-        step evenly.
-    kv_cache : array, (num_pages, page_size, 656 or 584) or with a head axis of size 1, uint8
-        Pages of "v32" or "v4": see `cache_append`. The values are the first 512 elements of the keys; with "v4" these
-        include its RoPE part. Pages start at, and step by, multiples of 16 bytes: pages of "v4" with an odd number of
-        tokens need a gap of 8 bytes between them.
+        Absorbed queries: d_qk is 576 for the record "v32", 512 for "v4" and "v41". The last axis is contiguous, and the
+        first two step evenly.
+    kv_cache : array, (num_pages, page_size, 656, 584 or 528) or with a head axis of size 1, uint8
+        Pages of "v32", "v4" or "v41": see `cache_append`. The values are the first 512 elements of the keys; with "v4"
+        and "v41" these include the RoPE part. Pages start at, and step by, multiples of 16 bytes: pages of "v4" with an
+        odd number of tokens need a gap of 8 bytes between them.
     indices : array, (b, s_q, topk), int32
         Slots, page * page_size + token, in any order. Any topk, any strides. Slots outside of the cache are skipped,
         -1 being the usual mark; duplicates are counted as often as they occur.
@@ -62,8 +62,8 @@ def sparse_mla_decode(
     attn_sink : array, (h_q,), float32, optional
         Logits of a key without a value, which only lowers `out`. -inf has no effect, +inf makes `out` 0.
     extra_kv_cache, extra_indices, extra_topk_length : array, optional
-        A second cache of the same record, with pages of any size, and lists of more keys in it under the same softmax.
-        Cache and indices are given together.
+        A second cache of the same record, or of "v41-fp4" beside "v41", with pages of any size, and lists of more keys
+        in it under the same softmax. Cache and indices are given together.
     w_uv, gate : array, optional
         W_UV and a gate, as for `mla_decode`: results are multiplied by them where they would be merged. The first two
         axes of a gate step evenly.
@@ -106,8 +106,9 @@ def sparse_mla_decode(
     to run. Workspace: the pieces of split queries.
 
     On tensor cores keys are rounded to 16 bits: latents of "v32" to float16, whatever the dtype of q, and all of "v4"
-    to the dtype of q. Latents are exact then if scales are powers of two, in float16 from 2^-15 to 2^7; elements beyond
-    65504 overflow there. The plain kernel computes in float32.
+    and "v41" to the dtype of q. Latents are exact then if scales are powers of two, in float16 from 2^-15 to 2^7; those
+    of "v41-fp4" always are. Elements beyond 65504 overflow in float16. The plain kernel computes in float32. "v41" has
+    kernels for Hopper and the plain one.
 
     Examples
     --------
@@ -126,22 +127,30 @@ def sparse_mla_decode(
     return out, lse
 
 
-def _check_extra(views: Views, record: str) -> None:
+def _check_extra(views: Views, record: str) -> bool:
+    """Check the second cache; returns whether it has the compact record."""
     check_all_or_none(views, "extra_kv_cache", "extra_indices")
     cache = views["extra_kv_cache"]
     if views["extra_topk_length"] is not None and cache is None:
         raise ArgumentError(explain("extra_topk_length", "an array", "None: there are no extra_indices"))
-    if cache is not None:
-        check_layout(format_of(cache.dtype, cache.shape[2], "extra_kv_cache", record), cache, "extra_kv_cache")
+    if cache is None:
+        return False
+    extra = format_of(cache.dtype, cache.shape[2], "extra_kv_cache")
+    allowed = [name for name in (record, COMPACT.get(record)) if name]
+    if extra.name not in allowed:
+        expected = " or ".join(allowed) + f" beside a kv_cache of {record}"
+        raise ShapeError(explain("extra_kv_cache", f"pages of {extra.name}", expected))
+    check_layout(extra, cache, "extra_kv_cache")
+    return extra.name != record
 
 
 def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
     q, cache, indices = (present(views, name) for name in ("q", "kv_cache", "indices"))
     extra = views["extra_indices"]
     b, s_q, h_q, d_qk = q.shape
-    record = record_read(cache, d_qk, SPARSE_RECORDS, "kv_cache", "read 16-bit rows with sparse_mla_forward")
+    record = record_read(cache, d_qk, READ_SPARSE, "kv_cache", "read 16-bit rows with sparse_mla_forward")
     check_layout(record, cache, "kv_cache")
-    _check_extra(views, record.name)
+    compact = _check_extra(views, record.name)
     check_even("q", q)
     topk = indices.shape[2] + (0 if extra is None else extra.shape[2])
     if topk > MAX_TOKENS or b * s_q > MAX_TOKENS:
@@ -153,7 +162,8 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
     )
     ragged = any(views[name] is not None for name in ("topk_length", "extra_topk_length"))
     d_head = check_projection(views, q.dtype)
-    problem = SparseDecodeProblem(b * s_q, h_q, topk, q.dtype, record.name, steps_by_16_bytes(q), ragged, d_head)
+    sizes = (b * s_q, h_q, topk, q.dtype, record.name)
+    problem = SparseDecodeProblem(*sizes, steps_by_16_bytes(q), ragged, d_head, compact)
     return Examined(problem, options, {"d_head": d_head or D_V})
 
 
@@ -165,7 +175,9 @@ OPERATION = Operation(
         Input("indices", "b s_q topk", ("int32",)),
         Input("topk_length", "b", ("int32",), optional=True),
         Input("attn_sink", "h_q", ("float32",), optional=True),
-        Input("extra_kv_cache", "extra_pages extra_page_size 1? width", BYTE_DTYPES, optional=True, contiguous=True),
+        Input(
+            "extra_kv_cache", "extra_pages extra_page_size 1? extra_width", BYTE_DTYPES, optional=True, contiguous=True
+        ),
         Input("extra_indices", "b s_q extra_topk", ("int32",), optional=True),
         Input("extra_topk_length", "b", ("int32",), optional=True),
         W_UV,

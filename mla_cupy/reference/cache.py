@@ -9,7 +9,9 @@ import numpy.typing as npt
 
 from mla_cupy.cache_formats import (
     HEADER_WORDS,
+    MAX_E2M1,
     MAX_E4M3,
+    MIN_E4M3,
     MIN_RATIO,
     CacheFormat,
     Field,
@@ -61,6 +63,50 @@ def quantize(x: npt.ArrayLike, group: int, scales: str = "power_of_2") -> tuple[
     scale = scale.astype(np.float32)
     codes = to_e4m3(groups / scale[..., None])
     return codes.reshape(n, d), scale
+
+
+@np.errstate(all="ignore")
+def quantize_to_e2m1(x: npt.ArrayLike, group: int) -> tuple[Array, Array]:
+    """Round groups of numbers to e2m1 with an e4m3 scale for each group.
+
+    Parameters
+    ----------
+    x : array, (n, d)
+        Of a 16-bit float type or float32; d is a multiple of `group`, an even number.
+    group : int
+        Consecutive elements that share a scale.
+
+    Returns
+    -------
+    codes : array, (n, d / 2), uint8
+        The bits of e2m1(x / scale), see `to_e2m1`.
+    scales : array, (n, d / group), float32
+        amax / 6, rounded to e4m3 within [2^-9, 448], as FlashMLA's quantiser chooses. NaN for a group with a NaN or an
+        infinity, all of which reads as NaN.
+    """
+    n, d = np.asarray(x).shape
+    groups = np.asarray(x).astype(np.float32).reshape(n, d // group, group)
+    amax = np.abs(groups).max(axis=-1, initial=0)
+    scale = from_e4m3(to_e4m3(np.maximum(amax / np.float32(MAX_E2M1), np.float32(MIN_E4M3))))
+    scale = np.where(np.isfinite(amax), scale, np.float32(np.nan))
+    return to_e2m1((groups / scale[..., None]).reshape(n, d)), scale
+
+
+def to_e2m1(x: Array) -> Array:
+    """The bits of the nearest e2m1 numbers, ties to even, saturating; NaN is 0. Two to a byte, the first one below."""
+    size = np.abs(x)
+    above = [size > 0.25, size >= 0.75, size > 1.25, size >= 1.75, size > 2.5, size >= 3.5, size > 5]
+    codes = np.sum(above, axis=0, dtype=np.uint8) | np.where(np.signbit(x) & ~np.isnan(x), np.uint8(8), np.uint8(0))
+    packed: Array = codes[..., 0::2] | codes[..., 1::2] << 4
+    return packed
+
+
+def from_e2m1(codes: Array) -> Array:
+    """The values of pairs of e2m1 bits, float32."""
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    values = np.concatenate([values, -values])
+    pairs: Array = np.stack([values[codes & 15], values[codes >> 4]], axis=-1)
+    return pairs.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
 
 
 @np.errstate(all="ignore")
@@ -135,38 +181,59 @@ def field_view(cache: Array, record: CacheFormat, field: Field) -> Array:
     return np.lib.stride_tricks.as_strided(page[:, start:], shape, strides)
 
 
-def _encode(x: Array, field: Field, record: CacheFormat, scales: str, kv_scale: float) -> dict[str, Array]:
-    """The bytes of a field, and of its scales where it has any."""
-    if field.kind != "float8_e4m3fn":
-        wanted = numpy_dtype(field.kind)
-        with np.errstate(over="ignore"):
-            kept = np.ascontiguousarray(x) if x.dtype == wanted else x.astype(np.float32).astype(wanted)
-        return {field.name: kept.view(np.uint8)}
-    if not record.group:
+def _encode(parts: dict[str, Array], record: CacheFormat, scales: str, kv_scale: float) -> dict[str, Array]:
+    """The bytes of the fields of tokens."""
+    alone = [name for name in parts if name not in record.grouped]
+    encoded = {name: _encode_alone(parts[name], record.field(name), kv_scale) for name in alone}
+    if record.grouped:
+        fields = [record.field(name) for name in record.grouped]
+        x = np.concatenate([parts[field.name].astype(np.float32) for field in fields], axis=1)
+        codes, chosen = _quantized(x, record, scales)
+        for field in fields:
+            encoded[field.name] = codes[:, field.offset : field.offset + field.nbytes]
+        encoded["scales"] = chosen
+    return encoded
+
+
+def _encode_alone(x: Array, field: Field, kv_scale: float) -> Array:
+    """The bytes of a field whose scale, if it has any, is the caller's."""
+    if field.is_code:
         with np.errstate(all="ignore"):
-            return {field.name: to_e4m3(x.astype(np.float32) / np.float32(kv_scale))}
-    codes, chosen = quantize(x, record.group, scales)
+            return to_e4m3(x.astype(np.float32) / np.float32(kv_scale))
+    wanted = numpy_dtype(field.kind)
+    with np.errstate(over="ignore"):
+        kept = np.ascontiguousarray(x) if x.dtype == wanted else x.astype(np.float32).astype(wanted)
+    return kept.view(np.uint8)
+
+
+def _quantized(x: Array, record: CacheFormat, scales: str) -> tuple[Array, Array]:
+    """The bytes of all codes of tokens, and of their scales."""
     kind = record.field("scales").kind
-    stored = chosen.view(np.uint8) if kind == "float32" else to_e8m0(chosen)
-    return {field.name: codes, "scales": stored}
+    if record.field(record.grouped[0]).kind == "float4_e2m1fn":
+        codes, chosen = quantize_to_e2m1(x, record.group)
+        return codes, to_e4m3(chosen)
+    codes, chosen = quantize(x, record.group, scales)
+    return codes, chosen.view(np.uint8) if kind == "float32" else to_e8m0(chosen)
 
 
 def _decode(tokens: Array, field: Field, scale: Array | float) -> Array:
     """The values of a field of n tokens, float32; `scale` is repeated per element."""
-    if field.kind == "float8_e4m3fn":
+    if field.is_code:
+        codes = np.ascontiguousarray(tokens)
         with np.errstate(all="ignore"):
-            values: Array = from_e4m3(np.ascontiguousarray(tokens)) * np.asarray(scale, np.float32)
-            return values
+            values: Array = from_e2m1(codes) if field.kind == "float4_e2m1fn" else from_e4m3(codes)
+            return values * np.asarray(scale, np.float32)
     return np.ascontiguousarray(tokens).view(numpy_dtype(field.kind)).astype(np.float32)
 
 
-def _scales_of(cache: Array, record: CacheFormat, pages: Array, tokens: Array, kv_scale: float) -> Array | float:
+def _scales_of(cache: Array, record: CacheFormat, pages: Array, tokens: Array, kv_scale: float) -> Array:
+    """The scale of each element, (n, d_qk), or of those that share scales."""
     if not record.group:
-        return kv_scale
+        return np.full((len(pages), record.d_qk), kv_scale, np.float32)
     field = record.field("scales")
     stored = np.ascontiguousarray(field_view(cache, record, field)[pages, tokens])
-    values = stored.view(np.float32) if field.kind == "float32" else from_e8m0(stored)
-    return np.repeat(values, record.group, axis=1)
+    read = {"float32": lambda x: x.view(np.float32), "float8_e8m0fnu": from_e8m0, "float8_e4m3fn": from_e4m3}
+    return np.repeat(read[field.kind](stored), record.group, axis=1)
 
 
 # ---- Operations -------------------------------------------------------------------------------------------------
@@ -198,7 +265,8 @@ def cache_append(
         Token i goes to page slots[i] // page_size, place slots[i] % page_size. Slots outside of the cache, such as -1,
         are skipped. Of equal slots one token wins.
     cos, sin, positions : array, optional
-        Apply RoPE first: see `rotate`.
+        Apply RoPE first: see `rotate`. Where its part is quantised in groups, as in "v41",
+        what it gives is rounded to the dtype of `rope` before it is quantised, as the models do.
     record : str, optional
         Name of the record. Default: the one that the cache's dtype and width belong to.
     scales : str, optional
@@ -218,11 +286,12 @@ def cache_append(
         turned = np.asarray(rope)
         if cos is not None and sin is not None and positions is not None:
             turned = rotate(turned, cos, sin, positions, interleaved)
+            if "rope" in chosen.grouped:
+                with np.errstate(over="ignore"):
+                    turned = turned.astype(np.asarray(rope).dtype)
         parts["rope"] = turned[live]
-    for name, x in parts.items():
-        encoded = _encode(x, chosen.field(name), chosen, scales or chosen.scales[0], kv_scale)
-        for field_name, octets in encoded.items():
-            field_view(cache, chosen, chosen.field(field_name))[pages, tokens] = octets
+    for name, octets in _encode(parts, chosen, scales or chosen.scales[0], kv_scale).items():
+        field_view(cache, chosen, chosen.field(name))[pages, tokens] = octets
     if any(field.name == "padding" for field in chosen.fields):
         field_view(cache, chosen, chosen.field("padding"))[pages, tokens] = 0
     return ()
@@ -245,7 +314,7 @@ def cache_gather(
     Returns
     -------
     rows : array, (n, d_qk), float32
-        Latent, then RoPE. A quantised element is its e4m3 value times its scale, rounded to float32.
+        Latent, then RoPE. A quantised element is its value times its scale, rounded to float32.
     """
     chosen = format_of(str(cache.dtype), cache.shape[-1], name=record)
     num_pages, page_size = cache.shape[:2]
@@ -257,7 +326,8 @@ def cache_gather(
     at = 0
     for name in ("latent", "rope")[: 2 if chosen.d_rope else 1]:
         field = chosen.field(name)
-        rows[live, at : at + field.count] = _decode(field_view(cache, chosen, field)[pages, tokens], field, scale)
+        octets = field_view(cache, chosen, field)[pages, tokens]
+        rows[live, at : at + field.count] = _decode(octets, field, scale[:, at : at + field.count])
         at += field.count
     return (rows,)
 

@@ -34,6 +34,9 @@ def mla_decode(
     w_uv: npt.ArrayLike | None = None,
     gate: npt.ArrayLike | None = None,
     attn_sink: npt.ArrayLike | None = None,
+    out_cos: npt.ArrayLike | None = None,
+    out_sin: npt.ArrayLike | None = None,
+    out_positions: npt.ArrayLike | None = None,
     d_v: int = 512,
     scale: float | None = None,
     causal: bool = True,
@@ -82,6 +85,10 @@ def mla_decode(
         Its sigmoid is a factor of what `w_uv` gives.
     attn_sink : array, (h_q,), optional
         Logits of a key without a value, which `lse` leaves out.
+    out_cos, out_sin : array, (max_position, 32), optional
+        Turn the last 64 columns of `out` back: see `turned_back`.
+    out_positions : array, (b, s_q), integers, optional
+        The queries' rows of these; (total_q,) with `cu_seqlens_q`.
     d_v : int
         Width of the values.
     scale : float, optional
@@ -165,6 +172,9 @@ def mla_decode(
         sink = np.asarray(attn_sink, np.float64)[:, None]
         share = np.where(lse == -np.inf, 1.0, 1 / (1 + np.exp(sink - lse)))
         out *= share.swapaxes(1, 2)[..., None]
+    if out_cos is not None:
+        places = np.asarray(out_positions)
+        out = turned_back(out, out_cos, out_sin, places[None] if packed else places)
     half = "bfloat16" if coded else dtype_name(q.dtype)
     if w_uv is not None:
         out = projected(out, w_uv, gate, half if rounding is not None else None)
@@ -172,6 +182,28 @@ def mla_decode(
         out = round_to(out, half)
     lse = np.where(lse == -np.inf, empty_lse, lse / log_of_base(lse_base))
     return (out[0], lse[0]) if packed else (out, lse)
+
+
+@np.errstate(invalid="ignore", over="ignore", under="ignore")
+def turned_back(out: Array, cos: npt.ArrayLike, sin: Any, positions: npt.ArrayLike) -> Array:
+    """Undo RoPE in the last columns of results.
+
+    Parameters
+    ----------
+    out : array, (b, s_q, h_q, d)
+    cos, sin : array, (max_position, n)
+        A pair (x, y) of neighbouring columns, of the last 2 n, becomes (x * cos + y * sin, y * cos - x * sin).
+    positions : array, (b, s_q), integers
+        Rows of cos and sin; clamped to them.
+    """
+    c, s = (np.asarray(table, np.float64) for table in (cos, sin))
+    rows = np.clip(np.asarray(positions), 0, len(c) - 1)
+    c, s = c[rows][:, :, None], s[rows][:, :, None]
+    turned: Array = out.copy()
+    first = out.shape[-1] - 2 * c.shape[-1]
+    x, y = out[..., first::2], out[..., first + 1 :: 2]
+    turned[..., first::2], turned[..., first + 1 :: 2] = x * c + y * s, y * c - x * s
+    return turned
 
 
 def cascade_decode(

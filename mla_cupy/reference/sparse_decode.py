@@ -40,7 +40,7 @@ def sparse_mla_decode(
     ----------
     q : array, (b, s_q, h_q, d_qk)
     kv_cache : array
-        Pages of "v32" or "v4": see `cache_append`.
+        Pages of "v32", "v4" or "v41": see `cache_append`.
     indices : array, (b, s_q, topk), integers
         Slots: page * page_size + token. Those outside of the cache are skipped, duplicates counted as often as they
         occur.
@@ -49,7 +49,7 @@ def sparse_mla_decode(
     attn_sink : array, (h_q,), optional
         Logits of a key without a value.
     extra_kv_cache, extra_indices, extra_topk_length : array, optional
-        A second cache of the same record, and more keys from it under the same softmax.
+        A second cache of the same record, or of "v41-fp4", and more keys from it under the same softmax.
     w_uv, gate : array, optional
         What results are multiplied by, see `projected`.
     scale, lse_base, empty_lse

@@ -112,6 +112,9 @@ def _mla_decode(
     cu_seqlens_q: Any = None,
     tree_mask: Any = None,
     attn_sink: Any = None,
+    out_cos: Any = None,
+    out_sin: Any = None,
+    out_positions: Any = None,
     w_uv: Any = None,
     gate: Any = None,
     d_v: Any = 512,
@@ -134,7 +137,23 @@ def _mla_decode(
     workspace: Any = None,
 ) -> Invocation:
     empty_lse = -inf if empty_lse is None else empty_lse
-    arrays = (q, kv_cache, block_table, seqlens, q_rope, cu_seqlens_q, tree_mask, attn_sink, w_uv, gate, out, lse)
+    arrays = (
+        q,
+        kv_cache,
+        block_table,
+        seqlens,
+        q_rope,
+        cu_seqlens_q,
+        tree_mask,
+        attn_sink,
+        out_cos,
+        out_sin,
+        out_positions,
+        w_uv,
+        gate,
+        out,
+        lse,
+    )
     options = (
         d_v,
         scale,
@@ -159,11 +178,11 @@ MLA_DECODE = Operators(
     _mla_decode,
     arguments=(
         "Tensor q, Tensor kv_cache, Tensor block_table, Tensor seqlens, Tensor? q_rope=None, "
-        "Tensor? cu_seqlens_q=None, Tensor? tree_mask=None, Tensor? attn_sink=None, Tensor? w_uv=None, "
-        "Tensor? gate=None, int d_v=512, float? scale=None, bool causal=True, int? window=None, "
-        "int? max_seqlen_q=None, int cp_world=1, int cp_rank=0, float kv_scale=1.0, float q_scale=1.0, "
-        'str math="exact", ScalarType? out_dtype=None, str lse_base="e", float? empty_lse=None, '
-        "str? kernel=None"
+        "Tensor? cu_seqlens_q=None, Tensor? tree_mask=None, Tensor? attn_sink=None, Tensor? out_cos=None, "
+        "Tensor? out_sin=None, Tensor? out_positions=None, Tensor? w_uv=None, Tensor? gate=None, int d_v=512, "
+        "float? scale=None, bool causal=True, int? window=None, int? max_seqlen_q=None, int cp_world=1, "
+        'int cp_rank=0, float kv_scale=1.0, float q_scale=1.0, str math="exact", ScalarType? out_dtype=None, '
+        'str lse_base="e", float? empty_lse=None, str? kernel=None'
     ),
     results="Tensor(a!) out, Tensor(b!) lse",
     returns="(Tensor, Tensor)",

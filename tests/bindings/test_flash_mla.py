@@ -138,6 +138,7 @@ def test_sparse_decode(library: Any, with_options: bool) -> None:
 FP8_CASES = (
     SparseDecodeCase(h_q=5, s_q=2, b=3, extra=7, lengths=True, sink=True, empty=True),
     SparseDecodeCase(record="v4", h_q=2, topk=20, extra=33, lengths=True, sink=True),
+    SparseDecodeCase(record="v41", h_q=2, topk=9, extra=20, lengths=True, sink=True, extra_record="v41-fp4"),
 )
 
 

@@ -35,7 +35,8 @@ SMEM_OF_A_BLOCK = {
 NAMED_BARRIERS = 16
 TMEM_COLUMNS = 512
 MAX_SECONDS_OF_A_VARIANT = 15
-MAX_BUILDS, MAX_BUILDS_OF_HOPPER, MAX_CORE_BUILDS = 270, 480, 32
+#: With ten of V4.1's records and of narrow keys for any GPU, and 14 for Hopper, which no import compiles.
+MAX_BUILDS, MAX_BUILDS_OF_HOPPER, MAX_CORE_BUILDS = 280, 500, 32
 SETUP = Path(__file__).resolve().parents[2] / "setup.cfg"
 
 

@@ -55,12 +55,14 @@ class CacheCase:
 
 CASES = (
     *(CacheCase(record.name) for record in LATENT_FORMATS),
-    *(CacheCase(record.name, dtype="float32", special=True, rotation="interleaved") for record in LATENT_FORMATS[:4]),
-    *(CacheCase(record.name, dtype="float16", odd=True, rotation="halves") for record in LATENT_FORMATS[:5]),
+    *(CacheCase(record.name, dtype="float32", special=True, rotation="interleaved") for record in LATENT_FORMATS[:6]),
+    *(CacheCase(record.name, dtype="float16", odd=True, rotation="halves") for record in LATENT_FORMATS[:7]),
     CacheCase("v32", scales="plain", special=True, out_dtype="float16"),
     CacheCase("v32", page_size=1, num_pages=20, slot_dtype="int32", out_dtype="bfloat16"),
     CacheCase("v4", page_size=1, num_pages=20, slot_dtype="int32", special=True, out_dtype="bfloat16"),
     CacheCase("v4", page_size=7, num_pages=3, gap=0),
+    *(CacheCase(name, page_size=3, num_pages=5, special=True, odd=True, gap=2) for name in ("v41", "v41-fp4")),
+    CacheCase("v41", dtype="float16", rotation="halves", special=True, out_dtype="bfloat16"),
     CacheCase("fp8", kv_scale=0.375, special=True),
     CacheCase("bf16", special=True, odd=True, out_dtype="float16"),
 )
@@ -145,6 +147,22 @@ def check_append_and_gather(case: CacheCase, to: Callable[[Any], Any], back: Cal
     (exact,) = reference.cache_gather(expected, inputs.slots, kv_scale=case.kv_scale)
     wanted = dtypes.round_to(exact, case.out_dtype).astype(dtypes.numpy_dtype(case.out_dtype))
     np.testing.assert_array_equal(back(rows).astype(np.float32), wanted.astype(np.float32))
+
+
+def check_ties(to: Callable[[Any], Any], back: Callable[[Any], Array]) -> None:
+    """Every number halfway between two of e2m1, and every e2m1 number, times a scale: to even, and as they are."""
+    numbers = [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 6]
+    expected = [0, 0, 0.5, 1, 1, 1, 1.5, 2, 2, 2, 3, 4, 4, 4, 6, 6]
+    scales = 2.0 ** (np.arange(28) - 9)
+    given, wanted = (np.outer(scales, x).reshape(1, -1) for x in (numbers, expected))
+    record = FORMATS["v41-fp4"]
+    cache, rope = to(empty_cache(record, 1, 2)), np.zeros((2, 64), np.float32)
+    latent = np.concatenate([given, -given]).astype(np.float32)
+    mla_cupy.cache_append(to(latent), to(rope), cache, to(np.arange(2)))
+    rows = back(mla_cupy.cache_gather(cache, to(np.arange(2)), out_dtype="float32"))
+    within = np.repeat(scales <= 256, 16)  # larger ones saturate, see below
+    np.testing.assert_array_equal(rows[:, :448][:, within], np.concatenate([wanted, -wanted])[:, within])
+    assert (np.abs(rows[:, :448]) <= 6 * 448).all()
 
 
 def assert_same_pages(got: Array, expected: Array, name: str) -> None:

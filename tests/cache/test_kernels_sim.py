@@ -15,6 +15,7 @@ from tests.cache.runs import (
     check_append_and_gather,
     check_copy,
     check_slots,
+    check_ties,
     check_update,
     make,
 )
@@ -33,11 +34,16 @@ def test_append_and_gather(case: CacheCase) -> None:
         check_append_and_gather(case, same, np.asarray)
 
 
-@pytest.mark.parametrize("name", ["v32", "v4"])
+@pytest.mark.parametrize("name", ["v32", "v4", "v41", "v41-fp4"])
 def test_without_instructions_for_e4m3(name: str) -> None:
     """Ampere and Turing convert by integer arithmetic."""
     with simulated(2, (8, 0)):
         check_append_and_gather(CacheCase(name, dtype="float32", special=True, n=13), same, np.asarray)
+
+
+def test_ties_of_e2m1_go_to_even() -> None:
+    with simulated(2):
+        check_ties(same, np.asarray)
 
 
 @pytest.mark.parametrize("shape", COPIES, ids=str)

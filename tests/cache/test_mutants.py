@@ -7,7 +7,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.cache.runs import CacheCase, SlotsCase, check_append_and_gather, check_copy, check_slots, check_update
+from tests.cache.runs import (
+    CacheCase,
+    SlotsCase,
+    check_append_and_gather,
+    check_copy,
+    check_slots,
+    check_ties,
+    check_update,
+)
 from tests.support.mutants import CAUGHT, Mutant, Plant, steps
 from tests.support.sim_driver import simulated
 
@@ -24,7 +32,12 @@ def _slots(**sizes: int) -> Callable[[], None]:
     return lambda: check_slots(SlotsCase(**sizes), lambda x: x, np.asarray)
 
 
+def _ties() -> None:
+    check_ties(lambda x: x, np.asarray)
+
+
 APPEND, RECORD, CONVERT = "cache/append.cuh", "attention/record.cuh", "ptx/convert.cuh"
+FP4 = "ptx/fp4.cuh"
 ROPE = "tile/rope.cuh"
 SLOTS = "cache/slots.cu"
 PLANTED: tuple[tuple[Mutant, Callable[[], None]], ...] = (
@@ -52,8 +65,27 @@ PLANTED: tuple[tuple[Mutant, Callable[[], None]], ...] = (
      _pages(CacheCase("v32", dtype="float32", special=True))),
     (Mutant("padding is not written", APPEND, "group * p.group_chunks <= p.latent_chunks",
             "group * p.group_chunks < p.latent_chunks"), _pages(CacheCase("v4"))),
-    (Mutant("padding is forgotten", APPEND, "if (piece == 0) token.scales", "if (false) token.scales"),
+    (Mutant("padding is forgotten", APPEND, "if (padded) token.scales", "if (false) token.scales"),
      _pages(CacheCase("v4", dtype="float32"))),
+    (Mutant("padding in place of a scale", APPEND, "piece == 0 && !is_code(p.rope_kind)", "piece == 0"),
+     _pages(CacheCase("v41"))),
+    (Mutant("RoPE is not rounded before its codes", APPEND, "if (p.element != kFloat32) return piece_values",
+            "if (p.element == kBfloat16 + 9) return piece_values"), _pages(CacheCase("v41", rotation="halves"))),
+    (Mutant("RoPE begins a piece early", APPEND, "2 * p.latent_chunks - kWarpThreads : 0",
+            "2 * p.latent_chunks - kWarpThreads - 8 : 0"), _pages(CacheCase("v41-fp4"))),
+    (Mutant("e2m1 scales are not rounded", APPEND, "plain_scale(cvt_f32_x2_e4m3(code).x)", "plain_scale(ratio)"),
+     _pages(CacheCase("v41-fp4"))),
+    (Mutant("no least e4m3 scale", APPEND, "fmaxf(ratio, kMinE4m3)", "ratio"),
+     _pages(CacheCase("v41-fp4", special=True))),
+    (Mutant("infinity has a scale", APPEND, "finite ? cvt_e4m3_x2", "true ? cvt_e4m3_x2"),
+     _pages(CacheCase("v41-fp4", special=True))),
+    (Mutant("ties away from even", FP4, "size > 1.25f", "size >= 1.25f"), _ties),
+    (Mutant("ties towards zero", FP4, "size >= 0.75f", "size > 0.75f"), _ties),
+    (Mutant("no sign of e2m1", FP4, "__float_as_uint(x) >> 28 & 8 | code", "code"), _pages(CacheCase("v41-fp4"))),
+    (Mutant("sign of a neighbour", FP4, "0x1504", "0x0514"), _pages(CacheCase("v41-fp4"))),
+    (Mutant("upper half twice", FP4, "sizes >> 16", "sizes"), _pages(CacheCase("v41-fp4"))),
+    (Mutant("scales of two groups", RECORD, "cvt_f32_x2_e4m3(token.scales[chunk / layout.group_chunks])",
+            "cvt_f32_x2_e4m3(token.scales[chunk / 2])"), _pages(CacheCase("v41-fp4"))),
     (Mutant("place of another token", APPEND, "from_lane(mine.data, t)", "from_lane(mine.data, 0)"),
      _pages(CacheCase("bf16"))),
     (Mutant("halves for pairs", ROPE, "if (interleaved) {", "if (!interleaved) {"),

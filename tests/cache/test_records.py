@@ -74,7 +74,7 @@ def test_sizes_are_those_of_the_engines() -> None:
     assert (V32.token_bytes, V32.page_bytes(64)) == (656, 41984)
     assert [V4.page_bytes(size) for size in (1, 2, 64, 256)] == [1152, 1728, 37440, 149760]
     assert (INDEXER.token_bytes, FP8.token_bytes) == (132, 576)
-    assert [record.width for record in LATENT_FORMATS] == [656, 584, 576, 576, 576, 512, 512]
+    assert [record.width for record in LATENT_FORMATS] == [656, 584, 528, 288, 576, 576, 576, 512, 512]
 
 
 def test_which_record_an_array_holds() -> None:
@@ -219,6 +219,61 @@ def test_golden_v4() -> None:
     rope = b"".join(struct.pack("<f", float(i))[2:] for i in range(64))
     scales = bytes([*(127 + g - 7 for g in range(7)), 0])
     assert one_token(V4) == codes + rope + scales
+
+
+def test_golden_v41() -> None:
+    """Groups of 32 whose largest is 3 * 2^g; RoPE is 0 to 63, in two groups with scales 2^-3 and 2^-2."""
+    record = FORMATS["v41"]
+    token = one_token(record)
+    for g in range(14):
+        one = nearest_e4m3(2.0 ** (7 - g))
+        assert token[32 * g : 32 * g + 32] == bytes([0x7C] + [one] * 31), g
+    assert list(token[448:512]) == [nearest_e4m3(i * (8 if i < 32 else 4)) for i in range(64)]
+    assert list(token[512:]) == [*(127 + g - 7 for g in range(14)), 127 - 3, 127 - 2]
+
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def nearest_e2m1(x: float) -> int:
+    """The nearest code by exact comparison; of two, the even one."""
+    size = Fraction(min(abs(x), 6.0))
+    code = min(range(8), key=lambda code: (abs(Fraction(E2M1[code]) - size), code & 1))
+    return code | (8 if math.copysign(1, x) < 0 else 0)
+
+
+def test_golden_v41_fp4() -> None:
+    """Scales are e4m3 of 3 * 2^g / 6 up to 448: 0.5 * 2^g; the numbers are 6 and 2 / 2^g."""
+    token = one_token(FORMATS["v41-fp4"])
+    for g in range(10):
+        one = nearest_e2m1(2.0 ** (1 - g))
+        assert token[8 * g : 8 * g + 8] == bytes([7 | one << 4] + [one | one << 4] * 7), g
+        assert token[256 + g] == nearest_e4m3(2.0 ** (g - 1))
+    assert token[256 + 10 : 256 + 28] == bytes([0x7E] * 18), "saturated"
+    scales = [e4m3_value(nearest_e4m3(largest / 6)) for largest in (15, 31, 47, 63)]
+    assert [e4m3_value(code) for code in token[256 + 28 :]] == scales
+    rope = [nearest_e2m1(i / scales[i // 16]) for i in range(64)]
+    assert list(token[224:256]) == [low | high << 4 for low, high in zip(rope[::2], rope[1::2], strict=True)]
+
+
+def test_codes_are_e2m1() -> None:
+    between = [(a + b) / 2 for a, b in itertools.pairwise(E2M1)]
+    numbers = np.array([*E2M1, *between, *np.linspace(0, 8, 97), 1e30, np.inf], np.float32)
+    numbers = np.concatenate([numbers, -numbers])
+    packed = oracle.to_e2m1(numbers)
+    codes = np.stack([packed & 15, packed >> 4], axis=1).reshape(-1)
+    assert codes.tolist() == [nearest_e2m1(float(x)) for x in numbers]
+    np.testing.assert_array_equal(oracle.from_e2m1(packed), [-E2M1[c & 7] if c > 7 else E2M1[c] for c in codes])
+    assert oracle.to_e2m1(np.float32([np.nan, -np.nan])).tolist() == [0]
+
+
+def test_what_is_not_finite_shows_in_the_whole_group_of_e2m1() -> None:
+    x = np.ones((3, 32), np.float32)
+    x[[0, 1, 2], [5, 6, 7]] = np.nan, np.inf, -np.inf
+    codes, scales = oracle.quantize_to_e2m1(x, 16)
+    read = oracle.from_e2m1(codes) * np.repeat(scales, 16, axis=1)
+    assert np.isnan(read[:, :16]).all()
+    np.testing.assert_allclose(read[:, 16:], 1, rtol=0.25)
 
 
 def test_golden_fp8() -> None:

@@ -44,7 +44,12 @@ def good_decode() -> Call:
 
 DECODE = [
     # rank
-    Bad("q 3-D", swap("q", lambda x: x[0]), ShapeError, ("q.shape", "(3, 4, 576)", "(b, s_q, h_q, 576 or 512)")),
+    Bad(
+        "q 3-D",
+        swap("q", lambda x: x[0]),
+        ShapeError,
+        ("q.shape", "(3, 4, 576)", "(b, s_q, h_q, 576 or 512 or 320 or 288)"),
+    ),
     Bad("kv 2-D", swap("kv_cache", lambda x: x[0, 0]), ShapeError, ("kv_cache.shape", "(2, 576)", "page_size")),
     Bad("kv 5-D", swap("kv_cache", lambda x: x[None]), ShapeError, ("kv_cache.shape", "(1, 8, 16, 2, 576)")),
     Bad("table 1-D", swap("block_table", lambda x: x[0]), ShapeError, ("block_table.shape", "(4,)", "(b, max_pages)")),

@@ -22,7 +22,7 @@ from tests.support.calls import on_host, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, as_read, make, poisoned, values
 from tests.support.gpu import upload
 from tests.support.kernels import by_name, cc_of
-from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.mutants import CAUGHT, Mutant, Plant, as_verdict
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
@@ -49,6 +49,7 @@ class FormCase:
     base: DecodeCase
     pair: bool = False
     sink: bool = False
+    turned: bool = False
     window: int = 0
     queries: tuple[int, ...] = ()
     around: tuple[int, int] = (0, 0)
@@ -57,6 +58,7 @@ class FormCase:
     def forms(self) -> tuple[str, ...]:
         """The arguments of a call that it has."""
         has = {"attn_sink": self.sink, "q_rope": self.pair, "cu_seqlens_q": self.queries, "window": self.window}
+        has["out_cos"] = self.turned
         return tuple(name for name, value in has.items() if value)
 
     @property
@@ -65,6 +67,7 @@ class FormCase:
             self.base.id,
             "pair" if self.pair else "",
             "sink" if self.sink else "",
+            "turned" if self.turned else "",
             f"window{self.window}" if self.window else "",
             "q" + "_".join(map(str, self.queries)) if self.queries else "",
             f"around{self.around[0]}_{self.around[1]}" if any(self.around) else "",
@@ -122,10 +125,23 @@ def form_inputs(case: FormCase) -> FormInputs:
         sink[:2] = -np.inf, np.inf
         sink[2:3] = 40.0
         arrays["attn_sink"] = sink
+    if case.turned:
+        arrays |= turning(arrays["q"].shape[:-2], case.base.seed)
     if case.window:
         options["window"] = case.window
         _poison_before_windows(case, arrays)
     return FormInputs(case, base, arrays, options)
+
+
+def turning(shape: tuple[int, ...], seed: int) -> dict[str, Array]:
+    """Tables with gaps, whose sums of squares are not all 1, and positions of which some are outside of them."""
+    rng = np.random.default_rng([seed, 7])
+    tables = rng.standard_normal((2, 9, 40)).astype(np.float32)
+    tables[..., 32:] = np.nan
+    places = np.full((*shape[:-1], 2 * shape[-1]), 2**31 - 1, np.int64 if seed % 2 else np.int32)
+    positions = places[..., ::2]
+    positions[...] = rng.integers(-2, 12, shape)
+    return {"out_cos": tables[0, :, :32], "out_sin": tables[1, :, :32], "out_positions": positions}
 
 
 def _poison_before_windows(case: FormCase, arrays: dict[str, Array]) -> None:
@@ -203,6 +219,20 @@ def test_a_sink_is_a_key_without_a_value() -> None:
     assert (out[1] == 0).all()
 
 
+def test_results_are_turned_back() -> None:
+    """What RoPE turned at a position is as it was, and the columns before stay."""
+    rng = np.random.default_rng(3)
+    angles = rng.random((9, 32)) * 7
+    cos, sin, positions = np.cos(angles), np.sin(angles), np.array([[4, 2], [0, 8]])
+    plain = rng.standard_normal((2, 2, 3, 512))
+    turned = plain.copy()
+    rows = np.repeat(positions.reshape(-1), 3)
+    turned[..., 448:] = reference.cache.rotate(plain[..., 448:].reshape(12, 64), cos, sin, rows).reshape(2, 2, 3, 64)
+    back = reference.dense_decode.turned_back(turned, cos, sin, positions)
+    np.testing.assert_allclose(back, plain, atol=1e-6)
+    np.testing.assert_array_equal(back[..., :448], plain[..., :448])
+
+
 # ---- Kernels in the simulator ----------------------------------------------------------------------------------
 
 SINGLE = DecodeCase(b=3, seqlens=(200, 0, 70), h_q=16)
@@ -225,6 +255,13 @@ CASES = (
     (FormCase(replace(MANY, seqlens=(260, 130), missing_pages=0), window=100), SEESAW),
     (FormCase(replace(SINGLE, h_q=64, seqlens=(257, 40, 65), page_size=128), window=64), SEESAW),
     (FormCase(replace(SINGLE, h_q=3, s_q=2), window=70), GENERIC),
+    # Results turned back: whole and split ones, rows of several queries, several KV heads, groups of queries.
+    (FormCase(replace(SINGLE, d_qk=512), turned=True), SMALL),
+    (FormCase(replace(SINGLE, d_qk=512, s_q=3, h_q=7, seed=1, dtype="float16"), turned=True, sink=True), SMALL),
+    (FormCase(replace(MANY, d_qk=512, h_kv=2), turned=True), SEESAW),
+    (FormCase(replace(SINGLE, d_qk=512, h_q=80, seqlens=(66, 1, 64)), queries=(2, 1, 3), turned=True), SEESAW),
+    (FormCase(replace(SINGLE, d_qk=512, h_q=3, s_q=2, cp_world=2), turned=True), GENERIC),
+    (FormCase(replace(SINGLE, d_qk=512, h_q=8), queries=(4, 1, 5), around=(2, 1), window=66, turned=True), SMALL),
     # All at once.
     (
         FormCase(
@@ -278,6 +315,42 @@ def test_kernels_in_all_modes(case: FormCase, kernel: str, mode: tuple[str, int]
         check(run(inputs, kernel, sm_count, mode), inputs.exact, inputs.rounded, case.base.dtype)
 
 
+TURN, MATH = "attention/output_rope.cuh", "attention/sm90/math.cuh"
+TURN_MUTANTS = (
+    (GENERIC, Mutant("turned on", TURN, "column % 2 == 0 ?", "column % 2 != 0 ?")),
+    (SMALL, Mutant("positions are not clamped", TURN,
+                   "max(0ll, min(position, (i64)forms.out_max_position - 1))", "position")),
+    (SMALL, Mutant("positions of the first queries", TURN, "item.first_query + min(row, last)", "min(row, last)")),
+    (SMALL, Mutant("rows that are not there", TURN, "min(row, last) /", "row /")),
+    (SMALL, Mutant("a pair two lanes apart", "attention/sm90/swapped.cuh", "kFullWarp, out[i], 4)",
+                   "kFullWarp, out[i], 8)")),
+    (SEESAW, Mutant("angles of another row", MATH, "item, block.row0 + fragment_row(thread) + 8 * r)",
+                    "item, block.row0 + fragment_row(thread))")),
+    (SEESAW, Mutant("columns of the left half", MATH, "if constexpr (kRight && C::Work::kForms) turn",
+                    "if constexpr (!kRight && C::Work::kForms) turn")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kernel", "mutant"),
+    [
+        pytest.param(kernel, mutant, id=mutant.id, marks=[] if i == 0 else [pytest.mark.slow])
+        for i, (kernel, mutant) in enumerate(TURN_MUTANTS)
+    ],
+)
+def test_planted_bugs_of_turning_show(kernel: str, mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    with pytest.raises(CAUGHT):
+        _check_turned(kernel)
+
+
+def _check_turned(kernel: str) -> None:
+    for case, name in CASES:
+        if name == kernel and case.turned:
+            inputs = form_inputs(case)
+            check(run(inputs, kernel, 3, ("random", 1)), inputs.exact, inputs.rounded, case.base.dtype)
+
+
 @pytest.mark.parametrize(("base", "kernel"), SINKS, ids=lambda value: getattr(value, "id", value))
 def test_sinks(base: DecodeCase, kernel: str) -> None:
     inputs = form_inputs(FormCase(base, sink=True))
@@ -297,6 +370,19 @@ def test_what_a_row_does_not_see_does_not_reach_it(kernel: str, token: int, seen
     for row in range(3):
         assert finite[row].all() == (row not in seen)
         assert finite[row][:, 300].any() == (row not in seen)
+
+
+@pytest.mark.parametrize("kernel", [SMALL, SEESAW])
+def test_what_is_not_finite_is_turned_in_its_rows_only(kernel: str) -> None:
+    """Values are whole keys here, so that the scores of whoever sees one are not finite, either."""
+    inputs = form_inputs(FormCase(DecodeCase(b=1, s_q=3, h_q=4, seqlens=130, d_qk=512), turned=True))
+    cache, table = inputs.arrays["kv_cache"], inputs.arrays["block_table"]
+    cache[table[0, 2], 0, 0, 451], cache[table[0, 2], 1, 0, 500] = np.inf, np.nan
+    with simulated(1, mode="late"):
+        out, _ = mla_cupy.mla_decode(**inputs.call, kernel=kernel)
+    assert np.isfinite(out[0, 0].astype(np.float32)).all()
+    assert not np.isfinite(out[0, 1:, :, 448:].astype(np.float32)).all(axis=-1).any()
+    np.testing.assert_allclose(out[0, 0].astype(np.float32), inputs.exact[0][0, 0], atol=0.05)
 
 
 def test_hostile_starts_in_a_kernel() -> None:
@@ -328,6 +414,15 @@ LONG = np.zeros((2, 9000), np.int32)
 LATENT, ROPE = np.ones((2, 1, 4, 512), np.float16), np.ones((2, 1, 4, 64), np.float16)
 
 
+TURNED = {
+    "q": LATENT,
+    "kv_cache": np.ones((3, 8, 512), np.float16),
+    "out_cos": np.ones((5, 32), np.float32),
+    "out_sin": np.ones((5, 32), np.float32),
+    "out_positions": np.ones((2, 1), np.int32),
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
@@ -352,6 +447,15 @@ LATENT, ROPE = np.ones((2, 1, 4, 512), np.float16), np.ones((2, 1, 4, 64), np.fl
         ({"q": LATENT, "q_rope": ROPE[..., :32]}, ShapeError, r"q_rope.shape\[-1\]: got 32, expected 64"),
         ({"q": LATENT, "q_rope": ROPE[:, :, :3]}, ShapeError, r"q_rope.shape\[2\]: got 3, expected h_q=4"),
         ({"q": LATENT}, ShapeError, r"kv_cache.shape\[-1\]: got 576, expected d_qk=512"),
+        ({**TURNED, "out_positions": None}, ArgumentError, "out_positions"),
+        ({**TURNED, "q": _call()["q"]}, ShapeError, r"q.shape\[-1\]: got 576, expected 512 with out_cos"),
+        (
+            {**TURNED, "out_sin": np.ones((5, 16), np.float32)},
+            ShapeError,
+            r"out_sin.shape\[-1\]: got 16, expected pairs=32",
+        ),
+        ({**TURNED, "out_positions": np.ones((2, 2), np.int32)}, ShapeError, r"out_positions.shape\[-1\]: got 2"),
+        ({**TURNED, "kernel": "decode_sm90_small"}, UnsupportedDeviceError, "decode_sm90_small takes no out_cos"),
         ({"attn_sink": np.ones(3, np.float32)}, ShapeError, r"attn_sink.shape\[0\]: got 3, expected h_q=4"),
         ({"window": 4, "kernel": "decode_sm90_small"}, UnsupportedDeviceError, "decode_sm90_small takes no window"),
         (
@@ -402,7 +506,7 @@ def test_which_kernel(changes: dict[str, Any], kernel: str, recorder: Recorder) 
     assert f"mla_{kernel}" in [launch.entry for launch in recorder.launches]
 
 
-WHOLE = Forms(attn_sink=True, q_rope=True, cu_seqlens_q=True, window=5)
+WHOLE = Forms(attn_sink=True, q_rope=True, cu_seqlens_q=True, out_cos=True, window=5)
 
 
 @pytest.mark.parametrize("name", list(by_name(DECODE)))

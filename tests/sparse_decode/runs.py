@@ -24,7 +24,7 @@ _NAN = 0x7F  # of e4m3; as the bytes of a scale or of RoPE it is finite, and lar
 
 @dataclass(frozen=True)
 class SparseDecodeCase:
-    """One call. `extra` is the size of the second list, 0 for none."""
+    """One call. `extra` is the size of the second list, 0 for none, and `extra_record` of the cache that it names."""
 
     record: str = "v32"
     dtype: str = "bfloat16"
@@ -40,6 +40,7 @@ class SparseDecodeCase:
     page_size: int = 5
     sm_count: int = 2
     lse_base: str = "e"
+    extra_record: str = ""
 
     def __str__(self) -> str:
         """Id of the test: what differs from the defaults."""
@@ -55,6 +56,18 @@ CASES = (
     SparseDecodeCase(extra=1, empty=True, sink=True, s_q=2, topk=1),
     SparseDecodeCase(topk=70, sm_count=1, b=3, lengths=True, h_q=1),
     SparseDecodeCase(b=1, topk=0),
+)
+#: Of V4.1, for the plain kernel.
+V41_CASES = (
+    SparseDecodeCase(record="v41", s_q=2, h_q=9, empty=True, sink=True),
+    SparseDecodeCase(record="v41", dtype="float16", topk=20, extra=33, lengths=True),
+    SparseDecodeCase(record="v41", topk=19, extra=40, lengths=True, sink=True, extra_record="v41-fp4"),
+    SparseDecodeCase(record="v41", dtype="float16", topk=0, extra=70, sm_count=5, b=1, extra_record="v41-fp4"),
+    SparseDecodeCase(record="v41", topk=130, extra=9, page_size=64, h_q=2, b=1, extra_record="v41-fp4"),
+)
+#: More heads than a block of Hopper's kernel for few has, and tiles of both records.
+V41_WIDE = SparseDecodeCase(
+    record="v41", topk=70, extra=90, page_size=64, h_q=35, b=1, sm_count=1, extra_record="v41-fp4"
 )
 #: Several blocks of heads, several tiles per work item, splits that cut lists.
 MORE_CASES = (
@@ -74,9 +87,9 @@ def fitting(case: SparseDecodeCase, kernel: str) -> SparseDecodeCase:
     return replace(case, h_q=case.h_q + 32) if kernel == "sparse_decode_sm90" and case.h_q <= 32 else case
 
 
-def filled(case: SparseDecodeCase, num_pages: int, page_size: int, seed: int) -> tuple[Array, Array]:
+def filled(case: SparseDecodeCase, num_pages: int, page_size: int, seed: int, name: str = "") -> tuple[Array, Array]:
     """A cache of NaN, and the slots of the few tokens that it holds."""
-    record, rng = FORMATS[case.record], np.random.default_rng(seed)
+    record, rng = FORMATS[name or case.record], np.random.default_rng(seed)
     cache = empty_cache(record, num_pages, page_size, gap=1)
     cache[...] = _NAN
     room = num_pages * page_size
@@ -96,7 +109,7 @@ def make(case: SparseDecodeCase) -> dict[str, Any]:
     call["kv_cache"], held = filled(case, 9, case.page_size, 1)
     call["indices"] = indices(rng, held, 9 * case.page_size, (case.b, case.s_q, case.topk))
     if case.extra:
-        call["extra_kv_cache"], held = filled(case, 4, 3, 2)
+        call["extra_kv_cache"], held = filled(case, 4, 3, 2, case.extra_record)
         call["extra_indices"] = indices(rng, held, 12, (case.b, case.s_q, case.extra))
     if case.lengths:
         call["topk_length"] = np.resize(np.array([case.topk - 3, 2**30, 2], np.int32), case.b)
@@ -105,7 +118,7 @@ def make(case: SparseDecodeCase) -> dict[str, Any]:
     if case.sink:
         call["attn_sink"] = np.resize(np.array([0.5, -np.inf, 3.0], np.float32), case.h_q)
     if case.empty:
-        for name in ("indices", "extra_indices"):
+        for name in {"indices", "extra_indices"} & call.keys():
             call[name][0, 0] = -1
     return call
 

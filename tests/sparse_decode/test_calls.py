@@ -16,6 +16,7 @@ from tests.sparse_decode.runs import (
     MORE_CASES,
     ON_HOPPER,
     SINCE_AMPERE,
+    V41_CASES,
     SparseDecodeCase,
     fitting,
     make,
@@ -25,7 +26,7 @@ from tests.support.operations import mistakes
 from tests.support.recorder import Recorder
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *V41_CASES], ids=str)
 def test_the_numpy_backend_rounds_the_oracle(case: SparseDecodeCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     call = make(case)
@@ -86,7 +87,10 @@ def rows_of_fp8() -> Call:
 BAD = [
     Bad("q of v4", swap("q", lambda x: x[..., :512].copy()), ShapeError, ("q.shape[-1]", "512", "576 for v32")),
     Bad("rows", lambda c: c.update(rows_of_fp8()), ShapeError, ("kv_cache", "pages of fp8")),
-    Bad("extra of v4", swap("extra_kv_cache", lambda x: np.zeros((4, 5, 584), np.uint8)), ShapeError, ("width", )),
+    Bad("extra of v4", swap("extra_kv_cache", lambda x: np.zeros((4, 5, 584), np.uint8)), ShapeError,
+        ("extra_kv_cache", "pages of v4", "v32 beside a kv_cache of v32")),
+    Bad("extra in e2m1", swap("extra_kv_cache", lambda x: np.zeros((4, 5, 288), np.uint8)), ShapeError,
+        ("extra_kv_cache", "pages of v41-fp4", "v32 beside a kv_cache of v32")),
     Bad("no tokens", swap("kv_cache", lambda x: x[:, :0]), ShapeError, ("kv_cache.shape[1]", "page_size=0", "1")),
     Bad("no extra tokens", swap("extra_kv_cache", lambda x: x[:, :0]), ShapeError, ("extra_page_size=0", "at least 1")),
     Bad("no extra cache", option("extra_kv_cache", None), ArgumentError, ("extra_kv_cache", "give both")),

@@ -8,14 +8,26 @@ import numpy as np
 import pytest
 
 import mla_cupy
+from mla_cupy import UnsupportedDeviceError
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
 from mla_cupy.kernels.sparse_decode.schedule import Cuts, even_cuts
-from tests.sparse_decode.runs import CASES, MORE_CASES, ON_HOPPER, SparseDecodeCase, check, check_call, fitting, make
+from tests.sparse_decode.runs import (
+    CASES,
+    MORE_CASES,
+    ON_HOPPER,
+    V41_CASES,
+    V41_WIDE,
+    SparseDecodeCase,
+    check,
+    check_call,
+    fitting,
+    make,
+)
 from tests.support.mutants import CAUGHT, Mutant, Plant
 from tests.support.sim_driver import simulated
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *V41_CASES], ids=str)
 def test_equals_the_oracle(case: SparseDecodeCase) -> None:
     with simulated(case.sm_count):
         check(case, lambda x: x, np.asarray)
@@ -32,6 +44,39 @@ def test_tensor_cores_are_as_exact_as_their_formats(case: SparseDecodeCase, kern
     case, mode = fitting(case, kernel), MODES[CASES.index(case) % len(MODES)]
     with simulated(case.sm_count, mode=mode, seed=7):
         check(case, lambda x: x, np.asarray, kernel, case.dtype if case.s_q > 1 else "float32")
+
+
+#: Those of V4.1: each in one mode. Of two kinds of records the seesaw has no builds.
+V41_RUNS = [
+    (kernel, case)
+    for kernel in ON_HOPPER
+    for case in (*V41_CASES, V41_WIDE)
+    if not (kernel == "sparse_decode_sm90" and case.extra_record)
+]
+
+
+@pytest.mark.parametrize(("kernel", "case"), V41_RUNS)
+def test_v41_on_tensor_cores(case: SparseDecodeCase, kernel: str) -> None:
+    mode = MODES[V41_RUNS.index((kernel, case)) % len(MODES)]
+    case = fitting(case, kernel)
+    with simulated(case.sm_count, mode=mode, seed=5):
+        check(case, lambda x: x, np.asarray, kernel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kernel", "case"), V41_RUNS)
+@pytest.mark.parametrize("mode", MODES)
+def test_v41_in_all_modes(case: SparseDecodeCase, kernel: str, mode: str) -> None:
+    case = fitting(case, kernel)
+    for out_dtype in ("float32", case.dtype):
+        with simulated(case.sm_count, mode=mode, seed=13):
+            check(case, lambda x: x, np.asarray, kernel, out_dtype)
+
+
+def test_the_seesaw_reads_one_kind_of_records() -> None:
+    case = fitting(V41_CASES[2], "sparse_decode_sm90")
+    with simulated(1), pytest.raises(UnsupportedDeviceError, match="reads no second cache of v41-fp4"):
+        mla_cupy.sparse_mla_decode(**make(case), kernel="sparse_decode_sm90")
 
 
 @pytest.mark.slow
@@ -135,6 +180,13 @@ MUTANTS = (
     Mutant("keys are overwritten", GENERIC, "__syncthreads();  // the previous step's keys have been read", ""),
     Mutant("scales of a neighbour", RECORD, "kGroupChunks = 4,", "kGroupChunks = 2,"),
 )
+#: Of a second list in e2m1.
+COMPACT = (
+    Mutant("all lists are e4m3", TOKENS, "token >= item.first_tokens && apart", "false && apart"),
+    Mutant("all lists are e2m1", TOKENS, "token >= item.first_tokens && apart", "true || apart"),
+    Mutant("scales of the usual record", TOKENS, "Record::Compact::scales(", "Record::scales("),
+    Mutant("numbers of the usual record", GENERIC, "? compact : usual", "? usual : usual"),
+)
 #: Two lists, of several warps' entries and of two tiles, lengths and a sink; in one split per SM.
 SEEN_BY = SparseDecodeCase(record="v4", topk=170, extra=33, lengths=True, sink=True, h_q=9)
 
@@ -145,3 +197,36 @@ def test_planted_bugs_show(mutant: Mutant, plant: Plant) -> None:
     plant(mutant)
     with simulated(2), pytest.raises(CAUGHT):
         check(SEEN_BY, lambda x: x, np.asarray)
+
+
+KEYS, CONVERSION = "attention/sm90/record_keys.cuh", "attention/sm90/small_records_conversion.cuh"
+SCOUTS = "attention/sm90/small_records_scouts.cuh"
+#: The same on Hopper, where the kind of a row is told by its address.
+ON_TENSOR_CORES = (
+    Mutant("rows are not told apart", KEYS, "found.data += tag,", "found.data += 0,"),
+    Mutant("the other half of a lane's bytes", KEYS, "const bool odd = lane & 1;", "const bool odd = !(lane & 1);"),
+    Mutant("scales of another piece", KEYS, "own.compact && piece % 2 != 0 ?", "own.compact && piece % 2 == 0 ?"),
+    Mutant("scales of another lane", KEYS, "8 * (lane % kPieceLanes) & 0xff", "8 * (lane % kPieceLanes / 2) & 0xff"),
+    Mutant("scales of a pair of pieces", KEYS, "16 * (piece % 2) + 8", "8"),
+    Mutant(
+        "half of the scales", SCOUTS, "cp_async<8>(smem_addr(to + 8 * part)", "cp_async<4>(smem_addr(to + 8 * part)"
+    ),
+    Mutant("codes as they are", CONVERSION, "unpacked_piece(bytes, scales.own.compact, lane)", "bytes"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", ON_TENSOR_CORES, ids=lambda mutant: mutant.id)
+def test_planted_bugs_of_compact_records_show_on_hopper(mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    with simulated(2), pytest.raises(CAUGHT):
+        check(V41_CASES[2], lambda x: x, np.asarray, "sparse_decode_sm90_small")
+
+
+@pytest.mark.parametrize(
+    "mutant", [COMPACT[0], *(pytest.param(mutant, marks=pytest.mark.slow) for mutant in COMPACT[1:])], ids=str
+)
+def test_planted_bugs_of_compact_records_show(mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    with simulated(2), pytest.raises(CAUGHT):
+        check(V41_CASES[2], lambda x: x, np.asarray)

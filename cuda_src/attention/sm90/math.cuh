@@ -2,6 +2,7 @@
 // (attention/sm90/seesaw.cuh) puts them in order.
 #pragma once
 #include "attention/online_softmax.cuh"
+#include "attention/output_rope.cuh"
 #include "attention/sm90/block.cuh"
 #include "attention/sm90/nonfinite_values.cuh"
 #include "ptx/control.cuh"
@@ -274,6 +275,24 @@ MLA_DEVICE float of_my_row(const float (&values)[kFragmentRows], i32 lane) {
 // ... and back: the lane that knows fragment row r.
 MLA_DEVICE i32 lane_of_row(i32 r, i32 lane) { return lane / 4 + 8 * r; }
 
+// Turns the last columns back, which the right warpgroup has.
+template <class C>
+MLA_DEVICE void turn_back(const Block<C>& block, const GroupItem& item, Math& math, i32 thread) {
+    constexpr i32 kFirst = kOutPerThread - kOutPerThread * kHeadDimRope / (kHeadDimV / 2);
+    if (!turns_back(block.p)) return;
+#pragma unroll
+    for (i32 r = 0; r < kFragmentRows; ++r) {
+        const RowAngles angles = angles_of_row(block.p, item, block.row0 + fragment_row(thread) + 8 * r);
+#pragma unroll
+        for (i32 i = kFirst + 2 * r; i < kOutPerThread; i += 4) {
+            const i32 column = kFirstTurnedColumn + (i - kFirst) / 4 * 8 + fragment_column(thread);
+            const float x = math.out[i], y = math.out[i + 1];
+            math.out[i] = turned_element(angles, column, x, y);
+            math.out[i + 1] = turned_element(angles, column + 1, y, x);
+        }
+    }
+}
+
 // Writes this warpgroup's 256 columns of the rows, in pieces of 32 bytes (fp32) or 64 bytes (16 bits) per quad.
 template <bool kRight, class C>
 MLA_DEVICE void store_out(const Block<C>& block, const WorkItem& item, const Math& math, float my_factor, i32 my_row,
@@ -340,6 +359,7 @@ MLA_DEVICE void run_math_role(Block<C>& block, i32 thread, Tiles tiles) {
             has_nonfinite = !C::kSparse && s.nonfinite_request[kRight] == item.request;
             release(s.q_empty, thread);  // only now: the next work item may overwrite what was read above
         }
+        if constexpr (kRight && C::Work::kForms) turn_back(block, item, math, thread);
         store_result<kRight>(block, item, math, sums, thread);
         if (has_nonfinite) {
             bar_sync(own_barrier(kRight), kWarpgroupThreads);  // the results are stored

@@ -8,6 +8,35 @@
 #include "tile/sw128.cuh"
 
 namespace mla::attention::sm90 {
+// ---- Two records in one tile -----------------------------------------------------------------------------------
+// Sparse decode's second cache may have the compact record. The address of such a row, and that of its scales, which
+// are multiples of 16, have a one in the lowest bit.
+struct v41_mixed : v41 {};
+
+template <class Record>
+constexpr bool kMixed = kSame<Record, v41_mixed>;
+
+MLA_DEVICE bool is_compact_row(const u8* tagged) { return (reinterpret_cast<u64>(tagged) & 1) != 0; }
+
+// `bytes` of Tokens, tagged so.
+template <class Record, class Tokens, class Item, class Place>
+MLA_DEVICE TokenBytes find_token(const DecodeParams& p, const Item& item, i32 token, Place place) {
+    TokenBytes found = Tokens::template bytes<Record>(p, item, token, place);
+    if constexpr (kMixed<Record>) {
+        const i32 tag = found.data != nullptr && Tokens::template is_compact<Record>(p, item, token);
+        found.data += tag, found.scales += tag;
+    }
+    return found;
+}
+
+// A lane's 16 codes of a piece as e4m3, from the bytes that it has read: of a compact row two lanes read the same 16.
+MLA_DEVICE uint4 unpacked_piece(const uint4& bytes, bool compact, i32 lane) {
+    if (!compact) return bytes;
+    const bool odd = lane & 1;
+    const uint2 low = e4m3_x8_of_e2m1(odd ? bytes.z : bytes.x), high = e4m3_x8_of_e2m1(odd ? bytes.w : bytes.y);
+    return make_uint4(low.x, low.y, high.x, high.y);
+}
+
 // ---- Formats ---------------------------------------------------------------------------------------------------
 // Scales of v4 are powers of two: a latent is exact in either 16-bit format. Those of v32 may be any number, and f16
 // rounds the product eight times finer than bf16. RoPE columns have the format of the queries: bf16 as stored.
@@ -115,6 +144,11 @@ struct SlimTileWalk {
 // banks.
 template <class Record>
 MLA_DEVICE const u8* piece_address(const u8* row, i32 piece, i32 lane) {
+    if constexpr (kMixed<Record>) {
+        const bool compact = is_compact_row(row);
+        const i32 bytes = compact ? kPieceBytes / 2 : kPieceBytes, chunk = lane % kPieceLanes;
+        return row - compact + piece * bytes + (compact ? chunk / 2 : chunk) * 16;
+    }
     constexpr i32 kLatentPieces = RecordTile<Record>::kLatentSwTiles;
     const i32 odd_row = lane / kPieceLanes & 1;
     const i32 at = piece < kLatentPieces || kRopePieces<Record> == 1
@@ -128,6 +162,10 @@ template <class Record>
 MLA_DEVICE uint4 load_piece(const TokenBytes& token, i32 piece, i32 lane) {
     return ld_global_16(piece_address<Record>(token.data, piece, lane), token.data != nullptr);
 }
+
+// Whether RoPE columns have scales, as the latent ones do.
+template <class Record>
+constexpr bool kScaledRope = kSame<Record, v41> || kMixed<Record>;
 
 // Whether the scales of a row lie elsewhere than the row.
 template <class Record>
@@ -178,6 +216,50 @@ struct LaneScales<v4> {
     MLA_DEVICE float of_lane(i32 number) const { return e8m0_value(codes >> 8 * number & 0xff); }
 };
 
+// Each lane has four of sixteen, those of two pieces: a piece's are of its first two and its last two lanes.
+template <>
+struct LaneScales<v41> {
+    u32 codes;
+
+    MLA_DEVICE static LaneScales load(const TokenBytes& token, i32 lane) {
+        const u32* scales = reinterpret_cast<const u32*>(token.scales);
+        return {token.data == nullptr ? 0u : scales[lane % kPieceLanes]};
+    }
+
+    using OfRow = uint4;
+    MLA_DEVICE static u32 of_pieces(const OfRow& scales, i32 pair) { return (&scales.x)[pair]; }
+    MLA_DEVICE static LaneScales of_row(const OfRow& scales, i32 lane) { return {(&scales.x)[lane % kPieceLanes]}; }
+    // A lane's of a piece, of the four codes of a pair of pieces.
+    MLA_DEVICE static float of_lane(u32 codes, i32 piece, i32 lane) {
+        return e8m0_value(codes >> (16 * (piece % 2) + 8 * (lane % kPieceLanes / 2)) & 0xff);
+    }
+};
+
+// The same, or of a compact row eight of 32: four of each of two pieces, one for each lane.
+struct MixedRow {
+    uint4 low, high;
+};
+template <>
+struct LaneScales<v41_mixed> {
+    u32 even, odd;  // of a compact row those of its two pieces; else all are in the first
+    bool compact;
+
+    MLA_DEVICE static LaneScales of_words(const u32* words, bool compact, i32 lane) {
+        const i32 chunk = lane % kPieceLanes;
+        return {words[compact ? 2 * chunk : chunk], compact ? words[2 * chunk + 1] : 0u, compact};
+    }
+    MLA_DEVICE static LaneScales load(const TokenBytes& token, i32 lane) {
+        if (token.data == nullptr) return {0u, 0u, false};
+        const bool compact = is_compact_row(token.scales);
+        return of_words(reinterpret_cast<const u32*>(token.scales - compact), compact, lane);
+    }
+
+    using OfRow = MixedRow;
+    MLA_DEVICE static LaneScales of_row(const OfRow& scales, bool compact, i32 lane) {
+        return of_words(&scales.low.x, compact, lane);
+    }
+};
+
 template <>
 struct LaneScales<fp8> {
     using OfRow = NoScale;
@@ -213,6 +295,42 @@ struct WholeRowScales {
 
     MLA_DEVICE u32 of_piece(i32 piece, i32) const {
         const float scale = LaneScales<Record>::of_group(row, piece / RowScales<Record, Latent>::kGroupPieces);
+        return cvt_x2(Latent{}, scale, scale);
+    }
+};
+
+template <class Latent>
+struct RowScales<v41, Latent> {
+    u32 codes;
+
+    MLA_DEVICE explicit RowScales(const LaneScales<v41>& scales) : codes(scales.codes) {}
+    MLA_DEVICE u32 of_piece(i32 piece, i32 lane) const {
+        const u32 of_pair = __shfl_sync(kFullWarp, codes, (lane & ~(kPieceLanes - 1)) | piece / 2);
+        const float scale = LaneScales<v41>::of_lane(of_pair, piece, lane);
+        return cvt_x2(Latent{}, scale, scale);
+    }
+};
+template <class Latent>
+struct WholeRowScales<v41, Latent> {
+    uint4 row;
+
+    MLA_DEVICE u32 of_piece(i32 piece, i32 lane) const {
+        const u32 of_pair = LaneScales<v41>::of_pieces(row, piece / 2);
+        const float scale = LaneScales<v41>::of_lane(of_pair, piece, lane);
+        return cvt_x2(Latent{}, scale, scale);
+    }
+};
+
+template <class Latent>
+struct RowScales<v41_mixed, Latent> {
+    LaneScales<v41_mixed> own;
+
+    MLA_DEVICE explicit RowScales(const LaneScales<v41_mixed>& scales) : own(scales) {}
+    MLA_DEVICE u32 of_piece(i32 piece, i32 lane) const {
+        const u32 word = own.compact && piece % 2 != 0 ? own.odd : own.even;
+        const u32 of_pair = __shfl_sync(kFullWarp, word, (lane & ~(kPieceLanes - 1)) | piece / 2);
+        const u32 code = of_pair >> 8 * (lane % kPieceLanes) & 0xff;
+        const float scale = own.compact ? cvt_f32_x2_e4m3(code).x : LaneScales<v41>::of_lane(of_pair, piece, lane);
         return cvt_x2(Latent{}, scale, scale);
     }
 };

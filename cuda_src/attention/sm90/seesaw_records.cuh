@@ -93,14 +93,18 @@ struct SeesawRecords : RecordTile<TokenRecord_> {
 // role          warps    regs   does
 // left          0..3     192    even tiles: S0, softmax
 // right         4..7     192    odd tiles:  S1, softmax
-// dequant       8..11    104    16 rows of each tile per warp; query rows
-// scouts        12..15    24    find those rows
+// dequant       8..11    104    16 rows of each tile per warp; query rows      96 of v41
+// scouts        12..15    24    find those rows                                32 of v41
 constexpr i32 kRegsMath = 192;
-constexpr i32 kRegsDequant = 104;
-constexpr i32 kRegsScout = 24;
+// Without bf16 RoPE columns, a row has fewer pieces to hold.
+template <class C>
+constexpr i32 kRegsDequant = C::kRowPieces > 8 ? 104 : 96;
+template <class C>
+constexpr i32 kRegsScout = C::kRowPieces > 8 ? 24 : 32;
 constexpr i32 kSeesawThreads = kThreads + kWarpgroupThreads;
 constexpr i32 kScoutWarp = kLoaderWarp + kWarpgroupWarps;
-static_assert(2 * kRegsMath + kRegsDequant + kRegsScout <= kRegsOfLane, "what the SM has");
+constexpr i32 kRegsOfOthers = 128;  // dequant and scouts
+static_assert(2 * kRegsMath + kRegsOfOthers <= kRegsOfLane, "what the SM has");
 static_assert(kTileTokens == kSw128Rows && kBlockM == kSw128Rows, "a tile is 64 rows, of keys and of Q");
 constexpr i32 kDequantWarps = kWarpgroupWarps;
 constexpr i32 kRowsOfLane = 2;
@@ -376,7 +380,7 @@ struct Dequantiser {
             for (i32 i = batch; i < min(batch + Pieces::kBatch, kEnd); ++i) {
                 const i32 r = Pieces::row(i), piece = Pieces::piece(i);
                 u8* to = tile + C::sw_tile_of(piece) * kSw128Bytes + r * kRowStep * kSw128RowBytes;
-                if (piece < C::kLatentSwTiles) {
+                if (piece < C::kLatentSwTiles || kScaledRope<TokenRecord>) {
                     store_latent<typename C::Latent>(to, held[i], scales[r].of_piece(piece, lane), row0(), lane);
                 } else {
                     store_rope_piece<TokenRecord, typename C::Rope>(to, held[i], piece - C::kLatentSwTiles, row0(),
@@ -479,10 +483,11 @@ MLA_DEVICE void run_seesaw_records(const DecodeParams& p, u8* smem) {
             run_right_role(block, thread);
         }
     } else if (warp >= kScoutWarp) {
-        setmaxnreg_dec<kRegsScout>();
+        setmaxnreg_dec<kRegsScout<C>>();
         run_scout_role(block, warp - kScoutWarp);
     } else {
-        setmaxnreg_dec<kRegsDequant>();
+        static_assert(kRegsDequant<C> + kRegsScout<C> <= kRegsOfOthers, "what is left of the SM");
+        setmaxnreg_dec<kRegsDequant<C>>();
         run_dequant_role(block, warp - kLoaderWarp, thread % kWarpThreads);
     }
     griddepcontrol_launch_dependents();

@@ -58,7 +58,10 @@ struct DequantWarp {
     template <class Scales>
     MLA_DEVICE void store_piece(i32 piece, const uint4& bytes, const Scales& scales) const {
         u8* to = block.s.kv[stage] + C::sw_tile_of(piece) * kSw128Bytes;
-        if (piece < C::kLatentSwTiles) {
+        if constexpr (kMixed<TokenRecord>) {
+            const uint4 codes = unpacked_piece(bytes, scales.own.compact, lane);
+            store_latent<typename C::Latent, C::kUnshifted>(to, codes, scales.of_piece(piece, lane), row, lane);
+        } else if (piece < C::kLatentSwTiles || kScaledRope<TokenRecord>) {
             store_latent<typename C::Latent, C::kUnshifted>(to, bytes, scales.of_piece(piece, lane), row, lane);
         } else {
             store_rope_piece<TokenRecord, typename C::Rope>(to, bytes, piece - C::kLatentSwTiles, row, lane);

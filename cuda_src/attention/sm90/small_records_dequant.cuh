@@ -42,7 +42,7 @@ struct Dequantiser : DequantWarp<C> {
 
     // The lane's token of a tile. It waits for the place, and so most likely for all loads: call it late.
     MLA_DEVICE TokenBytes find(const ListedTile<C>& listed) const {
-        return C::Tokens::template bytes<TokenRecord>(block.p, listed, listed.token, listed.place);
+        return find_token<TokenRecord, typename C::Tokens>(block.p, listed, listed.token, listed.place);
     }
 
     // Asks for a group of a row.

@@ -59,7 +59,7 @@ MLA_DEVICE void run_scout_role(SmallBlock<C>& block, i32 thread) {
     while (true) {
         const ListedTile<C> next = scout.list_next(walk);
         at.wait_empty(s.empty);
-        const TokenBytes token = C::Tokens::template bytes<TokenRecord>(p, current, current.token, current.place);
+        const TokenBytes token = find_token<TokenRecord, typename C::Tokens>(p, current, current.token, current.place);
         scout.report(s.tiles[at.stage], current, token);
         release(s.full[at.stage], thread);
         at.advance();
@@ -76,12 +76,24 @@ struct ScoutedRow {
     i32 query;                // as in ScoutedTile
 };
 
+// The scales of a row that has been copied to shared memory.
+template <class Record, class Latent>
+struct ScoutedScales : WholeRowScales<Record, Latent> {
+    MLA_DEVICE ScoutedScales(const typename LaneScales<Record>::OfRow& row, const u8*, i32)
+        : WholeRowScales<Record, Latent>{row} {}
+};
+template <class Latent>
+struct ScoutedScales<v41_mixed, Latent> : RowScales<v41_mixed, Latent> {
+    MLA_DEVICE ScoutedScales(const MixedRow& row, const u8* data, i32 lane)
+        : RowScales<v41_mixed, Latent>(LaneScales<v41_mixed>::of_row(row, is_compact_row(data), lane)) {}
+};
+
 template <class C>
 struct ScoutedDequantiser : DequantWarp<C> {
     using Base = DequantWarp<C>;
     using TokenRecord = typename C::TokenRecord;
     using OfRow = typename LaneScales<TokenRecord>::OfRow;
-    using Scales = WholeRowScales<TokenRecord, typename C::Latent>;
+    using Scales = ScoutedScales<TokenRecord, typename C::Latent>;
     using Base::Base, Base::block, Base::lane, Base::row, Base::warp;
     RingPosition<kScoutStages> at;
 
@@ -104,7 +116,17 @@ struct ScoutedDequantiser : DequantWarp<C> {
     template <i32 kGroup>
     MLA_DEVICE void fetch(const ScoutedRow& from) const {
         const bool present = from.present >> lane / kPieceLanes & 1;
-        if (kGroup == 0) {
+        if constexpr (kGroup == 0 && kMixed<TokenRecord>) {
+            const bool compact = is_compact_row(from.data);
+            const i32 part = lane % kPieceLanes;
+            u8* const to = reinterpret_cast<u8*>(&block.s.rows.row_scales[row]);
+            const u8* const scales = from.scales - compact;
+            if (compact) {
+                cp_async<8>(smem_addr(to + 8 * part), scales + 8 * part, present);
+            } else {
+                cp_async<4>(smem_addr(to + 4 * part), scales + 4 * part, present);
+            }
+        } else if (kGroup == 0) {
             constexpr i32 kBytes = 4, kLanes = sizeof(OfRow) / kBytes;
             const i32 part = lane % kPieceLanes;
             u8* to = reinterpret_cast<u8*>(&block.s.rows.row_scales[row]) + part * kBytes;
@@ -138,7 +160,7 @@ struct ScoutedDequantiser : DequantWarp<C> {
     MLA_DEVICE void store_tile(const ScoutedRow& current, const ScoutedRow& next) {
         cp_async_wait_group<C::kGroups - 1>();
         __syncwarp();  // the four lanes of a row have copied its scales
-        const Scales scales{block.s.rows.row_scales[row]};
+        const Scales scales(block.s.rows.row_scales[row], current.data, lane);
         Base::wait_for_place(0);
         Base::store_presence(current.present);
         store_group<0>(scales, next);

@@ -7,6 +7,7 @@
 // These are the steps of a math warpgroup for a tile of 64 keys; a kernel chooses the columns.
 #pragma once
 #include "attention/head_results.cuh"
+#include "attention/output_rope.cuh"
 #include "ptx/barrier.cuh"
 #include "tile/product.cuh"
 #include "tile/sw128.cuh"
@@ -64,6 +65,20 @@ MLA_DEVICE void add_values(Element, float (&out)[kSwTiles][kScores], SmemDesc v,
 }
 
 // ---- Epilogue --------------------------------------------------------------------------------------------------
+// Turns the last columns back: `out` is the last SW128 tile of them. A pair's elements are in lanes four apart.
+template <i32 kHeads>
+MLA_DEVICE void turn_back(const DecodeParams& p, const GroupItem& item, i32 row0, float (&out)[kHeads / 2],
+                          i32 thread) {
+    if (!turns_back(p)) return;
+    const i32 first = kFirstTurnedColumn + thread / kWarpThreads * 16 + thread % kWarpThreads / 4;
+#pragma unroll
+    for (i32 i = 0; i < kHeads / 2; ++i) {
+        const float other = __shfl_xor_sync(kFullWarp, out[i], 4);
+        const RowAngles angles = angles_of_row(p, item, row0 + head_of(i, thread));
+        out[i] = turned_element(angles, first + 8 * fragment_half(i), out[i], other);
+    }
+}
+
 // The result of a work item.
 template <bool kWithRowMax, class Element, i32 kHeads, i32 kSwTiles, class Work>
 MLA_DEVICE void store_result(Element, const DecodeParams& p, const WorkItem& item, const BlockHeadsOf<Work>& block,

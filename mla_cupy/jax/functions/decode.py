@@ -24,6 +24,9 @@ def mla_decode(
     cu_seqlens_q: jax.Array | None = None,
     tree_mask: jax.Array | None = None,
     attn_sink: jax.Array | None = None,
+    out_cos: jax.Array | None = None,
+    out_sin: jax.Array | None = None,
+    out_positions: jax.Array | None = None,
     w_uv: jax.Array | None = None,
     gate: jax.Array | None = None,
     d_v: int = 512,
@@ -53,17 +56,18 @@ def mla_decode(
     Parameters
     ----------
     q : array, (b, s_q, h_q, d_qk), bfloat16 or float16; or float8_e4m3fn or uint8
-        Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part. With `q_rope`, their first 512 columns. With
-        `cu_seqlens_q` those of all sequences, (total_q, h_q, d_qk). The last axis is contiguous; other strides are free
-        (multiples of 16 bytes are fastest). In e4m3 with math="fp8" only; uint8 holds e4m3 codes, for libraries without
-        that dtype.
+        Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part; or 320 (Mistral Small 4) or 288 (MiniCPM3),
+        of which 256 are the latent. With `q_rope`, their first 512 columns. With `cu_seqlens_q` those of all sequences,
+        (total_q, h_q, d_qk). The last axis is contiguous; other strides are free (multiples of 16 bytes are fastest).
+        In e4m3 with math="fp8" only; uint8 holds e4m3 codes, for libraries without that dtype.
     kv_cache : array, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk), dtype of q; or uint8
-        The pool of pages; the values are the first 512 elements of the keys. Query head h reads KV head h // (h_q //
+        The pool of pages; the values are the first `d_v` elements of the keys. Query head h reads KV head h // (h_q //
         h_kv). Any page size; strides as for q. Or the pages of an FP8 record, see `cache_append`: (num_pages,
         page_size, 656) for "v32", whose d_qk is 576, or (num_pages, page_size, 584) for "v4", whose d_qk is 512 and
-        whose values include the RoPE part, or (num_pages, page_size, 576) for "fp8", with one scale for all; or with a
-        head axis of size 1. Pages of records start at, and step by, multiples of 16 bytes: pages of "v4" with an odd
-        number of tokens need a gap of 8 bytes between them.
+        whose values include the RoPE part, or (num_pages, page_size, 528) for "v41", of which the same is true, or
+        (num_pages, page_size, 576) for "fp8", with one scale for all; or with a head axis of size 1. Pages of records
+        start at, and step by, multiples of 16 bytes: pages of "v4" with an odd number of tokens need a gap of 8 bytes
+        between them.
     block_table : array, (b, max_pages), int32
         The pages of each sequence. Entries past a sequence's end are never read. A page outside [0, num_pages) is
         missing: its tokens are invisible.
@@ -85,6 +89,12 @@ def mla_decode(
         JAX has with `jax_enable_x64` only.
     attn_sink : array, (h_q,), float32, optional
         Logits of a key without a value, which only lowers `out`, not `lse`. -inf has no effect, +inf makes `out` 0.
+    out_cos, out_sin : array, (max_position, 32), float32, optional
+        Turn the last 64 columns of `out` back, as DeepSeek-V4 does, whose values include the key's RoPE part: a pair
+        (x, y) of neighbouring columns becomes (x * cos + y * sin, y * cos - x * sin). With a d_qk of 512. The last axis
+        is contiguous.
+    out_positions : array, (b, s_q), int32 or int64, optional
+        The queries' rows of these, clamped to them; (total_q,) with `cu_seqlens_q`. Given with these, or not at all.
     w_uv : array, (h_q, d_head, 512), bfloat16 or float16, optional
         The values' half of kv_b_proj, as it lies in the weights: `kv_b_proj.reshape(h_q, -1, 512)[:, d_nope:]`. Results
         are then multiplied by it, out[.., h, d] = sum_c out[.., h, c] * w_uv[h, d, c], where they would be merged. Of
@@ -93,7 +103,8 @@ def mla_decode(
     gate : array, (b, s_q, h_q, d_head), dtype of w_uv, optional
         Its sigmoid is a factor of each element of the result of `w_uv`. Strides as for w_uv.
     d_v : int
-        Width of the values: 512.
+        Width of the values: 512, or 256 of keys that are 320 or 288 wide. Those are of 16 bits, and have the plain
+        kernel so far: no `w_uv`, `q_rope`, `cu_seqlens_q` or `window`, and no batch-invariant plan.
     scale : float, optional
         Factor of the scores: finite, above 0. Default: d_qk**-0.5.
     causal : bool
@@ -161,7 +172,23 @@ def mla_decode(
     >>> out.shape, float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
     ((1, 1, 16, 512), 1.0, 28.605)
     """
-    arrays = (q, kv_cache, block_table, seqlens, q_rope, cu_seqlens_q, tree_mask, attn_sink, w_uv, gate, out, lse)
+    arrays = (
+        q,
+        kv_cache,
+        block_table,
+        seqlens,
+        q_rope,
+        cu_seqlens_q,
+        tree_mask,
+        attn_sink,
+        out_cos,
+        out_sin,
+        out_positions,
+        w_uv,
+        gate,
+        out,
+        lse,
+    )
     options = (
         d_v,
         scale,

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.heuristics import COMBINE_BLOCKS_PER_SM, COMBINE_UNITS_PER_BLOCK
 from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.pipeline import Launch, LaunchArgs
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, KernelSpec, Variant
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, KernelSpec, Variant, variants
 from mla_cupy.runtime.device import DeviceInfo
-from mla_cupy.shapes import TILE_TOKENS
+from mla_cupy.shapes import D_V, TILE_TOKENS, VALUE_WIDTHS
+
+NARROW_WIDTHS = tuple({d_v for d_v in VALUE_WIDTHS.values() if d_v != D_V})
+"""Widths of results other than the usual one."""
 
 KERNEL: KernelSpec[object] = KernelSpec(
     "attention_combine",
     "merges the partial results of requests that were split",
     "attention/combine.cu",
     DecodeParams,
-    variants=DTYPE_VARIANTS,
+    variants=(*DTYPE_VARIANTS, *variants(dtype=HALF, head_dim_v=NARROW_WIDTHS)),
     core=DTYPE_VARIANTS,
     facts={"max_splits": MAX_SPLITS, "tile_tokens": TILE_TOKENS},
 )
@@ -32,6 +36,11 @@ def needed_blocks(resident: int, b: int, rows: int, num_splits: int) -> int:
     return min(resident, -(-units // COMBINE_UNITS_PER_BLOCK))
 
 
-def launch(dtype: str, num_blocks: int, args: LaunchArgs) -> Launch:
+def build(dtype: str, d_v: int = D_V) -> Variant:
+    """The build for results of a dtype and a width."""
+    return Variant(dtype=dtype) if d_v == D_V else Variant(dtype=dtype, head_dim_v=d_v)
+
+
+def launch(dtype: str, num_blocks: int, args: LaunchArgs, d_v: int = D_V) -> Launch:
     """Merge what the attention kernel of the same arguments has left in the workspace."""
-    return Launch(KERNEL, Variant(dtype=dtype), (num_blocks, 1, 1), args)
+    return Launch(KERNEL, build(dtype, d_v), (num_blocks, 1, 1), args)

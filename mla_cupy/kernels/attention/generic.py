@@ -7,6 +7,7 @@ from typing import Any
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import (
     KEY_VARIANTS,
+    NARROW_VARIANTS,
     READS_RECORDS,
     READS_ROWS,
     SINK,
@@ -18,7 +19,7 @@ from mla_cupy.kernels.param_layout import Params
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, Reason, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
-from mla_cupy.shapes import TILE_TOKENS
+from mla_cupy.shapes import TILE_TOKENS, VALUE_WIDTHS
 
 BLOCK_M = 8
 """Query rows of a block, in all attention forwards on CUDA cores."""
@@ -44,7 +45,7 @@ KERNEL: AttentionKernel[Any] = AttentionKernel(
     "dense decode and sparse forward on CUDA cores, for any GPU from sm_75 on: the fallback",
     "attention/generic.cu",
     DecodeParams,
-    variants=KEY_VARIANTS,
+    variants=(*KEY_VARIANTS, *NARROW_VARIANTS),
     core=DTYPE_VARIANTS,
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=unsupported_rows,
@@ -52,6 +53,7 @@ KERNEL: AttentionKernel[Any] = AttentionKernel(
     block_rows=BLOCK_M,
     blocks_per_sm=2,
     fallback=True,
+    value_widths=tuple(dict.fromkeys(VALUE_WIDTHS.values())),
     forms=SINK,
 )
 

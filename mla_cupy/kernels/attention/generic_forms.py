@@ -13,7 +13,7 @@ from mla_cupy.kernels.spec import Reason, Variant, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_QK, D_V
 
-FORMS = ("attn_sink", "q_rope", "cu_seqlens_q", "window")
+FORMS = ("attn_sink", "q_rope", "cu_seqlens_q", "out_cos", "window")
 """Forms that all kernels for forms take."""
 BUILDS = variants(dtype=HALF, head_dim_qk=(D_QK, D_V))
 
@@ -31,12 +31,13 @@ def unsupported(problem: Any, device: DeviceInfo) -> Reason | None:
 KERNEL: AttentionKernel[Any] = replace(
     generic.KERNEL,
     name="attention_generic_forms",
-    about="dense decode as attention_generic, for lengths that vary, windows and queries in two arrays",
+    about="dense decode as attention_generic, for lengths that vary, windows, queries in two arrays, turned results",
     source="attention/generic_forms.cu",
     params=DecodeFormParams,
     variants=BUILDS,
     core=(),
     unsupported=unsupported,
     variant=wide_variant,
+    value_widths=(D_V,),
     forms=FORMS,
 )

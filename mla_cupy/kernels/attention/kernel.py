@@ -12,10 +12,11 @@ from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, KernelSpec, ProblemT, Reason, Variant, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
-from mla_cupy.shapes import D_QK, D_V
+from mla_cupy.shapes import D_QK, D_V, VALUE_WIDTHS
 
 READS_ROWS = Reason("reads a cache of 16-bit rows, and no records")
 READS_RECORDS = Reason("reads a cache of FP8 records, and no 16-bit rows")
+READS_V41 = Reason("reads other records than v41")
 NO_TREE = Reason("takes no tree_mask")
 SINK = ("attn_sink",)
 """The forms of kernels whose results have a sink, and that know no others."""
@@ -43,6 +44,8 @@ def key_variant(problem: Any) -> Variant:
 
 KEY_VARIANTS = (*DTYPE_VARIANTS, *variants(dtype=HALF, head_dim_qk=(D_V,)))
 """All that `key_variant` may ask for."""
+NARROW_VARIANTS = variants(dtype=HALF, head_dim_qk=tuple(d_qk for d_qk, d_v in VALUE_WIDTHS.items() if d_v != D_V))
+"""Further builds of kernels that take narrower values."""
 TREE_VARIANTS = variants(dtype=HALF, head_dim_qk=(D_QK, D_V), tree_mask=(1,))
 """Further builds that `tree_variant` may ask for."""
 
@@ -68,6 +71,8 @@ class AttentionKernel(KernelSpec[ProblemT]):
         Arithmetic of its products: "exact" for those of 16-bit elements, or "fp8".
     counts_partials : bool
         Whether its schedule counts partial results (`cuda_src/attention/split_schedule.cuh`): where that was measured.
+    value_widths : tuple of int
+        Widths of the values that it takes.
     forms : tuple of str
         What it takes of the problem's `forms`, such as a window: see `kernels/decode/forms.py`.
     """
@@ -79,12 +84,16 @@ class AttentionKernel(KernelSpec[ProblemT]):
     cluster_blocks: int = 1
     math: str = "exact"
     counts_partials: bool = False
+    value_widths: tuple[int, ...] = (D_V,)
     forms: tuple[str, ...] = ()
 
     def objection(self, problem: ProblemT, device: DeviceInfo) -> Reason | None:
         """See `KernelSpec.objection`: what it takes depends on the problem's forms, too."""
         wanted = getattr(problem, "forms", None)
         lacking = [name for name in (wanted.names if wanted else ()) if name not in self.forms]
+        d_v = getattr(problem, "d_v", D_V)
+        if d_v not in self.value_widths:
+            return Reason(f"takes no values of {d_v} columns")
         reason = self.unsupported(problem, device)
         return Reason("takes no " + " and no ".join(lacking)) if lacking and reason is None else reason
 

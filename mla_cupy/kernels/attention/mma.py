@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention.kernel import READS_RECORDS, READS_ROWS, SINK, AttentionKernel, narrowest
+from mla_cupy.kernels.attention.kernel import READS_RECORDS, READS_ROWS, READS_V41, SINK, AttentionKernel, narrowest
+from mla_cupy.kernels.attention.records import PLAIN_RECORDS
 from mla_cupy.kernels.param_layout import Params
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, variants
@@ -60,6 +61,8 @@ def unsupported(problem: Any, device: DeviceInfo, smem_kb: int) -> Reason | None
 
 def unsupported_records(problem: Any, device: DeviceInfo, smem_kb: int) -> Reason | None:
     """Reason that a kernel that reads FP8 records cannot take the problem; None if it can."""
+    if problem.record in PLAIN_RECORDS:
+        return READS_V41
     return lacks(device, smem_kb) if problem.record else READS_RECORDS
 
 

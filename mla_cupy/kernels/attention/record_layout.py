@@ -10,9 +10,10 @@ from mla_cupy.dtypes import TABLE
 
 CHUNK = 16
 """Elements that a lane holds."""
-KINDS = {"bfloat16": 0, "float16": 1, "float32": 2, "float8_e4m3fn": 3}
+KINDS = {"bfloat16": 0, "float16": 1, "float32": 2, "float8_e4m3fn": 3, "float4_e2m1fn": 4}
 """`ElementKind`."""
-_NO_SCALE, _SCALE_OF_TENSOR, _SCALE_FLOAT32, _SCALE_E8M0 = range(4)
+_NO_SCALE, _SCALE_OF_TENSOR = 0, 1
+_SCALES = {"float32": 2, "float8_e8m0fnu": 3, "float8_e4m3fn": 4}
 
 
 class RecordMembers(TypedDict):
@@ -43,10 +44,10 @@ def members(record: CacheFormat, page_size: int, token_bytes: int, kv_scale: flo
     scale_kind, scales_offset, scales_stride = _NO_SCALE, 0, 0
     if record.group:
         scales = record.field("scales")
-        scale_kind = _SCALE_FLOAT32 if scales.kind == "float32" else _SCALE_E8M0
+        scale_kind = _SCALES[scales.kind]
         scales_offset = record.offset(scales, page_size, 0)
         scales_stride = record.planes[scales.plane] if len(record.planes) > 1 else token_bytes
-    elif latent.kind == "float8_e4m3fn":
+    elif latent.is_code:
         scale_kind = _SCALE_OF_TENSOR
     rope = record.field("rope") if record.d_rope else latent
     return {

@@ -11,6 +11,13 @@ SPARSE_RECORDS = ("v32", "v4")
 """Names of the records that the kernels read."""
 DENSE_RECORDS = (*SPARSE_RECORDS, "fp8")
 """Names of the records that the kernels of dense decode read."""
+PLAIN_RECORDS = ("v41",)
+"""Names of the records that the kernels on CUDA cores read beside these, in dense and in sparse decode."""
+READ_SPARSE = (*SPARSE_RECORDS, *PLAIN_RECORDS)
+READ_DENSE = (*DENSE_RECORDS, *PLAIN_RECORDS)
+"""Those of which some kernel of sparse, and of dense, decode reads each."""
+COMPACT = {"v41": "v41-fp4"}
+"""The record that sparse decode's second cache may have beside one of another kind in the first."""
 BLOCK_ROWS = (8, 16, 32)
 """Numbers of query rows that a block of the kernels with swapped operands may compute."""
 

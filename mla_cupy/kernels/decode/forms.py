@@ -30,7 +30,7 @@ def _few(problem: DecodeProblem) -> Variant:
 
 SMALL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_small_forms",
-    "dense decode as decode_sm90_small, for lengths that vary, windows and queries in two arrays",
+    "dense decode as decode_sm90_small, for lengths that vary, windows, queries in two arrays, turned results",
     "decode/sm90_small_forms.cu",
     DecodeFormParams,
     HOPPER,
@@ -47,7 +47,7 @@ SMALL: AttentionKernel[DecodeProblem] = AttentionKernel(
 
 SEESAW: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_seesaw_forms",
-    "dense decode as decode_sm90_seesaw, for lengths that vary, windows and queries in two arrays",
+    "dense decode as decode_sm90_seesaw, for lengths that vary, windows, queries in two arrays, turned results",
     "decode/sm90_seesaw_forms.cu",
     DecodeFormParams,
     HOPPER,

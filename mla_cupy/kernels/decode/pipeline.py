@@ -7,6 +7,7 @@ from typing import Any
 
 from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import FORMATS
+from mla_cupy.dtypes import TABLE
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import (
@@ -201,7 +202,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         blocks = combine.needed_blocks(config.combine_blocks, b, rows, config.num_splits)
         if config.groups:
             return combine_forms.launch(dtype, blocks, args)
-        return combine.launch(dtype, blocks, args)
+        return combine.launch(dtype, blocks, args, config.problem.d_v)
 
     def builds(self, config: DecodeConfig) -> list[tuple[KernelSpec[Any], Variant]]:
         """Every kernel that a call of this configuration may launch."""
@@ -216,7 +217,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             found.insert(0, (cut, PLAIN[0]))
         if config.projection:
             return [*found, config.projection[:2]]
-        return [*found, (merge, Variant(dtype=problem.half))] if config.combine_blocks else found
+        return [*found, (merge, combine.build(problem.half, problem.d_v))] if config.combine_blocks else found
 
     def schedule(
         self, config: DecodeConfig, stride: int, max_tokens: int, b: int, shard: tuple[int, int] = (1, 0)
@@ -314,11 +315,23 @@ def _with_forms(config: DecodeConfig, call: Call, params: DecodeParams) -> Decod
     """The parameters as the kernel takes them."""
     if config.kernel.params is DecodeParams:
         return params
+    cos, positions = call.views["out_cos"], call.views["out_positions"]
     return DecodeFormParams(
-        form_addresses=FormAddresses(q_rope=call.name("q_rope"), groups="groups" if config.groups else NULL),
+        form_addresses=FormAddresses(
+            q_rope=call.name("q_rope"),
+            groups="groups" if config.groups else NULL,
+            out_cos=call.name("out_cos"),
+            out_sin=call.name("out_sin"),
+            out_positions=call.name("out_positions"),
+        ),
         decode_params=params,
         q_rope_stride_b_s_h_elems=_query_strides(call, "q_rope"),
+        out_cos_stride_elems=call.stride("out_cos"),
+        out_sin_stride_elems=call.stride("out_sin"),
+        out_positions_stride_b_s_bytes=_position_strides(call),
         window=config.problem.forms.window,
+        out_max_position=cos.shape[0] if cos else 0,
+        out_positions_are_64=positions is not None and positions.dtype == "int64",
     )
 
 
@@ -341,6 +354,15 @@ def _query_strides(call: Call, name: str) -> tuple[int, int, int]:
     if not call.name("cu_seqlens_q"):
         return call.strides(name, 3)
     return (0, *call.strides(name, 2))
+
+
+def _position_strides(call: Call) -> tuple[int, int]:
+    """The strides of the positions by which results are turned back, in bytes."""
+    positions = call.views["out_positions"]
+    if positions is None:
+        return 0, 0
+    strides = [TABLE[positions.dtype].nbytes * stride for stride in positions.strides]
+    return (0, strides[0]) if len(strides) == 1 else (strides[0], strides[1])
 
 
 def _cache_strides(record: str, kv_cache: View) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import key_variant, narrowest
 from mla_cupy.kernels.attention.records import TREE_BLOCK_ROWS, small_record_variant
 from mla_cupy.kernels.spec import Variant
-from mla_cupy.shapes import D_QK, TILE_TOKENS
+from mla_cupy.shapes import D_QK, TILE_TOKENS, VALUE_WIDTHS
 
 
 class Forms(NamedTuple):
@@ -21,6 +21,7 @@ class Forms(NamedTuple):
     attn_sink: bool = False
     q_rope: bool = False
     cu_seqlens_q: bool = False
+    out_cos: bool = False
     window: int = 0
 
     @property
@@ -77,6 +78,11 @@ class DecodeProblem:
     forms: Forms = NO_FORMS
     d_head: int = 0
     batch: Batch | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def d_v(self) -> int:
+        """Width of the values."""
+        return VALUE_WIDTHS[self.d_qk]
 
     @property
     def told(self) -> dict[str, Any]:

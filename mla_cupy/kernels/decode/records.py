@@ -5,8 +5,15 @@ from __future__ import annotations
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.generic import from_records
-from mla_cupy.kernels.attention.kernel import NO_TREE, READS_RECORDS, SINK, AttentionKernel
-from mla_cupy.kernels.attention.records import BLOCK_ROWS, DENSE_RECORDS, TREE_BLOCK_ROWS, record_variant
+from mla_cupy.kernels.attention.kernel import NO_TREE, READS_RECORDS, READS_V41, SINK, AttentionKernel
+from mla_cupy.kernels.attention.records import (
+    BLOCK_ROWS,
+    DENSE_RECORDS,
+    PLAIN_RECORDS,
+    READ_DENSE,
+    TREE_BLOCK_ROWS,
+    record_variant,
+)
 from mla_cupy.kernels.decode.heuristics import SMALL_BLOCK_TILES
 from mla_cupy.kernels.decode.problem import DecodeProblem, tree_record_variant
 from mla_cupy.kernels.params import DecodeParams
@@ -21,8 +28,8 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
     """Reason that the kernel cannot take the problem; None if it can."""
     if not problem.record:
         return READS_RECORDS
-    if problem.record not in DENSE_RECORDS:
-        return Reason("reads records of " + " and ".join(DENSE_RECORDS))
+    if problem.record in PLAIN_RECORDS:
+        return READS_V41
     return None if device.arch in HOPPER else needs_cc(device, "9.0")
 
 
@@ -100,7 +107,7 @@ GENERIC = from_records(
     "dense decode from FP8 records on CUDA cores, for any GPU from sm_75 on",
     "decode/generic_records.cu",
     DecodeParams,
-    DENSE_RECORDS,
+    READ_DENSE,
 )
 
 

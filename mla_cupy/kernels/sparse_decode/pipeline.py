@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from mla_cupy.arrays.view import View
-from mla_cupy.cache_formats import FORMATS
+from mla_cupy.cache_formats import format_of
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import combine, combine_project, record_layout
 from mla_cupy.kernels.attention import schedule as attention_schedule
@@ -65,7 +65,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         block_rows, variant = chosen.block_rows, chosen.variant(problem)
         if chosen is records.SMALL:
             block_rows = records.small_block_rows(problem, device)
-            variant = rows_variant(problem, block_rows)
+            variant = records.with_compact(rows_variant(problem, block_rows), problem)
         resident = chosen.blocks_per_sm * device.sm_count
         most = min(MAX_SPLITS, max(1, resident // -(-problem.h_q // block_rows)))
         if problem.ragged:
@@ -99,7 +99,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         if problem.queries == 0:
             return []
         params = self._params(config, call)
-        with_extra = LaunchArgs(_with_extra(problem, params, call))
+        with_extra = LaunchArgs(_with_extra(params, call))
         steps: list[Step] = []
         if problem.ragged:
             cost = merge_cost(min(problem.h_q, config.block_rows))
@@ -134,7 +134,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             tickets=NULL,
             tree_mask=NULL,
             q_stride_b_s_h_elems=(call.stride("q", of_query), 0, call.stride("q", 2)),
-            kv_stride_page_token_h_elems=(*_strides(problem.record, cache), 0),
+            kv_stride_page_token_h_elems=(*_strides(cache), 0),
             table_stride_b_page_elems=(indices.strides[0], indices.strides[2]),
             seqlens_stride_elems=call.stride("topk_length"),
             out_stride_b_s_h_elems=of_latents if projects else (call.stride("out", of_query), 0, call.stride("out", 2)),
@@ -164,10 +164,10 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         )
 
 
-def _with_extra(problem: SparseDecodeProblem, params: DecodeParams, call: Call) -> SparseDecodeParams:
+def _with_extra(params: DecodeParams, call: Call) -> SparseDecodeParams:
     """Parameters of the attention kernels: the second cache and its lists, too."""
     indices, cache, extra = call.view("indices"), call.views["extra_kv_cache"], call.views["extra_indices"]
-    page_bytes, token_bytes = (0, 0) if cache is None else _strides(problem.record, cache)
+    page_bytes, token_bytes = (0, 0) if cache is None else _strides(cache)
     return SparseDecodeParams(
         extra_addresses=ExtraAddresses(
             extra_cache=call.name("extra_kv_cache"),
@@ -187,9 +187,9 @@ def _with_extra(problem: SparseDecodeProblem, params: DecodeParams, call: Call) 
     )
 
 
-def _strides(record: str, cache: View) -> tuple[int, int]:
+def _strides(cache: View) -> tuple[int, int]:
     """Strides of pages and tokens, in bytes."""
-    return record_layout.page_and_token_bytes(FORMATS[record], cache)
+    return record_layout.page_and_token_bytes(format_of(cache.dtype, cache.shape[2]), cache)
 
 
 SPARSE_DECODE = SparseDecodePipeline()

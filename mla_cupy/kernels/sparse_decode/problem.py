@@ -13,7 +13,8 @@ class SparseDecodeProblem:
     """Sizes and dtypes that decide which kernels run and how: no pointers, no device.
 
     `topk` is that of both lists together. `aligned` says that q starts at, and steps by, multiples of 16 bytes;
-    `ragged` that the lengths of lists are in memory. `d_head` is the width that W_UV gives results, 0 without it.
+    `ragged` that the lengths of lists are in memory; `compact` that the second cache has the compact record beside
+    `record`. `d_head` is the width that W_UV gives results, 0 without it.
     """
 
     queries: int
@@ -24,6 +25,7 @@ class SparseDecodeProblem:
     aligned: bool = True
     ragged: bool = False
     d_head: int = 0
+    compact: bool = False
 
     @property
     def tiles(self) -> int:

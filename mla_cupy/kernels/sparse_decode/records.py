@@ -5,22 +5,42 @@ from __future__ import annotations
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.generic import from_records
-from mla_cupy.kernels.attention.kernel import AttentionKernel, narrowest
-from mla_cupy.kernels.attention.records import BLOCK_ROWS, SPARSE_RECORDS, record_variant, rows_variant
+from mla_cupy.kernels.attention.kernel import READS_V41, AttentionKernel, narrowest
+from mla_cupy.kernels.attention.records import (
+    BLOCK_ROWS,
+    COMPACT,
+    READ_SPARSE,
+    SPARSE_RECORDS,
+    record_variant,
+    rows_variant,
+)
 from mla_cupy.kernels.params import SparseDecodeParams
 from mla_cupy.kernels.sparse_decode.heuristics import SMALL_BLOCK_TILES
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
-from mla_cupy.kernels.spec import BLACKWELL, HOPPER, Reason, needs_alignment, needs_cc, variants
+from mla_cupy.kernels.spec import BLACKWELL, HOPPER, Reason, Variant, needs_alignment, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
 BLOCK_M = 64
 
 
+def with_compact(variant: Variant, problem: SparseDecodeProblem) -> Variant:
+    """The build for a second cache of the compact record, if there is one."""
+    return variant.extended(compact=1) if problem.compact else variant
+
+
+def _not_by_small(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason | None:
+    """Reason that the kernel cannot take the problem; None if it can."""
+    return None if device.arch in HOPPER else needs_cc(device, "9.0")
+
+
 def _not_by_seesaw(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason | None:
     """Reason that the kernel cannot take the problem; None if it can."""
-    if device.arch not in HOPPER:
-        return needs_cc(device, "9.0")
+    reason = _not_by_small(problem, device)
+    if reason is not None:
+        return reason
+    if problem.compact:
+        return Reason("reads no second cache of v41-fp4")
     if problem.h_q <= BLOCK_ROWS[-1]:
         return Reason(f"is for more than {BLOCK_ROWS[-1]} heads")
     return None if problem.aligned else needs_alignment("q")
@@ -39,18 +59,13 @@ SEESAW: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     "sparse_decode/sm90.cu",
     SparseDecodeParams,
     HOPPER,
-    variants(dtype=HALF, record=SPARSE_RECORDS),
+    variants(dtype=HALF, record=READ_SPARSE),
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=_not_by_seesaw,
     preferred=_seesaw_is_faster,
     variant=record_variant,
     block_rows=BLOCK_M,
 )
-
-
-def _not_by_small(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
-    return None if device.arch in HOPPER else needs_cc(device, "9.0")
 
 
 def small_block_rows(problem: SparseDecodeProblem, device: DeviceInfo) -> int:
@@ -66,7 +81,10 @@ SMALL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     "sparse_decode/sm90_small.cu",
     SparseDecodeParams,
     HOPPER,
-    variants(dtype=HALF, record=SPARSE_RECORDS, block_rows=BLOCK_ROWS),
+    (
+        *variants(dtype=HALF, record=READ_SPARSE, block_rows=BLOCK_ROWS),
+        *variants(dtype=HALF, record=tuple(COMPACT), block_rows=BLOCK_ROWS, compact=(1,)),
+    ),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=_not_by_small,
     block_rows=BLOCK_ROWS[-1],
@@ -79,7 +97,9 @@ BLACKWELL_BLOCK_ROWS = (16, 32, 64)
 
 def _not_on_blackwell(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason | None:
     """Reason that the kernel cannot take the problem; None if it can."""
-    return None if device.arch in BLACKWELL else needs_cc(device, "10.0", "10.3")
+    if device.arch not in BLACKWELL:
+        return needs_cc(device, "10.0", "10.3")
+    return None if problem.record in SPARSE_RECORDS else READS_V41
 
 
 SM100: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
@@ -112,7 +132,7 @@ GENERIC = from_records(
     "sparse decode from FP8 records on CUDA cores, for any GPU from sm_75 on",
     "sparse_decode/generic.cu",
     SparseDecodeParams,
-    SPARSE_RECORDS,
+    READ_SPARSE,
 )
 
 

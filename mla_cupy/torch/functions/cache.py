@@ -37,7 +37,7 @@ def cache_append(
     Parameters
     ----------
     latent : tensor, (n, d_latent), bfloat16, float16 or float32
-        d_latent is 512, or 448 for the record "v4". The last axis is contiguous.
+        d_latent is 512, or 448 for the records "v4", "v41" and "v41-fp4". The last axis is contiguous.
     rope : tensor, (n, 64), dtype of latent, or None
         None for records without RoPE. The last axis is contiguous.
     cache : tensor, (num_pages, page_size, width) or (num_pages, page_size, 1, width), uint8 or a 16-bit float type
@@ -105,7 +105,7 @@ def cache_gather(
     Returns
     -------
     tensor, (n, d_qk)
-        Latent, then RoPE. An e4m3 element is its value times its scale, rounded to float32 and then to `out_dtype`.
+        Latent, then RoPE. A quantised element is its value times its scale, rounded to float32 and then to `out_dtype`.
 
     Raises
     ------

@@ -45,12 +45,12 @@ def sparse_mla_decode(
     Parameters
     ----------
     q : tensor, (b, s_q, h_q, d_qk), bfloat16 or float16
-        Absorbed queries: d_qk is 576 for the record "v32", 512 for "v4". The last axis is contiguous, and the first two
-        step evenly.
-    kv_cache : tensor, (num_pages, page_size, 656 or 584) or with a head axis of size 1, uint8
-        Pages of "v32" or "v4": see `cache_append`. The values are the first 512 elements of the keys; with "v4" these
-        include its RoPE part. Pages start at, and step by, multiples of 16 bytes: pages of "v4" with an odd number of
-        tokens need a gap of 8 bytes between them.
+        Absorbed queries: d_qk is 576 for the record "v32", 512 for "v4" and "v41". The last axis is contiguous, and the
+        first two step evenly.
+    kv_cache : tensor, (num_pages, page_size, 656, 584 or 528) or with a head axis of size 1, uint8
+        Pages of "v32", "v4" or "v41": see `cache_append`. The values are the first 512 elements of the keys; with "v4"
+        and "v41" these include the RoPE part. Pages start at, and step by, multiples of 16 bytes: pages of "v4" with an
+        odd number of tokens need a gap of 8 bytes between them.
     indices : tensor, (b, s_q, topk), int32
         Slots, page * page_size + token, in any order. Any topk, any strides. Slots outside of the cache are skipped, -1
         being the usual mark; duplicates are counted as often as they occur.
@@ -59,8 +59,8 @@ def sparse_mla_decode(
     attn_sink : tensor, (h_q,), float32, optional
         Logits of a key without a value, which only lowers `out`. -inf has no effect, +inf makes `out` 0.
     extra_kv_cache, extra_indices, extra_topk_length : tensor, optional
-        A second cache of the same record, with pages of any size, and lists of more keys in it under the same softmax.
-        Cache and indices are given together.
+        A second cache of the same record, or of "v41-fp4" beside "v41", with pages of any size, and lists of more keys
+        in it under the same softmax. Cache and indices are given together.
     w_uv, gate : tensor, optional
         W_UV and a gate, as for `mla_decode`: results are multiplied by them where they would be merged. The first two
         axes of a gate step evenly.
