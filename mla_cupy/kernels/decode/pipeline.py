@@ -133,7 +133,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         if groups is None:
             return config
         batch = problem.batch or Batch(1, 0)
-        most = groups.most(batch.b, batch.queries or batch.b * problem.s_q)
+        most = groups.most(batch.b, batch.queries or problem.s_q)
         return replace(config, groups=groups, max_groups=most)
 
     def _computing(self, math: str, kernel: str | None) -> tuple[AttentionKernel[DecodeProblem], ...]:
@@ -331,7 +331,7 @@ def _requests(config: DecodeConfig, call: Call) -> int:
     b, s_q = _batch(call)
     if config.groups is None:
         return b
-    return config.groups.most(b, s_q if config.groups.packed else b * s_q)
+    return config.groups.most(b, s_q)
 
 
 def _query_strides(call: Call, name: str) -> tuple[int, int, int]:
