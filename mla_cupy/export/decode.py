@@ -131,7 +131,13 @@ def fitted(subject: Subject) -> Subject:
         dtypes |= dict.fromkeys(projecting, dtypes["q"] if dtypes["q"] in HALF else HALF[0])
     elif sizes["d_head"] != D_V:
         raise ArgumentError(explain("--d-head", sizes["d_head"], "none without --with w_uv"))
-    return replace(subject, sizes=sizes, dtypes=dtypes, fixed=fixed)
+    if "kv_scales" in dtypes:
+        sizes["num_scales"] = 1
+    instead = {name.removesuffix("s") for name in ("q_scales", "kv_scales") if name in dtypes}
+    fixed |= dict.fromkeys(instead, 1.0)
+    free = {name: kind for name, kind in subject.free.items() if name not in instead}
+    defaults = {name: value for name, value in subject.defaults.items() if name not in instead}
+    return replace(subject, sizes=sizes, dtypes=dtypes, fixed=fixed, free=free, defaults=defaults)
 
 
 def record(given: Subject, arch: str) -> Recorder:

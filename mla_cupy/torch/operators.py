@@ -114,6 +114,8 @@ def _mla_decode(
     attn_sink: Any = None,
     w_uv: Any = None,
     gate: Any = None,
+    q_scales: Any = None,
+    kv_scales: Any = None,
     d_v: Any = 512,
     scale: Any = None,
     causal: Any = True,
@@ -134,7 +136,22 @@ def _mla_decode(
     workspace: Any = None,
 ) -> Invocation:
     empty_lse = -inf if empty_lse is None else empty_lse
-    arrays = (q, kv_cache, block_table, seqlens, q_rope, cu_seqlens_q, tree_mask, attn_sink, w_uv, gate, out, lse)
+    arrays = (
+        q,
+        kv_cache,
+        block_table,
+        seqlens,
+        q_rope,
+        cu_seqlens_q,
+        tree_mask,
+        attn_sink,
+        w_uv,
+        gate,
+        q_scales,
+        kv_scales,
+        out,
+        lse,
+    )
     options = (
         d_v,
         scale,
@@ -160,10 +177,10 @@ MLA_DECODE = Operators(
     arguments=(
         "Tensor q, Tensor kv_cache, Tensor block_table, Tensor seqlens, Tensor? q_rope=None, "
         "Tensor? cu_seqlens_q=None, Tensor? tree_mask=None, Tensor? attn_sink=None, Tensor? w_uv=None, "
-        "Tensor? gate=None, int d_v=512, float? scale=None, bool causal=True, int? window=None, "
-        "int? max_seqlen_q=None, int cp_world=1, int cp_rank=0, float kv_scale=1.0, float q_scale=1.0, "
-        'str math="exact", ScalarType? out_dtype=None, str lse_base="e", float? empty_lse=None, '
-        "str? kernel=None"
+        "Tensor? gate=None, Tensor? q_scales=None, Tensor? kv_scales=None, int d_v=512, float? scale=None, "
+        "bool causal=True, int? window=None, int? max_seqlen_q=None, int cp_world=1, int cp_rank=0, "
+        'float kv_scale=1.0, float q_scale=1.0, str math="exact", ScalarType? out_dtype=None, '
+        'str lse_base="e", float? empty_lse=None, str? kernel=None'
     ),
     results="Tensor(a!) out, Tensor(b!) lse",
     returns="(Tensor, Tensor)",

@@ -25,7 +25,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "decode_fp8": ("decode", {**FP8, "h_q": 128}),
     "decode_fp8-codes": (
         "decode",
-        {**FP8, "h_q": 16, "dtype": "float8_e4m3fn", "arrays": ("attn_sink",)},
+        {**FP8, "h_q": 16, "dtype": "float8_e4m3fn", "arrays": ("attn_sink", "q_scales", "kv_scales")},
     ),
     "decode-packed": ("decode", {"h_q": 16, "s_q": 2, "page_size": 64, "arrays": ("cu_seqlens_q", "q_rope")}),
     "decode-window": ("decode", {"h_q": 16, "page_size": 64, "window": 500, "arrays": ("attn_sink",)}),

@@ -26,6 +26,8 @@ def mla_decode(
     attn_sink: jax.Array | None = None,
     w_uv: jax.Array | None = None,
     gate: jax.Array | None = None,
+    q_scales: jax.Array | None = None,
+    kv_scales: jax.Array | None = None,
     d_v: int = 512,
     scale: float | None = None,
     causal: bool = True,
@@ -92,6 +94,12 @@ def mla_decode(
         strides that are multiples of 16 bytes. Not with `cu_seqlens_q` or a `window`.
     gate : array, (b, s_q, h_q, d_head), dtype of w_uv, optional
         Its sigmoid is a factor of each element of the result of `w_uv`. Strides as for w_uv.
+    q_scales : array, (b, s_q, h_q), float32, optional
+        In place of `q_scale`, for queries in e4m3: a scale for each row, such as `mla_prepare` makes; any strides, so
+        that one number may serve all rows. (total_q, h_q) with `cu_seqlens_q`.
+    kv_scales : array, (1,), float32, optional
+        In place of `kv_scale`, with math="fp8": the number on the device, where it may change between replays of a CUDA
+        graph.
     d_v : int
         Width of the values: 512.
     scale : float, optional
@@ -161,7 +169,22 @@ def mla_decode(
     >>> out.shape, float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
     ((1, 1, 16, 512), 1.0, 28.605)
     """
-    arrays = (q, kv_cache, block_table, seqlens, q_rope, cu_seqlens_q, tree_mask, attn_sink, w_uv, gate, out, lse)
+    arrays = (
+        q,
+        kv_cache,
+        block_table,
+        seqlens,
+        q_rope,
+        cu_seqlens_q,
+        tree_mask,
+        attn_sink,
+        w_uv,
+        gate,
+        q_scales,
+        kv_scales,
+        out,
+        lse,
+    )
     options = (
         d_v,
         scale,

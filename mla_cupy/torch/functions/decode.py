@@ -30,6 +30,8 @@ def mla_decode(
     attn_sink: torch.Tensor | None = None,
     w_uv: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
+    q_scales: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
     d_v: int = 512,
     scale: float | None = None,
     causal: bool = True,
@@ -96,6 +98,12 @@ def mla_decode(
         strides that are multiples of 16 bytes. Not with `cu_seqlens_q` or a `window`.
     gate : tensor, (b, s_q, h_q, d_head), dtype of w_uv, optional
         Its sigmoid is a factor of each element of the result of `w_uv`. Strides as for w_uv.
+    q_scales : tensor, (b, s_q, h_q), float32, optional
+        In place of `q_scale`, for queries in e4m3: a scale for each row, such as `mla_prepare` makes; any strides, so
+        that one number may serve all rows. (total_q, h_q) with `cu_seqlens_q`.
+    kv_scales : tensor, (1,), float32, optional
+        In place of `kv_scale`, with math="fp8": the number on the device, where it may change between replays of a CUDA
+        graph.
     d_v : int
         Width of the values: 512.
     scale : float, optional
@@ -170,7 +178,22 @@ def mla_decode(
     >>> tuple(out.shape), float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
     ((1, 1, 16, 512), 1.0, 28.605)
     """
-    arrays = (q, kv_cache, block_table, seqlens, q_rope, cu_seqlens_q, tree_mask, attn_sink, w_uv, gate, out, lse)
+    arrays = (
+        q,
+        kv_cache,
+        block_table,
+        seqlens,
+        q_rope,
+        cu_seqlens_q,
+        tree_mask,
+        attn_sink,
+        w_uv,
+        gate,
+        q_scales,
+        kv_scales,
+        out,
+        lse,
+    )
     options = (
         d_v,
         scale,
