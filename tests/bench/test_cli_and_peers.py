@@ -76,6 +76,16 @@ def test_list_prints_every_case(capsys):
             assert case.name in text
 
 
+def test_list_of_an_operation_has_no_others(capsys):
+    assert main(["list", "cascade", "absorption"]) == 0
+    text = capsys.readouterr().out
+    titles = [line.strip() for line in text.splitlines() if line.strip() in OPERATIONS]
+    assert titles == ["cascade", "absorption"]
+    with pytest.raises(SystemExit):
+        main(["list", "nothing"])
+    assert "got 'nothing', expected one of absorption, cache" in capsys.readouterr().err
+
+
 def test_options():
     assert parse().suite == "targets"
     assert parse("--quick").suite == "quick"
