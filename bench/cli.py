@@ -53,6 +53,7 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_run(commands)
     show = commands.add_parser("list", help="print the cases, their cost, and times on one H200")
+    show.add_argument("operations", nargs="*", type=_known, metavar="OPERATION", help="those of `run`; default: all")
     show.set_defaults(handler=list_cases)
     _add_compare(commands)
     _add_module(commands, "compare-trees", "time two source trees in turn on the GPU", trees_command)
@@ -62,6 +63,13 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
     text = "predict a Blackwell kernel's time from its own sizes and assumed rates; needs no GPU"
     _add_module(commands, "model", text, model_report)
     return parser
+
+
+def _known(name: str) -> str:
+    """An operation's name as it is."""
+    if name not in OPERATIONS:
+        raise argparse.ArgumentTypeError(f"got {name!r}, expected one of {', '.join(OPERATIONS)}")
+    return name
 
 
 def _add_run(commands: Any) -> None:
@@ -264,7 +272,7 @@ def list_cases(args: argparse.Namespace) -> int:
     """`list`."""
     from rich.table import Table
 
-    for operation in OPERATIONS.values():
+    for operation in [OPERATIONS[name] for name in args.operations or OPERATIONS]:
         table = Table(title=operation.name, title_justify="left")
         table.add_column("case", no_wrap=True)
         seen = operation.suites["targets"][0].seen

@@ -1,6 +1,6 @@
 // Dense MLA decode on Hopper with both products in FP8, over records of e4m3 with one scale for all.
 //
-//   S = Q K^T * scale            (rows x 576) (576 x 64) per tile of 64 tokens; Q in e4m3, a power of two for each row
+//   S = Q K^T * scale            (rows x 576) (576 x 64) per tile of 64 tokens; Q in e4m3, with a scale for each row
 //   P = 2^(8 + S log2(e) - m)    m: the tile's maximum of the row; in e4m3
 //   l = sum of P,  O = P V       V is K's first 512 columns
 //   out = O / l,   lse = ln 2 (m - 8 + log2 of the sum of P before it is rounded)
@@ -43,7 +43,7 @@ constexpr i32 kRegsLoad = kWide ? 24 : 40;
 static_assert(2 * kRegsMath + kRegsLoad <= 3 * regs_at_entry(kBlockThreads), "what the block has at entry");
 static_assert(sizeof(BlockStorage) <= kMaxDynamicSmem, "shared memory");
 
-MLA_DECODE_FACTS();
+MLA_DECODE_FP8_FACTS();
 MLA_FACT(threads, kBlockThreads);
 MLA_FACT(smem_bytes, sizeof(BlockStorage));
 MLA_FACT(block_m, MLA_BLOCK_ROWS);
@@ -89,7 +89,7 @@ struct TileLoader {
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
-    mla_decode_sm90_fp8(const __grid_constant__ DecodeParams p, const __grid_constant__ TensorMap latent_map,
+    mla_decode_sm90_fp8(const __grid_constant__ DecodeFp8Params p, const __grid_constant__ TensorMap latent_map,
                         const __grid_constant__ TensorMap rope_map) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     auto& s = *reinterpret_cast<BlockStorage*>(smem);

@@ -8,9 +8,12 @@ FlashMLA leaves to the tensor cores.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from mla_cupy import arrays
+from mla_cupy.arrays import View
+from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.compat.flash_mla import EMPTY_LSE, OF_DECODE, check_decode, renamed
 from mla_cupy.compat.flash_mla_schedule import FlashMLASchedMeta, form_of
 from mla_cupy.errors import DTypeError, MlaError, ShapeError, explain
@@ -19,7 +22,8 @@ from mla_cupy.ops.checks import check_flag, is_number
 
 __all__ = ["flash_mla_with_kvcache_fp8", "get_mla_metadata_dense_fp8"]
 
-_NAMES = {**OF_DECODE, "kv_scale": "descale_k", "q_scale": "descale_q"}
+_NAMES = {**OF_DECODE, **dict.fromkeys(("kv_scale", "kv_scales"), "descale_k")}
+_NAMES |= dict.fromkeys(("q_scale", "q_scales"), "descale_q")
 """FlashMLA's names of the arguments of `mla_decode`."""
 
 
@@ -76,8 +80,9 @@ def flash_mla_with_kvcache_fp8(
     causal : bool
         Query i sees token j iff j <= i + seqlen - s_q.
     descale_q, descale_k : float, or array of one element, float32, optional
-        Scales of the queries and of the cache, by which their numbers are multiplied; 1 by default. An array on a GPU
-        is copied to the host, which synchronises: give numbers where a call is captured in a CUDA graph.
+        Scales of the queries and of the cache, by which their numbers are multiplied; 1 by default. Arrays of CuPy
+        and PyTorch on a GPU are read there, by the kernel. Those of other libraries are copied to the host, which
+        synchronises: give numbers where a call is captured in a CUDA graph.
 
     Returns
     -------
@@ -107,7 +112,7 @@ def flash_mla_with_kvcache_fp8(
     try:
         check_decode(schedule, num_splits, head_dim_v)
         causal = check_flag("causal", causal)
-        scales: dict[str, Any] = {"q_scale": _scale("descale_q", descale_q), "kv_scale": _scale("descale_k", descale_k)}
+        scales = _scale_of_queries(q, descale_q) | _scale_of_cache(descale_k)
         form = form_of(q, k_cache, block_table, causal, None, True, (None, None), "fp8")
         if form.record != "fp8":
             raise ShapeError(explain("k_cache.shape[-1]", k_cache.shape[-1], "576: e4m3 with one scale for all"))
@@ -128,7 +133,45 @@ def flash_mla_with_kvcache_fp8(
     return results
 
 
-def _scale(argument: str, value: Any) -> Any:
+def _scale_of_queries(q: Any, value: Any) -> dict[str, Any]:
+    """A scale of all queries as an argument of `mla_decode`: the number, or an array of a GPU for all rows."""
+    coded = getattr(q.dtype, "name", str(q.dtype)).removeprefix("torch.") in BYTE_DTYPES
+    library = _library_on_gpu("descale_q", value)
+    if library is None or not coded:
+        return {"q_scale": _number("descale_q", value)}
+    return {"q_scales": library.broadcast_to(value.reshape(()), tuple(q.shape[:3]))}
+
+
+def _scale_of_cache(value: Any) -> dict[str, Any]:
+    """The cache's scale as an argument of `mla_decode`."""
+    if _library_on_gpu("descale_k", value) is None:
+        return {"kv_scale": _number("descale_k", value)}
+    return {"kv_scales": value.reshape(1)}
+
+
+def _library_on_gpu(argument: str, value: Any) -> Any:
+    """The library of an array of one element that need not be copied to the host; None of what has to be, or is there.
+
+    Raises
+    ------
+    DTypeError, ShapeError
+    """
+    if value is None or is_number(value) or not hasattr(value, "dtype"):
+        return None
+    family = arrays.family_of(value, argument)
+    _check_scale(argument, family.native.view(family.adopt(value), argument))
+    library = sys.modules.get(type(value).__module__.partition(".")[0])
+    return library if family.on_gpu and library is not None and library.__name__ in ("cupy", "torch") else None
+
+
+def _check_scale(argument: str, view: View) -> None:
+    if view.dtype != "float32":
+        raise DTypeError(explain(f"{argument}.dtype", view.dtype, "float32"))
+    if any(size != 1 for size in view.shape):
+        raise ShapeError(explain(f"{argument}.shape", view.shape, "one element"))
+
+
+def _number(argument: str, value: Any) -> Any:
     """The number of a scale; whether it fits the operation says."""
     if value is None:
         return 1.0
@@ -137,8 +180,4 @@ def _scale(argument: str, value: Any) -> Any:
     family = arrays.family_of(value, argument)
     native, x = family.native, family.adopt(value)
     view = native.view(x, argument)
-    if view.dtype != "float32":
-        raise DTypeError(explain(f"{argument}.dtype", view.dtype, "float32"))
-    if any(size != 1 for size in view.shape):
-        raise ShapeError(explain(f"{argument}.shape", view.shape, "one element"))
     return float(native.to_numpy(x, native.current_stream(view.device)).reshape(()))

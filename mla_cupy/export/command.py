@@ -29,6 +29,9 @@ _INTEGERS = {
     "page_size": "tokens of a page",
     "topk": "selected tokens of each query",
     "d_index": "width of the indexer's keys (default: 128)",
+    "d_head": "width of a head's values, or of its queries without RoPE (default: 128)",
+    "window": "tokens that a query sees at most (default: all)",
+    "theta": "base of RoPE, in place of cos and sin",
 }
 _FURTHER: dict[str, tuple[str, Callable[[Mapping[str, Any]], dict[str, str]]]] = {
     "rust": ("bindings for Rust", lambda told: {f"{told['name']}.rs": rust.bindings(told)}),
@@ -36,9 +39,10 @@ _FURTHER: dict[str, tuple[str, Callable[[Mapping[str, Any]], dict[str, str]]]] =
 }
 """Files that are written on request, from the manifest."""
 _TEXTS = {
-    "dtype": "of queries and 16-bit caches: bfloat16 (default) or float16",
+    "dtype": "of queries and 16-bit caches: bfloat16 (default) or float16; with --math fp8 also float8_e4m3fn",
     "records": "FP8 record of the cache, such as v32; default: 16-bit rows",
-    "out_dtype": "of the result: the dtype (default), or float32",
+    "out_dtype": "of the result: the dtype (default), or float32; of mla_prepare also float8_e4m3fn",
+    "math": "exact (default), or fp8 for products of 8 bits",
 }
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from math import inf
+from typing import Any, Literal
 
 from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.dtypes import HALF
-from mla_cupy.export.plain import choice
+from mla_cupy.errors import ArgumentError, explain
+from mla_cupy.export.plain import CODES, D_HEAD, check_d_head, choice
 from mla_cupy.export.record import (
     Found,
     Memory,
@@ -38,11 +39,14 @@ from mla_cupy.kernels.pipeline import Layout
 from mla_cupy.ops.call import examine
 from mla_cupy.ops.decode import OPERATION
 from mla_cupy.ops.decode_plan import DecodePlan, examine_plan
-from mla_cupy.shapes import D_QK, D_V
+from mla_cupy.shapes import D_QK, D_ROPE, D_V
 
 _MAX_B, _MAX_PAGES, _CP_WORLD, _CP_RANK, _SCHEDULED_B = PLAN_ARGUMENTS
 _LENGTHS = Array("seqlens", ("b",), "int32", 1, False)
 _B = size_argument("b")
+_PACKED = "cu_seqlens_q"
+_FORMS = {"q_rope", "attn_sink"}
+"""Inputs that a plan has to know of."""
 _ANY_SPLIT_TOKENS = 4096
 """Tokens of a split, without effect on plans that are not batch-invariant."""
 
@@ -57,35 +61,41 @@ def subject(
     dtype: str | None = None,
     records: str | None = None,
     out_dtype: str | None = None,
+    d_head: int | None = None,
+    window: int | None = None,
+    math: str | None = None,
 ) -> Subject:
     """Dense decode with these sizes and dtypes fixed; None is the default."""
-    s_q, h_kv, dtype = s_q or 1, h_kv or 1, dtype or HALF[0]
+    s_q, h_kv, dtype, math = s_q or 1, h_kv or 1, dtype or HALF[0], math or "exact"
     record = choice("--records", records, (None, *FORMATS_READ))
     d_qk = d_qk or (FORMATS[record].d_qk if record else D_QK)
-    choice("--dtype", dtype, HALF)
-    choice("--out-dtype", out_dtype, (None, dtype, "float32"))
-    sizes = {"s_q": s_q, "h_q": h_q, "d_qk": d_qk, "page_size": page_size, "h_kv": h_kv, "d_v": D_V, "d_head": D_V}
+    choice("--math", math, ("exact", "fp8"))
+    choice("--dtype", dtype, (*HALF, CODES) if math == "fp8" else HALF)
+    half = dtype if dtype in HALF else HALF[0]
+    choice("--out-dtype", out_dtype, (None, half, "float32"))
+    sizes = {"s_q": s_q, "h_q": h_q, "d_qk": d_qk, "page_size": page_size, "h_kv": h_kv, "d_v": D_V}
+    coded: dict[str, Literal["real"]] = {"q_scale": "real"} if dtype == CODES else {}
     dtypes = {
         "q": dtype,
         "kv_cache": "uint8" if record else dtype,
         "block_table": "int32",
         "seqlens": "int32",
-        "out": out_dtype or dtype,
+        "out": out_dtype or half,
         "lse": "float32",
     }
     return Subject(
         OPERATION,
-        {**sizes, "d_kv": FORMATS[record].width if record else d_qk},
+        {**sizes, "d_head": check_d_head(d_head) if d_head else D_V, "d_kv": FORMATS[record].width if record else d_qk},
         dtypes,
         fixed={
             "d_v": D_V,
-            "window": None,
+            "window": window,
             "max_seqlen_q": None,
-            "q_scale": 1.0,
-            "math": "exact",
+            "math": math,
             "out_dtype": None,
             "lse_base": "e",
             "kernel": None,
+            **({} if coded else {"q_scale": 1.0}),
         },
         free={
             "scale": "real",
@@ -93,6 +103,7 @@ def subject(
             "cp_world": "integer",
             "cp_rank": "integer",
             "kv_scale": "real",
+            **coded,
             "empty_lse": "real",
         },
         defaults={
@@ -101,15 +112,42 @@ def subject(
             "cp_world": 1,
             "cp_rank": 0,
             "kv_scale": 1.0,
-            "empty_lse": -math.inf,
+            **dict.fromkeys(coded, 1.0),
+            "empty_lse": -inf,
         },
         notes={"record": record or ""},
     )
 
 
+def fitted(subject: Subject) -> Subject:
+    """The subject with the sizes, dtypes and options that its optional inputs want."""
+    sizes, dtypes, fixed = dict(subject.sizes), dict(subject.dtypes), dict(subject.fixed)
+    if "q_rope" in dtypes:
+        sizes |= {"d_qk": sizes["d_qk"] - D_ROPE, "d_rope": D_ROPE}
+    if _PACKED in dtypes:
+        fixed["max_seqlen_q"] = sizes["s_q"]
+    if projecting := dtypes.keys() & {"w_uv", "gate"}:
+        sizes["d_head"] = D_HEAD if sizes["d_head"] == D_V else sizes["d_head"]
+        dtypes |= dict.fromkeys(projecting, dtypes["q"] if dtypes["q"] in HALF else HALF[0])
+    elif sizes["d_head"] != D_V:
+        raise ArgumentError(explain("--d-head", sizes["d_head"], "none without --with w_uv"))
+    if "kv_scales" in dtypes:
+        sizes["num_scales"] = 1
+    instead = {name.removesuffix("s") for name in ("q_scales", "kv_scales") if name in dtypes}
+    fixed |= dict.fromkeys(instead, 1.0)
+    free = {name: kind for name, kind in subject.free.items() if name not in instead}
+    defaults = {name: value for name, value in subject.defaults.items() if name not in instead}
+    return replace(subject, sizes=sizes, dtypes=dtypes, fixed=fixed, free=free, defaults=defaults)
+
+
 def record(given: Subject, arch: str) -> Recorder:
-    """Record calls, plans, their updates, and calls with a plan."""
+    """Record calls, plans, their updates, and calls with a plan.
+
+    Of queries whose number varies calls alone: what updates a plan has no starts.
+    """
     recorder = record_call(given, arch)
+    if _PACKED in given.dtypes:
+        return recorder
     planned = _Planned(given, recorder)
     own = [*(argument for argument in PLAN_ARGUMENTS if argument.kind != "plan"), WORKSPACE, WORKSPACE_BYTES]
     recorder.record("plan_make", own, planned.make)
@@ -163,15 +201,16 @@ class _Planned:
             s_q=sizes["s_q"],
             h_q=sizes["h_q"],
             h_kv=sizes["h_kv"],
-            d_qk=sizes["d_qk"],
+            d_qk=sizes["d_qk"] + sizes.get("d_rope", 0),
             record=given.notes["record"] or None,
             max_pages=_MAX_PAGES.number,
             page_size=sizes["page_size"],
             dtype=given.dtypes["q"],
             shard=(_CP_WORLD.number, _CP_RANK.number),
-            forms={},
+            forms={**dict.fromkeys(given.dtypes.keys() & _FORMS, True), "window": given.fixed["window"]},
             tree_mask="tree_mask" in given.dtypes,
-            math="exact",
+            d_head=sizes["d_head"] if "w_uv" in given.dtypes else 0,
+            math=given.fixed["math"],
             batch_invariant=False,
             split_tokens=_ANY_SPLIT_TOKENS,
             kernel=None,

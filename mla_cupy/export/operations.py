@@ -26,20 +26,24 @@ class Exported:
         The options that it takes.
     required : tuple of str
         Those among them that must be given.
+    fitted : callable
+        `fitted(subject)`: the subject, of which the last thing that was added are further inputs, as these want it.
     """
 
     subject: Callable[..., Subject]
     record: Callable[[Subject, str], Recorder]
     options: tuple[str, ...]
     required: tuple[str, ...]
+    fitted: Callable[[Subject], Subject] = lambda subject: subject
 
 
 OPERATIONS: Mapping[str, Exported] = {
     "decode": Exported(
         decode.subject,
         decode.record,
-        ("h_q", "s_q", "h_kv", "d_qk", "page_size", "dtype", "records", "out_dtype"),
+        ("h_q", "s_q", "h_kv", "d_qk", "page_size", "dtype", "records", "out_dtype", "d_head", "window", "math"),
         ("h_q", "page_size"),
+        decode.fitted,
     ),
     "merge_states": Exported(plain.merge, record_call, ("h_q", "dtype", "out_dtype"), ("h_q",)),
     "cache_append": Exported(
@@ -58,12 +62,24 @@ OPERATIONS: Mapping[str, Exported] = {
         plain.logits_paged, record_call, ("h_q", "page_size", "s_q", "d_index"), ("h_q", "page_size")
     ),
     "indexer_topk": Exported(plain.topk, record_call, ("topk",), ("topk",)),
+    "indexer_prepare": Exported(plain.indexer_prepare, record_call, ("h_q", "d_index", "page_size"), ("h_q",)),
+    "mla_prepare": Exported(
+        plain.mla_prepare,
+        record_call,
+        ("h_q", "d_qk", "dtype", "out_dtype", "records", "page_size", "theta"),
+        ("h_q",),
+        plain.beside_rope,
+    ),
+    "absorb": Exported(plain.absorb, record_call, ("h_q", "d_head", "dtype"), ("h_q",), plain.with_rope),
+    "merge_project": Exported(
+        plain.merge_project, record_call, ("h_q", "d_head", "dtype", "out_dtype"), ("h_q",), plain.like_weights
+    ),
     "prefill": Exported(plain.prefill, record_call, ("h_q", "h_kv", "d_qk", "dtype", "out_dtype"), ("h_q",)),
 }
 
 
 _NOT_EXPORTED = {
-    "mla_decode": ("q_rope", "cu_seqlens_q", "attn_sink", "out_cos", "out_sin", "out_positions", "w_uv", "gate"),
+    "mla_decode": ("out_cos", "out_sin", "out_positions"),
     "sparse_mla_decode": ("w_uv", "gate"),
 }
 """Optional inputs that exported calls do without: other kernels take them."""
@@ -102,7 +118,7 @@ def subject_of(name: str, given: Mapping[str, Any], arrays: Sequence[str] = ()) 
         if value is None and option in operation.required:
             raise ArgumentError(explain(spelled, "nothing", f"a value: {name} is exported for one"))
     subject = operation.subject(**{option: given.get(option) for option in operation.options})
-    return replace(subject, dtypes={**subject.dtypes, **_dtypes(subject, arrays)})
+    return operation.fitted(replace(subject, dtypes={**subject.dtypes, **_dtypes(subject, arrays)}))
 
 
 def _dtypes(subject: Subject, arrays: Sequence[str]) -> dict[str, str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.dtypes import FLOATS, HALF
@@ -15,12 +17,22 @@ from mla_cupy.kernels.indexer.logits.problem import HEAD_DIMS
 from mla_cupy.ops.cache import APPEND_OPERATION as APPEND
 from mla_cupy.ops.indexer.key_cache import SCALE_BYTES
 from mla_cupy.ops.indexer.logits_paged import OPERATION as LOGITS_PAGED
+from mla_cupy.ops.indexer.prepare_both import OPERATION as INDEXER_PREPARE
 from mla_cupy.ops.indexer.topk import OPERATION as TOPK
 from mla_cupy.ops.merge import OPERATION as MERGE
 from mla_cupy.ops.prefill import OPERATION as PREFILL
+from mla_cupy.ops.preparation import OPERATION as MLA_PREPARE
+from mla_cupy.ops.preparation import WIDTHS
+from mla_cupy.ops.projection import ABSORB_OPERATION as ABSORB
+from mla_cupy.ops.projection import MERGE_OPERATION as MERGE_PROJECT
 from mla_cupy.ops.sparse_decode import OPERATION as SPARSE_DECODE
 from mla_cupy.ops.sparse_forward import OPERATION as SPARSE_FORWARD
-from mla_cupy.shapes import D_QK, D_UNABSORBED, D_V
+from mla_cupy.shapes import D_HEADS, D_QK, D_ROPE, D_UNABSORBED, D_V
+
+CODES = "float8_e4m3fn"
+"""Dtype of queries for math="fp8"."""
+D_HEAD = 128
+"""Width of a head without RoPE by default."""
 
 
 def choice(option: str, value: str | None, among: Sequence[str | None]) -> str | None:
@@ -51,25 +63,136 @@ def merge(*, h_q: int, dtype: str | None = None, out_dtype: str | None = None) -
 
 def cache_append(*, records: str, page_size: int, dtype: str | None = None) -> Subject:
     """Writing tokens to a paged cache of FP8 records, their RoPE part turned before."""
-    record = FORMATS[choice("--records", records, tuple(FORMATS)) or ""]
-    dtype = choice("--dtype", dtype or HALF[0], FLOATS) or ""
-    rope = {"rope": dtype} if record.d_rope else {}
-    scales = [name for name in record.scales if name != "none"]
+    tokens = _appended(records, page_size, choice("--dtype", dtype or HALF[0], FLOATS) or "")
     return Subject(
         APPEND,
-        {
-            "d_latent": record.d_latent,
-            "d_rope": record.d_rope,
-            "page_size": page_size,
-            "width": record.width,
-            "pairs": record.d_rope // 2,
-        },
-        {"latent": dtype, **rope, "cache": record.dtype, "slots": "int64"},
-        fixed={"record": record.name, "scales": scales[0] if scales else None, "interleaved": True},
+        tokens.sizes,
+        tokens.dtypes,
+        fixed={**tokens.fixed, "interleaved": True},
         free={"kv_scale": "real"},
         defaults={"kv_scale": 1.0},
-        notes={"record": record.name},
+        notes={"record": records},
     )
+
+
+class _Appended(NamedTuple):
+    """Sizes of axes, dtypes of arrays, and options that an export fixes of tokens that go to a cache."""
+
+    sizes: dict[str, int]
+    dtypes: dict[str, str]
+    fixed: dict[str, Any]
+
+
+def _appended(records: str, page_size: int, dtype: str) -> _Appended:
+    """Tokens of a dtype, and the cache of FP8 records that they go to."""
+    record = FORMATS[choice("--records", records, tuple(FORMATS)) or ""]
+    rope = {"rope": dtype} if record.d_rope else {}
+    scales = [name for name in record.scales if name != "none"]
+    sizes = {"d_latent": record.d_latent, "d_rope": record.d_rope, "pairs": record.d_rope // 2}
+    return _Appended(
+        {**sizes, "page_size": page_size, "width": record.width},
+        {"latent": dtype, **rope, "cache": record.dtype, "slots": "int64"},
+        {"record": record.name, "scales": scales[0] if scales else None},
+    )
+
+
+def mla_prepare(
+    *,
+    h_q: int,
+    d_qk: int | None = None,
+    dtype: str | None = None,
+    out_dtype: str | None = None,
+    records: str | None = None,
+    page_size: int | None = None,
+    theta: int | None = None,
+) -> Subject:
+    """Queries for decode, in 16 bits or in e4m3 with a scale for each row; with a record, tokens to its cache, too."""
+    dtype = choice("--dtype", dtype or HALF[0], HALF) or ""
+    out_dtype = choice("--out-dtype", out_dtype or dtype, (dtype, CODES)) or ""
+    width = d_qk or D_QK
+    if width not in WIDTHS:
+        raise ArgumentError(explain("--d-qk", width, "one of " + ", ".join(map(str, WIDTHS))))
+    if (records is None) != (page_size is None):
+        raise ArgumentError(explain("--page-size", page_size, "a value with --records, and none without it"))
+    quantise, appended = out_dtype == CODES, _appended(records, page_size, dtype) if records and page_size else None
+    return Subject(
+        MLA_PREPARE,
+        {"h": h_q, "d": width, "d_out": width, "d_rope": D_ROPE, "pairs": D_ROPE // 2}
+        | (appended.sizes if appended else {}),
+        {
+            "q": dtype,
+            "out": out_dtype,
+            **({"q_scales": "float32"} if quantise else {}),
+            **({"positions": "int64"} if theta else {}),
+            **(appended.dtypes if appended else {}),
+        },
+        fixed={
+            "theta": None if theta is None else float(theta),
+            "interleaved": True,
+            "quantise": quantise,
+            "q_scale": None,
+            "return_rope": False,
+            **(appended.fixed if appended else {"record": None, "scales": None}),
+        },
+        free={"kv_scale": "real"},
+        defaults={"kv_scale": 1.0},
+        notes={"record": records or ""},
+    )
+
+
+def beside_rope(subject: Subject) -> Subject:
+    """The subject of `mla_prepare` where the queries' RoPE part, if it is an array of its own, is not in q."""
+    if "q_rope" not in subject.dtypes:
+        return subject
+    return replace(subject, sizes={**subject.sizes, "d": subject.sizes["d"] - D_ROPE})
+
+
+def absorb(*, h_q: int, d_head: int | None = None, dtype: str | None = None) -> Subject:
+    """Queries times W_UK."""
+    dtype = choice("--dtype", dtype or HALF[0], HALF) or ""
+    sizes = {"h_q": h_q, "d_nope": check_d_head(d_head or D_HEAD), "d_v": D_V, "d_rope": D_ROPE, "d_qk": D_V}
+    return Subject(ABSORB, sizes, {"q_nope": dtype, "w_uk": dtype, "out": dtype})
+
+
+def with_rope(subject: Subject) -> Subject:
+    """The subject of `absorb`, whose results are wider where the queries' RoPE part is given."""
+    return replace(subject, sizes={**subject.sizes, "d_qk": D_QK}) if "q_rope" in subject.dtypes else subject
+
+
+def merge_project(
+    *, h_q: int, d_head: int | None = None, dtype: str | None = None, out_dtype: str | None = None
+) -> Subject:
+    """Merging partial results of decode, of float32 by default, and their product with W_UV."""
+    dtype = choice("--dtype", dtype or "float32", FLOATS) or ""
+    half = next((each for each in (dtype, out_dtype) if each in HALF), HALF[0])
+    out_dtype = choice("--out-dtype", out_dtype or half, (half, "float32")) or ""
+    return Subject(
+        MERGE_PROJECT,
+        {"h_q": h_q, "d_head": check_d_head(d_head or D_HEAD), "d_v": D_V},
+        {"outs": dtype, "w_uv": half, "lses": "float32", "out": out_dtype, "lse": "float32"},
+        fixed={"lse_base": "e", "out_dtype": None},
+        free={"empty_lse": "real"},
+        defaults={"empty_lse": -math.inf},
+    )
+
+
+def like_weights(subject: Subject) -> Subject:
+    """The subject of `merge_project` with a gate, if it has one, of the dtype of W_UV."""
+    if "gate" not in subject.dtypes:
+        return subject
+    return replace(subject, dtypes={**subject.dtypes, "gate": subject.dtypes["w_uv"]})
+
+
+def check_d_head(width: int) -> int:
+    """Check the width of a head without RoPE.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    if width not in D_HEADS:
+        raise ArgumentError(explain("--d-head", width, "one of " + ", ".join(map(str, D_HEADS))))
+    return width
 
 
 def sparse_forward(
@@ -121,6 +244,34 @@ def logits_paged(*, h_q: int, page_size: int, s_q: int | None = None, d_index: i
         fixed={"out_dtype": None, "kernel": None},
         free={"clean": "integer"},
         defaults={"clean": 1},
+    )
+
+
+def indexer_prepare(*, h_q: int, d_index: int | None = None, page_size: int | None = None) -> Subject:
+    """Index queries and keys of the same tokens, by the rules of DeepSeek-V3.2; with pages, keys go to their cache."""
+    width = d_index or HEAD_DIMS[0]
+    sizes = {"h": h_q, "d": width}
+    arrays = {"q": "bfloat16", "weights": "float32", "k": "bfloat16", "cos": "float32", "sin": "float32"}
+    results = {"codes": "uint8", "folded": "float32"}
+    if page_size:
+        sizes |= {"page_size": page_size, "d+4": width + SCALE_BYTES}
+        results |= {"cache": "uint8", "slots": "int64"}
+    else:
+        results |= {"k_codes": "uint8", "k_scale": "float32"}
+    return Subject(
+        INDEXER_PREPARE,
+        sizes,
+        {**arrays, "positions": "int32", **results},
+        fixed={
+            "interleaved": False,
+            "hadamard": True,
+            "scales": "power_of_2",
+            "reference_rounding": True,
+            "accumulate": "float32",
+            "return_k": not page_size,
+        },
+        free={"eps": "real"},
+        defaults={"eps": 1e-6},
     )
 
 

@@ -12,7 +12,7 @@ from mla_cupy.dtypes import TABLE
 from mla_cupy.export import expressions as ex
 from mla_cupy.export.expressions import Expression
 from mla_cupy.export.numbers import Integer, Real
-from mla_cupy.ops.operation import Input, Operation, Output
+from mla_cupy.ops.operation import Input, Operation, Output, axes_of
 from mla_cupy.runtime.device import DeviceInfo, number_of, smem_per_block
 from mla_cupy.shapes import MAX_INT32
 
@@ -137,7 +137,7 @@ class Subject:
         return [self._array(record) for record in records if record.name in self.dtypes]
 
     def _array(self, record: Input | Output) -> Array:
-        axes = tuple(axis for axis in record.axes.split() if not self._missing(axis))
+        axes = tuple(axis for axis in axes_of(record, self.dtypes) if not self._missing(axis))
         if isinstance(record, Input):
             dense, written = record.contiguous or record.wide, record.written or record.scratch
         else:

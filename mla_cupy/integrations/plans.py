@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from mla_cupy.runtime import env
 from mla_cupy.torch import TorchDecodePlan, plan_decode
+
+
+def math_of(record: str | None) -> str:
+    """The arithmetic that the user wants for a cache of this FP8 record; of 16-bit rows there is one."""
+    return env.get("ENGINE_MATH") if record else "exact"
+
 
 _spare: dict[tuple[Any, ...], Plans] = {}
 
@@ -17,7 +24,7 @@ class Plans:
     Parameters
     ----------
     **sizes
-        What they have in common: h_q, d_qk, record, page_size, dtype, q_rope, batch_invariant, device.
+        What they have in common: h_q, d_qk, record, page_size, dtype, math, q_rope, batch_invariant, device.
 
     Attributes
     ----------

@@ -13,7 +13,7 @@ import torch
 from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
 from sglang.srt.mem_cache import memory_pool
 
-from mla_cupy.integrations.plans import Plans
+from mla_cupy.integrations.plans import Plans, math_of
 from mla_cupy.shapes import D_QK, D_V
 from mla_cupy.torch import TorchDecodePlan, mla_decode
 
@@ -65,6 +65,7 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
             record=record,
             page_size=self._page_size,
             dtype=self.q_data_type if record else self.data_type,
+            math=math_of(record),
             device=place,
         )
         self._of_graphs: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -146,6 +147,7 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
             step.seqlens,
             plan=step.plan if heads == self.num_q_heads else None,
             scale=layer.scaling,
+            math=self._plans.sizes["math"],
         )
         return out.view(-1, heads * D_V)
 

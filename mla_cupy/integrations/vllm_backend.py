@@ -24,7 +24,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
 
-from mla_cupy.integrations.plans import claim, set_aside
+from mla_cupy.integrations.plans import claim, math_of, set_aside
 from mla_cupy.shapes import D_QK, D_V
 from mla_cupy.torch import TorchDecodePlan, mla_decode
 
@@ -104,6 +104,7 @@ class MlaCupyDecodeMetadata(MLACommonDecodeMetadata):  # type: ignore[misc]
     plan: TorchDecodePlan | None
     plan_heads: int
     in_parts: bool
+    math: str
 
 
 def _in_parts(head_size: int, record: str | None, ranks: int) -> bool:
@@ -121,12 +122,14 @@ def _sizes(
     place = torch.device(device)
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
+    math = math_of(record)
     return {
         "h_q": heads,
         "d_qk": head_size,
         "record": record,
         "page_size": page_size,
-        "dtype": dtype,
+        "dtype": torch.float8_e4m3fn if math == "fp8" else dtype,
+        "math": math,
         "q_rope": _in_parts(head_size, record, ranks),
         "batch_invariant": _wants_batch_invariance(),
         "device": place,
@@ -194,6 +197,7 @@ class MlaCupyMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
             plan=plan,
             plan_heads=self._heads,
             in_parts=self._plans.sizes["q_rope"],
+            math=self._plans.sizes["math"],
         )
 
 
@@ -213,7 +217,8 @@ class MlaCupyImpl(MLACommonImpl):  # type: ignore[misc]
         if self.kv_cache_dtype not in MlaCupyBackend.supported_kv_cache_dtypes:
             expected = ", ".join(MlaCupyBackend.supported_kv_cache_dtypes)
             raise NotImplementedError(f"mla_cupy decodes caches of {expected}, not {self.kv_cache_dtype}")
-        self.supports_quant_query_input = False  # an FP8 cache is read by 16-bit queries
+        record = "fp8" if self.kv_cache_dtype.startswith("fp8") else None
+        self.supports_quant_query_input = math_of(record) == "fp8"  # else an FP8 cache is read by 16-bit queries
         self._set_plans_aside()
 
     def _set_plans_aside(self) -> None:
@@ -241,8 +246,9 @@ class MlaCupyImpl(MLACommonImpl):  # type: ignore[misc]
         ----------
         q : tensor, (tokens, heads, 576), or the two parts of its last axis
         kv_c_and_k_pe_cache : tensor, (num_pages, page_size, 576)
-            Of the queries' dtype, or e4m3 to be multiplied by the layer's scale of the keys. A captured graph keeps
-            the scale that the layer has when it is captured; vLLM sets scales before.
+            Of the queries' dtype, or e4m3 to be multiplied by the layer's scale of the keys. With exact products a
+            captured graph keeps the scale that the layer has when it is captured; vLLM sets scales before. With
+            products in FP8 both scales are read on the device.
 
         Returns
         -------
@@ -253,20 +259,32 @@ class MlaCupyImpl(MLACommonImpl):  # type: ignore[misc]
         decode = attn_metadata.decode
         query, rope = _parts(q) if decode.in_parts else (_joined(q), None)
         tokens, heads, _ = query.shape
-        plan = decode.plan if heads == decode.plan_heads else None
+        fits = heads == decode.plan_heads and (decode.math == "exact" or query.dtype in _BYTES)
+        plan = decode.plan if fits else None
         if plan is None and _wants_batch_invariance():
             raise NotImplementedError(f"mla_cupy is batch-invariant with {decode.plan_heads} heads, not {heads}")
+        query = query.unflatten(0, (attn_metadata.num_decodes, -1))
         out, lse = mla_decode(
-            query.unflatten(0, (attn_metadata.num_decodes, -1)),
+            query,
             kv_c_and_k_pe_cache,
             decode.block_table,
             decode.seq_lens,
             q_rope=None if rope is None else rope.unflatten(0, (attn_metadata.num_decodes, -1)),
             plan=plan,
             scale=self.scale,
-            kv_scale=float(layer._k_scale_float) if kv_c_and_k_pe_cache.dtype in _BYTES else 1.0,
+            **_scales(query, kv_c_and_k_pe_cache, decode.math, layer),
         )
         return out.flatten(0, 1), lse.transpose(1, 2).reshape(tokens, heads)
+
+
+def _scales(query: torch.Tensor, cache: torch.Tensor, math: str, layer: Any) -> dict[str, Any]:
+    """The layer's scales as arguments of `mla_decode`: numbers of the host, or for products in FP8 tensors."""
+    if cache.dtype not in _BYTES:
+        return {}
+    if math == "exact":
+        return {"kv_scale": float(layer._k_scale_float)}
+    of_rows = layer._q_scale.reshape(()).expand(query.shape[:3]) if query.dtype in _BYTES else None
+    return {"math": math, "q_scales": of_rows, "kv_scales": layer._k_scale.reshape(1)}
 
 
 def _parts(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -170,6 +170,21 @@ class DecodeScheduleParams(Params):
     cp_rank: I32
 
 
+class Fp8ScaleAddresses(Params):
+    """Struct of `attention/sm90/fp8_scales.cuh`."""
+
+    q_scales: Address
+    kv_scales: Address
+
+
+class DecodeFp8Params(Params):
+    """Struct of `attention/sm90/fp8_scales.cuh`."""
+
+    fp8_scale_addresses: Fp8ScaleAddresses
+    decode_params: DecodeParams
+    q_scales_stride_b_s_h_elems: tuple[I64, I64, I64]
+
+
 class CacheAppendParams(Params):
     """Struct of `cache/append.cu`."""
 

@@ -58,6 +58,8 @@ def mla_decode(
     out_positions: Any = None,
     w_uv: Any = None,
     gate: Any = None,
+    q_scales: Any = None,
+    kv_scales: Any = None,
     d_v: int = D_V,
     scale: float | None = None,
     causal: bool = True,
@@ -132,6 +134,12 @@ def mla_decode(
         strides that are multiples of 16 bytes. Not with `cu_seqlens_q` or a `window`.
     gate : array, (b, s_q, h_q, d_head), dtype of w_uv, optional
         Its sigmoid is a factor of each element of the result of `w_uv`. Strides as for w_uv.
+    q_scales : array, (b, s_q, h_q), float32, optional
+        In place of `q_scale`, for queries in e4m3: a scale for each row, such as `mla_prepare` makes; any strides, so
+        that one number may serve all rows. (total_q, h_q) with `cu_seqlens_q`.
+    kv_scales : array, (1,), float32, optional
+        In place of `kv_scale`, with math="fp8": the number on the device, where it may change between replays of a
+        CUDA graph.
     d_v : int
         Width of the values: 512, or 256 of keys that are 320 or 288 wide. Those are of 16 bits, and have the plain
         kernel so far: no `w_uv`, `q_rope`, `cu_seqlens_q` or `window`, and no batch-invariant plan.
@@ -233,8 +241,9 @@ def mla_decode(
     """
     tokens, numbers = (causal, window, max_seqlen_q, cp_world, cp_rank), (kv_scale, q_scale, math)
     options = (d_v, scale, *tokens, *numbers, out_dtype, lse_base, empty_lse, kernel)
-    inputs = (q, kv_cache, block_table, seqlens, q_rope, cu_seqlens_q, tree_mask, attn_sink)
-    arrays = (*inputs, out_cos, out_sin, out_positions, w_uv, gate, out, lse)
+    forms = (q_rope, cu_seqlens_q, tree_mask, attn_sink, out_cos, out_sin, out_positions)
+    further = (w_uv, gate, q_scales, kv_scales)
+    arrays = (q, kv_cache, block_table, seqlens, *forms, *further, out, lse)
     out, lse = run(Invocation(OPERATION, arrays, options, workspace, stream, plan, check))
     return out, lse
 
@@ -262,8 +271,7 @@ def decode_unmerged(
     tokens, numbers = (causal, None, None, cp_world, cp_rank), (kv_scale, q_scale, math)
     options = (D_V, scale, *tokens, *numbers, None, lse_base, -inf, kernel)
     inputs, results = arrays[:4], arrays[4:]
-    absent = [array for array in OPERATION.inputs if array.optional]
-    arrays_of_call = (*inputs, *(None for _ in absent), *results)
+    arrays_of_call = (*inputs, *(None,) * (len(OPERATION.inputs) - len(inputs)), *results)
     run(Invocation(OPERATION, arrays_of_call, options, None, stream, UnmergedPlan(plan), check))
 
 
@@ -307,6 +315,7 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
     _check_scales(record, q.dtype, options)
     check_math_of_queries(options.math, q.dtype)
     check_math_of_record(options.math, record)
+    _check_scale_arrays(views, options)
     given_rows = [view for view in (q, views["q_rope"], kv_cache) if view is not None]
     aligned = bool(record) or (num_pages > 0 and all(map(steps_by_16_bytes, given_rows)))
     dtype = "float8_e4m3fn" if q.dtype in BYTE_DTYPES else q.dtype
@@ -376,6 +385,18 @@ def _check_scales(record: str, q_dtype: str, options: DecodeOptions) -> None:
     check_factor(" * ".join(factors), prod(getattr(options, name) for name in factors))
 
 
+def _check_scale_arrays(views: Views, options: DecodeOptions) -> None:
+    """Check that what the scales belong to is there, and that there is no other scale of it."""
+    if views["q_scales"] is not None and present(views, "q").dtype not in BYTE_DTYPES:
+        expected = f"None for queries in {present(views, 'q').dtype}"
+        raise ArgumentError(explain("q_scales", "an array", expected, "it is of queries in e4m3"))
+    if views["kv_scales"] is not None and options.math != "fp8":
+        raise ArgumentError(explain("kv_scales", "an array", 'None with math="exact"', "pass the number as kv_scale"))
+    for name in ("q_scale", "kv_scale"):
+        if views[f"{name}s"] is not None and getattr(options, name) != 1:
+            raise ArgumentError(explain(name, getattr(options, name), f"1 with {name}s", "give one of them"))
+
+
 def _without_heads(cache: View) -> View:
     """A cache of one KV head without the axis of heads."""
     (pages, page_size, _, width), (page, token, _, element) = cache.shape, cache.strides
@@ -429,6 +450,8 @@ OPERATION = Operation(
         Input("out_positions", "b s_q", INDEX_DTYPES, optional=True, packed="total_q"),
         W_UV,
         GATE,
+        Input("q_scales", "b s_q h_q", ("float32",), optional=True, packed="total_q h_q"),
+        Input("kv_scales", "num_scales", ("float32",), optional=True),
     ),
     outputs=(
         Output("out", "b s_q h_q d_head", like_queries_or_float32, "out_dtype", "wide", packed="total_q h_q d_head"),
@@ -441,6 +464,7 @@ OPERATION = Operation(
         "d_kv": (*VALUE_WIDTHS, *(FORMATS[name].width for name in READ)),
         "d_v": tuple(sorted(set(VALUE_WIDTHS.values()), reverse=True)),
         "d_head": D_HEADS,
+        "num_scales": (1,),
     },
     min_sizes={"max_position": 1, "s_q": 1, "h_q": 1, "page_size": 1, "h_kv": 1},
     options=DecodeOptions,

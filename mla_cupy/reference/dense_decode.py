@@ -37,6 +37,8 @@ def mla_decode(
     out_cos: npt.ArrayLike | None = None,
     out_sin: npt.ArrayLike | None = None,
     out_positions: npt.ArrayLike | None = None,
+    q_scales: npt.ArrayLike | None = None,
+    kv_scales: npt.ArrayLike | None = None,
     d_v: int = 512,
     scale: float | None = None,
     causal: bool = True,
@@ -89,6 +91,10 @@ def mla_decode(
         Turn the last 64 columns of `out` back: see `turned_back`.
     out_positions : array, (b, s_q), integers, optional
         The queries' rows of these; (total_q,) with `cu_seqlens_q`.
+    q_scales : array, (b, s_q, h_q), optional
+        Scales of the rows of queries in e4m3, beside `q_scale`.
+    kv_scales : array, (1,), optional
+        Scale of the record "fp8", beside `kv_scale`.
     d_v : int
         Width of the values.
     scale : float, optional
@@ -146,6 +152,10 @@ def mla_decode(
     group = h_q // h_kv
     scale = d_qk**-0.5 if scale is None else scale
     queries = dequantised(q) if math == "fp8" or coded else q
+    if q_scales is not None:
+        queries = queries * np.asarray(q_scales, np.float64).reshape(q.shape[:3])[..., None]
+    if kv_scales is not None:
+        kv_scale *= float(np.asarray(kv_scales).reshape(()))
     scale *= q_scale
     weights, factor = rounding, 1.0
     if math == "fp8" and rounding is not None:  # the kernel multiplies the numbers as they are stored

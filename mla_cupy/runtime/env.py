@@ -63,6 +63,12 @@ VARIABLES: Mapping[str, Variable] = {
             ("auto", "cuda", "numpy"),
         ),
         Variable(
+            "ENGINE_MATH",
+            "exact",
+            "products of the engines' plugins over caches in FP8: exact, in 16 bits, or fp8, see `mla_decode`",
+            ("exact", "fp8"),
+        ),
+        Variable(
             "VLLM",
             "dense",
             "what vLLM is offered: dense is CUSTOM, sparse also takes the place of FLASHMLA_SPARSE",

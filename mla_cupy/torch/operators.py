@@ -117,6 +117,8 @@ def _mla_decode(
     out_positions: Any = None,
     w_uv: Any = None,
     gate: Any = None,
+    q_scales: Any = None,
+    kv_scales: Any = None,
     d_v: Any = 512,
     scale: Any = None,
     causal: Any = True,
@@ -151,6 +153,8 @@ def _mla_decode(
         out_positions,
         w_uv,
         gate,
+        q_scales,
+        kv_scales,
         out,
         lse,
     )
@@ -179,10 +183,11 @@ MLA_DECODE = Operators(
     arguments=(
         "Tensor q, Tensor kv_cache, Tensor block_table, Tensor seqlens, Tensor? q_rope=None, "
         "Tensor? cu_seqlens_q=None, Tensor? tree_mask=None, Tensor? attn_sink=None, Tensor? out_cos=None, "
-        "Tensor? out_sin=None, Tensor? out_positions=None, Tensor? w_uv=None, Tensor? gate=None, int d_v=512, "
-        "float? scale=None, bool causal=True, int? window=None, int? max_seqlen_q=None, int cp_world=1, "
-        'int cp_rank=0, float kv_scale=1.0, float q_scale=1.0, str math="exact", ScalarType? out_dtype=None, '
-        'str lse_base="e", float? empty_lse=None, str? kernel=None'
+        "Tensor? out_sin=None, Tensor? out_positions=None, Tensor? w_uv=None, Tensor? gate=None, "
+        "Tensor? q_scales=None, Tensor? kv_scales=None, int d_v=512, float? scale=None, bool causal=True, "
+        "int? window=None, int? max_seqlen_q=None, int cp_world=1, int cp_rank=0, float kv_scale=1.0, "
+        'float q_scale=1.0, str math="exact", ScalarType? out_dtype=None, str lse_base="e", '
+        "float? empty_lse=None, str? kernel=None"
     ),
     results="Tensor(a!) out, Tensor(b!) lse",
     returns="(Tensor, Tensor)",

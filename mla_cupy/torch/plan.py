@@ -81,6 +81,7 @@ def plan_decode(
     out_cos: bool = False,
     window: int | None = None,
     d_head: int = 0,
+    math: str = "exact",
     batch_invariant: bool = False,
     split_tokens: int = 4096,
     device: torch.device | str | None = None,
@@ -92,7 +93,7 @@ def plan_decode(
     ----------
     max_b, s_q, h_q, h_kv, d_qk, record, max_pages, page_size, dtype, cp_world, cp_rank
         As there.
-    q_rope, cu_seqlens_q, tree_mask, attn_sink, out_cos, window, d_head, batch_invariant, split_tokens, kernel
+    q_rope, cu_seqlens_q, tree_mask, attn_sink, out_cos, window, d_head, math, batch_invariant, split_tokens, kernel
         As there.
     device : torch.device or str, optional
         PyTorch's. Default: the current GPU, if there is one, else the CPU.
@@ -105,7 +106,7 @@ def plan_decode(
     sizes = {"max_b": max_b, "s_q": s_q, "h_q": h_q, "h_kv": h_kv, "d_qk": d_qk, "max_pages": max_pages}
     shard = {"cp_world": cp_world, "cp_rank": cp_rank}
     cuts = {"tree_mask": tree_mask, "d_head": d_head, "batch_invariant": batch_invariant, "split_tokens": split_tokens}
-    kind = {"record": record, "page_size": page_size, "dtype": dtype}
+    kind = {"record": record, "page_size": page_size, "dtype": dtype, "math": math}
     arrays = {"q_rope": q_rope, "cu_seqlens_q": cu_seqlens_q, "attn_sink": attn_sink, "out_cos": out_cos}
     forms = {**arrays, "window": window}
     return _make_plan(device, **sizes, **kind, **shard, **forms, **cuts, kernel=kernel)

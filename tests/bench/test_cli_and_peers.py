@@ -76,6 +76,16 @@ def test_list_prints_every_case(capsys):
             assert case.name in text
 
 
+def test_list_of_an_operation_has_no_others(capsys):
+    assert main(["list", "cascade", "absorption"]) == 0
+    text = capsys.readouterr().out
+    titles = [line.strip() for line in text.splitlines() if line.strip() in OPERATIONS]
+    assert titles == ["cascade", "absorption"]
+    with pytest.raises(SystemExit):
+        main(["list", "nothing"])
+    assert "got 'nothing', expected one of absorption, cache" in capsys.readouterr().err
+
+
 def test_options():
     assert parse().suite == "targets"
     assert parse("--quick").suite == "quick"
@@ -188,8 +198,7 @@ def test_adapters_meet_the_protocol():
     from bench.peers.cudnn_sparse import CudnnSparse
     from bench.peers.cupy_unfused import CupyUnfused
     from bench.peers.fa3 import FlashAttention3
-    from bench.peers.flashmla import FlashMla
-    from bench.peers.flashmla_fp8 import FlashMlaFp8
+    from bench.peers.flashmla import FlashMla, FlashMlaFp8
     from bench.peers.flashmla_sparse import FlashMlaSparse
     from bench.peers.triton_mla import TritonMla
 

@@ -90,6 +90,14 @@ def decode_in_fp8(queries: str, **options: Any) -> BoundCall:
     return BoundCall(_id(f"decode-{queries or 'half'}", options), "mla_decode", arrays, options)
 
 
+def decode_with_scales() -> BoundCall:
+    """Scales of rows and of the cache in arrays."""
+    call = decode_in_fp8("uint8", kv_scale=1.0)
+    scales = np.random.default_rng(7).uniform(0.5, 2.0, call.arrays["q"].shape[:3]).astype(np.float32)
+    arrays = {**call.arrays, "q_scales": scales, "kv_scales": np.full(1, 0.1, np.float32)}
+    return replace(call, id="decode-scales", arrays=arrays)
+
+
 def decode_with_drafts() -> BoundCall:
     masks = np.array([[1, 2], [1, 3], [0, 2]], np.int64)
     return replace(decode(), id="decode-drafts", arrays={**decode().arrays, "tree_mask": masks})
@@ -332,6 +340,7 @@ CALLS = [
     decode_in_fp8(""),
     decode_in_fp8("uint8", q_scale=0.5),
     decode_in_fp8("float8_e4m3fn", q_scale=2.0, out_dtype="float32"),
+    decode_with_scales(),
     decode_with_drafts(),
     decode_with_forms("attn_sink", window=20),
     decode_with_forms("cu_seqlens_q", "q_rope", max_seqlen_q=2),

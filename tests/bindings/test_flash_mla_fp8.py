@@ -47,6 +47,20 @@ def test_dense_decode_in_fp8(library: Any, queries: str, causal: bool) -> None:
     assert schedule.have_initialized
 
 
+@pytest.mark.parametrize("queries", ["float8_e4m3fn", "uint8", ""])
+def test_scales_on_a_gpu_are_not_copied_to_the_host(queries: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read by the kernel; but for 16-bit queries, which have none. NumPy's pass for a GPU's here."""
+    inputs = inputs_of(queries, q_scale=0.5 if queries else 1.0)
+    copied: list[str] = []
+    number = flash_mla_fp8._number
+    monkeypatch.setattr(flash_mla_fp8, "_number", lambda name, value: copied.append(name) or number(name, value))
+    monkeypatch.setattr(flash_mla_fp8, "_library_on_gpu", lambda name, value: None if value is None else np)
+    scales = {"descale_q": np.array([inputs.case.q_scale], np.float32), "descale_k": np.full((1, 1), 0.25, np.float32)}
+    out, lse = flash_mla_with_kvcache_fp8(*inputs.arguments, 512, FlashMLASchedMeta(), causal=True, **scales)
+    check((out, np.where(np.isneginf(inputs.exact[1]), -np.inf, lse)), inputs.exact, inputs.rounded, "bfloat16")
+    assert copied == ([] if queries else ["descale_q"])
+
+
 def test_scales_are_1_by_default() -> None:
     inputs = inputs_of(kv_scale=1.0)
     out, _ = flash_mla_with_kvcache_fp8(*inputs.arguments, 512, FlashMLASchedMeta(), None, None, True)

@@ -71,7 +71,7 @@ def layer_of(heads: int = HEADS) -> SimpleNamespace:
     return SimpleNamespace(layer_id=0, tp_q_head_num=heads, head_dim=576, v_head_dim=512, scaling=SCALE)
 
 
-def oracle(torch: Any, backend: Any, q: Any, lengths: Any, rounding: str | None) -> Any:
+def oracle(torch: Any, backend: Any, q: Any, lengths: Any, rounding: str | None, **options: Any) -> Any:
     """From the slots of each request, one by one."""
     rows = array(torch, backend.token_to_kv_pool.rows)
     slots = backend.req_to_token.cpu().numpy()[[2, 0, 1][: len(lengths)]]
@@ -85,6 +85,7 @@ def oracle(torch: Any, backend: Any, q: Any, lengths: Any, rounding: str | None)
         lengths,
         scale=SCALE,
         rounding=rounding,
+        **options,
     )
 
 
@@ -126,9 +127,11 @@ def in_fp8(torch: Any, device: str = "cpu", **changes: Any) -> SimpleNamespace:
     return made
 
 
+@pytest.mark.parametrize("math", ["exact", "fp8"])
 @pytest.mark.parametrize("s_q", [1, 3], ids=["decode", "verify"])
-def test_an_fp8_cache(torch: Any, monkeypatch: pytest.MonkeyPatch, s_q: int) -> None:
-    """16-bit queries, rows without a scale; new rows are cast."""
+def test_an_fp8_cache(torch: Any, monkeypatch: pytest.MonkeyPatch, s_q: int, math: str) -> None:
+    """16-bit queries, rows without a scale; new rows are cast. Products as the user wants them."""
+    monkeypatch.setenv("MLA_CUPY_ENGINE_MATH", math)
     stand_in_sglang.install(monkeypatch)
     backend = plugin.create(in_fp8(torch, drafts=3))
     forward = batch(torch, [130, 1, 0], "decode" if s_q == 1 else "verify")
@@ -139,7 +142,8 @@ def test_an_fp8_cache(torch: Any, monkeypatch: pytest.MonkeyPatch, s_q: int) -> 
     out = run(tensor(torch, q).flatten(1), new, new[..., :512], layer_of(), forward)
     assert (backend.token_to_kv_pool.rows[forward.out_cache_loc].float() == 0.3125).all()
     shown = np.array([130, 1, 0], np.int32) + (0 if s_q == 1 else 3)
-    exact, rounded = (oracle(torch, backend, q, shown, rounding) for rounding in (None, "bfloat16"))
+    options = {} if math == "exact" else {"math": math}
+    exact, rounded = (oracle(torch, backend, q, shown, rounding, **options) for rounding in (None, "bfloat16"))
     check((array(torch, out).reshape(3, s_q, HEADS, 512), exact[1]), exact, rounded, "bfloat16")
 
 

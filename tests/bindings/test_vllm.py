@@ -236,6 +236,28 @@ def test_an_fp8_cache(torch: Any, backend: Any, s_q: int) -> None:
     assert len(builder._plans) == 1
 
 
+@pytest.mark.parametrize("queries", ["float8_e4m3fn", ""])
+def test_products_in_fp8(torch: Any, backend: Any, monkeypatch: pytest.MonkeyPatch, queries: str) -> None:
+    """Queries as vLLM quantises them, and both scales as the layer has them on the device; or queries in 16 bits."""
+    monkeypatch.setenv("MLA_CUPY_ENGINE_MATH", "fp8")
+    case = replace(FP8, s_q=2, math="fp8", queries=queries, q_scale=0.5 if queries else 1.0)
+    inputs = cases.make(case)
+    q, cache, table, seqlens = (tensor(torch, x) for x in inputs.arguments)
+    metadata = build(builder_of(backend, torch, cache_dtype="uint8"), torch, table, seqlens, 2)
+    layer = backend.MlaCupyImpl(**{**IMPL, "kv_cache_dtype": "fp8"})
+    assert layer.supports_quant_query_input is True
+    scales = SimpleNamespace(_q_scale=torch.tensor(case.q_scale), _k_scale=torch.tensor(case.kv_scale))
+    out, lse = layer.forward_mqa(q.flatten(0, 1), cache.view(torch.float8_e4m3fn), metadata, scales)
+    got = array(torch, out.view(3, 2, 4, 512)), array(torch, lse.view(3, 2, 4).transpose(1, 2))
+    check(got, inputs.exact, inputs.rounded, "bfloat16")
+
+
+def test_products_of_16_bit_caches_stay_exact(torch: Any, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_ENGINE_MATH", "fp8")
+    assert backend.MlaCupyImpl(**IMPL).supports_quant_query_input is False
+    assert builder_of(backend, torch)._plans.sizes["math"] == "exact"
+
+
 def test_fp8_caches_that_it_declines(torch: Any, backend: Any) -> None:
     supported = backend.MlaCupyBackend.supported_kv_cache_dtypes
     assert {"fp8", "fp8_e4m3"} <= set(supported)

@@ -20,7 +20,7 @@ Numbers = npt.NDArray[Any]
 #: Sizes of random calls: small enough for a GPU's memory and for fifty calls in seconds.
 LIMITS = {"b": 17, "n": 200, "s_q": 127, "s_kv": 1000, "num_pages": 64, "max_pages": 17, "extra_pages": 17}
 LIMITS |= {"extra_page_size": 64, "extra_topk": 200, "max_position": 1000, "mask_bytes": 200}
-LIMITS |= {"tables": 127, "ends": 127}
+LIMITS |= {"tables": 127, "ends": 127, "total_q": 127, "t": 200}
 _SCALES_OF_V32 = slice(512, 528)
 _LARGEST = 1 << 23
 """Elements of an array, at most."""
@@ -99,6 +99,11 @@ def _indices(call: Call, shape: tuple[int, ...], rng: np.random.Generator) -> Nu
     return rng.integers(-1, max(0, places), shape)
 
 
+def _positions(call: Call, shape: tuple[int, ...], rng: np.random.Generator) -> Numbers:
+    """Rows of the tables, or any of 31 bits."""
+    return rng.integers(0, max(1, call.values.get("max_position", 1 << 31)), shape)
+
+
 def _slots(call: Call, shape: tuple[int, ...], rng: np.random.Generator) -> Numbers:
     """Slots that differ, and -1: of two tokens in one slot either could stay."""
     places = call.size("num_pages") * call.size("page_size")
@@ -108,12 +113,13 @@ def _slots(call: Call, shape: tuple[int, ...], rng: np.random.Generator) -> Numb
     return rng.permutation(found)
 
 
-def _starts(axis: str) -> Callable[..., Numbers]:
-    """Where sequences begin, and the last one ends."""
+def _starts(axis: str, packed: str = "") -> Callable[..., Numbers]:
+    """Where sequences begin, and the last one ends, among those of an axis, or of `packed` where there is one."""
 
     def draw(call: Call, shape: tuple[int, ...], rng: np.random.Generator) -> Numbers:
-        cuts = np.sort(rng.integers(0, call.size(axis) + 1, shape))
-        cuts[0], cuts[-1] = 0, call.size(axis)
+        end = call.size(packed if packed in call.values else axis)
+        cuts = np.sort(rng.integers(0, end + 1, shape))
+        cuts[0], cuts[-1] = 0, end
         return cuts
 
     return draw
@@ -131,12 +137,12 @@ _INTEGERS: dict[str, Callable[..., Numbers]] = {
     "seqlens": _up_to("max_pages", "page_size"),
     "tree_mask": _tree,
     "slots": _slots,
-    "positions": _below("max_position"),
+    "positions": _positions,
     "indices": _indices,
     "extra_indices": _below("extra_pages", "extra_page_size", low=-1),
     "topk_length": _up_to("topk"),
     "extra_topk_length": _up_to("extra_topk"),
-    "cu_seqlens_q": _starts("s_q"),
+    "cu_seqlens_q": _starts("s_q", "total_q"),
     "cu_seqlens_kv": _starts("s_kv"),
     "ke": _up_to("s_kv"),
     "ks": _up_to("s_kv"),

@@ -11,7 +11,7 @@ from mla_cupy.dtypes import TABLE
 from mla_cupy.export.subject import Array, Subject
 from tests.export.package import Call
 
-_REGION = 1 << 48
+_REGION = 1 << 52
 """Address space of each array: none reaches the next one's."""
 _SMALL = (0, 1, 1, 2, 3, 5, 8, 17, 64, 127, 200, 1000, 5000)
 Values = dict[str, Any]
@@ -44,18 +44,24 @@ def _fitting(drawn: Values, rng: random.Random) -> Values:
         found["ends"] = drawn["s_q"] if rng.random() < 0.5 else max(1, drawn["s_q"] // 4)
     if "tables" in drawn:
         found["tables"] = drawn["s_q"] if rng.random() < 0.5 else 1
+    if "rope_pairs" in drawn:
+        found["rope_pairs"] = rng.choice((0, 16, 32, 32, 64))
     if "mask_bytes" in drawn:
         found["mask_bytes"] = 16 * (-(-max(1, drawn["s_kv"]) // 128) + rng.randrange(2))
     return found
 
 
 def _option(name: str, subject: Subject, rng: random.Random, drawn: Values) -> Any:
+    windowed = bool(subject.fixed.get("window"))
+    grouped = windowed or "cu_seqlens_q" in subject.dtypes
     choices: dict[str, Callable[[], Any]] = {
         "scale": lambda: math.exp(rng.uniform(-9, 4)),
-        "causal": lambda: 1 if "tree_mask" in subject.dtypes else rng.randrange(2),
-        "cp_world": lambda: rng.choice((1, 1, 2, 8, 65536)),
+        "causal": lambda: 1 if "tree_mask" in subject.dtypes or windowed else rng.randrange(2),
+        "cp_world": lambda: rng.choice((1, 1, 2, 8, 65536)) if not grouped or rng.random() < 0.05 else 1,
         "cp_rank": lambda: rng.randrange(drawn["cp_world"]),
         "kv_scale": lambda: math.exp(rng.uniform(-5, 5)) if subject.notes.get("record") == "fp8" else 1.0,
+        "q_scale": lambda: math.exp(rng.uniform(-5, 5)),
+        "eps": lambda: rng.choice((0.0, 1e-6, 1.0)),
         "clean": lambda: rng.randrange(2),
         "empty_lse": lambda: rng.choice((-math.inf, math.inf, 0.0, -1e30, 3.25)),
     }

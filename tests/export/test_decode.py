@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.pipeline import Prepared
 from mla_cupy.ops.decode_plan import DecodePlan, examine_plan
 from mla_cupy.runtime.device import DeviceInfo
-from tests.export import compare, draws, modules, package
+from tests.export import compare, draws, modules, package, test_operations
 from tests.export.library import Library, filled
 from tests.export.package import Call, Writer
 
@@ -60,18 +61,21 @@ class Step:
 
     def package_plan(self, gpu: DeviceInfo) -> tuple[DecodePlan, Any]:
         """The package's plan, and its configuration."""
-        sizes, own = self.subject.sizes, self.own
+        sizes, own, dtypes = self.subject.sizes, self.own, self.subject.dtypes
         problem, limits, _ = examine_plan(
-            **{name: sizes[name] for name in ("s_q", "h_q", "h_kv", "d_qk", "page_size")},
+            **{name: sizes[name] for name in ("s_q", "h_q", "h_kv", "page_size")},
             **{name: own[name] for name in ("max_b", "max_pages")},
-            record=None,
-            dtype=self.subject.dtypes["q"],
+            d_qk=sizes["d_qk"] + 64 * ("q_rope" in dtypes),
+            record=self.subject.notes["record"] or None,
+            dtype=dtypes["q"],
             shard=(own["cp_world"], own["cp_rank"]),
-            forms={},
-            tree_mask=False,
+            forms={name: True for name in ("q_rope", "attn_sink") if name in dtypes}
+            | {"window": self.subject.fixed["window"]},
+            tree_mask="tree_mask" in dtypes,
+            d_head=sizes["d_head"] if "w_uv" in dtypes else 0,
             batch_invariant=False,
             split_tokens=4096,
-            math="exact",
+            math=self.subject.fixed["math"],
             kernel=None,
         )
         config = DECODE.configure(problem, gpu)
@@ -114,12 +118,31 @@ def agrees(library: Library, writer: Writer, status: int, package_does: Callable
 
 @pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_plans(library: Library, count: int) -> None:
-    handles = compare.opened(library, GPUS)
+    assert compare_plans(library, GPUS, count) > 0.5 * count  # others are refused: no update, other sizes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["decode_fp8", "decode-tree", "decode-window", "decode-projected", "decode-gated"])
+def test_plans_of_other_exports(case: str, tmp_path: Path) -> None:
+    operation, options = test_operations.CASES[case]
+    made = modules.made(operation, ("sm_90a",), **options)
+    assert compare_plans(Library(made, tmp_path / "decode"), test_operations.GPUS, 1000) > 300
+
+
+def test_queries_whose_number_varies_have_no_plan() -> None:
+    """What updates a plan has no starts: see `record`."""
+    options = {"h_q": 16, "page_size": 64, "arrays": ("cu_seqlens_q",)}
+    assert not modules.made("decode", ("sm_90a",), **options).is_planned
+
+
+def compare_plans(library: Library, gpus: Sequence[DeviceInfo], count: int) -> int:
+    """Make plans, update them and call with them, in C and in Python; returns how many calls both served."""
+    handles = compare.opened(library, gpus)
     rng = random.Random(35)
     served = 0
     with package.writing(library.parameters) as writer:
         for _ in range(count):
-            gpu, step = rng.choice(GPUS), Step(library, rng)
+            gpu, step = rng.choice(gpus), Step(library, rng)
             handle = handles[gpu]
             made: list[Any] = []
             status = library.call("plan_make", handle, step.plan, stream=None)
@@ -134,4 +157,4 @@ def test_plans(library: Library, count: int) -> None:
             for _ in range(2):
                 status = library.call("call_planned", handle, step.args, step.plan)
                 served += agrees(library, writer, status, lambda s=step, a=(gpu, plan): s.call(*a))
-    assert served > 0.5 * count  # the others are refused: no update, too small a plan, other sizes
+    return served

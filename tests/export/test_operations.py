@@ -15,11 +15,40 @@ from tests.export.library import Library
 
 GPUS = [package.device("sm_90a", 132), package.device("sm_90a", 78, l2_bytes=4 << 20)]
 LIMITS = {"b": 2000, "num_pages": 5000, "max_pages": 3000, "n": 64}
+PAGES: dict[str, Any] = {"records": "fp8", "page_size": 64}
+FP8 = {**PAGES, "math": "fp8"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "decode-v32": ("decode", {"h_q": 16, "page_size": 64, "records": "v32", "s_q": 2}),
     "decode-fp8": ("decode", {"h_q": 128, "page_size": 64, "records": "fp8", "out_dtype": "float32"}),
     "decode-512": ("decode", {"h_q": 32, "h_kv": 2, "page_size": 48, "d_qk": 512, "dtype": "float16"}),
     "decode-tree": ("decode", {"h_q": 16, "s_q": 4, "page_size": 64, "arrays": ("tree_mask",)}),
+    "decode_fp8": ("decode", {**FP8, "h_q": 128}),
+    "decode_fp8-codes": (
+        "decode",
+        {**FP8, "h_q": 16, "dtype": "float8_e4m3fn", "arrays": ("attn_sink", "q_scales", "kv_scales")},
+    ),
+    "decode-packed": ("decode", {"h_q": 16, "s_q": 2, "page_size": 64, "arrays": ("cu_seqlens_q", "q_rope")}),
+    "decode-window": ("decode", {"h_q": 16, "page_size": 64, "window": 500, "arrays": ("attn_sink",)}),
+    "decode-projected": ("decode", {"h_q": 16, "page_size": 64, "arrays": ("w_uv",)}),
+    "decode-gated": (
+        "decode",
+        {"h_q": 64, "page_size": 64, "dtype": "float16", "d_head": 192, "arrays": ("w_uv", "gate", "q_rope")},
+    ),
+    "mla_prepare": (
+        "mla_prepare",
+        {"h_q": 16, "records": "v32", "page_size": 64, "arrays": ("cos", "sin", "positions")},
+    ),
+    "mla_prepare-codes": (
+        "mla_prepare",
+        {**PAGES, "h_q": 128, "theta": 10000, "out_dtype": "float8_e4m3fn", "arrays": ("q_rope",)},
+    ),
+    "mla_prepare-queries": ("mla_prepare", {"h_q": 64, "d_qk": 192, "dtype": "float16"}),
+    "absorb": ("absorb", {"h_q": 16, "arrays": ("q_rope",)}),
+    "absorb-192": ("absorb", {"h_q": 128, "d_head": 192, "dtype": "float16"}),
+    "merge_project": ("merge_project", {"h_q": 16, "arrays": ("gate",)}),
+    "merge_project-16": ("merge_project", {"h_q": 128, "d_head": 256, "dtype": "float16", "out_dtype": "float32"}),
+    "indexer_prepare": ("indexer_prepare", {"h_q": 64, "arrays": ("norm_weight", "norm_bias")}),
+    "indexer_prepare-paged": ("indexer_prepare", {"h_q": 64, "page_size": 64}),
     "merge_states": ("merge_states", {"h_q": 16, "dtype": "bfloat16"}),
     "cache_append": ("cache_append", {"records": "v32", "page_size": 64}),
     "cache_append-fp8": ("cache_append", {"records": "fp8", "page_size": 16, "dtype": "float16"}),

@@ -27,7 +27,7 @@ MLA_DEVICE void finish_fp8_row(const Block& block, const WorkItem& item, i32 sid
     const float rounded = fmaf(left.rounded_sum[row], of_left, right.rounded_sum[row] * of_right);
     const i32 global_row = block.row0 + row;
     const float factor = output_factor(p, item, block.kv_head, global_row, reference - kFp8WeightLog2, rounded);
-    own.factor[row] = factor * ex2_approx(out_reference - reference) * p.value_scale;
+    own.factor[row] = factor * ex2_approx(out_reference - reference) * (p.value_scale * cache_scale(block.params()));
     if (side == 0) store_row_lse(p, item, block.kv_head, global_row, row_lse2(reference - kFp8WeightLog2, sum));
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 #include "attention/decode_output.cuh"
 #include "attention/row_block.cuh"
+#include "attention/sm90/fp8_scales.cuh"
 #include "attention/tree_mask.cuh"
 #include "common/limits.cuh"
 #include "tile/byte_fragments.cuh"
@@ -123,11 +124,13 @@ struct Fp8Block : RowBlock<Memory_::kRows, Memory_::kTree> {
     Memory& s;
     Fp8Ring ring;
 
-    MLA_DEVICE Fp8Block(const DecodeParams& p, Memory& s)
+    MLA_DEVICE Fp8Block(const DecodeFp8Params& p, Memory& s)
         : RowBlock<Memory::kRows, Memory::kTree>(p), s(s), ring(Fp8Ring::of(p, Memory::kTree)) {
         this->kv_head = in_uniform(this->kv_head), this->row0 = in_uniform(this->row0);
         this->hidden = in_uniform(this->hidden);
     }
+
+    MLA_DEVICE const DecodeFp8Params& params() const { return static_cast<const DecodeFp8Params&>(this->p); }
 
     MLA_DEVICE Fp8WorkIterator items() const { return Fp8WorkIterator(this->p, this->split); }
 };

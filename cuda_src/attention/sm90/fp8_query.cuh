@@ -85,7 +85,7 @@ struct Fp8CodedRow {
         }
     }
 
-    // Stores the row as row `row` of the operand; its scores have no factor but that of the launch.
+    // Stores the row as row `row` of the operand; the codes themselves give its scores no factor.
     template <class Query>
     MLA_DEVICE float store(u8* q, i32 row, i32 lane) const {
 #pragma unroll
@@ -111,12 +111,16 @@ struct Fp8QueryType<float8_e4m3fn> {
     using Element = bfloat16;
 };
 
+template <class Query>
+constexpr bool kIsCoded = sizeof(typename Fp8QueryType<Query>::Stored) == 1;
+
 // By the math warps, each kRows / 8 rows: all of them are in flight before the first one is stored.
 template <class Query, class Block>
 MLA_DEVICE void load_fp8_query(const Block& block, i32 request, i32 warp, i32 lane) {
     constexpr i32 kRows = Block::kRows, kOfWarp = kRows / (2 * kWarpgroupWarps);
     const DecodeParams& p = block.p;
     const i32 first = warp * kOfWarp, group = p.h_q / p.h_kv;
+    const float of_cache = cache_scale(block.params());
     const auto* const q = reinterpret_cast<const typename Fp8QueryType<Query>::Stored*>(p.q);
     typename Fp8QueryType<Query>::RowOfLane rows[kOfWarp];
 #pragma unroll
@@ -128,8 +132,13 @@ MLA_DEVICE void load_fp8_query(const Block& block, i32 request, i32 warp, i32 la
     }
 #pragma unroll
     for (i32 i = 0; i < kOfWarp; ++i) {
-        const float factor = rows[i].template store<Query>(block.s.q, first + i, lane);
-        if (lane == 0) block.s.q_factors[first + i] = factor;
+        float factor = rows[i].template store<Query>(block.s.q, first + i, lane) * of_cache;
+        if (lane != 0) continue;
+        const i32 row = block.row0 + first + i;
+        if (kIsCoded<Query> && row < block.s.rows) {
+            factor *= query_row_scale(block.params(), request, block.kv_head, row);
+        }
+        block.s.q_factors[first + i] = factor;
     }
     fence_proxy_async();
 }

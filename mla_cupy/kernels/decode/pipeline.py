@@ -41,7 +41,13 @@ from mla_cupy.kernels.decode.schedule_groups import Groups
 from mla_cupy.kernels.decode.schedule_pieces import Pieces
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
 from mla_cupy.kernels.param_layout import NULL
-from mla_cupy.kernels.params import DecodeFormParams, DecodeParams, FormAddresses
+from mla_cupy.kernels.params import (
+    DecodeFormParams,
+    DecodeFp8Params,
+    DecodeParams,
+    FormAddresses,
+    Fp8ScaleAddresses,
+)
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
 from mla_cupy.kernels.spec import PLAIN, KernelSpec, Variant
 from mla_cupy.runtime.device import DeviceInfo
@@ -136,7 +142,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         if groups is None:
             return config
         batch = problem.batch or Batch(1, 0)
-        most = groups.most(batch.b, batch.queries or batch.b * problem.s_q)
+        most = groups.most(batch.b, batch.queries or problem.s_q)
         return replace(config, groups=groups, max_groups=most)
 
     def _computing(self, math: str, kernel: str | None) -> tuple[AttentionKernel[DecodeProblem], ...]:
@@ -195,7 +201,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
     def _combine(self, config: DecodeConfig, b: int, args: LaunchArgs) -> Launch:
         """The merge, of the `b` requests or groups of the schedule."""
         rows, dtype = config.s_q * config.problem.h_q, config.problem.half
-        if isinstance(args.params, DecodeFormParams) and config.groups is None:
+        if isinstance(args.params, (DecodeFormParams, DecodeFp8Params)) and config.groups is None:
             args = LaunchArgs(args.params.decode_params)
         if config.pieces:
             return combine_pieces.launch(dtype, config.combine_blocks, b * rows, config.pieces.max_pieces, args)
@@ -311,10 +317,18 @@ def _groups(problem: DecodeProblem, kernel: AttentionKernel[DecodeProblem]) -> G
     return Groups(max(1, min(problem.s_q, kernel.block_rows // heads)), wanted.cu_seqlens_q, wanted.window)
 
 
-def _with_forms(config: DecodeConfig, call: Call, params: DecodeParams) -> DecodeParams | DecodeFormParams:
+def _with_forms(
+    config: DecodeConfig, call: Call, params: DecodeParams
+) -> DecodeParams | DecodeFormParams | DecodeFp8Params:
     """The parameters as the kernel takes them."""
     if config.kernel.params is DecodeParams:
         return params
+    if config.kernel.params is DecodeFp8Params:
+        return DecodeFp8Params(
+            fp8_scale_addresses=Fp8ScaleAddresses(q_scales=call.name("q_scales"), kv_scales=call.name("kv_scales")),
+            decode_params=params,
+            q_scales_stride_b_s_h_elems=call.strides("q_scales", 3),
+        )
     cos, positions = call.views["out_cos"], call.views["out_positions"]
     return DecodeFormParams(
         form_addresses=FormAddresses(
@@ -346,7 +360,7 @@ def _requests(config: DecodeConfig, call: Call) -> int:
     b, s_q = _batch(call)
     if config.groups is None:
         return b
-    return config.groups.most(b, s_q if config.groups.packed else b * s_q)
+    return config.groups.most(b, s_q)
 
 
 def _query_strides(call: Call, name: str) -> tuple[int, int, int]:

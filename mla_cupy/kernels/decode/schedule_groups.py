@@ -30,12 +30,12 @@ class Groups:
     window: int
 
     def most(self, b: int, queries: int) -> int:
-        """Groups that `b` sequences with so many queries in all have at most.
+        """Groups that `b` sequences with so many queries each, or packed ones in all, have at most.
 
         Packed queries before the first sequence and after the last one are groups, too.
         """
         if not self.packed:
-            return b * -(-(queries // max(b, 1)) // self.queries)
+            return b * -(-queries // self.queries)
         return min(queries, b + 2 + queries // self.queries)
 
 
@@ -55,7 +55,6 @@ class Step:
 
 def launch(groups: Groups, step: Step, num_splits: int, merge_cost: int, piece_cost: int) -> Launch:
     """Write the groups of a batch and its schedule to the workspace's `groups` and `schedule`."""
-    in_all = step.s_q if groups.packed else step.b * step.s_q
     params = DecodeScheduleGroupsParams(
         seqlens="seqlens",
         cu_seqlens_q="cu_seqlens_q" if groups.packed else NULL,
@@ -66,7 +65,7 @@ def launch(groups: Groups, step: Step, num_splits: int, merge_cost: int, piece_c
         max_tokens=step.max_tokens,
         b=step.b,
         s_q=step.s_q,
-        max_groups=groups.most(step.b, in_all),
+        max_groups=groups.most(step.b, step.s_q),
         group_queries=groups.queries,
         window=groups.window,
         num_splits=num_splits,

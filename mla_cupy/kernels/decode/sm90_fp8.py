@@ -6,7 +6,7 @@ from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import READS_RECORDS, SINK, AttentionKernel, narrowest
 from mla_cupy.kernels.decode.problem import DecodeProblem
-from mla_cupy.kernels.params import DecodeParams
+from mla_cupy.kernels.params import DecodeFp8Params
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
@@ -65,7 +65,7 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_fp8",
     'dense decode from records "fp8" with both products in FP8 (math="fp8"), promoted to float32 tile by tile',
     "decode/sm90_fp8.cu",
-    DecodeParams,
+    DecodeFp8Params,
     HOPPER,
     (
         *variants(dtype=QUERIES, block_rows=BLOCK_ROWS),

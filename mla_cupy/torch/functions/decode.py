@@ -33,6 +33,8 @@ def mla_decode(
     out_positions: torch.Tensor | None = None,
     w_uv: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
+    q_scales: torch.Tensor | None = None,
+    kv_scales: torch.Tensor | None = None,
     d_v: int = 512,
     scale: float | None = None,
     causal: bool = True,
@@ -106,6 +108,12 @@ def mla_decode(
         strides that are multiples of 16 bytes. Not with `cu_seqlens_q` or a `window`.
     gate : tensor, (b, s_q, h_q, d_head), dtype of w_uv, optional
         Its sigmoid is a factor of each element of the result of `w_uv`. Strides as for w_uv.
+    q_scales : tensor, (b, s_q, h_q), float32, optional
+        In place of `q_scale`, for queries in e4m3: a scale for each row, such as `mla_prepare` makes; any strides, so
+        that one number may serve all rows. (total_q, h_q) with `cu_seqlens_q`.
+    kv_scales : tensor, (1,), float32, optional
+        In place of `kv_scale`, with math="fp8": the number on the device, where it may change between replays of a CUDA
+        graph.
     d_v : int
         Width of the values: 512, or 256 of keys that are 320 or 288 wide. Those are of 16 bits, and have the plain
         kernel so far: no `w_uv`, `q_rope`, `cu_seqlens_q` or `window`, and no batch-invariant plan.
@@ -195,6 +203,8 @@ def mla_decode(
         out_positions,
         w_uv,
         gate,
+        q_scales,
+        kv_scales,
         out,
         lse,
     )

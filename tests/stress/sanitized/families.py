@@ -13,4 +13,5 @@ FAMILIES = (
     "topk",
     "losses",
     "merge",
+    "ends",
 )

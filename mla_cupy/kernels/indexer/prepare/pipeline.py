@@ -126,16 +126,17 @@ class PreparePipeline(Pipeline[PrepareProblem]):
         """True if the build for DeepSeek-V3.2's options takes the call; queries or keys alone are dense arrays, too."""
         options, cos = call.options, call.views["cos"]
         asked = (options.interleaved, options.hadamard, options.scales, options.reference_rounding)
-        names = [name for name in (self._x, self._weights, self._codes, self._scales) if name]
-        dense = (
-            bool(self._scales) and not call.name("norm_weight") and all(_is_dense(call.view(name)) for name in names)
-        )
         return (
             (config.head_dim, cos and cos.shape[1], config.aligned) == (128, 32, True)
             and asked == (False, True, "power_of_2", True)
-            and (dense or bool(self._k))
+            and (bool(self._k) or self._are_dense(call))
             and _tables_are_aligned(call)
         )
+
+    def _are_dense(self, call: Call) -> bool:
+        """True of queries or keys alone without gaps, which nothing normalises, and results in such arrays."""
+        names = [name for name in (self._x, self._weights, self._codes, self._scales) if name]
+        return bool(self._scales) and not call.name("norm_weight") and all(_is_dense(call.view(name)) for name in names)
 
 
 def _strides(call: Call, name: str, axes: int) -> tuple[int, int]:

@@ -1,0 +1,288 @@
+"""Dense decode in FP8: that sums are not shortened, what of a tile's is given back; bugs planted in the kernel."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import mla_cupy
+from mla_cupy import reference
+from mla_cupy.reference.fp8_queries import dequantised
+from tests.decode import test_fp8_math as whole
+from tests.decode.test_fp8_math import CASES, CODED, E4M3, fp8, run
+from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.mutants import Mutant, Plant, as_verdict, steps
+from tests.support.sim_modes import MODES
+from tests.support.tolerance import check, check_lse
+
+Array = npt.NDArray[Any]
+
+
+# ---- Bias ------------------------------------------------------------------------------------------------------
+
+
+def with_values(tokens: int, mean: float, spread: float, one_sided: bool = False, heads: int = 8) -> DecodeInputs:
+    """A sequence whose values have this mean, and scores of deviation 1 or so, from the RoPE columns alone."""
+    inputs = make(fp8(b=1, seqlens=tokens, h_q=heads, kv_scale=1.0, page_size=64, spare_pages=0))
+    rng = np.random.default_rng([tokens, int(10 * abs(mean))])
+    values = rng.standard_normal((tokens, 512)) * spread + mean
+    positions = np.arange(tokens)
+    rows = inputs.kv_cache[inputs.block_table[0, positions // 64], positions % 64, 0]
+    stored = (np.abs(values) if one_sided else values).astype(ml_dtypes.float8_e4m3fn)
+    rows[:, :512] = stored.view(np.uint8)
+    inputs.kv_cache[inputs.block_table[0, positions // 64], positions % 64, 0] = rows
+    inputs.q[..., :512] = 0
+    inputs.q[..., 512:] = rng.standard_normal((1, 1, heads, 64)).astype(inputs.q.dtype)
+    return inputs
+
+
+def errors(got: Array, exact: Array) -> tuple[float, float]:
+    """The signed bias, by the projection on the exact result, and the root mean square, relative."""
+    mine = got.astype(np.float64)
+    size = float((mine * exact).sum() / (exact * exact).sum())
+    return size - 1, float(np.sqrt(((mine - exact) ** 2).sum() / (exact * exact).sum()))
+
+
+def with_rounded_weights(inputs: DecodeInputs, scale: float) -> Array:
+    """The result of one sequence in float64, of weights in e4m3, tile by tile: what the kernel's sums stand for."""
+    positions = np.arange(int(inputs.seqlens[0]))
+    rows = inputs.kv_cache[inputs.block_table[0, positions // 64], positions % 64, 0]
+    keys = E4M3[rows.view(np.uint8)]
+    scores = dequantised(inputs.q[0, 0]) @ keys.T * (scale / np.log(2))
+    values = weights = np.zeros(())
+    for first in range(0, len(keys), 64):
+        tile = scores[:, first : first + 64]
+        top = tile.max(axis=1, keepdims=True)
+        rounded = np.exp2(8 + tile - top).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        rounded *= np.exp2(top - scores.max(axis=1, keepdims=True))
+        values = values + rounded @ keys[first : first + 64, :512]
+        weights = weights + rounded.sum(axis=1, keepdims=True)
+    return np.asarray(values / weights)[None, None]
+
+
+def check_bias(inputs: DecodeInputs, spread: float, sm_count: int = 1) -> None:
+    """Scores of deviation `spread`: the bias is at most 5e-4, beside the result of rounded weights.
+
+    Or 6e-4 where a sequence is cut: pieces are merged by the sums of weights before they are rounded.
+    """
+    scale = spread / 8
+    out, lse = run(inputs, sm_count, ("early", 0), scale=scale, out_dtype="float32")
+    exact = reference.mla_decode(*inputs.arguments, math="fp8", scale=scale)
+    rounded = reference.mla_decode(*inputs.arguments, math="fp8", scale=scale, rounding="bfloat16")
+    bias, _ = errors(out, with_rounded_weights(inputs, scale))
+    assert abs(bias) <= (5e-4 if sm_count == 1 else 6e-4), bias
+    _, rms = errors(out, exact[0])
+    _, rms_of_p = errors(rounded[0], exact[0])
+    assert rms <= 1.5 * rms_of_p + 7e-4, (rms, rms_of_p)
+    check_lse(lse, exact[1], rounded[1])
+
+
+REGAIN = 1.0003
+MEANS = {"0": (0.0, 1.0), "1": (1.0, 0.5), "100": (100.0, 1.0), "-1": (-1.0, 0.25)}
+
+
+@pytest.mark.parametrize("mean", MEANS)
+def test_sums_are_not_shortened(mean: str) -> None:
+    """Values of mean 1, say, which the tensor cores' own sums over 1,024 tokens would leave at 0.986 of their size."""
+    check_bias(with_values(2048, *MEANS[mean]), 1.0)
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 33, 64, 96, 97])
+def test_what_is_given_back(tokens: int) -> None:
+    """Of equal tokens, whose sums lose nothing: 3e-4, in tiles of more than 32."""
+    inputs = with_values(tokens, 1.0, 0.0)
+    inputs.q[...] = 0
+    out, _ = run(inputs, 1, ("early", 0), out_dtype="float32")
+    of_tiles = np.array([min(64, tokens - first) for first in range(0, tokens, 64)])
+    back = (of_tiles * np.where(of_tiles > 32, REGAIN, 1)).sum() / tokens
+    np.testing.assert_allclose(out, back, rtol=1e-6)
+
+
+def test_a_token_that_the_first_query_sees_alone_is_exact() -> None:
+    """In a tile of 40, which its last query sees in whole."""
+    inputs = make(fp8(b=1, s_q=40, h_q=1, seqlens=40, kv_scale=1.0))
+    out, _ = run(inputs, 1, ("early", 0), out_dtype="float32")
+    first = E4M3[inputs.kv_cache[inputs.block_table[0, 0], 0, 0, :512].view(np.uint8)]
+    np.testing.assert_allclose(out[0, 0, 0], first, rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("mean", MEANS)
+def test_sums_of_values_of_a_mean(mean: str, spread: float) -> None:
+    check_bias(with_values(2048, *MEANS[mean]), spread)
+    check_bias(with_values(2048, *MEANS[mean]), spread, sm_count=5)
+
+
+@pytest.mark.slow
+def test_sums_of_one_sided_values() -> None:
+    check_bias(with_values(2048, 0.0, 1.0, one_sided=True), 1.0)
+
+
+@pytest.mark.slow
+def test_sums_over_8192_tokens() -> None:
+    check_bias(with_values(8192, 1.0, 0.5), 0.3)
+
+
+def test_the_common_part_of_weights_cancels() -> None:
+    """In each tile one token's weight is 256 and those of the others 242, of which rounding makes 240.
+
+    Its sum is a number that needs no rounding; tiles are full.
+    """
+    inputs = with_values(192, 1.0, 0.0)
+    inputs.q[..., :575] = 0
+    inputs.q[..., 575] = 1
+    zero, one = 0x00, 0x38
+    tokens = np.arange(192)
+    inputs.kv_cache[inputs.block_table[0, tokens // 64], tokens % 64, 0, 575] = np.where(tokens % 64, zero, one)
+    out, lse = run(inputs, 1, ("late", 0), out_dtype="float32", scale=0.08 * np.log(2))
+    np.testing.assert_allclose(out, REGAIN, rtol=1e-6)
+    np.testing.assert_allclose(lse, np.log(3 * 2**0.08 + 189), rtol=1e-6)
+
+
+def test_scores_of_a_common_mean() -> None:
+    """Queries and keys of mean 1 and scores of 40, of which sums over all columns would lose 0.5 %."""
+    inputs = make(fp8(b=1, seqlens=100, h_q=4, kv_scale=1.0))
+    rng = np.random.default_rng(5)
+    inputs.q[...] = (1 + rng.standard_normal(inputs.q.shape) / 4).astype(inputs.q.dtype)
+    keys = 1 + rng.standard_normal((100, 576)) / 4
+    positions = np.arange(100)
+    inputs.kv_cache[inputs.block_table[0, positions // 64], positions % 64, 0] = keys.astype(
+        ml_dtypes.float8_e4m3fn
+    ).view(np.uint8)
+    _, lse = run(inputs, 1, ("early", 0), scale=1 / 16)
+    _, exact = reference.mla_decode(*inputs.arguments, math="fp8", scale=1 / 16)
+    assert 35 < exact.min() < exact.max() < 50
+    assert np.abs(lse / exact - 1).max() < 1e-3
+
+
+# ---- Planted bugs ----------------------------------------------------------------------------------------------
+
+BLOCK, MATH, QUERY, BYTES = (
+    *(f"attention/sm90/fp8_{part}.cuh" for part in ("block", "math", "query")),
+    "tile/byte_fragments.cuh",
+)
+ROLES, LOADER = "attention/sm90/fp8.cuh", "decode/sm90_fp8.cu"
+MUTANTS = (
+    Mutant("P without a proxy fence", LOADER, *steps("fence.proxy.async", 2, of=6)),
+    Mutant("queries without a proxy fence", LOADER, *steps("fence.proxy.async", 1, of=6)),
+    Mutant("P overwritten early", LOADER, *steps("mbarrier.try_wait", 1, of=13)),
+    Mutant("P read early", LOADER, *steps("mbarrier.try_wait", 4, 7, 11, of=13)),
+    Mutant(
+        "values sanitized before they are scored",
+        LOADER,
+        *steps("mbarrier.try_wait", 3, 6, 10, of=13),
+    ),
+    Mutant(
+        "scores before the tile",
+        LOADER,
+        *steps("mbarrier.try_wait", 0, 8, of=13),
+    ),
+    Mutant(
+        "a tile released by one side",
+        BLOCK,
+        "init_ring(s.kv_full, s.kv_empty, 1, 2 * kWarpgroupWarps)",
+        "init_ring(s.kv_full, s.kv_empty, 1, kWarpgroupWarps)",
+    ),
+    Mutant("tiles overwritten", LOADER, *steps("mbarrier.try_wait", 12, of=13)),
+    Mutant("hidden values not sanitized", MATH, "        sanitize(item, tile, of, s.kv + offset);\n", ""),
+    Mutant("tokens of other positions", BYTES, "pairs[2], pairs[3], 0x6420", "pairs[2], pairs[3], 0x6240"),
+    Mutant(
+        "factors of a row's neighbour",
+        MATH,
+        "factors[warp][lane + i * kWarpThreads] = values[i]",
+        "factors[warp][(lane ^ 2) + i * kWarpThreads] = values[i]",
+    ),
+    Mutant("the last block's sums read early", MATH, "if (last && !kThenScore) {", "if (false) {"),
+    Mutant("what is lost given back twice", MATH, "? kFp8Regain : 1.f", "? kFp8Regain * kFp8Regain : 1.f"),
+    Mutant("what a token has not lost given back", MATH, "tokens > kMmaKBytes ?", "tokens > 0 ?"),
+    Mutant("sums not rescaled", MATH, "            rescale_out();\n", ""),
+    Mutant(
+        "references of the left side", ROLES, "fmaxf(left.reference[row], right.reference[row])", "left.reference[row]"
+    ),
+    Mutant("sums of weights before rounding", ROLES, "right.rounded_sum[row] * of_right", "right.sum[row] * of_right"),
+    Mutant(
+        "an operand of the last item",
+        LOADER,
+        *steps("bar.sync", 1, of=8),
+    ),
+    Mutant("codes of a row in another order", QUERY, "(u32)codes[j] << j % 4 * 8", "(u32)codes[j] << (j ^ 1) % 4 * 8"),
+    Mutant(
+        "codes in another place", QUERY, "Fp8QueryRow::offset(row, 2 * at)", "Fp8QueryRow::offset(row, 2 * (at ^ 1))"
+    ),
+    Mutant("448 taken for 256", "attention/query_codes.cuh", "kAbove = 0x1fffff", "kAbove = 0"),
+    Mutant("presence of another tile", LOADER, "s.present[stage] = present", "s.present[stage] = ~0ull"),
+    Mutant(
+        "RoPE columns of one token",
+        BLOCK,
+        "wide ? k_major_desc(SmemAddr{0}).bits",
+        "wide ? sw64_desc(SmemAddr{0}).bits",
+    ),
+)
+#: Tiles more than stages; hidden tokens with NaN; a page of one token, missing pages; scores that rise.
+CASES_OF_MUTANTS = (CASES[0], CASES[2], CASES[3], CASES[5], fp8(b=2, seqlens=(700, 70), h_q=3), CODED[2])
+
+
+@as_verdict
+def verdict(mode: tuple[str, int], case: DecodeCase) -> None:
+    """What a run shows; empty if nothing."""
+    inputs = make(case)
+    if case.s_q > 1:
+        last = int(inputs.seqlens[1]) - 1  # seen by the last query alone
+        inputs.kv_cache[inputs.block_table[1, last // case.page_size], last % case.page_size, 0, 7] = 0x7F
+    check(run(inputs, 1, mode), inputs.exact, inputs.rounded, case.dtype)
+
+
+@as_verdict
+def verdict_of_special_cases() -> None:
+    """The same of tests that have inputs of their own."""
+    whole.test_scores_of_all_sizes(rising=True)
+    whole.test_hostile_queries()
+    test_the_common_part_of_weights_cancels()
+    test_what_is_given_back(tokens=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+def test_is_caught(mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    found = itertools.chain(
+        (verdict(mode, case) for case, mode in itertools.product(CASES_OF_MUTANTS, MODES)),
+        (verdict_of_special_cases() for _ in range(1)),
+    )
+    assert any(found), f"nothing shows that {mutant.name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES_OF_MUTANTS, ids=lambda case: case.id)
+def test_kernel_as_it_is(case: DecodeCase) -> None:
+    for mode in MODES:
+        assert verdict(mode, case) == ""
+    assert verdict_of_special_cases() == ""
+
+
+# ---- On a GPU --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1024, 8192, 131072])
+@pytest.mark.parametrize("mean", MEANS)
+def test_sums_on_a_gpu(hopper: object, mean: str, tokens: int) -> None:
+    import cupy
+
+    from tests.support.gpu import uploaded
+
+    inputs = with_values(tokens, *MEANS[mean])
+    out, _ = mla_cupy.mla_decode(*uploaded(inputs), math="fp8", out_dtype="float32", scale=1 / 8)
+    exact = reference.mla_decode(*inputs.arguments, math="fp8", scale=1 / 8)
+    rounded = reference.mla_decode(*inputs.arguments, math="fp8", scale=1 / 8, rounding="bfloat16")
+    bias, _ = errors(cupy.asnumpy(out), with_rounded_weights(inputs, 1 / 8))
+    assert abs(bias) <= 7e-4, bias
+    _, rms = errors(cupy.asnumpy(out), exact[0])
+    _, rms_of_p = errors(rounded[0], exact[0])
+    assert rms <= 1.5 * rms_of_p + 7e-4
