@@ -8,12 +8,12 @@ from tests.support import mutants
 from tests.support.mutants import Mutant, steps
 
 pytest_plugins = "pytester"
-TEST = '''
+TEST = """
 from tests.support.mutants import Mutant, plant, steps
 
 def test_it(plant):
     plant(Mutant("keys not waited for", "decode/no_kernel.cu", *steps("bar.sync", 0, of=1)))
-'''
+"""
 
 
 def test_a_header_has_no_steps() -> None:
