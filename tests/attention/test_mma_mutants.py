@@ -37,7 +37,7 @@ OF_SMALL = [
     # Its own
     Mutant("keys not waited for", SMALL, *steps("mbarrier.try_wait", 0, of=1)),
     Mutant("parity stuck", RING, "parity ^= barrier == 0;", ""),
-    Mutant("scores not waited for", SMALL, "__syncthreads();  // the scores", "//"),
+    Mutant("scores not waited for", SMALL, *steps("bar.sync", 2, of=5)),
     Mutant("P not waited for", SMALL, *steps("bar.sync", 3, of=5)),
     Mutant("one place too few", RING, "kStepOctets * done + Ring::kOctets;", "kStepOctets * done + Ring::kOctets + 4;"),
     Mutant("no mask", SOFTMAX, "if (masked) present &=", "if (false) present &="),

@@ -136,9 +136,8 @@ WITHIN_MUTANTS = [
     ),
     Mutant(
         "other blocks not waited for",
-        MERGE,
-        "    cluster_sync();  // every block's results are in its shared memory\n",
-        "",
+        "decode/sm90_small_cluster8.cu",
+        *steps("barrier.cluster", 0, 1, of=5),
     ),
     Mutant(
         "statistics not waited for",

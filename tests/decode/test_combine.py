@@ -142,10 +142,8 @@ def test_pieces_are_merged(pieces: list[int], num_splits: int, dtype: str) -> No
 MERGE, COMBINE = "attention/merge_partials.cuh", "attention/combine.cuh"
 MODES = (("late", 0), ("early", 0), ("random", 1), ("random", 2), ("random", 3))
 MUTANTS = (
-    Mutant("a unit used before it is prepared", MERGE, "    }\n    Team::sync();\n}", "    }\n}"),
-    Mutant(
-        "groups merged before they have their sums", MERGE, "    Team::sync();\n    if ((thread &", "    if ((thread &"
-    ),
+    Mutant("a unit used before it is prepared", "attention/combine.cu", *steps("bar.sync", 6, of=8)),
+    Mutant("groups merged before they have their sums", "attention/combine.cu", *steps("bar.sync", 7, of=8)),
     Mutant("absent pieces read", MERGE, "present ? index", "true ? index"),
     Mutant("rows past the last one stored", MERGE, " || row >= team.num_rows", ""),
     Mutant(

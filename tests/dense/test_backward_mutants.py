@@ -113,7 +113,9 @@ MUTANTS = [
     Mutant("dS is not waited for", SOURCE, *mutants.steps("bar.sync", 2, 4, of=8)),
     Mutant("dS is overwritten", SOURCE, *mutants.steps("bar.sync", 1, 3, of=8), FULL),
     Mutant("dS is not fenced", SOURCE, *mutants.steps("fence.proxy.async", 0, 2, of=7)),
-    Mutant("own dS is not waited for", SOURCE, "        sync_warpgroup(math);\n", "", FULL, LATE, deterministic=True),
+    Mutant(
+        "own dS is not waited for", SOURCE, *mutants.steps("bar.sync", 1, 2, 3, 4, of=7), FULL, LATE, deterministic=True
+    ),
     Mutant("dQ is not fenced", SOURCE, *mutants.steps("fence.proxy.async", 1, 3, of=7)),
     Mutant(
         "dQ is overwritten",

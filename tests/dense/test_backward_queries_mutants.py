@@ -67,7 +67,7 @@ MUTANTS = [
     Mutant("keys of another head", SOURCE, "i32 kv_head = head / (p.h_q / p.h_kv);", "i32 kv_head = 0;", PIECES),
     Mutant("the last columns go to the others", SOURCE, "u16* last = p.dq_rope +", "u16* last = p.dq +", PIECES),
     Mutant("rows of the next sequence", SOURCE, "stored = math.row(r) < tile.queries", "stored = true", HIDDEN),
-    Mutant("keys are not waited for", SOURCE, "    math.k.wait_full(s.k_full);\n    math.v", "    math.v", LONG, LATE),
+    Mutant("keys are not waited for", SOURCE, *mutants.steps("mbarrier.try_wait", 2, 5, 7, 9, 12, of=23), LONG, LATE),
     Mutant(
         "values are not waited for",
         SOURCE,

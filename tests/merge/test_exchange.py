@@ -13,7 +13,7 @@ from mla_cupy.kernels.merge.exchange import MAX_BLOCKS, Exchange
 from mla_cupy.kernels.merge.pipeline import MergeOptions
 from mla_cupy.runtime import loader
 from tests.merge.exchanges import Ranks
-from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.mutants import Mutant, Plant, as_verdict, steps
 from tests.support.sim_driver import SimDriver, fake_gpu, simulated
 
 CASES = (
@@ -170,6 +170,7 @@ def test_what_is_pushed_goes_nowhere_else() -> None:
 
 FILE, FLAGS, SLICES = "merge/exchange.cu", "merge/exchange_flags.cuh", "merge/local_slices.cuh"
 SIGNAL = "if (owner == m.rank) sent = signal(p, m);"
+SUMS_UNREAD = Mutant("sums are read before they are there", FILE, *steps("bar.sync", 3, of=4))
 MUTANTS = [
     Mutant("signal without the block's barrier", FLAGS, "__syncthreads_or(m.failed)", "m.failed"),
     Mutant("signal without a release", FLAGS, "store_release_system(to", "store_relaxed_system(to"),
@@ -188,9 +189,7 @@ MUTANTS = [
     Mutant("the last piece is left out", SLICES, "end - begin + 1", "end - begin"),
     Mutant("heads of a KV head are one row", SLICES, "at.head % group", "kv_head"),
     Mutant("pieces beyond the first load are lost", SLICES, "if (first >= pieces.count) break;", "break;"),
-    Mutant(
-        "sums are read before they are there", SLICES, "bar_sync(barrier, kTeamThreads);  // all sums", "// all sums"
-    ),
+    SUMS_UNREAD,
     Mutant(
         "weights are read before they are there",
         SLICES,
@@ -221,7 +220,7 @@ MODES = (("early", 0), ("random", 1), ("random", 2))
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
 def test_is_caught(mutant: Mutant, plant: Plant) -> None:
     plant(mutant)
-    ranks = SPLIT if mutant.file == SLICES else WHOLE
+    ranks = SPLIT if mutant.file == SLICES or mutant is SUMS_UNREAD else WHOLE
     shown = next(filter(None, (verdict(ranks, *mode) for mode in MODES)), "nothing")
     assert shown not in ("nothing", "KernelCompileError"), f"{shown} shows that {mutant.name}"
 

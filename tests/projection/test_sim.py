@@ -18,7 +18,7 @@ from mla_cupy.kernels.projection.pipeline import ABSORB, STATES
 from tests.projection.inputs import States, kv_b_proj, states
 from tests.support.calls import Array
 from tests.support.cases import DecodeCase, make
-from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.mutants import Mutant, Plant, as_verdict, steps
 from tests.support.recorder import H200
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.tolerance import check
@@ -296,7 +296,7 @@ ONE = states(1, b=37, h=1, d_head=64, outs_dtype="bfloat16")
 SPLIT = DecodeCase(b=2, seqlens=(2300, 130), h_q=2)  # more cuts than a warp has threads
 
 OF_STATES = (
-    Mutant("weights read before they are there", PROJECTION, "    __syncthreads();\n    merge_few", "    merge_few"),
+    Mutant("weights read before they are there", STATE_ROWS, *steps("bar.sync", 2, of=11)),
     Mutant(
         "shares read before they are there",
         PROJECTION,
@@ -305,17 +305,11 @@ OF_STATES = (
     ),
     Mutant(
         "a share overwritten while a peer reads it",
-        PROJECTION,
-        "        cluster_arrive();  // see `merge_and_project`\n",
-        "",
+        STATE_ROWS,
+        *steps("barrier.cluster.arrive", 1, of=2),
     ),
     Mutant("the peer's share in the wrong place", PROJECTION, "other + (other >= block.part)", "other"),
-    Mutant(
-        "groups' sums not waited for",
-        PROJECTION,
-        "    __syncthreads();\n    if (group == 0) {",
-        "    if (group == 0) {",
-    ),
+    Mutant("groups' sums not waited for", STATE_ROWS, *steps("bar.sync", 6, of=11)),
     Mutant(
         "a group left out",
         PROJECTION,
@@ -336,12 +330,7 @@ OF_STATES = (
     ),
     Mutant("rows of the warp's first pieces only", PROJECTION, "piece < row.count;", "piece < min(row.count, 2);"),
     Mutant("too few vectors of a share", PROJECTION, "kInFlight = 4;", "kInFlight = 4; count -= count > 16;"),
-    Mutant(
-        "W_UV not waited for",
-        PROJECTION,
-        "            wait_for_all_copies();  // W_UV\n            __syncthreads();\n",
-        "",
-    ),
+    Mutant("W_UV not waited for", STATE_ROWS, *steps("cp.async.wait_all", 0, of=1)),
     Mutant("results of tokens that are none", PROJECTION, "        if (token >= count) return;\n", ""),
     Mutant(
         "the gate without its sigmoid",
@@ -357,13 +346,8 @@ OF_STATES = (
     ),
 )
 OF_RESULTS = (
-    Mutant(
-        "results read while the next are copied",
-        PROJECTION,
-        "        __syncthreads();  // the results have been read\n",
-        "",
-    ),
-    Mutant("results not waited for", PROJECTION, "        wait_for_copies<C::kStages - 1>();\n", ""),
+    Mutant("results read while the next are copied", STATE_ROWS, *steps("bar.sync", 10, of=11)),
+    Mutant("results not waited for", STATE_ROWS, *steps("cp.async.wait_group", 0, of=1)),
     Mutant(
         "results of the other buffer", PROJECTION, "const i32 first_row = first", "const i32 first_row = 16 + first"
     ),
@@ -376,25 +360,15 @@ OF_RESULTS = (
     ),
 )
 OF_DECODE = (
-    Mutant(
-        "cuts counted before they are zero",
-        SPLITS,
-        "        }\n        __syncthreads();\n        for (i32 i = 1",
-        "        }\n        for (i32 i = 1",
-    ),
+    Mutant("cuts counted before they are zero", SPLITS, *steps("bar.sync", 0, 3, of=13)),
     Mutant(
         "the first piece looked for where others are", SPLITS, "p.continued_index + split, kv_head", "split, kv_head"
     ),
     Mutant("a piece too few", SPLITS, "s.cuts[request - first_request] + 1", "s.cuts[request - first_request]"),
 )
 OF_ABSORPTION = (
-    Mutant(
-        "queries read while the next are fetched",
-        ABSORBED,
-        "        __syncthreads();  // the queries have been read\n",
-        "",
-    ),
-    Mutant("copies not waited for", ABSORBED, "wait_for_copies<1>();", ""),
+    Mutant("queries read while the next are fetched", ABSORBED, *steps("bar.sync", 1, of=2)),
+    Mutant("copies not waited for", ABSORBED, *steps("cp.async.wait_group", 0, of=1)),
     Mutant("the block's columns of RoPE left where they are", ABSORBED, "kHeadDimV + column", "kHeadDimV"),
     Mutant("rows past the last one stored", ABSORBED, "    if (token >= block.end) return;\n", ""),
     Mutant("lanes trade with one neighbour only", ABSORBED, "step < 4; step *= 2", "step < 2; step *= 2"),

@@ -34,7 +34,8 @@ class Mutant(mutants.Mutant):
 
 
 DESC, TCGEN05, SW128 = "tile/matrix_desc.cuh", "ptx/tcgen05.cuh", "tile/sw128.cuh"
-COPY, REDUCE, BARRIER, MMA = "ptx/copy.cuh", "ptx/reduce.cuh", "ptx/barrier.cuh", "probes/mma.cu"
+COPY, REDUCE, MMA, TMEM = "ptx/copy.cuh", "ptx/reduce.cuh", "probes/mma.cu", "probes/tmem.cu"
+AFTER, STORE = "tcgen05.fence::after_thread_sync", "copy/store/64heads"
 
 MUTANTS = (
     Mutant("swizzle of Hopper's descriptors", DESC, "2ull << 61", "1ull << 62 >> 1", (S32, DKV32)),
@@ -72,7 +73,7 @@ MUTANTS = (
     Mutant("never adds", MMA, "x.accumulate || step > 0", "step > 0", ("mma/bfloat16/dv-then-dk",), (S32,)),
     Mutant("one step too few", MMA, "step < x.steps", "step < x.steps - 1", (S32, DQ, "mma.ws/*/dq-m64n256")),
     Mutant("weight-stationary is not", MMA, "tcgen05_mma_ws_f16(d", "tcgen05_mma_f16(d", ("mma.ws/*/m64n64",), (S32,)),
-    Mutant("no commit", MMA, "tcgen05_commit(s.done);", "", (S32,)),
+    Mutant("no commit", MMA, *mutants.steps("tcgen05.commit", 0, of=1), (S32,)),
     Mutant(
         "second product from the first one's operand",
         MMA,
@@ -105,9 +106,12 @@ MUTANTS = (
         (LD16,),
         (LD2,),
     ),
-    Mutant("no wait for a load", TCGEN05, "tcgen05.wait::ld.sync.aligned;", "", (LD2, S32)),
-    Mutant("no fence after", TCGEN05, "tcgen05.fence::after_thread_sync;", "", (S32, "tmem/ld/16x256b.x2-lane16")),
-    Mutant("no proxy fence", BARRIER, '("fence.proxy.async.shared::cta;"', '(""', (S32, "copy/store/64heads")),
+    Mutant("no wait for a load", TMEM, *mutants.steps("tcgen05.wait::ld", 0, 1, of=2), (LD2,)),
+    Mutant("no wait for a load of sums", MMA, *mutants.steps("tcgen05.wait::ld", 0, of=1), (S32,)),
+    Mutant("no fence after", TMEM, *mutants.steps(AFTER, *range(4), of=4), ("tmem/ld/16x256b.x2-lane16",)),
+    Mutant("no fence after products", MMA, *mutants.steps(AFTER, *range(5), of=5), (S32,)),
+    Mutant("no proxy fence", MMA, *mutants.steps("fence.proxy.async", 0, of=1), (S32,)),
+    Mutant("no proxy fence before a copy", "probes/copy.cu", *mutants.steps("fence.proxy.async", 0, of=1), (STORE,)),
     Mutant(
         "rows of a gather", "ptx/gather4.cuh", "{%3, %4, %5, %6, %7}", "{%3, %4, %6, %5, %7}", ("copy/gather4/32rows",)
     ),

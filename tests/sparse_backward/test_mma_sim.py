@@ -55,7 +55,7 @@ class Mutant(mutants.Mutant):
 
 MUTANTS = [
     Mutant("keys are not waited for", SOURCE, *mutants.steps("cp.async.wait_all", 0, of=1), ("late", 0)),
-    Mutant("others' keys are not waited for", SOURCE, "    __syncthreads();  // the keys are there", "    //"),
+    Mutant("others' keys are not waited for", SOURCE, *mutants.steps("bar.sync", 1, of=5)),
     Mutant("parts are not waited for", SOURCE, *mutants.steps("bar.sync", 2, of=5)),
     Mutant("weights are not waited for", SOURCE, *mutants.steps("bar.sync", 3, of=5)),
     Mutant("keys are overwritten", SOURCE, *mutants.steps("bar.sync", 4, of=5)),

@@ -50,7 +50,7 @@ MUTANTS = [
         "    Plan::issue_s(s, tmem, stage, [&]",
         "    tcgen05_commit(s.s_full);\n    Plan::issue_s(s, tmem, stage, [&]",
     ),
-    Mutant("dS not waited for", ROLES, "tmem_wait(s.ds_full, parity);", ""),
+    Mutant("dS not waited for", SUMS, *mutants.steps("mbarrier.try_wait", 11, of=15)),
     Mutant(
         "dP committed before it is issued",
         ROLES,
@@ -188,9 +188,9 @@ MUTANTS = [
         SUMS,
         *mutants.steps("fence.proxy.async", 2, of=4),
     ),
-    Mutant("P not waited for", ROLES, "tmem_wait(s.p_full, parity);", ""),
+    Mutant("P not waited for", SUMS, *mutants.steps("mbarrier.try_wait", 9, of=15)),
     Mutant("parity of P stuck", ROLES, "tmem_wait(s.p_full, parity);", "tmem_wait(s.p_full, 0);"),
-    Mutant("Q not waited for", ROLES, "tmem_wait(s.q_full, 0);", ""),
+    Mutant("Q not waited for", SUMS, *mutants.steps("mbarrier.try_wait", 7, of=15)),
     Mutant("dQ over Q before the last product", ROLES, "tmem_wait(s.dq_full, 0);", "tmem_wait(s.rope_full, 0);"),
     Mutant("dQ stored before all have written", SUMS, *mutants.steps("bar.sync", 1, of=3)),
     Mutant(
@@ -245,7 +245,7 @@ MUTANTS = [
     ),
     Mutant("RoPE freed by one group", ROLES, "kEpilogueGroups * kWarpgroupWarps", "kWarpgroupWarps"),
     Mutant("no fence of the barriers' init", SUMS, *mutants.steps("fence.mbarrier_init", 0, of=1)),
-    Mutant("dKV of the last tile not waited for", ROLES, "tmem_wait(s.dkv_free[t], parity ^ 1);", ""),
+    Mutant("dKV of the last tile not waited for", SUMS, *mutants.steps("mbarrier.try_wait", 10, of=15)),
     Mutant(
         "epilogue one phase behind",
         ROLES,

@@ -48,7 +48,7 @@ MUTANTS = (
         "math.group = group;\n    math.stage = 0;",
     ),
     Mutant("parity stuck", MATH, "math.ring.full_parity(math.stage);", "0;"),
-    Mutant("keys without a proxy fence", MATH, "if (C::kFencedByReaders) fence_proxy_async();", ""),
+    Mutant("keys without a proxy fence", "sparse_decode/sm90_small.cu", *steps("fence.proxy.async", 0, 1, 2, of=4)),
     Mutant(
         "keys of another row",
         CONVERSION,
@@ -62,7 +62,7 @@ MUTANTS = (
     Mutant("RoPE in the latents' format", MATH, "(typename C::Rope{}", "(typename C::Latent{}"),
     Mutant("list entries stuck", DEQUANT, "        next = after;\n", ""),
     # Query rows
-    Mutant("Q does not wait", CONVERSION, "mbarrier_wait(s.q_empty[q_stage], q_ring.empty_parity(q_stage));", ""),
+    Mutant("Q does not wait", "sparse_decode/sm90_small.cu", *steps("mbarrier.try_wait", 4, of=10)),
     Mutant(
         "Q released after the first tile",
         MATH,
@@ -144,7 +144,7 @@ MUTANTS_OF_BLOCKS = (
     Mutant("pieces of the first row", BLOCKS, "load(next[Pieces::row(i)]", "load(next[0]"),
     Mutant("halves split elsewhere", BLOCKS, "kSwTilesLeft = kSwTilesHalf;", "kSwTilesLeft = kSwTilesHalf + 1;"),
     Mutant("odd P over even RoPE columns", BLOCKS, "s.kv[1] + Tile::kRopeSwTile", "s.kv[0] + Tile::kRopeSwTile"),
-    Mutant("Q does not wait", BLOCKS, "mbarrier_wait(s.q_empty, ring.empty_parity(kQ));", ""),
+    Mutant("Q does not wait", "sparse_decode/sm90.cu", *steps("mbarrier.try_wait", 10, 15, of=17)),
     Mutant("Q converted before it is there", "sparse_decode/sm90.cu", *steps("cp.async.wait_all", 0, 1, of=3)),
     Mutant(
         "rows not waited for",

@@ -65,6 +65,11 @@ class Mutant:
     new: str
 
     def __post_init__(self) -> None:
+        if isinstance(self.old, Steps) and not self.file.endswith(".cu"):
+            raise ValueError(
+                f"{self.name!r}: got the header {self.file}, expected the .cu file of a kernel: steps are those of a"
+                " compiled kernel; plant the bug in each kernel that includes the header and is tested"
+            )
         KNOWN.append(self)
 
     @property
@@ -80,10 +85,12 @@ Plant = Callable[[Mutant], None]
 def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
     """Plants a bug: for the rest of the test, kernels are built for the simulator from sources with the bug in them."""
     original = sources.source_root()
+    idle: dict[str, Mutant] = {}
 
     def plant_it(mutant: Mutant) -> None:
         if isinstance(mutant.old, Steps):
-            _plant_steps(mutant, mutant.old, monkeypatch)
+            idle[mutant.file] = mutant
+            _plant_steps(mutant, mutant.old, monkeypatch, lambda: idle.pop(mutant.file, None))
             return
         root = tmp_path / "cuda_src"
         shutil.copytree(original, root)
@@ -101,10 +108,12 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
 
     yield plant_it
     loader.forget()
+    for mutant in idle.values():
+        pytest.fail(f"{mutant.name!r} was planted nowhere: the test has loaded no kernel of {mutant.file}")
 
 
-def _plant_steps(mutant: Mutant, gone: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave steps out of each kernel of a source that the simulator loads."""
+def _plant_steps(mutant: Mutant, gone: Steps, monkeypatch: pytest.MonkeyPatch, planted: Callable[[], object]) -> None:
+    """Leave steps out of each kernel of a source that the simulator loads, and call `planted` then."""
     load = SimDriver.load
 
     def load_without(driver: SimDriver, build: Build, device: int) -> LoadedKernel:
@@ -115,6 +124,7 @@ def _plant_steps(mutant: Mutant, gone: Steps, monkeypatch: pytest.MonkeyPatch) -
         found = len(ptxsim.steps(module, build.entry, gone.kind))
         if found != gone.of:  # not an assertion: those catch mutants
             pytest.fail(f"{mutant.name!r}: {mutant.file} has {found} steps {gone.kind}, not {gone.of}: see its places")
+        planted()
         return replace(kernel, owner=ptxsim.plant(module, build.entry, gone.kind, gone.places, driver.memory))
 
     monkeypatch.setattr(SimDriver, "load", load_without)

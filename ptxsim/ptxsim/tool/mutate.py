@@ -105,8 +105,13 @@ def steps(module: Module, kernel: str, kind: str) -> list[Instr]:
     ----------
     kind : str
         How their opcodes begin, such as ``"bar.sync"`` or ``"mbarrier.try_wait"``.
+
+    Raises
+    ------
+    SimError
+        The module has no such kernel.
     """
-    found = module.ir.functions[kernel].instrs
+    found = module.program(kernel).function.instrs
     return [ins for ins in found if f"{ins.opcode}.".startswith(f"{kind}.") and _left_out(ins) is not None]
 
 
@@ -128,6 +133,8 @@ def plant(module: Module, kernel: str, kind: str, places: Sequence[int], memory:
 
     Raises
     ------
+    SimError
+        The module has no such kernel.
     ValueError
         There is no such step.
     """

@@ -86,6 +86,9 @@ def test_steps_of_a_kind() -> None:
         assert out.tolist() == [i ^ 32 for i in range(64)]
     with pytest.raises(ValueError, match="of which there are 2"):
         ptxsim.plant(module, "k", "bar.sync", [2])
+    for call in (ptxsim.steps, lambda *names: ptxsim.plant(*names, [0])):
+        with pytest.raises(ptxsim.SimError, match="no kernel 'kernels/k.cuh'; the module has k"):
+            call(module, "kernels/k.cuh", "bar.sync")
 
 
 def test_wrong_kernels_are_not_mutated() -> None:

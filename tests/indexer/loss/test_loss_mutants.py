@@ -39,7 +39,6 @@ SCORES_SM90, QUERIES_SM90, KEYS_SM90 = (f"indexer/loss/sm90_{name}.cu" for name 
 TILES = LossCase(s_q=12, s_kv=140, h=7, h_i=5, d=128, d_i=64, lse=True, sequences=((6, 100), (6, 38)))
 MODES = (("late", 0), ("random", 1), ("random", 2), ("early", 0))
 M_COLUMNS = "gradients[2 * step + i / 2]"
-FREE = "    steps.wait_empty(s.q_empty);\n"
 NO_PART = "-lse * kLog2E : negative_infinity()"
 LSE_SM90, LSE_SUMS = "indexer/loss/sm90_lse.cu", "indexer/loss/sm90_lse.cuh"
 LSE_TILES = LossCase(s_q=70, s_kv=300, h=2, h_i=1, d=264, d_i=32, spread=3, sequences=((30, 150), (38, 145)))
@@ -59,14 +58,13 @@ LSE_MUTANTS = [
         LSE_SM90,
         *steps("wgmma.wait_group", *range(8), of=9),
     ),
-    Mutant("queries are not waited for", LSE_SM90, "    mbarrier_wait(s.q_full, 0);\n", ""),
+    Mutant("queries are not waited for", LSE_SM90, *steps("mbarrier.try_wait", 0, of=11)),
 ]
-STAGE_FREE = "            stages.wait_empty(s.q_empty);\n            mbarrier_arrive_expect_tx(full, with_keys"
 OWN_KEYS = LossCase(s_q=5, s_kv=6, h=6, h_i=3, d=192, d_i=128, h_kv=6, pairs="k", lse=True)
 MAIN_PIECES = "indexer/loss/sm90_pieces.cuh"
 OWN_MUTANTS = [
-    Mutant("a stage is filled that is in use", SCORES_SM90, STAGE_FREE, STAGE_FREE.partition("\n")[2]),
-    Mutant("a piece is released before it is read", SCORES_SM90, "        wgmma_wait_group<1>();\n", ""),
+    Mutant("a stage is filled that is in use", SCORES_SM90, *steps("mbarrier.try_wait", 5, of=8)),
+    Mutant("a piece is released before it is read", SCORES_SM90, *steps("wgmma.wait_group", 0, 2, of=4)),
     Mutant("shared columns are not waited for", SCORES_SM90, *steps("mbarrier.try_wait", 0, of=8)),
     Mutant("index keys come over them in use", SCORES_SM90, *steps("mbarrier.try_wait", 6, of=8)),
     Mutant("heads have the first one's keys", SCORES_SM90, "head / p.kv_head_heads : 0", "0 : 0"),
@@ -85,7 +83,7 @@ CODES_MUTANTS = [
     Mutant("keys' queries of another token", KEYS_SM90, "token - p.first_fetched", "token"),
 ]
 HOPPER_MUTANTS = [
-    Mutant("a piece is released before it is read", SCORES_SM90, "        wgmma_wait_group<1>();\n", ""),
+    Mutant("a piece is released before it is read", SCORES_SM90, *steps("wgmma.wait_group", 0, of=3)),
     Mutant("index keys come over keys in use", SCORES_SM90, *steps("mbarrier.try_wait", 6, of=8)),
     Mutant("index keys are not waited for", SCORES_SM90, *steps("mbarrier.try_wait", 3, of=8)),
     Mutant("tokens share a head's lse", SCORES_SM90, "lse[fragment_half(i)]", "lse[0]"),
@@ -94,7 +92,7 @@ HOPPER_MUTANTS = [
     Mutant("inactive heads have a part", QUERIES_SM90, "low > 0.f ?", "true ?"),
     Mutant("edges of tiles are not cleared", ROWS, "    clear_edges(p, row);\n", ""),
     Mutant("keys are copied as they are", "indexer/loss/finite_keys.cu", "finite ? x : (u16)0", "x"),
-    Mutant("a stage is filled that is in use", KEYS_SM90, FREE, ""),
+    Mutant("a stage is filled that is in use", KEYS_SM90, *steps("mbarrier.try_wait", 2, 3, of=6)),
     Mutant("the rows of M are exchanged", KEYS_SM90, "block % 2 * 2 + r]", "r * 2 + block % 2]"),
 ]  # fmt: skip
 SEEN_TOKENS = "indexer/loss/sm90_keys.cuh"
@@ -108,20 +106,16 @@ SPLIT_MUTANTS = [
     Mutant("a split is left out", "indexer/loss/keys_sum.cu", "split < p.key_splits", "split < p.key_splits - 1"),
 ]
 PAIRS = LossCase(s_q=23, s_kv=140, h=1, h_i=5, d=64, d_i=64, lse=True, sequences=((6, 100), (17, 38)))
-PAIR_FULL = "    pairs.wait_full(s.q_full);\n"
 PAIR_MUTANTS = [
     Mutant("queries are overwritten that are in use", QUERIES_SM90, *steps("mbarrier.try_wait", 3, of=5)),
-    Mutant("queries are not waited for", QUERIES_SM90, PAIR_FULL, ""),
+    Mutant("queries are not waited for", QUERIES_SM90, *steps("mbarrier.try_wait", 0, of=5)),
     Mutant("a block leaves pairs out", QUERIES_SM90, "at -= gridDim.x", "at -= gridDim.x + 1"),
     Mutant("gradients of the same tile", QUERIES_SM90, "row + (tile + 1) * kTileKeys", "row + tile * kTileKeys"),
 ]
 HEADS, HEAD_QUERIES, HEAD_KEYS = (f"indexer/loss/sm90_{name}.cu" for name in ("heads", "head_queries", "head_keys"))
-ROW_TILES = "indexer/loss/sm90_rows.cuh"
 HEAD_TILES = LossCase(
     s_q=70, s_kv=270, h=4, h_i=4, d=72, d_i=64, d_v=24, spread=2, target="per_head", sequences=((30, 230), (38, 38))
 )
-UNIT_FREE = "    units.wait_empty(s.unit_empty);\n"
-STEP_FREE = "    steps.wait_empty(s.q_empty);\n"
 CLEAR_BLIND = "        if (kind == kBlind) clear_blind(s, stage, warpgroup, thread);\n"
 ADD_VALUES = "        add_products(weights, s.units[v][0], out);\n"
 FREE_VALUES = "        release(s.unit_empty[v], math.thread);\n"
@@ -136,13 +130,13 @@ HEAD_MUTANTS = [
     Mutant("the lanes of a quad are not merged", HEADS, "quad_sum(row.divergence)", "row.divergence"),
     Mutant("values are released before they are read", HEADS, ADD_VALUES + FREE_VALUES, FREE_VALUES + ADD_VALUES),
     Mutant("values are copied as they are", "indexer/loss/finite_values.cu", ZEROED, "false"),
-    Mutant("a unit is filled that is in use", ROW_TILES, UNIT_FREE, ""),
+    Mutant("a unit is filled that is in use", HEADS, *steps("mbarrier.try_wait", 0, 1, 2, of=7)),
     Mutant("inactive heads have a part", HEAD_QUERIES, "a > 0.f ? score - target : 0.f", "score - target"),
     Mutant("rows have no factor", HEAD_QUERIES, "there && live ? row_weight(p, token)", "there && live ? 1.f"),
     Mutant("tokens see all keys", HEAD_KEYS, "seen ? a[i] : -1.f", "a[i]"),
     Mutant("both halves have the numbers of the first", HEAD_KEYS, "numbers + kHalfTokens", "numbers"),
     Mutant("what is blind is multiplied", HEAD_KEYS, CLEAR_BLIND, ""),
-    Mutant("a stage is filled that is in use", HEAD_KEYS, STEP_FREE, ""),
+    Mutant("a stage is filled that is in use", HEAD_KEYS, *steps("mbarrier.try_wait", 2, 3, of=4)),
     Mutant("a split forgets a step", HEAD_KEYS, "min(begin + size, steps)}", "min(begin + size, steps) - 1}"),
 ]
 

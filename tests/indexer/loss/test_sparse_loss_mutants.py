@@ -24,7 +24,7 @@ MUTANTS = [
     Mutant("all numbers in one bin", SCATTER, "bins.index(fabsf(value))", "0"),
 ]  # fmt: skip
 LIST_SCORES, LIST_GRADIENTS = (f"indexer/loss/sm90_list_{name}.cu" for name in ("scores", "gradients"))
-LISTS, LIST_LSE, LSE_SUMS = "indexer/loss/sm90_lists.cuh", "indexer/loss/sm90_list_lse.cu", "indexer/loss/sm90_lse.cuh"
+LISTS, LIST_LSE = "indexer/loss/sm90_lists.cuh", "indexer/loss/sm90_list_lse.cu"
 #: More pieces and tiles than stages, lists that end within a tile's half, and both kinds of queries in one place.
 HOPPER_CASE = SparseLossCase(s_q=3, s_kv=300, topk=650, h=3, h_i=2, d=72, d_i=64, lse=True)
 #: The same, of both warpgroups.
@@ -38,21 +38,20 @@ HOPPER_MUTANTS = [
         LIST_SCORES, *steps("mbarrier.try_wait", 1, of=9),
     ),
     Mutant("the lanes of a quad are not summed", LIST_SCORES, "quad_sum(sums[r])", "sums[r]"),
-    Mutant("pieces are not fenced", LIST_SCORES, "        fence_proxy_async();\n", ""),
+    Mutant("pieces are not fenced", LIST_SCORES, *steps("fence.proxy.async", 0, 1, 2, 3, of=4)),
     Mutant("tiles are not fenced", LIST_GRADIENTS, *steps("fence.proxy.async", 0, of=2)),
     Mutant("M is not waited for", LIST_GRADIENTS, *steps("bar.sync", 2, of=4)),
     Mutant("M has weights", LIST_GRADIENTS, "a[at] > 0.f ? keys.scaled[r]", "a[at] > 0.f ? keys.scaled[r] * weights.x"),
     Mutant("four columns are in another order", LIST_GRADIENTS, "math.thread % 4 / 2 * 4", "math.thread % 2 * 4"),
     Mutant("the second warpgroup's sums are forgotten", LIST_GRADIENTS, "sums[i] + s.sums[i][thread]", "sums[i]"),
 ]  # fmt: skip
-LIST_FREE = "            pieces.wait_empty(s.k_empty);\n"
 LSE_MUTANTS = [
     Mutant("zeros after the end of a list count", LIST_LSE, "fragment_column(thread, i) < left", "true"),
     Mutant("both warpgroups have the same heads", LIST_LSE, "const i32 head = warpgroup *", "const i32 head = 0 *"),
     Mutant("one warpgroup releases for both", LIST_LSE, "heads > kSw128Rows ? kMathWarps :", "false ? kMathWarps :"),
     Mutant("queries are not waited for", LIST_LSE, *steps("mbarrier.try_wait", 0, of=11)),
-    Mutant("pieces are not fenced", LSE_SUMS, "        if constexpr (kGathered) fence_proxy_async();\n", ""),
-    Mutant("a piece is filled that is in use", LISTS, LIST_FREE, ""),
+    Mutant("pieces are not fenced", LIST_LSE, *steps("fence.proxy.async", *range(9), of=9)),
+    Mutant("a piece is filled that is in use", LIST_LSE, *steps("mbarrier.try_wait", 10, of=11)),
 ]
 LOW_BOUND = Mutant("bounds without weights", BOUNDS, "finite_or_0(index_weight(p, token, head))", "1e-6f")
 

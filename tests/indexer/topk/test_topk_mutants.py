@@ -10,10 +10,10 @@ import pytest
 
 from tests.indexer.topk.test_topk_sim import BLOCK, CLUSTER, WIDTHS, select
 from tests.indexer.topk.topk_cases import assert_selected, expected, hard_rows
-from tests.support.mutants import CAUGHT, Mutant, Plant, steps
+from tests.support.mutants import CAUGHT, Mutant, Plant, Steps, steps
 
 
-def mutant(kernel: str, name: str, old: str, new: str, quick: bool = False) -> object:
+def mutant(kernel: str, name: str, old: str | Steps, new: str, quick: bool = False) -> object:
     marks = () if quick else (pytest.mark.slow,)
     return pytest.param(
         kernel, Mutant(name, "indexer/topk/select.cu", old, new), id=name.replace(" ", "_"), marks=marks
@@ -36,8 +36,7 @@ MUTANTS = [
     mutant(
         BLOCK,
         "words are read before they are written",
-        "        __syncthreads();\n        const i32 first = start",
-        "        const i32 first = start",
+        *steps("bar.sync", 5, of=13),
         quick=True,
     ),
     mutant(
@@ -49,8 +48,7 @@ MUTANTS = [
     mutant(
         CLUSTER,
         "blocks do not wait for the others",
-        "        sync_row();\n        found =",
-        "        __syncthreads();\n        found =",
+        *steps("barrier.cluster", 0, 1, of=4),
         quick=True,
     ),
     mutant(CLUSTER, "blocks write where the first one does", "above_before += (i32)block_sum", "(void)block_sum"),
