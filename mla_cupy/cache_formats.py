@@ -48,7 +48,7 @@ class Field:
 
     @property
     def is_code(self) -> bool:
-        """Whether elements are to be multiplied by a scale."""
+        """True if elements are to be multiplied by a scale."""
         return self.kind in ("float8_e4m3fn", "float4_e2m1fn")
 
     @property

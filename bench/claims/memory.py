@@ -1,4 +1,4 @@
-"""What pages waste, and what sharing them saves: counted in `Book`, the bookkeeping of `PagedKVCache`, without a GPU.
+"""Waste of pages, and savings by sharing them: counted in `Book`, the bookkeeping of `PagedKVCache`, without a GPU.
 
 Lengths are drawn, not recorded: log-normal prompts and answers of a mean that is stated, and no longer than the model
 allows. Sequences grow by a token a step, and when one ends another begins, so that averages are those of a server that
@@ -85,7 +85,7 @@ def waste(traffic: Traffic, page_size: int, seed: int = 0) -> Waste:
 
 @dataclass(frozen=True)
 class Saving:
-    """What sharing saves: pages with it, and pages if each sequence had its own, averaged over steps."""
+    """Savings by sharing: pages with it, and pages if each sequence had its own, averaged over steps."""
 
     shared: float
     alone: float
@@ -97,7 +97,7 @@ class Saving:
 
     @property
     def times(self) -> float:
-        """How many times as many sequences fit."""
+        """The factor by which more sequences fit."""
         return self.alone / self.shared
 
 

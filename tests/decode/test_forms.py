@@ -280,6 +280,7 @@ SINKS = (
     (SINGLE, "decode_sm90_small"),
     (MANY, "decode_sm90_seesaw"),
     (replace(MANY, page_size=16), "decode_sm90_seesaw_boxes"),
+    (MANY, "decode_sm90_seesaw_boxes"),
     (MANY, "decode_sm100"),
     (replace(SINGLE, h_q=4, seqlens=(70, 3, 30)), "attention_generic"),
     (replace(SINGLE, record="v32"), "decode_sm90_records"),

@@ -48,8 +48,10 @@ CHOSEN: dict[str, dict[str, Any]] = {
     "indexer_select_paged": {"topk": 5},
     "prefill_mask": {"max_keys": 20},
 }
-#: Inputs that a good call does without: with them others have other axes, or none.
-LEFT_OUT: dict[str, tuple[str, ...]] = {"mla_decode": ("q_rope", "cu_seqlens_q")}
+#: Inputs that a good call does without: with them others have other axes or dtypes, or none.
+LEFT_OUT: dict[str, tuple[str, ...]] = {
+    "mla_decode": ("q_rope", "cu_seqlens_q", "out_cos", "out_sin", "out_positions", "q_scales", "kv_scales"),
+}
 #: Hardly an array of any operation has them.
 FOREIGN_DTYPES = ("float64", "int64")
 

@@ -15,7 +15,7 @@ PLAIN_RECORDS = ("v41",)
 """Names of the records that the kernels on CUDA cores read beside these, in dense and in sparse decode."""
 READ_SPARSE = (*SPARSE_RECORDS, *PLAIN_RECORDS)
 READ_DENSE = (*DENSE_RECORDS, *PLAIN_RECORDS)
-"""Those of which some kernel of sparse, and of dense, decode reads each."""
+"""Names of the records that some kernel of sparse, and of dense, decode reads."""
 COMPACT = {"v41": "v41-fp4"}
 """The record that sparse decode's second cache may have beside one of another kind in the first."""
 BLOCK_ROWS = (8, 16, 32)
