@@ -216,9 +216,12 @@ def test_every_problem_has_a_build(d_qk: int, tree_mask: bool, h_q: int) -> None
     assert config.row_blocks == -(-problem.rows // build.block_rows)
 
 
-def test_runs_where_it_is_named_only() -> None:
+@pytest.mark.parametrize("admitted", [True, False])
+def test_is_the_default_where_the_self_test_has_admitted_it(admitted: bool) -> None:
     problem = DecodeProblem(1, 128, 1, "bfloat16")
-    assert DECODE.configure(problem, fake_gpu(148, BLACKWELL)).kernel.name != KERNEL
+    gpu = fake_gpu(148, BLACKWELL) if admitted else replace(fake_gpu(148, BLACKWELL), admitted=frozenset())
+    assert (DECODE.configure(problem, gpu).kernel.name == KERNEL) == admitted
+    assert DECODE.configure(problem, gpu, KERNEL).kernel.name == KERNEL
 
 
 def test_refusals_say_why() -> None:

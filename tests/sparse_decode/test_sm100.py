@@ -92,11 +92,12 @@ def test_rows_of_any_size_keep_to_themselves() -> None:
 
 
 @pytest.mark.parametrize(("h_q", "rows"), [(1, 16), (16, 16), (17, 32), (33, 64), (128, 64)])
-def test_only_on_request(h_q: int, rows: int) -> None:
-    """No GPU has run it; a call that asks for it gets the build for its heads, and Hopper refuses it by name."""
+def test_default_where_the_self_test_has_admitted_it(h_q: int, rows: int) -> None:
+    """A call gets the build for its heads, and Hopper refuses it by name."""
     problem = SparseDecodeProblem(4, h_q, 2048, "bfloat16", "v32")
     gpu = fake_gpu(148, (10, 0))
-    assert SPARSE_DECODE.configure(problem, gpu).kernel.name != KERNEL
+    assert SPARSE_DECODE.configure(problem, gpu).kernel.name == KERNEL
+    assert SPARSE_DECODE.configure(problem, replace(gpu, admitted=frozenset())).kernel.name != KERNEL
     config = SPARSE_DECODE.configure(problem, gpu, KERNEL)
     assert config.variant.block_rows == rows
     assert config.row_blocks == -(-h_q // 64)

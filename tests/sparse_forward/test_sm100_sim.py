@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -200,10 +201,11 @@ def test_gradients_end_to_end(kernel: str, h_q: int) -> None:
 # ---- Choice
 @pytest.mark.parametrize("h_q", [16, 64, 128])
 @pytest.mark.parametrize("cc", [(10, 0), (10, 3)], ids=str)
-def test_only_on_request(cc: tuple[int, int], h_q: int) -> None:
-    """No GPU has run them."""
-    chosen = SPARSE_FORWARD.configure(_problem(h_q), fake_gpu(148, cc)).kernel
-    assert chosen.name not in KERNELS
+@pytest.mark.parametrize("admitted", [True, False])
+def test_default_where_the_self_test_has_admitted_them(cc: tuple[int, int], h_q: int, admitted: bool) -> None:
+    gpu = fake_gpu(148, cc) if admitted else replace(fake_gpu(148, cc), admitted=frozenset())
+    chosen = SPARSE_FORWARD.configure(_problem(h_q), gpu).kernel
+    assert (chosen.name in KERNELS) == admitted
 
 
 def _problem(h_q: int, **changes: Any) -> SparseForwardProblem:
