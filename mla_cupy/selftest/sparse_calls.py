@@ -40,7 +40,7 @@ def _forward(sizes: Sizes, heads: int, dtype: str) -> Problem:
 
 @functools.lru_cache(maxsize=2)
 def _decode(sizes: Sizes, heads: int, dtype: str) -> Problem:
-    """The same of FP8 records: "v32" for bfloat16, "v4" for float16."""
+    """Queries of FP8 records: "v32" for bfloat16, "v4" for float16."""
     rng, kind = random(f"sparse decode {sizes} {heads} {dtype}"), dtypes.numpy_dtype(dtype)
     record = FORMATS["v32" if dtype == "bfloat16" else "v4"]
     pages = -(-max(S_KV, 4 * sizes.keys) // PAGE_SIZE)
