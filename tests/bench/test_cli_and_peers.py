@@ -198,8 +198,7 @@ def test_adapters_meet_the_protocol():
     from bench.peers.cudnn_sparse import CudnnSparse
     from bench.peers.cupy_unfused import CupyUnfused
     from bench.peers.fa3 import FlashAttention3
-    from bench.peers.flashmla import FlashMla
-    from bench.peers.flashmla_fp8 import FlashMlaFp8
+    from bench.peers.flashmla import FlashMla, FlashMlaFp8
     from bench.peers.flashmla_sparse import FlashMlaSparse
     from bench.peers.triton_mla import TritonMla
 

@@ -7,8 +7,7 @@ from functools import partial
 from ...core.implementation import OWN, Choices, Known
 from ...core.operation import BenchOperation
 from ...peers.fa3 import FlashAttention3
-from ...peers.flashmla import FlashMla
-from ...peers.flashmla_fp8 import FlashMlaFp8
+from ...peers.flashmla import FlashMla, FlashMlaFp8
 from ..decode.check import expect
 from ..decode.own import NAMED as NAMED_ROWS
 from ..decode.own import Decode
