@@ -136,5 +136,5 @@ class FlashMlaFp8(_Dense):
         return run
 
     def excuse(self, verdict: Fp8Verdict) -> str:
-        """Of results that are off by no more than is known of it."""
+        """Excuse results that are off by no more than is known of it."""
         return TRUNCATES if verdict.not_finite == 0 and verdict.out_rms <= LARGEST_ERROR else ""
