@@ -21,10 +21,10 @@ from .inputs import InputSet, Outputs, make_outputs
 LAYERS = (1, 61)
 """Layers that share an update of the plan: the worst case, and DeepSeek-V3's."""
 GENERIC = "attention_generic"  # without tensor cores
-#: Kernels to be compared with the one that is chosen: those among which the size of a batch decides, and those of GPUs
-#: without WGMMA.
+#: Kernels to be compared with the one that is chosen: those among which the size of a batch or of pages decides, and
+#: those of GPUs without WGMMA.
 NAMED = (
-    *("decode_sm90_seesaw", "decode_sm90_small", "decode_sm90_small_cluster8"),
+    *("decode_sm90_seesaw", "decode_sm90_seesaw_boxes", "decode_sm90_small", "decode_sm90_small_cluster8"),
     *("attention_mma", "attention_mma_163kb", "attention_mma_small", "attention_mma_small_163kb"),
 )
 #: Batch-invariant plans, and the `split_tokens` of each.

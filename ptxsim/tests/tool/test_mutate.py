@@ -87,7 +87,7 @@ def test_steps_of_a_kind() -> None:
     with pytest.raises(ValueError, match="of which there are 2"):
         ptxsim.plant(module, "k", "bar.sync", [2])
     for call in (ptxsim.steps, lambda *names: ptxsim.plant(*names, [0])):
-        with pytest.raises(ptxsim.SimError, match="no kernel 'kernels/k.cuh'; the module has k"):
+        with pytest.raises(ptxsim.SimError, match=r"no kernel 'kernels/k\.cuh'; the module has k"):
             call(module, "kernels/k.cuh", "bar.sync")
 
 
