@@ -186,8 +186,12 @@ def test_nan_behind_the_last_head(kernel: str) -> None:
 
 @pytest.mark.parametrize(("kernel", "h_q"), [(ALONE, 3), (PAIR, 70)])
 def test_gradients_end_to_end(kernel: str, h_q: int) -> None:
-    """The backward takes what this forward gives: `out` and `lse` are its own, not the oracle's."""
-    inputs = make(SparseCase(s_q=2, s_kv=120, h_q=h_q, topk=80))
+    """The backward takes what this forward gives: `out` and `lse` are its own, not the oracle's.
+
+    So the error of the oracle with the kernels' roundings, by which theirs is judged, is that of both passes, too.
+    """
+    case = SparseCase(s_q=2, s_kv=120, h_q=h_q, topk=80)
+    inputs, chained = make(case), make(case)
     with simulated(2, (10, 0)) as target:
         out, lse, _ = mla_cupy.sparse_mla_forward(*inputs.arguments, **inputs.options, kernel=kernel)
         got = mla_cupy.sparse_mla_backward(
@@ -195,6 +199,8 @@ def test_gradients_end_to_end(kernel: str, h_q: int) -> None:
             kernel="sparse_backward_sm100",
         )  # fmt: skip
     assert {f"mla_{kernel}", "mla_sparse_backward_sm100"} <= set(target.launched)
+    chained.out[...], chained.lse[...] = inputs.rounded[0].astype(out.dtype), inputs.rounded[1]
+    vars(inputs)["rounded_gradients"] = chained.rounded_gradients
     check_gradients(got, inputs)
 
 
