@@ -29,8 +29,9 @@ MAY_IMPORT = {
     "model": {"core", "ops"},
     "trees": {"core", "operations"},
     "context_parallel": {"core"},
+    "claims": {"core"},
     "trace": {"core", "operations"},
-    "cli": {"context_parallel", "core", "model", "operations", "trace", "trees"},
+    "cli": {"claims", "context_parallel", "core", "model", "operations", "trace", "trees"},
     "__main__": {"cli"},
     "__init__": set(),
 }

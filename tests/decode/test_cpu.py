@@ -180,7 +180,7 @@ def test_a_plan_is_for_keys_of_one_width() -> None:
     wide = make(DecodeCase(h_q=2, seqlens=70))
     with pytest.raises(mla_cupy.PlanError, match=r"d_qk=512.*d_qk=576"):
         mla_cupy.mla_decode(*wide.arguments, plan=plan)
-    with pytest.raises(mla_cupy.ArgumentError, match=r"d_qk: got 500, expected 576 or 512"):
+    with pytest.raises(mla_cupy.ArgumentError, match=r"d_qk: got 500, expected 576, 512, 320 or 288"):
         plan_of(inputs, d_qk=500)
 
 

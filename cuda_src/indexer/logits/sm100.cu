@@ -28,13 +28,12 @@
 #include "tile/prologue.cuh"
 #include "tile/warp.cuh"
 
-namespace mla {
-// Of the instruction descriptor, for tile/matrix_desc.cuh.
-MLA_DEVICE constexpr u32 type_code(float8_e4m3fn) { return 0; }
-}  // namespace mla
-
 namespace mla::indexer::logits {
 using namespace sm90;
+
+// The operands in an instruction descriptor, see tile/matrix_desc.cuh.
+struct Codes {};
+MLA_DEVICE constexpr u32 type_code(Codes) { return 0; }  // e4m3
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = float8_e4m3fn;
@@ -225,7 +224,7 @@ MLA_DEVICE void run_issue_role(const LogitsParams& p, Storage& s, TmemAddr tmem,
             const MatrixDesc a = k_major_matrix(smem_addr(s.k[key.stage]));
             for (i32 column = 0; column < stages.columns; column += kChunkColumns, scores.advance()) {
                 const MatrixDesc b = k_major_matrix(smem_addr(s.q[query_stage * kStageColumns + column]));
-                const InstructionDesc shape = make_instruction_desc<Element>(
+                const InstructionDesc shape = make_instruction_desc<Codes>(
                     kTileKeys, min(kChunkColumns, stages.columns - column), Major::K, Major::K);
                 scores.wait_empty(s.s_empty[warpgroup]);
                 tcgen05_fence_after_thread_sync();
