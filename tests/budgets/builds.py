@@ -23,6 +23,8 @@ ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_100a", "sm_103a")
 #: Of each the PTX is the other's but for its target; where only one is built, so are the golden figures, which a test
 #: demands.
 TWINS = {"sm_103a": "sm_100a"}
+#: Kernels whose builds take other numbers of registers for the twin, which is then made like any other target.
+UNLIKE_TWINS = {"decode_sm100"}
 #: What the tests in the simulator run, where they name no other: they share its builds.
 SIMULATED = "sm_90a"
 #: Which stand for the other targets while a kernel is as it was.
@@ -77,15 +79,17 @@ class Target:
         """Whether a run without long forms makes it, of a kernel that has changed since all its builds were made.
 
         Such a run makes each build with one line of NVRTC. The lines take turns over a kernel's variants and over the
-        architectures, so that every kernel meets both. Of a twin, and of a kernel for many GPUs on a GPU that the
-        simulated one is not, it makes a kernel's first variant alone: what spills are kernels of one architecture.
+        architectures, so that every kernel meets both. Of a twin, unless it is an unlike one, and of a kernel for many
+        GPUs on a GPU that the simulated one is not, it makes a kernel's first variant alone: what spills are kernels of
+        one architecture.
 
         Of a kernel that has not changed it makes the first variants for the main targets: the compilers are the same,
         so what the golden file says of the other builds still holds.
         """
         index = self.spec.variants.index(self.variant)
         turn = LINES[(index + (*ARCHS, *CONSUMER).index(self.arch)) % len(LINES)]
-        elsewhere = self.arch in TWINS or (self.runs_on_many and self.arch != SIMULATED)
+        twin = self.arch in TWINS and self.kernel not in UNLIKE_TWINS
+        elsewhere = twin or (self.runs_on_many and self.arch != SIMULATED)
         if self.line != turn or (elsewhere and index > 0):
             return False
         return changed or (self.arch in MAIN and index < (1 if self.runs_on_many else 2))
