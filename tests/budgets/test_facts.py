@@ -30,7 +30,7 @@ def test_facts_are_the_launchers(target: Target) -> None:
     constants = {**target.spec.facts, **target.spec.facts_of(target.variant)}
     assert facts["params_layout"] == target.spec.layout.offsets()
     assert {name: facts.get(name) for name in constants} == constants
-    of_variant = {"tile_keys", "block_rows", "max_heads", "max_d_nope"} & facts.keys() - constants.keys()
+    of_variant = {"tile_keys", "block_rows", "block_heads", "max_heads", "max_d_nope"} & facts.keys() - constants.keys()
     known = {"params_layout", *constants, *([] if "record" not in facts else ["record"])}
     assert facts.keys() - READ - COUNTED - of_variant == known, "a fact that nobody compares"
     assert all(facts[name] == getattr(target.variant, name) for name in of_variant)
