@@ -31,13 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         print(f"no NVRTC wheel of CUDA {missing}: pip install -e '.[test]'", file=sys.stderr)
         return 1
-    if options.only:
-        is_chosen: Callable[[Target], object] = lambda target: options.only.search(target.name)  # noqa: E731
-    elif options.changed:
-        changed = {name for name in builds.KERNELS if builds.fingerprint(name) != builds.verified().get(name)}
-        is_chosen = lambda target: target.kernel in changed  # noqa: E731
-    else:
-        is_chosen = lambda target: True  # noqa: E731
+    changed = {name for name in builds.KERNELS if builds.fingerprint(name) != builds.verified().get(name)}
+
+    def is_chosen(target: Target) -> bool:
+        if options.changed:
+            return target.kernel in changed
+        return options.only is None or options.only.search(target.name) is not None
+
     lines, partial, refused = make(is_chosen, options.jobs)
     write(lines)
     verify(partial)
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def make(is_chosen: Callable[[Target], object], jobs: int) -> tuple[Lines, set[str], int]:
+def make(is_chosen: Callable[[Target], bool], jobs: int) -> tuple[Lines, set[str], int]:
     """The figures of all builds; the kernels of which some were not made; the number that did not compile."""
     known = {target: builds.golden().get(builds.version(target.line), {}).get(target.name) for target in builds.TARGETS}
     fresh = [target for target in builds.TARGETS if known[target] is None or is_chosen(target)]
