@@ -57,7 +57,7 @@ CASES = (
     SparseDecodeCase(topk=70, sm_count=1, b=3, lengths=True, h_q=1),
     SparseDecodeCase(b=1, topk=0),
 )
-#: Of V4.1, for the plain kernel.
+#: Of V4.1.
 V41_CASES = (
     SparseDecodeCase(record="v41", s_q=2, h_q=9, empty=True, sink=True),
     SparseDecodeCase(record="v41", dtype="float16", topk=20, extra=33, lengths=True),
@@ -80,6 +80,11 @@ MORE_CASES = (
 SINCE_AMPERE = tuple(kernel.name for kernel in SPARSE_DECODE.kernels if "mma" in kernel.name)
 #: The kernels with WGMMA.
 ON_HOPPER = tuple(kernel.name for kernel in SPARSE_DECODE.kernels if "sm90" in kernel.name)
+
+
+def reads_v41(kernel: str, case: SparseDecodeCase) -> bool:
+    """Whether a kernel for Hopper, or the plain one, has the case's records: the seesaw has none of two kinds."""
+    return not (kernel == "sparse_decode_sm90" and case.extra_record)
 
 
 def fitting(case: SparseDecodeCase, kernel: str) -> SparseDecodeCase:

@@ -17,9 +17,11 @@ from tests.sparse_decode.runs import (
     ON_HOPPER,
     SINCE_AMPERE,
     V41_CASES,
+    V41_WIDE,
     SparseDecodeCase,
     fitting,
     make,
+    reads_v41,
 )
 from tests.support.mistakes import Bad, Call, option, raises, swap
 from tests.support.operations import mistakes
@@ -142,6 +144,28 @@ def test_no_query_is_no_launch(recorder: Recorder) -> None:
     ids=str,
 )
 def test_on_a_gpu(case: SparseDecodeCase, kernel: str, gpu: object) -> None:
+    _check_on_a_gpu(case, kernel)
+
+
+V41_ON_A_GPU = (
+    *V41_CASES,
+    V41_WIDE,
+    SparseDecodeCase(record="v41", h_q=128, topk=2048, b=2, page_size=64),
+    SparseDecodeCase(record="v41", extra_record="v41-fp4", h_q=64, topk=128, extra=1024, sink=True, page_size=64),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kernel", "case"),
+    [(name, case) for name in (*ON_HOPPER, GENERIC) for case in V41_ON_A_GPU if reads_v41(name, case)],
+    ids=str,
+)
+def test_v41_on_a_gpu(case: SparseDecodeCase, kernel: str, gpu: object) -> None:
+    _check_on_a_gpu(case, kernel)
+
+
+def _check_on_a_gpu(case: SparseDecodeCase, kernel: str) -> None:
     import cupy
 
     from tests.sparse_decode.runs import check

@@ -22,6 +22,7 @@ from tests.sparse_decode.runs import (
     check_call,
     fitting,
     make,
+    reads_v41,
 )
 from tests.support.mutants import CAUGHT, Mutant, Plant
 from tests.support.sim_driver import simulated
@@ -46,13 +47,8 @@ def test_tensor_cores_are_as_exact_as_their_formats(case: SparseDecodeCase, kern
         check(case, lambda x: x, np.asarray, kernel, case.dtype if case.s_q > 1 else "float32")
 
 
-#: Those of V4.1: each in one mode. Of two kinds of records the seesaw has no builds.
-V41_RUNS = [
-    (kernel, case)
-    for kernel in ON_HOPPER
-    for case in (*V41_CASES, V41_WIDE)
-    if not (kernel == "sparse_decode_sm90" and case.extra_record)
-]
+#: Those of V4.1: each in one mode.
+V41_RUNS = [(kernel, case) for kernel in ON_HOPPER for case in (*V41_CASES, V41_WIDE) if reads_v41(kernel, case)]
 
 
 @pytest.mark.parametrize(("kernel", "case"), V41_RUNS)
