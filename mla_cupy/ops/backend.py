@@ -16,6 +16,8 @@ from mla_cupy.runtime import device, env
 
 logger = logging.getLogger("mla_cupy")
 
+_seen_gpu = False
+
 
 def use_gpu() -> bool:
     """True if NumPy arrays go to the GPU: by MLA_CUPY_BACKEND, or if there is one."""
@@ -31,9 +33,11 @@ def use_gpu() -> bool:
     return False
 
 
-@functools.cache
 def _has_gpu() -> bool:
-    return device.gpu_count() > 0
+    """True if CUDA shows a GPU. Only that is remembered: where it shows none, the next call asks again."""
+    global _seen_gpu
+    _seen_gpu = _seen_gpu or device.gpu_count() > 0
+    return _seen_gpu
 
 
 @functools.cache

@@ -197,7 +197,7 @@ def test_inputs_are_left_alone() -> None:
 def test_cuda_backend_without_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "cuda")
     monkeypatch.setattr(device, "gpu_count", lambda: 0)
-    backend._has_gpu.cache_clear()
+    monkeypatch.setattr(backend, "_seen_gpu", False)
     inputs = make(SMALL)
     with pytest.raises(UnsupportedDeviceError, match="MLA_CUPY_BACKEND"):
         mla_cupy.mla_decode(*inputs.arguments)
@@ -205,6 +205,14 @@ def test_cuda_backend_without_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -
         plan_of(inputs)
     with pytest.raises(UnsupportedDeviceError, match="MLA_CUPY_BACKEND"):
         mla_cupy.merge_states(np.zeros((1, 1, 1, 1, 8), np.float32), np.zeros((1, 1, 1, 1), np.float32))
+
+
+def test_a_gpu_that_is_seen_later_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "auto")
+    monkeypatch.setattr(backend, "_seen_gpu", False)
+    for count, used in ((0, False), (1, True)):
+        monkeypatch.setattr(device, "gpu_count", lambda count=count: count)
+        assert backend.use_gpu() is used
 
 
 def test_unknown_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +224,7 @@ def test_unknown_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_gpu_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "auto")
     monkeypatch.setattr(device, "gpu_count", lambda: 0)
-    backend._has_gpu.cache_clear()
+    monkeypatch.setattr(backend, "_seen_gpu", False)
     backend._say_no_gpu.cache_clear()
     try:
         with caplog.at_level(logging.INFO, "mla_cupy"):
@@ -226,7 +234,6 @@ def test_missing_gpu_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytes
             "no GPU is visible: NumPy arrays are computed by the NumPy backend, in float64"
         ]
     finally:
-        backend._has_gpu.cache_clear()
         backend._say_no_gpu.cache_clear()
 
 
