@@ -9,7 +9,7 @@
 
 namespace mla::attention {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-using Projected = ProjectionConfig<MLA_DTYPE, MLA_SHARE>;
+using Projected = ProjectionConfig<MLA_DTYPE, MLA_SHARE, (MLA_SHARE == 1 ? 1 : 2)>;
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct CombineProjectParams : ProjectionAddresses, DecodeParams, ProjectionSizes {
@@ -40,70 +40,90 @@ struct SplitRows {
     MLA_DEVICE bool are_results() const { return false; }
     MLA_DEVICE const u16* result(i32, i32) const { return nullptr; }
     MLA_DEVICE bool is_fp32() const { return true; }
-    MLA_DEVICE i64 lse_step() const { return (i64)p.s_q * p.h_q; }
-    MLA_DEVICE i64 piece_step() const { return lse_step() * kHeadDimV; }
     MLA_DEVICE float lse2(float partial) const { return partial; }
     MLA_DEVICE float factor(i32 head, float max, float sum) const { return final_factor(p, head, max, sum); }
-    MLA_DEVICE float final_lse(float max, float sum) const {
-        return attention::final_lse(p, sum == 0.f ? negative_infinity() : max + log2f(sum));
+    MLA_DEVICE void store_lse(i32 head, const MergedRow& row, float max, float sum) const {
+        const HeadRow of = head_row(head, row);
+        p.lse[lse_offset(p, row.token / p.s_q, of.kv_head, of.row)] =
+            final_lse(p, sum == 0.f ? negative_infinity() : max + log2f(sum));
     }
 
-    // The cuts within each request of these tokens: the first one, and how many there are. Only the schedule is read,
-    // which is older than the attention kernel.
-    MLA_DEVICE void find_cuts(ProjectionStorage<Projected>& s, i32 first_request, i32 requests) const {
-        const i32 thread = threadIdx.x;
-        // Neither a schedule nor even cuts: the attention kernel has merged what it has split.
-        const i32 num_splits = p.schedule == nullptr && p.request_units == 0 ? 1 : p.num_splits;
-        if (thread < Projected::kTokens) {
-            s.first_cut[thread] = num_splits;
-            s.cuts[thread] = 0;
-        }
-        __syncthreads();
-        for (i32 i = 1 + thread; i < num_splits; i += kProjectionThreads) {
-            const SchedulePoint cut = split_begin(p, i);
-            const i32 request = cut.request - first_request;
-            if (cut.tile <= 0 || request < 0 || request >= requests) continue;
-            atomicMin(&s.first_cut[request], i);
-            atomicAdd(&s.cuts[request], 1);
-        }
-        __syncthreads();
-    }
-
+    // By a warp, of its rows. Only the schedule is read, which is older than the attention kernel.
     MLA_DEVICE void find(const ProjectionBlock<Projected>& block, i32 first_token, i32 count) const {
-        ProjectionStorage<Projected>& s = block.s;
-        const i32 first_request = first_token / p.s_q, last_request = (first_token + count - 1) / p.s_q;
-        if (!p.has_pieces) find_cuts(s, first_request, last_request - first_request + 1);
-        if (threadIdx.x < count) {
-            const i32 token = first_token + threadIdx.x, request = token / p.s_q;
-            i32 split, pieces;
-            if (p.has_pieces) {
-                split = first_splits(p)[request];
-                pieces = min(first_splits(p)[request + 1] - split, kMaxRowPieces);
-            } else {
-                split = s.first_cut[request - first_request] - 1;
-                pieces = s.cuts[request - first_request] + 1;
-            }
-            s.rows[threadIdx.x] = row_pieces(request, token % p.s_q, block.head, split, pieces);
+        if (p.has_pieces) {
+            find_pieces(block.s, first_token, count);
+        } else {
+            find_cuts(block.s, first_token, count);
         }
-        __syncthreads();
+        __syncwarp();
     }
 
     // Of a row whose request has so many pieces, the first of which ends `split`.
-    MLA_DEVICE RowPieces row_pieces(i32 request, i32 query, i32 head, i32 split, i32 pieces) const {
-        const i32 group = p.h_q / p.h_kv, kv_head = head / group, row = query * group + head % group;
-        if (pieces < 2) {
-            const float* const final_row = static_cast<const float*>(p.out) + out_offset(p, request, kv_head, row);
-            return RowPieces{final_row, final_row, nullptr, nullptr, nullptr, 1};
+    MLA_DEVICE static MergedRow row_of(i32 token, i32 split, i32 pieces) {
+        return MergedRow{token, split, max(1, pieces), pieces < 2};
+    }
+
+    MLA_DEVICE void find_pieces(ProjectionStorage<Projected>& s, i32 first_token, i32 count) const {
+        const i32 row = threadIdx.x / kWarpThreads + threadIdx.x % kWarpThreads * kProjectionWarps;  // a lane a row
+        if (row >= count) return;
+        const i32 token = first_token + row, request = token / p.s_q, split = first_splits(p)[request];
+        s.rows[row] = row_of(token, split, min(first_splits(p)[request + 1] - split, kMaxRowPieces));
+    }
+
+    // The cuts within each request: the first one, and how many there are.
+    MLA_DEVICE void find_cuts(ProjectionStorage<Projected>& s, i32 first_token, i32 count) const {
+        constexpr i32 kLaneCuts = kMaxSplits / kWarpThreads;
+        // Neither a schedule nor even cuts: the attention kernel has merged what it has split.
+        const i32 num_splits = p.schedule == nullptr && p.request_units == 0 ? 1 : p.num_splits;
+        const i32 warp = uniform_warp(), lane = threadIdx.x % kWarpThreads;
+        i32 requests[kLaneCuts];
+#pragma unroll
+        for (i32 i = 0; i < kLaneCuts; ++i) {
+            const i32 split = lane + i * kWarpThreads;
+            SchedulePoint cut{-1, 0};
+            if (split > 0 && split < num_splits) cut = split_begin(p, split);
+            requests[i] = cut.tile > 0 ? cut.request : -1;
         }
-        // The first piece ended its split, every other one began its split.
-        const i64 first = workspace_row(p, p.continued_index + split, kv_head, row);
-        const i64 others = workspace_row(p, split, kv_head, row);
-        return RowPieces{p.partial_out + first * kHeadDimV,
-                         p.partial_out + others * kHeadDimV,
-                         p.partial_lse + first,
-                         p.partial_lse + others,
-                         p.lse + lse_offset(p, request, kv_head, row),
-                         pieces};
+        for (i32 row = warp; row < count; row += kProjectionWarps) {
+            const i32 token = first_token + row, request = token / p.s_q;
+            i32 first = 0, cuts = 0;
+#pragma unroll
+            for (i32 i = 0; i < kLaneCuts; ++i) {
+                const u32 found = __ballot_sync(kFullWarp, requests[i] == request);
+                if (cuts == 0 && found != 0) first = i * kWarpThreads + __ffs(found) - 1;
+                cuts += __popc(found);
+            }
+            if (lane == 0) s.rows[row] = row_of(token, first - 1, cuts + 1);
+        }
+    }
+
+    struct HeadRow {
+        i32 kv_head, row;
+    };
+    MLA_DEVICE HeadRow head_row(i32 head, const MergedRow& row) const {
+        const i32 group = p.h_q / p.h_kv;
+        return HeadRow{head / group, row.token % p.s_q * group + head % group};
+    }
+    // The first piece ended its split, every other one began its split.
+    MLA_DEVICE i64 in_workspace(i32 head, const MergedRow& row, i32 piece) const {
+        const HeadRow of = head_row(head, row);
+        const i32 index = piece == 0 ? p.continued_index + row.first : row.first + piece;
+        return workspace_row(p, index, of.kv_head, of.row);
+    }
+    MLA_DEVICE const float* lse(i32 head, const MergedRow& row, i32 piece) const {
+        return p.partial_lse + in_workspace(head, row, piece);
+    }
+    MLA_DEVICE PiecePlaces places(i32 head, const MergedRow& row) const {
+        constexpr i32 kBytes = sizeof(float);
+        const auto at = [](const void* from, i64 elems) { return static_cast<const u8*>(from) + elems * kBytes; };
+        if (row.is_final) {
+            const HeadRow of = head_row(head, row);
+            const u8* const result = at(p.out, out_offset(p, row.token / p.s_q, of.kv_head, of.row));
+            return PiecePlaces{result, result, 0};
+        }
+        const i64 others = in_workspace(head, row, 1) * kHeadDimV, step = (i64)p.s_q * p.h_q * kHeadDimV;
+        return PiecePlaces{at(p.partial_out, in_workspace(head, row, 0) * kHeadDimV), at(p.partial_out, others - step),
+                           step * kBytes};
     }
 };
 

@@ -4,19 +4,20 @@
 //   result[t, d] = sum_c latents[t, c] W_UV[head, d, c] * sigmoid(gate[t, head, d])
 //
 // Grid: x = heads, each by `parts` blocks, which have as many of its columns d; y = equal shares of the tokens. The
-// blocks of a cluster are the parts of one head: each merges a share of the columns c of its tokens, and gets the other
-// shares from its peers. Without clusters every block merges all of them. A block goes through its tokens, kTokens at a
-// time:
+// blocks of a cluster are the parts of one head: each merges a share of the columns c of its tokens, and writes them to
+// the shared memory of all of them. Without clusters every block merges all columns. A block goes through its tokens,
+// kTokens at a time:
 //
-//   W_UV to shared memory | weigh and merge | exchange | product | store | weigh and merge | ...
+//   W_UV on its way | find, weigh, merge (a warp a row), to all peers | barrier | product | store | next tokens ...
 //
-// A single result in 16 bits is copied to shared memory, the next tokens during the product.
+// A warp finds, weighs and merges its rows alone, so there is no barrier before that of the cluster: the first pieces
+// of all its rows are on their way while it weighs them. W_UV comes by bulk copies, which loads do not queue behind. A
+// single result in 16 bits is copied to shared memory, the next tokens during the product.
 //
-// A block reads W_UV once, whatever the number of tokens, and asks for it before anything else: it is most of what a
-// call with few tokens reads. Latents are rounded to 16 bits before the product, as they are where a call of attention
-// ends.
+// Latents are rounded to 16 bits before the product, as they are where a call of attention ends.
 //
-// The order of the sums depends on the number of a row's pieces only, and on the number of heads.
+// The order of the sums depends on the number of a row's pieces only: those of even index one after the other, those of
+// odd index, and both; with more than kFewPieces so in each of eight ranges of them.
 //
 // Source: merging and projecting in one kernel is tokenspeed's idea. What differs: columns are shared in clusters, and
 // any number of pieces is merged.
@@ -30,29 +31,40 @@
 #include "ptx/matrix.cuh"
 #include "ptx/mma.cuh"
 #include "tile/copies.cuh"
+#include "tile/ring.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::attention {
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kProjectionThreads = 256;
 constexpr i32 kProjectionWarps = kProjectionThreads / kWarpThreads;
-constexpr i32 kFewPieces = kWarpThreads;  // of a row that a group of threads merges alone
-constexpr i32 kLoadsInFlight = 8;         // of a thread
+constexpr i32 kFewPieces = kWarpThreads;  // of a row that a warp merges alone
 constexpr i32 kMaxRowPieces = kProjectionThreads;
-constexpr i32 kPitch = kHeadDimV + 8;  // of rows in shared memory: ldmatrix then meets every bank
+constexpr i32 kPitch = kHeadDimV + 8;           // of rows in shared memory: ldmatrix then meets every bank
+constexpr u32 kWeightRowBytes = 2 * kHeadDimV;  // of W_UV
 
-// kShare: blocks of a cluster, which share the merge; 1 without clusters.
-template <class Element_, i32 kShare_>
+// kShare: blocks of a cluster, which share the merge; 1 without clusters. kRowsAtOnce: rows that a warp weighs at once,
+// two if registers allow.
+template <class Element_, i32 kShare_, i32 kRowsAtOnce_>
 struct ProjectionConfig {
     using Element = Element_;
     static constexpr i32 kShare = kShare_;
     static constexpr i32 kColumns = kShare == 1 ? 32 : 64;  // of a block, at most
     static constexpr i32 kTokens = kShare == 1 ? 16 : 32;   // at a time
+    static constexpr i32 kRows = kTokens / kProjectionWarps;
+    // A share of the latents is so many vectors of four. A warp loads kAtOnce pieces at once, a lane kLaneVectors of
+    // one of them.
     static constexpr i32 kSliceVectors = kHeadDimV / 4 / kShare;
-    static constexpr i32 kGroups = kProjectionThreads / kSliceVectors;
+    static constexpr i32 kLanes = kSliceVectors < kWarpThreads ? kSliceVectors : kWarpThreads;
+    static constexpr i32 kAtOnce = kWarpThreads / kLanes;
+    static constexpr i32 kLaneVectors = kSliceVectors / kLanes;
+    // Loads of a thread that are on their way while it weighs a row, and afterwards.
+    static constexpr i32 kRowsAtOnce = kRowsAtOnce_;
+    static constexpr i32 kFirstLoads = 8 / kRowsAtOnce, kLoads = 8;
     static constexpr i32 kCopied = 16;                 // single results of 16 bits at a time
     static constexpr i32 kStages = kTokens / kCopied;  // of them
-    static_assert(kTokens % kProjectionWarps == 0, "a warp weighs as many rows as the others");
+    static_assert(kTokens % kProjectionWarps == 0, "a warp has as many rows as the others");
+    static_assert(kAtOnce <= 2, "lanes know the parity of their pieces");
 };
 
 // ---- Parameters ------------------------------------------------------------------------------------------------
@@ -69,24 +81,18 @@ struct ProjectionSizes {
 };
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
-// What the result of one row is made of: piece 0, and piece j > 0 at `others` + j steps.
-struct RowPieces {
-    const void *first, *others;
-    const float *first_lse, *other_lse;  // null where there is one piece, and its result is final
-    float* lse;                          // of all pieces; or null
-    i32 count;
+// Where the pieces of a token begin, for the source, and how many there are. A final one is one piece without an lse.
+struct alignas(16) MergedRow {
+    i32 token, first, count, is_final;
 };
 
 template <class C>
 struct ProjectionStorage {
     alignas(16) u16 w_uv[C::kColumns][kPitch];
     alignas(16) u16 latents[C::kTokens][kPitch];
-    float4 sums[kProjectionThreads];  // of a row with many pieces, by groups
-    RowPieces rows[C::kTokens];
-    float weights[C::kTokens][kFewPieces];
-    float many_weights[kMaxRowPieces];
-    float warp_max[kProjectionWarps], warp_sums[kProjectionWarps];
-    i32 first_cut[C::kTokens], cuts[C::kTokens];  // of requests, for `Source::find`
+    float4 sums[kProjectionWarps][C::kSliceVectors];  // of a row with many pieces
+    MergedRow rows[C::kTokens];
+    MBarrier w_uv_full;
 };
 
 // ---- W_UV ------------------------------------------------------------------------------------------------------
@@ -99,25 +105,45 @@ struct ProjectionBlock {
 
     MLA_DEVICE ProjectionBlock(const ProjectionAddresses& at, const ProjectionSizes& n, ProjectionStorage<C>& s)
         : at(at), n(n), s(s), head(blockIdx.x / n.parts), part(blockIdx.x % n.parts), columns(n.d_head / n.parts) {
-        const i64 tiles = ((i64)n.tokens + 15) / 16;  // of the product
-        first = tiles * blockIdx.y / gridDim.y * 16;
-        end = min((i64)n.tokens, tiles * (blockIdx.y + 1) / gridDim.y * 16);
+        first = (i64)n.tokens * blockIdx.y / gridDim.y;
+        end = (i64)n.tokens * (blockIdx.y + 1) / gridDim.y;
     }
 
     MLA_DEVICE i32 first_column() const { return part * columns; }
     MLA_DEVICE const u16* w_uv(i32 row) const {
         return at.w_uv + head * n.w_uv_stride_h_elems + (first_column() + row) * n.w_uv_stride_d_elems;
     }
-    // The share of the latents that the block merges, in vectors of four.
+    // Of the latents that the block merges: in vectors of four.
     MLA_DEVICE i32 first_vector() const { return C::kShare == 1 ? 0 : part * C::kSliceVectors; }
 };
 
 template <class C>
 MLA_DEVICE void fetch_w_uv(const ProjectionBlock<C>& block) {
-    constexpr i32 kRowPieces = kHeadDimV / 8;
-    for (i32 i = threadIdx.x; i < block.columns * kRowPieces; i += kProjectionThreads) {
-        const i32 row = i / kRowPieces, column = i % kRowPieces * 8;
-        copy_16(&block.s.w_uv[row][column], block.w_uv(row) + column);
+    if constexpr (C::kShare > 1) {
+        if (threadIdx.x >= kWarpThreads) return;
+        MBarrier& full = block.s.w_uv_full;
+        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full, block.columns * kWeightRowBytes);
+        __syncwarp();
+        for (i32 row = threadIdx.x; row < block.columns; row += kWarpThreads) {
+            cp_async_bulk(smem_addr(block.s.w_uv[row]), block.w_uv(row), kWeightRowBytes, full);
+        }
+    } else {
+        constexpr i32 kRowPieces = kHeadDimV / 8;
+        for (i32 i = threadIdx.x; i < block.columns * kRowPieces; i += kProjectionThreads) {
+            const i32 row = i / kRowPieces, column = i % kRowPieces * 8;
+            copy_16(&block.s.w_uv[row][column], block.w_uv(row) + column);
+        }
+    }
+}
+
+// By all threads.
+template <class C>
+MLA_DEVICE void wait_for_w_uv(const ProjectionBlock<C>& block) {
+    if constexpr (C::kShare > 1) {
+        mbarrier_wait(block.s.w_uv_full, 0);
+    } else {
+        wait_for_all_copies();
+        __syncthreads();
     }
 }
 
@@ -137,17 +163,25 @@ MLA_DEVICE void prefetch_w_uv(const ProjectionBlock<C>& block) {
 MLA_DEVICE float piece_weight(float lse, float max) { return lse == negative_infinity() ? 0.f : exp2f(lse - max); }
 
 template <class Source>
-MLA_DEVICE float piece_lse2(const Source& source, const RowPieces& row, i32 piece) {
-    return source.lse2(piece == 0 ? *row.first_lse : row.other_lse[piece * source.lse_step()]);
+MLA_DEVICE float piece_lse2(const Source& source, i32 head, const MergedRow& row, i32 piece) {
+    const bool present = piece < row.count && !row.is_final;
+    const float lse = __uint_as_float(ld_global_4(source.lse(head, row, present ? piece : 0), present));
+    return present ? source.lse2(lse) : negative_infinity();
 }
 
-// Four neighbouring numbers of a piece, as they are in memory; zeros if it weighs nothing, and is not read.
+// Where the pieces of a row are: number 0, and number j > 0 at `others` + j steps.
+struct PiecePlaces {
+    const u8 *first, *others;
+    i64 step_bytes;
+
+    MLA_DEVICE const u8* of(i32 piece) const { return piece == 0 ? first : others + piece * step_bytes; }
+};
+
+// Four neighbouring numbers, as they are in memory.
 template <class Source>
-MLA_DEVICE uint4 load_piece(const Source& source, const RowPieces& row, i32 piece, i32 vector, bool present) {
-    const void* const from = piece == 0 ? row.first : row.others;
-    const i64 at = (piece == 0 ? 0 : piece * source.piece_step()) + 4 * vector;
-    if (source.is_fp32()) return ld_global_16(static_cast<const float*>(from) + at, present);
-    const uint2 x = ld_global_8(static_cast<const u16*>(from) + at, present);
+MLA_DEVICE uint4 load_four(const Source& source, const u8* piece, i32 vector, bool present) {
+    if (source.is_fp32()) return ld_global_16(piece + 16 * vector, present);
+    const uint2 x = ld_global_8(piece + 8 * vector, present);
     return make_uint4(x.x, x.y, 0, 0);
 }
 
@@ -166,179 +200,195 @@ MLA_DEVICE void add_piece(const Source& source, float4& sum, const uint4& x, flo
     sum.w = fmaf(weight, wide.w, sum.w);
 }
 
+// What a lane has of the sums of a range of pieces. Where two pieces are loaded at once, all of its pieces are `even`
+// or all odd, and `odd` is not used.
 template <class C>
-MLA_DEVICE void store_latents(ProjectionStorage<C>& s, i32 token, i32 vector, const float4& x) {
-    typename C::Element kind;
-    *reinterpret_cast<uint2*>(&s.latents[token][4 * vector]) =
-        make_uint2(cvt_x2(kind, x.x, x.y), cvt_x2(kind, x.z, x.w));
-}
+struct PieceSums {
+    float4 even[C::kLaneVectors] = {}, odd[C::kLaneVectors] = {};
 
-// The weights of rows with few pieces: a lane has one of them, a warp a row. All rows' lses are on their way at once.
-template <class C, class Source>
-MLA_DEVICE void weigh_few(const ProjectionBlock<C>& block, const Source& source, i32 count) {
-    ProjectionStorage<C>& s = block.s;
-    constexpr i32 kRows = C::kTokens / kProjectionWarps;
-    const i32 warp = uniform_warp(), piece = threadIdx.x % kWarpThreads;
-    float lses[kRows];
-#pragma unroll
-    for (i32 i = 0; i < kRows; ++i) {
-        const i32 token = warp + i * kProjectionWarps;
-        const RowPieces& row = s.rows[token < count ? token : 0];
-        const bool present = token < count && row.first_lse != nullptr && piece < row.count;
-        lses[i] = present ? piece_lse2(source, row, piece) : negative_infinity();
+    MLA_DEVICE float4 total(i32 i) const {
+        const float4 x = even[i];
+        if constexpr (C::kAtOnce == 1) return plus(x, odd[i]);
+        constexpr u32 kOther = C::kLanes;
+        return plus(x, make_float4(__shfl_xor_sync(kFullWarp, x.x, kOther), __shfl_xor_sync(kFullWarp, x.y, kOther),
+                                   __shfl_xor_sync(kFullWarp, x.z, kOther), __shfl_xor_sync(kFullWarp, x.w, kOther)));
     }
-#pragma unroll
-    for (i32 i = 0; i < kRows; ++i) {
-        const i32 token = warp + i * kProjectionWarps;
-        if (token >= count || s.rows[token].count > kFewPieces) continue;
-        const RowPieces& row = s.rows[token];
-        const float max = warp_max(lses[i]), weight = piece_weight(lses[i], max), sum = warp_sum(weight);
-        s.weights[token][piece] = row.first_lse == nullptr ? 1.f : weight * source.factor(block.head, max, sum);
-        if (piece == 0 && block.part == 0 && row.lse != nullptr) *row.lse = source.final_lse(max, sum);
+    MLA_DEVICE static float4 plus(const float4& a, const float4& b) {
+        return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
     }
-}
+};
 
-// By each group of threads: its rows with few pieces. Whatever the rows, so many pieces are on their way.
-template <class C, class Source>
-MLA_DEVICE void merge_few(const ProjectionBlock<C>& block, const Source& source, i32 count) {
-    ProjectionStorage<C>& s = block.s;
-    const i32 vector = block.first_vector() + threadIdx.x % C::kSliceVectors;
-    i32 token = threadIdx.x / C::kSliceVectors, piece = 0;
-    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-    while (true) {
-        i32 tokens[kLoadsInFlight], pieces[kLoadsInFlight];
-        uint4 loaded[kLoadsInFlight];
+// So many times kAtOnce pieces, as a lane loads them.
+template <class C, i32 kSlots>
+struct LoadedPieces {
+    static constexpr i32 kPieces = kSlots * C::kAtOnce;
+    static_assert(C::kAtOnce == 2 || kSlots % 2 == 0, "the next ones begin with an even one");
+    uint4 vectors[kSlots][C::kLaneVectors];
+
+    // Pieces first .. end - 1, or as many of them.
+    template <class Source>
+    MLA_DEVICE void load(const ProjectionBlock<C>& block, const Source& source, const PiecePlaces& places, i32 first,
+                         i32 end) {
+        const i32 lane = threadIdx.x % kWarpThreads, vector = block.first_vector() + lane % C::kLanes;
 #pragma unroll
-        for (i32 i = 0; i < kLoadsInFlight; ++i) {
-            while (token < count && s.rows[token].count > kFewPieces) token += C::kGroups;
-            tokens[i] = token < count ? token : -1;
-            pieces[i] = piece;
-            const RowPieces& row = s.rows[max(0, tokens[i])];
-            const bool present = tokens[i] >= 0 && s.weights[max(0, tokens[i])][piece] != 0.f;
-            loaded[i] = load_piece(source, row, piece, vector, present);
-            if (tokens[i] >= 0 && ++piece == row.count) {
-                piece = 0;
-                token += C::kGroups;
+        for (i32 slot = 0; slot < kSlots; ++slot) {
+            const i32 piece = first + slot * C::kAtOnce + lane / C::kLanes;
+            const u8* const from = places.of(piece);
+#pragma unroll
+            for (i32 i = 0; i < C::kLaneVectors; ++i) {
+                vectors[slot][i] = load_four(source, from, vector + i * C::kLanes, piece < end);
             }
         }
+    }
+
+    // `weight` is of piece `lane` of the range, `first` the first one here. What weighs nothing is not added, as it may
+    // hold anything.
+    template <class Source>
+    MLA_DEVICE void add(const Source& source, PieceSums<C>& sums, float weight, i32 first) const {
+        const i32 lane = threadIdx.x % kWarpThreads;
 #pragma unroll
-        for (i32 i = 0; i < kLoadsInFlight; ++i) {
-            if (tokens[i] < 0) return;
-            add_piece<typename C::Element>(source, sum, loaded[i], s.weights[tokens[i]][pieces[i]]);
-            if (pieces[i] + 1 < s.rows[tokens[i]].count) continue;
-            store_latents(s, tokens[i], vector, sum);
-            sum = make_float4(0.f, 0.f, 0.f, 0.f);
+        for (i32 slot = 0; slot < kSlots; ++slot) {
+            const float w = __shfl_sync(kFullWarp, weight, first + slot * C::kAtOnce + lane / C::kLanes);
+            if (w == 0.f) continue;
+#pragma unroll
+            for (i32 i = 0; i < C::kLaneVectors; ++i) {
+                float4& sum = C::kAtOnce == 1 && slot % 2 == 1 ? sums.odd[i] : sums.even[i];
+                add_piece<typename C::Element>(source, sum, vectors[slot][i], w);
+            }
+        }
+    }
+};
+
+template <class C>
+using FirstPieces = LoadedPieces<C, C::kFirstLoads / C::kLaneVectors>;
+template <class C>
+using NextPieces = LoadedPieces<C, C::kLoads / C::kLaneVectors>;
+
+// To the blocks `rank`, `rank` + `step`, ... of the cluster.
+template <class C>
+MLA_DEVICE void share_latents(const ProjectionBlock<C>& block, i32 token, i32 vector, const float4& x, i32 rank = 0,
+                              i32 step = 1) {
+    typename C::Element kind;
+    const uint2 rounded = make_uint2(cvt_x2(kind, x.x, x.y), cvt_x2(kind, x.z, x.w));
+    u16* const to = &block.s.latents[token][4 * vector];
+    if constexpr (C::kShare == 1) {
+        *reinterpret_cast<uint2*>(to) = rounded;
+    } else {
+        for (; rank < C::kShare; rank += step) st_shared_cluster_v2(map_to_rank(smem_addr(to), rank), rounded);
+    }
+}
+
+// By a warp: rows `from`, `from` + 8, ... of the block, kRowsAtOnce of them, if they have few pieces.
+template <class C, class Source>
+MLA_DEVICE void merge_few(const ProjectionBlock<C>& block, const Source& source, i32 from, i32 count) {
+    const i32 lane = threadIdx.x % kWarpThreads;
+    MergedRow rows[C::kRowsAtOnce];
+    float lses[C::kRowsAtOnce];
+    FirstPieces<C> pieces[C::kRowsAtOnce];
+#pragma unroll
+    for (i32 i = 0; i < C::kRowsAtOnce; ++i) {
+        const i32 token = from + i * kProjectionWarps;
+        rows[i] = token < count ? block.s.rows[token] : MergedRow{};
+        if (rows[i].count > kFewPieces) rows[i].count = 0;
+        lses[i] = piece_lse2(source, block.head, rows[i], lane);
+        pieces[i].load(block, source, source.places(block.head, rows[i]), 0, rows[i].count);
+    }
+#pragma unroll
+    for (i32 i = 0; i < C::kRowsAtOnce; ++i) {
+        const MergedRow& row = rows[i];
+        if (row.count == 0) continue;
+        const PiecePlaces places = source.places(block.head, row);
+        float weight = lane == 0 ? 1.f : 0.f;
+        if (!row.is_final) {
+            const float max = warp_max(lses[i]);
+            weight = piece_weight(lses[i], max);
+            const float sum = warp_sum(weight);
+            weight *= source.factor(block.head, max, sum);
+            if (lane == 0 && block.part == 0) source.store_lse(block.head, row, max, sum);
+        }
+        PieceSums<C> sums;
+        pieces[i].add(source, sums, weight, 0);
+#pragma unroll 1
+        for (i32 at = FirstPieces<C>::kPieces; at < row.count; at += NextPieces<C>::kPieces) {
+            NextPieces<C> next;
+            next.load(block, source, places, at, row.count);
+            next.add(source, sums, weight, at);
+        }
+#pragma unroll
+        for (i32 v = 0; v < C::kLaneVectors; ++v) {
+            const i32 vector = block.first_vector() + lane % C::kLanes + v * C::kLanes;
+            share_latents(block, from + i * kProjectionWarps, vector, sums.total(v), lane / C::kLanes, C::kAtOnce);
         }
     }
 }
 
-// By the block: the weights of a row with many pieces, a thread each.
-template <class C, class Source>
-MLA_DEVICE void weigh_many(const ProjectionBlock<C>& block, const Source& source, const RowPieces& row) {
-    ProjectionStorage<C>& s = block.s;
-    const i32 thread = threadIdx.x, warp = thread / kWarpThreads;
-    const float lse = thread < row.count ? piece_lse2(source, row, thread) : negative_infinity();
-    const float largest = warp_max(lse);
-    if (thread % kWarpThreads == 0) s.warp_max[warp] = largest;
-    __syncthreads();
-    float max = s.warp_max[0], sum = 0.f;
-#pragma unroll
-    for (i32 i = 1; i < kProjectionWarps; ++i) max = fmaxf(max, s.warp_max[i]);
-    const float weight = piece_weight(lse, max), of_warp = warp_sum(weight);
-    if (thread % kWarpThreads == 0) s.warp_sums[warp] = of_warp;
-    __syncthreads();
-#pragma unroll
-    for (i32 i = 0; i < kProjectionWarps; ++i) sum += s.warp_sums[i];
-    s.many_weights[thread] = weight * source.factor(block.head, max, sum);
-    if (thread == 0 && block.part == 0 && row.lse != nullptr) *row.lse = source.final_lse(max, sum);
-    __syncthreads();
-}
-
-// By the block: a row with many pieces, of which each group of threads has a share.
+// By the block: a row with many pieces, each warp a range of them.
 template <class C, class Source>
 MLA_DEVICE void merge_many(const ProjectionBlock<C>& block, const Source& source, i32 token) {
-    ProjectionStorage<C>& s = block.s;
-    const RowPieces row = s.rows[token];
-    weigh_many(block, source, row);
-    const i32 in_slice = threadIdx.x % C::kSliceVectors, vector = block.first_vector() + in_slice;
-    const i32 group = threadIdx.x / C::kSliceVectors;
-    const i32 begin = row.count * group / C::kGroups, end = row.count * (group + 1) / C::kGroups;
-    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (i32 first = begin; first < end; first += kLoadsInFlight) {
-        uint4 loaded[kLoadsInFlight];
-#pragma unroll
-        for (i32 i = 0; i < kLoadsInFlight; ++i) {
-            const i32 piece = min(first + i, end - 1);
-            const bool present = first + i < end && s.many_weights[piece] != 0.f;
-            loaded[i] = load_piece(source, row, piece, vector, present);
-        }
-#pragma unroll
-        for (i32 i = 0; i < kLoadsInFlight; ++i) {
-            const i32 piece = min(first + i, end - 1);
-            add_piece<typename C::Element>(source, sum, loaded[i], first + i < end ? s.many_weights[piece] : 0.f);
-        }
+    constexpr i32 kLaneLses = kMaxRowPieces / kWarpThreads;
+    const MergedRow row = block.s.rows[token];
+    const i32 warp = uniform_warp(), lane = threadIdx.x % kWarpThreads;
+    const i32 begin = row.count * warp / kProjectionWarps, end = row.count * (warp + 1) / kProjectionWarps;
+    const PiecePlaces places = source.places(block.head, row);
+    NextPieces<C> pieces;
+    pieces.load(block, source, places, begin, end);
+    const float lse = piece_lse2(source, block.head, row, begin + lane);
+    const auto lse_of = [&](i32 i) { return piece_lse2(source, block.head, row, lane + i * kWarpThreads); };
+    float max = negative_infinity(), sum = 0.f;
+#pragma unroll 4
+    for (i32 i = 0; i < kLaneLses; ++i) max = fmaxf(max, lse_of(i));
+    max = warp_max(max);
+#pragma unroll 4
+    for (i32 i = 0; i < kLaneLses; ++i) sum += piece_weight(lse_of(i), max);
+    sum = warp_sum(sum);
+    const float weight = begin + lane < end ? piece_weight(lse, max) * source.factor(block.head, max, sum) : 0.f;
+    if (threadIdx.x == 0 && block.part == 0) source.store_lse(block.head, row, max, sum);
+    PieceSums<C> sums;
+    pieces.add(source, sums, weight, 0);
+#pragma unroll 1
+    for (i32 at = NextPieces<C>::kPieces; at < end - begin; at += NextPieces<C>::kPieces) {
+        pieces.load(block, source, places, begin + at, end);
+        pieces.add(source, sums, weight, at);
     }
-    s.sums[threadIdx.x] = sum;
+#pragma unroll
+    for (i32 v = 0; v < C::kLaneVectors; ++v) {
+        const float4 total = sums.total(v);
+        if (lane < C::kLanes) block.s.sums[warp][lane + v * C::kLanes] = total;
+    }
     __syncthreads();
-    if (group == 0) {
+    for (i32 i = threadIdx.x; i < C::kSliceVectors; i += kProjectionThreads) {
+        float4 total = block.s.sums[0][i];
 #pragma unroll
-        for (i32 i = 1; i < C::kGroups; ++i) {
-            const float4 other = s.sums[i * C::kSliceVectors + in_slice];
-            sum = make_float4(sum.x + other.x, sum.y + other.y, sum.z + other.z, sum.w + other.w);
-        }
-        store_latents(s, token, vector, sum);
+        for (i32 of = 1; of < kProjectionWarps; ++of) total = PieceSums<C>::plus(total, block.s.sums[of][i]);
+        share_latents(block, token, block.first_vector() + i, total);
     }
-    // The next row's sums are written after two more barriers.
-}
-
-// The shares of the peers; a thread has several vectors on their way.
-template <class C>
-MLA_DEVICE void fetch_shares(const ProjectionBlock<C>& block, i32 count) {
-    constexpr i32 kShareVectors = kHeadDimV / 8 / C::kShare, kOthers = kHeadDimV / 8 - kShareVectors, kInFlight = 4;
-    const auto rank_of = [&](i32 at) {
-        const i32 other = at % kOthers / kShareVectors;
-        return other + (other >= block.part);
-    };
-    const auto place = [&](i32 at) {
-        return &block.s.latents[at / kOthers][(rank_of(at) * kShareVectors + at % kShareVectors) * 8];
-    };
-    const i32 vectors = count * kOthers;
-    for (i32 first = threadIdx.x; first < vectors; first += kInFlight * kProjectionThreads) {
-        float4 loaded[kInFlight];
-#pragma unroll
-        for (i32 i = 0; i < kInFlight; ++i) {
-            const i32 at = min(first + i * kProjectionThreads, vectors - 1);
-            loaded[i] = ld_shared_cluster_v4(map_to_rank(smem_addr(place(at)), rank_of(at)));
-        }
-#pragma unroll
-        for (i32 i = 0; i < kInFlight; ++i) {
-            const i32 at = first + i * kProjectionThreads;
-            if (at < vectors) *reinterpret_cast<float4*>(place(at)) = loaded[i];
-        }
-    }
+    __syncthreads();  // the sums have been read
 }
 
 // By the block, or the cluster: the latents of `count` tokens, in the shared memory of each block.
 template <class C, class Source>
 MLA_DEVICE void merge_tokens(const ProjectionBlock<C>& block, const Source& source, i32 count) {
     ProjectionStorage<C>& s = block.s;
-    weigh_few(block, source, count);
-    __syncthreads();
-    merge_few(block, source, count);
-    for (i32 token = 0; token < count; ++token) {
-        if (s.rows[token].count > kFewPieces) merge_many(block, source, token);
+    if constexpr (C::kShare > 1) cluster_wait();  // the peers run, and have read the latents of the tokens before
+#pragma unroll 1
+    for (i32 i = 0; i < C::kRows; i += C::kRowsAtOnce) {
+        merge_few(block, source, uniform_warp() + i * kProjectionWarps, count);
     }
     const i32 padded = (count + 15) / 16 * 16;  // whole tiles of the product
     for (i32 i = threadIdx.x; i < (padded - count) * (kHeadDimV / 8); i += kProjectionThreads) {
         *reinterpret_cast<uint4*>(&s.latents[count + i / (kHeadDimV / 8)][i % (kHeadDimV / 8) * 8]) =
             make_uint4(0, 0, 0, 0);
     }
-    if constexpr (C::kShare > 1) {
-        cluster_sync();  // every block has its share
-        fetch_shares(block, count);
-        cluster_arrive();  // see `merge_and_project`
+    __syncthreads();  // every warp has found its rows
+#pragma unroll 1
+    for (i32 token = 0; token < count; ++token) {
+        if (s.rows[token].count > kFewPieces) merge_many(block, source, token);
     }
-    __syncthreads();
+    if constexpr (C::kShare > 1) {
+        cluster_sync();  // every block has the latents of all
+    } else {
+        __syncthreads();
+    }
 }
 
 // ---- The product -----------------------------------------------------------------------------------------------
@@ -365,54 +415,83 @@ MLA_DEVICE void store_pair(const ProjectionBlock<C>& block, i64 request, i64 que
     }
 }
 
-// Of `count` tokens, whose latents begin with that row in shared memory.
+// Of a tile of 16 tokens, whose latents begin with that row in shared memory, and kTiles tiles of 8 columns: the sums,
+// as mma.sync leaves them.
+template <class C, i32 kTiles>
+MLA_DEVICE void multiply(const ProjectionStorage<C>& s, i32 row, i32 column, float (&total)[kTiles][4]) {
+    const i32 lane = threadIdx.x % kWarpThreads;
+#if __CUDA_ARCH__ >= 800
+    const SmemAddr a_from = smem_addr(&s.latents[row + lane % 16][lane / 16 * 8]);
+    const SmemAddr b_from = smem_addr(&s.w_uv[column + lane % 8][lane / 8 * 8]);
+    float sums[kTiles][4][4] = {};  // independent of each other, so that products need not wait for each other
+#pragma unroll 4
+    for (i32 k = 0; k < kHeadDimV; k += 64) {
+#pragma unroll
+        for (i32 half = 0; half < 2; ++half) {
+            u32 a[2][4], b[kTiles][4];
+            const u32 bytes = 2 * (k + 32 * half);
+            ldmatrix_x4(a[0], a_from + bytes);
+            ldmatrix_x4(a[1], a_from + bytes + 32);
+#pragma unroll
+            for (i32 t = 0; t < kTiles; ++t) {
+                ldmatrix_x4(b[t], b_from + (bytes + t * 8 * 2 * kPitch));
+                mma_m16n8k16(typename C::Element{}, sums[t][2 * half], a[0], b[t][0], b[t][1]);
+                mma_m16n8k16(typename C::Element{}, sums[t][2 * half + 1], a[1], b[t][2], b[t][3]);
+            }
+        }
+    }
+#pragma unroll
+    for (i32 t = 0; t < kTiles; ++t) {
+#pragma unroll
+        for (i32 i = 0; i < 4; ++i) total[t][i] = (sums[t][0][i] + sums[t][1][i]) + (sums[t][2][i] + sums[t][3][i]);
+    }
+#else
+#pragma unroll
+    for (i32 t = 0; t < kTiles; ++t) {
+        for (i32 i = 0; i < 4; ++i) {
+            const u16 *const latents = s.latents[row + lane / 4 + i / 2 * 8],
+                             *const weights = s.w_uv[column + 8 * t + lane % 4 * 2 + i % 2];
+            float sum = 0.f;
+            for (i32 k = 0; k < kHeadDimV; ++k) {
+                sum = fmaf(C::Element::to_float(latents[k]), C::Element::to_float(weights[k]), sum);
+            }
+            total[t][i] = sum;
+        }
+    }
+#endif
+}
+
+// Each warp takes units of 16 tokens and kTiles tiles of columns.
+template <i32 kTiles, class C>
+MLA_DEVICE void project_units(const ProjectionBlock<C>& block, i32 first_token, i32 count, i32 s_q, i32 first_row) {
+    const i32 lane = threadIdx.x % kWarpThreads, across = block.columns / (8 * kTiles);
+    for (i32 unit = threadIdx.x / kWarpThreads; unit < ceil_div(count, 16) * across; unit += kProjectionWarps) {
+        const i32 tile_token = unit / across * 16, column = unit % across * 8 * kTiles;
+        float total[kTiles][4];
+        multiply<C, kTiles>(block.s, first_row + tile_token, column, total);
+#pragma unroll
+        for (i32 half = 0; half < 2; ++half) {
+            const i32 token = tile_token + lane / 4 + 8 * half;
+            if (token >= count) continue;
+            const i32 request = (first_token + token) / s_q, query = (first_token + token) % s_q;
+#pragma unroll
+            for (i32 t = 0; t < kTiles; ++t) {
+                store_pair(block, request, query, block.first_column() + column + 8 * t + lane % 4 * 2,
+                           total[t][2 * half], total[t][2 * half + 1]);
+            }
+        }
+    }
+}
+
+// Of `count` tokens, whose latents begin with that row in shared memory. With two tiles of tokens there are enough
+// units of two tiles of columns, which read the latents once.
 template <class C>
 MLA_DEVICE void project_tokens(const ProjectionBlock<C>& block, i32 first_token, i32 count, i32 s_q,
                                i32 first_row = 0) {
-    const ProjectionStorage<C>& s = block.s;
-    const i32 lane = threadIdx.x % kWarpThreads, tiles = block.columns / 8;
-    // Of a tile of 16 tokens and 8 columns.
-    const auto store = [&](i32 tile_token, i32 tile_column, i32 row, float x, float y) {
-        const i32 token = tile_token + row;
-        if (token >= count) return;
-        const i32 index = first_token + token;
-        store_pair(block, index / s_q, index % s_q, block.first_column() + tile_column + lane % 4 * 2, x, y);
-    };
-    for (i32 unit = threadIdx.x / kWarpThreads; unit < ceil_div(count, 16) * tiles; unit += kProjectionWarps) {
-        const i32 tile_token = unit / tiles * 16, tile_column = unit % tiles * 8;
-#if __CUDA_ARCH__ >= 800
-        const SmemAddr a_from = smem_addr(&s.latents[first_row + tile_token + lane % 16][lane / 16 * 8]);
-        const SmemAddr b_from = smem_addr(&s.w_uv[tile_column + lane % 8][lane / 8 * 8]);
-        float sums[4][4] = {};  // independent of each other, so that products need not wait for each other
-#pragma unroll 4
-        for (i32 k = 0; k < kHeadDimV; k += 64) {
-#pragma unroll
-            for (i32 half = 0; half < 2; ++half) {
-                u32 a[2][4], b[4];
-                const u32 bytes = 2 * (k + 32 * half);
-                ldmatrix_x4(b, b_from + bytes);
-                ldmatrix_x4(a[0], a_from + bytes);
-                ldmatrix_x4(a[1], a_from + bytes + 32);
-                mma_m16n8k16(typename C::Element{}, sums[2 * half], a[0], b[0], b[1]);
-                mma_m16n8k16(typename C::Element{}, sums[2 * half + 1], a[1], b[2], b[3]);
-            }
-        }
-        float total[4];
-#pragma unroll
-        for (i32 i = 0; i < 4; ++i) total[i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
-        store(tile_token, tile_column, lane / 4, total[0], total[1]);
-        store(tile_token, tile_column, lane / 4 + 8, total[2], total[3]);
-#else
-        for (i32 row = lane / 4; row < 16; row += 8) {
-            float x = 0.f, y = 0.f;
-            for (i32 k = 0; k < kHeadDimV; ++k) {
-                const float latent = C::Element::to_float(s.latents[first_row + tile_token + row][k]);
-                x = fmaf(latent, C::Element::to_float(s.w_uv[tile_column + lane % 4 * 2][k]), x);
-                y = fmaf(latent, C::Element::to_float(s.w_uv[tile_column + lane % 4 * 2 + 1][k]), y);
-            }
-            store(tile_token, tile_column, row, x, y);
-        }
-#endif
+    if (count > 16 && block.columns % 16 == 0) {
+        project_units<2>(block, first_token, count, s_q, first_row);
+    } else {
+        project_units<1>(block, first_token, count, s_q, first_row);
     }
 }
 
@@ -424,12 +503,14 @@ MLA_DEVICE void merge_and_project(const ProjectionBlock<C>& block, const Source&
         const i32 count = min(C::kTokens, block.end - first);
         if (first > block.first) source.find(block, first, count);
         merge_tokens(block, source, count);
-        if (first == block.first) {
-            wait_for_all_copies();  // W_UV
+        if (first == block.first) wait_for_w_uv(block);
+        project_tokens(block, first, count, source.queries());
+        if (first + C::kTokens >= block.end) break;
+        if constexpr (C::kShare > 1) {
+            cluster_arrive();  // the latents have been read, see `merge_tokens`
+        } else {
             __syncthreads();
         }
-        project_tokens(block, first, count, source.queries());
-        if constexpr (C::kShare > 1) cluster_wait();  // the peers have read this block's share
     }
 }
 
@@ -437,7 +518,7 @@ MLA_DEVICE void merge_and_project(const ProjectionBlock<C>& block, const Source&
 template <class C, class Source>
 MLA_DEVICE void fetch_results(const ProjectionBlock<C>& block, const Source& source, i32 first) {
     constexpr i32 kRowPieces = kHeadDimV / 8;
-    const i32 first_row = first / C::kCopied % C::kStages * C::kCopied;
+    const i32 first_row = (first - block.first) / C::kCopied % C::kStages * C::kCopied;
     for (i32 i = threadIdx.x; i < C::kCopied * kRowPieces; i += kProjectionThreads) {
         const i32 row = i / kRowPieces, column = i % kRowPieces * 8;
         u16* const to = &block.s.latents[first_row + row][column];
@@ -460,24 +541,32 @@ MLA_DEVICE void copy_and_project(const ProjectionBlock<C>& block, const Source& 
         if (first + kAhead < block.end) fetch_results(block, source, first + kAhead);
         commit_copies();
         wait_for_copies<C::kStages - 1>();
+        if (first == block.first) wait_for_w_uv(block);
         __syncthreads();
         project_tokens(block, first, min(C::kCopied, block.end - first), source.queries(),
-                       first / C::kCopied % C::kStages * C::kCopied);
+                       (first - block.first) / C::kCopied % C::kStages * C::kCopied);
         __syncthreads();  // the results have been read
     }
 }
 
-// `source` says what the rows are made of, and may read for that what is older than the kernel before this one; its
-// `find` ends with a barrier of the block, before which the latents of the tokens before have been read. W_UV is as old
-// where kWeightsAreOlder.
+// `source` says what the rows are made of, and may read for that what is older than the kernel before this one: each
+// warp finds its rows, before the latents are overwritten. W_UV is as old where kWeightsAreOlder.
 template <class C, class Source>
 MLA_DEVICE void run_projection(const ProjectionBlock<C>& block, const Source& source) {
+    const bool merges = !source.are_results();
+    if constexpr (C::kShare > 1) {
+        if (threadIdx.x == 0) {
+            mbarrier_init(block.s.w_uv_full, 1);
+            fence_mbarrier_init();
+        }
+        __syncthreads();
+        if (merges) cluster_arrive();
+    }
     if constexpr (Source::kWeightsAreOlder) {
         fetch_w_uv(block);
     } else {
         prefetch_w_uv(block);
     }
-    const bool merges = !source.are_results();
     if (merges) source.find(block, block.first, min(C::kTokens, block.end - block.first));
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();

@@ -1,13 +1,13 @@
 // Merges n partial attention results over disjoint sets of keys, and multiplies them by W_UV. The mathematics and the
-// grid are in attention/projection.cuh. A state whose lse is +Inf or -Inf is empty: it saw no key, and is not read.
-// Without lses there is one state, and nothing to merge.
+// grid are in attention/projection.cuh. A state whose lse is +Inf or -Inf is empty: it saw no key, and counts nothing,
+// whatever it holds. Without lses there is one state, and nothing to merge.
 #include "attention/projection.cuh"
 
 namespace mla::projection {
 using namespace attention;
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
-using Projected = ProjectionConfig<MLA_DTYPE, MLA_SHARE>;
+using Projected = ProjectionConfig<MLA_DTYPE, MLA_SHARE, (MLA_SHARE <= 2 ? 1 : 2)>;
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct StatesAddresses {
@@ -51,31 +51,31 @@ struct StateRows {
         return b * p.outs_stride_b_elems + query * p.outs_stride_s_elems + head * p.outs_stride_h_elems;
     }
     MLA_DEVICE bool is_fp32() const { return p.outs_are_fp32; }
-    MLA_DEVICE i64 lse_step() const { return p.lses_stride_n_elems; }
-    MLA_DEVICE i64 piece_step() const { return p.outs_stride_n_elems; }
     MLA_DEVICE float lse2(float lse) const {
         return fabsf(lse) == -negative_infinity() ? negative_infinity() : lse * p.to_log2;
     }
     MLA_DEVICE float factor(i32, float, float sum) const { return sum == 0.f ? 0.f : 1.f / sum; }
-    MLA_DEVICE float final_lse(float max, float sum) const {
-        return sum == 0.f ? p.empty_lse : (max + log2f(sum)) * p.lse_factor;
+    MLA_DEVICE void store_lse(i64 head, const MergedRow& row, float max, float sum) const {
+        const i64 b = row.token / p.s_q, query = row.token % p.s_q;
+        p.lse[b * p.lse_stride_b_elems + head * p.lse_stride_h_elems + query * p.lse_stride_s_elems] =
+            sum == 0.f ? p.empty_lse : (max + log2f(sum)) * p.lse_factor;
     }
 
     MLA_DEVICE void find(const ProjectionBlock<Projected>& block, i32 first_token, i32 count) const {
-        if (threadIdx.x < count) {
-            const i32 token = first_token + threadIdx.x;
-            const i64 b = token / p.s_q, query = token % p.s_q, head = block.head;
-            const void* const first =
-                p.outs_are_fp32 ? static_cast<const void*>(static_cast<const float*>(p.outs) + at(head, token))
-                                : result(head, token);
-            const i64 of_lses =
-                b * p.lses_stride_b_elems + head * p.lses_stride_h_elems + query * p.lses_stride_s_elems;
-            const i64 of_lse = b * p.lse_stride_b_elems + head * p.lse_stride_h_elems + query * p.lse_stride_s_elems;
-            const float* const lses = p.lses == nullptr ? nullptr : p.lses + of_lses;
-            float* const lse = p.lses == nullptr ? nullptr : p.lse + of_lse;
-            block.s.rows[threadIdx.x] = RowPieces{first, first, lses, lses, lse, p.states};
-        }
-        __syncthreads();
+        const i32 row = threadIdx.x / kWarpThreads + threadIdx.x % kWarpThreads * kProjectionWarps;  // a lane a row
+        if (row < count) block.s.rows[row] = MergedRow{first_token + row, 0, p.states, p.lses == nullptr};
+        __syncwarp();
+    }
+
+    MLA_DEVICE const float* lse(i64 head, const MergedRow& row, i32 state) const {
+        const i64 b = row.token / p.s_q, query = row.token % p.s_q;
+        return p.lses + state * p.lses_stride_n_elems + b * p.lses_stride_b_elems + head * p.lses_stride_h_elems +
+               query * p.lses_stride_s_elems;
+    }
+    MLA_DEVICE PiecePlaces places(i32 head, const MergedRow& row) const {
+        const i32 bytes = p.outs_are_fp32 ? 4 : 2;
+        const u8* const first = static_cast<const u8*>(p.outs) + at(head, row.token) * bytes;
+        return PiecePlaces{first, first, p.outs_stride_n_elems * bytes};
     }
 };
 

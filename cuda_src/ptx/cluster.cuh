@@ -52,6 +52,12 @@ MLA_DEVICE float4 ld_shared_cluster_v4(ClusterAddr from) {
     return x;
 }
 
+// Stores 8 bytes; they are there for threads that have waited for a barrier of the cluster after it.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st
+MLA_DEVICE void st_shared_cluster_v2(ClusterAddr to, uint2 x) {
+    asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(to.value), "r"(x.x), "r"(x.y) : "memory");
+}
+
 // The two halves of cluster_sync, by all threads of all blocks: what a thread wrote or read before it arrives is done
 // for every thread that has waited.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-barrier-cluster

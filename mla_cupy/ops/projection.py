@@ -193,7 +193,7 @@ def _examine_merge(views: Views, given: MergeProjectOptions) -> Examined:
         raise DTypeError(explain("w_uv.dtype", w_uv.dtype, f"{outs.dtype}, like outs", "convert w_uv"))
     if views["lses"] is None and n != 1:
         raise ArgumentError(explain("lses", None, f"an array, with n={n} states", "only one state needs none"))
-    return Examined(ProjectProblem(h_q, w_uv.shape[1], w_uv.dtype), options)
+    return Examined(ProjectProblem(h_q, w_uv.shape[1], w_uv.dtype, b * s_q), options)
 
 
 def _examine_absorb(views: Views, options: AbsorbOptions) -> Examined:
@@ -202,7 +202,7 @@ def _examine_absorb(views: Views, options: AbsorbOptions) -> Examined:
     if t > MAX_INT32:
         raise ShapeError(explain("q_nope.shape[0]", t, f"at most {MAX_INT32}"))
     sizes = {"d_qk": D_V if views["q_rope"] is None else D_QK}
-    return Examined(ProjectProblem(h_q, d_nope, q_nope.dtype), options, sizes)
+    return Examined(ProjectProblem(h_q, d_nope, q_nope.dtype, t), options, sizes)
 
 
 ABSORB_OPERATION = Operation(

@@ -44,19 +44,19 @@ def check_states(given: States, sm_count: int, mode: tuple[str, int] = ("early",
     ("given", "sm_count", "share"),
     [
         (states(3), 2, 2),
-        (states(2, b=1, s_q=3, h=1, d_head=64, dtype="float16"), 4, 8),
+        (states(2, b=1, s_q=3, h=1, d_head=64, dtype="float16"), 5, 8),
         (states(1, b=3, outs_dtype="bfloat16"), 4, 4),
         (states(8, b=2, h=3, d_head=192, outs_dtype="bfloat16"), 1, 4),
         (states(9, b=3, h=1, d_head=256), 2, 4),
-        (states(40, b=1, h=1), 4, 8),
+        (states(40, b=1, h=1), 5, 8),
         (states(2, b=7, s_q=5, h=1, d_head=64), 1, 2),  # more tokens than a block takes at a time
-        (states(2, b=9, s_q=2, h=1, d_head=64), 8, 8),  # and two shares of the tokens
+        (states(2, b=9, s_q=2, h=1, d_head=64), 8, 4),  # and three shares of the tokens
     ],
     ids=lambda x: "x".join(map(str, x.outs.shape)) if isinstance(x, States) else str(x),
 )
 def test_states(given: States, sm_count: int, share: int) -> None:
     h, d_head, _ = given.w_uv.shape
-    assert projection.share(h, d_head, fake_gpu(sm_count)) == share
+    assert projection.share(h, d_head, given.outs.shape[1] * given.outs.shape[2], fake_gpu(sm_count)) == share
     check_states(given, sm_count, lse_base="2" if share > 2 else "e", empty_lse=7.0)
 
 
@@ -419,25 +419,38 @@ def test_bugs_of_absorption_are_caught(mutant: Mutant, plant: Plant) -> None:
 
 
 @pytest.mark.parametrize(
-    ("h", "d_head", "share"), [(128, 128, 2), (96, 128, 2), (64, 128, 4), (16, 128, 8), (64, 256, 4), (128, 256, 4)]
+    ("h", "d_head", "tokens", "share"),
+    [
+        (128, 128, 1, 2),
+        (96, 128, 1, 2),
+        (64, 128, 1, 4),
+        (64, 128, 9, 2),
+        (16, 128, 1, 8),
+        (16, 128, 16, 4),
+        (16, 128, 64, 2),
+        (26, 64, 8, 8),
+        (27, 64, 8, 4),
+        (64, 256, 64, 4),
+        (128, 256, 1, 4),
+    ],
 )
-def test_blocks_of_a_head(h: int, d_head: int, share: int) -> None:
-    kernel, variant, _ = STATES.build("bfloat16", h, d_head, H200)
+def test_blocks_of_a_head(h: int, d_head: int, tokens: int, share: int) -> None:
+    kernel, variant, _ = STATES.build("bfloat16", h, d_head, tokens, H200)
     assert (kernel, variant.share) == (STATES.clusters, share)
     assert projection.parts(variant, d_head) == share
     assert d_head <= share * kernel.facts["columns"]
 
 
 @pytest.mark.parametrize(
-    ("tokens", "blocks", "shares"), [(1, 128, 1), (16, 128, 1), (17, 128, 2), (64, 128, 2), (512, 256, 1), (64, 66, 4)]
+    ("tokens", "blocks", "shares"), [(1, 128, 1), (8, 128, 1), (9, 128, 2), (64, 128, 2), (512, 256, 1), (64, 66, 4), (64, 32, 8)]
 )
 def test_shares_of_the_tokens(tokens: int, blocks: int, shares: int) -> None:
-    assert projection.token_shares(tokens, projection.TILE_ROWS, blocks, 2 * H200.sm_count) == shares
+    assert projection.token_shares(tokens, projection.LEAST_TOKENS, blocks, 2 * H200.sm_count) == shares
 
 
 def test_gpus_without_clusters_have_builds() -> None:
     for cc in ((7, 5), (8, 0), (8, 9), (12, 0)):
         gpu = replace(H200, cc=cc)
-        assert STATES.build("float16", 16, 128, gpu)[0] is STATES.plain
-        assert combine_project.PROJECTION.build("float16", 16, 128, gpu)[0] is combine_project.PROJECTION.plain
+        assert STATES.build("float16", 16, 128, 1, gpu)[0] is STATES.plain
+        assert combine_project.PROJECTION.build("float16", 16, 128, 1, gpu)[0] is combine_project.PROJECTION.plain
         assert ABSORB.supports_arch(gpu.arch)

@@ -21,8 +21,8 @@ SHARES = 2, 4, 8
 """Blocks of a cluster, which share the merge of a head."""
 
 
-TILE_ROWS = 16
-"""Tokens of a tile of the product; a block has whole tiles."""
+LEAST_TOKENS = 8
+"""Of a block, where there are as many: a warp merges one at a time."""
 
 
 class Build(NamedTuple):
@@ -65,19 +65,24 @@ class Projection:
         """Both, the faster one first."""
         return self.clusters, self.plain
 
-    def build(self, dtype: str, h_q: int, d_head: int, device: DeviceInfo) -> Build:
-        """The kernel and the build for so many heads of this width."""
+    def build(self, dtype: str, h_q: int, d_head: int, tokens: int, device: DeviceInfo) -> Build:
+        """The kernel and the build for so many heads of this width, and tokens. Bits do not depend on the build."""
         resident = PROJECTION_BLOCKS_PER_SM * device.sm_count
         if not self.clusters.supports_arch(device.arch):
             return Build(self.plain, Variant(dtype=dtype, share=1), resident)
-        return Build(self.clusters, Variant(dtype=dtype, share=share(h_q, d_head, device)), resident)
+        return Build(self.clusters, Variant(dtype=dtype, share=share(h_q, d_head, tokens, device)), resident)
 
 
-def share(h_q: int, d_head: int, device: DeviceInfo) -> int:
-    """Blocks for each head: as many as are resident for all heads at once, but at least those that its columns take."""
+def share(h_q: int, d_head: int, tokens: int, device: DeviceInfo) -> int:
+    """Blocks of a cluster: at least those that a head's columns take, and as many as the GPU holds at once for all
+    heads and shares of the tokens. Clusters of eight do not fill it, as a group of multiprocessors may have no room for
+    a last one, which would run alone, after all others.
+    """
     least = [blocks for blocks in SHARES if d_head <= blocks * _COLUMNS[True]]
     resident = PROJECTION_BLOCKS_PER_SM * device.sm_count
-    return max((blocks for blocks in least if h_q * blocks <= resident), default=least[0])
+    shares = token_shares(tokens, LEAST_TOKENS, h_q * least[0], resident)
+    fits = (blocks for blocks in least if h_q * shares * blocks <= resident * (0.8 if blocks == 8 else 1))
+    return max(fits, default=least[0])
 
 
 def token_shares(tokens: int, least: int, blocks: int, resident: int) -> int:
@@ -123,5 +128,5 @@ def launch(build: Build, call: Call, params: Params) -> Launch:
     h_q, d_head, _ = call.view("w_uv").shape
     b, s_q, _, _ = call.view("out").shape
     blocks = h_q * parts(build.variant, d_head)
-    shares = token_shares(b * s_q, TILE_ROWS, blocks, build.resident)
+    shares = token_shares(b * s_q, LEAST_TOKENS, blocks, build.resident)
     return Launch(build.kernel, build.variant, (blocks, shares, 1), LaunchArgs(params))

@@ -137,7 +137,9 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         blocks = 0 if chosen.cluster_blocks > 1 else combine.blocks(splits.num_splits, device)
         projection = None
         if problem.d_head:
-            projection = combine_project.PROJECTION.build(problem.half, problem.h_q, problem.d_head, device)
+            batch = problem.batch or Batch(1, 0)
+            tokens = batch.queries or batch.b * problem.s_q
+            projection = combine_project.PROJECTION.build(problem.half, problem.h_q, problem.d_head, tokens, device)
         config = DecodeConfig(problem, chosen, splits.row_blocks, splits.num_splits, blocks, projection=projection)
         if groups is None:
             return config

@@ -59,11 +59,12 @@ class AbsorbOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class ProjectProblem:
-    """Sizes and dtype that choose a build: of heads, their width, and 16-bit elements."""
+    """Sizes and dtype that choose a build: of heads, their width, 16-bit elements, and tokens."""
 
     h_q: int
     d_head: int
     dtype: str
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class MergeProjectPipeline(_OneLaunch):
     def configure(self, problem: ProjectProblem, device: DeviceInfo, kernel: str | None = None) -> ProjectConfig:
         """See `Pipeline.configure`."""
         choice.check_kernel(self.kernels, kernel)
-        return ProjectConfig(*STATES.build(problem.dtype, problem.h_q, problem.d_head, device))
+        return ProjectConfig(*STATES.build(problem.dtype, problem.h_q, problem.d_head, problem.tokens, device))
 
     def steps(self, config: ProjectConfig, call: Call) -> list[Step]:
         """One launch, unless there is no row."""

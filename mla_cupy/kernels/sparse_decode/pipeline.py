@@ -76,7 +76,9 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         blocks = combine.blocks(cuts.num_splits, device) if split else 0
         projection = None
         if problem.d_head:
-            projection = combine_project.PROJECTION.build(problem.dtype, problem.h_q, problem.d_head, device)
+            projection = combine_project.PROJECTION.build(
+                problem.dtype, problem.h_q, problem.d_head, problem.queries, device
+            )
         return SparseDecodeConfig(problem, chosen, variant, block_rows, cuts, blocks, projection)
 
     def workspace(self, config: SparseDecodeConfig) -> Layout:
