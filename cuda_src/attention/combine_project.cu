@@ -26,6 +26,7 @@ MLA_FACT(smem_bytes, sizeof(ProjectionStorage<Projected>));
 MLA_FACT(cluster, Projected::kShare);
 MLA_FACT(columns, Projected::kColumns);
 static_assert(kMaxSplits <= kMaxRowPieces, "a request may have a piece in every split");
+constexpr i32 kNoRequest = -1;
 
 // ---- Source ----------------------------------------------------------------------------------------------------
 // The rows of a head: final ones in `out`, the others in the workspace.
@@ -41,89 +42,92 @@ struct SplitRows {
     MLA_DEVICE const u16* result(i32, i32) const { return nullptr; }
     MLA_DEVICE bool is_fp32() const { return true; }
     MLA_DEVICE float lse2(float partial) const { return partial; }
+    // Of piece `piece`, in elements and in bytes. A request has fewer rows than 2^20, so one product of 32 bits will
+    // do.
+    MLA_DEVICE u64 lse_step(i32 piece) const { return (u64)(u32)piece * (u32)(p.s_q * p.h_q); }
+    MLA_DEVICE u64 piece_step(i32 piece) const {
+        return (u64)(u32)piece * ((u32)(p.s_q * p.h_q) * (u32)(kHeadDimV * sizeof(float)));
+    }
     MLA_DEVICE float factor(i32 head, float max, float sum) const { return final_factor(p, head, max, sum); }
-    MLA_DEVICE void store_lse(i32 head, const MergedRow& row, float max, float sum) const {
-        const HeadRow of = head_row(head, row);
-        p.lse[lse_offset(p, row.token / p.s_q, of.kv_head, of.row)] =
-            final_lse(p, sum == 0.f ? negative_infinity() : max + log2f(sum));
+    MLA_DEVICE float final_lse(float max, float sum) const {
+        return attention::final_lse(p, sum == 0.f ? negative_infinity() : max + log2f(sum));
     }
 
-    // By a warp, of its rows. Only the schedule is read, which is older than the attention kernel.
+    // By a warp, of its rows: a lane works out one of them. Only the schedule is read, which is older than the
+    // attention kernel.
     MLA_DEVICE void find(const ProjectionBlock<Projected>& block, i32 first_token, i32 count) const {
-        if (p.has_pieces) {
-            find_pieces(block.s, first_token, count);
-        } else {
-            find_cuts(block.s, first_token, count);
+        const i32 lane = threadIdx.x % kWarpThreads, row = uniform_warp() + lane * kProjectionWarps;
+        const bool present = lane < Projected::kRows && row < count;
+        const i32 token = first_token + row, request = present ? token / p.s_q : kNoRequest;
+        i32 split, pieces;
+        if (!p.has_pieces) {
+            find_cuts(request, split, pieces);
+        } else if (present) {
+            split = first_splits(p)[request];
+            pieces = min(first_splits(p)[request + 1] - split, kMaxRowPieces);
         }
+        if (present) block.s.rows[row] = row_pieces(request, token - request * p.s_q, block.head, split, pieces);
         __syncwarp();
     }
 
-    // Of a row whose request has so many pieces, the first of which ends `split`.
-    MLA_DEVICE static MergedRow row_of(i32 token, i32 split, i32 pieces) {
-        return MergedRow{token, split, max(1, pieces), pieces < 2};
-    }
-
-    MLA_DEVICE void find_pieces(ProjectionStorage<Projected>& s, i32 first_token, i32 count) const {
-        const i32 row = threadIdx.x / kWarpThreads + threadIdx.x % kWarpThreads * kProjectionWarps;  // a lane a row
-        if (row >= count) return;
-        const i32 token = first_token + row, request = token / p.s_q, split = first_splits(p)[request];
-        s.rows[row] = row_of(token, split, min(first_splits(p)[request + 1] - split, kMaxRowPieces));
-    }
-
-    // The cuts within each request: the first one, and how many there are.
-    MLA_DEVICE void find_cuts(ProjectionStorage<Projected>& s, i32 first_token, i32 count) const {
+    // The cuts within each lane's request: where its first piece is, and how many pieces it has.
+    MLA_DEVICE void find_cuts(i32 request, i32& split, i32& pieces) const {
         constexpr i32 kLaneCuts = kMaxSplits / kWarpThreads;
-        // Neither a schedule nor even cuts: the attention kernel has merged what it has split.
-        const i32 num_splits = p.schedule == nullptr && p.request_units == 0 ? 1 : p.num_splits;
-        const i32 warp = uniform_warp(), lane = threadIdx.x % kWarpThreads;
-        i32 requests[kLaneCuts];
+        const i32 lane = threadIdx.x % kWarpThreads;
+        i32 first = 0, cuts = 0;
+        // Of 32 cuts, of which this lane has one.
+        const auto count = [&](i32 index, const SchedulePoint& cut) {
+            const i32 within = cut.tile > 0 ? cut.request : kNoRequest - 1;
 #pragma unroll
-        for (i32 i = 0; i < kLaneCuts; ++i) {
-            const i32 split = lane + i * kWarpThreads;
-            SchedulePoint cut{-1, 0};
-            if (split > 0 && split < num_splits) cut = split_begin(p, split);
-            requests[i] = cut.tile > 0 ? cut.request : -1;
-        }
-        for (i32 row = warp; row < count; row += kProjectionWarps) {
-            const i32 token = first_token + row, request = token / p.s_q;
-            i32 first = 0, cuts = 0;
+            for (i32 i = 0; i < Projected::kRows; ++i) {
+                const u32 found = __ballot_sync(kFullWarp, within == __shfl_sync(kFullWarp, request, i));
+                const bool mine = lane == i;
+                first = mine && cuts == 0 && found != 0 ? index * kWarpThreads + __ffs(found) - 1 : first;
+                cuts += mine ? __popc(found) : 0;
+            }
+        };
+        const auto is_cut = [&](i32 i) { return i > 0 && i < p.num_splits; };
+        if (p.schedule != nullptr) {
+            SchedulePoint points[kLaneCuts];
 #pragma unroll
             for (i32 i = 0; i < kLaneCuts; ++i) {
-                const u32 found = __ballot_sync(kFullWarp, requests[i] == request);
-                if (cuts == 0 && found != 0) first = i * kWarpThreads + __ffs(found) - 1;
-                cuts += __popc(found);
+                points[i] = SchedulePoint{0, 0};
+                if (is_cut(lane + i * kWarpThreads)) points[i] = p.schedule[lane + i * kWarpThreads];
             }
-            if (lane == 0) s.rows[row] = row_of(token, first - 1, cuts + 1);
+#pragma unroll
+            for (i32 i = 0; i < kLaneCuts; ++i) {
+                if (i * kWarpThreads < p.num_splits) count(i, points[i]);
+            }
+        } else if (p.request_units > 0) {  // else the attention kernel has merged what it has split
+#pragma unroll 1
+            for (i32 i = 0; i * kWarpThreads < p.num_splits; ++i) {
+                const i32 at = lane + i * kWarpThreads;
+                count(i, is_cut(at) ? split_begin(p, at) : SchedulePoint{0, 0});
+            }
         }
+        split = first - 1;
+        pieces = cuts + 1;
     }
 
-    struct HeadRow {
-        i32 kv_head, row;
-    };
-    MLA_DEVICE HeadRow head_row(i32 head, const MergedRow& row) const {
-        const i32 group = p.h_q / p.h_kv;
-        return HeadRow{head / group, row.token % p.s_q * group + head % group};
-    }
-    // The first piece ended its split, every other one began its split.
-    MLA_DEVICE i64 in_workspace(i32 head, const MergedRow& row, i32 piece) const {
-        const HeadRow of = head_row(head, row);
-        const i32 index = piece == 0 ? p.continued_index + row.first : row.first + piece;
-        return workspace_row(p, index, of.kv_head, of.row);
-    }
-    MLA_DEVICE const float* lse(i32 head, const MergedRow& row, i32 piece) const {
-        return p.partial_lse + in_workspace(head, row, piece);
-    }
-    MLA_DEVICE PiecePlaces places(i32 head, const MergedRow& row) const {
-        constexpr i32 kBytes = sizeof(float);
-        const auto at = [](const void* from, i64 elems) { return static_cast<const u8*>(from) + elems * kBytes; };
-        if (row.is_final) {
-            const HeadRow of = head_row(head, row);
-            const u8* const result = at(p.out, out_offset(p, row.token / p.s_q, of.kv_head, of.row));
-            return PiecePlaces{result, result, 0};
+    // Of a row whose request has so many pieces, the first of which ends `split`.
+    MLA_DEVICE RowPieces row_pieces(i32 request, i32 query, i32 head, i32 split, i32 pieces) const {
+        const i32 group = p.h_q / p.h_kv, kv_head = head / group, row = query * group + head % group;
+        if (pieces < 2) {
+            const u8* const final_row = bytes_of(p.out, out_offset(p, request, kv_head, row));
+            return RowPieces{final_row, final_row, nullptr, nullptr, nullptr, 1};
         }
-        const i64 others = in_workspace(head, row, 1) * kHeadDimV, step = (i64)p.s_q * p.h_q * kHeadDimV;
-        return PiecePlaces{at(p.partial_out, in_workspace(head, row, 0) * kHeadDimV), at(p.partial_out, others - step),
-                           step * kBytes};
+        // The first piece ended its split, every other one began its split.
+        const i64 first = workspace_row(p, p.continued_index + split, kv_head, row);
+        const i64 others = workspace_row(p, split, kv_head, row);
+        return RowPieces{bytes_of(p.partial_out, first * kHeadDimV),
+                         bytes_of(p.partial_out, others * kHeadDimV),
+                         p.partial_lse + first,
+                         p.partial_lse + others,
+                         p.lse + lse_offset(p, request, kv_head, row),
+                         pieces};
+    }
+    MLA_DEVICE static const u8* bytes_of(const void* from, i64 elems) {
+        return reinterpret_cast<const u8*>(static_cast<const float*>(from) + elems);
     }
 };
 

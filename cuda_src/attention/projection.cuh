@@ -81,9 +81,13 @@ struct ProjectionSizes {
 };
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
-// Where the pieces of a token begin, for the source, and how many there are. A final one is one piece without an lse.
-struct alignas(16) MergedRow {
-    i32 token, first, count, is_final;
+// What a row of the block's head is made of: piece 0, and piece j > 0 at `others` + j steps. Addresses are worked out
+// once for a row, by one lane: they take divisions.
+struct alignas(16) RowPieces {
+    const u8 *first, *others;
+    const float *first_lse, *other_lse;  // null where there is one piece, and its result is final
+    float* lse;                          // of all pieces; or null
+    i32 count;
 };
 
 template <class C>
@@ -91,7 +95,7 @@ struct ProjectionStorage {
     alignas(16) u16 w_uv[C::kColumns][kPitch];
     alignas(16) u16 latents[C::kTokens][kPitch];
     float4 sums[kProjectionWarps][C::kSliceVectors];  // of a row with many pieces
-    MergedRow rows[C::kTokens];
+    RowPieces rows[C::kTokens];
     MBarrier w_uv_full;
 };
 
@@ -117,20 +121,17 @@ struct ProjectionBlock {
     MLA_DEVICE i32 first_vector() const { return C::kShare == 1 ? 0 : part * C::kSliceVectors; }
 };
 
+// On clusters after thread 0 has said how many bytes come.
 template <class C>
 MLA_DEVICE void fetch_w_uv(const ProjectionBlock<C>& block) {
-    if constexpr (C::kShare > 1) {
-        if (threadIdx.x >= kWarpThreads) return;
-        MBarrier& full = block.s.w_uv_full;
-        if (threadIdx.x == 0) mbarrier_arrive_expect_tx(full, block.columns * kWeightRowBytes);
-        __syncwarp();
-        for (i32 row = threadIdx.x; row < block.columns; row += kWarpThreads) {
-            cp_async_bulk(smem_addr(block.s.w_uv[row]), block.w_uv(row), kWeightRowBytes, full);
-        }
+    if constexpr (C::kShare > 1) {  // each warp a few rows: a lane issues after the other
+        const i32 row = threadIdx.x / kWarpThreads + threadIdx.x % kWarpThreads * kProjectionWarps;
+        if (row >= block.columns) return;
+        cp_async_bulk(smem_addr(block.s.w_uv[row]), block.w_uv(row), kWeightRowBytes, block.s.w_uv_full);
     } else {
-        constexpr i32 kRowPieces = kHeadDimV / 8;
-        for (i32 i = threadIdx.x; i < block.columns * kRowPieces; i += kProjectionThreads) {
-            const i32 row = i / kRowPieces, column = i % kRowPieces * 8;
+        constexpr i32 kRowVectors = kHeadDimV / 8;
+        for (i32 i = threadIdx.x; i < block.columns * kRowVectors; i += kProjectionThreads) {
+            const i32 row = i / kRowVectors, column = i % kRowVectors * 8;
             copy_16(&block.s.w_uv[row][column], block.w_uv(row) + column);
         }
     }
@@ -163,19 +164,12 @@ MLA_DEVICE void prefetch_w_uv(const ProjectionBlock<C>& block) {
 MLA_DEVICE float piece_weight(float lse, float max) { return lse == negative_infinity() ? 0.f : exp2f(lse - max); }
 
 template <class Source>
-MLA_DEVICE float piece_lse2(const Source& source, i32 head, const MergedRow& row, i32 piece) {
-    const bool present = piece < row.count && !row.is_final;
-    const float lse = __uint_as_float(ld_global_4(source.lse(head, row, present ? piece : 0), present));
+MLA_DEVICE float piece_lse2(const Source& source, const RowPieces& row, i32 piece) {
+    const bool present = piece < row.count && row.first_lse != nullptr;
+    const float* const from = piece == 0 ? row.first_lse : row.other_lse + source.lse_step(piece);
+    const float lse = __uint_as_float(ld_global_4(from, present));
     return present ? source.lse2(lse) : negative_infinity();
 }
-
-// Where the pieces of a row are: number 0, and number j > 0 at `others` + j steps.
-struct PiecePlaces {
-    const u8 *first, *others;
-    i64 step_bytes;
-
-    MLA_DEVICE const u8* of(i32 piece) const { return piece == 0 ? first : others + piece * step_bytes; }
-};
 
 // Four neighbouring numbers, as they are in memory.
 template <class Source>
@@ -185,20 +179,27 @@ MLA_DEVICE uint4 load_four(const Source& source, const u8* piece, i32 vector, bo
     return make_uint4(x.x, x.y, 0, 0);
 }
 
+// What weighs nothing may hold anything.
 template <class Element, class Source>
 MLA_DEVICE void add_piece(const Source& source, float4& sum, const uint4& x, float weight) {
-    float4 wide;
+    float wide[4];
     if (source.is_fp32()) {
-        wide = make_float4(__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w));
+        wide[0] = __uint_as_float(x.x), wide[1] = __uint_as_float(x.y);
+        wide[2] = __uint_as_float(x.z), wide[3] = __uint_as_float(x.w);
     } else {
-        wide = make_float4(Element::to_float((u16)x.x), Element::to_float((u16)(x.x >> 16)),
-                           Element::to_float((u16)x.y), Element::to_float((u16)(x.y >> 16)));
+        wide[0] = Element::to_float((u16)x.x), wide[1] = Element::to_float((u16)(x.x >> 16));
+        wide[2] = Element::to_float((u16)x.y), wide[3] = Element::to_float((u16)(x.y >> 16));
     }
-    sum.x = fmaf(weight, wide.x, sum.x);
-    sum.y = fmaf(weight, wide.y, sum.y);
-    sum.z = fmaf(weight, wide.z, sum.z);
-    sum.w = fmaf(weight, wide.w, sum.w);
+    const auto counted = [&](i32 i) { return weight == 0.f ? 0.f : wide[i]; };
+    sum.x = fmaf(weight, counted(0), sum.x);
+    sum.y = fmaf(weight, counted(1), sum.y);
+    sum.z = fmaf(weight, counted(2), sum.z);
+    sum.w = fmaf(weight, counted(3), sum.w);
 }
+
+// What all lanes say alike, as a predicate that the compiler knows to be the same in all of them: shuffles behind it
+// then need no synchronisation of the warp, which was half of the code.
+MLA_DEVICE bool warp_agrees(bool x) { return __any_sync(kFullWarp, x); }
 
 // What a lane has of the sums of a range of pieces. Where two pieces are loaded at once, all of its pieces are `even`
 // or all odd, and `odd` is not used.
@@ -227,13 +228,13 @@ struct LoadedPieces {
 
     // Pieces first .. end - 1, or as many of them.
     template <class Source>
-    MLA_DEVICE void load(const ProjectionBlock<C>& block, const Source& source, const PiecePlaces& places, i32 first,
+    MLA_DEVICE void load(const ProjectionBlock<C>& block, const Source& source, const RowPieces& row, i32 first,
                          i32 end) {
         const i32 lane = threadIdx.x % kWarpThreads, vector = block.first_vector() + lane % C::kLanes;
 #pragma unroll
         for (i32 slot = 0; slot < kSlots; ++slot) {
             const i32 piece = first + slot * C::kAtOnce + lane / C::kLanes;
-            const u8* const from = places.of(piece);
+            const u8* const from = piece == 0 ? row.first : row.others + source.piece_step(piece);
 #pragma unroll
             for (i32 i = 0; i < C::kLaneVectors; ++i) {
                 vectors[slot][i] = load_four(source, from, vector + i * C::kLanes, piece < end);
@@ -241,15 +242,13 @@ struct LoadedPieces {
         }
     }
 
-    // `weight` is of piece `lane` of the range, `first` the first one here. What weighs nothing is not added, as it may
-    // hold anything.
+    // `weight` is of piece `lane` of the range, `first` the first one here.
     template <class Source>
     MLA_DEVICE void add(const Source& source, PieceSums<C>& sums, float weight, i32 first) const {
         const i32 lane = threadIdx.x % kWarpThreads;
 #pragma unroll
         for (i32 slot = 0; slot < kSlots; ++slot) {
             const float w = __shfl_sync(kFullWarp, weight, first + slot * C::kAtOnce + lane / C::kLanes);
-            if (w == 0.f) continue;
 #pragma unroll
             for (i32 i = 0; i < C::kLaneVectors; ++i) {
                 float4& sum = C::kAtOnce == 1 && slot % 2 == 1 ? sums.odd[i] : sums.even[i];
@@ -282,36 +281,40 @@ MLA_DEVICE void share_latents(const ProjectionBlock<C>& block, i32 token, i32 ve
 template <class C, class Source>
 MLA_DEVICE void merge_few(const ProjectionBlock<C>& block, const Source& source, i32 from, i32 count) {
     const i32 lane = threadIdx.x % kWarpThreads;
-    MergedRow rows[C::kRowsAtOnce];
+    if (warp_agrees(from >= count)) return;
+    // A row that is not there, or has many pieces, has none here.
+    const auto row_of = [&](i32 i) -> const RowPieces& {
+        const i32 token = from + i * kProjectionWarps;
+        return block.s.rows[token < count ? token : from];
+    };
+    i32 counts[C::kRowsAtOnce];
     float lses[C::kRowsAtOnce];
     FirstPieces<C> pieces[C::kRowsAtOnce];
 #pragma unroll
     for (i32 i = 0; i < C::kRowsAtOnce; ++i) {
-        const i32 token = from + i * kProjectionWarps;
-        rows[i] = token < count ? block.s.rows[token] : MergedRow{};
-        if (rows[i].count > kFewPieces) rows[i].count = 0;
-        lses[i] = piece_lse2(source, block.head, rows[i], lane);
-        pieces[i].load(block, source, source.places(block.head, rows[i]), 0, rows[i].count);
+        const RowPieces& row = row_of(i);
+        counts[i] = from + i * kProjectionWarps < count && row.count <= kFewPieces ? row.count : 0;
+        lses[i] = lane < counts[i] ? piece_lse2(source, row, lane) : negative_infinity();
+        pieces[i].load(block, source, row, 0, counts[i]);
     }
 #pragma unroll
     for (i32 i = 0; i < C::kRowsAtOnce; ++i) {
-        const MergedRow& row = rows[i];
-        if (row.count == 0) continue;
-        const PiecePlaces places = source.places(block.head, row);
+        const RowPieces& row = row_of(i);
+        if (warp_agrees(counts[i] == 0)) continue;
         float weight = lane == 0 ? 1.f : 0.f;
-        if (!row.is_final) {
+        if (warp_agrees(row.first_lse != nullptr)) {
             const float max = warp_max(lses[i]);
             weight = piece_weight(lses[i], max);
             const float sum = warp_sum(weight);
             weight *= source.factor(block.head, max, sum);
-            if (lane == 0 && block.part == 0) source.store_lse(block.head, row, max, sum);
+            if (lane == 0 && block.part == 0 && row.lse != nullptr) *row.lse = source.final_lse(max, sum);
         }
         PieceSums<C> sums;
         pieces[i].add(source, sums, weight, 0);
 #pragma unroll 1
-        for (i32 at = FirstPieces<C>::kPieces; at < row.count; at += NextPieces<C>::kPieces) {
+        for (i32 at = FirstPieces<C>::kPieces; warp_agrees(at < counts[i]); at += NextPieces<C>::kPieces) {
             NextPieces<C> next;
-            next.load(block, source, places, at, row.count);
+            next.load(block, source, row, at, counts[i]);
             next.add(source, sums, weight, at);
         }
 #pragma unroll
@@ -326,28 +329,27 @@ MLA_DEVICE void merge_few(const ProjectionBlock<C>& block, const Source& source,
 template <class C, class Source>
 MLA_DEVICE void merge_many(const ProjectionBlock<C>& block, const Source& source, i32 token) {
     constexpr i32 kLaneLses = kMaxRowPieces / kWarpThreads;
-    const MergedRow row = block.s.rows[token];
+    const RowPieces row = block.s.rows[token];
     const i32 warp = uniform_warp(), lane = threadIdx.x % kWarpThreads;
     const i32 begin = row.count * warp / kProjectionWarps, end = row.count * (warp + 1) / kProjectionWarps;
-    const PiecePlaces places = source.places(block.head, row);
     NextPieces<C> pieces;
-    pieces.load(block, source, places, begin, end);
-    const float lse = piece_lse2(source, block.head, row, begin + lane);
-    const auto lse_of = [&](i32 i) { return piece_lse2(source, block.head, row, lane + i * kWarpThreads); };
+    pieces.load(block, source, row, begin, end);
+    const float lse = piece_lse2(source, row, begin + lane);
+    const auto lse_of = [&](i32 i) { return piece_lse2(source, row, lane + i * kWarpThreads); };
     float max = negative_infinity(), sum = 0.f;
-#pragma unroll 4
+#pragma unroll 2
     for (i32 i = 0; i < kLaneLses; ++i) max = fmaxf(max, lse_of(i));
     max = warp_max(max);
-#pragma unroll 4
+#pragma unroll 2
     for (i32 i = 0; i < kLaneLses; ++i) sum += piece_weight(lse_of(i), max);
     sum = warp_sum(sum);
     const float weight = begin + lane < end ? piece_weight(lse, max) * source.factor(block.head, max, sum) : 0.f;
-    if (threadIdx.x == 0 && block.part == 0) source.store_lse(block.head, row, max, sum);
+    if (threadIdx.x == 0 && block.part == 0 && row.lse != nullptr) *row.lse = source.final_lse(max, sum);
     PieceSums<C> sums;
     pieces.add(source, sums, weight, 0);
 #pragma unroll 1
-    for (i32 at = NextPieces<C>::kPieces; at < end - begin; at += NextPieces<C>::kPieces) {
-        pieces.load(block, source, places, begin + at, end);
+    for (i32 at = NextPieces<C>::kPieces; warp_agrees(at < end - begin); at += NextPieces<C>::kPieces) {
+        pieces.load(block, source, row, begin + at, end);
         pieces.add(source, sums, weight, at);
     }
 #pragma unroll
@@ -382,7 +384,7 @@ MLA_DEVICE void merge_tokens(const ProjectionBlock<C>& block, const Source& sour
     __syncthreads();  // every warp has found its rows
 #pragma unroll 1
     for (i32 token = 0; token < count; ++token) {
-        if (s.rows[token].count > kFewPieces) merge_many(block, source, token);
+        if (warp_agrees(s.rows[token].count > kFewPieces)) merge_many(block, source, token);
     }
     if constexpr (C::kShare > 1) {
         cluster_sync();  // every block has the latents of all
@@ -415,93 +417,80 @@ MLA_DEVICE void store_pair(const ProjectionBlock<C>& block, i64 request, i64 que
     }
 }
 
-// Of a tile of 16 tokens, whose latents begin with that row in shared memory, and kTiles tiles of 8 columns: the sums,
-// as mma.sync leaves them.
-template <class C, i32 kTiles>
-MLA_DEVICE void multiply(const ProjectionStorage<C>& s, i32 row, i32 column, float (&total)[kTiles][4]) {
+// Of a tile of 16 tokens, whose latents begin with that row in shared memory, and one of 8 columns: the sums, as
+// mma.sync leaves them.
+template <class C>
+MLA_DEVICE void multiply(const ProjectionStorage<C>& s, i32 row, i32 column, float (&total)[4]) {
     const i32 lane = threadIdx.x % kWarpThreads;
 #if __CUDA_ARCH__ >= 800
     const SmemAddr a_from = smem_addr(&s.latents[row + lane % 16][lane / 16 * 8]);
     const SmemAddr b_from = smem_addr(&s.w_uv[column + lane % 8][lane / 8 * 8]);
-    float sums[kTiles][4][4] = {};  // independent of each other, so that products need not wait for each other
-#pragma unroll 4
+    float sums[4][4] = {};  // independent of each other, so that products need not wait for each other
+#pragma unroll 2
     for (i32 k = 0; k < kHeadDimV; k += 64) {
 #pragma unroll
         for (i32 half = 0; half < 2; ++half) {
-            u32 a[2][4], b[kTiles][4];
+            u32 a[2][4], b[4];
             const u32 bytes = 2 * (k + 32 * half);
+            ldmatrix_x4(b, b_from + bytes);
             ldmatrix_x4(a[0], a_from + bytes);
             ldmatrix_x4(a[1], a_from + bytes + 32);
-#pragma unroll
-            for (i32 t = 0; t < kTiles; ++t) {
-                ldmatrix_x4(b[t], b_from + (bytes + t * 8 * 2 * kPitch));
-                mma_m16n8k16(typename C::Element{}, sums[t][2 * half], a[0], b[t][0], b[t][1]);
-                mma_m16n8k16(typename C::Element{}, sums[t][2 * half + 1], a[1], b[t][2], b[t][3]);
-            }
+            mma_m16n8k16(typename C::Element{}, sums[2 * half], a[0], b[0], b[1]);
+            mma_m16n8k16(typename C::Element{}, sums[2 * half + 1], a[1], b[2], b[3]);
         }
     }
 #pragma unroll
-    for (i32 t = 0; t < kTiles; ++t) {
-#pragma unroll
-        for (i32 i = 0; i < 4; ++i) total[t][i] = (sums[t][0][i] + sums[t][1][i]) + (sums[t][2][i] + sums[t][3][i]);
-    }
+    for (i32 i = 0; i < 4; ++i) total[i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
 #else
-#pragma unroll
-    for (i32 t = 0; t < kTiles; ++t) {
-        for (i32 i = 0; i < 4; ++i) {
-            const u16 *const latents = s.latents[row + lane / 4 + i / 2 * 8],
-                             *const weights = s.w_uv[column + 8 * t + lane % 4 * 2 + i % 2];
-            float sum = 0.f;
-            for (i32 k = 0; k < kHeadDimV; ++k) {
-                sum = fmaf(C::Element::to_float(latents[k]), C::Element::to_float(weights[k]), sum);
-            }
-            total[t][i] = sum;
+    for (i32 i = 0; i < 4; ++i) {
+        const u16 *const latents = s.latents[row + lane / 4 + i / 2 * 8], *const weights =
+                                                                              s.w_uv[column + lane % 4 * 2 + i % 2];
+        float sum = 0.f;
+        for (i32 k = 0; k < kHeadDimV; ++k) {
+            sum = fmaf(C::Element::to_float(latents[k]), C::Element::to_float(weights[k]), sum);
         }
+        total[i] = sum;
     }
 #endif
 }
 
-// Each warp takes units of 16 tokens and kTiles tiles of columns.
-template <i32 kTiles, class C>
-MLA_DEVICE void project_units(const ProjectionBlock<C>& block, i32 first_token, i32 count, i32 s_q, i32 first_row) {
-    const i32 lane = threadIdx.x % kWarpThreads, across = block.columns / (8 * kTiles);
-    for (i32 unit = threadIdx.x / kWarpThreads; unit < ceil_div(count, 16) * across; unit += kProjectionWarps) {
-        const i32 tile_token = unit / across * 16, column = unit % across * 8 * kTiles;
-        float total[kTiles][4];
-        multiply<C, kTiles>(block.s, first_row + tile_token, column, total);
+// Of `count` tokens, whose latents begin with that row in shared memory: each warp takes tiles.
+template <class C>
+MLA_DEVICE void project_tokens(const ProjectionBlock<C>& block, i32 first_token, i32 count, i32 s_q,
+                               i32 first_row = 0) {
+    const i32 lane = threadIdx.x % kWarpThreads, tiles = block.columns / 8;
+#pragma unroll 1
+    for (i32 unit = threadIdx.x / kWarpThreads; unit < ceil_div(count, 16) * tiles; unit += kProjectionWarps) {
+        const i32 tile_token = unit / tiles * 16, column = unit % tiles * 8;
+        float total[4];
+        multiply<C>(block.s, first_row + tile_token, column, total);
 #pragma unroll
         for (i32 half = 0; half < 2; ++half) {
             const i32 token = tile_token + lane / 4 + 8 * half;
             if (token >= count) continue;
-            const i32 request = (first_token + token) / s_q, query = (first_token + token) % s_q;
-#pragma unroll
-            for (i32 t = 0; t < kTiles; ++t) {
-                store_pair(block, request, query, block.first_column() + column + 8 * t + lane % 4 * 2,
-                           total[t][2 * half], total[t][2 * half + 1]);
-            }
+            const i32 index = first_token + token, request = s_q == 1 ? index : index / s_q;
+            store_pair(block, request, index - request * s_q, block.first_column() + column + lane % 4 * 2,
+                       total[2 * half], total[2 * half + 1]);
         }
     }
 }
 
-// Of `count` tokens, whose latents begin with that row in shared memory. With two tiles of tokens there are enough
-// units of two tiles of columns, which read the latents once.
-template <class C>
-MLA_DEVICE void project_tokens(const ProjectionBlock<C>& block, i32 first_token, i32 count, i32 s_q,
-                               i32 first_row = 0) {
-    if (count > 16 && block.columns % 16 == 0) {
-        project_units<2>(block, first_token, count, s_q, first_row);
-    } else {
-        project_units<1>(block, first_token, count, s_q, first_row);
-    }
+// ---- Block -----------------------------------------------------------------------------------------------------
+// From here on, what the kernel before this one has written may be read.
+template <class C, class Source>
+MLA_DEVICE void wait_for_inputs(const ProjectionBlock<C>& block, const Source&) {
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    if constexpr (!Source::kWeightsAreOlder) fetch_w_uv(block);
 }
 
-// ---- Block -----------------------------------------------------------------------------------------------------
-// After `source.find`, for the block's first tokens.
 template <class C, class Source>
 MLA_DEVICE void merge_and_project(const ProjectionBlock<C>& block, const Source& source) {
+#pragma unroll 1
     for (i32 first = block.first; first < block.end; first += C::kTokens) {
         const i32 count = min(C::kTokens, block.end - first);
-        if (first > block.first) source.find(block, first, count);
+        source.find(block, first, count);
+        if (first == block.first) wait_for_inputs(block, source);
         merge_tokens(block, source, count);
         if (first == block.first) wait_for_w_uv(block);
         project_tokens(block, first, count, source.queries());
@@ -558,6 +547,7 @@ MLA_DEVICE void run_projection(const ProjectionBlock<C>& block, const Source& so
         if (threadIdx.x == 0) {
             mbarrier_init(block.s.w_uv_full, 1);
             fence_mbarrier_init();
+            mbarrier_arrive_expect_tx(block.s.w_uv_full, block.columns * kWeightRowBytes);
         }
         __syncthreads();
         if (merges) cluster_arrive();
@@ -567,13 +557,10 @@ MLA_DEVICE void run_projection(const ProjectionBlock<C>& block, const Source& so
     } else {
         prefetch_w_uv(block);
     }
-    if (merges) source.find(block, block.first, min(C::kTokens, block.end - block.first));
-    griddepcontrol_wait();
-    griddepcontrol_launch_dependents();
-    if constexpr (!Source::kWeightsAreOlder) fetch_w_uv(block);
     if (merges) {
         merge_and_project(block, source);
     } else {
+        wait_for_inputs(block, source);
         copy_and_project(block, source);
     }
 }

@@ -55,27 +55,28 @@ struct StateRows {
         return fabsf(lse) == -negative_infinity() ? negative_infinity() : lse * p.to_log2;
     }
     MLA_DEVICE float factor(i32, float, float sum) const { return sum == 0.f ? 0.f : 1.f / sum; }
-    MLA_DEVICE void store_lse(i64 head, const MergedRow& row, float max, float sum) const {
-        const i64 b = row.token / p.s_q, query = row.token % p.s_q;
-        p.lse[b * p.lse_stride_b_elems + head * p.lse_stride_h_elems + query * p.lse_stride_s_elems] =
-            sum == 0.f ? p.empty_lse : (max + log2f(sum)) * p.lse_factor;
+    MLA_DEVICE float final_lse(float max, float sum) const {
+        return sum == 0.f ? p.empty_lse : (max + log2f(sum)) * p.lse_factor;
     }
+    MLA_DEVICE i64 lse_step(i32 state) const { return state * p.lses_stride_n_elems; }
+    MLA_DEVICE i64 piece_step(i32 state) const { return state * p.outs_stride_n_elems * bytes(); }
+    MLA_DEVICE i32 bytes() const { return p.outs_are_fp32 ? 4 : 2; }
 
+    // By a warp, of its rows: a lane works out one of them.
     MLA_DEVICE void find(const ProjectionBlock<Projected>& block, i32 first_token, i32 count) const {
-        const i32 row = threadIdx.x / kWarpThreads + threadIdx.x % kWarpThreads * kProjectionWarps;  // a lane a row
-        if (row < count) block.s.rows[row] = MergedRow{first_token + row, 0, p.states, p.lses == nullptr};
+        const i32 lane = threadIdx.x % kWarpThreads, row = uniform_warp() + lane * kProjectionWarps;
+        if (lane < Projected::kRows && row < count) {
+            const i32 token = first_token + row;
+            const i64 b = token / p.s_q, query = token % p.s_q, head = block.head;
+            const u8* const first = static_cast<const u8*>(p.outs) + at(head, token) * bytes();
+            const i64 of_lses =
+                b * p.lses_stride_b_elems + head * p.lses_stride_h_elems + query * p.lses_stride_s_elems;
+            const i64 of_lse = b * p.lse_stride_b_elems + head * p.lse_stride_h_elems + query * p.lse_stride_s_elems;
+            const float* const lses = p.lses == nullptr ? nullptr : p.lses + of_lses;
+            float* const lse = p.lses == nullptr ? nullptr : p.lse + of_lse;
+            block.s.rows[row] = RowPieces{first, first, lses, lses, lse, p.states};
+        }
         __syncwarp();
-    }
-
-    MLA_DEVICE const float* lse(i64 head, const MergedRow& row, i32 state) const {
-        const i64 b = row.token / p.s_q, query = row.token % p.s_q;
-        return p.lses + state * p.lses_stride_n_elems + b * p.lses_stride_b_elems + head * p.lses_stride_h_elems +
-               query * p.lses_stride_s_elems;
-    }
-    MLA_DEVICE PiecePlaces places(i32 head, const MergedRow& row) const {
-        const i32 bytes = p.outs_are_fp32 ? 4 : 2;
-        const u8* const first = static_cast<const u8*>(p.outs) + at(head, row.token) * bytes;
-        return PiecePlaces{first, first, p.outs_stride_n_elems * bytes};
     }
 };
 
