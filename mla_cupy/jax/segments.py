@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from mla_cupy.errors import ArgumentError, DTypeError, ShapeError, explain
 from mla_cupy.jax.arguments import as_jax
+from mla_cupy.kernels.dense.segments import PARTS
 from mla_cupy.ops.checks import check_count
 from mla_cupy.shapes import MAX_TOKENS
 
@@ -135,15 +136,8 @@ def _of_tokens(name: str, x: Any, tokens: Any, of: str) -> Any:
     return jax.lax.stop_gradient(ids)
 
 
-PARTS = 3
-"""Sequences that there are for each segment: padding before its queries, keys before its keys, and itself."""
-
-
 def packed_starts(ids_q: Any, ids_kv: Any, count: int) -> tuple[jax.Array, jax.Array]:
-    """Starts of queries and keys by the ids of segments, of which both have their tokens together.
-
-    Between two segments there may be padding, and segments that only one side has: what lies before the queries of a
-    segment is a sequence without keys, and what lies before its keys is one without queries.
+    """Starts of queries and keys by the ids of segments: those of `prefill_segments`, as XLA may fuse them.
 
     Parameters
     ----------
@@ -161,9 +155,10 @@ def packed_starts(ids_q: Any, ids_kv: Any, count: int) -> tuple[jax.Array, jax.A
     same = (names[:, None] == names_kv[None, :]) & (names > 0)[:, None]
     there, at = same.any(axis=1), same.argmax(axis=1)
     ends = jax.lax.cummax(jnp.where(there, ends_kv[at], 0))
-    starts = jnp.where(there, starts_kv[at], ends)
+    before = _before(ends)
+    starts = jnp.where(there, jnp.maximum(starts_kv[at], before), ends)
     queries = jnp.stack([_before(ends_q), starts_q, starts_q], axis=1)
-    keys = jnp.stack([_before(ends), _before(ends), starts], axis=1)
+    keys = jnp.stack([before, before, starts], axis=1)
     return jnp.append(queries.reshape(-1), ends_q[-1]), jnp.append(keys.reshape(-1), ends[-1])
 
 

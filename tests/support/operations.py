@@ -47,6 +47,7 @@ CHOSEN: dict[str, dict[str, Any]] = {
     "indexer_select": {"topk": 5},
     "indexer_select_paged": {"topk": 5},
     "prefill_mask": {"max_keys": 20},
+    "prefill_segments": {"max_segments": 4},
 }
 #: Inputs that a good call does without: with them others have other axes or dtypes, or none.
 LEFT_OUT: dict[str, tuple[str, ...]] = {
