@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from mla_cupy.errors import ArgumentError, DTypeError, ShapeError, explain
 from mla_cupy.jax.arguments import as_jax
-from mla_cupy.kernels.dense.segments import PARTS
 from mla_cupy.ops.checks import check_count
+from mla_cupy.ops.segments import MAX_SEGMENTS
 from mla_cupy.shapes import MAX_TOKENS
 
 __all__ = ["segment_starts"]
@@ -119,7 +119,7 @@ def _checked(given: Mapping[str, Any], segments: Segments) -> tuple[Any, Any, in
     if most is None:
         remedy = "say how many segments of the queries, or of the keys, there are at most"
         raise ArgumentError(explain("max_segments", None, "an integer with segment_ids_q", remedy))
-    count = check_count("max_segments", most, 1, MAX_TOKENS // PARTS)
+    count = check_count("max_segments", most, 1, MAX_SEGMENTS)
     queries = _of_tokens("segment_ids_q", ids, given["q"], "q")
     if of_keys is None and given["k"].shape[0] != queries.shape[0]:
         expected = f"an array of s_kv={given['k'].shape[0]} ids, beside s_q={queries.shape[0]}"

@@ -219,6 +219,8 @@ def test_random_ids_of_two_sides(jax: Any, of_jax: Any) -> None:
         for n in range(len(starts_q) - 1):
             seen[starts_q[n] : starts_q[n + 1], starts_kv[n] : starts_kv[n + 1]] = True
         ids_q, ids_kv = (x.astype(np.int64) for x in sides)
+        wanted = reference.prefill_segments(ids_q, 8, segment_ids_kv=ids_kv)
+        np.testing.assert_array_equal(wanted, (starts_q, starts_kv))
         np.testing.assert_array_equal(seen, (ids_q[:, None] == ids_kv) & (ids_q > 0)[:, None])
 
 

@@ -37,6 +37,7 @@ SIZES = {
     "topk": 5,
     "keys": 5,
     "mask_bytes": 16,
+    "starts": 13,
 }
 SIZES |= {"k": 2048, "rope_pairs": 4}  # the default of `indexer_topk`; a lane of `indexer_prepare_q`
 #: Values of whole numbers, where any others would say little.
