@@ -1,4 +1,4 @@
-"""Exported programs of `mla_cupy.jax` inside XLA's command buffers: equal bits, and Python only while these are made."""
+"""Exported programs of `mla_cupy.jax` inside XLA's command buffers: equal bits, Python only while these are made."""
 
 from __future__ import annotations
 
