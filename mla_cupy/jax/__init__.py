@@ -37,6 +37,7 @@ from mla_cupy.jax.functions.preparation import mla_prepare
 from mla_cupy.jax.functions.prepare import indexer_prepare_k, indexer_prepare_q
 from mla_cupy.jax.functions.prepare_both import indexer_prepare
 from mla_cupy.jax.functions.projection import absorb, merge_project
+from mla_cupy.jax.functions.segments import prefill_segments
 from mla_cupy.jax.functions.sparse_backward import sparse_mla_backward
 from mla_cupy.jax.functions.sparse_decode import sparse_mla_decode
 from mla_cupy.jax.functions.sparse_forward import sparse_mla_forward
@@ -73,6 +74,7 @@ __all__ = [
     "mla_prefill_backward",
     "mla_prepare",
     "prefill_mask",
+    "prefill_segments",
     "segment_starts",
     "sparse_mla_backward",
     "sparse_mla_decode",

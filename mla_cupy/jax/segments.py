@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from mla_cupy.errors import DTypeError, ShapeError, explain
+from mla_cupy.errors import ArgumentError, DTypeError, ShapeError, explain
 from mla_cupy.jax.arguments import as_jax
 from mla_cupy.ops.checks import check_count
+from mla_cupy.ops.segments import MAX_SEGMENTS
 from mla_cupy.shapes import MAX_TOKENS
 
 __all__ = ["segment_starts"]
@@ -53,14 +55,19 @@ def segment_starts(segment_ids: jax.Array, max_sequences: int) -> jax.Array:
     >>> jax.jit(mla.segment_starts, static_argnums=1)(jnp.array([1, 1, 1, 2, 2, 0, 0]), 3).tolist()
     [0, 3, 5, 5]
     """
-    ids = as_jax("segment_ids", segment_ids)
-    if ids is None or not jnp.issubdtype(ids.dtype, jnp.integer):
-        got = "None" if ids is None else ids.dtype
-        raise DTypeError(explain("segment_ids" if ids is None else "segment_ids.dtype", got, "an array of integers"))
+    ids = _integers("segment_ids", segment_ids)
     if ids.ndim not in (1, 2):
         raise ShapeError(explain("segment_ids.ndim", ids.ndim, "1 or 2: (tokens,) or (rows, tokens)"))
     count = check_count("max_sequences", max_sequences, 1, MAX_TOKENS)
     return _starts(jax.lax.stop_gradient(ids), count)
+
+
+def _integers(argument: str, x: Any) -> Any:
+    ids = as_jax(argument, x)
+    if ids is None or not jnp.issubdtype(ids.dtype, jnp.integer):
+        got = "None" if ids is None else ids.dtype
+        raise DTypeError(explain(argument if ids is None else f"{argument}.dtype", got, "an array of integers"))
+    return ids
 
 
 def _starts(ids: Any, count: int) -> jax.Array:
@@ -71,3 +78,102 @@ def _starts(ids: Any, count: int) -> jax.Array:
     begins &= (places < end) & (jnp.cumsum(there) > 0)
     found = jnp.full(count + 1, end, jnp.int32)
     return found.at[jnp.where(begins, jnp.cumsum(begins) - 1, count + 1)].set(places, mode="drop")
+
+
+# ---- Ids as arguments of attention ---------------------------------------------------------------------------------
+
+
+class Segments(NamedTuple):
+    """The arguments of a call that say which tokens are of one sequence."""
+
+    segment_ids_q: Any = None
+    segment_ids_kv: Any = None
+    max_segments: Any = None
+
+
+def with_starts(given: Mapping[str, Any], segments: Segments) -> dict[str, Any]:
+    """The arrays of a call, whose starts are found by the ids of its tokens if these are given.
+
+    Raises
+    ------
+    ShapeError, DTypeError, ArgumentError
+        If the ids do not fit the call.
+    """
+    found = dict(given)
+    is_whole = all(getattr(given[name], "ndim", 0) for name in ("q", "k"))  # else the call itself is refused
+    if all(x is None for x in segments) or not is_whole:
+        return found
+    queries, keys, count = _checked(given, segments)
+    found["cu_seqlens_q"], found["cu_seqlens_kv"] = packed_starts(queries, keys, count)
+    return found
+
+
+def _checked(given: Mapping[str, Any], segments: Segments) -> tuple[Any, Any, int]:
+    ids, of_keys, most = segments
+    if ids is None:
+        name, value = ("segment_ids_kv", "an array") if of_keys is not None else ("max_segments", most)
+        raise ArgumentError(explain(name, value, "None without segment_ids_q", "give the ids of the queries, too"))
+    for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+        if given[name] is not None:
+            raise ArgumentError(explain(name, "an array, with segment_ids_q", "None", "give the starts or the ids"))
+    if most is None:
+        remedy = "say how many segments of the queries, or of the keys, there are at most"
+        raise ArgumentError(explain("max_segments", None, "an integer with segment_ids_q", remedy))
+    count = check_count("max_segments", most, 1, MAX_SEGMENTS)
+    queries = _of_tokens("segment_ids_q", ids, given["q"], "q")
+    if of_keys is None and given["k"].shape[0] != queries.shape[0]:
+        expected = f"an array of s_kv={given['k'].shape[0]} ids, beside s_q={queries.shape[0]}"
+        raise ShapeError(explain("segment_ids_kv", None, expected))
+    return queries, queries if of_keys is None else _of_tokens("segment_ids_kv", of_keys, given["k"], "k"), count
+
+
+def _of_tokens(name: str, x: Any, tokens: Any, of: str) -> Any:
+    """Ids, one for each token of an array."""
+    ids = _integers(name, x)
+    if ids.shape != tokens.shape[:1]:
+        remedy = "rows of ids are for segment_starts" if ids.ndim == 2 else ""
+        raise ShapeError(explain(f"{name}.shape", ids.shape, f"{tokens.shape[:1]}, as {of} has tokens", remedy))
+    return jax.lax.stop_gradient(ids)
+
+
+def packed_starts(ids_q: Any, ids_kv: Any, count: int) -> tuple[jax.Array, jax.Array]:
+    """Starts of queries and keys by the ids of segments: those of `prefill_segments`, as XLA may fuse them.
+
+    Parameters
+    ----------
+    ids_q, ids_kv : array, (s_q,) and (s_kv,), integers
+        0 and below is padding.
+    count : int
+        The most segments of either side. Tokens of further ones are of no sequence.
+
+    Returns
+    -------
+    cu_seqlens_q, cu_seqlens_kv : array, (3 * count + 1,), int32
+    """
+    starts_q, ends_q, names = _segments(ids_q, count)
+    starts_kv, ends_kv, names_kv = _segments(ids_kv, count)
+    same = (names[:, None] == names_kv[None, :]) & (names > 0)[:, None]
+    there, at = same.any(axis=1), same.argmax(axis=1)
+    ends = jax.lax.cummax(jnp.where(there, ends_kv[at], 0))
+    before = _before(ends)
+    starts = jnp.where(there, jnp.maximum(starts_kv[at], before), ends)
+    queries = jnp.stack([_before(ends_q), starts_q, starts_q], axis=1)
+    keys = jnp.stack([before, before, starts], axis=1)
+    return jnp.append(queries.reshape(-1), ends_q[-1]), jnp.append(keys.reshape(-1), ends[-1])
+
+
+def _before(ends: Any) -> Any:
+    return jnp.pad(ends, (1, 0))[:-1]
+
+
+def _segments(ids: Any, count: int) -> tuple[Any, Any, Any]:
+    """Starts, ends and ids of the first segments; what is left of `count` is empty, behind the last one, of id 0."""
+    there = ids > 0
+    begins = there & (ids != jnp.pad(ids, (1, 0))[:-1])
+    ended = there & (ids != jnp.pad(ids, (0, 1))[1:])
+    numbers, places = jnp.cumsum(begins) - 1, jnp.arange(ids.size, dtype=jnp.int32)
+    none = jnp.zeros(count, jnp.int32)
+    first, last = jnp.where(begins, numbers, count), jnp.where(ended, numbers, count)
+    names = jnp.zeros(count, ids.dtype).at[first].set(ids, mode="drop")
+    ends = jax.lax.cummax(none.at[last].set(places + 1, mode="drop"))
+    return jnp.where(names > 0, none.at[first].set(places, mode="drop"), ends), ends, names

@@ -559,6 +559,24 @@ class DenseScheduleParams(Params):
     causal: I32
 
 
+class SegmentsParams(Params):
+    """Struct of `dense/segments.cu`."""
+
+    segment_ids_q: Address
+    segment_ids_kv: Address
+    cu_seqlens_q: Address
+    cu_seqlens_kv: Address
+    runs: Address
+    segment_ids_q_stride_elems: I64
+    segment_ids_kv_stride_elems: I64
+    cu_seqlens_q_stride_elems: I64
+    cu_seqlens_kv_stride_elems: I64
+    s_q: I32
+    s_kv: I32
+    max_segments: I32
+    keys_have_ids: I32
+
+
 class BinsParams(Params):
     """Struct of `exact_sums/bins.cu`."""
 

@@ -16,6 +16,7 @@ from mla_cupy.ops import (
     prefill_backward,
     preparation,
     projection,
+    segments,
     sparse_backward,
     sparse_decode,
     sparse_forward,
@@ -60,6 +61,7 @@ from mla_cupy.ops.prefill_backward import mla_prefill_backward
 from mla_cupy.ops.prefix_groups import PrefixGroup, shared_prefixes
 from mla_cupy.ops.preparation import mla_prepare
 from mla_cupy.ops.projection import absorb, merge_project
+from mla_cupy.ops.segments import prefill_segments
 from mla_cupy.ops.sparse_backward import sparse_mla_backward
 from mla_cupy.ops.sparse_decode import sparse_mla_decode
 from mla_cupy.ops.sparse_forward import sparse_mla_forward
@@ -101,6 +103,7 @@ __all__ = [
     "plan_cascade",
     "plan_decode",
     "prefill_mask",
+    "prefill_segments",
     "shared_prefixes",
     "sparse_mla_backward",
     "sparse_mla_decode",
@@ -123,6 +126,7 @@ _DESCRIBED: tuple[Operation, ...] = (
     preparation.OPERATION,
     projection.ABSORB_OPERATION,
     projection.MERGE_OPERATION,
+    segments.OPERATION,
     sparse_backward.OPERATION,
     sparse_decode.OPERATION,
     sparse_forward.OPERATION,

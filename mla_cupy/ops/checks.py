@@ -43,7 +43,7 @@ def absorbing(d_qk: int) -> str:
 
 def check_d_v(d_v: Any, d_qk: int = D_QK) -> int:
     """Check the width of the values, which that of the keys decides."""
-    built = VALUE_WIDTHS[d_qk]
+    built = VALUE_WIDTHS[int(d_qk)]  # a symbol of a compiler has no hash; as a number it is known
     if not (is_integer(d_v) and d_v == built):
         raise ArgumentError(explain("d_v", repr(d_v), str(built), f"only d_v = {built} is built for d_qk = {d_qk}"))
     return built

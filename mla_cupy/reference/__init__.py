@@ -30,6 +30,7 @@ from mla_cupy.reference.prefill import mla_prefill, prefill_mask
 from mla_cupy.reference.prefill_backward import mla_prefill_backward
 from mla_cupy.reference.preparation import mla_prepare
 from mla_cupy.reference.projection import absorb, merge_project
+from mla_cupy.reference.segments import prefill_segments
 from mla_cupy.reference.sparse import sparse_mla_backward, sparse_mla_forward
 from mla_cupy.reference.sparse_decode import sparse_mla_decode
 
@@ -66,6 +67,7 @@ __all__ = [
     "mla_prefill_backward",
     "mla_prepare",
     "prefill_mask",
+    "prefill_segments",
     "random_weights",
     "sparse_mla_backward",
     "sparse_mla_decode",

@@ -28,6 +28,7 @@ from mla_cupy.torch.functions.preparation import mla_prepare
 from mla_cupy.torch.functions.prepare import indexer_prepare_k, indexer_prepare_q
 from mla_cupy.torch.functions.prepare_both import indexer_prepare
 from mla_cupy.torch.functions.projection import absorb, merge_project
+from mla_cupy.torch.functions.segments import prefill_segments
 from mla_cupy.torch.functions.sparse_backward import sparse_mla_backward
 from mla_cupy.torch.functions.sparse_decode import sparse_mla_decode
 from mla_cupy.torch.functions.sparse_forward import sparse_mla_forward
@@ -64,6 +65,7 @@ __all__ = [
     "mla_prepare",
     "plan_decode",
     "prefill_mask",
+    "prefill_segments",
     "sparse_mla_backward",
     "sparse_mla_decode",
     "sparse_mla_forward",

@@ -418,6 +418,29 @@ MERGE_PROJECT = Operators(
 )
 
 
+def _prefill_segments(
+    segment_ids_q: Any,
+    max_segments: Any,
+    segment_ids_kv: Any = None,
+    *,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    workspace: Any = None,
+) -> Invocation:
+    arrays = (segment_ids_q, segment_ids_kv, cu_seqlens_q, cu_seqlens_kv)
+    options = (max_segments,)
+    return Invocation(BOUND_OPERATIONS["prefill_segments"], arrays, options, workspace)
+
+
+PREFILL_SEGMENTS = Operators(
+    BOUND_OPERATIONS["prefill_segments"],
+    _prefill_segments,
+    arguments="Tensor segment_ids_q, int max_segments, Tensor? segment_ids_kv=None",
+    results="Tensor(a!) cu_seqlens_q, Tensor(b!) cu_seqlens_kv",
+    returns="(Tensor, Tensor)",
+)
+
+
 def _sparse_mla_backward(
     q: Any,
     kv: Any,

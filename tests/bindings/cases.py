@@ -164,6 +164,12 @@ def mask(**options: Any) -> BoundCall:
     return BoundCall(_id("mask", options), "prefill_mask", {"indices": indices, **starts}, options)
 
 
+def segments(*, of_keys: bool) -> BoundCall:
+    ids = {"segment_ids_q": np.array([1, 1, 0, 3, 2], np.int32)}
+    ids |= {"segment_ids_kv": np.array([1, 3, 3, 4, 0, 2, 2], np.int32)} if of_keys else {}
+    return BoundCall(_id("segments", {"of_keys": of_keys}), "prefill_segments", ids, {"max_segments": 5})
+
+
 def absorb(rope: bool) -> BoundCall:
     rng = np.random.default_rng(8)
     whole = rng.standard_normal((3, 2, 192), np.float32).astype(ml_dtypes.bfloat16)
@@ -354,6 +360,8 @@ CALLS = [
     prefill({"state": "float32", "q_pair": True, "k_rope": "per_head"}, out_dtype="float32", scale=0.1),
     prefill({"mask": 0.5}),
     mask(max_keys=140, relative=True),
+    segments(of_keys=False),
+    segments(of_keys=True),
     prefill({"d_qk": 256, "d_v": 256, "k_rope": "within", "starts": False, "causal": False, "dtype": "float16"}),
     prefill_backward(),
     prefill_backward({"q_pair": True, "k_rope": "per_head"}, dlse=True, scale=0.1, deterministic=True),

@@ -12,6 +12,8 @@ import mla_cupy
 from mla_cupy import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedDeviceError, ops
 from mla_cupy.arrays import HOST
 from mla_cupy.ops.bind import Launcher, Signature, options_of, parameters
+from mla_cupy.ops.call import examine
+from mla_cupy.ops.schema import contiguous_view
 from mla_cupy.runtime import driver, launching
 from mla_cupy.simulation import simulated
 from tests.bindings.cases import BoundCall, backward, decode, every_call, forward, merge
@@ -50,6 +52,24 @@ def in_place(call: BoundCall) -> list[Array]:
         copy[...] = call.arrays[name]
         copies.append(copy)
     return copies
+
+
+class Symbol(int):
+    """A size as compilers have it, who do not know it yet."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@every_call
+def test_checks_look_no_size_up(call: BoundCall) -> None:
+    """PyTorch checks calls whose sizes are symbols, which are no keys of tables or sets."""
+    of_call = signature(call)
+    views = [
+        None if array is None else contiguous_view(tuple(map(Symbol, array[0])), array[1], HOST)
+        for array in of_call.arrays
+    ]
+    given = dict(zip(call.record.names, views, strict=True))
+    assert examine(call.record, given, of_call.options).missing == of_call.request.missing
 
 
 @every_call

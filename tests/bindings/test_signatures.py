@@ -15,6 +15,8 @@ from tests.generate.binding_texts import OBJECTIVES
 NOT_THERE = {"torch": {"stream", "check"}, "jax": {"stream", "check", "workspace", "plan"}}
 """What a compiled program has other means for."""
 MORE = {"torch": set[str](), "jax": {"exportable"}}
+SEGMENTS = {"segment_ids_q", "segment_ids_kv", "max_segments"}
+"""How JAX's libraries tell packed sequences."""
 libraries = pytest.mark.parametrize("library", NOT_THERE)
 
 
@@ -36,6 +38,7 @@ def test_an_operation_s_parameters(module: Any, library: str, name: str) -> None
     public, taken = parameters(getattr(ops, name)), parameters(getattr(module, name))
     reverse = ops.BOUND_OPERATIONS[name].derivative == "reverse"
     own = MORE[library] | ({"deterministic"} if library == "jax" and reverse else set())
+    own |= SEGMENTS if (library, name) == ("jax", "mla_prefill") else set()
     assert [x for x in taken if x not in own] == [x for x in public if x not in NOT_THERE[library]]
     assert own <= set(taken)
     for key in public.keys() & taken.keys():

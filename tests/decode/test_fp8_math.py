@@ -310,6 +310,29 @@ def test_queries_in_e4m3(case: DecodeCase) -> None:
     check(got, inputs.exact, inputs.rounded, case.dtype)
 
 
+def test_a_pool_without_pages(recorder: Recorder) -> None:
+    """Its maps have one page, which nothing fetches, at an address that there is: an empty array may have none."""
+    inputs = make(fp8(b=2, seqlens=(5, 0), h_q=16))
+    empty = inputs.kv_cache[:0]
+    workspace = np.zeros(16 << 20, np.uint8)
+    at = -address(workspace) % 256
+    given = (inputs.q, empty, *inputs.arguments[2:])
+    mla_cupy.mla_decode(*given, **inputs.case.options, workspace=workspace[at:])
+    (launch,) = [launch for launch in recorder.launches if launch.entry == f"mla_{KERNEL}"]
+    assert launch.params["num_pages"] == 0
+    assert {spec.base for spec in recorder.maps} == {address(workspace) + at}
+    for spec in recorder.maps:
+        spec.validate()
+
+
+def test_without_pages_no_token_is_visible() -> None:
+    inputs = make(fp8(b=2, seqlens=(70, 0), h_q=16))
+    given = DecodeInputs(inputs.case, inputs.q, inputs.kv_cache[:0], *inputs.arguments[2:])
+    out, lse = run(given, 2, MODES[1], empty_lse=3.0)
+    assert (out == 0).all()
+    assert (lse == 3).all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("case", [*CASES, *CODED, *MORE_CASES], ids=lambda case: case.id)

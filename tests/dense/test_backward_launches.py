@@ -10,6 +10,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ShapeError
+from mla_cupy.kernels import pipeline
 from mla_cupy.kernels.dense import DENSE_BACKWARD
 from mla_cupy.kernels.dense.backward import kv_heads_at_once
 from mla_cupy.kernels.dense.problem import DenseBackwardProblem
@@ -85,6 +86,23 @@ def test_launches(recorder: Recorder, options: dict[str, Any], launches: list[st
     mla_cupy.mla_prefill_backward(*inputs.arguments, **inputs.options, **options)
     assert recorder.memsets == []
     assert [one.entry for one in recorder.launches] == [f"mla_dense_{name}" for name in launches]
+
+
+@pytest.mark.parametrize(
+    ("options", "blocks"),
+    [({}, 2), ({"deterministic": True}, 3), ({"kernel": GENERIC}, 2)],
+    ids=["default", "deterministic", "plain"],
+)
+def test_launches_share_their_arguments(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], blocks: int
+) -> None:
+    """Addresses are written once for the schedule, and once for what follows; other boxes of rows are other maps."""
+    written: list[Any] = []
+    write = pipeline._Block.write
+    monkeypatch.setattr(pipeline._Block, "write", lambda self, places: (written.append(self), write(self, places)))
+    inputs = make_gradients(DenseCase(((3, 4),), h_q=2))
+    mla_cupy.mla_prefill_backward(*inputs.arguments, **inputs.options, **options)
+    assert len(written) == blocks
 
 
 @pytest.mark.parametrize(("s_q", "kv_heads"), [(100, 4), (8192, 1), (1300, 4), (2000, 2), (0, 4)], ids=str)

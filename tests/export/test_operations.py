@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 
 from mla_cupy.export import explore
 from mla_cupy.export.operations import OPERATIONS
-from tests.export import compare, modules, package
-from tests.export.library import Library
+from tests.export import compare, contents, modules, package
+from tests.export.library import Library, filled
 
 GPUS = [package.device("sm_90a", 132), package.device("sm_90a", 78, l2_bytes=4 << 20)]
 LIMITS = {"b": 2000, "num_pages": 5000, "max_pages": 3000, "n": 64}
@@ -106,6 +107,18 @@ def test_every_operation_has_a_case() -> None:
 @cases()
 def test_calls(case: str, folder: Path) -> None:
     assert compare.calls(library(case, folder), GPUS, LIMITS, 1000) > 300
+
+
+@cases()
+def test_what_the_package_takes_is_taken(case: str, folder: Path) -> None:
+    """The calls that a GPU's test makes: each has something to compute, or nothing, and none is refused."""
+    module, rng = library(case, folder), random.Random(38)
+    handle = module.open(GPUS[0])
+    for _ in range(100):
+        call = contents.call_of(module.module.subject, rng)
+        args = filled(module.Args, {**call.values, "workspace": 1 << 39, "workspace_bytes": 64 << 20})
+        assert module.call("call", handle, args) == 0, (call.values, module.why())
+    module.log()
 
 
 @cases()

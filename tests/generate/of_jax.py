@@ -22,6 +22,28 @@ from tests.generate.docstrings import Docstring, Field, Words
 WORDS = Words("array", ("stream", "check", "workspace", "plan"), {r"\s*It is changed in place\.": ""}, donated=True)
 
 
+_SEGMENTS = {
+    "segment_ids_q: jax.Array | None = None": Field(
+        ("segment_ids_q",),
+        "array, (s_q,), integers, optional",
+        "In place of `cu_seqlens_q` and `cu_seqlens_kv`: queries attend to the keys whose id is theirs. Tokens of one "
+        "id lie together, and both sides have theirs in one order, or else results are undefined; 0 and below is "
+        "padding, whose results are 0. The device looks at the ids, the host does not.",
+    ),
+    "segment_ids_kv: jax.Array | None = None": Field(
+        ("segment_ids_kv",),
+        "array, (s_kv,), integers, optional",
+        "Those of the keys. Default: those of the queries.",
+    ),
+    "max_segments: int | None = None": Field(
+        ("max_segments",),
+        "int, optional",
+        "The most ids, without padding, that either side has; tokens of further ones count as padding. To be given "
+        "with ids: workspaces grow with it as with the number of sequences, of which there are three for each.",
+    ),
+}
+"""Parameters of attention over packed sequences that JAX's libraries have."""
+_SEGMENTED = ("mla_prefill",)
 _EXPORTABLE = Field(("exportable",), "bool", "Whether `jax.export` can serialise the call: see `disabled_checks`.")
 
 
@@ -44,7 +66,8 @@ def functions(module: str, every: Sequence[Bound]) -> str:
 
 
 def _function(one: Bound) -> str:
-    more = ["deterministic: bool = False"] * one.reverse + ["exportable: bool = False"]
+    segments = [*_SEGMENTS] * (one.name in _SEGMENTED)
+    more = [*segments, *["deterministic: bool = False"] * one.reverse, "exportable: bool = False"]
     results = [*one.outputs, *one.operation.written[len(one.outputs) :]]
     kinds = [f"jax.Array{' | None' * bool(x.needs or x.when)}" for x in one.operation.outputs]
     kinds += [f"jax.Array{' | None' * (name in one.operation.optional)}" for name in results[len(kinds) :]]
@@ -52,7 +75,8 @@ def _function(one: Bound) -> str:
     head = f"def {one.name}({signature_of(one, WORDS.left_out, 'jax.Array', more)}) -> {returned}:"
     lines = [f"arrays = {tuple_of([*one.inputs, *one.outputs])}", f"options = {tuple_of(one.options)}"]
     if one.reverse:
-        lines.append(f"{names_of(results)} = differentiable(arrays, options, deterministic, exportable)")
+        others = "".join(f", {each.partition(':')[0]}" for each in segments)
+        lines.append(f"{names_of(results)} = differentiable(arrays, options, deterministic, exportable{others})")
     else:
         lines.append(f"{names_of(results)} = run({one.constant}, arrays, options, exportable)")
     lines.append(f"return {', '.join(results)}")
@@ -61,7 +85,7 @@ def _function(one: Bound) -> str:
 
 def _docstring(one: Bound) -> Docstring:
     found = docstring_of(one, WORDS, JAX.get(one.name, Text()), "For arrays of JAX")
-    parameters = list(found.parameters)
+    parameters = [*found.parameters, *(_SEGMENTS.values() if one.name in _SEGMENTED else ())]
     if one.reverse:
         backward = f"{one.name.removesuffix('_forward')}_backward"
         said = f"Whether the gradients are the same in every run: see `mla_cupy.{backward}`."

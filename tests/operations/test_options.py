@@ -54,6 +54,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], type[Exception]]] = {
     "cp_rank": ((None, 1, -1, "0", 0.0, False, []), ArgumentError),
     "k": ((*NO_COUNTS, 0, 8193), ArgumentError),
     "max_keys": ((*NO_COUNTS, 0), ArgumentError),
+    "max_segments": ((*NO_COUNTS, 0, (1 << 14) + 1), ArgumentError),
     "order": (("", "values", 2, None, [], True, np.array("index"), object()), ArgumentError),
     "relative": (NO_FLAGS, ArgumentError),
     "interleaved": (NO_FLAGS, ArgumentError),

@@ -37,6 +37,7 @@ SIZES = {
     "topk": 5,
     "keys": 5,
     "mask_bytes": 16,
+    "starts": 13,
 }
 SIZES |= {"k": 2048, "rope_pairs": 4}  # the default of `indexer_topk`; a lane of `indexer_prepare_q`
 #: Values of whole numbers, where any others would say little.
@@ -47,6 +48,7 @@ CHOSEN: dict[str, dict[str, Any]] = {
     "indexer_select": {"topk": 5},
     "indexer_select_paged": {"topk": 5},
     "prefill_mask": {"max_keys": 20},
+    "prefill_segments": {"max_segments": 4},
 }
 #: Inputs that a good call does without: with them others have other axes or dtypes, or none.
 LEFT_OUT: dict[str, tuple[str, ...]] = {

@@ -30,6 +30,9 @@ def mla_prefill(
     lse: jax.Array | None = None,
     out_dtype: Any = None,
     kernel: str | None = None,
+    segment_ids_q: jax.Array | None = None,
+    segment_ids_kv: jax.Array | None = None,
+    max_segments: int | None = None,
     deterministic: bool = False,
     exportable: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -83,6 +86,15 @@ def mla_prefill(
         "float32" for results to be merged; default: the dtype of `out`, or of q.
     kernel : str, optional
         Name of the attention kernel to run, see `mla-cupy list`. Default: the fastest that fits.
+    segment_ids_q : array, (s_q,), integers, optional
+        In place of `cu_seqlens_q` and `cu_seqlens_kv`: queries attend to the keys whose id is theirs. Tokens of one id
+        lie together, and both sides have theirs in one order, or else results are undefined; 0 and below is padding,
+        whose results are 0. The device looks at the ids, the host does not.
+    segment_ids_kv : array, (s_kv,), integers, optional
+        Those of the keys. Default: those of the queries.
+    max_segments : int, optional
+        The most ids, without padding, that either side has; tokens of further ones count as padding. To be given with
+        ids: workspaces grow with it as with the number of sequences, of which there are three for each.
     deterministic : bool
         Whether the gradients are the same in every run: see `mla_cupy.mla_prefill_backward`.
     exportable : bool
@@ -118,5 +130,5 @@ def mla_prefill(
     """
     arrays = (q, k, v, q_rope, k_rope, cu_seqlens_q, cu_seqlens_kv, state_out, state_lse, mask, out, lse)
     options = (causal, scale, out_dtype, kernel)
-    out, lse = differentiable(arrays, options, deterministic, exportable)
+    out, lse = differentiable(arrays, options, deterministic, exportable, segment_ids_q, segment_ids_kv, max_segments)
     return out, lse

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from mla_cupy.jax.arguments import as_jax
 from mla_cupy.jax.derivatives import as_array, is_zero, values
 from mla_cupy.jax.lowering import call, run, signature_of
+from mla_cupy.jax.segments import Segments, with_starts
 from mla_cupy.jax.varying import Axes, axes_of, spread
 from mla_cupy.ops import OPERATIONS
 from mla_cupy.ops.checks import check_flag
@@ -36,14 +37,19 @@ class _Static(NamedTuple):
 
 
 def differentiable(
-    arrays: tuple[jax.Array | None, ...], options: tuple[Any, ...], deterministic: bool, exportable: bool
+    arrays: tuple[jax.Array | None, ...],
+    options: tuple[Any, ...],
+    deterministic: bool,
+    exportable: bool,
+    *segments: Any,
 ) -> tuple[Any, ...]:
     """Run the forward, with a gradient unless there is a mask, or arrays are given for results."""
     deterministic, exportable = check_flag("deterministic", deterministic), check_flag("exportable", exportable)
     given = dict(zip(_FORWARD.names, arrays, strict=True))
-    if any(given[name] is not None for name in _WITHOUT):
-        return run(_FORWARD, arrays, options, exportable)
     named = {name: as_jax(name, given[name]) for name in _INPUTS}
+    named = with_starts(named, Segments(*segments))
+    if any(given[name] is not None for name in _WITHOUT):
+        return run(_FORWARD, tuple((given | named).values()), options, exportable)
     resolved = signature_of(_FORWARD, named, _FORWARD.options(*options)._asdict()).options
     inputs = list(named.values())
     axes = axes_of(inputs)

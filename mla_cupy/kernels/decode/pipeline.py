@@ -255,7 +255,10 @@ class DecodePipeline(Pipeline[DecodeConfig]):
 
     def _args(self, config: DecodeConfig, call: Call, splits: int) -> LaunchArgs:
         kv_cache, params = call.view("kv_cache"), _with_forms(config, call, self._params(config, call, splits))
-        return LaunchArgs(params, maps=tuple(("kv_cache", spec) for spec in config.kernel.kv_maps(kv_cache)))
+        maps = config.kernel.kv_maps(kv_cache)
+        # A pool without pages may have no address, which a map needs; of 16-bit rows it has a kernel without maps.
+        empty = maps and config.problem.record and kv_cache.shape[0] == 0
+        return LaunchArgs(params, maps=tuple(("schedule" if empty else "kv_cache", spec) for spec in maps))
 
     def _params(self, config: DecodeConfig, call: Call, splits: int) -> DecodeParams:
         options: DecodeOptions = call.options

@@ -40,7 +40,8 @@ def kv_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
     """The cache as (pages, 1, tokens, bytes): boxes of 128 latent columns, and of the RoPE columns.
 
     Boxes are of gcd(page_size, 64) tokens. Of one token, the RoPE columns have a row of 128 bytes in shared memory,
-    where a box begins at a multiple of that; what is past the record's end comes as zeros.
+    where a box begins at a multiple of that; what is past the record's end comes as zeros. Without a page nothing is
+    fetched, but the map has one: the driver refuses empty ones.
     """
     num_pages, page_size, _, width = kv_cache.shape
     page, token, _, _ = kv_cache.strides
@@ -51,7 +52,7 @@ def kv_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
         return TensorMapSpec(
             "uint8",
             kv_cache.ptr,
-            dims=(D_QK, page_size, 1, num_pages),
+            dims=(D_QK, page_size, 1, max(1, num_pages)),
             strides_bytes=(token if page_size > 1 else width, width, page if num_pages > 1 else width),
             box=(columns, rows, 1, 1),
             swizzle=swizzle,

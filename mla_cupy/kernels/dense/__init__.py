@@ -3,10 +3,11 @@
 
 from typing import Any
 
-from mla_cupy.kernels.dense import backward_sm90, backward_table, mask, table
+from mla_cupy.kernels.dense import backward_sm90, backward_table, mask, segments, table
 from mla_cupy.kernels.dense.backward import DENSE_BACKWARD
 from mla_cupy.kernels.dense.mask import MASK
 from mla_cupy.kernels.dense.pipeline import DENSE
+from mla_cupy.kernels.dense.segments import SEGMENTS
 from mla_cupy.kernels.spec import KernelSpec
 
 __all__ = [
@@ -14,11 +15,13 @@ __all__ = [
     "DENSE_BACKWARD",
     "KERNELS",
     "MASK",
+    "SEGMENTS",
 ]
 
 KERNELS: tuple[KernelSpec[Any], ...] = (
     *backward_sm90.KERNELS,
     *backward_table.KERNELS,
     mask.KERNEL,
+    segments.KERNEL,
     *table.KERNELS,
 )

@@ -6,7 +6,7 @@ added up in float32. Else a second kernel makes these, by tiles of queries.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from mla_cupy.kernels import choice
@@ -18,7 +18,6 @@ from mla_cupy.kernels.dense.backward_table import (
     DQ,
     GENERIC_KEYS,
     KeysKernel,
-    QueriesKernel,
 )
 from mla_cupy.kernels.dense.pipeline import L2_SHARE, heads_at_once, last_columns, launch_schedule, schedule_sizes
 from mla_cupy.kernels.dense.problem import (
@@ -95,20 +94,21 @@ class DenseBackwardPipeline(Pipeline[DenseBackwardConfig]):
         problem, kernel = config.problem, config.kernel
         if problem.s_q == problem.s_kv == 0:
             return []
-        params = _params(config, call)
+        # One block of arguments for all launches that have these parameters: kernels without maps do not look at them.
+        args = LaunchArgs(_params(config, call), kernel.maps(problem, call))
         steps: list[Step] = [launch_schedule(problem, call, of_keys=True)]
         if problem.s_q:
-            steps.append(Launch(DELTA, problem.variant, (_tiles_of_heads(problem), 1, 1), LaunchArgs(params)))
+            steps.append(Launch(DELTA, problem.variant, (_tiles_of_heads(problem), 1, 1), args))
         elif config.sums_dq:
             steps.insert(0, ZeroFill("dk_rope_sums"))
         if problem.s_kv:
-            steps.append(_launch(kernel, problem, call, params, config.grid))
-        return steps + _finish(config, call, params)
+            steps.append(Launch(kernel, kernel.variant(problem), config.grid, args))
+        return steps + _finish(config, call, args)
 
 
-def _finish(config: DenseBackwardConfig, call: Call, params: PrefillBackwardParams) -> list[Step]:
+def _finish(config: DenseBackwardConfig, call: Call, args: LaunchArgs) -> list[Step]:
     """Launches that round sums to 16-bit gradients, or make the gradient of the queries without sums."""
-    problem, args = config.problem, LaunchArgs(params)
+    problem, queries = config.problem, config.kernel.queries
     key_blocks = -(-problem.s_kv // DK_ROPE_KEYS) if problem.shared_rope else 0
     if problem.s_q and config.sums_dq:
         variant = Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk)
@@ -117,14 +117,10 @@ def _finish(config: DenseBackwardConfig, call: Call, params: PrefillBackwardPara
     if key_blocks:
         steps.append(Launch(DK_ROPE, Variant(dtype=problem.dtype), (key_blocks, 1, 1), args))
     if problem.s_q:
-        steps.append(_launch(config.kernel.queries, problem, call, params, config.queries_grid))
+        maps = queries.maps(problem, call)
+        own = args if maps == args.maps else replace(args, maps=maps)
+        steps.append(Launch(queries, queries.variant(problem), config.queries_grid, own))
     return steps
-
-
-def _launch(
-    kernel: QueriesKernel, problem: DenseBackwardProblem, call: Call, params: PrefillBackwardParams, grid: Dim3
-) -> Launch:
-    return Launch(kernel, kernel.variant(problem), grid, LaunchArgs(params, kernel.maps(problem, call)))
 
 
 def _tiles_of_heads(problem: DenseBackwardProblem) -> int:
