@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.dense import backward_sm90, backward_table, mask, table
+from mla_cupy.kernels.dense import backward_sm90, backward_table, fp8, mask, table
 from mla_cupy.kernels.dense.backward import DENSE_BACKWARD
 from mla_cupy.kernels.dense.mask import MASK
 from mla_cupy.kernels.dense.pipeline import DENSE
@@ -19,6 +19,7 @@ __all__ = [
 KERNELS: tuple[KernelSpec[Any], ...] = (
     *backward_sm90.KERNELS,
     *backward_table.KERNELS,
+    *fp8.KERNELS,
     mask.KERNEL,
     *table.KERNELS,
 )
