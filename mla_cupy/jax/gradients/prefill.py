@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mla_cupy.cache_formats import BYTE_DTYPES
+from mla_cupy.dtypes import name_of
 from mla_cupy.jax.arguments import as_jax
 from mla_cupy.jax.derivatives import as_array, is_zero, values
 from mla_cupy.jax.lowering import call, run, signature_of
@@ -38,10 +40,11 @@ class _Static(NamedTuple):
 def differentiable(
     arrays: tuple[jax.Array | None, ...], options: tuple[Any, ...], deterministic: bool, exportable: bool
 ) -> tuple[Any, ...]:
-    """Run the forward, with a gradient unless there is a mask, or arrays are given for results."""
+    """Run the forward, with a gradient unless there is a mask, arrays are given for results, or inputs are codes."""
     deterministic, exportable = check_flag("deterministic", deterministic), check_flag("exportable", exportable)
     given = dict(zip(_FORWARD.names, arrays, strict=True))
-    if any(given[name] is not None for name in _WITHOUT):
+    coded = name_of(getattr(given["q"], "dtype", "")) in BYTE_DTYPES
+    if coded or any(given[name] is not None for name in _WITHOUT):
         return run(_FORWARD, arrays, options, exportable)
     named = {name: as_jax(name, given[name]) for name in _INPUTS}
     resolved = signature_of(_FORWARD, named, _FORWARD.options(*options)._asdict()).options
