@@ -153,8 +153,8 @@ def make(case: DenseCase) -> DenseInputs:
         options["k_rope"][unseen] = np.nan
     for name in case.scales:  # of each sequence and head; a broadcast number of the values
         shape = (len(case.sequences) if case.starts else 1, case.heads_kv)
-        given = rng.uniform(0.25, 2.0, shape if name != "v" else (1, 1)).astype(np.float32)
-        options[f"{name}_scales"] = np.broadcast_to(given, shape)
+        scales = rng.uniform(0.25, 2.0, shape).astype(np.float32)
+        options[f"{name}_scales"] = np.broadcast_to(scales[:1, :1], shape) if name == "v" else scales
     if case.dtype == "uint8":
         q, k, v = (x.view(np.uint8) for x in (q, k, v))
         ropes = {name: x.view(np.uint8) for name, x in options.items() if name in ("q_rope", "k_rope")}
