@@ -302,7 +302,7 @@ def test_the_numpy_backend_rounds_the_oracle(monkeypatch: pytest.MonkeyPatch) ->
             r"q_scales\[0, 1\]: got nan, expected a finite number, at least 0",
         ),
     ],
-    ids="mask state width sequences one-row heads dtype out bfloat16 negative nan".split(),
+    ids=["mask", "state", "width", "sequences", "one-row", "heads", "dtype", "out", "bfloat16", "negative", "nan"],
 )
 def test_what_codes_cannot_have(
     case: DenseCase, changes: dict[str, Any], error: type[Exception], match: str, recorder: Recorder
