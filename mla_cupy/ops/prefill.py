@@ -156,8 +156,8 @@ def mla_prefill(
     """
     options = (causal, scale, out_dtype, kernel)
     inputs = (q, k, v, q_rope, k_rope, cu_seqlens_q, cu_seqlens_kv, state_out, state_lse, mask)
-    inputs += (q_scales, k_scales, v_scales)
-    out, lse = run(Invocation(OPERATION, (*inputs, out, lse), options, workspace, stream, None, check))
+    scales = (q_scales, k_scales, v_scales)
+    out, lse = run(Invocation(OPERATION, (*inputs, *scales, out, lse), options, workspace, stream, None, check))
     return out, lse
 
 

@@ -47,7 +47,8 @@ def mla_prefill(
     Parameters
     ----------
     q : array, (s_q, h_q, d_qk)
-        Queries; float8_e4m3fn or uint8 are e4m3 codes, and so are keys and values then. Without their last columns, if these are in `q_rope`.
+        Queries; float8_e4m3fn or uint8 are e4m3 codes, and so are keys and values then. Without their last columns, if
+        these are in `q_rope`.
     k : array, (s_kv, h_kv, d_qk)
         Keys; without their last columns, if these are in `k_rope`.
     v : array, (s_kv, h_kv, d_v)

@@ -1,4 +1,4 @@
-"""Dense attention over e4m3 codes: both kernels in the simulator against the oracle, what is refused, the oracle itself.
+"""Dense attention over e4m3 codes: both kernels in the simulator against the oracle, refusals, the oracle itself.
 
 Keys and values that no query sees are the code of NaN, and sequences end anywhere in a tile. An ordinary run takes a
 pairwise choice of cases and modes; `--sim=full` takes them all.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from ...core.cost import ELEMENT_BYTES, SINGLE_BYTES, Cost
@@ -173,6 +174,6 @@ def parse_as(name: str, kind: type[AnyCase], built_in: Sequence[AnyCase]) -> Any
     widths = (int(d_qk), int(d_v)) if d_qk else MLA
     b_, s_q_, s_kv_, h_q_ = sizes
     selected = int(topk or 0)
-    marks = {"causal": not full, "state": bool(state), "topk": selected, "fp8": bool(fp8)}
-    case = kind(b_, s_q_, s_kv_, h_q_, heads, *widths, **marks)
+    more = partial(kind, causal=not full, state=bool(state), topk=selected, fp8=bool(fp8))
+    case = more(b_, s_q_, s_kv_, h_q_, heads, *widths)
     return next((known for known in built_in if known == case), case)
