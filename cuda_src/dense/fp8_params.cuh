@@ -20,9 +20,9 @@ struct PrefillFp8Params : PrefillFp8Addresses, PrefillParams {
 };
 
 #define MLA_PREFILL_FP8_OFFSET(field) MLA_OFFSET(::mla::dense::PrefillFp8Params, field)
-#define MLA_PREFILL_FP8_FACTS()                                                                              \
-    MLA_FACT_LIST(params_layout, MLA_PREFILL_FP8_OFFSET(mask_stride_bytes), MLA_PREFILL_FP8_OFFSET(s_q),     \
-                  MLA_PREFILL_FP8_OFFSET(scale_log2), MLA_PREFILL_FP8_OFFSET(q_scales_stride_b_elems),       \
+#define MLA_PREFILL_FP8_FACTS()                                                                          \
+    MLA_FACT_LIST(params_layout, MLA_PREFILL_FP8_OFFSET(mask_stride_bytes), MLA_PREFILL_FP8_OFFSET(s_q), \
+                  MLA_PREFILL_FP8_OFFSET(scale_log2), MLA_PREFILL_FP8_OFFSET(q_scales_stride_b_elems),   \
                   MLA_PREFILL_FP8_OFFSET(b), (int)sizeof(::mla::dense::PrefillFp8Params))
 
 // Of a sequence and KV head: what multiplies scores, in base 2, and values.

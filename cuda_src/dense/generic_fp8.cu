@@ -1,5 +1,5 @@
-// Dense attention over e4m3 codes on CUDA cores, for any GPU and any strides. Plain, as dense/generic.cu is: numbers are
-// converted, which is exact, and weights are not rounded.
+// Dense attention over e4m3 codes on CUDA cores, for any GPU and any strides. Plain, as dense/generic.cu is: numbers
+// are converted, which is exact, and weights are not rounded.
 //
 //   out = s_v softmax(scale s_q s_k Q K^T) V,  lse = log(sum exp(scale s_q s_k Q K^T))
 //

@@ -7,8 +7,8 @@
 //   out = O / l,   lse = ln 2 (r - 8 + log2 of the sum of P before it is rounded)
 //
 // Grid, work items, tiles and turns are those of dense/sm90.cu. The tensor cores cut sums of e4m3 products off after 13
-// fraction bits, so a sum of theirs is short, and the rest of it is in float32: two halves of a tile's keys times two of
-// the columns are four short products, each in the registers of the one before, beside the exponentials of the next
+// fraction bits, so a sum of theirs is short, and the rest of it is in float32: two halves of a tile's keys times two
+// of the columns are four short products, each in the registers of the one before, beside the exponentials of the next
 // tile:
 //
 //   math    | Q K1 | softmax 1 ..........................| Q K0 | ...
@@ -16,8 +16,8 @@
 //   turn    V1: rows of keys become rows of columns (dense/fp8_values.cuh), and NaN that not every query sees becomes 0
 //
 // Source: FlashAttention-3's schedule (2024) and its idea that the order of keys is free; sums that leave the tensor
-// cores before they lose bits, DeepGEMM's. Here: sums of weights by the tensor cores, each tile's weights with a maximum
-// of their own.
+// cores before they lose bits, DeepGEMM's. Here: sums of weights by the tensor cores, each tile's weights with a
+// maximum of their own.
 #include "attention/online_softmax.cuh"
 #include "common/limits.cuh"
 #include "dense/fp8_params.cuh"
@@ -57,12 +57,12 @@ constexpr i32 kStages = 2;
 constexpr i32 kWorkSlots = 2;
 constexpr u32 kQueryBytes = kTileQueries * kSw128RowBytes, kQueryRopeBytes = kTileQueries * kSw64RowBytes;
 constexpr u32 kKeyBytes = kTileKeys * kSw128RowBytes, kKeyRopeBytes = kTileKeys * kSw64RowBytes;
-constexpr i32 kScores = kTileKeys / 2;        // of a thread
-constexpr i32 kColumnHalves = 2;              // of values
-constexpr i32 kOut = kSw128Rows / 2;          // of a thread and half
-constexpr i32 kSums = kOut + 4;               // the second half's product has the sum of weights, too
+constexpr i32 kScores = kTileKeys / 2;  // of a thread
+constexpr i32 kColumnHalves = 2;        // of values
+constexpr i32 kOut = kSw128Rows / 2;    // of a thread and half
+constexpr i32 kSums = kOut + 4;         // the second half's product has the sum of weights, too
 constexpr i32 kKeySteps = kTileKeys / kMmaKBytes, kStepScores = kScores / kKeySteps;
-constexpr i32 kHalfSteps = kKeySteps / 2;     // whose sum is the tensor cores'
+constexpr i32 kHalfSteps = kKeySteps / 2;  // whose sum is the tensor cores'
 constexpr u32 kHalfBytes = kHalfSteps * kMmaKBytes;
 
 constexpr float kWeightLog2 = 8.f;      // P at a tile's largest score: e4m3 has no more than 448
@@ -317,7 +317,8 @@ MLA_DEVICE auto& sums_of(float (&sums)[kSums]) {
 // Starts half `kKeyHalf` of the keys of P V, for half `kColumnHalf` of the columns; the second has the sum of weights.
 template <i32 kKeyHalf, i32 kColumnHalf>
 MLA_DEVICE void start_values(Storage& s, Math& math, float (&sums)[kSums]) {
-    SmemDesc b = k_major_desc(smem_addr(s.turned[math.v.stage()]) + (kColumnHalf * kSw128Bytes + kKeyHalf * kHalfBytes));
+    SmemDesc b =
+        k_major_desc(smem_addr(s.turned[math.v.stage()]) + (kColumnHalf * kSw128Bytes + kKeyHalf * kHalfBytes));
     opaque(b.bits);
     pin(sums);
     wgmma_fence();
