@@ -25,8 +25,8 @@ constexpr u32 kOnes = 0x38383838;
 // By thread `thread` of kThreads.
 template <i32 kThreads>
 MLA_DEVICE void store_ones(u8 (&transposed)[kTransposedBytes], i32 thread) {
-    constexpr i32 kPieces = kSwizzleAtomBytes / sizeof(uint4);
-    for (i32 i = thread; i < kPieces; i += kThreads) {
+    constexpr i32 kOnesChunks = kSwizzleAtomBytes / sizeof(uint4);
+    for (i32 i = thread; i < kOnesChunks; i += kThreads) {
         reinterpret_cast<uint4*>(transposed + kValueBytes)[i] = make_uint4(kOnes, kOnes, kOnes, kOnes);
     }
 }

@@ -306,15 +306,8 @@ MLA_DEVICE void finish_scores(Storage& s, Math& math, bool last) {
     math.k.advance();
 }
 
-// The accumulator of half `kColumnHalf` of the columns, in the same registers for both: others for each would be too
-// many, and the compiler would move `out` about between them.
-template <i32 kColumnHalf>
-MLA_DEVICE auto& sums_of(float (&sums)[kSums]) {
-    using Sums = float[kOut + 4 * kColumnHalf];
-    return reinterpret_cast<Sums&>(sums);
-}
-
 // Starts half `kKeyHalf` of the keys of P V, for half `kColumnHalf` of the columns; the second has the sum of weights.
+// Both are summed in the same registers: others for each would be too many, and the compiler would move `out` about.
 template <i32 kKeyHalf, i32 kColumnHalf>
 MLA_DEVICE void start_values(Storage& s, Math& math, float (&sums)[kSums]) {
     SmemDesc b =
@@ -324,8 +317,13 @@ MLA_DEVICE void start_values(Storage& s, Math& math, float (&sums)[kSums]) {
     wgmma_fence();
 #pragma unroll
     for (i32 i = 0; i < kHalfSteps; ++i) {
-        wgmma_mma_async(Code{}, sums_of<kColumnHalf>(sums), math.weights[kKeyHalf * kHalfSteps + i],
-                        advance(b, i * kMmaKBytes), i > 0);
+        const SmemDesc of_step = advance(b, i * kMmaKBytes);
+        if constexpr (kColumnHalf == 1) {
+            wgmma_e4m3_n72(sums, math.weights[kKeyHalf * kHalfSteps + i], of_step, i > 0);
+        } else {
+            float (&first)[kOut] = reinterpret_cast<float (&)[kOut]>(sums);
+            wgmma_mma_async(Code{}, first, math.weights[kKeyHalf * kHalfSteps + i], of_step, i > 0);
+        }
     }
     wgmma_commit_group();
 }

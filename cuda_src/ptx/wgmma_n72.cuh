@@ -3,9 +3,9 @@
 #include "ptx/wgmma.cuh"
 
 namespace mla {
-// As those of ptx/wgmma.cuh, with A in registers. The list of its widths is part of every kernel that multiplies so.
+// As `wgmma_mma_async`, with A in registers. The list of its widths is part of every kernel that multiplies so.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-operation-wgmma-mma-async
-MLA_DEVICE void wgmma_mma_async(float8_e4m3fn, float (&d)[36], const u32 (&a)[4], SmemDesc b, bool accumulate) {
+MLA_DEVICE void wgmma_e4m3_n72(float (&d)[36], const u32 (&a)[4], SmemDesc b, bool accumulate) {
     asm volatile(
         "{\n .reg .pred p;\n setp.ne.b32 p, %41, 0;\n"
         " wgmma.mma_async.sync.aligned.m64n72k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12,"

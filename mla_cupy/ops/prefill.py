@@ -25,7 +25,7 @@ from mla_cupy.ops.prefill_inputs import (
 )
 
 SCALES = ("q_scales", "k_scales", "v_scales")
-"""Of e4m3 codes."""
+"""Names of the scales of e4m3 codes."""
 
 
 def mla_prefill(

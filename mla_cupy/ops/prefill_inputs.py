@@ -20,7 +20,7 @@ QKV = (
     Input("v", "s_kv h_kv d_v", ("=q",), contiguous=True),
 )
 QKV_OR_CODES = (replace(QKV[0], dtypes=(*HALF, *reversed(BYTE_DTYPES))), *QKV[1:])
-"""The same, or e4m3 codes."""
+"""Queries, keys and values in 16 bits, or e4m3 codes."""
 ROPES = (
     Input("q_rope", "s_q h_q d_rope", ("=q",), optional=True, contiguous=True),
     Input("k_rope", "s_kv h_rope? d_rope", ("=q",), optional=True, contiguous=True),

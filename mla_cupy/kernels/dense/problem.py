@@ -53,7 +53,7 @@ class DenseProblem:
 
     @property
     def coded(self) -> bool:
-        """Whether queries, keys and values are e4m3 codes."""
+        """True if queries, keys and values are e4m3 codes."""
         return self.dtype == "float8_e4m3fn"
 
     @property
