@@ -43,6 +43,8 @@ class _Peer:
     def unsupported(self, case: PrefillCase, dtype: str) -> str | None:
         if case.topk:
             return "takes no mask"
+        if case.fp8:
+            return "is called with 16 bits"
         return "merges no earlier state" if case.state else None
 
     def prepare(self, case: PrefillCase, dtype: str, sets: Sequence[PrefillInputs], device: Device) -> Prepared:

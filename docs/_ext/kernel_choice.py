@@ -106,6 +106,7 @@ SITUATIONS = (
     ("`sparse_mla_backward`, 256 heads", SPARSE_BACKWARD, _backward(256)),
     ("`sparse_mla_backward`, strides not of 16 bytes", SPARSE_BACKWARD, _backward(128, aligned=False)),
     ("`mla_prefill`, 128 heads, keys of 192", DENSE, DenseProblem(8192, 8192, 128, 128, 192, 128, "bfloat16")),
+    ("`mla_prefill` of e4m3 codes, 128 heads", DENSE, DenseProblem(8192, 8192, 128, 128, 192, 128, "float8_e4m3fn")),
     ("`mla_prefill`, 64 heads, keys of 256", DENSE, DenseProblem(8192, 8192, 64, 64, 256, 256, "bfloat16")),
     ("`mla_prefill_backward`, keys of 192", DENSE_BACKWARD, _dense_backward(192, 128)),
     ("`mla_prefill_backward`, keys of 256", DENSE_BACKWARD, _dense_backward(256, 256)),

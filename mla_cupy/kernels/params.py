@@ -484,6 +484,27 @@ class PrefillBackwardParams(Params):
     scale_log2: F32
 
 
+class PrefillFp8Addresses(Params):
+    """Struct of `dense/fp8_params.cuh`."""
+
+    q_scales: Address
+    k_scales: Address
+    v_scales: Address
+    sequences: Address
+
+
+class PrefillFp8Params(Params):
+    """Struct of `dense/fp8_params.cuh`."""
+
+    prefill_fp8_addresses: PrefillFp8Addresses
+    prefill_params: PrefillParams
+    q_scales_stride_b_h_elems: tuple[I64, I64]
+    k_scales_stride_b_h_elems: tuple[I64, I64]
+    v_scales_stride_b_h_elems: tuple[I64, I64]
+    b: I32
+    out_is_fp16: I32
+
+
 class MaskParams(Params):
     """Struct of `dense/mask.cu`."""
 

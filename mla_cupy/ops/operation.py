@@ -15,6 +15,7 @@ import numpy as np
 
 from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import BYTE_DTYPES
+from mla_cupy.dtypes import FLOATS
 from mla_cupy.kernels.choice import check_kernel
 from mla_cupy.kernels.pipeline import Call, Pipeline
 from mla_cupy.runtime.device import DeviceInfo
@@ -80,6 +81,11 @@ def like_first_or_float32(first: str) -> tuple[str, ...]:
 def like_queries_or_float32(first: str) -> tuple[str, ...]:
     """The dtypes of results of queries that may be e4m3 codes: their results are bfloat16, or float32."""
     return like_first_or_float32("bfloat16" if first in BYTE_DTYPES else first)
+
+
+def like_first_or_wider(first: str) -> tuple[str, ...]:
+    """The dtypes of results: that of the first input, or float32; of e4m3 codes bfloat16, float16 or float32."""
+    return FLOATS if first in BYTE_DTYPES else like_first_or_float32(first)
 
 
 def only_like_first(first: str) -> tuple[str, ...]:

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from mla_cupy.errors import ShapeError, explain
+import numpy as np
+
+from mla_cupy.cache_formats import BYTE_DTYPES
+from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.dense import DENSE
-from mla_cupy.kernels.dense.problem import MASK_ROW_BYTES, DenseProblem, PrefillOptions
+from mla_cupy.kernels.dense.problem import FP8_GEOMETRY, MASK_ROW_BYTES, DenseProblem, PrefillOptions
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import STARTS, check_all_or_none, check_flag, resolve_scale
-from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32, present
-from mla_cupy.ops.prefill_inputs import MIN_SIZES, QKV, ROPES, SIZES, aligned, check_prefill_values, check_sizes
+from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_first_or_wider, present
+from mla_cupy.ops.prefill_inputs import (
+    MIN_SIZES,
+    QKV_OR_CODES,
+    ROPES,
+    SIZES,
+    Sizes,
+    aligned,
+    check_prefill_values,
+    check_sizes,
+)
+
+SCALES = ("q_scales", "k_scales", "v_scales")
+"""Names of the scales of e4m3 codes."""
 
 
 def mla_prefill(
@@ -25,6 +40,9 @@ def mla_prefill(
     state_out: Any = None,
     state_lse: Any = None,
     mask: Any = None,
+    q_scales: Any = None,
+    k_scales: Any = None,
+    v_scales: Any = None,
     causal: bool = True,
     scale: float | None = None,
     out: Any = None,
@@ -42,10 +60,11 @@ def mla_prefill(
 
     Parameters
     ----------
-    q : array, (s_q, h_q, d_qk), bfloat16 or float16
+    q : array, (s_q, h_q, d_qk), bfloat16 or float16; or float8_e4m3fn or uint8
         Queries. With `q_rope`, all columns but the last 64. (d_qk, d_v) is (192, 128), (256, 256) or (128, 128). The
         last axis is contiguous; other strides are free (multiples of 16 bytes are fast, on Hopper). The same holds for
-        `q_rope`, `k`, `k_rope` and `v`.
+        `q_rope`, `k`, `k_rope` and `v`. With queries in e4m3 everything is, `q_rope` and `k_rope` too; (d_qk, d_v) is
+        (192, 128), and there is neither state nor mask. uint8 holds e4m3 codes, for libraries without that type.
     k : array, (s_kv, h_kv, d_qk), dtype of q
         Keys. With `k_rope`, all columns but the last 64. h_q is a multiple of h_kv.
     v : array, (s_kv, h_kv, d_v), dtype of q
@@ -70,24 +89,29 @@ def mla_prefill(
         indices; so does `numpy.packbits(seen, axis=1, bitorder="little")`, for a multiple of 128 keys. Rows start at,
         step by, and have multiples of 16 bytes. Keys beyond 8 * mask_bytes are hidden; without `cu_seqlens_kv` the mask
         must have all keys.
+    q_scales, k_scales, v_scales : array, (b, h_kv), float32, optional
+        Of e4m3: what the numbers of a sequence and KV head are multiplied by, finite, at least 0; q_scales[n, g] is for
+        all query heads of KV head g. Any strides, so a broadcast number will do. b is 1 without `cu_seqlens_q`.
+        Default: 1.
     causal : bool
         Hide the keys after a query's own position, the queries being the last of their sequence: query i of n sees the
         first s - n + i + 1 of its s keys.
     scale : float, optional
         Factor of the scores: finite, above 0. Default: d_qk**-0.5.
-    out : array, (s_q, h_q, d_v), dtype of q or float32, optional
+    out : array, (s_q, h_q, d_v), dtype of q (of e4m3: bfloat16 or float16) or float32, optional
         Where the result goes. Not for JAX, whose arrays cannot be written.
     lse : array, (s_q, h_q), float32, optional
         Where its log-sum-exp goes; any strides.
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(mla_prefill, ...)` bytes.
     out_dtype : str or dtype, optional
-        "float32" for results to be merged; default: the dtype of `out`, or of q.
+        "float32" for results to be merged; of e4m3 any of the three. Default: the dtype of `out`, or of q, or bfloat16
+        where that is e4m3.
     kernel : str, optional
         Name of the attention kernel to run, see `mla-cupy list`. Default: the fastest that fits.
     check : bool
-        Look at the values of `cu_seqlens_q` and `cu_seqlens_kv` first, which synchronises: the first that is out of
-        range or below its predecessor is an error.
+        Look at the values of `cu_seqlens_q` and `cu_seqlens_kv` first, and at those of scales, which synchronises: the
+        first that is out of range or below its predecessor is an error.
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 
@@ -114,6 +138,12 @@ def mla_prefill(
     Workspace: 32 bytes for each 128 queries and each sequence, and 28 for each sequence. It takes
     2 * h_q * (d_qk + d_v) FLOPs for each query and key that it sees; keys that only a mask hides count as well.
 
+    Of e4m3 the plain kernel's products are exact. Hopper's multiplies in e4m3: the weights of each 128 keys, counted
+    from the sequence's first, are rounded to it, the largest one being 256, so those below 2^-18 of it become 0. `out`
+    is divided by the sum of the rounded weights, `lse` is of the weights before. Sums of e4m3 products lose low bits in
+    the tensor cores, which is why none is longer than 192 columns or 64 keys. What a query does not see never reaches
+    its result, the codes 0x7F and 0xFF, which are NaN, included. There is no gradient.
+
     Examples
     --------
     >>> import numpy as np, mla_cupy
@@ -126,7 +156,8 @@ def mla_prefill(
     """
     options = (causal, scale, out_dtype, kernel)
     inputs = (q, k, v, q_rope, k_rope, cu_seqlens_q, cu_seqlens_kv, state_out, state_lse, mask)
-    out, lse = run(Invocation(OPERATION, (*inputs, out, lse), options, workspace, stream, None, check))
+    scales = (q_scales, k_scales, v_scales)
+    out, lse = run(Invocation(OPERATION, (*inputs, *scales, out, lse), options, workspace, stream, None, check))
     return out, lse
 
 
@@ -134,9 +165,47 @@ def _examine(views: Views, given: PrefillOptions) -> Examined:
     sizes = check_sizes(views)
     check_all_or_none(views, "state_out", "state_lse", expected="an array, as its counterpart")
     _check_mask(views)
+    _check_codes(views, sizes)
     problem = DenseProblem(*sizes, aligned=aligned(views, "state_out"), masked=views["mask"] is not None)
     options = given._replace(causal=check_flag("causal", given.causal), scale=resolve_scale(given.scale, sizes.d_qk))
     return Examined(problem, options)
+
+
+def _check_codes(views: Views, sizes: Sizes) -> None:
+    """Check what goes with e4m3 codes alone, and what does not go with them."""
+    dtype, scales = present(views, "q").dtype, [name for name in SCALES if views[name] is not None]
+    if dtype not in BYTE_DTYPES:
+        if scales:
+            expected = f"None for queries in {dtype}"
+            raise ArgumentError(explain(scales[0], "an array", expected, "it is of e4m3 codes; multiply scale by it"))
+        return
+    for name in ("state_out", "mask"):
+        if views[name] is not None:
+            remedy = "convert queries, keys and values to bfloat16" + (
+                ", or merge with merge_states" if name == "state_out" else ""
+            )
+            raise ArgumentError(explain(name, "an array", f"None for queries in {dtype}", remedy))
+    if (sizes.d_qk, sizes.d_v) != FP8_GEOMETRY:
+        given = sizes.d_qk, sizes.d_v
+        remedy = "only these are built for e4m3; convert to bfloat16"
+        raise ShapeError(explain("q.shape[-1], v.shape[-1]", given, f"{FP8_GEOMETRY} for queries in {dtype}", remedy))
+    for name in scales:
+        count = present(views, name).shape[0]
+        if count != sizes.sequences:
+            remedy = "one row for each sequence"
+            raise ShapeError(explain(f"{name}.shape[0]", count, f"b={sizes.sequences}, as in cu_seqlens_q", remedy))
+
+
+def _check_values(arrays: Arrays, options: PrefillOptions) -> None:
+    check_prefill_values(arrays, options)
+    for name in SCALES:
+        scales = arrays[name]
+        if scales is None:
+            continue
+        bad = ~(np.isfinite(scales) & (scales >= 0))
+        if bad.any():
+            at = tuple(map(int, np.argwhere(bad)[0]))
+            raise ArgumentError(explain(f"{name}[{at[0]}, {at[1]}]", scales[at], "a finite number, at least 0"))
 
 
 def _check_mask(views: Views) -> None:
@@ -155,15 +224,16 @@ def _check_mask(views: Views) -> None:
 OPERATION = Operation(
     "mla_prefill",
     inputs=(
-        *QKV,
+        *QKV_OR_CODES,
         *ROPES,
         *STARTS,
         Input("state_out", "s_q h_q d_v", ("=q", "float32"), optional=True, contiguous=True),
         Input("state_lse", "s_q h_q", ("float32",), optional=True),
         Input("mask", "s_q mask_bytes", ("uint8",), optional=True, wide=True),
+        *(Input(name, "b h_kv", ("float32",), optional=True) for name in SCALES),
     ),
     outputs=(
-        Output("out", "s_q h_q d_v", like_first_or_float32, "out_dtype", "wide", may_be="state_out"),
+        Output("out", "s_q h_q d_v", like_first_or_wider, "out_dtype", "wide", may_be="state_out"),
         Output("lse", "s_q h_q", may_be="state_lse"),
     ),
     sizes=SIZES,
@@ -172,6 +242,6 @@ OPERATION = Operation(
     parallel={"h_q": ("h_kv?", "h_rope?")},
     examine=_examine,
     derivative="reverse",
-    check_values=check_prefill_values,
+    check_values=_check_values,
     pipeline=DENSE,
 )

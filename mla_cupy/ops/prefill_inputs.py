@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ShapeError, explain
 from mla_cupy.kernels.dense.problem import D_ROPE, GEOMETRIES
@@ -17,6 +19,8 @@ QKV = (
     Input("k", "s_kv h_kv d_k", ("=q",), contiguous=True),
     Input("v", "s_kv h_kv d_v", ("=q",), contiguous=True),
 )
+QKV_OR_CODES = (replace(QKV[0], dtypes=(*HALF, *reversed(BYTE_DTYPES))), *QKV[1:])
+"""Queries, keys and values in 16 bits, or e4m3 codes."""
 ROPES = (
     Input("q_rope", "s_q h_q d_rope", ("=q",), optional=True, contiguous=True),
     Input("k_rope", "s_kv h_rope? d_rope", ("=q",), optional=True, contiguous=True),
@@ -57,7 +61,8 @@ def check_sizes(views: Views) -> Sizes:
     check_kv_heads(views, h_q, h_kv)
     check_starts(views)
     starts = views["cu_seqlens_q"]
-    return Sizes(s_q, s_kv, h_q, h_kv, d_qk, d_v, q.dtype, 1 if starts is None else starts.shape[0] - 1)
+    dtype = "float8_e4m3fn" if q.dtype in BYTE_DTYPES else q.dtype
+    return Sizes(s_q, s_kv, h_q, h_kv, d_qk, d_v, dtype, 1 if starts is None else starts.shape[0] - 1)
 
 
 def aligned(views: Views, *others: str) -> bool:

@@ -125,6 +125,10 @@ def sparse_mla_backward(
     What `dlse` adds to dS is computed as P * exp(lse_total - lse) * dlse, with P in 16 bits. It is lost where a sink
     takes so much of the weight that P underflows (float16: below 6e-8, bfloat16: below 1e-38).
 
+    So are `dq` and `dkv` themselves there: P and dS have 16 bits on the tensor cores, and in float16 what is below 3e-8
+    becomes 0. A row whose sink is 18 or more above its scores has a `dq` of 0, whatever `dout` is; from 10 on it has
+    fewer digits. bfloat16 keeps such rows, as does kernel="sparse_backward_generic", whose numbers are of float32.
+
     A head whose sink is +inf contributes nothing to `dq` and `dkv`, with or without `dlse`, and its `d_sink` is 0,
     given the forward's `out`, which is 0. A sink of -inf is no sink; its `d_sink` is 0.
 

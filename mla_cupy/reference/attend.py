@@ -17,6 +17,10 @@ BLOCK_TOKENS = 64
 LAZY_MAX_LOG2 = np.float32(8.0)
 
 
+#: Columns of a score whose sum is the tensor cores' own, of products of e4m3 numbers.
+_FP8_SUM_COLUMNS = 192
+
+
 class Attended(NamedTuple):
     """Results of `attend`: out (rows, d_v), natural lse (rows,), and the largest score, times scale (rows,)."""
 
@@ -30,10 +34,15 @@ def attend(rows: Array, keys: Array, d_v: int, scale: float, rounding: str | Non
     return attend_values(rows, keys, keys[:, :d_v], scale, rounding)
 
 
-def attend_values(rows: Array, keys: Array, values: Array, scale: float, rounding: str | None) -> Attended:
-    """Attention of `rows` (rows, d_qk) to `keys` (n, d_qk) with `values` (n, d_v)."""
+def attend_values(
+    rows: Array, keys: Array, values: Array, scale: float, rounding: str | None, fp8_block: int = BLOCK_TOKENS
+) -> Attended:
+    """Attention of `rows` (rows, d_qk) to `keys` (n, d_qk) with `values` (n, d_v).
+
+    Weights in e4m3 have a maximum for each `fp8_block` keys.
+    """
     if rounding == "float8_e4m3fn":
-        return _attend_fp8(rows, keys, values, scale)
+        return _attend_fp8(rows, keys, values, scale, fp8_block)
     if rounding is not None:
         return _attend_rounded(rows, keys, values, scale, rounding)
     if len(keys) == 0:
@@ -68,35 +77,35 @@ def _attend_rounded(rows: Array, keys: Array, values: Array, scale: float, round
     return Attended(_normalise(out, total), (_shift(top) + np.log2(total)) * ln2, largest * ln2)
 
 
-def _attend_fp8(rows: Array, keys: Array, values: Array, scale: float) -> Attended:
-    """Attention with weights in e4m3, of which the largest of each block of tokens is 2^8.
+def _attend_fp8(rows: Array, keys: Array, values: Array, scale: float, block_tokens: int) -> Attended:
+    """Attention with weights in e4m3, of which the largest of each `block_tokens` is 2^8.
 
     `out` is divided by the sum of the rounded weights; the log-sum-exp is of the weights before that.
     """
     scores = scale * np.log2(np.e) * _fp8_products(rows, keys)
     top = scores.max(axis=1, initial=-np.inf)
     sums, out = np.zeros((2, len(rows))), np.zeros((len(rows), values.shape[1]))
-    for start in range(0, len(keys), BLOCK_TOKENS):
-        block = scores[:, start : start + BLOCK_TOKENS]
+    for start in range(0, len(keys), block_tokens):
+        block = scores[:, start : start + block_tokens]
         largest = _shift(block.max(axis=1))
         weights = np.exp2(block - largest[:, None] + 8)
         kept = round_to(weights, "float8_e4m3fn")
         factor = np.exp2(largest - _shift(top) - 8)
         sums += [weights.sum(axis=1) * factor, kept.sum(axis=1) * factor]
-        out += kept @ values[start : start + BLOCK_TOKENS] * factor[:, None]
+        out += kept @ values[start : start + block_tokens] * factor[:, None]
     return Attended(_normalise(out, sums[1]), (_shift(top) + np.log2(sums[0])) * np.log(2.0), top * np.log(2.0))
 
 
 def _fp8_products(rows: Array, keys: Array) -> Array:
-    """rows @ keys.T in three thirds of the columns, as tensor cores sum products of e4m3 numbers.
+    """rows @ keys.T in sums of 192 columns, as tensor cores sum products of e4m3 numbers.
 
     Of each 32 terms, and the sum before, what lies 13 bits below the largest is cut off; and so it is of their sum. A
     product counts as large as its factors without their fractions.
     """
     total = np.zeros((len(rows), len(keys)))
-    for third in np.split(np.arange(rows.shape[1]), 3):
+    for of_sum in np.arange(rows.shape[1]).reshape(-1, _FP8_SUM_COLUMNS):
         sums = np.zeros_like(total)
-        for columns in third.reshape(-1, 32):
+        for columns in of_sum.reshape(-1, 32):
             a, b = rows[:, None, columns], keys[None, :, columns]
             for start in range(0, len(keys), BLOCK_TOKENS):
                 part = slice(start, start + BLOCK_TOKENS)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.dtypes import dtype_name, round_to
 from mla_cupy.reference.attend import attend_values
+from mla_cupy.reference.fp8_queries import dequantised
 
 Array = npt.NDArray[Any]
+
+#: Keys of a block whose weights in e4m3 have one maximum.
+FP8_BLOCK_KEYS = 128
 
 
 @np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore")
@@ -27,6 +32,9 @@ def mla_prefill(
     state_out: npt.ArrayLike | None = None,
     state_lse: npt.ArrayLike | None = None,
     mask: npt.ArrayLike | None = None,
+    q_scales: npt.ArrayLike | None = None,
+    k_scales: npt.ArrayLike | None = None,
+    v_scales: npt.ArrayLike | None = None,
     causal: bool = True,
     scale: float | None = None,
     out_dtype: str | None = None,
@@ -39,7 +47,8 @@ def mla_prefill(
     Parameters
     ----------
     q : array, (s_q, h_q, d_qk)
-        Queries; without their last columns, if these are in `q_rope`.
+        Queries; float8_e4m3fn or uint8 are e4m3 codes, and so are keys and values then. Without their last columns, if
+        these are in `q_rope`.
     k : array, (s_kv, h_kv, d_qk)
         Keys; without their last columns, if these are in `k_rope`.
     v : array, (s_kv, h_kv, d_v)
@@ -56,14 +65,17 @@ def mla_prefill(
         either infinity says that there were none.
     mask : array, (s_q, mask_bytes), uint8, optional
         Bit j % 8 of byte j // 8 says whether a query sees key j of its sequence; keys beyond are hidden.
+    q_scales, k_scales, v_scales : array, (b, h_kv), optional
+        What the queries, keys and values of a sequence and KV head are multiplied by. Default: 1.
     causal : bool
         Hide the keys after a query's own position, the queries being the last of their sequence.
     scale : float, optional
         Factor of the scores, d_qk**-0.5 by default.
     out_dtype : str, optional
-        Dtype to which the rounding mode rounds `out`; default: that of `q`.
+        Dtype to which the rounding mode rounds `out`; default: that of `q`, or of e4m3 codes bfloat16.
     rounding : str, optional
-        "bfloat16" or "float16" rounds as the kernels do: see `mla_decode`.
+        "bfloat16" or "float16" rounds as the kernels do: see `mla_decode`. Of e4m3 codes the weights are rounded to
+        e4m3, whatever the name, the largest of each 128 keys, counted from the sequence's first, being 2^8.
 
     Returns
     -------
@@ -76,9 +88,10 @@ def mla_prefill(
     -----
     NaN or infinity in a key or value that a query does not see has no effect on the query.
     """
-    exact = np.float64 if rounding is None else np.float32
-    queries, keys = joined(q, q_rope).astype(exact), joined(k, k_rope).astype(exact)
-    values = np.asarray(v).astype(exact)
+    coded = np.asarray(q).dtype.name in BYTE_DTYPES
+    exact = np.float64 if rounding is None or coded else np.float32
+    queries, keys, values = (_numbers(x, coded).astype(exact) for x in (joined(q, q_rope), joined(k, k_rope), v))
+    weights = "float8_e4m3fn" if rounding is not None and coded else rounding
     s_q, h_q, d_qk = queries.shape
     group = h_q // keys.shape[1]
     scale = d_qk**-0.5 if scale is None else scale
@@ -86,13 +99,18 @@ def mla_prefill(
     out, lse = np.zeros((s_q, h_q, values.shape[2])), np.full((s_q, h_q), -np.inf)
     for row in seen_keys(s_q, len(keys), cu_seqlens_q, cu_seqlens_kv, causal):
         among = row.keys(mask)
+        scores_by = _scales_of((q_scales, k_scales), row.sequence, keys.shape[1])
+        values_by = _scales_of((v_scales,), row.sequence, keys.shape[1])
         for h in range(h_q):
-            seen = among, h // group
-            attended = attend_values(queries[row.query, None, h], keys[seen], values[seen], scale, rounding)
-            out[row.query, h], lse[row.query, h] = attended.out[0], attended.lse[0]
+            seen, factor = (among, h // group), scale * scores_by[h // group]
+            attended = attend_values(
+                queries[row.query, None, h], keys[seen], values[seen], factor, weights, FP8_BLOCK_KEYS
+            )
+            out[row.query, h], lse[row.query, h] = attended.out[0] * values_by[h // group], attended.lse[0]
     if state_lse is not None:
         out, lse = _merged(out, lse, np.asarray(state_out), np.asarray(state_lse))
-    return (out if rounding is None else round_to(out, out_dtype or dtype_name(np.asarray(q).dtype))), lse
+    default = "bfloat16" if coded else dtype_name(np.asarray(q).dtype)
+    return (out if rounding is None else round_to(out, out_dtype or default)), lse
 
 
 def prefill_mask(
@@ -134,11 +152,12 @@ def prefill_mask(
 
 
 class SeenKeys(NamedTuple):
-    """The keys that a query sees: from `begin` up to `end`."""
+    """The keys that a query sees: from `begin` up to `end`; and its sequence."""
 
     query: int
     begin: int
     end: int
+    sequence: int
 
     def keys(self, mask: npt.ArrayLike | None) -> slice | Array:
         """Keys that its row of a mask leaves."""
@@ -157,7 +176,7 @@ def seen_keys(
         begin, end = int(starts_kv[n]), int(starts_kv[n + 1])
         for query in range(starts_q[n], starts_q[n + 1]):
             after = int(starts_q[n + 1]) - 1 - query
-            yield SeenKeys(query, begin, max(begin, end - after) if causal else end)
+            yield SeenKeys(query, begin, max(begin, end - after) if causal else end, n)
 
 
 def _starts(cu_seqlens: npt.ArrayLike | None, total: int) -> Array:
@@ -175,6 +194,20 @@ def joined(x: npt.ArrayLike, rope: npt.ArrayLike | None) -> Array:
     rope = np.asarray(rope)
     rope = rope if rope.ndim == 3 else rope[:, None]
     return np.concatenate([x, np.broadcast_to(rope, (*x.shape[:2], rope.shape[2]))], axis=2)
+
+
+def _numbers(x: npt.ArrayLike, coded: bool) -> Array:
+    """The numbers of an array, which may be e4m3 codes."""
+    return dequantised(x) if coded else np.asarray(x)
+
+
+def _scales_of(scales: Iterable[npt.ArrayLike | None], sequence: int, heads: int) -> Array:
+    """The product of scales, for each KV head of a sequence."""
+    product = np.ones(heads)
+    for given in scales:
+        if given is not None:
+            product = product * np.asarray(given, np.float64)[sequence]
+    return product
 
 
 def _merged(out: Array, lse: Array, state_out: Array, state_lse: Array) -> tuple[Array, Array]:

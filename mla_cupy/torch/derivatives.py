@@ -9,6 +9,8 @@ import torch
 from torch.autograd import forward_ad
 
 from mla_cupy.arrays import runs_as_it_is
+from mla_cupy.cache_formats import BYTE_DTYPES
+from mla_cupy.dtypes import name_of
 from mla_cupy.errors import DTypeError, explain
 
 _NOT_BESIDE = {"mla_prefill": "mask"}
@@ -48,10 +50,13 @@ def refuse_tangents(operation: str, given: Mapping[str, Any]) -> None:
 
 
 def refuse_beside(operation: str, given: Mapping[str, Any]) -> None:
-    """Raise DTypeError where derivatives are wanted beside an input that has no place in the gradient."""
+    """Raise DTypeError where derivatives are wanted beside an input that has no place in the gradient, or of codes."""
     other = _NOT_BESIDE.get(operation)
     if other is not None and given.get(other) is not None:
         refuse(f"{operation} with a {other}", given)
+    q = given.get("q")
+    if other is not None and isinstance(q, torch.Tensor) and name_of(q.dtype) in BYTE_DTYPES:
+        refuse(f"{operation} of e4m3 codes", given)
 
 
 def refuse_transforms(operation: str, given: Mapping[str, Any]) -> None:

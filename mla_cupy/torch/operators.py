@@ -259,6 +259,9 @@ def _mla_prefill(
     state_out: Any = None,
     state_lse: Any = None,
     mask: Any = None,
+    q_scales: Any = None,
+    k_scales: Any = None,
+    v_scales: Any = None,
     causal: Any = True,
     scale: Any = None,
     out_dtype: Any = None,
@@ -268,7 +271,23 @@ def _mla_prefill(
     lse: Any = None,
     workspace: Any = None,
 ) -> Invocation:
-    arrays = (q, k, v, q_rope, k_rope, cu_seqlens_q, cu_seqlens_kv, state_out, state_lse, mask, out, lse)
+    arrays = (
+        q,
+        k,
+        v,
+        q_rope,
+        k_rope,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        state_out,
+        state_lse,
+        mask,
+        q_scales,
+        k_scales,
+        v_scales,
+        out,
+        lse,
+    )
     options = (causal, scale, out_dtype, kernel)
     return Invocation(BOUND_OPERATIONS["mla_prefill"], arrays, options, workspace)
 
@@ -279,7 +298,8 @@ MLA_PREFILL = Operators(
     arguments=(
         "Tensor q, Tensor k, Tensor v, Tensor? q_rope=None, Tensor? k_rope=None, Tensor? cu_seqlens_q=None, "
         "Tensor? cu_seqlens_kv=None, Tensor? state_out=None, Tensor? state_lse=None, Tensor? mask=None, "
-        "bool causal=True, float? scale=None, ScalarType? out_dtype=None, str? kernel=None"
+        "Tensor? q_scales=None, Tensor? k_scales=None, Tensor? v_scales=None, bool causal=True, "
+        "float? scale=None, ScalarType? out_dtype=None, str? kernel=None"
     ),
     results="Tensor(a!) out, Tensor(b!) lse",
     returns="(Tensor, Tensor)",

@@ -359,6 +359,8 @@ CALLS = [
     prefill(),
     prefill({"state": "float32", "q_pair": True, "k_rope": "per_head"}, out_dtype="float32", scale=0.1),
     prefill({"mask": 0.5}),
+    prefill({"dtype": "float8_e4m3fn", "scales": "qk"}, out_dtype="float16"),
+    prefill({"dtype": "uint8", "q_pair": True}),
     mask(max_keys=140, relative=True),
     segments(of_keys=False),
     segments(of_keys=True),

@@ -71,6 +71,11 @@ class Target:
         return not self.spec.archs or len(self.spec.archs) > len(TWINS) + 1
 
     @property
+    def is_only_one(self) -> bool:
+        """Whether its kernel has no other build: then there are no turns for the lines to take."""
+        return len(self.spec.variants) == 1 and len(archs_of(self.spec)) == 1
+
+    @property
     def is_long_form(self) -> bool:
         """Whether a run without long forms leaves it out."""
         return not self.is_made(changed=fingerprint(self.kernel) != verified().get(self.kernel))
@@ -90,7 +95,7 @@ class Target:
         turn = LINES[(index + (*ARCHS, *CONSUMER).index(self.arch)) % len(LINES)]
         twin = self.arch in TWINS and self.kernel not in UNLIKE_TWINS
         elsewhere = twin or (self.runs_on_many and self.arch != SIMULATED)
-        if self.line != turn or (elsewhere and index > 0):
+        if (self.line != turn and not self.is_only_one) or (elsewhere and index > 0):
             return False
         return changed or (self.arch in MAIN and index < (1 if self.runs_on_many else 2))
 

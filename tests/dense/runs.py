@@ -16,8 +16,10 @@ HOPPER = "dense_sm90"
 MMA, MMA_163KB = "dense_mma", "dense_mma_163kb"
 GENERIC = "dense_generic"
 KERNELS = (HOPPER, MMA_163KB, MMA, GENERIC)
+#: Of e4m3 codes.
+HOPPER_FP8, GENERIC_FP8 = "dense_sm90_fp8", "dense_generic_fp8"
 #: The kind of GPU that a kernel's tests simulate: of the builds in 99 KB, whose blocks have no more.
-GPUS = {HOPPER: (9, 0), MMA_163KB: (8, 0), MMA: (8, 9), GENERIC: (9, 0)}
+GPUS = {HOPPER: (9, 0), MMA_163KB: (8, 0), MMA: (8, 9), GENERIC: (9, 0), HOPPER_FP8: (9, 0), GENERIC_FP8: (9, 0)}
 BY_NAME = {spec.name: spec for spec in DENSE.kernels}
 
 

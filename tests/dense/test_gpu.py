@@ -11,7 +11,7 @@ import mla_cupy
 from mla_cupy import reference
 from mla_cupy.kernels.dense.problem import DenseProblem
 from mla_cupy.runtime.device import DeviceInfo
-from tests.dense.runs import BY_NAME, GENERIC, HOPPER, KERNELS, MMA, MMA_163KB
+from tests.dense.runs import BY_NAME, GENERIC, GENERIC_FP8, HOPPER, HOPPER_FP8, KERNELS, MMA, MMA_163KB
 from tests.support.dense_cases import DenseCase, DenseInputs, make
 from tests.support.gpu import upload
 from tests.support.tolerance import check
@@ -41,6 +41,20 @@ CASES = [
 ]
 
 
+F8 = "float8_e4m3fn"
+CODED = [
+    DenseCase(((1, 1),), starts=False, dtype="uint8"),
+    DenseCase(((1000, 1000),), h_q=2, starts=False, dtype=F8, scales="qkv"),
+    DenseCase(RAGGED, h_q=5, around=(3, 70), dtype=F8, scales="kv"),
+    DenseCase(RAGGED, h_q=16, h_kv=4, dtype="uint8", q_pair=True, k_rope="per_head", scales="qkv"),
+    DenseCase(((300, 1500),), h_q=2, causal=False, dtype=F8, k_rope="within"),
+    DenseCase(((200, 1500),), h_q=2, scale=1.0, dtype=F8),  # maxima that rise
+    DenseCase(((200, 1500),), h_q=2, scale=40.0, dtype=F8),  # by more than 2^64
+    DenseCase(((600, 30),), h_q=2, dtype=F8),  # most queries see nothing
+    DenseCase(tuple((n % 5, n % 9) for n in range(500)), h_q=2, around=(1, 1), dtype=F8, scales="qkv"),
+]
+
+
 def on_gpu(inputs: DenseInputs) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of the public call."""
     options = {name: upload(x) if isinstance(x, np.ndarray) else x for name, x in inputs.options.items()}
@@ -56,9 +70,9 @@ def run(inputs: DenseInputs, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     return cupy.asnumpy(out), cupy.asnumpy(lse)
 
 
-def need(kernel: str, gpu: DeviceInfo, d_v: int = 128) -> None:
+def need(kernel: str, gpu: DeviceInfo, d_v: int = 128, dtype: str = "bfloat16") -> None:
     """Skip what the GPU, or the kernel, does not run."""
-    if reason := BY_NAME[kernel].unsupported(DenseProblem(1, 1, 1, 1, 192, d_v, "bfloat16"), gpu):
+    if reason := BY_NAME[kernel].unsupported(DenseProblem(1, 1, 1, 1, 192, d_v, dtype), gpu):
         pytest.skip(str(reason))
 
 
@@ -68,6 +82,26 @@ def test_matches_oracle(gpu: DeviceInfo, case: DenseCase, kernel: str) -> None:
     need(kernel, gpu, case.d_v)
     inputs = make(case)
     check(run(inputs, kernel=kernel), inputs.exact, inputs.rounded, case.dtype)
+
+
+@pytest.mark.parametrize("case", CODED, ids=lambda case: f"{case.id[:60]}_{case.id[-24:]}")
+@pytest.mark.parametrize("kernel", [HOPPER_FP8, GENERIC_FP8])
+def test_codes_match_the_oracle(gpu: DeviceInfo, case: DenseCase, kernel: str) -> None:
+    need(kernel, gpu, dtype=F8)
+    inputs = make(case)
+    check(run(inputs, kernel=kernel), inputs.exact, inputs.rounded, "bfloat16")
+
+
+def test_sums_of_codes_do_not_shrink(gpu: DeviceInfo) -> None:
+    """Values of mean 1 keep their size, to what the plain kernel finds; and each run has the same bits."""
+    need(HOPPER_FP8, gpu, dtype=F8)
+    inputs = make(DenseCase(((3000, 8192), (1000, 3000)), h_q=8, dtype=F8, scales="qk", mean=1.0))
+    out, lse = run(inputs, kernel=HOPPER_FP8, out_dtype="float32")
+    plain, plain_lse = run(inputs, kernel=GENERIC_FP8, out_dtype="float32")
+    np.testing.assert_allclose(lse, plain_lse, rtol=0, atol=3e-3)
+    assert abs((out - plain).mean() / plain.mean()) < 3e-4
+    for got, wanted in zip(run(inputs, kernel=HOPPER_FP8, out_dtype="float32"), (out, lse), strict=True):
+        np.testing.assert_array_equal(got.view(np.uint8), wanted.view(np.uint8))
 
 
 @pytest.mark.parametrize("kernel", TENSOR_CORES)

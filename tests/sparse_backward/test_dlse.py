@@ -128,3 +128,23 @@ def test_the_rule_sees_it() -> None:
         got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options)
     with pytest.raises(AssertionError, match="allowed"):
         check_gradients(got, inputs)
+
+
+@pytest.mark.parametrize(("dtype", "kernel"), [("float16", "sm90"), ("bfloat16", "sm90"), ("float16", "generic")])
+def test_rows_beneath_a_sink(dtype: str, kernel: str) -> None:
+    """As documented: where a sink is far above the scores, float16 on tensor cores has no dq; others keep it."""
+    heads = 64 if kernel == "sm90" else 3
+    inputs = make(SparseCase(s_q=1, s_kv=20, h_q=heads, topk=8, invalid=0.0, sink=True, dtype=dtype))
+    _, lse, _ = reference.sparse_mla_forward(*inputs.arguments, **inputs.options)
+    inputs.attn_sink[:] = lse[0] + 18  # no P is above e^-18, half of float16's smallest number
+    dout = (inputs.dout.astype(np.float32).clip(-6, 6) * 1e4).astype(inputs.dout.dtype)
+    out = reference.sparse_mla_forward(*inputs.arguments, **inputs.options)[0].astype(dout.dtype)
+    arguments = (inputs.q, inputs.kv, out, dout, lse.astype(np.float32), inputs.indices)
+    exact, *_ = reference.sparse_mla_backward(*arguments, **inputs.backward_options)
+    assert np.abs(exact).max() > 1e-4
+    with simulated():
+        dq, *_ = mla_cupy.sparse_mla_backward(*arguments, **inputs.backward_options, kernel=f"sparse_backward_{kernel}")
+    if (dtype, kernel) == ("float16", "sm90"):
+        assert not dq.astype(np.float32).any()
+    else:
+        np.testing.assert_allclose(dq.astype(np.float32), exact, rtol=0, atol=0.02 * np.abs(exact).max())

@@ -14,8 +14,8 @@ from mla_cupy.reference import mla_prefill
 from mla_cupy.reference.prefill import seen_keys
 
 Array = np.ndarray[Any, Any]
-#: Elements between two rows of heads that belong to somebody else.
-_GAP = 8
+#: Bytes between two rows of heads that belong to somebody else.
+_GAP_BYTES = 16
 #: Bytes between two rows of a mask.
 _MASK_GAP = 16
 
@@ -36,6 +36,12 @@ class DenseCase:
         Of the scores; 0 for the default, with which maxima hardly rise from tile to tile.
     mask : float
         Of the keys, the share that the mask leaves; 0 for no mask.
+    dtype : str
+        "float8_e4m3fn" and "uint8" are e4m3 codes.
+    scales : str
+        Of e4m3 codes, those that there are: some of "qkv".
+    mean : float
+        Of the values; they deviate by 1.
     """
 
     sequences: tuple[tuple[int, int], ...]
@@ -52,6 +58,8 @@ class DenseCase:
     starts: bool = True
     scale: float = 0.0
     mask: float = 0.0
+    scales: str = ""
+    mean: float = 0.0
     seed: int = 0
 
     @property
@@ -60,7 +68,8 @@ class DenseCase:
         flags = ("causal" if self.causal else "full") + ("-pair" if self.q_pair else "") + f"-{self.k_rope}"
         state = (f"-state_{self.state}" if self.state else "") + (f"-scale{self.scale:g}" if self.scale else "")
         mask = f"-mask{self.mask:g}" if self.mask else ""
-        return f"{lengths}-h{self.h_q}_{self.heads_kv}-{self.d_qk}_{self.d_v}-{self.dtype}-{flags}{state}{mask}"
+        more = (f"-scales_{self.scales}" if self.scales else "") + (f"-mean{self.mean:g}" if self.mean else "")
+        return f"{lengths}-h{self.h_q}_{self.heads_kv}-{self.d_qk}_{self.d_v}-{self.dtype}-{flags}{state}{mask}{more}"
 
     @property
     def heads_kv(self) -> int:
@@ -102,14 +111,17 @@ def make(case: DenseCase) -> DenseInputs:
     rng = np.random.default_rng(case.seed)
     s_q, s_kv = case.totals
     narrow, whole = case.d_qk - D_ROPE, case.k_rope == "within"
-    kind = dtypes.numpy_dtype(case.dtype)
+    kind = dtypes.numpy_dtype("float8_e4m3fn" if case.dtype == "uint8" else case.dtype)
 
     def normal(*shape: int) -> Array:
         return rng.standard_normal(shape, np.float32).astype(kind)
 
     d_k = case.d_qk if whole else narrow
-    both = normal(s_kv, case.heads_kv, d_k + case.d_v + _GAP)
+    both = normal(s_kv, case.heads_kv, d_k + case.d_v + _GAP_BYTES // kind.itemsize)
     both[..., d_k + case.d_v :] = np.nan
+    if case.mean:
+        values = both[..., d_k : d_k + case.d_v]
+        values[:] = (values.astype(np.float32) + case.mean).astype(kind)
     k, v = both[..., :d_k], both[..., d_k : d_k + case.d_v]
     q = normal(s_q, case.h_q, case.d_qk)
     options: dict[str, Any] = {"causal": case.causal}
@@ -139,6 +151,14 @@ def make(case: DenseCase) -> DenseInputs:
     both[unseen] = np.nan
     if not whole:
         options["k_rope"][unseen] = np.nan
+    for name in case.scales:  # of each sequence and head; a broadcast number of the values
+        shape = (len(case.sequences) if case.starts else 1, case.heads_kv)
+        scales = rng.uniform(0.25, 2.0, shape).astype(np.float32)
+        options[f"{name}_scales"] = np.broadcast_to(scales[:1, :1], shape) if name == "v" else scales
+    if case.dtype == "uint8":
+        q, k, v = (x.view(np.uint8) for x in (q, k, v))
+        ropes = {name: x.view(np.uint8) for name, x in options.items() if name in ("q_rope", "k_rope")}
+        options.update(ropes)
     return DenseInputs(case, q, k, v, options)
 
 

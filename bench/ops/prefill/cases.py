@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from ...core.cost import ELEMENT_BYTES, SINGLE_BYTES, Cost
 from ...core.errors import BenchError
 
-FORM = "b<N>-sq<N>-skv<N>-hq<N>[-hkv<N>][-d<N>x<N>][-full][-state][-topk<N>]"
+FORM = "b<N>-sq<N>-skv<N>-hq<N>[-hkv<N>][-d<N>x<N>][-full][-state][-topk<N>][-fp8]"
 D_ROPE = 64
 MLA = 192, 128
 
@@ -29,6 +30,8 @@ class PrefillCase:
         Whether an earlier state, in float32, is merged.
     topk : int
         If not 0, each query attends to that many of the keys that it sees, by a mask.
+    fp8 : bool
+        Whether queries, keys and values are e4m3 codes, without scales.
     peer_us : float, optional
         Of the best peer on one H200 on one day, for orientation only.
     """
@@ -43,6 +46,7 @@ class PrefillCase:
     causal: bool = True
     state: bool = False
     topk: int = 0
+    fp8: bool = False
     peer_us: float | None = field(default=None, compare=False)
 
     @property
@@ -72,11 +76,12 @@ class PrefillCase:
         queries, keys = self.b * self.s_q * self.h_q, self.b * self.s_kv * self.heads_kv
         elements = queries * (self.d_qk + self.d_v) + keys * (self.d_qk - D_ROPE + self.d_v)
         elements += self.b * self.s_kv * D_ROPE
+        codes = elements - queries * self.d_v if self.fp8 else 0  # of half the bytes: all but the results
         state = SINGLE_BYTES * queries * (self.d_v + 1) if self.state else 0
         selection = self.b * self.s_q * (SINGLE_BYTES * self.topk + self.s_kv // 8) if self.topk else 0
         return Cost(
             flops=2 * self.pairs * self.h_q * (self.d_qk + self.d_v),
-            nbytes=ELEMENT_BYTES * elements + SINGLE_BYTES * queries + state + selection,
+            nbytes=ELEMENT_BYTES * (elements - codes // 2) + SINGLE_BYTES * queries + state + selection,
         )
 
     @property
@@ -93,11 +98,11 @@ class PrefillCase:
         if (self.d_qk, self.d_v) != MLA:
             name += f"-d{self.d_qk}x{self.d_v}"
         name += ("" if self.causal else "-full") + ("-state" if self.state else "")
-        return name + (f"-topk{self.topk}" if self.topk else "")
+        return name + (f"-topk{self.topk}" if self.topk else "") + ("-fp8" if self.fp8 else "")
 
     def shape(self) -> dict[str, Any]:
         """The sizes as plain data, for the records."""
-        names = ("b", "s_q", "s_kv", "h_q", "d_qk", "d_v", "causal", "state", "topk")
+        names = ("b", "s_q", "s_kv", "h_q", "d_qk", "d_v", "causal", "state", "topk", "fp8")
         return {**{name: getattr(self, name) for name in names}, "h_kv": self.heads_kv}
 
 
@@ -127,16 +132,24 @@ _LENGTHS = {
     64: (4096, 8192, 16384),
     128: (4096, 8192, 16384),
 }
+# Queries, keys and values in e4m3, beside the same in 16 bits: `targets` has those.
+CODED = (
+    PrefillCase(1, 8192, 8192, 128, fp8=True),
+    PrefillCase(1, 8192, 8192, 128, causal=False, fp8=True),
+    PrefillCase(4, 2048, 2048, 128, fp8=True),
+    PrefillCase(8, 4096, 4096, 16, fp8=True),
+)
 MASKED = tuple(PrefillCase(1, s, s, h, topk=2048) for h, lengths in _LENGTHS.items() for s in lengths)
 # Quick: long and short sequences, of many heads and of few.
 SUITES: Mapping[str, tuple[PrefillCase, ...]] = {
     "targets": CASES,
     "quick": (CASES[1], CASES[3], CASES[4]),
     "masked": MASKED,
+    "fp8": CODED,
 }
 
 _PATTERN = re.compile(
-    r"b(\d+)-sq(\d+)-skv(\d+)-hq(\d+)(?:-hkv(\d+))?(?:-d(\d+)x(\d+))?(-full)?(-state)?(?:-topk(\d+))?"
+    r"b(\d+)-sq(\d+)-skv(\d+)-hq(\d+)(?:-hkv(\d+))?(?:-d(\d+)x(\d+))?(-full)?(-state)?(?:-topk(\d+))?(-fp8)?"
 )
 
 
@@ -153,7 +166,7 @@ def parse_as(name: str, kind: type[AnyCase], built_in: Sequence[AnyCase]) -> Any
     match = _PATTERN.fullmatch(name.strip())
     if not match:
         raise BenchError(f"case {name!r}: expected {FORM}; `list` prints the built-in ones")
-    b, s_q, s_kv, h_q, h_kv, d_qk, d_v, full, state, topk = match.groups()
+    b, s_q, s_kv, h_q, h_kv, d_qk, d_v, full, state, topk, fp8 = match.groups()
     sizes = [int(size) for size in (b, s_q, s_kv, h_q)]
     heads = int(h_kv) if h_kv else 0
     if min(sizes) < 1 or (h_kv and (heads < 1 or sizes[3] % heads)):
@@ -161,5 +174,6 @@ def parse_as(name: str, kind: type[AnyCase], built_in: Sequence[AnyCase]) -> Any
     widths = (int(d_qk), int(d_v)) if d_qk else MLA
     b_, s_q_, s_kv_, h_q_ = sizes
     selected = int(topk or 0)
-    case = kind(b_, s_q_, s_kv_, h_q_, heads, *widths, causal=not full, state=bool(state), topk=selected)
+    more = partial(kind, causal=not full, state=bool(state), topk=selected, fp8=bool(fp8))
+    case = more(b_, s_q_, s_kv_, h_q_, heads, *widths)
     return next((known for known in built_in if known == case), case)

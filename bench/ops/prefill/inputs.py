@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 import mla_cupy
@@ -47,10 +48,19 @@ def make_inputs(case: PrefillCase, dtype: str, seed: int, device: Device) -> Pre
         rng = np.random.default_rng(seed)
         state_out = device.upload(rng.standard_normal((queries, case.h_q, case.d_v), np.float32))
         state_lse = device.upload(rng.standard_normal((queries, case.h_q), np.float32) + np.float32(8))
+    shapes = (
+        (queries, case.h_q, case.d_qk),
+        (keys, case.heads_kv, case.d_qk - D_ROPE + case.d_v),
+        (keys, D_ROPE),
+    )
+    q, kv, k_rope = (
+        _normal_codes(device, shape, 3 * seed + i) if case.fp8 else device.normal(shape, dtype, 3 * seed + i)
+        for i, shape in enumerate(shapes, 1)
+    )
     return PrefillInputs(
-        q=device.normal((queries, case.h_q, case.d_qk), dtype, 3 * seed + 1),
-        kv=device.normal((keys, case.heads_kv, case.d_qk - D_ROPE + case.d_v), dtype, 3 * seed + 2),
-        k_rope=device.normal((keys, D_ROPE), dtype, 3 * seed + 3),
+        q=q,
+        kv=kv,
+        k_rope=k_rope,
         starts_q=device.upload(np.arange(0, queries + 1, case.s_q, dtype=np.int32)),
         starts_kv=device.upload(np.arange(0, keys + 1, case.s_kv, dtype=np.int32)),
         state_out=state_out,
@@ -58,6 +68,14 @@ def make_inputs(case: PrefillCase, dtype: str, seed: int, device: Device) -> Pre
         indices=choose_indices(case, seed, device) if case.topk else None,
         mask=device.empty((queries, mask_bytes(case)), "uint8") if case.topk else None,
     )
+
+
+def _normal_codes(device: Device, shape: tuple[int, ...], seed: int) -> Any:
+    """Random e4m3 codes of deviation 1, as bytes: those of the nearest numbers to bfloat16 ones, by a table."""
+    all_bfloat16 = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        table = all_bfloat16.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return device.upload(table)[device.normal(shape, "bfloat16", seed).view(np.uint16)]
 
 
 def mask_bytes(case: PrefillCase) -> int:

@@ -8,13 +8,14 @@ from ...core.implementation import OWN, Choices, Known
 from ...core.operation import BenchOperation
 from ...peers.dense import CudnnAttention, FlashAttention3Dense
 from . import cases, check, inputs
-from .own import GENERIC, NAMED, Prefill
+from .own import GENERIC, GENERIC_NAME, NAMED, Prefill
 
 EXAMPLES = """examples:
   run prefill --peers-dir peers --peers fa3,cudnn      all cases, FlashAttention-3 and cuDNN beside us
   run prefill --quick --method events                  single calls instead of graphs
   run prefill --peers dense_mma,dense_mma_163kb        the kernels of other GPUs on this one
   run prefill --suite masked                           2,048 selected keys a query, by a mask
+  run prefill --suite fp8                              queries, keys and values in e4m3
   run prefill --case b1-sq512-skv4096-hq16             any other shape, named in the same form
 """
 
@@ -23,7 +24,7 @@ def implementations(choices: Choices) -> Known:
     """Everything that computes `mla_prefill`."""
     return {
         OWN: lambda: Prefill(choices.kernel),
-        "generic": lambda: Prefill(GENERIC, "generic"),
+        GENERIC_NAME: lambda: Prefill(GENERIC, GENERIC_NAME),
         "fa3": lambda: FlashAttention3Dense(choices.directory("fa3")),
         "cudnn": CudnnAttention,
         **{name: partial(Prefill, name, name) for name in NAMED},

@@ -17,6 +17,7 @@ from .inputs import PrefillInputs, PrefillOutputs
 D_QK = 576  # absorbed
 
 GENERIC = "dense_generic"  # without tensor cores
+GENERIC_NAME = "generic"
 NAMED = ("dense_mma_163kb", "dense_mma")  # of GPUs without WGMMA
 
 
@@ -31,6 +32,8 @@ class Prefill:
         self.name, self._kernel = name, kernel
 
     def unsupported(self, case: PrefillCase, dtype: str) -> str | None:
+        if case.fp8 and self.name in (GENERIC_NAME, *NAMED):
+            return "e4m3 codes"
         return "values of 256 columns" if self.name in NAMED and case.d_v > 128 else None
 
     def prepare(self, case: PrefillCase, dtype: str, sets: Sequence[PrefillInputs], device: Device) -> Prepared:

@@ -55,6 +55,7 @@ SUITES: Mapping[str, tuple[PrefillBackwardCase, ...]] = {"targets": CASES, "quic
 def parse(name: str) -> PrefillBackwardCase:
     """The case of that name: a built-in one, or any other shape written in the same form."""
     case = parse_as(name, PrefillBackwardCase, CASES)
-    if case.state or case.topk:
-        raise BenchError(f"case {name!r}: expected {FORM}; a merged result's backward is any other's, a mask's is none")
+    if case.state or case.topk or case.fp8:
+        why = "a merged result's backward is any other's, a mask's and that of e4m3 codes are none"
+        raise BenchError(f"case {name!r}: expected {FORM}; {why}")
     return case

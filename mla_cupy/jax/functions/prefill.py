@@ -24,6 +24,9 @@ def mla_prefill(
     state_out: jax.Array | None = None,
     state_lse: jax.Array | None = None,
     mask: jax.Array | None = None,
+    q_scales: jax.Array | None = None,
+    k_scales: jax.Array | None = None,
+    v_scales: jax.Array | None = None,
     causal: bool = True,
     scale: float | None = None,
     out: jax.Array | None = None,
@@ -45,10 +48,11 @@ def mla_prefill(
 
     Parameters
     ----------
-    q : array, (s_q, h_q, d_qk), bfloat16 or float16
+    q : array, (s_q, h_q, d_qk), bfloat16 or float16; or float8_e4m3fn or uint8
         Queries. With `q_rope`, all columns but the last 64. (d_qk, d_v) is (192, 128), (256, 256) or (128, 128). The
         last axis is contiguous; other strides are free (multiples of 16 bytes are fast, on Hopper). The same holds for
-        `q_rope`, `k`, `k_rope` and `v`.
+        `q_rope`, `k`, `k_rope` and `v`. With queries in e4m3 everything is, `q_rope` and `k_rope` too; (d_qk, d_v) is
+        (192, 128), and there is neither state nor mask. uint8 holds e4m3 codes, for libraries without that type.
     k : array, (s_kv, h_kv, d_qk), dtype of q
         Keys. With `k_rope`, all columns but the last 64. h_q is a multiple of h_kv.
     v : array, (s_kv, h_kv, d_v), dtype of q
@@ -73,17 +77,22 @@ def mla_prefill(
         indices; so does `numpy.packbits(seen, axis=1, bitorder="little")`, for a multiple of 128 keys. Rows start at,
         step by, and have multiples of 16 bytes. Keys beyond 8 * mask_bytes are hidden; without `cu_seqlens_kv` the mask
         must have all keys.
+    q_scales, k_scales, v_scales : array, (b, h_kv), float32, optional
+        Of e4m3: what the numbers of a sequence and KV head are multiplied by, finite, at least 0; q_scales[n, g] is for
+        all query heads of KV head g. Any strides, so a broadcast number will do. b is 1 without `cu_seqlens_q`.
+        Default: 1.
     causal : bool
         Hide the keys after a query's own position, the queries being the last of their sequence: query i of n sees the
         first s - n + i + 1 of its s keys.
     scale : float, optional
         Factor of the scores: finite, above 0. Default: d_qk**-0.5.
-    out : array, (s_q, h_q, d_v), dtype of q or float32, optional
+    out : array, (s_q, h_q, d_v), dtype of q (of e4m3: bfloat16 or float16) or float32, optional
         Whose memory the result takes over.
     lse : array, (s_q, h_q), float32, optional
         Whose memory the result takes over.
     out_dtype : str or dtype, optional
-        "float32" for results to be merged; default: the dtype of `out`, or of q.
+        "float32" for results to be merged; of e4m3 any of the three. Default: the dtype of `out`, or of q, or bfloat16
+        where that is e4m3.
     kernel : str, optional
         Name of the attention kernel to run, see `mla-cupy list`. Default: the fastest that fits.
     segment_ids_q : array, (s_q,), integers, optional
@@ -128,7 +137,23 @@ def mla_prefill(
     >>> [round(float(x), 2) for x in jax.jit(jax.grad(loss))(v)[:, 0, 0]]  # of the queries: one, a half, a third
     [1.84, 0.83, 0.33]
     """
-    arrays = (q, k, v, q_rope, k_rope, cu_seqlens_q, cu_seqlens_kv, state_out, state_lse, mask, out, lse)
+    arrays = (
+        q,
+        k,
+        v,
+        q_rope,
+        k_rope,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        state_out,
+        state_lse,
+        mask,
+        q_scales,
+        k_scales,
+        v_scales,
+        out,
+        lse,
+    )
     options = (causal, scale, out_dtype, kernel)
     out, lse = differentiable(arrays, options, deterministic, exportable, segment_ids_q, segment_ids_kv, max_segments)
     return out, lse

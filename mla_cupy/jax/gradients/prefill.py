@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mla_cupy.cache_formats import BYTE_DTYPES
+from mla_cupy.dtypes import name_of
 from mla_cupy.jax.arguments import as_jax
 from mla_cupy.jax.derivatives import as_array, is_zero, values
 from mla_cupy.jax.lowering import call, run, signature_of
@@ -43,12 +45,13 @@ def differentiable(
     exportable: bool,
     *segments: Any,
 ) -> tuple[Any, ...]:
-    """Run the forward, with a gradient unless there is a mask, or arrays are given for results."""
+    """Run the forward, with a gradient unless there is a mask, arrays are given for results, or inputs are codes."""
     deterministic, exportable = check_flag("deterministic", deterministic), check_flag("exportable", exportable)
     given = dict(zip(_FORWARD.names, arrays, strict=True))
+    coded = name_of(getattr(given["q"], "dtype", "")) in BYTE_DTYPES
     named = {name: as_jax(name, given[name]) for name in _INPUTS}
     named = with_starts(named, Segments(*segments))
-    if any(given[name] is not None for name in _WITHOUT):
+    if coded or any(given[name] is not None for name in _WITHOUT):
         return run(_FORWARD, tuple((given | named).values()), options, exportable)
     resolved = signature_of(_FORWARD, named, _FORWARD.options(*options)._asdict()).options
     inputs = list(named.values())

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.dense import backward_sm90, backward_table, mask, segments, table
+from mla_cupy.kernels.dense import backward_sm90, backward_table, fp8, mask, segments, table
 from mla_cupy.kernels.dense.backward import DENSE_BACKWARD
 from mla_cupy.kernels.dense.mask import MASK
 from mla_cupy.kernels.dense.pipeline import DENSE
@@ -21,6 +21,7 @@ __all__ = [
 KERNELS: tuple[KernelSpec[Any], ...] = (
     *backward_sm90.KERNELS,
     *backward_table.KERNELS,
+    *fp8.KERNELS,
     mask.KERNEL,
     segments.KERNEL,
     *table.KERNELS,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
+from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels import choice
+from mla_cupy.kernels.dense.fp8 import GENERIC_FP8, SM90_FP8, fp8_params
 from mla_cupy.kernels.dense.problem import (
     D_ROPE,
     SCHEDULE_BYTES,
@@ -25,7 +27,6 @@ from mla_cupy.runtime.launching import Dim3
 
 L2_SHARE = 0.6
 """Share of the L2 that keys and values of the heads walked together may take."""
-_BYTES_16_BITS = 2
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class DenseConfig:
 class DensePipeline(Pipeline[DenseConfig]):
     """The kernels of dense attention."""
 
-    kernels = (SM90, MMA_163KB, MMA, GENERIC)
+    kernels = (SM90, MMA_163KB, MMA, GENERIC, SM90_FP8, GENERIC_FP8)
 
     def configure(self, problem: DenseProblem, device: DeviceInfo, kernel: str | None = None) -> DenseConfig:
         """See `Pipeline.configure`."""
@@ -57,7 +58,8 @@ class DensePipeline(Pipeline[DenseConfig]):
         problem, kernel = config.problem, config.kernel
         if problem.s_q == 0:
             return []
-        args = LaunchArgs(_params(config, call), kernel.maps(problem, call))
+        params = _params(config, call)
+        args = LaunchArgs(fp8_params(params, problem, call) if problem.coded else params, kernel.maps(problem, call))
         return [launch_schedule(problem, call), Launch(kernel, kernel.variant(problem), config.grid, args)]
 
 
@@ -92,7 +94,7 @@ def launch_schedule(problem: DenseProblem, call: Call, *, of_keys: bool = False)
 
 def heads_at_once(problem: DenseProblem, device: DeviceInfo) -> int:
     """Query heads whose keys and values are walked together: whole groups, as many as the L2 holds."""
-    head_bytes = _BYTES_16_BITS * problem.s_kv * (problem.d_qk + problem.d_v)
+    head_bytes = TABLE[problem.dtype].nbytes * problem.s_kv * (problem.d_qk + problem.d_v)
     kv_heads = int(L2_SHARE * device.l2_bytes) // max(1, head_bytes)
     return problem.h_q // problem.h_kv * max(1, min(kv_heads, problem.h_kv))
 

@@ -14,6 +14,8 @@ D_ROPE = 64
 """Width of what may be an array of its own, of queries and of keys: their last columns."""
 TILE_QUERIES = TILE_KEYS = 128
 """Tile of the lists that the schedule makes. A kernel may compute less at once."""
+FP8_GEOMETRY = (192, 128)
+"""Widths of keys and values that are built for e4m3 codes."""
 ROW_GROUP = 16
 """Rows of the workspace at whose multiples sequences begin."""
 SCHEDULE_BYTES, SEQUENCE_BYTES, TILE_BYTES = 8, 28, 32
@@ -34,7 +36,8 @@ class DenseProblem:
     """Sizes and dtypes that decide which kernels run and how: no pointers, no device.
 
     `sequences` is 1 where no starts are given. `aligned` says that all rows that are read start at, and step by,
-    multiples of 16 bytes. `masked` says that there is a mask.
+    multiples of 16 bytes. `masked` says that there is a mask. The dtype of e4m3 codes is "float8_e4m3fn", whatever that
+    of their arrays is; there is neither mask nor state then.
     """
 
     s_q: int
@@ -47,6 +50,11 @@ class DenseProblem:
     sequences: int = 1
     aligned: bool = True
     masked: bool = False
+
+    @property
+    def coded(self) -> bool:
+        """True if queries, keys and values are e4m3 codes."""
+        return self.dtype == "float8_e4m3fn"
 
     @property
     def variant(self) -> Variant:

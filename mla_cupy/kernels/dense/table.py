@@ -32,6 +32,7 @@ QUERIES_AT_ONCE = 64
 """Queries of a warpgroup, which fetches them on its own."""
 PANEL_COLUMNS = 64
 """Width of a TMA copy: the span of the swizzle."""
+READS_HALF = Reason("reads queries, keys and values in 16 bits")
 MMA_MOST_D_V = 128
 """Columns of values that a warp of the mma.sync kernels can add up for its 32 queries."""
 MMA_SPILL_BYTES = 96
@@ -83,6 +84,8 @@ def hopper_variant(problem: DenseProblem) -> Variant:
 
 def needs_hopper(problem: DenseProblem, device: DeviceInfo) -> Reason | None:
     """Reason that the kernel for Hopper cannot take the problem; None if it can."""
+    if problem.coded:
+        return READS_HALF
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
     return None if problem.aligned else needs_alignment("queries, keys, values and state_out")
@@ -130,6 +133,8 @@ def mma_variant(variant: Variant, smem_kb: int) -> Variant:
 
 def mma_unsupported(problem: DenseProblem, device: DeviceInfo, smem_kb: int) -> Reason | None:
     """Reason that a mma.sync kernel cannot take the problem; None if it can."""
+    if problem.coded:
+        return READS_HALF
     if reason := lacks(device, smem_kb):
         return reason
     if problem.d_v > MMA_MOST_D_V:
@@ -159,6 +164,11 @@ def _mma(name: str, smem_kb: int) -> DenseKernel:
 
 
 # ---- Any GPU ----------------------------------------------------------------------------------------------------
+
+
+def plain_unsupported(problem: DenseProblem, device: DeviceInfo) -> Reason | None:
+    """Reason that the plain kernel cannot take the problem; None if it can."""
+    return READS_HALF if problem.coded else None
 
 
 def plain_grid(problem: DenseProblem, device: DeviceInfo) -> Dim3:
@@ -200,6 +210,7 @@ GENERIC = DenseKernel(
     "dense/generic.cu",
     PrefillParams,
     variants=VARIANTS,
+    unsupported=plain_unsupported,
     fallback=True,
     grid=plain_grid,
 )

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from mla_cupy.cache_formats import BYTE_DTYPES
+from mla_cupy.dtypes import name_of
 from mla_cupy.torch.derivatives import no_gradient
 from mla_cupy.torch.gradients.register import Made, register, without_gradient
 from mla_cupy.torch.operators import MLA_PREFILL, MLA_PREFILL_BACKWARD
@@ -21,11 +23,14 @@ def _save(ctx: Any, given: Mapping[str, Any], output: Made) -> None:
     ctx.save_for_backward(*output, given["state_out"], given["state_lse"], *(given[name] for name in _ARRAYS))
     ctx.options = {name: given[name] for name in _SHARED}
     ctx.masked = given["mask"] is not None
+    ctx.coded = name_of(given["q"].dtype) in BYTE_DTYPES
 
 
 def _pull_back(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> dict[str, Any]:
     if ctx.masked:
         raise no_gradient("mla_prefill with a mask", "out")
+    if ctx.coded:
+        raise no_gradient("mla_prefill of e4m3 codes", "out")
     out, lse, state_out, state_lse, *arrays = ctx.saved_tensors
     given = dict(zip(_ARRAYS, arrays, strict=True))
     dout = torch.zeros_like(out) if dout is None else dout

@@ -22,14 +22,21 @@ FEW = (
 )
 #: So many tiles that a block has several.
 MANY = (DenseCase(((130, 130), (90, 200)) * 8, h_q=10, h_kv=5),)
+#: e4m3 codes, which have kernels of their own.
+CODED = (
+    DenseCase(((1, 70), (65, 63), (2, 0), (0, 9), (3, 140)), h_q=4, h_kv=2, around=(3, 5), dtype="uint8", scales="qkv"),
+    DenseCase(((130, 130), (90, 200)) * 8, h_q=10, h_kv=5, dtype="float8_e4m3fn"),
+)
 WIDE = DenseCase(((20, 90),), d_qk=256, d_v=256, k_rope="within")
 
 
 def calls() -> Iterator[Call]:
     """Every kernel; the backward in both forms."""
-    for case in (*FEW, WIDE, *MANY):
+    for case in (*FEW, WIDE, *MANY, *CODED):
         for kernel in DENSE.kernels:
-            yield Call(f"{kernel.name} {case.id}", partial(attend, case, kernel=kernel.name), case not in MANY)
+            if kernel.name.endswith("_fp8") == (case in CODED):
+                short = case not in (*MANY, CODED[-1])
+                yield Call(f"{kernel.name} {case.id}", partial(attend, case, kernel=kernel.name), short)
     for case in (*FEW, *MANY):
         for main in DENSE_BACKWARD.kernels:
             for deterministic in (False, True):
@@ -41,7 +48,7 @@ def calls() -> Iterator[Call]:
 def attend(case: DenseCase, **options: Any) -> None:
     """The public call against the oracle."""
     inputs = make(case)
-    check(forward.run(inputs, **options), inputs.exact, inputs.rounded, case.dtype)
+    check(forward.run(inputs, **options), inputs.exact, inputs.rounded, "bfloat16" if case in CODED else case.dtype)
 
 
 def differentiate(case: DenseCase, **options: Any) -> None:
