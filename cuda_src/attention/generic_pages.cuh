@@ -9,19 +9,13 @@
 
 namespace mla::attention {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-// Keys of smaller latents, and the width of their values.
-constexpr i32 kNarrowHeadDimV = 256;
-
-MLA_DEVICE constexpr bool is_narrow_head_dim_qk(i32 columns) { return columns == 320 || columns == 288; }
-
 template <class Element_, i32 kHeadDimQk_, class Work_ = ScheduledWork>
 struct GenericPages {
     using Element = Element_;
     using Work = Work_;
     static constexpr i32 kHeadDimQk = kHeadDimQk_;
-    static constexpr bool kNarrow = is_narrow_head_dim_qk(kHeadDimQk);
-    static_assert(is_head_dim_qk(kHeadDimQk) || kNarrow, "with or without RoPE columns");
-    static constexpr i32 kColumnThreads = (kNarrow ? kNarrowHeadDimV : kHeadDimV) / 2;  // that have two of the output
+    static_assert(is_head_dim_qk(kHeadDimQk) || is_narrow_head_dim_qk(kHeadDimQk), "with or without RoPE columns");
+    static constexpr i32 kColumnThreads = head_dim_v(kHeadDimQk) / 2;  // that have two of the output
     // An odd number of words per row: lanes that read the same column of 32 tokens hit 32 banks.
     static constexpr i32 kKeyElems = kHeadDimQk + 2;
 };

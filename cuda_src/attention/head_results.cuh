@@ -97,24 +97,28 @@ MLA_DEVICE HeadValues<kHeads> own_factors(const float* heads, i32 thread) {
 }
 
 // Writes kPieces x 16 columns of each head by each warp: from `first_column` on, kWarpColumns further with each warp
-// and kPieceColumns with each piece. Lane i computes where the i-th head begins.
+// and kPieceColumns with each piece. Lane i computes where the i-th of every 32 heads begins.
 template <i32 kWarpColumns, i32 kPieceColumns, class Element, i32 kHeads, i32 kPieces, class Work>
 MLA_DEVICE void store_out(Element, const DecodeParams& p, const WorkItem& item, const BlockHeadsOf<Work>& block,
                           const float (&out)[kPieces][kHeads / 2], const HeadValues<kHeads>& factors, i32 first_column,
                           i32 thread) {
-    static_assert(kHeads <= kWarpThreads, "a lane for each head");
     const bool whole = item.partial_index == kNotSplit;
     const i32 lane = thread % kWarpThreads, heads = block.rows - block.row0;
-    const i32 my_row = block.row0 + min(lane, heads - 1);
-    const i64 my_offset = whole ? item_out_offset<Work>(p, item, block.kv_head, my_row)
-                                : workspace_row(p, item.partial_index, block.kv_head, my_row) * kHeadDimV;
+    i64 my_offset[ceil_div(kHeads, kWarpThreads)];
+#pragma unroll
+    for (i32 i = 0; i < ceil_div(kHeads, kWarpThreads); ++i) {
+        const i32 my_row = block.row0 + min(i * kWarpThreads + lane, heads - 1);
+        my_offset[i] = whole ? item_out_offset<Work>(p, item, block.kv_head, my_row)
+                             : workspace_row(p, item.partial_index, block.kv_head, my_row) * kHeadDimV;
+    }
+    constexpr i32 kFragments = kWarpThreads / 2;                              // of a thread, for each 32 heads
     const i32 column0 = first_column + thread / kWarpThreads * kWarpColumns;  // of the warp, in the first piece
     if (!whole || p.out_is_fp32) {
         float* const base = (whole ? static_cast<float*>(p.out) : p.partial_out) + column0 + lane / 4;
 #pragma unroll
         for (i32 i = 0; i < kHeads / 2; ++i) {
             const i32 head = head_of(i, thread);
-            float* const to = base + __shfl_sync(kFullWarp, my_offset, head) + 8 * fragment_half(i);
+            float* const to = base + __shfl_sync(kFullWarp, my_offset[i / kFragments], head) + 8 * fragment_half(i);
             if (head >= heads) continue;
 #pragma unroll
             for (i32 piece = 0; piece < kPieces; ++piece) {
@@ -128,7 +132,7 @@ MLA_DEVICE void store_out(Element, const DecodeParams& p, const WorkItem& item, 
 #pragma unroll
     for (i32 i = 0; i < kHeads / 2; i += 4) {
         const i32 head = 2 * i + lane / 4;
-        u16* const to = base + __shfl_sync(kFullWarp, my_offset, head);
+        u16* const to = base + __shfl_sync(kFullWarp, my_offset[i / kFragments], head);
 #pragma unroll
         for (i32 piece = 0; piece < kPieces; piece += 2) {
             u32 words[4];

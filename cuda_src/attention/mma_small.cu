@@ -1,8 +1,8 @@
 // Attention of up to 32 query rows to the latent cache with mma.sync, for every GPU since Ampere.
 //
-//   S = Q K^T * scale           (rows x 576) (576 x 32) per step of 32 tokens
+//   S = Q K^T * scale           (rows x d_qk) (d_qk x 32) per step of 32 tokens
 //   P = exp2(S log2(e) - m)     m: running maximum of each row
-//   l = sum of P,  O = P V      (rows x 32) (32 x 512); V is K's first 512 columns
+//   l = sum of P,  O = P V      (rows x 32) (32 x d_v); V is K's first d_v columns
 //   out = O / l,   lse = ln 2 (m + log2 l)
 //
 // For dense decode, and for sparse attention: one-token pages, and o = sum p v / (sum p + exp2(sink - m)).
@@ -12,11 +12,12 @@
 //
 //   scores   warp = 16 tokens, a quarter of d  | Q K^T  |         |          | Q K^T of the next step
 //   softmax  thread = 2 or 4 tokens of a row   |        | max, P  |          |
-//   values   warp = 64 columns                 |        |         | O += P V |
+//   values   warp = 64 columns, or 32 of 256   |        |         | O += P V |
 //   loads    all threads, cp.async             |        | the step that takes the place of the last one ->
 //
 // Queries stay in registers as A fragments: a warp needs its quarter of d only, so shared memory is left to the keys,
-// and a block of 99 KB has most of it in flight. Keys are values, too, read by ldmatrix.trans.
+// and a block of 99 KB has most of it in flight. Keys are values, too, read by ldmatrix.trans. Rows of 288 columns are
+// padded to whole segments of 64.
 #include "attention/mma/few_rows.cuh"
 #include "ptx/control.cuh"
 
@@ -30,13 +31,13 @@ namespace mla::attention::mma {
 using Element = MLA_DTYPE;
 constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK;
 constexpr i32 kSmemBytes = MLA_SMEM_KB * 1024;  // what a block may have
-static_assert(is_head_dim_qk(kHeadDimQk), "with or without RoPE columns");
+static_assert(is_head_dim_qk(kHeadDimQk) || is_narrow_head_dim_qk(kHeadDimQk), "with or without RoPE columns");
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 using Rows = Block<MLA_BLOCK_ROWS>;
 using Few = FewRows<Element, Element, MLA_BLOCK_ROWS, kHeadDimQk, 0>;
 constexpr i32 kOtherBytes = sizeof(SoftmaxSlots<Few::Softmax>) + 1024;  // barriers and small things, too
-constexpr i32 kOctetBytes = kHeadDimQk * (i32)sizeof(u16) * kOctetTokens;
+constexpr i32 kOctetBytes = padded_row_bytes(kHeadDimQk) * kOctetTokens;
 using Ring = KeyRing<kHeadDimQk, (kSmemBytes - kOtherBytes) / kOctetBytes, Few::kStepTokens>;
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
@@ -70,7 +71,7 @@ MLA_DEVICE void run_item(const Rows& block, Storage& s, Math& math) {
     math.loader.fill(block, s.keys, steps);
     if (steps > 0) load_queries<Few, false>(block, math.q, math.warp, math.lane);
     math.row.begin();
-    Output<Element, Few::kRowTiles> out;
+    Output<Element, Few::kRowTiles, Few::kColumns> out;
     out.clear();
 #pragma unroll 1
     for (i32 step = 0; step < steps; ++step) {
@@ -83,7 +84,8 @@ MLA_DEVICE void run_item(const Rows& block, Storage& s, Math& math) {
         const bool masked = token + Few::kStepTokens > block.item().seen_by_all;
         math.row.add_step(Element{}, block, s.softmax, token, masked,
                           present_bits<Ring>(s.keys, math.keys.first, math.row.first_token()));
-        if (masked && clean_values<Element, Ring>(s.keys, math.keys.first, token, block.item().seen_by_all)) {
+        if (masked &&
+            clean_values<Element, Ring, Few::kColumns>(s.keys, math.keys.first, token, block.item().seen_by_all)) {
             s.nonfinite_request = block.item().request;
         }
         __syncthreads();  // P is there
@@ -108,6 +110,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         init_keys(s.keys);
         s.nonfinite_request = -1;
     }
+    clear_padding(s.keys);
     griddepcontrol_wait();
     const Rows block(p, s.items);
     Math math;

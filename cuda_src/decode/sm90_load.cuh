@@ -84,14 +84,16 @@ constexpr i32 kQueryWarps = kQueryThreads / kWarpThreads;
 
 template <class Tile, class Block>
 MLA_DEVICE void load_query_rows(const Block& block, SmemAddr q, const u16* my_row, i32 first_row, i32 lane) {
-    constexpr i32 kRows = Block::kRows;
+    constexpr i32 kRows = Block::kRows, kChunks = Tile::kHeadDimQk / 8;  // of a row; zeros make its SW128 tiles whole
+    constexpr bool kPadded = kChunks < Tile::kSwTilesQk * kSw128Chunks;
     static_assert(ceil_div(kRows, kQueryWarps) <= kWarpThreads, "a lane knows one row of its warp");
     for (i32 i = 0, row = first_row; row < kRows; ++i, row += kQueryWarps) {
         const u16* from = reinterpret_cast<const u16*>(__shfl_sync(kFullWarp, reinterpret_cast<u64>(my_row), i));
         const bool present = block.row0 + row < block.rows;
         for (i32 chunk = lane; chunk < Tile::kSwTilesQk * kSw128Chunks; chunk += kWarpThreads) {
             const u32 sw_tile = (u32)(chunk / kSw128Chunks) * (kRows * kSw128RowBytes);
-            cp_async_16(q + (sw_tile + sw128_offset(row, chunk % kSw128Chunks)), from + chunk * 8, present);
+            cp_async_16(q + (sw_tile + sw128_offset(row, chunk % kSw128Chunks)), from + chunk * 8,
+                        present && (!kPadded || chunk < kChunks));
         }
     }
 }

@@ -1,12 +1,13 @@
 // Dense MLA decode on Hopper for few query rows: memory-bound, so a tile of keys is held as briefly as possible.
 //
-//   S^T = K Q^T * scale           (64 x 576) (576 x rows) per tile of 64 tokens
+//   S^T = K Q^T * scale           (64 x d_qk) (d_qk x rows) per tile of 64 tokens
 //   P^T = exp2(S^T log2(e) - m)   m: running maximum of each row
-//   l = sum of P,  O^T = V^T P^T  (512 x 64) (64 x rows); V is K's first 512 columns
+//   l = sum of P,  O^T = V^T P^T  (d_v x 64) (64 x rows); V is K's first d_v columns
 //   out = O / l,   lse = ln 2 (m + log2 l)
 //
 // Grid: x = row blocks of all KV heads (up to 32 rows each, of s_q * h_q / h_kv), y = splits. One block per SM iterates
-// over the work items of its split (attention/split_work.cuh).
+// over the work items of its split (attention/split_work.cuh). With values of 256 columns, half as many accumulators
+// leave room for 64 rows, and a tile arrives as a whole.
 //
 // One warpgroup does all the math, one warp keeps two tiles of keys in flight, and the query rows of the next work item
 // are loaded while the current one is processed. A tile arrives in three groups of SW128 tiles, each scored as soon as

@@ -9,21 +9,42 @@
 
 namespace mla::decode::sm90 {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-// SW128 tiles of a tile of keys arrive in the order of their columns, in groups: three of three, or two of four.
+// The sizes that depend on the width of a key. As a block has more shared memory than two tiles of narrow keys take, it
+// keeps more of them in flight, by the number of its rows.
+template <i32 kHeadDimQk, i32 kBlockRows, bool kNarrow = is_narrow_head_dim_qk(kHeadDimQk)>
+struct SmallTile : KeyTile<kHeadDimQk> {
+    static constexpr i32 kSwTilesV = attention::sm90::kSwTilesV, kStages = kStagesKV;
+};
+// The last of five SW128 tiles is filled up with zeros, by TMA.
+template <i32 kHeadDimQk_, i32 kBlockRows>
+struct SmallTile<kHeadDimQk_, kBlockRows, true> {
+    static constexpr i32 kHeadDimQk = kHeadDimQk_;
+    static constexpr i32 kSwTilesQk = ceil_div(kHeadDimQk, kSw128Columns);
+    static constexpr i32 kSwTilesV = head_dim_v(kHeadDimQk) / kSw128Columns;
+    static constexpr u32 kTileBytes = kSwTilesQk * kSw128Bytes;
+    static constexpr i32 kStages = kBlockRows > 32 ? 3 : 4;
+};
+
+// SW128 tiles of a tile of keys arrive in the order of their columns, in groups: three of three, two of four, or one of
+// five.
 template <class Element_, i32 kBlockRows_, i32 kHeadDimQk, bool kTree_ = false, class Work_ = ScheduledWork>
-struct Config : KeyTile<kHeadDimQk> {
+struct Config : SmallTile<kHeadDimQk, kBlockRows_> {
     using Element = Element_;
     using Work = Work_;
-    using Tile = KeyTile<kHeadDimQk>;
+    using Tile = SmallTile<kHeadDimQk, kBlockRows_>;
     static constexpr i32 kBlockRows = kBlockRows_;
     static constexpr bool kTree = kTree_;  // a mask says which drafts a query sees
-    static constexpr i32 kGroupSwTiles = Tile::kSwTilesQk % 3 == 0 ? 3 : 4;
+    static constexpr i32 kGroupSwTiles = Tile::kSwTilesQk % 3 == 0 ? 3 : Tile::kSwTilesQk % 4 == 0 ? 4 : 5;
     static constexpr i32 kGroups = Tile::kSwTilesQk / kGroupSwTiles;
     static constexpr u32 kGroupBytes = kGroupSwTiles * kSw128Bytes;
     static constexpr u32 kQSwTileBytes = kHeadSwTileBytes<kBlockRows>;
     static_assert(Tile::kSwTilesQk % kGroupSwTiles == 0, "groups of one size");
 
     MLA_DEVICE static constexpr i32 sw_tile_in_order(i32 i) { return i; }
+    MLA_DEVICE static i32 next_stage(i32 stage) {
+        if constexpr (Tile::kStages == 2) return stage ^ 1;
+        return stage + 1 == Tile::kStages ? 0 : stage + 1;
+    }
 };
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
@@ -47,14 +68,14 @@ static_assert(kTileTokens == kSw128Rows, "a tile is 64 tokens");
 // warp has finished with the product that read it.
 template <class C>
 struct Storage {
-    alignas(kSwizzleAtomBytes) u8 kv[kStagesKV][C::kTileBytes];
+    alignas(kSwizzleAtomBytes) u8 kv[C::kStages][C::kTileBytes];
     u8 q[kStagesQ][C::kSwTilesQk][C::kQSwTileBytes];
     u8 p[C::kQSwTileBytes];                             // [row][token]
     float warp_values[kWarpgroupWarps][C::kBlockRows];  // maxima, then sums, of each warp's tokens
     HeadStats<C::kBlockRows> stats;
-    u64 present[kStagesKV];  // bit t: the page of token t of the tile is in the pool
-    i32 nonfinite_request;   // the last request in which sanitize_rows found NaN or Inf
-    MBarrier kv_full[kStagesKV][C::kGroups], kv_empty[kStagesKV];
+    u64 present[C::kStages];  // bit t: the page of token t of the tile is in the pool
+    i32 nonfinite_request;    // the last request in which sanitize_rows found NaN or Inf
+    MBarrier kv_full[C::kStages][C::kGroups], kv_empty[C::kStages];
     MBarrier q_full[kStagesQ], q_empty[kStagesQ];
 };
 
@@ -74,7 +95,7 @@ struct Block : RowBlock<C::kBlockRows, C::kTree, typename C::Work> {
 // By one thread, before the block's first barrier.
 template <class C>
 MLA_DEVICE void init_storage(Storage<C>& s) {
-    for (i32 stage = 0; stage < kStagesKV; ++stage) {
+    for (i32 stage = 0; stage < C::kStages; ++stage) {
         for (MBarrier& full : s.kv_full[stage]) mbarrier_init(full, kLoadArrivals);
         mbarrier_init(s.kv_empty[stage], kWarpgroupWarps);
     }
@@ -92,7 +113,7 @@ struct GroupLoader {
     const Block<C>& block;
     const TensorMap& kv_map;
     i32 stage;
-    Ring<kStagesKV> ring;
+    Ring<C::kStages> ring;
 
     MLA_DEVICE void operator()(const TileBoxes& boxes, const WorkItem&, i32) {
         Storage<C>& s = block.s;
@@ -109,15 +130,15 @@ struct GroupLoader {
                           first + C::kGroupSwTiles);
         }
         ring.advance(stage);
-        stage ^= 1;
+        stage = C::next_stage(stage);
     }
 };
 
 // ---- Math role -------------------------------------------------------------------------------------------------
 template <class C>
-struct Math : SwappedMath<C::kBlockRows, kSwTilesV> {
+struct Math : SwappedMath<C::kBlockRows, C::kSwTilesV> {
     i32 stage, q_stage;
-    Ring<kStagesKV> ring;
+    Ring<C::kStages> ring;
     Ring<kStagesQ> q_ring;
 };
 
@@ -159,7 +180,7 @@ MLA_DEVICE void process_tile(Block<C>& block, Math<C>& math, const WorkItem& ite
                uniform(k_major_desc(smem_addr(s.p))));
     release(s.kv_empty[math.stage], thread);
     math.ring.advance(math.stage);
-    math.stage ^= 1;
+    math.stage = C::next_stage(math.stage);
 }
 
 // All tiles of a work item, if it has any; `math` is reset.

@@ -17,13 +17,17 @@ MLA_DEVICE void run_math_role(Block<C>& block, i32 thread) {
     for (WorkIteratorOf<typename C::Work> walk(p, block.split, block.hidden); walk.next(p, item);) {
         math.reset();
         process_item(block, math, item, thread);
-        if constexpr (C::Work::kForms) turn_back<C::kBlockRows>(p, item, block.row0, math.out[kSwTilesV - 1], thread);
+        if constexpr (C::Work::kForms)
+            turn_back<C::kBlockRows>(p, item, block.row0, math.out[C::kSwTilesV - 1], thread);
         const BlockHeadsOf<typename C::Work> rows{block.kv_head, block.row0, block.rows_of(item)};
+        i32 at_end = thread;
+        if constexpr (C::kBlockRows > 32)
+            opaque(at_end);  // what follows from it would not fit beside the loops' values
         store_result</*kWithRowMax=*/false>(Element{}, p, item, rows, math, s.warp_values, s.stats, 0, true, MathOnly,
-                                            thread);
+                                            at_end);
         if (s.nonfinite_request == item.request) {
             bar_sync(MathOnly, kWarpgroupThreads);  // the results are stored
-            fixup_nonfinite<Element, kHeadDimV>(block, item, 0, thread);
+            fixup_nonfinite<Element, head_dim_v(C::kHeadDimQk)>(block, item, 0, at_end);
         }
     }
 }

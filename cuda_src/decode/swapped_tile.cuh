@@ -50,15 +50,16 @@ MLA_DEVICE void mask_tile(const Block& block, float (&scores)[C::kBlockRows / 2]
 // must be done. The proxy fence after P covers these writes, too.
 template <class C, class Block>
 MLA_DEVICE void sanitize_v(const Block& block, u8* keys, const WorkItem& item, i32 tile, i32 thread) {
+    constexpr i32 kSwTiles = head_dim_v(C::kHeadDimQk) / kSw128Columns;
     if constexpr (C::Work::kForms) {
         if (all_rows_see(C::Work::of(item), tile)) return;
-        sanitize_window<typename C::Element, kSwTilesV>(keys, C::Work::of(item), tile, block.s.nonfinite_request,
-                                                        thread);
+        sanitize_window<typename C::Element, kSwTiles>(keys, C::Work::of(item), tile, block.s.nonfinite_request,
+                                                       thread);
     } else {
         const i32 seen_by_all = item.seen_by_all - tile * kTileTokens;
         if (seen_by_all >= kTileTokens) return;
-        sanitize_rows<typename C::Element, kSwTilesV>(keys, max(seen_by_all, 0), item.tokens - tile * kTileTokens,
-                                                      block.s.nonfinite_request, item.request, thread);
+        sanitize_rows<typename C::Element, kSwTiles>(keys, max(seen_by_all, 0), item.tokens - tile * kTileTokens,
+                                                     block.s.nonfinite_request, item.request, thread);
     }
 }
 }  // namespace mla::decode

@@ -45,15 +45,19 @@ def _condition(kernel: Any) -> str:
 
 
 class DecodeForms(MarkdownDirective):
-    """Table of the forms of dense decode that each of its kernels takes."""
+    """Table of the forms of dense decode, and of the widths of values, that each of its kernels takes."""
 
     def markdown(self) -> str:
         """The table: the kernels' own words."""
         rows = [
-            [f"`{kernel.name}`", *("yes" if form in kernel.forms else "" for form in Forms._fields)]
+            [
+                f"`{kernel.name}`",
+                *("yes" if form in kernel.forms else "" for form in Forms._fields),
+                ", ".join(map(str, kernel.value_widths)),
+            ]
             for kernel in DECODE.kernels
         ]
-        return table(["kernel", *(f"`{form}`" for form in Forms._fields)], rows)
+        return table(["kernel", *(f"`{form}`" for form in Forms._fields), "`d_v`"], rows)
 
 
 class KernelList(MarkdownDirective):

@@ -41,7 +41,9 @@ OF_SMALL = [
     Mutant("P not waited for", SMALL, *steps("bar.sync", 3, of=5)),
     Mutant("one place too few", RING, "kStepOctets * done + Ring::kOctets;", "kStepOctets * done + Ring::kOctets + 4;"),
     Mutant("no mask", SOFTMAX, "if (masked) present &=", "if (false) present &="),
-    Mutant("values not cleaned", SMALL, "if (masked && clean_values", "if (false && clean_values"),
+    Mutant(
+        "values not cleaned", SMALL, "if (masked &&\n            clean_values", "if (false &&\n            clean_values"
+    ),
     Mutant("output not rescaled", FEW, "softmax.rescales) != 0", "softmax.rescales) == 1"),
     Mutant("sum of one lane", SOFTMAX, "return over_lanes(sum,", "return over_lanes(is_first() ? sum : 0.f,"),
 ]

@@ -15,7 +15,7 @@ from tests.decode.test_records import fp8, v4, v32
 from tests.sparse_decode import runs as sparse
 from tests.sparse_decode.runs import SparseDecodeCase
 from tests.support.cases import DecodeCase, make
-from tests.support.mutants import Mutant, Plant, as_verdict, steps
+from tests.support.mutants import CAUGHT, Mutant, Plant, as_verdict, steps
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
 
@@ -41,7 +41,7 @@ def sparse_decode(case: SparseDecodeCase, gpu: Gpu, mode: tuple[str, int]) -> No
     """Sparse decode, against the oracle; results in float32, and some in the dtype of the queries."""
     with simulated(case.sm_count, gpu[1], *mode) as target:
         sparse.check(case, lambda x: x, np.asarray, gpu[0], case.dtype if case.s_q > 1 else "float32")
-    assert case.topk == 0 or "mla_sparse_decode_mma" in target.launched
+    assert case.topk + case.extra == 0 or "mla_sparse_decode_mma" in target.launched
 
 
 FEW = (
@@ -85,8 +85,18 @@ def test_sparse_decode(case: SparseDecodeCase) -> None:
     sparse_decode(case, SPARSE[number % len(SPARSE)], MODES[number % len(MODES)])
 
 
+#: V4.1's, of which the second list may have two kinds: each in one mode on one GPU.
+V41 = (*sparse.V41_CASES, sparse.V41_WIDE)
+
+
+@pytest.mark.parametrize("case", sparse.V41_CASES, ids=str)
+def test_v41(case: SparseDecodeCase) -> None:
+    number = V41.index(case)
+    sparse_decode(case, SPARSE[number % len(SPARSE)], MODES[number % len(MODES)])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [*LISTS, *sparse.CASES, *sparse.MORE_CASES], ids=str)
+@pytest.mark.parametrize("case", [*LISTS, *V41, *sparse.CASES, *sparse.MORE_CASES], ids=str)
 @pytest.mark.parametrize("gpu", SPARSE, ids=str)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_sparse_decode_in_all_modes(case: SparseDecodeCase, gpu: Gpu, mode: tuple[str, int]) -> None:
@@ -128,6 +138,27 @@ def test_nan_is_nan(gpu: Gpu, code: int) -> None:
         out, lse = mla_cupy.mla_decode(q, row_of("fp8", latent), table, seqlens, kernel=gpu[0])
     assert np.isnan(out[..., 70].astype(np.float32)).all()
     assert np.isnan(lse).all()
+
+
+@pytest.mark.parametrize(("dtype", "gpu"), [("bfloat16", SPARSE[0]), ("float16", SPARSE[1])], ids=str)
+def test_every_number_of_v41_is_read_exactly(dtype: str, gpu: Gpu) -> None:
+    """Of either record, each number beside different scales: a list of one token has its value."""
+    usual, compact = FORMATS["v41"], FORMATS["v41-fp4"]
+    caches = [np.zeros((1, 16, 1, form.token_bytes), np.uint8) for form in (usual, compact)]
+    codes = np.resize(np.setdiff1d(np.arange(256), (0x7F, 0xFF)).astype(np.uint8), 512)
+    scales = (120 + np.arange(16) % 8).astype(np.uint8)  # 2^-7 to 1
+    caches[0].reshape(-1)[:512], caches[0].reshape(-1)[16 * 512 : 16 * 512 + 16] = codes, scales
+    caches[1].reshape(-1)[:256] = np.arange(256)
+    caches[1].reshape(-1)[16 * 256 : 16 * 256 + 32] = 0x28 + np.arange(32)  # 2^-2 to 2^2 in steps of 1/8
+    values = [np.concatenate(reference.cache_gather(cache[:, :, 0], np.zeros(1, np.int64)), -1) for cache in caches]
+    q, first, none = np.zeros((1, 1, 2, 512), dtypes.numpy_dtype(dtype)), np.zeros((1, 1, 1), np.int32), -1
+    for number, expected in enumerate(values):
+        lists = {"indices": first + (none if number else 0), "extra_indices": first + (0 if number else none)}
+        with simulated(1, gpu[1], "late"):
+            out, _ = mla_cupy.sparse_mla_decode(
+                q, caches[0], extra_kv_cache=caches[1], **lists, out_dtype="float32", kernel=gpu[0]
+            )
+        np.testing.assert_array_equal(out[0, 0], np.broadcast_to(expected, (2, 512)))
 
 
 def test_tree_masks() -> None:
@@ -189,3 +220,34 @@ def test_is_caught(gpu: Gpu, mutant: Mutant, plant: Plant) -> None:
 @pytest.mark.parametrize("mode", MODES[:2], ids=str)
 def test_kernels_as_they_are(gpu: Gpu, mode: tuple[str, int]) -> None:
     assert verdict(gpu, mode) == ""
+
+
+#: Of V4.1's records, on the case of both kinds: more steps than are on their way, tokens that are none.
+MIXED = SparseDecodeCase(record="v41", topk=38, extra=70, h_q=2, b=1, sm_count=1, extra_record="v41-fp4")
+PLANTED_IN_V41 = [
+    Mutant("all are e4m3", RECORDS, "this->compact = step.compact[warp][token];", "this->compact = false;"),
+    Mutant("kinds of the first token", RECORDS, "= step.compact[warp][token];", "= step.compact[warp][0];"),
+    Mutant("codes of a neighbour", RECORDS, "(from + chunk * kPieceCodes /", "(from + (chunk ^ 1) * kPieceCodes /"),
+    Mutant("scales of four lanes", RECORDS, "stored[chunk / (compact ? 2 : 4)]", "stored[chunk / 4]"),
+    Mutant("scales of two lanes", RECORDS, "stored[chunk / (compact ? 2 : 4)]", "stored[chunk / 2]"),
+    Mutant("half of the compact scales", RECORDS, "if (k < (compact ? 2 : 1))", "if (k < 1)"),
+    Mutant("scales of the usual record", RECORDS, "this->compact ? cvt_f32_x2_e4m3(code).x : ", ""),
+    Mutant("scales of other pieces", RECORDS, "(piece < 4 ? scales.x : scales.y)", "(piece < 4 ? scales.y : scales.x)"),
+    Mutant("a quarter of the bytes", RECORDS, "kCompactChunks = kChunks / 2;", "kCompactChunks = kChunks / 4;"),
+    Mutant("RoPE without scales", RECORDS, "(kScaledRope ? kRopeChunks : 0)) * kRecordChunk", "0) * kRecordChunk"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [*PLANTED_IN_V41[:2], *(pytest.param(mutant, marks=pytest.mark.slow) for mutant in PLANTED_IN_V41[2:])],
+    ids=lambda mutant: mutant.id,
+)
+def test_bugs_in_reading_v41_show(mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    with pytest.raises(CAUGHT):
+        sparse_decode(MIXED, SPARSE[1], MODES[0])
+
+
+def test_the_case_of_the_bugs_as_it_is() -> None:
+    sparse_decode(MIXED, SPARSE[1], MODES[0])

@@ -107,3 +107,12 @@ def test_a_narrow_key_costs_less():
     narrow, wide = (parse(f"b2-sq1-hq16-skv100{text}") for text in ("-dqk512", ""))
     assert narrow.cost.flops * (576 + 512) == wide.cost.flops * 1024
     assert narrow.scale == 512**-0.5
+
+
+def test_narrow_values_cost_less():
+    case = parse("b2-sq1-hq16-skv100-dqk320")
+    assert case.cost.flops == 2 * 2 * 100 * 16 * (320 + 256)
+    assert case.cost.nbytes == 2 * (2 * 100 * 320 + 2 * 16 * (320 + 256))
+    assert case.options == {"d_v": 256}
+    assert {(case.d_qk, case.d_v) for case in SUITES["narrow"]} == {(320, 256), (288, 256)}
+    assert all(parse(case.name) == case for case in SUITES["narrow"])

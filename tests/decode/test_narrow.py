@@ -1,4 +1,4 @@
-"""Dense decode with keys of 320 and 288 columns, whose first 256 are the values: the plain kernel."""
+"""Dense decode with keys of 320 and 288 columns, whose first 256 are the values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ArgumentError, ShapeError, UnsupportedDeviceError, reference
+from mla_cupy.kernels.decode import DECODE
+from mla_cupy.kernels.decode.problem import DecodeProblem
+from mla_cupy.kernels.spec import HOPPER
+from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.simulation import fake_gpu
+from tests.decode.test_small_mutants import alike_where_finite
 from tests.support.calls import plan_of
 from tests.support.cases import DecodeCase, make
 from tests.support.gpu import run_and_check
-from tests.support.kernels import DECODE_KERNELS
-from tests.support.mutants import CAUGHT, Mutant, Plant
+from tests.support.kernels import DECODE_KERNELS, NARROW_KERNELS
+from tests.support.mutants import CAUGHT, Mutant, Plant, as_verdict, steps
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
@@ -29,41 +35,119 @@ CASES = (
     DecodeCase(b=2, seqlens=(300, 40), h_q=9, d_qk=288, page_size=24, cp_world=2, cp_rank=1),
 )
 SPLIT = CASES[2]
+SM90, MMA = "decode_sm90_small_narrow", "attention_mma_small_narrow"
+#: Compute capability of a GPU that has the kernel.
+GPUS = {GENERIC: (9, 0), SM90: (9, 0), MMA: (8, 9)}
+#: Blocks of 32 rows and of 64 on Hopper, with rows past the last one; several row blocks; heads that share keys; tiles
+#: that are one more than the ring has stages.
+FAST_CASES = (
+    DecodeCase(b=3, seqlens=(70, 0, 5), s_q=2, h_q=6, d_qk=320, page_size=16, missing_pages=1),
+    DecodeCase(b=2, seqlens=(66, 131), s_q=3, h_q=8, h_kv=2, d_qk=288, dtype="float16", head_axis=True),
+    DecodeCase(b=1, seqlens=330, h_q=40, d_qk=288),
+    DecodeCase(b=2, seqlens=(200, 40), s_q=2, h_q=40, d_qk=320, dtype="float16", page_size=8, causal=False),
+    DecodeCase(b=2, seqlens=(300, 40), h_q=9, d_qk=288, page_size=24, cp_world=2, cp_rank=1),
+)
+IN_A_RUN = [
+    (GENERIC, CASES[0], "early"),
+    (GENERIC, CASES[1], "late"),
+    (GENERIC, CASES[2], "early"),
+    (GENERIC, CASES[3], "late"),
+    (SM90, FAST_CASES[0], "late"),
+    (SM90, FAST_CASES[1], "random"),
+    (SM90, FAST_CASES[2], "early"),
+    (SM90, FAST_CASES[4], "random"),
+    (MMA, FAST_CASES[0], "random"),
+    (MMA, FAST_CASES[1], "late"),
+    (MMA, FAST_CASES[4], "early"),
+]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_equals_the_oracle(case: DecodeCase) -> None:
+def test_every_kernel_is_tested_here() -> None:
+    assert set(GPUS) == {GENERIC, *NARROW_KERNELS}
+
+
+def run(kernel: str, case: DecodeCase, mode: str, sm_count: int = 2) -> None:
     """Results in 16 bits; those behind them, where wider ones would be, stay as they are."""
     inputs = make(case)
     whole = np.full((case.b, case.s_q, case.h_q, 520), 7, inputs.q.dtype)
-    with simulated(3, mode=("early", "late")[case.b % 2], seed=3) as target:
-        out, lse = mla_cupy.mla_decode(*inputs.arguments, **case.options, out=whole[..., :256])
-    assert f"mla_{GENERIC}" in target.launched
+    with simulated(sm_count, GPUS[kernel], mode, 3) as target:
+        out, lse = mla_cupy.mla_decode(*inputs.arguments, **case.options, out=whole[..., :256], kernel=kernel)
+    assert f"mla_{kernel.removesuffix('_narrow')}" in target.launched
     check((out, lse), inputs.exact, inputs.rounded, case.dtype)
     assert (whole[..., 256:] == 7).all()
 
 
-@pytest.mark.parametrize("d_qk", [320, 288])
-def test_with_a_sink_and_a_plan(d_qk: int) -> None:
-    case = replace(SPLIT, d_qk=d_qk)
+@pytest.mark.parametrize(("kernel", "case", "mode"), IN_A_RUN, ids=lambda x: getattr(x, "id", x))
+def test_equals_the_oracle(kernel: str, case: DecodeCase, mode: str) -> None:
+    run(kernel, case, mode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [SM90, MMA])
+@pytest.mark.parametrize("case", FAST_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("mode", ["early", "late", "random"])
+@pytest.mark.parametrize("sm_count", [1, 3])
+def test_all_pairs(kernel: str, case: DecodeCase, mode: str, sm_count: int) -> None:
+    run(kernel, case, mode, sm_count)
+
+
+@pytest.mark.parametrize(("d_qk", "kernel"), [(320, GENERIC), (288, GENERIC), (288, SM90), (320, MMA)])
+def test_with_a_sink_and_a_plan(d_qk: int, kernel: str) -> None:
+    case = replace(SPLIT, d_qk=d_qk, seqlens=200)
     inputs, sink = make(case), np.array([0.5, -np.inf, 3.0], np.float32)
-    with simulated(3):
-        plan = plan_of(inputs, attn_sink=True, device=0)
+    with simulated(3, GPUS[kernel]):
+        plan = plan_of(inputs, attn_sink=True, device=0, kernel=kernel)
         plan.update(inputs.seqlens)
-        got = mla_cupy.mla_decode(*inputs.arguments, **case.options, attn_sink=sink, plan=plan, out_dtype="float32")
+        options = {**case.options, "attn_sink": sink, "out_dtype": "float32"}
+        out, lse = mla_cupy.mla_decode(*inputs.arguments, **options, plan=plan)
     exact = reference.mla_decode(*inputs.arguments, **case.options, attn_sink=sink)
-    for mine, wanted in zip(got, exact, strict=True):
-        np.testing.assert_allclose(mine, wanted, rtol=2e-5, atol=2e-5)
+    close = 2e-5 if kernel == GENERIC else 2e-3  # P is rounded to float16
+    np.testing.assert_allclose(out, exact[0], rtol=close, atol=close)
+    np.testing.assert_allclose(lse, exact[1], rtol=2e-5, atol=2e-5)
 
 
-def test_a_tree() -> None:
+@pytest.mark.parametrize("kernel", [SM90, MMA])
+def test_what_only_later_queries_see_does_not_reach_earlier_ones(kernel: str) -> None:
+    inputs = make(DecodeCase(b=1, seqlens=66, s_q=3, h_q=14, d_qk=288))
+    hidden = 64  # from the first query only
+    inputs.kv_cache[inputs.block_table[0, hidden // 64], hidden % 64, 0, [3, 200]] = np.nan, np.inf
+    with simulated(1, GPUS[kernel], "late"):
+        got = mla_cupy.mla_decode(*inputs.arguments, d_v=256, kernel=kernel)
+    assert np.isfinite(got[0][:, :1].astype(np.float32)).all()
+    check(got, inputs.exact, inputs.rounded, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("cc", "changes", "kernel"),
+    [
+        ((9, 0), {}, SM90),
+        ((9, 0), {"strides": "odd"}, GENERIC),
+        ((8, 0), {"h_q": 40}, MMA),
+        ((10, 0), {}, MMA),
+        ((12, 0), {"s_q": 9}, MMA),
+        ((8, 6), {"strides": "odd"}, GENERIC),
+        ((7, 5), {}, GENERIC),
+    ],
+    ids=str,
+)
+def test_which_kernel_runs(cc: tuple[int, int], changes: dict[str, Any], kernel: str) -> None:
+    case = DecodeCase(**{"b": 1, "h_q": 4, "d_qk": 320, **changes})
+    problem = DecodeProblem(case.s_q, case.h_q, 1, case.dtype, case.strides != "odd", case.d_qk)
+    assert DECODE.configure(problem, fake_gpu(2, cc)).kernel.name == kernel
+
+
+@pytest.mark.parametrize("kernel", [GENERIC, None])
+def test_a_tree(kernel: str | None) -> None:
+    """By the plain kernel; and by what a Hopper takes, whose kernel of this width knows no trees."""
     case = DecodeCase(b=2, seqlens=(70, 3), s_q=3, h_q=2, d_qk=320)
     inputs, tree = make(case), np.array([[1, 3, 5], [1, 3, 7]], np.uint64)
-    with simulated(2):
-        got = mla_cupy.mla_decode(*inputs.arguments, d_v=256, tree_mask=tree, out_dtype="float32")
+    with simulated(2) as target:
+        got = mla_cupy.mla_decode(*inputs.arguments, d_v=256, tree_mask=tree, out_dtype="float32", kernel=kernel)
+    assert f"mla_{kernel or 'attention_mma_small'}" in target.launched
     exact = reference.mla_decode(*inputs.arguments, d_v=256, tree_mask=tree)
-    for mine, wanted in zip(got, exact, strict=True):
-        np.testing.assert_allclose(mine, wanted, rtol=2e-5, atol=2e-5)
+    close = 2e-5 if kernel else 2e-2  # P is rounded to bfloat16
+    np.testing.assert_allclose(got[0], exact[0], rtol=close, atol=close)
+    np.testing.assert_allclose(got[1], exact[1], rtol=2e-5, atol=2e-5)
 
 
 def test_the_oracle_is_attention_to_the_first_columns() -> None:
@@ -108,6 +192,25 @@ def test_other_kernels_say_why_not(kernel: str, recorder: Recorder) -> None:
     assert recorder.launches == []
 
 
+@pytest.mark.parametrize(
+    ("kernel", "changes", "match"),
+    [
+        (SM90, {"tree_mask": np.ones((2, 1), np.uint64)}, "takes no tree_mask"),
+        (SM90, {"attn_sink": np.ones(4, np.float32), "window": 3}, "takes no window"),
+        (MMA, {"window": 3}, "takes no window"),
+        (MMA, {"kernel": "other width"}, "takes no values of 512 columns"),
+        (SM90, {"kernel": "other width"}, "takes no values of 512 columns"),
+    ],
+)
+def test_narrow_kernels_say_why_not(kernel: str, changes: dict[str, Any], match: str, recorder: Recorder) -> None:
+    wide = changes.get("kernel") == "other width"
+    inputs = make(DecodeCase(b=2, seqlens=(5, 3), h_q=4))
+    arguments = dict(zip(("q", "kv_cache", "block_table", "seqlens"), inputs.arguments, strict=True))
+    with pytest.raises(UnsupportedDeviceError, match=match):
+        mla_cupy.mla_decode(**({**arguments, "kernel": kernel} if wide else call(**{**changes, "kernel": kernel})))
+    assert recorder.launches == []
+
+
 @pytest.mark.parametrize("changes", [{"batch_invariant": True}, {"d_head": 64}], ids=str)
 def test_plans_say_why_not(changes: dict[str, Any]) -> None:
     sizes = {"max_b": 2, "s_q": 1, "h_q": 4, "max_pages": 4, "page_size": 16, "dtype": "bfloat16"}
@@ -127,12 +230,71 @@ MUTANTS = (
 def test_planted_bugs_show(case: DecodeCase, mutant: Mutant, plant: Plant) -> None:
     plant(mutant)
     with pytest.raises(CAUGHT):
-        test_equals_the_oracle(case)
+        run(GENERIC, case, "early", 3)
+
+
+SOURCE, SMALL, LOAD = "decode/sm90_small.cu", "decode/sm90_small.cuh", "decode/sm90_load.cuh"
+RESULTS, TILE, FEW = "attention/head_results.cuh", "decode/swapped_tile.cuh", "attention/mma/few_rows.cuh"
+RING, OUTPUT, SHAPES = "attention/mma/key_ring.cuh", "attention/mma/block.cuh", "attention/shapes.cuh"
+#: More tiles than the ring has stages, hidden tokens, rows past the last one, more heads than a warp has lanes.
+PLANTED_IN_SM90 = DecodeCase(b=2, seqlens=(200, 70), s_q=2, h_q=17, d_qk=288, page_size=16, missing_pages=1)
+PLANTED_IN_MMA = DecodeCase(b=2, seqlens=(170, 70), s_q=2, h_q=7, d_qk=288, page_size=16, missing_pages=1)
+OF_SM90 = (
+    Mutant("two of the stages", SMALL, "math.stage = C::next_stage(math.stage);", "math.stage ^= 1;"),
+    Mutant("keys freed too early", SMALL, "    add_values(Element{}, math.out,",
+           "    release(s.kv_empty[math.stage], thread);\n    add_values(Element{}, math.out,"),
+    Mutant("keys do not wait", SOURCE, *steps("mbarrier.try_wait", 2, of=4)),
+    Mutant("queries that are not padded", LOAD, "present && (!kPadded || chunk < kChunks)", "present"),
+    Mutant("queries padded too early", LOAD, "chunk < kChunks)", "chunk < kChunks - 4)"),
+    Mutant("offsets of the first 32 heads", RESULTS, "i * kWarpThreads + lane, heads - 1", "lane, heads - 1"),
+    Mutant("values of half the columns cleaned", TILE, "head_dim_v(C::kHeadDimQk) / kSw128Columns;",
+           "head_dim_v(C::kHeadDimQk) / kSw128Columns / 2;"),
+)  # fmt: skip
+OF_MMA = (
+    Mutant("padding not cleared", RING, "i < Ring::kOctets * kOctetTokens * kChunks;", "i < 0;"),
+    Mutant("padding of some rows not cleared", RING, "i < Ring::kOctets * kOctetTokens * kChunks;", "i < kThreads;"),
+    Mutant("queries read past their end", FEW, "= C::kPadded && column +", "= false && column +"),
+    Mutant("queries padded too early", FEW, "* kMmaDepth >= C::kHeadDimQk;", "* kMmaDepth + 16 >= C::kHeadDimQk;"),
+    Mutant("values of a neighbour", FEW, "(chunk % kSegmentChunks + n + lane / 16)", "(n + lane / 16)"),
+    Mutant("values of the first segment", FEW, "chunk / kSegmentChunks * kSegmentBytes", "0 * chunk"),
+    Mutant("half of the values cleaned", RING, "< kColumns / kChunkElems;", "< kColumns / kChunkElems / 2;"),
+)  # fmt: skip
+OF_FAST = [
+    *((SM90, PLANTED_IN_SM90, mutant) for mutant in OF_SM90),
+    *((MMA, PLANTED_IN_MMA, mutant) for mutant in OF_MMA),
+]
+
+
+@as_verdict
+def verdict(kernel: str, case: DecodeCase, mode: str) -> None:
+    """What a run on one SM shows; empty if nothing. The last token of the first request has an infinity."""
+    inputs = make(case)
+    last = case.lengths()[0] - 1
+    inputs.kv_cache[inputs.block_table[0, last // case.page_size], last % case.page_size, 0, 200] = np.inf
+    with simulated(1, GPUS[kernel], mode, 1):
+        got = mla_cupy.mla_decode(*inputs.arguments, **case.options, kernel=kernel)
+    alike = [alike_where_finite(mine, exact) for mine, exact in zip(got, inputs.exact, strict=True)]
+    check((alike[0], alike[1]), inputs.exact, inputs.rounded, case.dtype)
+
+
+@pytest.mark.parametrize(("kernel", "case", "mutant"), OF_FAST, ids=lambda x: getattr(x, "id", x))
+def test_bugs_in_fast_kernels_show(kernel: str, case: DecodeCase, mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    assert any(verdict(kernel, case, mode) for mode in ("late", "early", "random")), mutant.name
+
+
+@pytest.mark.parametrize(("kernel", "case"), [(SM90, PLANTED_IN_SM90), (MMA, PLANTED_IN_MMA)], ids=str)
+@pytest.mark.parametrize("mode", ["late", "early"])
+def test_fast_kernels_as_they_are(kernel: str, case: DecodeCase, mode: str) -> None:
+    assert verdict(kernel, case, mode) == ""
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "case", [*CASES, DecodeCase(b=40, h_q=32, d_qk=320), DecodeCase(b=5, h_q=40, d_qk=288)], ids=str
+    "case", [*CASES, *FAST_CASES, DecodeCase(b=40, h_q=32, d_qk=320), DecodeCase(b=5, h_q=40, d_qk=288)], ids=str
 )
-def test_on_a_gpu(case: DecodeCase, gpu: object) -> None:
-    run_and_check(case, kernel=GENERIC)
+@pytest.mark.parametrize("kernel", GPUS)
+def test_on_a_gpu(case: DecodeCase, kernel: str, gpu: DeviceInfo) -> None:
+    if kernel != GENERIC and (case.strides == "odd" or (kernel == SM90 and gpu.arch not in HOPPER)):
+        pytest.skip("not of this kernel")
+    run_and_check(case, kernel=kernel)

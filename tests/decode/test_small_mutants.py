@@ -47,7 +47,7 @@ MUTANTS = [
     Mutant("later groups not waited for", SMALL, "if (i % C::kGroupSwTiles == 0)", "if (i == 0)"),
     Mutant("loads do not wait", SOURCE, *steps("mbarrier.try_wait", 4, of=6)),
     Mutant("a group counted short", SMALL, "(full, C::kGroupBytes)", "(full, C::kGroupBytes - kSw128Bytes)"),
-    Mutant("one stage only for the mathematics", SMALL, "math.stage ^= 1;", ""),
+    Mutant("one stage only for the mathematics", SMALL, "math.stage = C::next_stage(math.stage);", ""),
     Mutant("parity stuck", SMALL, "math.ring.full_parity(math.stage);", "0;"),
     Mutant(
         "boxes of the next row of boxes", LOAD, "box(i) * rows * kSw128RowBytes", "(box(i) ^ 1) * rows * kSw128RowBytes"
@@ -123,8 +123,8 @@ MUTANTS = [
     Mutant(
         "results of the next head",
         RESULTS,
-        "__shfl_sync(kFullWarp, my_offset, head)",
-        "__shfl_sync(kFullWarp, my_offset, head ^ 1)",
+        "__shfl_sync(kFullWarp, my_offset[i / kFragments], head)",
+        "__shfl_sync(kFullWarp, my_offset[i / kFragments], head ^ 1)",
     ),
 ]
 

@@ -12,6 +12,7 @@ from mla_cupy.kernels.pipeline import Pipeline
 from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
 from mla_cupy.kernels.sparse_backward.problem import BackwardKernel
 from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
+from mla_cupy.shapes import D_V
 from mla_cupy.simulation import fake_gpu
 from tests.support.cases import DecodeCase
 
@@ -31,10 +32,11 @@ def on_blackwell(kernels: dict[str, Any]) -> tuple[str, ...]:
     return tuple(name for name in kernels if "sm100" in name)
 
 
-#: Those of dense decode that read 16-bit rows, and those that read FP8 records.
-DECODE_KERNELS: dict[str, AttentionKernel[Any]] = {
-    k: v for k, v in by_name(DECODE).items() if "records" not in k and v.math == "exact"
-}
+_OF_ROWS = {k: v for k, v in by_name(DECODE).items() if "records" not in k and v.math == "exact"}
+#: Those of dense decode that read 16-bit rows with values of 512 columns, and those that read FP8 records.
+DECODE_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in _OF_ROWS.items() if D_V in v.value_widths}
+#: Those that read narrower values alone; they have tests of their own.
+NARROW_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in _OF_ROWS.items() if D_V not in v.value_widths}
 RECORD_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in by_name(DECODE).items() if "records" in k}
 #: Those whose products are in FP8.
 FP8_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in by_name(DECODE).items() if v.math == "fp8"}

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mla_cupy.shapes import VALUE_WIDTHS
+
 from ...core.cost import D_QK, D_V, ELEMENT_BYTES, Cost
 from ...core.errors import BenchError
 
-FORM = "b<N>-sq<N>-hq<N>-skv<N>[-hkv<N>][-page<N>][-dqk512][-mix<N>][-win<N>]"
+FORM = "b<N>-sq<N>-hq<N>-skv<N>[-hkv<N>][-page<N>][-dqk<N>][-mix<N>][-win<N>]"
 
 
 @dataclass(frozen=True)
@@ -64,18 +66,23 @@ class DecodeCase:
         return name
 
     @property
+    def d_v(self) -> int:
+        """Width of the values."""
+        return VALUE_WIDTHS[self.d_qk]
+
+    @property
     def cost(self) -> Cost:
         """The cost in the absorbed form.
 
-        Two products per key: d_qk wide for the score, 512 for the value, a multiply and an add each. The causal
+        Two products per key: d_qk wide for the score, d_v for the value, a multiply and an add each. The causal
         corner of s_q > 1 counts as full, as in the peers' own benchmarks. Every key and q are read once, out is
         written once; partial results of splits are internal to a kernel and not counted.
         """
         lengths = self.lengths()
         tokens = int((np.minimum(lengths, self.window + self.s_q - 1) if self.window else lengths).sum())
-        flops = 2 * tokens * self.s_q * self.h_q * (self.d_qk + D_V)
+        flops = 2 * tokens * self.s_q * self.h_q * (self.d_qk + self.d_v)
         cache = tokens * self.h_kv * self.d_qk * ELEMENT_BYTES
-        queries_and_out = self.b * self.s_q * self.h_q * (self.d_qk + D_V) * ELEMENT_BYTES
+        queries_and_out = self.b * self.s_q * self.h_q * (self.d_qk + self.d_v) * ELEMENT_BYTES
         return Cost(flops, cache + queries_and_out)
 
     @property
@@ -107,13 +114,14 @@ class DecodeCase:
     def shape(self) -> dict[str, Any]:
         """The sizes as plain data, for the records."""
         names = ("b", "s_q", "h_q", "s_kv", "h_kv", "page_size")
-        shape = {**{name: getattr(self, name) for name in names}, "d_qk": self.d_qk, "d_v": D_V}
+        shape = {**{name: getattr(self, name) for name in names}, "d_qk": self.d_qk, "d_v": self.d_v}
         return shape | {name: value for name in ("mix", "window") if (value := getattr(self, name))}
 
     @property
     def options(self) -> dict[str, Any]:
         """Options of the call, of our own and of the oracle."""
-        return {"window": self.window} if self.window else {}
+        values = {} if self.d_v == D_V else {"d_v": self.d_v}
+        return {"window": self.window, **values} if self.window else values
 
 
 CASES: tuple[DecodeCase, ...] = (
@@ -140,6 +148,13 @@ CASES: tuple[DecodeCase, ...] = (
 # Numbers of heads that no model above has, and keys without RoPE columns.
 HEADS = tuple(DecodeCase(b, 1, h_q, 8192) for h_q in (8, 12, 16, 96) for b in (128, 8))
 NOPE = tuple(DecodeCase(b, 1, h_q, 8192, d_qk=D_V) for h_q in (16, 64, 128) for b in (128, 1))
+# Smaller latents: the heads of Mistral Small 4 and of MiniCPM3, whole and on two GPUs, and two queries of each.
+NARROW = tuple(
+    DecodeCase(b, s_q, h_q, s_kv, d_qk=d_qk)
+    for d_qk, heads in ((320, 32), (288, 40))
+    for h_q, s_q in ((heads, 1), (heads // 2, 1), (heads, 2))
+    for b, s_kv in ((128, 8192), (1, 8192))
+)
 # Where launches and the merge of partial results are a large part of the time.
 SMALL_BATCHES = tuple(
     DecodeCase(b, 1, h_q, s_kv) for h_q in (16, 32, 128) for b in (1, 2, 4, 8) for s_kv in (1024, 8192, 32768)
@@ -185,6 +200,7 @@ SUITES: dict[str, tuple[DecodeCase, ...]] = {
     "quick": tuple(case for case in CASES if case.name in QUICK_NAMES),
     "heads": HEADS,
     "nope": NOPE,
+    "narrow": NARROW,
     "small-batches": SMALL_BATCHES,
     "pages": PAGES,
     "mixes": MIXES,
@@ -223,6 +239,6 @@ def parse(name: str) -> DecodeCase:
     case = DecodeCase(**sizes)
     if min(case.b, case.s_q, case.h_q, case.s_kv) < 1 or case.h_q % case.h_kv:
         raise BenchError(f"case {name!r}: every size must be at least 1 and h_kv must divide h_q")
-    if case.d_qk not in (D_QK, D_V):
-        raise BenchError(f"case {name!r}: d_qk must be {D_QK} or {D_V}")
+    if case.d_qk not in VALUE_WIDTHS:
+        raise BenchError(f"case {name!r}: d_qk must be one of {', '.join(map(str, VALUE_WIDTHS))}")
     return next((known for known in CASES if known == case), case)

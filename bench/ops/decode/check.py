@@ -31,7 +31,7 @@ class Expected:
 
     batch: int
     heads: Array
-    out: Array  # (s_q, heads, 512), float64
+    out: Array  # (s_q, heads, d_v), float64
     lse: Array  # (heads, s_q), float64
     out_error: float  # of the oracle with the kernels' roundings
     lse_error: float

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...core.cost import D_V
 from ...core.device import Device
 from .cases import DecodeCase
 
@@ -30,7 +29,7 @@ class InputSet:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Results of a call: out (b, s_q, h_q, 512), and lse (b, h_q, s_q) in natural log where it is returned."""
+    """Results of a call: out (b, s_q, h_q, d_v), and lse (b, h_q, s_q) in natural log where it is returned."""
 
     out: Any
     lse: Any | None
@@ -61,7 +60,7 @@ def make_outputs(case: DecodeCase, dtype: str, device: Device) -> Outputs:
 
 
 def out_shape(case: DecodeCase) -> tuple[int, ...]:
-    return case.b, case.s_q, case.h_q, D_V
+    return case.b, case.s_q, case.h_q, case.d_v
 
 
 def shuffled_table(case: DecodeCase, seed: int) -> npt.NDArray[np.int32]:

@@ -35,6 +35,7 @@ EXAMPLES = """examples:
   run decode --suite small-batches --peers decode_sm90_small,decode_sm90_small_cluster8
   run decode --suite pages                             pages of 16 to 128 tokens
   run decode --suite forms --peers q_rope,attn_sink,packed,varying
+  run decode --suite narrow --peers generic,attention_mma_small_narrow
   run decode --suite windows --peers none              windows beside plain calls over as many keys
   run decode --case b3-sq2-hq16-skv1000-page16         any other shape, named in the same form
 """

@@ -26,6 +26,7 @@ GENERIC = "attention_generic"  # without tensor cores
 NAMED = (
     *("decode_sm90_seesaw", "decode_sm90_seesaw_boxes", "decode_sm90_small", "decode_sm90_small_cluster8"),
     *("attention_mma", "attention_mma_163kb", "attention_mma_small", "attention_mma_small_163kb"),
+    *("decode_sm90_small_narrow", "attention_mma_small_narrow"),
 )
 #: Batch-invariant plans, and the `split_tokens` of each.
 INVARIANT = {"batch_invariant": 4096, "batch_invariant_512": 512}
@@ -45,7 +46,8 @@ class Decode:
 
     def plan_options(self, case: DecodeCase) -> dict[str, Any]:
         """Further arguments of the plan."""
-        return case.options | ({} if case.d_qk == D_QK else {"d_qk": case.d_qk})  # older trees know one width
+        options = {name: value for name, value in case.options.items() if name != "d_v"}  # follows from d_qk
+        return options | ({} if case.d_qk == D_QK else {"d_qk": case.d_qk})  # older trees know one width
 
     def call_options(self, case: DecodeCase, device: Device) -> dict[str, Any]:
         """Further arguments of the call."""
@@ -119,6 +121,9 @@ class BatchInvariant(Decode):
         super().__init__(name=name)
         self._split_tokens = split_tokens
 
+    def unsupported(self, case: DecodeCase, dtype: str) -> str | None:
+        return None if case.d_v == D_V else f"takes values of {D_V} columns only"
+
     def plan_options(self, case: DecodeCase) -> dict[str, Any]:
         return {**super().plan_options(case), "batch_invariant": True, "split_tokens": self._split_tokens}
 
@@ -172,8 +177,8 @@ class Packed(Decode):
         self._varying = varying
 
     def unsupported(self, case: DecodeCase, dtype: str) -> str | None:
-        if case.h_kv > 1:
-            return "takes one KV head"
+        if case.h_kv > 1 or case.d_v != D_V:
+            return f"takes one KV head, values of {D_V} columns"
         return "nothing varies" if self._varying and (case.s_q == 1 or case.b < 8 or case.b % 4) else None
 
     def counts(self, case: DecodeCase) -> npt.NDArray[np.int32]:

@@ -62,9 +62,10 @@ struct Block {
     }
 };
 
-// A warp's columns of the output of all rows, in accumulators of mma_m16n8k16.
-template <class Element, i32 kRowTiles>
+// A warp's share of the kColumns columns of the output of all rows, in accumulators of mma_m16n8k16.
+template <class Element, i32 kRowTiles, i32 kColumns = kHeadDimV>
 struct Output {
+    static constexpr i32 kWarpColumns = kColumns / kWarps, kValueTiles = kWarpColumns / kMmaColumns;
     static constexpr i32 kHalves = 2 * kRowTiles;  // a lane's rows: 8 i + lane / 4
     float x[kRowTiles][kValueTiles][4];
 

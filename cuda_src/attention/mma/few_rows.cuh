@@ -14,11 +14,14 @@ struct FewRows {
     using Rope = Rope_;
     static constexpr i32 kStepTokens = 32, kScoreTokens = 16;  // of a step, and those that a warp scores
     static constexpr i32 kRows = kRows_, kRowTiles = kRows / kMmaRows;
-    static constexpr i32 kScoreSteps = kHeadDimQk_ * (i32)sizeof(u16) / kSegmentBytes;  // along d: one in each segment
+    static constexpr i32 kHeadDimQk = kHeadDimQk_, kColumns = head_dim_v(kHeadDimQk);
+    static constexpr i32 kScoreSteps = padded_row_bytes(kHeadDimQk) / kSegmentBytes;  // along d: one in each segment
+    static constexpr bool kPadded = kScoreSteps * kSegmentBytes > kHeadDimQk*(i32)sizeof(u16);  // by zeros
     static constexpr i32 kRopeStep = kRopeStep_;
     using Softmax = SoftmaxLayout<kRows, kStepTokens>;
     using Queries = u32[kScoreSteps][kRowTiles][4];
-    static_assert(kWarpColumns * (i32)sizeof(u16) == kSegmentBytes, "a warp's values are a segment of each row");
+    static_assert(kSegmentBytes % (kColumns / kWarps * (i32)sizeof(u16)) == 0,
+                  "a warp's values are in one segment of each row");
     static_assert(kQuarters * kMmaDepth * (i32)sizeof(u16) == kSegmentBytes,
                   "a segment has a product for each quarter");
     static_assert(kWarps == kQuarters * (kStepTokens / kScoreTokens), "a warp scores 16 tokens over a quarter of d");
@@ -34,7 +37,7 @@ MLA_DEVICE u32 load_pair(const u16* from) {
     return *reinterpret_cast<const u32*>(from);
 }
 
-// The block's rows, as A fragments; past the KV head's rows, zeros.
+// The block's rows, as A fragments; zeros past the KV head's rows, and in the columns that a row is padded by.
 template <class C, bool kAnywhere, class Block>
 MLA_DEVICE void load_queries(const Block& block, typename C::Queries& q, i32 warp, i32 lane) {
 #pragma unroll
@@ -43,9 +46,11 @@ MLA_DEVICE void load_queries(const Block& block, typename C::Queries& q, i32 war
         const u16* from = block.query(row, C::quarter(warp) * kMmaDepth + lane % 4 * 2);
 #pragma unroll
         for (i32 step = 0; step < C::kScoreSteps; ++step) {
+            const i32 column = step * (kSegmentBytes / 2);
+            const bool padding = C::kPadded && column + C::quarter(warp) * kMmaDepth >= C::kHeadDimQk;
 #pragma unroll
             for (i32 k = 0; k < 2; ++k) {
-                const u32 word = load_pair<kAnywhere>(from + step * (kSegmentBytes / 2) + k * kMmaColumns);
+                const u32 word = padding ? 0 : load_pair<kAnywhere>(from + column + k * kMmaColumns);
                 q[step][i / 2][i % 2 + 2 * k] = block.row0 + row < block.rows ? word : 0;
             }
         }
@@ -104,11 +109,13 @@ MLA_DEVICE void add_values(const SoftmaxSlots<typename C::Softmax>& softmax, con
             ldmatrix_x4(p[tile], smem_addr(&softmax.p[tile * kMmaRows + lane % 16][half * 16 + lane / 16 * 8]));
         }
         const i32 octet = Ring::position(first, 2 * half + lane / 8 % 2), row = lane % 8;
-        const SmemAddr values = smem_addr(slots.octets[octet]) + (u32)(row * Ring::kRowBytes + warp * kSegmentBytes);
+        const i32 chunk = warp * Out::kValueTiles;  // of the warp's columns, the first
+        const SmemAddr values =
+            smem_addr(slots.octets[octet]) + (u32)(row * Ring::kRowBytes + chunk / kSegmentChunks * kSegmentBytes);
 #pragma unroll
-        for (i32 n = 0; n < kValueTiles; n += 2) {
+        for (i32 n = 0; n < Out::kValueTiles; n += 2) {
             u32 v[4];
-            ldmatrix_x4_trans(v, values + (u32)((n + lane / 16) ^ row) * kChunkBytes);
+            ldmatrix_x4_trans(v, values + (u32)((chunk % kSegmentChunks + n + lane / 16) ^ row) * kChunkBytes);
 #pragma unroll
             for (i32 tile = 0; tile < C::kRowTiles; ++tile) {
                 mma_m16n8k16(typename C::Latent{}, out.x[tile][n], p[tile], v[0], v[1]);

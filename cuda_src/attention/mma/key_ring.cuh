@@ -14,11 +14,19 @@ constexpr i32 kOctetTokens = 8;
 constexpr i32 kChunkBytes = 16;
 constexpr i32 kChunkElems = 8;
 constexpr i32 kSegmentBytes = 128;  // a swizzled segment is eight chunks
+constexpr i32 kSegmentChunks = kSegmentBytes / kChunkBytes;
+
+// Of a row of so many columns, in whole segments.
+MLA_DEVICE constexpr i32 padded_row_bytes(i32 columns) {
+    return ceil_div(columns * (i32)sizeof(u16), kSegmentBytes) * kSegmentBytes;
+}
 
 template <i32 kHeadDim, i32 kOctets_, i32 kStepTokens_>
 struct KeyRing {
     static constexpr i32 kOctets = kOctets_, kStepTokens = kStepTokens_;
-    static constexpr i32 kRowBytes = kHeadDim * (i32)sizeof(u16), kRowChunks = kRowBytes / kChunkBytes;
+    static constexpr i32 kRowBytes = padded_row_bytes(kHeadDim);
+    static constexpr i32 kRowChunks = kHeadDim * (i32)sizeof(u16) / kChunkBytes;  // that are copied
+    static constexpr i32 kPaddingChunks = kRowBytes / kChunkBytes - kRowChunks;
     static constexpr i32 kStepOctets = kStepTokens / kOctetTokens;
     static constexpr i32 kTokenThreads = kThreads / kStepTokens;      // that copy one token
     static constexpr i32 kWarpTokens = kWarpThreads / kTokenThreads;  // that a warp copies of a step
@@ -53,6 +61,21 @@ struct KeySlots {
 template <class Ring>
 MLA_DEVICE void init_keys(KeySlots<Ring>& keys) {
     for (i32 i = 0; i < Ring::kBarriers; ++i) mbarrier_init(keys.full[i], kThreads);
+}
+
+// By all threads, once: columns that no copy brings are multiplied by zeros of the queries, and must be finite.
+template <class Ring>
+MLA_DEVICE void clear_padding(KeySlots<Ring>& keys) {
+    constexpr i32 kChunks = Ring::kPaddingChunks;
+    if constexpr (kChunks > 0) {
+#pragma unroll 1
+        for (i32 i = threadIdx.x; i < Ring::kOctets * kOctetTokens * kChunks; i += kThreads) {
+            const i32 row = i / kChunks;
+            u8* const octet = keys.octets[row / kOctetTokens];
+            const u32 at = Ring::offset(row % kOctetTokens, Ring::kRowChunks + i % kChunks);
+            *reinterpret_cast<uint4*>(octet + at) = make_uint4(0, 0, 0, 0);
+        }
+    }
 }
 
 // A position in the ring, step by step.
@@ -171,14 +194,14 @@ MLA_DEVICE u32 present_bits(const KeySlots<Ring>& s, i32 first, i32 token) {
 
 // By all threads. 0 * NaN is not 0: of the tokens of a step that not every row sees, values that are not finite become
 // 0. True if this thread found one. `token` is the step's first.
-template <class Element, class Ring, class Keys>
+template <class Element, class Ring, i32 kColumns = kHeadDimV, class Keys>
 MLA_DEVICE bool clean_values(Keys& s, i32 first, i32 token, i32 seen_by_all) {
     const i32 thread = threadIdx.x, mine = thread / Ring::kTokenThreads;
     if (token + mine < seen_by_all) return false;
     u8* octet = s.octets[Ring::position(first, mine / kOctetTokens)];
     bool found = false;
 #pragma unroll 1
-    for (i32 chunk = thread % Ring::kTokenThreads; chunk < kHeadDimV / kChunkElems; chunk += Ring::kTokenThreads) {
+    for (i32 chunk = thread % Ring::kTokenThreads; chunk < kColumns / kChunkElems; chunk += Ring::kTokenThreads) {
         found |= zero_nonfinite<Element>(*reinterpret_cast<uint4*>(octet + Ring::offset(mine % kOctetTokens, chunk)));
     }
     return found;

@@ -34,6 +34,8 @@ struct RecordFormats<v4, Element> {
     using Rope = Element;
 };
 template <class Element>
+struct RecordFormats<v41, Element> : RecordFormats<v4, Element> {};
+template <class Element>
 struct RecordFormats<fp8, Element> {
     using Latent = float16;
     using Rope = float16;
@@ -72,24 +74,40 @@ constexpr i32 kPieceCodes = 8;  // that a lane converts at a time, to one chunk
 template <class Record>
 struct RawToken {
     static constexpr bool kWideRope = Record::kRopeKind != kE4m3;
-    static constexpr i32 kLatentBytes = Record::kLatentChunks * kRecordChunk;
+    // RoPE columns that have scales as the others do are read as further latent ones. Of v41, whose tokens may have
+    // the compact record in the second cache: half of the bytes, and twice those of scales.
+    static constexpr bool kScaledRope = kHasCompact<Record>;
+    static constexpr i32 kLatentBytes = (Record::kLatentChunks + (kScaledRope ? kRopeChunks : 0)) * kRecordChunk;
     static constexpr i32 kLatentPieces = kLatentBytes / (kTokenLanes * kPieceCodes);  // of a lane
-    static constexpr i32 kBytes = kLatentBytes + kRopeChunks * kRecordChunk * (kWideRope ? 2 : 1);
-    static constexpr i32 kChunks = kBytes / kChunkBytes;
-    static constexpr i32 kGap = Record::kRopeOffset - kLatentBytes;  // of the record, before RoPE columns
-    static constexpr i32 kScaleBytes = Record::kScale == kScaleFloat32 ? 16 : Record::kScale == kScaleE8m0 ? 8 : 0;
+    static constexpr i32 kRopeBytes = kScaledRope ? 0 : kRopeChunks * kRecordChunk * (kWideRope ? 2 : 1);
+    static constexpr i32 kBytes = kLatentBytes + kRopeBytes;
+    static constexpr i32 kChunks = kBytes / kChunkBytes, kCompactChunks = kChunks / 2;
+    static constexpr i32 kGap = kScaledRope ? 0 : Record::kRopeOffset - kLatentBytes;  // before RoPE columns
+    static constexpr i32 kScaleBytes = kScaledRope                       ? 32
+                                       : Record::kScale == kScaleFloat32 ? 16
+                                       : Record::kScale == kScaleE8m0    ? 8
+                                                                         : 0;
     // Two tokens are read at once, 64 bytes of each. Those of odd tokens change places where all would hit the same
     // banks.
     static constexpr bool kSwapped = kBytes % kSegmentBytes == 0;
     static_assert(kBytes % 64 == 0 && kGap % kChunkBytes == 0, "whole pieces");
-    static_assert(kScaleBytes == 0 || Record::kGroupChunks * kRecordChunk % (kTokenLanes * kPieceCodes) == 0,
+    static_assert(kScaleBytes == 0 || kScaledRope ||
+                      Record::kGroupChunks * kRecordChunk % (kTokenLanes * kPieceCodes) == 0,
                   "all lanes of a token are in one group");
 };
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
+// Which tokens of a step have the compact record, where some may.
+template <bool kSome>
+struct RawKinds {};
+template <>
+struct RawKinds<true> {
+    u8 compact[kWarps][kLaneTokens];
+};
+
 // A warp's tokens of one step, as they were loaded.
 template <class Record>
-struct RawStep {
+struct RawStep : RawKinds<kHasCompact<Record>> {
     using Raw = RawToken<Record>;
     alignas(16) u8 bytes[kWarps][kLaneTokens][Raw::kBytes];
     alignas(16) u8 scales[Raw::kScaleBytes > 0 ? kWarps : 1][kLaneTokens][Raw::kScaleBytes > 0 ? Raw::kScaleBytes : 4];
@@ -234,33 +252,46 @@ MLA_DEVICE u32 convert_rope(float16, u32 pair) {
     return cvt_x2(float16{}, x.x, x.y);
 }
 
+// Whether a token has the compact record, where some may.
+template <bool kSome>
+struct ShareKind {};
+template <>
+struct ShareKind<true> {
+    bool compact;
+};
+
 // What a lane converts of a token: pieces of latent columns, and of RoPE columns; the scales.
 template <class C>
-struct RawShare {
+struct RawShare : ShareKind<kHasCompact<typename C::TokenRecord>> {
     using Record = typename C::TokenRecord;
     using Raw = RawToken<Record>;
     using Rope = typename C::Rope;
     uint2 codes[Raw::kLatentPieces];
     uint4 rope;    // of e4m3 a half
-    uint4 scales;  // as stored
+    uint4 scales;  // as stored; of v41 the lane's, a byte for each piece
 
     MLA_DEVICE RawShare(const RawStep<Record>& step, i32 warp, i32 token, i32 k) {
         const u8* from = step.bytes[warp][token];
-#pragma unroll
-        for (i32 piece = 0; piece < Raw::kLatentPieces; ++piece) {
-            const i32 at = place_of(piece, token);
-            codes[piece] = *reinterpret_cast<const uint2*>(from + (at * kTokenLanes + k) * kPieceCodes);
-        }
-        rope = scales = make_uint4(0, 0, 0, 0);
-        from += Raw::kLatentBytes;
-        if constexpr (Raw::kWideRope) {
-            rope = *reinterpret_cast<const uint4*>(from + k * kChunkBytes);
+        if constexpr (Raw::kScaledRope) {
+            this->compact = step.compact[warp][token];
+            load_either(from, step.scales[warp][token], token, k);
         } else {
-            *reinterpret_cast<uint2*>(&rope) = *reinterpret_cast<const uint2*>(from + k * kPieceCodes);
-        }
-        if constexpr (Raw::kScaleBytes == 16) scales = *reinterpret_cast<const uint4*>(step.scales[warp][token]);
-        if constexpr (Raw::kScaleBytes == 8) {
-            *reinterpret_cast<uint2*>(&scales) = *reinterpret_cast<const uint2*>(step.scales[warp][token]);
+#pragma unroll
+            for (i32 piece = 0; piece < Raw::kLatentPieces; ++piece) {
+                const i32 at = place_of(piece, token);
+                codes[piece] = *reinterpret_cast<const uint2*>(from + (at * kTokenLanes + k) * kPieceCodes);
+            }
+            rope = scales = make_uint4(0, 0, 0, 0);
+            from += Raw::kLatentBytes;
+            if constexpr (Raw::kWideRope) {
+                rope = *reinterpret_cast<const uint4*>(from + k * kChunkBytes);
+            } else {
+                *reinterpret_cast<uint2*>(&rope) = *reinterpret_cast<const uint2*>(from + k * kPieceCodes);
+            }
+            if constexpr (Raw::kScaleBytes == 16) scales = *reinterpret_cast<const uint4*>(step.scales[warp][token]);
+            if constexpr (Raw::kScaleBytes == 8) {
+                *reinterpret_cast<uint2*>(&scales) = *reinterpret_cast<const uint2*>(step.scales[warp][token]);
+            }
         }
     }
 
@@ -271,16 +302,33 @@ struct RawShare {
             *reinterpret_cast<uint4*>(to + place_of(piece, token) * kSegmentBytes) =
                 dequantise_piece<typename C::Latent>(codes[piece], scale_of(piece));
         }
-        uint4& rope_to = *reinterpret_cast<uint4*>(to + C::kLatentSegments * kSegmentBytes);
-        if constexpr (Raw::kWideRope) {
-            rope_to = make_uint4(convert_rope(Rope{}, rope.x), convert_rope(Rope{}, rope.y),
-                                 convert_rope(Rope{}, rope.z), convert_rope(Rope{}, rope.w));
-        } else {
-            rope_to = dequantise_piece<Rope>(make_uint2(rope.x, rope.y), NoScale{});
+        if constexpr (!Raw::kScaledRope) {
+            uint4& rope_to = *reinterpret_cast<uint4*>(to + C::kLatentSegments * kSegmentBytes);
+            if constexpr (Raw::kWideRope) {
+                rope_to = make_uint4(convert_rope(Rope{}, rope.x), convert_rope(Rope{}, rope.y),
+                                     convert_rope(Rope{}, rope.z), convert_rope(Rope{}, rope.w));
+            } else {
+                rope_to = dequantise_piece<Rope>(make_uint2(rope.x, rope.y), NoScale{});
+            }
         }
     }
 
    private:
+    // Codes of either record as e4m3: a lane has eight, and so the same columns, of each piece. Of the 32 scales of a
+    // compact token each is of two lanes, of the 16 of another one of four.
+    MLA_DEVICE void load_either(const u8* from, const u8* stored, i32 token, i32 k) {
+        const bool compact = this->compact;
+        u32 of_pieces[2] = {0, 0};
+#pragma unroll
+        for (i32 piece = 0; piece < Raw::kLatentPieces; ++piece) {
+            const i32 at = place_of(piece, token), chunk = at * kTokenLanes + k;
+            codes[piece] = compact ? e4m3_x8_of_e2m1(*reinterpret_cast<const u32*>(from + chunk * kPieceCodes / 2))
+                                   : *reinterpret_cast<const uint2*>(from + chunk * kPieceCodes);
+            of_pieces[piece / 4] |= (u32)stored[chunk / (compact ? 2 : 4)] << 8 * (piece % 4);
+        }
+        scales = make_uint4(of_pieces[0], of_pieces[1], 0, 0);
+    }
+
     // Which piece of the token the lane's is.
     MLA_DEVICE static i32 place_of(i32 piece, i32 token) {
         if (!Raw::kSwapped) return piece;
@@ -290,6 +338,9 @@ struct RawShare {
     MLA_DEVICE auto scale_of(i32 piece) const {
         if constexpr (Raw::kScaleBytes == 0) {
             return NoScale{};
+        } else if constexpr (Raw::kScaledRope) {
+            const u32 code = (piece < 4 ? scales.x : scales.y) >> 8 * (piece % 4) & 0xff;
+            return scale_pair(typename C::Latent{}, this->compact ? cvt_f32_x2_e4m3(code).x : e8m0_value(code));
         } else {
             const i32 group = piece * kTokenLanes * kPieceCodes / (Record::kGroupChunks * kRecordChunk);
             const u32* words = &scales.x;
@@ -366,6 +417,11 @@ struct RecordLoader {
         ++asked;
     }
 
+    // The token that is asked for.
+    MLA_DEVICE bool is_compact(const typename C::Rows& block) const {
+        return C::Tokens::template is_compact<Record>(block.p, block.item(), next_token(block));
+    }
+
     MLA_DEVICE void copy(const typename C::Rows& block, Shared& s, i32 slot, const TokenBytes& from) const {
         const i32 warp = (i32)threadIdx.x / kWarpThreads, k = lane_of_token();
         const bool present = from.data != nullptr;
@@ -383,9 +439,18 @@ struct RecordLoader {
         for (i32 chunk = 0; chunk < Raw::kChunks; chunk += kTokenLanes) {
             if (chunk + kTokenLanes > Raw::kChunks && chunk + k >= Raw::kChunks) break;
             const i32 gap = chunk * kChunkBytes >= Raw::kLatentBytes ? Raw::kGap : 0;
+            if (Raw::kScaledRope && chunk >= Raw::kCompactChunks && is_compact(block)) break;
             cp_async_16(to + chunk * kChunkBytes, data + chunk * kChunkBytes + gap, present);
         }
-        if constexpr (Raw::kScaleBytes > 0) {
+        if constexpr (Raw::kScaledRope) {
+            const bool compact = is_compact(block);
+            const i32 at = k * kChunkBytes;
+            if (k == 0) s.raw[slot].compact[warp][token_of_warp()] = compact;
+            if (k < (compact ? 2 : 1)) {
+                cp_async_16(smem_addr(s.raw[slot].scales[warp][token_of_warp()]) + (u32)at,
+                            (present ? from.scales : nothing) + at, present);
+            }
+        } else if constexpr (Raw::kScaleBytes > 0) {
             if (k != 0) return;
             cp_async<Raw::kScaleBytes>(smem_addr(s.raw[slot].scales[warp][token_of_warp()]),
                                        present ? from.scales : nothing, present);

@@ -44,8 +44,12 @@ def key_variant(problem: Any) -> Variant:
 
 KEY_VARIANTS = (*DTYPE_VARIANTS, *variants(dtype=HALF, head_dim_qk=(D_V,)))
 """All that `key_variant` may ask for."""
-NARROW_VARIANTS = variants(dtype=HALF, head_dim_qk=tuple(d_qk for d_qk, d_v in VALUE_WIDTHS.items() if d_v != D_V))
-"""Further builds of kernels that take narrower values."""
+NARROW_WIDTHS = tuple(d_qk for d_qk, d_v in VALUE_WIDTHS.items() if d_v != D_V)
+"""Widths of keys whose values are narrower than DeepSeek's."""
+NARROW_VALUES = tuple(dict.fromkeys(VALUE_WIDTHS[d_qk] for d_qk in NARROW_WIDTHS))
+"""Widths of these values."""
+NARROW_VARIANTS = variants(dtype=HALF, head_dim_qk=NARROW_WIDTHS)
+"""Further builds of kernels that take them beside others."""
 TREE_VARIANTS = variants(dtype=HALF, head_dim_qk=(D_QK, D_V), tree_mask=(1,))
 """Further builds that `tree_variant` may ask for."""
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import READS_RECORDS, READS_ROWS, READS_V41, SINK, AttentionKernel, narrowest
-from mla_cupy.kernels.attention.records import PLAIN_RECORDS
 from mla_cupy.kernels.param_layout import Params
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, variants
@@ -59,11 +58,11 @@ def unsupported(problem: Any, device: DeviceInfo, smem_kb: int) -> Reason | None
     return None if problem.aligned else needs_alignment("q and the keys")
 
 
-def unsupported_records(problem: Any, device: DeviceInfo, smem_kb: int) -> Reason | None:
-    """Reason that a kernel that reads FP8 records cannot take the problem; None if it can."""
-    if problem.record in PLAIN_RECORDS:
-        return READS_V41
-    return lacks(device, smem_kb) if problem.record else READS_RECORDS
+def unsupported_records(problem: Any, device: DeviceInfo, smem_kb: int, records: tuple[str, ...]) -> Reason | None:
+    """Reason that a kernel that reads such FP8 records cannot take the problem; None if it can."""
+    if not problem.record:
+        return READS_RECORDS
+    return lacks(device, smem_kb) if problem.record in records else READS_V41
 
 
 def _with_width(variant: Variant, problem: Any) -> Variant:
@@ -149,7 +148,7 @@ def from_records(
             archs(smem_kb),
             variants=variants(dtype=HALF, record=records, smem_kb=(smem_kb,), block_rows=SMALL_ROWS),
             facts={"tile_tokens": TILE_TOKENS},
-            unsupported=partial(unsupported_records, smem_kb=smem_kb),
+            unsupported=partial(unsupported_records, smem_kb=smem_kb, records=records),
             variant=partial(variant, smem_kb=smem_kb),
             block_rows=SMALL_ROWS[-1],
             forms=SINK,

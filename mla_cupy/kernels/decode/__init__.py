@@ -6,6 +6,7 @@ from typing import Any
 from mla_cupy.kernels.decode import (
     combine_pieces,
     forms,
+    narrow,
     records,
     schedule_groups,
     schedule_pieces,
@@ -26,6 +27,7 @@ __all__ = [
 KERNELS: tuple[KernelSpec[Any], ...] = (
     combine_pieces.KERNEL,
     *forms.KERNELS,
+    narrow.KERNEL,
     *records.KERNELS,
     schedule_groups.KERNEL,
     schedule_pieces.KERNEL,

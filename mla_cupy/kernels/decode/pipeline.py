@@ -18,6 +18,7 @@ from mla_cupy.kernels.attention import (
     generic_forms,
     heuristics,
     mma,
+    mma_narrow,
     schedule,
 )
 from mla_cupy.kernels.attention.kernel import AttentionKernel, SplitGrid
@@ -27,6 +28,7 @@ from mla_cupy.kernels.decode import (
     clusters,
     combine_pieces,
     forms,
+    narrow,
     records,
     schedule_groups,
     schedule_pieces,
@@ -118,6 +120,8 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         forms.SEESAW,
         sm100.KERNEL,
         *mma.KERNELS,
+        narrow.KERNEL,
+        mma_narrow.KERNEL,
         generic.KERNEL,
         generic_forms.KERNEL,
         sm90_fp8.KERNEL,

@@ -122,7 +122,7 @@ MMA_163KB, MMA = mma.from_records(
     "sparse decode from FP8 records",
     "sparse_decode/mma.cu",
     SparseDecodeParams,
-    SPARSE_RECORDS,
+    READ_SPARSE,
     rows=lambda problem: problem.h_q,
 )
 
