@@ -5,7 +5,8 @@
 Simulations are most of what a run of all tests takes, and what they find follows from the kernels' sources, the
 launchers, and the test. So `tests/golden/proven.json` notes, of each file of tests whose every simulation has passed,
 what those were made of: a digest of the file, of the sources of the kernels that it has loaded, without comments, and
-of the Python that launches them. Of what is still the same, an ordinary run repeats a part:
+of the Python that launches them or that they are compared with. Of what is still the same, an ordinary run repeats a
+part:
 
 - of the planted bugs that are texts, in each source the first one and each third: these need a build of their own;
 - of a test of six or more cases, two in five.
@@ -107,15 +108,17 @@ def _source_digest(root: Path, name: str) -> str:
 
 @functools.cache
 def _host_digest(families: frozenset[str]) -> str:
-    kernels = ROOT / "mla_cupy" / "kernels"
-    folders = [kernels / family for family in sorted({*families, "attention", "exact_sums"})]
-    files = [
-        *kernels.glob("*.py"),
-        *(ROOT / "mla_cupy" / "ops").rglob("*.py"),
-        *(ROOT / "tests" / "support").glob("*.py"),
-    ]
-    files += [file for folder in folders for file in folder.rglob("*.py")]
-    return _sha([file.relative_to(ROOT).as_posix().encode() + file.read_bytes() for file in sorted(set(files))])
+    package = ROOT / "mla_cupy"
+    folders = [package / name for name in ("ops", "reference", "kernels/attention", "kernels/exact_sums")]
+    folders += [package / "kernels" / family for family in families]
+    files = {*package.glob("*.py"), *(package / "kernels").glob("*.py"), *(ROOT / "tests" / "support").glob("*.py")}
+    files |= {file for folder in folders for file in folder.rglob("*.py")}
+    return _sha(_file_digest(file) for file in sorted(files))
+
+
+@functools.cache
+def _file_digest(file: Path) -> bytes:
+    return _sha([file.relative_to(ROOT).as_posix().encode(), file.read_bytes()]).encode()
 
 
 def _sha(texts: Iterable[bytes]) -> str:
