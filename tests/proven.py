@@ -12,8 +12,8 @@ part:
 - of a test of six or more cases, two in five.
 
 All bugs are planted in a source that is another one, and all cases run where anything is. Steps
-(`tests.support.mutants.steps`) need no build: a run has all of them. What is left out is marked `slow`. The simulator
-itself is not in the digests: `ptxsim/tests` are its own.
+(`tests.support.mutants.steps`) need no build: a run has all of them. What is left out is marked `slow`; with
+`--sim=full` that is nothing. The simulator itself is not in the digests: `ptxsim/tests` are its own.
 
 The command runs what is left out, too, and all long forms of planted bugs, in the files of which something has changed
 (or of all), and notes the files that have passed. It is run after a change of kernels, as `tests.budgets.update` is.
@@ -156,8 +156,10 @@ class Choice:
     """A plugin of pytest: what has passed on the same sources becomes a long form."""
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Before pytest itself looks at marks."""
+        if config.getoption("--sim") == "full":
+            return
         by_file: dict[Path, list[pytest.Item]] = {}
         for item in items:
             if name_of(item.path) in golden() and item.get_closest_marker("slow") is None:

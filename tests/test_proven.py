@@ -48,6 +48,7 @@ from tests import proven
 
 def pytest_addoption(parser):
     parser.addoption("--prove")
+    parser.addoption("--sim", default="quick")
 
 def pytest_configure(config):
     file = config.getoption("--prove")
@@ -155,6 +156,7 @@ def test_a_run_leaves_out_what_is_the_same(
     monkeypatch.setattr(proven, "golden", lambda: note)
     assert _collected(pytester, "-m", "not slow") == EVERY_TEST - left_out
     assert _collected(pytester, "-m", "slow") == left_out | {"all"}
+    assert _collected(pytester, "-m", "not slow", "--sim=full") == EVERY_TEST
 
 
 def test_all_simulations_are_run_to_prove_them(pytester: pytest.Pytester, tmp_path: Path) -> None:
