@@ -24,7 +24,7 @@ from tests.sparse_decode.runs import (
     make,
     reads_v41,
 )
-from tests.support.mutants import CAUGHT, Mutant, Plant
+from tests.support.mutants import CAUGHT, Mutant, Plant, steps
 from tests.support.sim_driver import simulated
 
 
@@ -173,7 +173,7 @@ MUTANTS = (
     Mutant("slots behind a cache", TOKENS, "(u32)(extra ? all.extra_num_pages : p.num_pages)", "~0u"),
     Mutant("half of the scores", GENERIC, "sum + __shfl_xor_sync(kFullWarp, sum, kGenericTokens)", "sum"),
     Mutant("both lanes count", GENERIC, "counts && half == 0", "counts"),
-    Mutant("keys are overwritten", GENERIC, "__syncthreads();  // the previous step's keys have been read", ""),
+    Mutant("keys are overwritten", "sparse_decode/generic.cu", *steps("bar.sync", 0, of=5)),
     Mutant("scales of a neighbour", RECORD, "kGroupChunks = 4,", "kGroupChunks = 2,"),
 )
 #: Of a second list in e2m1.

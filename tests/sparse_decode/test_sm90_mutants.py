@@ -138,7 +138,11 @@ MUTANTS_OF_BLOCKS = (
         "sparse_decode/sm90.cu",
         *steps("mbarrier.try_wait", 14, of=17),
     ),
-    Mutant("keys without a proxy fence", BLOCKS, "kFencedByConsumers = true;", "kFencedByConsumers = false;"),
+    Mutant(  # other threads have written them; the two others are of P
+        "keys without a proxy fence",
+        "sparse_decode/sm90.cu",
+        *steps("fence.proxy.async", 0, 1, 2, 4, 5, 6, 7, 8, of=10),
+    ),
     Mutant("keys announced by three warps", BLOCKS, "init_storage(s, kDequantWarps,", "init_storage(s, 3,"),
     Mutant("scales of the first row", BLOCKS, "scales[r].of_piece", "scales[0].of_piece"),
     Mutant("pieces of the first row", BLOCKS, "load(next[Pieces::row(i)]", "load(next[0]"),

@@ -11,7 +11,7 @@ import functools
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec
@@ -76,15 +76,6 @@ class Mutant:
     def id(self) -> str:
         """Of the test."""
         return self.name.replace(" ", "_")
-
-
-def sampled(mutants: Sequence[Mutant], every: int = 3) -> list[Any]:
-    """Parameters of a test: an ordinary run has all steps, which need no build, and each so many of the others."""
-    texts = [mutant for mutant in mutants if not isinstance(mutant.old, Steps)]
-    slow = {id(mutant) for i, mutant in enumerate(texts) if i % every}
-    return [
-        pytest.param(mutant, id=mutant.id, marks=[pytest.mark.slow] if id(mutant) in slow else []) for mutant in mutants
-    ]
 
 
 Plant = Callable[[Mutant], None]

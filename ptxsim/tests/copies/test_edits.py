@@ -104,7 +104,11 @@ def test_an_edited_map_needs_an_acquiring_fence() -> None:
 
 @pytest.mark.parametrize("mode", ["early", "late"])
 def test_another_warps_fence_counts_behind_a_barrier(mode: str) -> None:
-    """The fence lies on the path from the edit to the use; without the barrier between them it does not."""
+    """The fence lies on the path from the edit to the use; without the barrier between them it does not.
+
+    By the memory model of the PTX ISA, under "Causality order", a proxy fence need not be the user's own: it counts where
+    it lies along the base causality path from the edit to the use, and bar.sync carries that on to other warps.
+    """
     idle = "mov.u32 %r9, 0; Z: add.u32 %r9, %r9, 1; setp.lt.u32 %p2, %r9, 300; @%p2 bra Z; "  # for more than a turn
     use = idle + "sub.u32 %r0, %r0, 32; setp.eq.u32 %p1, %r0, 0; " + LOAD.replace("{size}", "128").replace("{x}", "0")
     code = (
