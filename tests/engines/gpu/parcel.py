@@ -45,13 +45,15 @@ PACKAGES = [
     "loguru",
 ]
 """What vLLM imports beside what such a machine has."""
+DEEP_GEMM = "third_party/deep_gemm/_C.cpython-312-x86_64-linux-gnu"
+"""Has the logits of the indexer; compiles its kernels on the machine, by nvcc."""
 EXTENSIONS = (
     *("_C_stable_libtorch", "_flashmla_C", "_flashmla_extension_C", "vllm_flash_attn/_vllm_fa3_C"),
-    *("cumem_allocator", "spinloop", "fs_io_C"),
+    *("cumem_allocator", "spinloop", "fs_io_C", DEEP_GEMM),
 )
-WITHOUT_DEVICE_CODE = ("cumem_allocator", "spinloop", "fs_io_C")
+WITHOUT_DEVICE_CODE = ("cumem_allocator", "spinloop", "fs_io_C", DEEP_GEMM)
 MIXTURE = ("_moe_C_stable_libtorch",)
-"""Needed by models with experts, and by those with sparse attention."""
+"""Needed by models with experts."""
 _PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 34, 31, 28, 27, 26, 24, 17)] + ["manylinux2014_x86_64"]
 
 
@@ -106,8 +108,7 @@ def _thin_out(package: Path, *, whole: bool, mixture: bool) -> None:
         elif not whole and name not in WITHOUT_DEVICE_CODE:
             shorten(path)
     (package / "vllm-rs").unlink(missing_ok=True)
-    for name in ("fmha_sm100", "deep_gemm"):
-        shutil.rmtree(package / "third_party" / name, ignore_errors=True)
+    shutil.rmtree(package / "third_party" / "fmha_sm100", ignore_errors=True)
 
 
 def _add_ours(work: Path, wheels: Path, site: Path) -> None:
