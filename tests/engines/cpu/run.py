@@ -96,6 +96,7 @@ def count_our_calls() -> Counter[str]:
     load_general_plugins()
     import mla_cupy.integrations.vllm_backend as ours
     from mla_cupy.integrations import vllm_prefill
+    from mla_cupy.runtime import env
 
     shapes: Counter[str] = Counter()
     inner, prefill = ours.mla_decode, vllm_prefill.mla_prefill
@@ -111,7 +112,25 @@ def count_our_calls() -> Counter[str]:
         return prefill(*arrays, **options)
 
     ours.mla_decode, vllm_prefill.mla_prefill = counted, counted_prefill
+    if env.get("VLLM") == "sparse":
+        _count_sparse_calls(shapes)
     return shapes
+
+
+def _count_sparse_calls(shapes: Counter[str]) -> None:
+    import mla_cupy.integrations.vllm_sparse_backend as sparse
+
+    def counting(name: str) -> Any:
+        inner = getattr(sparse, name)
+
+        def counted(q: Any, cache: Any, *arrays: Any, **options: Any) -> Any:
+            shapes[f"{name}: q {tuple(q.shape)}, {str(cache.dtype)[6:]}"] += 1
+            return inner(q, cache, *arrays, **options)
+
+        return counted
+
+    for name in ("sparse_mla_decode", "sparse_mla_forward"):
+        setattr(sparse, name, counting(name))
 
 
 if __name__ == "__main__":

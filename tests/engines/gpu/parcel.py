@@ -145,7 +145,8 @@ def slices(data: bytes, out: Path, size: int) -> list[Path]:
         name = f"slice{number + 1:02d}of{count:02d}"
         (part / name).write_bytes(data[number * size : (number + 1) * size])
         (part / "PARCEL.sha256").write_text(f"{digest}  site.tar.xz\n")
-        shutil.copy(Path(__file__).with_name("setup.sh"), part)
+        for script in ("setup.sh", "run.sh"):
+            shutil.copy(Path(__file__).with_name(script), part)
         made.append(part)
         print(f"{part}: {sum(x.stat().st_size for x in part.iterdir()) / 1e6:.1f} MB")
     return made

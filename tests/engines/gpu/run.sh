@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# On the machine with the GPU, from anywhere: unpacks the parcel that this lies in, and runs one list of checks.
+#   bash PARCEL/run.sh dense|sparse|sglang [FOLDER FOR RESULTS]
+# Each check has a time limit of its own; what failed does not keep the rest from running. Afterwards the folder has
+# NAME.log, the lines that were printed, and NAME.tgz, the results and logs of every process.
+set -uo pipefail
+name="$1"
+results="${2:-${OUT:-$PWD}}"
+parcel=$(cd "$(dirname "$0")" && pwd)
+export MLA_ENGINES="${MLA_ENGINES:-/tmp/mla-engines-$(basename "$parcel")}"
+out="$MLA_ENGINES/out-$name"
+mkdir -p "$out" "$results"
+bash "$parcel/setup.sh" || exit 1
+export PYTHONPATH="$MLA_ENGINES/site" PYTHONUNBUFFERED=1
+cd "$MLA_ENGINES" || exit 1
+
+check() {
+    echo "== $* ($SECONDS s)"
+    python3 -m tests.engines.gpu.check "$@" --out "$out" || echo "== status $?"
+}
+
+dense() {
+    local at_once="--cache 8 --at-once 4 --timeout 120 --older-runner"
+    # shellcheck disable=SC2086
+    check tokens --graphs --heads 16 --backends TRITON_MLA,CUSTOM,CUSTOM:engine-prefill,FLASHMLA $at_once
+    # shellcheck disable=SC2086
+    check tokens --graphs --heads 16 --kv fp8 --backends TRITON_MLA,CUSTOM,CUSTOM:fp8-math,TRITON_MLA $at_once
+    check speed --graphs --heads 128 --batch 64 --backends CUSTOM,CUSTOM:engine-prefill,FLASHMLA,FLASH_ATTN_MLA
+    check speed --graphs --heads 16 --batch 64 --backends CUSTOM,FLASHMLA,FLASH_ATTN_MLA
+    check speed --graphs --heads 128 --batch 1 --backends CUSTOM,FLASHMLA,FLASH_ATTN_MLA
+}
+
+sparse() {
+    local at_once="--sparse --cache 8 --at-once 3 --timeout 180 --older-runner"
+    local both="FLASHMLA_SPARSE,FLASHMLA_SPARSE:ours,FLASHMLA_SPARSE"
+    # shellcheck disable=SC2086
+    check tokens --graphs --heads 16 --kv fp8_ds_mla --backends "$both" $at_once
+    # shellcheck disable=SC2086
+    check tokens --graphs --heads 64 --kv fp8_ds_mla --backends "$both" $at_once
+    # shellcheck disable=SC2086
+    check tokens --graphs --heads 64 --kv auto --backends "$both" $at_once
+    check speed --sparse --graphs --heads 16,128 --kv fp8_ds_mla --backends FLASHMLA_SPARSE:ours,FLASHMLA_SPARSE
+}
+
+sglang() {
+    python3 -m tests.engines.gpu.sglang_check --out "$out" --backends triton,mla_cupy,flashmla
+    python3 -m tests.engines.gpu.sglang_check --out "$out" --graphs --backends triton,mla_cupy,flashmla
+    python3 -m tests.engines.gpu.sglang_check --out "$out" --graphs --kv fp8_e4m3 --backends triton,mla_cupy
+    python3 -m tests.engines.gpu.sglang_check --out "$out" --graphs --speed --backends mla_cupy,flashmla
+}
+
+nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+cat site/MLA_CUPY_COMMIT
+"$name" 2>&1 | tee "$results/$name.log"
+tar czf "$results/$name.tgz" --exclude=models -C "$MLA_ENGINES" "out-$name"
+echo "done in $SECONDS s"
