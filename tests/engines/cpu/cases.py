@@ -59,9 +59,9 @@ CASES = {
     "fp8": Case({"kv_cache_dtype": "fp8"}, seen="pages of 64, float8_e4m3fn, planned"),
     "older-runner": Case(older_runner=True),
     "engine-prefills": Case(engine_prefills=True),
-    "drafts": Case(_DRAFTS, drafting=True, seen="4, 16, 576), pages of 64, bfloat16, planned"),
+    "drafts": Case(_DRAFTS, drafting=True, seen="4, 16, 512), pages of 64, bfloat16, planned"),
     # The older runner's drafter has a backend of its own, and newer versions give both pages of 16.
-    "drafts-older-runner": Case(_DRAFTS, drafting=True, older_runner=True, seen="4, 16, 576), pages of "),
+    "drafts-older-runner": Case(_DRAFTS, drafting=True, older_runner=True, seen="4, 16, 512), pages of "),
 }
 
 

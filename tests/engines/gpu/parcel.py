@@ -58,7 +58,7 @@ SGLANG = [
     *("sglang==0.5.17", "sglang-kernel==0.4.5", "flashinfer-python==0.6.15.post1"),
     *("transformers==5.12.1", "tokenizers==0.22.2"),  # newer ones have a model of a name that SGLang registers
     *("pydantic==2.14.3", "pydantic-core==2.50.4", "annotated-types", "typing-inspection", "pyzmq", "openai==3.54.0"),
-    *("httpx2", "sniffio", "msgspec", "pybase64", "xgrammar==0.2.1", "apache-tvm-ffi==0.1.10", "fastapi==0.165.0"),
+    *("httpx2", "sniffio", "msgspec", "pybase64", "xgrammar==0.2.1", "apache-tvm-ffi==0.1.11", "fastapi==0.165.0"),
     *("starlette==1.10.0", "opentelemetry-api", "partial-json-parser", "platformdirs", "compressed-tensors==0.17.0"),
     *("loguru", "orjson", "ipython", "traitlets", "dill", "uvicorn", "setproctitle", "gguf"),
 ]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On the machine with the GPU, from anywhere: unpacks the parcel that this lies in, and runs one list of checks.
-#   bash PARCEL/run.sh dense|sparse|sglang [FOLDER FOR RESULTS]
+#   bash PARCEL/run.sh dense_tokens|dense_speed|dense|sparse|sglang [FOLDER FOR RESULTS]
 # Each check has a time limit of its own; what failed does not keep the rest from running. Afterwards the folder has
 # NAME.log, the lines that were printed, and NAME.tgz, the results and logs of every process.
 set -uo pipefail
@@ -19,15 +19,23 @@ check() {
     python3 -m tests.engines.gpu.check "$@" --out "$out" || echo "== status $?"
 }
 
-dense() {
-    local at_once="--cache 8 --at-once 4 --timeout 120 --older-runner"
+dense_tokens() {
+    local at_once="--cache 8 --at-once 4 --timeout 150 --older-runner"
     # shellcheck disable=SC2086
     check tokens --graphs --heads 16 --backends TRITON_MLA,CUSTOM,CUSTOM:engine-prefill,FLASHMLA $at_once
     # shellcheck disable=SC2086
     check tokens --graphs --heads 16 --kv fp8 --backends TRITON_MLA,CUSTOM,CUSTOM:fp8-math,TRITON_MLA $at_once
+}
+
+dense_speed() {
     check speed --graphs --heads 128 --batch 64 --backends CUSTOM,CUSTOM:engine-prefill,FLASHMLA,FLASH_ATTN_MLA
     check speed --graphs --heads 16 --batch 64 --backends CUSTOM,FLASHMLA,FLASH_ATTN_MLA
     check speed --graphs --heads 128 --batch 1 --backends CUSTOM,FLASHMLA,FLASH_ATTN_MLA
+}
+
+dense() {
+    dense_tokens
+    dense_speed
 }
 
 sparse() {
