@@ -24,8 +24,8 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
 
-from mla_cupy.integrations import vllm_prefill
 from mla_cupy.integrations.plans import claim, math_of, set_aside
+from mla_cupy.integrations.vllm_prefill import prefill, serves_layer, serves_step
 from mla_cupy.shapes import D_QK, D_V
 from mla_cupy.torch import TorchDecodePlan, mla_decode
 
@@ -220,7 +220,7 @@ class MlaCupyImpl(MLACommonImpl):  # type: ignore[misc]
             raise NotImplementedError(f"mla_cupy decodes caches of {expected}, not {self.kv_cache_dtype}")
         record = "fp8" if self.kv_cache_dtype.startswith("fp8") else None
         self.supports_quant_query_input = math_of(record) == "fp8"  # else an FP8 cache is read by 16-bit queries
-        self._prefills = vllm_prefill.wanted(self)
+        self._prefills = serves_layer(self)
         self._set_plans_aside()
 
     def _set_plans_aside(self) -> None:
@@ -261,9 +261,9 @@ class MlaCupyImpl(MLACommonImpl):  # type: ignore[misc]
         output_scale : tensor, optional
             For results in FP8, which are vLLM's.
         """
-        prefill = attn_metadata.prefill
-        if self._prefills and vllm_prefill.serves(self, prefill, output, output_scale):
-            vllm_prefill.run(self, q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, prefill, k_scale, output)
+        step = attn_metadata.prefill
+        if self._prefills and serves_step(self, step, output, output_scale):
+            prefill(self, q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, step, k_scale, output)
             return
         super().forward_mha(
             q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output=output, output_scale=output_scale

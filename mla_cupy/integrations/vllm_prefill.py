@@ -57,7 +57,7 @@ def form() -> str:
     return next((name for name, fields in _FORMS.items() if all(x in told for x in fields)), "")
 
 
-def wanted(layer: Any) -> bool:
+def serves_layer(layer: Any) -> bool:
     """Whether a layer's prefills are ours: by the environment, by what there are kernels for, and by vLLM's version.
 
     Parameters
@@ -75,27 +75,27 @@ def wanted(layer: Any) -> bool:
     return True
 
 
-def serves(layer: Any, prefill: Any, output: torch.Tensor, output_scale: torch.Tensor | None) -> bool:
+def serves_step(layer: Any, step: Any, output: torch.Tensor, output_scale: torch.Tensor | None) -> bool:
     """Whether one step's prefills are ours: not where results or queries are to be FP8, or prefixes lie on many ranks.
 
     Parameters
     ----------
     layer : MLACommonImpl
-    prefill : MLACommonPrefillMetadata
+    step : MLACommonPrefillMetadata
     output : tensor
     output_scale : tensor, optional
     """
-    shared = layer.dcp_world_size > 1 and prefill.chunked_context is not None
-    return output_scale is None and prefill.q_data_type in (None, output.dtype) and not shared
+    shared = layer.dcp_world_size > 1 and step.chunked_context is not None
+    return output_scale is None and step.q_data_type in (None, output.dtype) and not shared
 
 
-def run(
+def prefill(
     layer: Any,
     q: torch.Tensor,
     latent: torch.Tensor,
     rope: torch.Tensor,
     cache: torch.Tensor,
-    prefill: Any,
+    step: Any,
     k_scale: torch.Tensor,
     output: torch.Tensor,
 ) -> None:
@@ -108,20 +108,20 @@ def run(
     latent : tensor, (tokens, 512), dtype of q
     rope : tensor, (tokens, 1, d_rope), dtype of q
     cache : tensor, (num_pages, page_size, 512 + d_rope)
-    prefill : MLACommonPrefillMetadata
+    step : MLACommonPrefillMetadata
     k_scale : tensor, float32
         Of a cache in e4m3.
     output : tensor, (tokens, heads * d_v), dtype of q
         Where the result goes.
     """
     tokens, heads, _ = q.shape
-    starts, state = prefill.query_start_loc, None
+    starts, state = step.query_start_loc, None
     lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
-    if prefill.chunked_context is not None:
+    if step.chunked_context is not None:
         state = torch.empty((tokens, heads, layer.v_head_dim), dtype=torch.float32, device=q.device)
         lse.fill_(float("-inf"))  # of a token without a prefix: its state is not read
-        for chunk in chunks(prefill, tokens):
-            rows = _gathered(layer, cache, prefill, chunk, k_scale)
+        for chunk in chunks(step, tokens):
+            rows = _gathered(layer, cache, step, chunk, k_scale)
             keys, values = _projected(layer, rows[:, : layer.kv_lora_rank])
             out, part = state[chunk.tokens], lse[chunk.tokens]
             mla_prefill(
@@ -154,17 +154,17 @@ def run(
     )
 
 
-def chunks(prefill: Any, tokens: int) -> Iterator[Chunk]:
+def chunks(step: Any, tokens: int) -> Iterator[Chunk]:
     """The chunks of a step's cached prefixes, in either form.
 
     Parameters
     ----------
-    prefill : MLACommonPrefillMetadata
+    step : MLACommonPrefillMetadata
         With a chunked context.
     tokens : int
         Of the step's prefills.
     """
-    context = prefill.chunked_context
+    context = step.chunked_context
     if hasattr(context, "chunks"):
         for x in context.chunks:
             given = x.query_start_loc, x.cu_seq_lens, x.starts, x.token_to_seq, x.num_context_tokens
@@ -173,16 +173,16 @@ def chunks(prefill: Any, tokens: int) -> Iterator[Chunk]:
     lists = context.cu_seq_lens, context.starts, context.token_to_seq, context.chunk_total_token
     for keys, starts, token_to_seq, rows in zip(*lists, strict=True):
         everyone = slice(0, tokens), slice(0, len(starts))
-        yield Chunk(*everyone, prefill.query_start_loc, keys, starts, token_to_seq, int(rows))
+        yield Chunk(*everyone, step.query_start_loc, keys, starts, token_to_seq, int(rows))
 
 
-def _gathered(layer: Any, cache: torch.Tensor, prefill: Any, chunk: Chunk, k_scale: torch.Tensor) -> torch.Tensor:
+def _gathered(layer: Any, cache: torch.Tensor, step: Any, chunk: Chunk, k_scale: torch.Tensor) -> torch.Tensor:
     """Rows of a chunk of cached prefixes, one after the other, in the dtype of the queries."""
-    workspace: torch.Tensor = prefill.chunked_context.workspace
+    workspace: torch.Tensor = step.chunked_context.workspace
     _custom_ops.gather_and_maybe_dequant_cache(
         src_cache=cache,
         dst=workspace,
-        block_table=prefill.block_table[chunk.requests],
+        block_table=step.block_table[chunk.requests],
         cu_seq_lens=chunk.keys,
         token_to_seq=chunk.token_to_seq,
         num_tokens=chunk.rows,
