@@ -47,7 +47,7 @@ def layer_of(backend: Any, **others: Any) -> Any:
 class Step:
     """A step's prefills as vLLM has them, and what attention to all tokens of each prompt gives."""
 
-    def __init__(self, torch: Any, form: str, kv_scale: float = 0.0) -> None:
+    def __init__(self, torch: Any, form: str, kv_scale: float = 0.0, device: str = "cpu") -> None:
         draw = np.random.default_rng(1)
         lengths = np.add(PREFIXES, NEW)
         self.rows = [draw.standard_normal((n, 512 + ROPE)).astype(ml_dtypes.bfloat16) for n in lengths]
@@ -60,21 +60,21 @@ class Step:
                 rows[token] = kept.astype(np.float32) * (kv_scale or 1.0)
         new = np.concatenate([rows[n:] for rows, n in zip(self.rows, PREFIXES, strict=True)])
         self.q = draw.standard_normal((sum(NEW), HEADS, NOPE + ROPE)).astype(ml_dtypes.bfloat16)
-        self.output = torch.full((sum(NEW), HEADS * D_V), torch.nan, dtype=torch.bfloat16)
-        starts = torch.tensor(np.cumsum([0, *NEW]), dtype=torch.int32)
+        self.output = torch.full((sum(NEW), HEADS * D_V), torch.nan, dtype=torch.bfloat16, device=device)
+        starts = torch.tensor(np.cumsum([0, *NEW]), dtype=torch.int32, device=device)
         prefill = SimpleNamespace(
-            block_table=torch.tensor(TABLE, dtype=torch.int32),
+            block_table=torch.tensor(TABLE, dtype=torch.int32, device=device),
             query_start_loc=starts,
             q_data_type=torch.bfloat16,
-            chunked_context=context(torch, form) if form else None,
+            chunked_context=context(torch, form, device) if form else None,
         )
         self.arguments = (
-            tensor(torch, self.q),
-            tensor(torch, np.ascontiguousarray(new[:, :512])),
-            tensor(torch, np.ascontiguousarray(new[:, None, 512:])),
-            tensor(torch, cache),
+            tensor(torch, self.q, device),
+            tensor(torch, np.ascontiguousarray(new[:, :512]), device),
+            tensor(torch, np.ascontiguousarray(new[:, None, 512:]), device),
+            tensor(torch, cache, device),
             SimpleNamespace(prefill=prefill),
-            torch.tensor(kv_scale or 1.0),
+            torch.tensor(kv_scale or 1.0, device=device),
         )
 
     def check(self, torch: Any, with_prefixes: bool) -> None:
@@ -93,12 +93,12 @@ class Step:
             first += count
 
 
-def context(torch: Any, form: str) -> SimpleNamespace:
+def context(torch: Any, form: str, device: str) -> SimpleNamespace:
     """Cached prefixes in chunks: each prompt's in objects of their own, or all prompts' in lists."""
-    workspace = torch.full((2 * CHUNK, 512 + ROPE), torch.nan, dtype=torch.bfloat16)
+    workspace = torch.full((2 * CHUNK, 512 + ROPE), torch.nan, dtype=torch.bfloat16, device=device)
 
     def ints(*numbers: int) -> Any:
-        return torch.tensor(numbers, dtype=torch.int32)
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
 
     if form == "chunks":
         chunks, first = [], 0
