@@ -15,9 +15,13 @@ from vllm import _custom_ops, envs
 from vllm.model_executor.layers.attention.mla_attention import MLACommonPrefillMetadata
 
 from mla_cupy.integrations.probe import logger
-from mla_cupy.kernels.dense.problem import D_ROPE, GEOMETRIES
 from mla_cupy.runtime import env
+from mla_cupy.shapes import D_QK, D_V
 from mla_cupy.torch import mla_prefill
+
+WIDTHS = ((192, 128), (256, 256), (128, 128))
+"""Of keys and values, that `mla_prefill` takes."""
+_D_ROPE = D_QK - D_V
 
 _FORMS = {
     "chunks": ("workspace", "chunks"),
@@ -67,7 +71,7 @@ def serves_layer(layer: Any) -> bool:
     widths = layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim
     if env.get("ENGINE_PREFILL") == "engine" or getattr(envs, "VLLM_BATCH_INVARIANT", False):
         return False  # the bits of `mla_prefill` are not guaranteed to be the same in every batch
-    if widths not in GEOMETRIES or layer.qk_rope_head_dim not in (0, D_ROPE):
+    if widths not in WIDTHS or layer.qk_rope_head_dim not in (0, _D_ROPE):
         return False
     if not form():
         logger.warning("mla_cupy: prefill is vLLM's: it describes cached prefixes in a way that the plugin knows not")

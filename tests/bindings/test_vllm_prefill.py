@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
+from mla_cupy.kernels.dense.problem import GEOMETRIES
 from tests.bindings import stand_in_vllm
 from tests.bindings.test_vllm import IMPL
 from tests.interop.test_torch import array, tensor
@@ -186,6 +187,7 @@ def test_layers_that_stay_the_engine_s(
     torch: Any, backend: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By the user's word, for batch invariance, and where there is no kernel or vLLM describes prefixes otherwise."""
+    assert importlib.import_module("mla_cupy.integrations.vllm_prefill").WIDTHS == GEOMETRIES
     assert layer_of(backend)._prefills
     assert not layer_of(backend, v_head_dim=96)._prefills
     assert not layer_of(backend, head_size=512, v_head_dim=256)._prefills
