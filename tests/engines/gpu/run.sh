@@ -11,6 +11,8 @@ export MLA_ENGINES="${MLA_ENGINES:-/tmp/mla-engines-$(basename "$parcel")}"
 out="$MLA_ENGINES/out-$name"
 mkdir -p "$out" "$results"
 bash "$parcel/setup.sh" || exit 1
+# What has changed since the parcel was packed.
+if [ -f "$parcel/changed.tgz" ]; then tar xzf "$parcel/changed.tgz" -C "$MLA_ENGINES/site"; fi
 export PYTHONPATH="$MLA_ENGINES/site" PYTHONUNBUFFERED=1
 cd "$MLA_ENGINES" || exit 1
 
@@ -50,11 +52,16 @@ sparse() {
     check speed --sparse --graphs --heads 16,128 --kv fp8_ds_mla --backends FLASHMLA_SPARSE:ours,FLASHMLA_SPARSE
 }
 
+sglang_check() {
+    echo "== $* ($SECONDS s)"
+    python3 -m tests.engines.gpu.sglang_check "$@" --out "$out" || echo "== status $?"
+}
+
 sglang() {
-    python3 -m tests.engines.gpu.sglang_check --out "$out" --backends triton,mla_cupy,flashmla
-    python3 -m tests.engines.gpu.sglang_check --out "$out" --graphs --backends triton,mla_cupy,flashmla
-    python3 -m tests.engines.gpu.sglang_check --out "$out" --graphs --kv fp8_e4m3 --backends triton,mla_cupy
-    python3 -m tests.engines.gpu.sglang_check --out "$out" --graphs --speed --backends mla_cupy,flashmla
+    sglang_check --backends triton,mla_cupy --timeout 280 # its own kernels are compiled at first use
+    sglang_check --graphs --backends triton,mla_cupy,flashmla --timeout 120
+    sglang_check --graphs --kv fp8_e4m3 --backends triton,mla_cupy --timeout 100
+    sglang_check --graphs --speed --backends mla_cupy,flashmla --timeout 100
 }
 
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader

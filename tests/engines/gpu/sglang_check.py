@@ -12,9 +12,11 @@ prefix cache. Results and logs are in --out.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -137,11 +139,15 @@ def process(options: argparse.Namespace, given: list[str], backend: str, number:
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "tests.engines.gpu.sglang_check", *given, "--one", backend, "--out", str(result)]
     with log.open("w") as file:
-        try:
-            where: Any = {"stdout": file, "stderr": subprocess.STDOUT}
-            subprocess.run(command, timeout=options.timeout, check=False, **where)
-        except subprocess.TimeoutExpired:
-            print(f"{name}: more than {options.timeout} s")
+        # A session of its own: SGLang's processes go with it, whatever becomes of the first.
+        where: Any = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
+        with subprocess.Popen(command, **where) as child:
+            try:
+                child.wait(options.timeout)
+            except subprocess.TimeoutExpired:
+                print(f"{name}: more than {options.timeout} s")
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
     if not result.exists():
         lines = [x for x in log.read_text().splitlines() if x.strip()]
         errors = [x for x in lines if "Error" in x or "error:" in x]
