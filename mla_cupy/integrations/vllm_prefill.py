@@ -20,14 +20,14 @@ from mla_cupy.shapes import D_QK, D_V
 from mla_cupy.torch import mla_prefill
 
 WIDTHS = ((192, 128), (256, 256), (128, 128))
-"""Of keys and values, that `mla_prefill` takes."""
+"""Widths of keys and values that `mla_prefill` takes."""
 _D_ROPE = D_QK - D_V
 
 _FORMS = {
     "chunks": ("workspace", "chunks"),
     "lists": ("workspace", "cu_seq_lens", "starts", "token_to_seq", "chunk_total_token"),
 }
-"""What vLLM says of cached prefixes: one object for each chunk, or lists that have an item for each."""
+"""Forms of what vLLM says of cached prefixes: one object for each chunk, or lists that have an item for each."""
 
 
 class Chunk(NamedTuple):
@@ -56,13 +56,13 @@ class Chunk(NamedTuple):
 
 
 def form() -> str:
-    """How this vLLM describes cached prefixes: a key of `_FORMS`, or "" if neither."""
+    """Name the form in which this vLLM describes cached prefixes: a key of `_FORMS`, or "" if neither."""
     told = getattr(getattr(MLACommonPrefillMetadata, "ChunkedContextMetadata", None), "__annotations__", {})
     return next((name for name, fields in _FORMS.items() if all(x in told for x in fields)), "")
 
 
 def serves_layer(layer: Any) -> bool:
-    """Whether a layer's prefills are ours: by the environment, by what there are kernels for, and by vLLM's version.
+    """Say whether a layer's prefills are ours: by the environment, the kernels that there are, and vLLM's version.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ def serves_layer(layer: Any) -> bool:
 
 
 def serves_step(layer: Any, step: Any, output: torch.Tensor, output_scale: torch.Tensor | None) -> bool:
-    """Whether one step's prefills are ours: not where results or queries are to be FP8, or prefixes lie on many ranks.
+    """Say whether a step's prefills are ours: not where results or queries are FP8, or prefixes lie on many ranks.
 
     Parameters
     ----------
