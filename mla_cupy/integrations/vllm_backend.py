@@ -1,4 +1,4 @@
-"""An MLA backend of vLLM: its own prefill and cache, our decode. Imported by vLLM when it is chosen.
+"""An MLA backend of vLLM: its own cache, our decode and prefill. Imported by vLLM when it is chosen.
 
 Queries of one length per step, short ones on long prefixes included; caches of bfloat16, float16, or e4m3 with one
 scale per layer; pages of any multiple of 16 tokens, 64 unless the user says otherwise; full CUDA graphs: the schedule
@@ -25,6 +25,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
 
 from mla_cupy.integrations.plans import claim, math_of, set_aside
+from mla_cupy.integrations.vllm_prefill import prefill, serves_layer, serves_step
 from mla_cupy.shapes import D_QK, D_V
 from mla_cupy.torch import TorchDecodePlan, mla_decode
 
@@ -219,6 +220,7 @@ class MlaCupyImpl(MLACommonImpl):  # type: ignore[misc]
             raise NotImplementedError(f"mla_cupy decodes caches of {expected}, not {self.kv_cache_dtype}")
         record = "fp8" if self.kv_cache_dtype.startswith("fp8") else None
         self.supports_quant_query_input = math_of(record) == "fp8"  # else an FP8 cache is read by 16-bit queries
+        self._prefills = serves_layer(self)
         self._set_plans_aside()
 
     def _set_plans_aside(self) -> None:
@@ -232,6 +234,40 @@ class MlaCupyImpl(MLACommonImpl):  # type: ignore[misc]
         sizes = _sizes(self.num_heads * ranks, self.head_size, record, page_size, dtype, device, ranks)
         limits = config.scheduler_config.max_num_seqs, _planned_lengths(config), config.model_config.max_model_len
         set_aside(*limits, **sizes)
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: Any,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Prefill, by `mla_prefill` where it can and `MLA_CUPY_ENGINE_PREFILL` does not say "engine".
+
+        Parameters
+        ----------
+        q : tensor, (tokens, heads, d_nope + d_rope)
+        kv_c_normed : tensor, (tokens, 512)
+        k_pe : tensor, (tokens, 1, d_rope)
+        kv_c_and_k_pe_cache : tensor, (num_pages, page_size, 512 + d_rope)
+        attn_metadata : MLACommonMetadata
+        k_scale : tensor
+        output : tensor, (tokens, heads * d_v)
+            Where the result goes.
+        output_scale : tensor, optional
+            For results in FP8, which are vLLM's.
+        """
+        step = attn_metadata.prefill
+        if self._prefills and serves_step(self, step, output, output_scale):
+            prefill(self, q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, step, k_scale, output)
+            return
+        super().forward_mha(
+            q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output=output, output_scale=output_scale
+        )
 
     def forward_mqa(
         self,

@@ -69,6 +69,12 @@ VARIABLES: Mapping[str, Variable] = {
             ("exact", "fp8"),
         ),
         Variable(
+            "ENGINE_PREFILL",
+            "mla_cupy",
+            "prefill of dense attention in vLLM: by `mla_prefill` where it can, or engine: by vLLM's own",
+            ("mla_cupy", "engine"),
+        ),
+        Variable(
             "VLLM",
             "dense",
             "what vLLM is offered: dense is CUSTOM, sparse also takes the place of FLASHMLA_SPARSE",

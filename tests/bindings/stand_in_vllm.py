@@ -74,6 +74,14 @@ class MLACommonBackend(AttentionBackend):
     def get_impl_cls() -> Any: ...
 
 
+class MLACommonPrefillMetadata:
+    @dataclass
+    class ChunkedContextMetadata:
+        context_lens: Any
+        workspace: Any
+        chunks: Any
+
+
 @dataclass
 class MLACommonDecodeMetadata:
     block_table: Any
@@ -155,6 +163,23 @@ class MLACommonImpl:
         self.num_heads, self.head_size = num_heads, head_size
         self.scale, self.sliding_window, self.kv_cache_dtype = scale, sliding_window, kv_cache_dtype
         self.supports_quant_query_input = True  # what vLLM then sends is no query of ours
+        self.kv_lora_rank, self.dcp_world_size = 512, 1
+        self.qk_nope_head_dim, self.qk_rope_head_dim = mla_args.get("qk_nope_head_dim", 128), head_size - 512
+        self.v_head_dim, self.kv_b_proj = mla_args.get("v_head_dim", 128), mla_args.get("kv_b_proj")
+        self.prefilled: list[Any] = []
+
+    def forward_mha(
+        self,
+        q: Any,
+        kv_c_normed: Any,
+        k_pe: Any,
+        kv_c_and_k_pe_cache: Any,
+        attn_metadata: Any,
+        k_scale: Any,
+        output: Any,
+        output_scale: Any = None,
+    ) -> None:
+        self.prefilled.append((q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale))
 
     def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: Any, attn_metadata: Any, layer: Any) -> Any: ...
 
@@ -249,11 +274,14 @@ def install(patch: pytest.MonkeyPatch, sparse_impl: type = FlashMLASparseImpl) -
     patch.setattr(CONFIG.model_config, "dtype", importlib.import_module("torch").bfloat16)
     registered: dict[Any, str] = {}
     dense = (
-        *(MLACommonBackend, MLACommonDecodeMetadata, MLACommonMetadata),
+        *(MLACommonBackend, MLACommonDecodeMetadata, MLACommonPrefillMetadata, MLACommonMetadata),
         *(MLACommonMetadataBuilder, MLACommonImpl),
     )
     modules = {
-        "vllm": {"envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False)},
+        "vllm": {
+            "envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False),
+            "_custom_ops": importlib.import_module("tests.engines.cpu.operators"),
+        },
         "vllm.config": {"get_current_vllm_config": lambda: CONFIG},
         "vllm.model_executor.layers.attention.mla_attention": {
             **{kind.__name__: kind for kind in dense},
@@ -276,6 +304,6 @@ def install(patch: pytest.MonkeyPatch, sparse_impl: type = FlashMLASparseImpl) -
         },
     }
     install_modules(patch, modules)
-    for name in ("vllm_backend", "vllm_sparse_backend"):
+    for name in ("vllm_backend", "vllm_prefill", "vllm_sparse_backend"):
         patch.delitem(sys.modules, f"mla_cupy.integrations.{name}", raising=False)
     return registered

@@ -15,7 +15,7 @@ import pytest
 import mla_cupy
 from mla_cupy.compat.flash_mla import FlashMLASchedMeta, flash_mla_sparse_fwd, flash_mla_with_kvcache
 from mla_cupy.integrations import sglang as sglang_plugin
-from tests.bindings import stand_in_sglang, stand_in_vllm, test_sglang, test_vllm
+from tests.bindings import stand_in_sglang, stand_in_vllm, test_sglang, test_vllm, test_vllm_prefill
 from tests.bindings.test_torch_gpu import NAMES, decode_on_gpu
 from tests.interop.test_torch import array, tensor
 from tests.support import cases
@@ -48,6 +48,18 @@ def check_lengths(torch: Any, got: Any, inputs: cases.DecodeInputs, lengths: Any
     )
     out, lse = (array(torch, x) for x in got)
     check((out, np.where(np.isneginf(exact[1]) & np.isinf(lse), -np.inf, lse)), exact, rounded, "bfloat16")
+
+
+@pytest.mark.parametrize("form", ["chunks", "lists", ""])
+@pytest.mark.parametrize("kv_scale", [0.0, 0.25])
+def test_prefill_in_vllm(torch_gpu: Any, monkeypatch: pytest.MonkeyPatch, form: str, kv_scale: float) -> None:
+    stand_in_vllm.install(monkeypatch)
+    backend = importlib.import_module("mla_cupy.integrations.vllm_backend")
+    step = test_vllm_prefill.Step(torch_gpu, form, kv_scale, "cuda")
+    layer = test_vllm_prefill.layer_of(backend, kv_cache_dtype="fp8" if kv_scale else "auto")
+    layer.forward_mha(*step.arguments, step.output)
+    assert layer.prefilled == []
+    step.check(torch_gpu, with_prefixes=bool(form))
 
 
 @pytest.mark.parametrize("first", ["before the capture", "in the capture"])

@@ -59,10 +59,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_parcel(commands: Any) -> None:
-    command = commands.add_parser("parcel", help="build a parcel of vLLM for a machine with an H200 and no network")
+    command = commands.add_parser(
+        "parcel", help="build a parcel of an engine for a machine with an H200 and no network"
+    )
     command.set_defaults(run=_parcel)
     command.add_argument("out", type=Path, help="folder to make: part1, part2, ...")
     command.add_argument("--work", type=Path, default=packages.folder() / "parcel", help="wheels and unpacked files")
+    command.add_argument("--engine", choices=VERSIONS, default="vllm", help="default: vllm")
     command.add_argument("--whole", action="store_true", help="the extensions with the code for other GPUs, too")
     command.add_argument("--mixture", action="store_true", help="also what models with experts need")
 
@@ -70,6 +73,9 @@ def _add_parcel(commands: Any) -> None:
 def _parcel(options: argparse.Namespace) -> int:
     from tests.engines.gpu import parcel
 
+    if options.engine == "sglang":
+        parcel.build_sglang(options.work, options.out)
+        return 0
     parcel.build(options.work, options.out, whole=options.whole, mixture=options.mixture)
     return 0
 

@@ -36,10 +36,22 @@ class Reliance:
 
 RELIANCE = {
     "vllm": Reliance(
-        ("mla_cupy.integrations.vllm_backend", "mla_cupy.integrations.vllm_sparse_backend"),
+        (
+            *("mla_cupy.integrations.vllm_backend", "mla_cupy.integrations.vllm_prefill"),
+            "mla_cupy.integrations.vllm_sparse_backend",
+        ),
         ("vllm.v1", "vllm.model_executor.layers", "vllm.platforms"),
         {
-            ("vllm.model_executor.layers.attention.mla_attention", "MLACommonMetadata"): ("num_decodes", "decode"),
+            ("vllm.model_executor.layers.attention.mla_attention", "MLACommonMetadata"): (
+                *("num_decodes", "decode", "prefill"),
+            ),
+            ("vllm.model_executor.layers.attention.mla_attention", "MLACommonPrefillMetadata"): (
+                *("block_table", "query_start_loc", "chunked_context", "q_data_type"),
+            ),
+            ("vllm.model_executor.layers.attention.mla_attention", "MLACommonImpl"): (
+                *("kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_heads"),
+                *("dcp_world_size", "kv_cache_dtype", "scale"),
+            ),
             ("vllm.model_executor.layers.attention.mla_attention", "MLACommonDecodeMetadata"): (
                 *("block_table", "seq_lens", "dcp_tot_seq_lens"),
             ),

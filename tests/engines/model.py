@@ -64,9 +64,22 @@ DRAFTING: dict[str, Any] = {
 """What a model has that also drafts tokens (multi-token prediction)."""
 
 
-def configuration(*, drafting: bool = False, **sizes: Any) -> dict[str, Any]:
+SPARSE: dict[str, Any] = {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "q_lora_rank": 768,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "index_topk": 512,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+}
+"""What a model has with an indexer and sparse attention (DSA): fewer tokens are selected than most prompts have."""
+
+
+def configuration(*, drafting: bool = False, sparse: bool = False, **sizes: Any) -> dict[str, Any]:
     """The model's config.json; `sizes` are of its fields."""
-    made = {**PLAIN, **(DRAFTING if drafting else {}), **sizes}
+    made = {**PLAIN, **(DRAFTING if drafting else {}), **(SPARSE if sparse else {}), **sizes}
     made["num_key_value_heads"] = made["num_attention_heads"]
     return made
 
@@ -91,6 +104,8 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, Any]:
     }
     for number in range(layers + (config.get("num_nextn_predict_layers") or 0)):
         layer = {**_attention(config, matrix, ones), **_rest(config, matrix, ones)}
+        if "index_topk" in config:
+            layer |= _indexer(config, matrix, ones)
         if number >= layers:
             layer |= {f"{name}.weight": ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
             layer["eh_proj.weight"] = matrix(hidden, 2 * hidden)
@@ -113,6 +128,17 @@ def _attention(config: dict[str, Any], matrix: Any, ones: Any) -> dict[str, Any]
     made["kv_b_proj"] = matrix(heads * (nope + value), latent)
     made["o_proj"] = matrix(hidden, heads * value, 2.0)
     return {f"self_attn.{name}.weight": tensor for name, tensor in made.items()}
+
+
+def _indexer(config: dict[str, Any], matrix: Any, ones: Any) -> dict[str, Any]:
+    heads, width, hidden = config["index_n_heads"], config["index_head_dim"], config["hidden_size"]
+    return {
+        "self_attn.indexer.wq_b.weight": matrix(heads * width, config["q_lora_rank"]),
+        "self_attn.indexer.wk.weight": matrix(width, hidden),
+        "self_attn.indexer.weights_proj.weight": matrix(heads, hidden),
+        "self_attn.indexer.k_norm.weight": ones(width),
+        "self_attn.indexer.k_norm.bias": 0 * ones(width),
+    }
 
 
 def _rest(config: dict[str, Any], matrix: Any, ones: Any) -> dict[str, Any]:

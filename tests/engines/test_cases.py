@@ -21,7 +21,11 @@ def result() -> dict[str, Any]:
         "implementation": ["mla_cupy.integrations.vllm_backend.MlaCupyImpl"],
         "page_size": 64,
         "second_runner": True,
-        "shapes": {"q (3, 1, 16, 576), pages of 64, bfloat16, planned": 4},
+        "shapes": {
+            "q (3, 1, 16, 576), pages of 64, bfloat16, planned": 4,
+            "prefill: cached tokens": 2,
+            "prefill: new tokens, merged": 2,
+        },
     }
     return {"rounds": rounds, "facts": facts}
 

@@ -99,7 +99,7 @@ def gather_and_maybe_dequant_cache(
 ) -> None:
     """Rows of the cached prefixes, one after the other."""
     sequence = token_to_seq[:num_tokens].long()
-    position = torch.arange(num_tokens) - cu_seq_lens[sequence]
+    position = torch.arange(num_tokens, device=sequence.device) - cu_seq_lens[sequence]
     if seq_starts is not None:
         position = position + seq_starts[sequence]
     blocks = block_table[sequence, (position // src_cache.shape[1]).long()]

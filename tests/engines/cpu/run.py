@@ -90,22 +90,47 @@ def told(output: Any) -> dict[str, Any]:
 
 
 def count_our_calls() -> Counter[str]:
-    """Count the calls of our decode by what they are given."""
+    """Count the calls of our decode and of our prefill by what they are given."""
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
     import mla_cupy.integrations.vllm_backend as ours
+    from mla_cupy.integrations import vllm_prefill
+    from mla_cupy.runtime import env
 
     shapes: Counter[str] = Counter()
-    inner = ours.mla_decode
+    inner, prefill = ours.mla_decode, vllm_prefill.mla_prefill
 
     def counted(q: Any, cache: Any, table: Any, lengths: Any, **options: Any) -> Any:
         planned = "planned" if options.get("plan") is not None else "unplanned"
         shapes[f"q {tuple(q.shape)}, pages of {cache.shape[1]}, {str(cache.dtype)[6:]}, {planned}"] += 1
         return inner(q, cache, table, lengths, **options)
 
-    ours.mla_decode = counted
+    def counted_prefill(*arrays: Any, **options: Any) -> Any:
+        merged = ", merged" if options.get("state_out") is not None else ""
+        shapes["prefill: new tokens" + merged if options.get("causal", True) else "prefill: cached tokens"] += 1
+        return prefill(*arrays, **options)
+
+    ours.mla_decode, vllm_prefill.mla_prefill = counted, counted_prefill
+    if env.get("VLLM") == "sparse":
+        _count_sparse_calls(shapes)
     return shapes
+
+
+def _count_sparse_calls(shapes: Counter[str]) -> None:
+    import mla_cupy.integrations.vllm_sparse_backend as sparse
+
+    def counting(name: str) -> Any:
+        inner = getattr(sparse, name)
+
+        def counted(q: Any, cache: Any, *arrays: Any, **options: Any) -> Any:
+            shapes[f"{name}: q {tuple(q.shape)}, {str(cache.dtype)[6:]}"] += 1
+            return inner(q, cache, *arrays, **options)
+
+        return counted
+
+    for name in ("sparse_mla_decode", "sparse_mla_forward"):
+        setattr(sparse, name, counting(name))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,12 @@
     python -m tests.engines.gpu.check tokens --kv fp8 --backends TRITON_MLA,CUSTOM
     python -m tests.engines.gpu.check tokens --drafts 3 --graphs --backends FLASHMLA,CUSTOM
     python -m tests.engines.gpu.check tokens --no-prefix-cache --backends FLASHMLA,FLASHMLA
+    python -m tests.engines.gpu.check tokens --backends TRITON_MLA,CUSTOM,CUSTOM:engine-prefill
+    python -m tests.engines.gpu.check tokens --sparse --kv fp8_ds_mla --backends FLASHMLA_SPARSE,FLASHMLA_SPARSE:ours
     python -m tests.engines.gpu.check speed --graphs --heads 16,128 --backends FLASH_ATTN_MLA,FLASHMLA,CUSTOM
+
+A backend's name may be followed by a colon and a variant of ours: `engine-prefill`, `fp8-math`, or `ours`, which puts
+ours in the place of FLASHMLA_SPARSE.
 
 With vLLM before 0.28 take --older-runner or --no-prefix-cache: its second runner loses cached prefixes, whatever the
 backend.
@@ -37,6 +42,15 @@ LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 100, 257, 500, 777, 1024, 1500, 2048, 3
 MEMORY = 0.6
 """Share of the GPU's: room for the allocator of a process that ends while the next one starts."""
 GIB = 1 << 30
+VARIANTS = {
+    "": {},
+    "engine-prefill": {"MLA_CUPY_ENGINE_PREFILL": "engine"},
+    "fp8-math": {"MLA_CUPY_ENGINE_MATH": "fp8"},
+    "ours": {"MLA_CUPY_VLLM": "sparse"},
+}
+"""What follows a backend's name, and the environment that it stands for."""
+PREFILLED = 65536
+"""Tokens of the prompts whose prefill is timed, together."""
 SHORT, LONG = 32, 160
 """Tokens that are generated, less and more: a step's time is the difference of two generations."""
 
@@ -52,6 +66,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--graphs", action="store_true", help="full CUDA graphs of decode, nothing compiled")
     parser.add_argument("--compiled", action="store_true", help="vLLM's own default: compiled, both kinds of graphs")
     parser.add_argument("--block", type=int, default=0, help="page size (default: what vLLM asks the backend for)")
+    parser.add_argument("--sparse", action="store_true", help="a model with an indexer and sparse attention (DSA)")
     parser.add_argument("--drafts", type=int, default=0, help="tokens that the model drafts")
     parser.add_argument("--older-runner", action="store_true", help="vLLM's first model runner")
     parser.add_argument("--no-prefix-cache", action="store_true")
@@ -70,8 +85,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 def label(options: argparse.Namespace, backend: str, heads: int) -> str:
     """A name for a run's files that says what is special about it."""
-    flags = ("graphs", "compiled", "older_runner", "no_prefix_cache")
-    parts = [options.what, backend, f"h{heads}", options.kv, options.dtype]
+    flags = ("sparse", "graphs", "compiled", "older_runner", "no_prefix_cache")
+    parts = [options.what, backend.replace(":", "-"), f"h{heads}", options.kv, options.dtype]
     parts += [f"b{options.batch}"] * (options.what == "speed")
     parts += [f"block{options.block}"] * bool(options.block) + [f"drafts{options.drafts}"] * bool(options.drafts)
     return "-".join(parts + [flag for flag in flags if getattr(options, flag)])
@@ -102,10 +117,11 @@ def engine(options: argparse.Namespace, backend: str, heads: int, longest: int, 
     from vllm import LLM
 
     layers = 2 if options.what == "tokens" else 8
-    name = f"h{heads}-l{layers}" + "-drafting" * bool(options.drafts)
+    name = f"h{heads}-l{layers}" + "-drafting" * bool(options.drafts) + "-sparse" * options.sparse
     model = build(
         options.out / "models" / name,
         drafting=bool(options.drafts),
+        sparse=options.sparse,
         num_attention_heads=heads,
         num_hidden_layers=layers,
         torch_dtype=options.dtype,
@@ -113,7 +129,7 @@ def engine(options: argparse.Namespace, backend: str, heads: int, longest: int, 
     return LLM(
         model=str(model),
         skip_tokenizer_init=True,
-        attention_backend=backend,
+        attention_backend=backend.partition(":")[0],
         dtype=options.dtype,
         kv_cache_dtype=options.kv,
         max_model_len=longest,
@@ -152,7 +168,7 @@ def tokens(options: argparse.Namespace, backend: str, heads: int) -> dict[str, A
     """Greedy tokens in two rounds: the second finds its prompts in the prefix cache."""
     from vllm import SamplingParams
 
-    shapes = count_our_calls() if backend == "CUSTOM" else {}
+    shapes = count_our_calls() if backend.startswith("CUSTOM") or backend.endswith(":ours") else {}
     made = engine(options, backend, heads, options.longest + options.new + 8, 32)
     wanted = SamplingParams(temperature=0, max_tokens=options.new, ignore_eos=True, logprobs=4, detokenize=False)
     given = [{"prompt_token_ids": x} for x in prompts(options.longest)]
@@ -180,7 +196,24 @@ def speed(options: argparse.Namespace, backend: str, heads: int) -> dict[str, An
         seconds(1)  # fills the prefix cache: what follows is decode
         seconds(SHORT)
         steps[str(context)] = step_times([(seconds(SHORT), seconds(LONG)) for _ in range(3)])
-    return {"facts": facts(made), "batch": options.batch, "steps": steps}
+    return {"facts": facts(made), "batch": options.batch, "steps": steps, "prefill_ms": prefill_times(made, options)}
+
+
+def prefill_times(made: Any, options: argparse.Namespace) -> list[float]:
+    """Milliseconds of prompts that no cache has, with one token that is generated: shortest first."""
+    from vllm import SamplingParams
+
+    draw, found = random.Random(3), []
+    wanted = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    for _ in range(3):
+        count = max(1, min(options.batch, PREFILLED // options.context))
+        given = [
+            {"prompt_token_ids": [draw.randrange(VOCABULARY) for _ in range(options.context)]} for _ in range(count)
+        ]
+        begun = time.perf_counter()
+        made.generate(given, wanted, use_tqdm=False)
+        found.append((time.perf_counter() - begun) * 1e3)
+    return sorted(found)
 
 
 def step_times(pairs: list[tuple[float, float]]) -> dict[str, Any]:
@@ -196,9 +229,11 @@ def process(options: argparse.Namespace, given: list[str], backend: str, heads: 
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "tests.engines.gpu.check", *given, "--heads", str(heads)]
     command += ["--one", backend, "--out", str(result)]
+    environment = {**os.environ, **VARIANTS[backend.partition(":")[2]]}
     with log.open("w") as file:
         try:
-            subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=options.timeout, check=False)
+            where: Any = {"stdout": file, "stderr": subprocess.STDOUT, "env": environment}
+            subprocess.run(command, timeout=options.timeout, check=False, **where)
         except subprocess.TimeoutExpired:
             print(f"{name}: more than {options.timeout} s")
     if not result.exists():
@@ -230,9 +265,9 @@ def main(given: list[str]) -> int:
         status |= any(x is None for x in results)
         for name, found in zip(names, results, strict=True):
             if found and options.what == "speed":
-                print(
-                    f"h{heads} {name}: " + "; ".join(f"{x} tokens {y['ms']:.3f} ms" for x, y in found["steps"].items())
-                )
+                steps = [f"{x} tokens {y['ms']:.3f} ms ({min(y['all_ms']):.3f})" for x, y in found["steps"].items()]
+                said = "; ".join([*steps, f"prefill {found['prefill_ms'][0]:.1f} ms"])
+                print(f"h{heads} b{options.batch} {name}: {said}", flush=True)
         for name, found in zip(names, results, strict=True):
             if found and options.what == "tokens":
                 print(f"h{heads} {name}, from cached prefixes against not: {json.dumps(between_rounds(found))}")

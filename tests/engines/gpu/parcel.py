@@ -1,8 +1,8 @@
-"""Parcels that carry vLLM to a machine with a GPU but without a network: built, never committed.
+"""Parcels that carry vLLM or SGLang to a machine with a GPU but without a network: built, never committed.
 
-A parcel is a folder with slices of an archive, their checksum and `setup.sh`, which unpacks them. In it are vLLM's
-Python, its extensions without code for other GPUs than Hopper, the Python packages that a machine with PyTorch,
-transformers and CuPy lacks, this package, and these tests. It is for Python 3.12 and PyTorch 2.11.
+A parcel is a folder with slices of an archive, their checksum and `setup.sh`, which unpacks them. In it are the
+engine's Python, its extensions without code for other GPUs than Hopper, the Python packages that a machine with
+PyTorch, transformers and CuPy lacks, this package, and these tests. It is for Python 3.12 and PyTorch 2.11.
 """
 
 from __future__ import annotations
@@ -45,14 +45,29 @@ PACKAGES = [
     "loguru",
 ]
 """What vLLM imports beside what such a machine has."""
+DEEP_GEMM = "third_party/deep_gemm/_C.cpython-312-x86_64-linux-gnu"
+"""Has the logits of the indexer; compiles its kernels on the machine, by nvcc."""
 EXTENSIONS = (
     *("_C_stable_libtorch", "_flashmla_C", "_flashmla_extension_C", "vllm_flash_attn/_vllm_fa3_C"),
-    *("cumem_allocator", "spinloop", "fs_io_C"),
+    *("cumem_allocator", "spinloop", "fs_io_C", DEEP_GEMM),
 )
-WITHOUT_DEVICE_CODE = ("cumem_allocator", "spinloop", "fs_io_C")
+WITHOUT_DEVICE_CODE = ("cumem_allocator", "spinloop", "fs_io_C", DEEP_GEMM)
 MIXTURE = ("_moe_C_stable_libtorch",)
-"""Needed by models with experts, and by those with sparse attention."""
-_PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 34, 31, 28, 27, 26, 24, 17)] + ["manylinux2014_x86_64"]
+"""Needed by models with experts."""
+SGLANG = [
+    *("sglang==0.5.17", "sglang-kernel==0.4.5", "flashinfer-python==0.6.15.post1"),
+    *("transformers==5.12.1", "tokenizers==0.22.2"),  # newer ones have a model of a name that SGLang registers
+    *("pydantic==2.14.3", "pydantic-core==2.50.4", "annotated-types", "typing-inspection", "pyzmq", "openai==3.54.0"),
+    *("httpx2", "sniffio", "msgspec", "pybase64", "xgrammar==0.2.1", "apache-tvm-ffi==0.1.11", "fastapi==0.165.0"),
+    *("starlette==1.10.0", "opentelemetry-api", "partial-json-parser", "platformdirs", "compressed-tensors==0.17.0"),
+    *("loguru", "orjson", "ipython", "traitlets", "dill", "uvicorn", "setproctitle", "gguf"),
+]
+SGLANG_LEFT_OUT = (
+    *("sgl_kernel/flash_ops.abi3.so", "sgl_kernel/infllm_ops*", "sgl_kernel/sm100/*"),
+    *("sglang/multimodal_gen/*", "sglang/test/*"),
+)
+_PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 34, 31, 28, 27, 26, 24, 17)]
+_PLATFORMS += ["manylinux2014_x86_64", "manylinux1_x86_64"]
 
 
 def run(*command: Any, **options: Any) -> None:
@@ -64,11 +79,16 @@ def run(*command: Any, **options: Any) -> None:
 def download(folder: Path) -> None:
     """Fetch the wheels with pip."""
     folder.mkdir(parents=True, exist_ok=True)
-    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder]
     if not list(folder.glob(f"vllm-{VERSION}-*.whl")):
-        run(*pip, f"vllm=={VERSION}")
+        run(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, f"vllm=={VERSION}")
+    download_packages(folder, PACKAGES)
+
+
+def download_packages(folder: Path, packages: list[str]) -> None:
+    """Fetch wheels for the machine with the GPU, without what they depend on."""
     tags = [x for platform in _PLATFORMS for x in ("--platform", platform)]
-    run(*pip, "--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp", *tags, *PACKAGES)
+    machine = ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp", *tags]
+    run(sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, *machine, *packages)
 
 
 def kept(name: str, mixture: bool) -> bool:
@@ -87,15 +107,20 @@ def assemble(work: Path, wheels: Path, *, whole: bool, mixture: bool) -> Path:
     for wheel in sorted(wheels.glob("*.whl")):
         if wheel != engine and not wheel.name.startswith("mla_cupy"):
             run("unzip", "-q", "-o", wheel, "-d", site)
+    drop_what_only_builds(site)
+    _thin_out(raw / "vllm", whole=whole, mixture=mixture)
+    for name in ("vllm", f"vllm-{VERSION}.dist-info"):
+        shutil.move(raw / name, site / name)
+    add_ours(work, wheels, site)
+    return site
+
+
+def drop_what_only_builds(site: Path) -> None:
+    """Leave out static libraries and xgrammar's symbols: most of its size."""
     for path in site.rglob("*.a"):
         path.unlink()
     for path in (site / "xgrammar").rglob("*.so"):
         run("strip", "--strip-unneeded", path)
-    _thin_out(raw / "vllm", whole=whole, mixture=mixture)
-    for name in ("vllm", f"vllm-{VERSION}.dist-info"):
-        shutil.move(raw / name, site / name)
-    _add_ours(work, wheels, site)
-    return site
 
 
 def _thin_out(package: Path, *, whole: bool, mixture: bool) -> None:
@@ -106,11 +131,10 @@ def _thin_out(package: Path, *, whole: bool, mixture: bool) -> None:
         elif not whole and name not in WITHOUT_DEVICE_CODE:
             shorten(path)
     (package / "vllm-rs").unlink(missing_ok=True)
-    for name in ("fmha_sm100", "deep_gemm"):
-        shutil.rmtree(package / "third_party" / name, ignore_errors=True)
+    shutil.rmtree(package / "third_party" / "fmha_sm100", ignore_errors=True)
 
 
-def _add_ours(work: Path, wheels: Path, site: Path) -> None:
+def add_ours(work: Path, wheels: Path, site: Path) -> None:
     """Add this package as it is committed, and these tests."""
     clone = work / "clone"
     shutil.rmtree(clone, ignore_errors=True)
@@ -144,13 +168,31 @@ def slices(data: bytes, out: Path, size: int) -> list[Path]:
         name = f"slice{number + 1:02d}of{count:02d}"
         (part / name).write_bytes(data[number * size : (number + 1) * size])
         (part / "PARCEL.sha256").write_text(f"{digest}  site.tar.xz\n")
-        shutil.copy(Path(__file__).with_name("setup.sh"), part)
+        for script in ("setup.sh", "run.sh"):
+            shutil.copy(Path(__file__).with_name(script), part)
         made.append(part)
         print(f"{part}: {sum(x.stat().st_size for x in part.iterdir()) / 1e6:.1f} MB")
     return made
 
 
+def build_sglang(work: Path, out: Path) -> None:
+    """Build the parcel of SGLang in `out`. Its code of FlashAttention, a gigabyte, stays behind: Triton prefills."""
+    wheels, site = work / "wheels-sglang", work / "site"
+    wheels.mkdir(parents=True, exist_ok=True)
+    download_packages(wheels, SGLANG)
+    shutil.rmtree(site, ignore_errors=True)
+    site.mkdir()
+    for wheel in sorted(wheels.glob("*.whl")):
+        if not wheel.name.startswith("mla_cupy"):
+            run("unzip", "-q", "-o", wheel, "-d", site, "-x", *SGLANG_LEFT_OUT)
+    drop_what_only_builds(site)
+    for name in ("sm90/common_ops", "flashmla_ops"):
+        shorten(site / "sgl_kernel" / f"{name}.abi3.so")
+    add_ours(work, wheels, site)
+    pack(work, site, out)
+
+
 def build(work: Path, out: Path, *, whole: bool, mixture: bool) -> None:
-    """Build the parcel in `out`; `work` keeps the wheels for the next time."""
+    """Build the parcel of vLLM in `out`; `work` keeps the wheels for the next time."""
     download(work / "wheels")
     pack(work, assemble(work, work / "wheels", whole=whole, mixture=mixture), out)

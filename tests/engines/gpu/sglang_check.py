@@ -1,0 +1,186 @@
+"""Tokens and step times of attention backends in the real SGLang on a GPU. Not run yet.
+
+    python -m tests.engines.gpu.sglang_check --backends triton,mla_cupy,flashmla [--graphs]
+    python -m tests.engines.gpu.sglang_check --kv fp8_e4m3 --backends triton,mla_cupy
+    python -m tests.engines.gpu.sglang_check --graphs --speed --heads 128 --backends mla_cupy,flashmla
+
+Each backend decodes in a process of its own, and Triton's prefills: FlashAttention is not in the parcel, and FlashInfer
+compiles itself for minutes. The first of the list is the reference. Two rounds: the second finds its prompts in the
+prefix cache. Results and logs are in --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.engines.cpu.cases import NEAR, between_rounds, compared
+from tests.engines.gpu.check import LENGTHS, LONG, SHORT, VOCABULARY, prompts, step_times
+from tests.engines.model import build
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """What to run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.engines.gpu.sglang_check", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--backends", default="triton,mla_cupy,flashmla")
+    parser.add_argument("--one", metavar="BACKEND", help=argparse.SUPPRESS)
+    parser.add_argument("--prefill", default="triton", help="backend that prefills")
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs of decode")
+    parser.add_argument("--kv", default="auto", help="dtype of the cache")
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--speed", action="store_true", help="times of steps instead of tokens")
+    parser.add_argument("--batch", type=int, default=64, help="requests of --speed")
+    parser.add_argument("--context", type=int, default=8192, help="tokens of each of them")
+    parser.add_argument("--new", type=int, default=48, help="tokens that are generated")
+    parser.add_argument("--timeout", type=int, default=200, metavar="SECONDS")
+    parser.add_argument("--out", type=Path, default=Path("engines-out"))
+    return parser.parse_args(given)
+
+
+def engine_options(options: argparse.Namespace, backend: str) -> dict[str, Any]:
+    """Those of SGLang's engine that depend on what is asked for."""
+    longest = options.context + LONG + SHORT if options.speed else max(LENGTHS) + options.new
+    made = {
+        "decode_attention_backend": backend,
+        "prefill_attention_backend": options.prefill,
+        "kv_cache_dtype": options.kv,
+        "context_length": longest + 8,
+        "max_running_requests": options.batch if options.speed else 32,
+        "page_size": 64,
+    }
+    if options.graphs:
+        return {**made, "disable_prefill_cuda_graph": True, "cuda_graph_max_bs_decode": made["max_running_requests"]}
+    return {**made, "disable_cuda_graph": True}
+
+
+def told(output: dict[str, Any]) -> dict[str, Any]:
+    """Tokens and logprobs of one of SGLang's outputs, as those of vLLM are told."""
+    meta = output["meta_info"]
+    steps = [{str(token): value for value, token, *_ in top} for top in meta["output_top_logprobs"]]
+    tokens = [token for _, token, *_ in meta["output_token_logprobs"]]
+    for step, (value, token, *_) in zip(steps, meta["output_token_logprobs"], strict=True):
+        step[str(token)] = value
+    return {"tokens": tokens, "cached": meta.get("cached_tokens", 0), "logprobs": steps}
+
+
+def tokens(options: argparse.Namespace, engine: Any) -> dict[str, Any]:
+    """Greedy tokens in two rounds."""
+    wanted = {"temperature": 0, "max_new_tokens": options.new, "ignore_eos": True}
+    given = prompts(max(LENGTHS))
+    asked = {"sampling_params": wanted, "return_logprob": True, "top_logprobs_num": 4}
+    return {"rounds": [[told(x) for x in engine.generate(input_ids=given, **asked)] for _ in range(2)]}
+
+
+def speed(options: argparse.Namespace, engine: Any) -> dict[str, Any]:
+    """Milliseconds of a decode step."""
+    draw = random.Random(2)
+    given = [[draw.randrange(VOCABULARY) for _ in range(options.context)] for _ in range(options.batch)]
+
+    def seconds(count: int) -> float:
+        begun = time.perf_counter()
+        wanted = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
+        engine.generate(input_ids=given, sampling_params=wanted)
+        return time.perf_counter() - begun
+
+    seconds(1)  # fills the prefix cache: what follows is decode
+    seconds(SHORT)
+    return step_times([(seconds(SHORT), seconds(LONG)) for _ in range(3)])
+
+
+def one(options: argparse.Namespace) -> None:
+    """Run one backend, in this process and its children."""
+    import sglang
+
+    layers = 8 if options.speed else 2
+    model = build(
+        options.out.parent / "models" / f"h{options.heads}-l{layers}",
+        num_attention_heads=options.heads,
+        num_hidden_layers=layers,
+    )
+    engine = sglang.Engine(
+        model_path=str(model),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        mem_fraction_static=0.5,
+        random_seed=0,
+        log_level="info",
+        sampling_backend="pytorch",
+        **engine_options(options, options.one),
+    )
+    found = (speed if options.speed else tokens)(options, engine)
+    info = engine.get_server_info()
+    names = (
+        "page_size",
+        "decode_attention_backend",
+        "prefill_attention_backend",
+        "kv_cache_dtype",
+        "attention_backend",
+    )
+    options.out.write_text(json.dumps({"facts": {x: info.get(x) for x in names}, **found}))
+    engine.shutdown()
+
+
+def process(options: argparse.Namespace, given: list[str], backend: str, number: int) -> Any:
+    """Run one backend in a process of its own; its result, or None."""
+    flags = [x for x in ("graphs", "speed") if getattr(options, x)]
+    name = "-".join(["sglang", backend, f"h{options.heads}", options.kv, *flags, str(number)])
+    result, log = options.out / f"{name}.json", options.out / f"{name}.log"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "tests.engines.gpu.sglang_check", *given, "--one", backend, "--out", str(result)]
+    with log.open("w") as file:
+        # A session of its own: SGLang's processes go with it, whatever becomes of the first.
+        where: Any = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
+        with subprocess.Popen(command, **where) as child:
+            try:
+                child.wait(options.timeout)
+            except subprocess.TimeoutExpired:
+                print(f"{name}: more than {options.timeout} s")
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+    if not result.exists():
+        lines = [x for x in log.read_text().splitlines() if x.strip()]
+        errors = [x for x in lines if "Error" in x or "error:" in x]
+        print(f"{name}: FAILED", *errors[-4:], *lines[-6:], sep="\n    ", flush=True)
+        return None
+    found = json.loads(result.read_text())
+    print(f"{name}: {json.dumps(found['facts'])}", flush=True)
+    return found
+
+
+def main(given: list[str]) -> int:
+    """Run all backends and compare; returns 1 if one failed or parts far from the reference."""
+    options = arguments(given)
+    if options.one:
+        one(options)
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    names = options.backends.split(",")
+    results = [process(options, given, name, number) for number, name in enumerate(names)]
+    status = any(x is None for x in results)
+    for name, found in zip(names, results, strict=True):
+        if found and options.speed:
+            print(f"h{options.heads} b{options.batch} {name}: {found['ms']:.3f} ms ({min(found['all_ms']):.3f})")
+        elif found:
+            print(f"h{options.heads} {name}, from cached prefixes against not: {json.dumps(between_rounds(found))}")
+    for name, found in zip(names[1:], results[1:], strict=True):
+        if found and results[0] and not options.speed:
+            said = compared(results[0], found)
+            status |= any(x["gap"] > NEAR for x in said["partings"])
+            print(f"h{options.heads} {name} against {names[0]}: {json.dumps(said)}", flush=True)
+    return int(status)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    sys.exit(main(sys.argv[1:]))
