@@ -140,7 +140,7 @@ template <class C>
 MLA_DEVICE void run_joint_block(const DecodeParams& p, const JointMaps& maps, JointStorage<C>& s) {
     const JointBlock<C> block{p, maps, s};
     run_with_joint_memory(
-        s, kMmaWarp, [&] { init_joint_storage(s); },
+        s, kMmaWarp, [&] { init_joint_storage(s, 1); },
         [&](i32 warp, TmemAddr tmem) {
             const i32 lane = threadIdx.x % kWarpThreads;
             if (warp < kMmaWarp) {
@@ -154,7 +154,12 @@ MLA_DEVICE void run_joint_block(const DecodeParams& p, const JointMaps& maps, Jo
             }
             setmaxnreg_dec<kRegsIssue>();
             if (warp == kMmaWarp) {
-                if (block.rank == kPairLeader) run_joint_mma_role<C, ScheduledWork>(p, block.split(), s, tmem);
+                if (block.rank != kPairLeader) return;
+                Ring<1> items;
+                run_joint_mma_role<C, ScheduledWork>(p, block.split(), s, tmem, [&] {
+                    tmem_wait(s.q_full, items.full_parity(0));
+                    items.advance(0);
+                });
             } else if (warp == kQueryWarp) {
                 run_joint_query_role(block);
             } else if (warp >= kValuesWarp) {

@@ -1,4 +1,4 @@
-"""Probes of what a pair of blocks does together: products by `cta_group::2`, and gathers that the first block counts."""
+"""Probes of a pair of blocks: products by `cta_group::2`, and gathers whose bytes the first block counts."""
 
 from __future__ import annotations
 

@@ -1,11 +1,14 @@
 """Bugs planted in the sparse forward whose products a pair of SMs makes: each must show, the kernel as it is must not.
 
 As in `test_sm100_mutants.py`: an error of the simulator or a wrong result, in at least one mode. A step that the
-compiler has written twice, for the values of a tile and for those of the last one, is left out at both places.
+compiler has written twice, for the values of a tile and for those of the last one, is left out at both places. Not
+among the bugs is a missing fence of the barriers' initialisation: the cluster's barrier, which follows, has release and
+acquire in its cluster, and lets nothing else pass either.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -13,7 +16,7 @@ import pytest
 
 import mla_cupy
 from tests.support import mutants
-from tests.support.mutants import Mutant, Steps, sampled, steps
+from tests.support.mutants import Steps, sampled, steps
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
 from tests.support.sparse_cases import SparseCase, SparseInputs, make
@@ -32,6 +35,14 @@ EVERY = 3
 WAIT, COMMIT, ARRIVE = "mbarrier.try_wait", "tcgen05.commit", "mbarrier.arrive"
 AFTER, BEFORE = "tcgen05.fence::after_thread_sync", "tcgen05.fence::before_thread_sync"
 LD, ST = "tcgen05.wait::ld", "tcgen05.wait::st"
+
+
+@dataclass(frozen=True)
+class Mutant(mutants.Mutant):
+    """With `strangers`, the second query selects a row with NaN, which the first one must not meet."""
+
+    strangers: bool = False
+
 
 MUTANTS = [
     # Commits
@@ -117,7 +128,6 @@ MUTANTS = [
     Mutant("no after_thread_sync of the products", SOURCE, *steps(AFTER, 4, 5, 6, 7, 8, 9, of=11)),
     Mutant("no before_thread_sync of P and the result", SOURCE, *steps(BEFORE, 1, of=3)),
     Mutant("P without a proxy fence", SOURCE, *steps("fence.proxy.async", 0, of=1)),
-    Mutant("no fence of the barriers' init", SOURCE, *steps("fence.mbarrier_init", 0, of=1)),
     Mutant("scores used before they are loaded", SOURCE, *steps(LD, 0, of=3)),
     Mutant("sums rescaled before they are loaded", SOURCE, *steps(LD, 1, of=3)),
     Mutant("result stored before it is loaded", SOURCE, *steps(LD, 2, of=3)),
@@ -151,7 +161,7 @@ MUTANTS = [
     Mutant("a query adds to the one before", ROLES, "accumulate = tile > item.tile_begin;", "accumulate = true;"),
     Mutant("every tile begins anew", ROLES, "accumulate = tile > item.tile_begin;", "accumulate = false;"),
     Mutant("both halves of the keys begin anew", ROLES, "accumulate || half > 0,", "accumulate,"),
-    Mutant("both blocks issue", LOADS, "if (block.rank == kPairLeader) run_joint", "run_joint"),
+    Mutant("both blocks issue", LOADS, "            if (block.rank != kPairLeader) return;\n", ""),
     Mutant("all lanes issue", ROLES, "    if (!elect_issuer()) return;\n", ""),
     # Operands
     Mutant("P of the first keys twice", ROLES, "smem_addr(s.p[half])", "smem_addr(s.p[0])"),
@@ -170,7 +180,7 @@ MUTANTS = [
         "listed_rows(block.p, item, tile + half, lane)",
         "listed_rows(block.p, item, tile, lane)",
     ),
-    Mutant("rows behind the split's last", LOADS, " || tile >= item.tile_end", ""),
+    Mutant("rows behind the split's last", LOADS, " || tile >= item.tile_end", "", strangers=True),
     Mutant(
         "the next query's heads",
         LOADS,
@@ -205,13 +215,19 @@ def inputs() -> SparseInputs:
 
 
 @mutants.as_verdict
-def verdict(mode: tuple[str, int]) -> None:
+def verdict(mode: tuple[str, int], strangers: bool = False) -> None:
     """What a run shows; empty if nothing."""
     case = inputs()
+    q, kv, *more = case.arguments
+    if strangers:
+        kv = kv.copy()
+        kv[np.setdiff1d(case.rows[1][:64], case.rows[0])] = np.nan
     with simulated(1, (10, 0), *mode):
-        got = mla_cupy.sparse_mla_forward(*case.arguments, **case.options, kernel=KERNEL)
-    check(got[:2], case.exact[:2], case.rounded[:2], case.case.dtype)
-    check_lse(got[2], case.exact[2], case.rounded[2])
+        got = mla_cupy.sparse_mla_forward(q, kv, *more, **case.options, kernel=KERNEL)
+    of = slice(0, 1) if strangers else slice(None)
+    got, exact, rounded = ([x[of] for x in arrays] for arrays in (got, case.exact, case.rounded))
+    check(got[:2], exact[:2], rounded[:2], case.case.dtype)
+    check_lse(got[2], exact[2], rounded[2])
 
 
 def thinned() -> list[object]:
@@ -227,9 +243,13 @@ def thinned() -> list[object]:
 @pytest.mark.parametrize("mutant", thinned())
 def test_is_caught(mutant: Mutant, plant: mutants.Plant) -> None:
     plant(mutant)
-    assert any(verdict(mode) for mode in MODES), f"nothing shows that {mutant.name}"
+    assert any(verdict(mode, mutant.strangers) for mode in MODES), f"nothing shows that {mutant.name}"
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_kernel_as_it_is(mode: tuple[str, int]) -> None:
     assert verdict(mode) == ""
+
+
+def test_kernel_as_it_is_among_strangers() -> None:
+    assert verdict(("late", 0), strangers=True) == ""

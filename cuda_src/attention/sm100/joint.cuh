@@ -67,12 +67,13 @@ static_assert(JointColumns::are_disjoint(), "tensor memory");
 // stands, only the first block's barrier is used, for both.
 //
 // barrier     arrives (count)              carries                   waits            first phase
-// q_full      query of the leader (1)      Q of both                 mma, leader      blocked, a phase per work item
+// q_full      the kernel's                 Q                         mma              blocked, a phase per work item
 // q_empty     products (1)                 -                         query            free, the same
 // k_full[g]   load of the leader (1)       1 or 2 SW128 tiles of     mma, leader      blocked
 //                                          each block
 // k_empty[g]  products (1)                 -                         load             free
 // v_full[g]   load of the leader (1)       2 SW128 tiles of each     mma, leader      blocked
+//                                          block
 // v_empty[g]  products (1)                 -                         load             free
 // s_full[s]   products (1)                 -                         softmax          blocked, a phase per two tiles
 // p_full      softmax warps of both (8)    -                         mma, leader      blocked
@@ -94,8 +95,8 @@ struct JointStorage {
 };
 
 template <class Storage>
-MLA_DEVICE void init_joint_storage(Storage& s) {
-    mbarrier_init(s.q_full, 1);
+MLA_DEVICE void init_joint_storage(Storage& s, u32 query_arrivals) {
+    mbarrier_init(s.q_full, query_arrivals);
     mbarrier_init(s.q_empty, 1);
     for (MBarrier& barrier : s.k_full) mbarrier_init(barrier, 1);
     for (MBarrier& barrier : s.k_empty) mbarrier_init(barrier, 1);
@@ -171,17 +172,15 @@ struct JointProducts {
     }
 };
 
-// By a warp of the leader.
-template <class C, class Work, class Storage>
-MLA_DEVICE void run_joint_mma_role(const DecodeParams& p, i32 split, Storage& s, TmemAddr tmem) {
+// By a warp of the leader; `begin` waits for both blocks' Q of a work item.
+template <class C, class Work, class Storage, class Begin>
+MLA_DEVICE void run_joint_mma_role(const DecodeParams& p, i32 split, Storage& s, TmemAddr tmem, Begin begin) {
     if (!elect_issuer()) return;
     const JointProducts<C, Storage> products{s, tmem};
     u32 tiles = 0;            // scored
     bool accumulate = false;  // what the last one's values are added to
-    Ring<1> items;
     for_items<Work>(p, split, [&](const WorkItem& item) {
-        tmem_wait(s.q_full, items.full_parity(0));
-        items.advance(0);
+        begin();
         for (i32 tile = item.tile_begin; tile < item.tile_end; tile += kHalves) {
             products.issue_scores(tiles);
             if (tile + kHalves >= item.tile_end) tcgen05_pair_commit(s.q_empty);
@@ -282,9 +281,10 @@ struct JointSoftmax {
         fence_proxy_async();
     }
 
-    // `first` of the work item; `mask(scores, half)` hides what is not there.
-    template <class Mask>
-    MLA_DEVICE void tile(bool first, Mask mask) {
+    // `first` of the work item; `mask(scores, half)` hides what is not there, and `mend()` may change the tile's
+    // values.
+    template <class Mask, class Mend>
+    MLA_DEVICE void tile(bool first, Mask mask, Mend mend) {
         const u32 stage = tiles % kStages;
         float scores[kTileKeys];
         tmem_wait(s.s_full[stage], tiles / kStages % 2);
@@ -306,6 +306,7 @@ struct JointSoftmax {
             wait_for_out();
             if (__any_sync(kFullWarp, scale != 1.f)) rescale_out(scale);
         }
+        mend();
         store_p(words);
         tcgen05_fence_before_thread_sync();
         __syncwarp();
@@ -384,7 +385,8 @@ MLA_DEVICE void run_joint_softmax_role(const DecodeParams& p, i32 split, const B
         [&](const WorkItem& item) {
             softmax.reset();
             for (i32 tile = item.tile_begin; tile < item.tile_end; tile += kHalves) {
-                softmax.tile(tile == item.tile_begin, [&](auto& scores, i32 half) { mask(scores, item, tile + half); });
+                softmax.tile(
+                    tile == item.tile_begin, [&](auto& scores, i32 half) { mask(scores, item, tile + half); }, [] {});
             }
             softmax.store(item, heads, true);
         },

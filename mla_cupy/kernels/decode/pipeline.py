@@ -116,6 +116,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         sm90.BOXES,
         forms.SMALL,
         forms.SEESAW,
+        sm100.JOINT,
         sm100.KERNEL,
         *mma.KERNELS,
         generic.KERNEL,
