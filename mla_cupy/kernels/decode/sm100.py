@@ -96,3 +96,5 @@ JOINT: AttentionKernel[DecodeProblem] = AttentionKernel(
     kv_maps=kv_maps,
     forms=SINK,
 )
+
+KERNELS = (JOINT, KERNEL)
