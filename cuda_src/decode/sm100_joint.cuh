@@ -89,15 +89,17 @@ MLA_DEVICE void load_sw_tiles(const JointBlock<C>& block, const TileBoxes& boxes
     }
 }
 
-// Calls load(boxes, half, first, last) for each half of the joint tiles, also for one behind the item's last tile,
-// whose pages are absent: it becomes zeros.
+// Calls load(boxes, half, tile) for each half of the joint tiles, also for one behind the item's last tile, whose pages
+// are absent: it becomes zeros.
 template <class Load>
 MLA_DEVICE void for_halves(const TileBoxes& boxes, const WorkItem& item, i32 tile, Load load) {
     const i32 half = (tile - item.tile_begin) % kHalves;
-    load(boxes, half, tile);
-    if (half == 0 && tile + 1 == item.tile_end) {
-        const BoxWindow nothing{{kAbsentPage, kAbsentPage}, {0, 0}};
-        load(TileBoxes{nothing, 0, boxes.count, boxes.rows, boxes.lane, boxes.l2_policy}, 1, tile + 1);
+    const i32 last = tile + 1 == item.tile_end ? kHalves - 1 : half;
+    BoxWindow window = boxes.window;
+#pragma unroll 1
+    for (i32 i = half; i <= last; ++i) {
+        load(TileBoxes{window, boxes.first, boxes.count, boxes.rows, boxes.lane, boxes.l2_policy}, i, tile + i - half);
+        window = BoxWindow{{kAbsentPage, kAbsentPage}, {0, 0}};
     }
 }
 
@@ -110,6 +112,7 @@ struct KeysLoader {
 
     MLA_DEVICE void load(const TileBoxes& boxes) const {
         DecodeStorage<C>& s = block.s;
+#pragma unroll 1
         for (i32 group = 0; group < kKeyGroups<C>; ++group) {
             const i32 first = group * kJointGroupSwTiles, count = min(kJointGroupSwTiles, C::kSwTilesQk - first);
             mbarrier_wait(s.k_empty[group], tiles % 2 ^ 1);
@@ -146,6 +149,7 @@ struct ValuesLoader {
         DecodeStorage<C>& s = block.s;
         for_halves(boxes, item, tile, [&](const TileBoxes& boxes, i32 half, i32 tile) {
             const bool mend = is_to_mend(item, tile - half);
+#pragma unroll 1
             for (i32 t = 0; t < kValueProducts; ++t) {
                 const i32 group = t * kHalves + half;
                 constexpr u32 kBytes = kJointGroupSwTiles * kSw128Bytes;
