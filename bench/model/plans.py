@@ -88,5 +88,4 @@ OURS = (
     (SWAPPED_64_ALONE, _SPARSE_64),
     *((plan, _SPARSE) for plan in (SWAPPED_64_GATHERED, SWAPPED_128_GATHERED, JOINT_GATHERED, PAIR)),
 )
-"""Plans of ours and work that they are for. Of 128 heads those with tiles of 128 keys are not written but for `JOINT` and
-`JOINT_GATHERED`."""
+"""Plans of ours and their work. Of those with tiles of 128 keys `JOINT` and `JOINT_GATHERED` are written."""

@@ -90,7 +90,7 @@ MLA_DEVICE void load_sw_tiles(const JointBlock<C>& block, const TileBoxes& boxes
 }
 
 // Calls load(boxes, half, tile) for each half of the joint tiles, also for one behind the item's last tile, whose pages
-// are absent: it becomes zeros.
+// are absent: it becomes zeros, which do not count.
 template <class Load>
 MLA_DEVICE void for_halves(const TileBoxes& boxes, const WorkItem& item, i32 tile, Load load) {
     const i32 half = (tile - item.tile_begin) % kHalves;
@@ -236,7 +236,7 @@ struct DecodeSoftmax : JointSoftmax<C, DecodeStorage<C>> {
     MLA_DEVICE void process(const WorkItem& item) {
         const BlockHeads heads{block.kv_head, block.row0, block.rows};
         const i32 row = min(block.row0 + head, block.rows - 1);
-        const i32 visible = min(min(visible_tokens(p, item, row), item.tokens), item.tile_end * kTileTokens);
+        const i32 visible = min(visible_tokens(p, item, row), item.tokens);
         this->reset();
         for (i32 tile = item.tile_begin; tile < item.tile_end; tile += kHalves) {
             this->tile(

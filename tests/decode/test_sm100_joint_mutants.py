@@ -1,19 +1,23 @@
 """Bugs planted in dense decode by pairs of SMs on Blackwell: each must show, the kernel as it is must not.
 
 Those of products, softmax and results, which it shares with the sparse forward, are in
-`tests/sparse_forward/test_sm100_joint_mutants.py`; here are those of its own roles and masks, and the steps once more. A
-step that the compiler has written twice, for the values of a tile and for those of the last one, is left out at both.
+`tests/sparse_forward/test_sm100_joint_mutants.py`; here are those of its own roles and masks, and the steps once more.
+A step that the compiler has written twice, for the values of a tile and for those of the last one, is left out at both.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 import mla_cupy
 from tests.decode.test_small_mutants import alike_where_finite
+from tests.support import mutants
+from tests.support.calls import plan_of
 from tests.support.cases import DecodeCase, make
-from tests.support.mutants import Mutant, Plant, Steps, as_verdict, sampled, steps
+from tests.support.mutants import Plant, Steps, as_verdict, sampled, steps
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
 from tests.support.tolerance import check
@@ -29,6 +33,14 @@ EVERY = 4
 
 WAIT, ARRIVE, COMMIT = "mbarrier.try_wait", "mbarrier.arrive", "tcgen05.commit"
 AFTER = "tcgen05.fence::after_thread_sync"
+
+
+@dataclass(frozen=True)
+class Mutant(mutants.Mutant):
+    """With `pieces`, requests are cut into pieces of one tile of 64 tokens, half of a joint tile."""
+
+    pieces: bool = False
+
 
 MUTANTS = [
     # Waits
@@ -73,22 +85,17 @@ MUTANTS = [
     Mutant("both load the same keys", ROLES, "if (half == (i32)block.rank) load", "if (half == 0) load"),
     Mutant("both load the same dims", ROLES, "(i32)block.rank * kBlockDims + t", "t"),
     Mutant("nothing behind the last tile", ROLES, "? kHalves - 1 : half;", "? half : half;"),
-    Mutant(
-        "keys of the page behind the last tile",
-        ROLES,
-        "        window = BoxWindow{{kAbsentPage, kAbsentPage}, {0, 0}};\n",
-        "",
-    ),
     Mutant("values of the next group", ROLES, "t * kTileDims) / kSw128Columns", "(t ^ 1) * kTileDims) / kSw128Columns"),
     # Masks
     Mutant("absent pages count", ROLES, "        mask_keys_absent(scores, present);\n", ""),
     Mutant("present keys of the other half", ROLES, "s.present[at.stage()][half];", "s.present[at.stage()][half ^ 1];"),
     Mutant("hidden keys count", ROLES, "min(visible_tokens(p, item, row), item.tokens)", "item.tokens"),
     Mutant(
-        "keys past the end count",
+        "keys of the page behind the last tile",
         ROLES,
-        "min(min(visible_tokens(p, item, row), item.tokens), item.tile_end * kTileTokens)",
-        "min(visible_tokens(p, item, row), (item.tile_end + 1) * kTileTokens)",
+        "        window = BoxWindow{{kAbsentPage, kAbsentPage}, {0, 0}};\n",
+        "",
+        pieces=True,
     ),
     Mutant("what the own rows see decides", ROLES, "row0 - (i32)rank * kJointHeads", "row0"),
     Mutant("hidden values not mended", ROLES, "[&] { mend(item, tile); }", "[] {}"),
@@ -103,7 +110,7 @@ MUTANTS = [
 
 
 @as_verdict
-def verdict(mode: tuple[str, int]) -> None:
+def verdict(mode: tuple[str, int], pieces: bool = False) -> None:
     """What a run shows; empty if nothing."""
     inputs = make(CASE)
     last = CASE.lengths()[0] - 1  # of the first request: only its last query sees it
@@ -111,7 +118,12 @@ def verdict(mode: tuple[str, int]) -> None:
     page[last % 16, [7, 300]] = np.inf
     page[last % 16 - 1] *= np.asarray(8, page.dtype)  # raises the maxima of the last tile
     with simulated(1, (10, 0), *mode):
-        got = mla_cupy.mla_decode(*inputs.arguments, kernel=KERNEL)
+        if pieces:
+            plan = plan_of(inputs, device=0, kernel=KERNEL, batch_invariant=True, split_tokens=64)
+            plan.update(inputs.seqlens)
+            got = mla_cupy.mla_decode(*inputs.arguments, plan=plan)
+        else:
+            got = mla_cupy.mla_decode(*inputs.arguments, kernel=KERNEL)
     alike = [alike_where_finite(mine, exact) for mine, exact in zip(got, inputs.exact, strict=True)]
     check((alike[0], alike[1]), inputs.exact, inputs.rounded, CASE.dtype)
 
@@ -130,9 +142,13 @@ def thinned() -> list[object]:
 def test_is_caught(mutant: Mutant, plant: Plant) -> None:
     """In one of the modes: late completion shows most."""
     plant(mutant)
-    assert any(verdict(mode) for mode in MODES[1:] + MODES[:1]), f"nothing shows that {mutant.name}"
+    assert any(verdict(mode, mutant.pieces) for mode in MODES[1:] + MODES[:1]), f"nothing shows that {mutant.name}"
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_kernel_as_it_is(mode: tuple[str, int]) -> None:
     assert verdict(mode) == ""
+
+
+def test_kernel_as_it_is_in_pieces() -> None:
+    assert verdict(("late", 0), pieces=True) == ""
