@@ -42,7 +42,7 @@ def sum_cells(m: int, n: int, weight_stationary: bool = False) -> Cells:
 
 
 def pair_sum_cells(n: int) -> Cells:
-    """The same for a pair of blocks with M = 128, as two (64, n) arrays of the rows of each block.
+    """Lane and column of the elements of D of a pair with M = 128, as two (64, n) arrays of the rows of each block.
 
     Layout B: row r is lane r in the first half of the columns, and lane 64 + r in the second.
     """

@@ -10,7 +10,7 @@ from mla_cupy import dtypes
 from mla_cupy.kernels.spec import KernelSpec, Variant, variants
 from mla_cupy.selftest.layouts import LANES, pair_sum_cells
 from mla_cupy.selftest.params import ProbePairParams
-from mla_cupy.selftest.probe import BLACKWELL, BoxMap, Case, InstructionProbe, random, small_integers
+from mla_cupy.selftest.probe import BLACKWELL, Array, BoxMap, Case, InstructionProbe, random, small_integers
 from mla_cupy.selftest.tmem import LAST_WINDOW, known_cells
 
 BLOCKS = 2
@@ -47,7 +47,7 @@ def _case(name: str, dtype: str, n: int, n_major: bool, window: int, added: bool
         place = block, at.lanes, at.columns
         own = product[block * M // BLOCKS : (block + 1) * M // BLOCKS]
         dump[place] = own + (dump[place] if added else 0)
-    arrays = {
+    arrays: dict[str, Array] = {
         "a": a.astype(kind).view(np.uint16),
         "kv": kv.astype(kind).view(np.uint16),
         "rows": rows.astype(np.int32),

@@ -20,13 +20,14 @@ from mla_cupy.kernels.decode.problem import DecodeProblem
 from tests.support.calls import plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.sim_driver import fake_gpu, simulated
-from tests.support.sim_modes import parametrize_pairs
+from tests.support.sim_modes import MODES, parametrize_pairs
 from tests.support.tolerance import check
 
 KERNEL, ALONE = "decode_sm100_joint", "decode_sm100"
 BLACKWELL = (10, 0)
 QUICK_SEEDS, ALL_SEEDS = 10, 200
 
+#: Every second one is left to `-m slow`.
 CASES = [
     # Rows of the second block: 1, 32, 64; tiles 1, 2, 3, 4, 5; remainders.
     DecodeCase(b=1, seqlens=1, h_q=65),
@@ -48,7 +49,14 @@ CASES = [
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_matches_oracle:
-        parametrize_pairs(metafunc, [(case, KERNEL) for case in CASES])
+        parametrize_pairs(metafunc, [(case, KERNEL) for case in CASES[::2]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES[1::2], ids=lambda case: case.id)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_matches_oracle_in_all_modes(case: DecodeCase, mode: tuple[str, int]) -> None:
+    check_case(make(case), 2, mode)
 
 
 def run(inputs: DecodeInputs, sm_count: int = 1, mode: tuple[str, int] = ("early", 0), **options: Any) -> Any:
@@ -138,7 +146,13 @@ def test_out_of_the_caller_keeps_its_gaps() -> None:
     assert (whole == 7).all()
 
 
-@pytest.mark.parametrize("cuts", [{}, {"batch_invariant": True, "split_tokens": 64}], ids=["even", "pieces"])
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        pytest.param({}, marks=pytest.mark.slow, id="even"),
+        pytest.param({"batch_invariant": True, "split_tokens": 64}, id="pieces"),
+    ],
+)
 def test_a_plan_serves_other_lengths(cuts: dict[str, Any]) -> None:
     """Also one whose pieces are half of a joint tile."""
     case = DecodeCase(b=2, seqlens=(150, 65), h_q=66)

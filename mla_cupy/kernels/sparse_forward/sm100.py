@@ -81,6 +81,7 @@ PAIR = MappedKernel(
     unsupported=_not_by_pair,
     variant=lambda problem: Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk),
     block_rows=BLOCK_HEADS[-1],
+    on_request=True,
     unproven=True,
     maps=maps,
 )
