@@ -28,8 +28,8 @@ ROLES = "decode/sm100_joint.cuh"
 #: One pair works on all requests, of four, no, three and one tiles: two, none, two and one joint tiles. Each block has
 #: the rows of one of two queries.
 CASE = DecodeCase(b=4, seqlens=(250, 0, 130, 40), s_q=2, h_q=64, page_size=16, missing_pages=1)
-EVERY = 8
-"""An ordinary run plants every eighth bug, of the steps too."""
+EVERY = 12
+"""An ordinary run plants every twelfth bug, of the steps too."""
 
 WAIT, ARRIVE, COMMIT = "mbarrier.try_wait", "mbarrier.arrive", "tcgen05.commit"
 AFTER = "tcgen05.fence::after_thread_sync"

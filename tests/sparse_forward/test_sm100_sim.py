@@ -155,7 +155,9 @@ def test_random_cases(case: SparseCase, kernel: str, mode: tuple[str, int], sm_c
 @pytest.mark.parametrize(
     ("case", "mode", "sm_count"),
     [
-        pytest.param(case, MODES[(7 * i) % len(MODES)], (1, 4, 2)[i % 3], id=case.id)
+        pytest.param(
+            case, MODES[(7 * i) % len(MODES)], (1, 4, 2)[i % 3], id=case.id, marks=[pytest.mark.slow] * (i % 2)
+        )
         for i, case in enumerate(JOINT_CASES)
     ],
 )
