@@ -152,5 +152,6 @@ def test_kernel_as_it_is(mode: tuple[str, int]) -> None:
     assert verdict(mode) == ""
 
 
+@pytest.mark.slow
 def test_kernel_as_it_is_in_pieces() -> None:
     assert verdict(("late", 0), pieces=True) == ""

@@ -253,5 +253,6 @@ def test_kernel_as_it_is(mode: tuple[str, int]) -> None:
     assert verdict(mode) == ""
 
 
+@pytest.mark.slow
 def test_kernel_as_it_is_among_strangers() -> None:
     assert verdict(("late", 0), strangers=True) == ""
