@@ -2,9 +2,9 @@
 
 As in `test_sm100_mutants.py`: an error of the simulator or a wrong result, in at least one mode. A step that the
 compiler has written twice, for the values of a tile and for those of the last one, is left out at both places. Not
-among the bugs, since nothing shows them in the simulator: a missing fence of the barriers' initialisation (the cluster's
-barrier after it has release and acquire), and missing fences of tensor memory between its allocation and the first
-access, and before it is given back, where the cluster's barrier is what orders.
+among the bugs, since nothing shows them in the simulator: a missing fence of the barriers' initialisation (the
+cluster's barrier after it has release and acquire), and missing fences of tensor memory between its allocation and the
+first access, and before it is given back, where the cluster's barrier is what orders.
 """
 
 from __future__ import annotations
