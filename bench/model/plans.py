@@ -14,16 +14,19 @@ _DIM_TILES, _TILE_DIMS = 4, 128
 _GATHER_WARPS = 4
 
 
-def pair_plan(name: str, element_bytes: int, tmem_dims: int = 0) -> Plan:
+def pair_plan(name: str, element_bytes: int, tmem_dims: int = 0, apart: bool = False, gathered: bool = False) -> Plan:
     """128 rows by `cta_group::2`, tiles of 128 keys: each block has 64 rows, half of the keys, and half of V's columns.
 
-    `tmem_dims` of Q's columns are in tensor memory.
+    `tmem_dims` of Q's columns are in tensor memory. K and V that lie `apart` share no bytes: the half of V's columns of
+    the block's own keys arrives once more.
     """
     keys, step = 128, OPERAND_ROW_BYTES // element_bytes
     scores = [Product(PAIR_ROWS, keys, (D_QK - tmem_dims) // step, pair=True)]
     if tmem_dims:
         scores.append(Product(PAIR_ROWS, keys, tmem_dims // step, pair=True, a_in_tmem=True))
     half = keys // 2
+    values_of = keys if apart else half
+    rows = half * D_QK // _SW_TILE_COLUMNS + values_of * (D_V // 2) // _SW_TILE_COLUMNS
     return Plan(
         name,
         2,
@@ -31,8 +34,10 @@ def pair_plan(name: str, element_bytes: int, tmem_dims: int = 0) -> Plan:
         keys,
         tuple(scores),
         (Product(PAIR_ROWS, D_V // 2, 2 * keys // step, pair=True),),
-        filled=element_bytes * (half * D_QK + half * D_V // 2),
+        filled=element_bytes * (half * D_QK + values_of * D_V // 2),
         element_bytes=element_bytes,
+        messages=rows // _GATHERED_ROWS if gathered else 0,
+        issuers=_GATHER_WARPS,
     )
 
 
@@ -64,6 +69,9 @@ SWAPPED_64_GATHERED = swapped_plan("swapped, 64 keys, gathered by two blocks", R
 SWAPPED_128_GATHERED = swapped_plan("swapped, 128 keys, gathered by two blocks", ROWS, 128, 2, gathered=True)
 SWAPPED_64_ALONE = swapped_plan("swapped, 64 keys, gathered", ROWS, 64, gathered=True)
 PAIR = pair_plan("`cta_group::2`, tiles of 128 keys", ELEMENT_BYTES)
+JOINT = pair_plan("joint, tiles of 128 keys", ELEMENT_BYTES, apart=True)
+JOINT_GATHERED = pair_plan("joint, 128 keys, gathered", ELEMENT_BYTES, apart=True, gathered=True)
+JOINT_Q_IN_TMEM = pair_plan("joint, 256 of Q's columns in tensor memory", ELEMENT_BYTES, 256, apart=True)
 
 
 def _decode(batch: int, heads: int, keys: int, queries: int = 1) -> Work:
@@ -76,8 +84,8 @@ _SPARSE_64 = Work("sparse, 64 heads, 4,096 queries of 2,048 keys", 4096, 64, 204
 OURS = (
     *((plan, _decode(128, 64, 4096)) for plan in (SWAPPED_64, SWAPPED_128)),
     *((plan, _decode(64, 16, 81920, 4)) for plan in (SWAPPED_64, SWAPPED_128)),
-    *((plan, _decode(128, 128, 4096)) for plan in (SWAPPED_64, SWAPPED_128, PAIR)),
+    *((plan, _decode(128, 128, 4096)) for plan in (SWAPPED_64, SWAPPED_128, JOINT, JOINT_Q_IN_TMEM, PAIR)),
     (SWAPPED_64_ALONE, _SPARSE_64),
-    *((plan, _SPARSE) for plan in (SWAPPED_64_GATHERED, SWAPPED_128_GATHERED, PAIR)),
+    *((plan, _SPARSE) for plan in (SWAPPED_64_GATHERED, SWAPPED_128_GATHERED, JOINT_GATHERED, PAIR)),
 )
-"""Plans of ours and work that they are for. The last one of each work of 128 heads is not written."""
+"""Plans of ours and their work. Of those with tiles of 128 keys `JOINT` and `JOINT_GATHERED` are written."""

@@ -8,12 +8,13 @@ from typing import Any
 
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels.spec import KernelSpec
-from mla_cupy.selftest import calls, copies, mma, mma_calls, reductions, sparse_calls, tmem
+from mla_cupy.selftest import calls, copies, mma, mma_calls, pair, reductions, sparse_calls, tmem
 from mla_cupy.selftest.probe import ARCHS, Probe, stage
 
 #: The kernels of the probes, by name. They are not kernels of the package: nothing else compiles or launches them.
 KERNELS: dict[str, KernelSpec[Any]] = {
-    kernel.name: kernel for kernel in (tmem.KERNEL, mma.KERNEL, copies.KERNEL, reductions.REDUCE, reductions.STMATRIX)
+    kernel.name: kernel
+    for kernel in (tmem.KERNEL, mma.KERNEL, pair.KERNEL, copies.KERNEL, reductions.REDUCE, reductions.STMATRIX)
 }
 
 
@@ -31,6 +32,7 @@ def probes(arch: str, pattern: str = "*") -> list[Probe]:
         *tmem.PROBES,
         *mma.PROBES,
         *copies.PROBES,
+        *pair.PROBES,
         *reductions.PROBES,
         *mma_calls.probes(),
         *sparse_calls.probes(),

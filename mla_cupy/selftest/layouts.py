@@ -41,6 +41,15 @@ def sum_cells(m: int, n: int, weight_stationary: bool = False) -> Cells:
     return Cells(row // 16 * 32 + row % 16, column)
 
 
+def pair_sum_cells(n: int) -> Cells:
+    """Lane and column of the elements of D of a pair with M = 128, as two (64, n) arrays of the rows of each block.
+
+    Layout B: row r is lane r in the first half of the columns, and lane 64 + r in the second.
+    """
+    row, column = np.broadcast_arrays(np.arange(LANES // 2)[:, None], np.arange(n)[None, :])
+    return Cells(row + column // (n // 2) * (LANES // 2), column % (n // 2))
+
+
 def shape_cells(shape: str, registers: int) -> Cells:
     """Lane and column of register i of thread t in a load or store, as two (registers, 32) arrays, from its address on.
 

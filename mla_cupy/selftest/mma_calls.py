@@ -125,13 +125,29 @@ def _decode_probes(kernel: AttentionKernel[Any]) -> Iterator[MmaProbe]:
 
 
 def _tcgen05_decode_probes() -> Iterator[MmaProbe]:
-    """Each number of rows of a block, then several blocks, which a schedule cuts."""
-    name = sm100.KERNEL.name
+    """Each number of rows of a block, then several blocks, which a schedule cuts; the same of pairs."""
     blocks = [(f"{heads}heads", "bfloat16", heads, D_QK) for heads in sm100.BLOCK_ROWS]
     blocks += [("float16", "float16", 64, D_QK), ("without-rope", "bfloat16", 32, D_V)]
     calls = [(f"{heads}heads", "bfloat16", heads, D_QK) for heads in (16, 64, 128)]
+    yield from _tcgen05_decode_probes_of(sm100.KERNEL, blocks, calls, ("tmem/*", "mma/*", "copy/*", "stmatrix/*"))
+    pairs = [
+        ("128heads", "bfloat16", 128, D_QK),
+        ("float16", "float16", 96, D_QK),
+        ("without-rope", "bfloat16", 128, D_V),
+    ]
+    whole = [("128heads", "bfloat16", 128, D_QK)]
+    yield from _tcgen05_decode_probes_of(sm100.JOINT, pairs, whole, ("tmem/*", "mma.pair/*", "copy/*"))
+
+
+def _tcgen05_decode_probes_of(
+    kernel: AttentionKernel[Any],
+    blocks: list[tuple[str, str, int, int]],
+    calls: list[tuple[str, str, int, int]],
+    instructions: tuple[str, ...],
+) -> Iterator[MmaProbe]:
+    name = kernel.name
     for stage, variants, on_gpu, simulated, needs in (
-        ("block", blocks, Sizes(1, 200), Sizes(1, 130), ("tmem/*", "mma/*", "copy/*", "stmatrix/*")),
+        ("block", blocks, Sizes(1, 200), Sizes(1, 130), instructions),
         ("kernel", calls, Sizes(32, 4096), Sizes(2, 140), (f"block/{name}/*",)),
     ):
         for label, dtype, heads, d_qk in variants:
@@ -143,7 +159,7 @@ def _tcgen05_decode_probes() -> Iterator[MmaProbe]:
                 functools.partial(_decode, heads=heads, dtype=dtype, d_qk=d_qk),
                 on_gpu,
                 simulated,
-                sm100.KERNEL.archs,
+                kernel.archs,
                 needs,
             )
 

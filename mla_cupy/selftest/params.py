@@ -45,6 +45,18 @@ class ProbeMmaParams(Params):
     window: I32
 
 
+class ProbePairParams(Params):
+    """Struct of `probes/pair.cu`."""
+
+    a: Address
+    rows: Address
+    cells: Address
+    dump: Address
+    n: I32
+    accumulate: I32
+    window: I32
+
+
 class ProbeReduceParams(Params):
     """Struct of `probes/reduce.cu`."""
 

@@ -29,6 +29,7 @@ ARCHS = archs(LEAST_KB)
 """All targets that have probes: those with mma.sync of 16-bit numbers."""
 AXES = {
     "dump": ("lane", "column"),
+    "dumps": ("block", "lane", "column"),
     "loaded": ("warp", "register", "thread"),
     "sw_tile": ("row", "place"),
     "sums": ("group", "element"),

@@ -21,6 +21,7 @@ from mla_cupy.selftest.probe import random
 S_KV = 90
 PAGE_SIZE = 64
 _INSTRUCTIONS = ("tmem/*", "mma/*", "copy/*", "stmatrix/*")
+_OF_A_PAIR = ("tmem/*", "mma.pair/*", "copy/*")
 
 
 @functools.lru_cache(maxsize=2)
@@ -58,7 +59,9 @@ def _decode(sizes: Sizes, heads: int, dtype: str) -> Problem:
     return Problem(arguments, reference.sparse_mla_decode(**arguments)[0])
 
 
-def _probes_of(kernel: AttentionKernel[Any], call: str, heads: tuple[int, ...]) -> Iterator[MmaProbe]:
+def _probes_of(
+    kernel: AttentionKernel[Any], call: str, heads: tuple[int, ...], needs: tuple[str, ...] = _INSTRUCTIONS
+) -> Iterator[MmaProbe]:
     problem = _decode if call == "sparse_mla_decode" else _forward
     for h_q in heads:
         for stage, dtype, on_gpu, simulated in (
@@ -75,7 +78,7 @@ def _probes_of(kernel: AttentionKernel[Any], call: str, heads: tuple[int, ...]) 
                 on_gpu,
                 simulated,
                 kernel.archs,
-                (f"block/{kernel.name}/*",) if stage == "kernel" else _INSTRUCTIONS,
+                (f"block/{kernel.name}/*",) if stage == "kernel" else needs,
             )
 
 
@@ -84,5 +87,6 @@ def probes() -> list[MmaProbe]:
     return [
         *_probes_of(sm100.KERNEL, "sparse_mla_forward", sm100.BLOCK_HEADS),
         *_probes_of(sm100.PAIR, "sparse_mla_forward", (128,)),
+        *_probes_of(sm100.JOINT, "sparse_mla_forward", (128,), _OF_A_PAIR),
         *_probes_of(records.SM100, "sparse_mla_decode", records.BLACKWELL_BLOCK_ROWS),
     ]

@@ -60,10 +60,14 @@ def test_what_a_pair_fetches() -> None:
     """Each block: half of the keys whole, and half of the value columns of the other half."""
     assert pair_plan("", 2).filled == 64 * 1152 + 64 * 512
     assert pair_plan("", 1).filled == 64 * 576 + 64 * 256
+    assert pair_plan("", 2, apart=True).filled == 64 * 1152 + 128 * 512
     assert swapped_plan("", 64, 128).filled == 128 * 1152
 
 
 def test_a_gather_is_shared_by_blocks_and_threads() -> None:
+    joint = pair_plan("", 2, apart=True, gathered=True)
+    assert joint.messages == 16 * 9 + 32 * 4
+    assert pair_plan("", 2, apart=True).messages == 0
     alone, two = (swapped_plan("", 64, 64, blocks, gathered=True) for blocks in (1, 2))
     assert (alone.messages, two.messages) == (16 * 9, 8 * 9)
     slow = replace(RATES, gather_issue_cycles=1000.0)
@@ -165,8 +169,10 @@ def test_every_prediction_has_a_plan_that_fits() -> None:
 
 OUR_KERNELS = {
     "decode_sm100": ("block_rows", plans.SWAPPED_64),
+    "decode_sm100_joint": ("", plans.JOINT),
     "sparse_forward_sm100": ("block_heads", plans.SWAPPED_64_ALONE),
     "sparse_forward_sm100_pair": ("", plans.SWAPPED_64_GATHERED),
+    "sparse_forward_sm100_joint": ("", plans.JOINT_GATHERED),
 }
 
 
@@ -182,18 +188,20 @@ def test_a_plan_is_that_of_its_kernel(name: str) -> None:
     facts = loader.obtain(kernel.request(build, "sm_100a")).facts
     (scores,), (values,) = plan.scores, plan.values
     assert list(facts["products"]) == [*(scores.m, scores.n, scores.count), *(values.m, values.n, values.count)]
-    assert (facts["tile_tokens"], facts.get("cluster", 1)) == (plan.keys, plan.blocks)
+    tiles = 2 if scores.pair else 1  # of schedules, for one of the products
+    assert (tiles * facts["tile_tokens"], facts.get("cluster", 1)) == (plan.keys, plan.blocks)
 
 
 def test_aims_are_judged_at_their_own_clock() -> None:
     aims = [(work.nbytes > 0, plan.name) for plan, work in plans.OURS if forward_report.aim(plan, work, B200, RATES)]
-    assert len(aims) == 6
+    assert len(aims) == 9
     sparse = next(work for plan, work in plans.OURS if work.rows == 128 and not work.nbytes)
     fast = at_clock(B200, 1.85)
     said = forward_report.aim(plans.SWAPPED_128_GATHERED, sparse, B200, RATES)
     tflops = forecast(plans.SWAPPED_128_GATHERED, sparse, fast, RATES).tflops
     assert said == f"missed: {tflops:,.0f} of 1,200 TFLOP/s"
     assert forward_report.aim(plans.PAIR, sparse, B200, RATES).startswith("reached: ")
+    assert forward_report.aim(plans.JOINT_GATHERED, sparse, B200, RATES).startswith("reached: ")
 
 
 # ---- The command and the page --------------------------------------------------------------------------------------

@@ -282,6 +282,7 @@ SINKS = (
     (replace(MANY, page_size=16), "decode_sm90_seesaw_boxes"),
     (MANY, "decode_sm90_seesaw_boxes"),
     (MANY, "decode_sm100"),
+    (MANY, "decode_sm100_joint"),
     (replace(SINGLE, h_q=4, seqlens=(70, 3, 30)), "attention_generic"),
     (replace(SINGLE, record="v32"), "decode_sm90_records"),
     (replace(SINGLE, record="v4", d_qk=512, h_q=64), "decode_sm90_records_seesaw"),

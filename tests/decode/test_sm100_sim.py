@@ -218,7 +218,7 @@ def test_every_problem_has_a_build(d_qk: int, tree_mask: bool, h_q: int) -> None
 
 @pytest.mark.parametrize("admitted", [True, False])
 def test_is_the_default_where_the_self_test_has_admitted_it(admitted: bool) -> None:
-    problem = DecodeProblem(1, 128, 1, "bfloat16")
+    problem = DecodeProblem(1, 64, 1, "bfloat16")
     gpu = fake_gpu(148, BLACKWELL) if admitted else replace(fake_gpu(148, BLACKWELL), admitted=frozenset())
     assert (DECODE.configure(problem, gpu).kernel.name == KERNEL) == admitted
     assert DECODE.configure(problem, gpu, KERNEL).kernel.name == KERNEL

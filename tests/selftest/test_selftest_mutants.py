@@ -22,6 +22,7 @@ from tests.support import (
 LD2, LD16 = "tmem/ld/16x256b.x2-lane0", "tmem/ld/32x32b.x16-lane0"
 S32, DP32, DKV32 = "mma/bfloat16/s-m64n32", "mma/bfloat16/dp-m64n32", "mma/bfloat16/dkv-m128n32"
 DQ = "mma/bfloat16/dq-m128n64-64keys"
+PAIR128, PAIR256 = "mma.pair/bfloat16/scores-n128", "mma.pair/bfloat16/values-n256"
 STMATRIX = "stmatrix/bfloat16-32keys"
 
 
@@ -35,6 +36,7 @@ class Mutant(mutants.Mutant):
 
 DESC, TCGEN05, SW128 = "tile/matrix_desc.cuh", "ptx/tcgen05.cuh", "tile/sw128.cuh"
 COPY, REDUCE, MMA, TMEM = "ptx/copy.cuh", "ptx/reduce.cuh", "probes/mma.cu", "probes/tmem.cu"
+PAIR = "ptx/tcgen05_pair.cuh"
 AFTER, STORE = "tcgen05.fence::after_thread_sync", "copy/store/64heads"
 
 MUTANTS = (
@@ -82,6 +84,17 @@ MUTANTS = (
         ("mma/bfloat16/s-and-dp-n32", "mma/bfloat16/ropes-n64"),
         (S32,),
     ),
+    Mutant("half of a pair's rows", DESC, "m / 16 << 24", "(m > 64 ? 16 : m / 16) << 24", (PAIR128,), (S32,)),
+    Mutant("commit to the first block alone", PAIR, "(1 << kPairBlocks) - 1", "1", (PAIR128, PAIR256), (S32,)),
+    Mutant(
+        "bytes counted by each block",
+        "probes/pair.cu",
+        "const ClusterAddr full = map_to_rank(smem_addr(&s.full), kPairLeader);",
+        "const ClusterAddr full = map_to_rank(smem_addr(&s.full), rank);",
+        (PAIR128, PAIR256),
+    ),
+    Mutant("rows of a pair's gather", PAIR, "{%3, %4, %5, %6, %7}", "{%3, %4, %6, %5, %7}", (PAIR128, PAIR256), (S32,)),
+    Mutant("arrival at the own block", "probes/pair.cu", "(&s.ready), kPairLeader)", "(&s.ready), rank)", (PAIR128,)),
     Mutant(
         "another shape of load",
         TCGEN05,

@@ -31,6 +31,9 @@ MMA_CALLS = (
     ("sm_120", "block/indexer_logits_mma/float8_e4m3fn"),
     *(("sm_100a", f"block/decode_sm100/{name}") for name in ("16heads", "48heads", "float16", "without-rope")),
     ("sm_100a", "kernel/decode_sm100/128heads"),
+    ("sm_100a", "block/decode_sm100_joint/128heads"),
+    ("sm_100a", "kernel/decode_sm100_joint/128heads"),
+    ("sm_100a", "block/sparse_forward_sm100_joint/bfloat16-128heads"),
 )
 
 
@@ -98,6 +101,9 @@ def test_what_there_must_be() -> None:
                 assert [x for x in about if dtype in x and about[x] == f"tcgen05.mma: {text}{more}"], (dtype, text)
         for m, n in ((32, 64), (32, 256), (64, 64), (64, 256)):
             assert [x for x in about if dtype in x and f"mma.ws: M {m} N {n} " in about[x]], (dtype, m, n)
+        for n, major in ((128, "K"), (256, "MN")):
+            text = f"tcgen05.mma of a pair: M 128 N {n} K 64, A K-major, B {major}-major"
+            assert [x for x in about if dtype in x and about[x] == text], (dtype, n)
     for op in ("ld", "st"):
         for shape in ("16x256b.x1", "16x256b.x2", "16x256b.x4", "16x256b.x8"):
             assert {f"tmem/{op}/{shape}-lane0", f"tmem/{op}/{shape}-lane16"} <= about.keys()

@@ -27,7 +27,7 @@ from tests.support.sparse_gpu import problem_of
 from tests.support.tolerance import check, check_lse
 
 KERNELS = on_blackwell(FORWARD_KERNELS)
-ALONE, PAIR = "sparse_forward_sm100", "sparse_forward_sm100_pair"
+ALONE, PAIR, JOINT = "sparse_forward_sm100", "sparse_forward_sm100_pair", "sparse_forward_sm100_joint"
 MODES = (("early", 0), ("late", 0), *(("random", seed) for seed in range(1, 21)))
 RANDOM_CASES, SLOW_CASES = 10, 200
 
@@ -73,6 +73,24 @@ def random_case(seed: int) -> SparseCase:
         head_axis=chance(0.2),
         seed=seed,
     )
+
+
+#: Of joint products: tiles of 64 keys by number and remainder, whole joint tiles and halves, all heads or the least.
+JOINT_CASES = [
+    SparseCase(s_q=1, h_q=128, topk=64, invalid=0.0),
+    SparseCase(s_q=1, h_q=65, topk=128, invalid=0.0, dtype="float16"),
+    SparseCase(s_q=1, h_q=100, topk=129, invalid=0.0, d_qk=512, sink=True),
+    SparseCase(s_q=2, h_q=128, topk=1, invalid=0.0),
+    SparseCase(s_q=5, h_q=66, topk=150, lengths=True, sink=True),
+    SparseCase(s_q=2, h_q=97, topk=40, invalid=1.0, sink=True),  # nothing to attend to
+]
+
+
+def joint_case(seed: int) -> SparseCase:
+    """A random case with the heads of the joint products; those of an ordinary run are short."""
+    case, rng = random_case(seed), np.random.default_rng([seed, 128])
+    topk = int(rng.integers(1, 200)) if seed < RANDOM_CASES else case.topk
+    return replace(case, s_q=min(case.s_q, 2), topk=topk, h_q=int(rng.choice([65, 80, 96, 112, 127, 128])))
 
 
 def takes(kernel: str, case: SparseCase) -> bool:
@@ -134,6 +152,26 @@ def test_random_cases(case: SparseCase, kernel: str, mode: tuple[str, int], sm_c
     run(make(case), kernel, mode, sm_count)
 
 
+@pytest.mark.parametrize(
+    ("case", "mode", "sm_count"),
+    [
+        pytest.param(
+            case, MODES[(7 * i) % len(MODES)], (1, 4, 2)[i % 3], id=case.id, marks=[pytest.mark.slow] * (i % 2)
+        )
+        for i, case in enumerate(JOINT_CASES)
+    ],
+)
+def test_joint_products(case: SparseCase, mode: tuple[str, int], sm_count: int) -> None:
+    run(make(case), JOINT, mode, sm_count)
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(i, marks=[pytest.mark.slow] if i >= RANDOM_CASES else []) for i in range(SLOW_CASES)]
+)
+def test_joint_products_of_random_cases(seed: int) -> None:
+    run(make(joint_case(seed)), JOINT, MODES[seed % len(MODES)], (1, 4, 2)[seed % 3])
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_blocks_side_by_side(kernel: str) -> None:
     """They share global memory alone; each has the tensor memory of an SM, and gives it back."""
@@ -149,7 +187,7 @@ def test_results_in_float32() -> None:
     assert (out != out.astype(inputs.q.dtype).astype(np.float32)).mean() > 0.5
 
 
-@pytest.mark.parametrize(("kernel", "h_q"), [(ALONE, 3), (PAIR, 67)])
+@pytest.mark.parametrize(("kernel", "h_q"), [(ALONE, 3), (PAIR, 67), (JOINT, 67)])
 def test_what_one_query_selects_stays_with_it(kernel: str, h_q: int) -> None:
     """NaN in the values, infinity in the RoPE columns; `max_logits` tells of NaN too."""
     inputs = make(SparseCase(s_q=4, s_kv=900, h_q=h_q, topk=100, invalid=0.0))
@@ -161,7 +199,9 @@ def test_what_one_query_selects_stays_with_it(kernel: str, h_q: int) -> None:
     assert np.isnan(max_logits[2]).all()
 
 
-@pytest.mark.parametrize(("kernel", "h_q", "growth"), [(ALONE, 9, 4.0), (ALONE, 9, 400.0), (PAIR, 65, 400.0)], ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "h_q", "growth"), [(ALONE, 9, 4.0), (ALONE, 9, 400.0), (PAIR, 65, 400.0), (JOINT, 65, 400.0)], ids=str
+)
 def test_maxima_that_grow_from_tile_to_tile(kernel: str, h_q: int, growth: float) -> None:
     """By less than 2^8 they are kept, by more the sums are rescaled, in both tiles of a pair and in the next one."""
     inputs = make(SparseCase(s_q=1, h_q=h_q, topk=250, s_kv=250, invalid=0.0))
@@ -184,7 +224,7 @@ def test_nan_behind_the_last_head(kernel: str) -> None:
     np.testing.assert_allclose(out[0].astype(np.float64), expected[0], rtol=0, atol=2e-2 * np.abs(expected[0]).max())
 
 
-@pytest.mark.parametrize(("kernel", "h_q"), [(ALONE, 3), (PAIR, 70)])
+@pytest.mark.parametrize(("kernel", "h_q"), [(ALONE, 3), (PAIR, 70), pytest.param(JOINT, 70, marks=pytest.mark.slow)])
 def test_gradients_end_to_end(kernel: str, h_q: int) -> None:
     """The backward takes what this forward gives: `out` and `lse` are its own, not the oracle's.
 
@@ -212,6 +252,15 @@ def test_default_where_the_self_test_has_admitted_them(cc: tuple[int, int], h_q:
     gpu = fake_gpu(148, cc) if admitted else replace(fake_gpu(148, cc), admitted=frozenset())
     chosen = SPARSE_FORWARD.configure(_problem(h_q), gpu).kernel
     assert (chosen.name in KERNELS) == admitted
+    if admitted:
+        assert chosen.name == (JOINT if h_q > 64 else ALONE)
+
+
+def test_products_of_one_block_where_only_those_are_admitted() -> None:
+    """The pair that gathers for each other is kept to compare with, and runs where it is named."""
+    gpu = replace(fake_gpu(148, (10, 0)), admitted=frozenset({ALONE, PAIR}))
+    assert SPARSE_FORWARD.configure(_problem(128), gpu).kernel.name == ALONE
+    assert SPARSE_FORWARD.configure(_problem(128), gpu, PAIR).kernel.name == PAIR
 
 
 def _problem(h_q: int, **changes: Any) -> SparseForwardProblem:
@@ -234,6 +283,8 @@ def test_build_for_the_heads(h_q: int, heads: int, blocks: int) -> None:
         (ALONE, _problem(64, record="v32"), fake_gpu(4, (10, 0)), "16-bit rows"),
         (PAIR, _problem(64), fake_gpu(4, (10, 0)), "takes 65 to 128 heads"),
         (PAIR, _problem(129), fake_gpu(4, (10, 0)), "takes 65 to 128 heads"),
+        (JOINT, _problem(64), fake_gpu(4, (10, 0)), "takes 65 to 128 heads"),
+        (JOINT, _problem(128, aligned=False), fake_gpu(4, (10, 0)), "multiples of 16 bytes"),
         (PAIR, _problem(128), fake_gpu(4, (12, 0)), r"compute capability 10\.0 or 10\.3"),
     ],
 )

@@ -31,7 +31,7 @@ KERNELS: tuple[KernelSpec[Any], ...] = (
     *records.KERNELS,
     schedule_groups.KERNEL,
     schedule_pieces.KERNEL,
-    sm100.KERNEL,
+    *sm100.KERNELS,
     *sm90.KERNELS,
     sm90_fp8.KERNEL,
     sm90_small.KERNEL,

@@ -118,7 +118,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         sm90.BOXES,
         forms.SMALL,
         forms.SEESAW,
-        sm100.KERNEL,
+        *sm100.KERNELS,
         *mma.KERNELS,
         narrow.KERNEL,
         mma_narrow.KERNEL,

@@ -1,9 +1,17 @@
-"""Host side of `decode/sm100.cu`."""
+"""Host side of dense decode on Blackwell: `decode/sm100.cu`, and `decode/sm100_joint.cu` for pairs of SMs."""
 
 from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention.kernel import READS_ROWS, SINK, AttentionKernel, narrowest
+from mla_cupy.kernels.attention.kernel import (
+    KEY_VARIANTS,
+    NO_TREE,
+    READS_ROWS,
+    SINK,
+    AttentionKernel,
+    key_variant,
+    narrowest,
+)
 from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.kernels.decode.sm90 import kv_maps
 from mla_cupy.kernels.params import DecodeParams
@@ -55,3 +63,38 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     kv_maps=kv_maps,
     forms=SINK,
 )
+
+
+PAIR_BLOCKS = 2
+JOINT_ROWS = BLOCK_ROWS[-1]
+"""Query rows of each block of a pair."""
+
+
+def _not_by_a_pair(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
+    """Reason that a pair cannot take the problem; None if it can."""
+    if reason := unsupported(problem, device):
+        return reason
+    if problem.tree_mask:
+        return NO_TREE
+    if -(-problem.rows // JOINT_ROWS) % PAIR_BLOCKS != 0:
+        return Reason(f"takes an even number of blocks of {JOINT_ROWS} rows of a KV head, such as 65 to 128 rows")
+    return None
+
+
+JOINT: AttentionKernel[DecodeProblem] = AttentionKernel(
+    "decode_sm100_joint",
+    "dense decode with tcgen05 for 65 to 128 rows: two SMs multiply together; simulated, not yet run on hardware",
+    "decode/sm100_joint.cu",
+    DecodeParams,
+    BLACKWELL,
+    KEY_VARIANTS,
+    facts={"tile_tokens": TILE_TOKENS, "block_rows": JOINT_ROWS, "cluster": PAIR_BLOCKS},
+    unsupported=_not_by_a_pair,
+    unproven=True,
+    variant=key_variant,
+    block_rows=JOINT_ROWS,
+    kv_maps=kv_maps,
+    forms=SINK,
+)
+
+KERNELS = (JOINT, KERNEL)

@@ -81,9 +81,25 @@ PAIR = MappedKernel(
     unsupported=_not_by_pair,
     variant=lambda problem: Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk),
     block_rows=BLOCK_HEADS[-1],
+    on_request=True,
+    unproven=True,
+    maps=maps,
+)
+
+JOINT = MappedKernel(
+    "sparse_forward_sm100_joint",
+    "sparse forward with tcgen05 for 65 to 128 heads: two SMs multiply together; simulated, not yet run",
+    "sparse_forward/sm100_joint.cu",
+    DecodeParams,
+    BLACKWELL,
+    variants(dtype=HALF, head_dim_qk=HEAD_DIMS_QK),
+    facts={"tile_tokens": TILE_TOKENS, "block_heads": BLOCK_HEADS[-1], "cluster": PAIR_BLOCKS},
+    unsupported=_not_by_pair,
+    variant=lambda problem: Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk),
+    block_rows=BLOCK_HEADS[-1],
     unproven=True,
     maps=maps,
 )
 
 
-KERNELS = (PAIR, KERNEL)
+KERNELS = (JOINT, PAIR, KERNEL)
