@@ -14,7 +14,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from mla_cupy.runtime import device
-from tests import durations, proven, skips
+from tests import durations, skips
+from tests.support import mutants
 from tests.support.mutants import plant  # noqa: F401 (fixture)
 from tests.support.recorder import place, recorder  # noqa: F401 (fixtures)
 
@@ -23,16 +24,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sim", choices=("quick", "full"), default="quick", help="cases that run in the simulator: a choice, or all"
     )
-    parser.addoption("--prove", metavar="FILE", help="all simulations; add to FILE what they load: see tests/proven.py")
     parser.addoption("--cpu-times", metavar="FILE", help="add to FILE what each folder takes: see tests/durations.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(skips.Skips())
-    file = config.getoption("--prove")
-    config.pluginmanager.register(proven.Proof(file) if file else proven.Choice())
     if file := config.getoption("--cpu-times"):
         config.pluginmanager.register(durations.Recorder(file))
+
+
+@pytest.hookimpl(tryfirst=True)  # before what is slow is deselected
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mutants.thin_out(items)
 
 
 def pytest_collection_finish() -> None:

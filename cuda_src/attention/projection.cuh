@@ -222,7 +222,7 @@ struct PieceSums {
 // So many times kAtOnce pieces, as a lane loads them.
 template <class C, i32 kSlots>
 struct LoadedPieces {
-    static constexpr i32 kPieces = kSlots * C::kAtOnce;
+    static constexpr i32 kHeld = kSlots * C::kAtOnce;
     static_assert(C::kAtOnce == 2 || kSlots % 2 == 0, "the next ones begin with an even one");
     uint4 vectors[kSlots][C::kLaneVectors];
 
@@ -312,7 +312,7 @@ MLA_DEVICE void merge_few(const ProjectionBlock<C>& block, const Source& source,
         PieceSums<C> sums;
         pieces[i].add(source, sums, weight, 0);
 #pragma unroll 1
-        for (i32 at = FirstPieces<C>::kPieces; warp_agrees(at < counts[i]); at += NextPieces<C>::kPieces) {
+        for (i32 at = FirstPieces<C>::kHeld; warp_agrees(at < counts[i]); at += NextPieces<C>::kHeld) {
             NextPieces<C> next;
             next.load(block, source, row, at, counts[i]);
             next.add(source, sums, weight, at);
@@ -348,7 +348,7 @@ MLA_DEVICE void merge_many(const ProjectionBlock<C>& block, const Source& source
     PieceSums<C> sums;
     pieces.add(source, sums, weight, 0);
 #pragma unroll 1
-    for (i32 at = NextPieces<C>::kPieces; warp_agrees(at < end - begin); at += NextPieces<C>::kPieces) {
+    for (i32 at = NextPieces<C>::kHeld; warp_agrees(at < end - begin); at += NextPieces<C>::kHeld) {
         pieces.load(block, source, row, begin + at, end);
         pieces.add(source, sums, weight, at);
     }
@@ -420,7 +420,7 @@ MLA_DEVICE void store_pair(const ProjectionBlock<C>& block, i64 request, i64 que
 // Of a tile of 16 tokens, whose latents begin with that row in shared memory, and one of 8 columns: the sums, as
 // mma.sync leaves them.
 template <class C>
-MLA_DEVICE void multiply(const ProjectionStorage<C>& s, i32 row, i32 column, float (&total)[4]) {
+MLA_DEVICE void project_tile(const ProjectionStorage<C>& s, i32 row, i32 column, float (&total)[4]) {
     const i32 lane = threadIdx.x % kWarpThreads;
 #if __CUDA_ARCH__ >= 800
     const SmemAddr a_from = smem_addr(&s.latents[row + lane % 16][lane / 16 * 8]);
@@ -463,7 +463,7 @@ MLA_DEVICE void project_tokens(const ProjectionBlock<C>& block, i32 first_token,
     for (i32 unit = threadIdx.x / kWarpThreads; unit < ceil_div(count, 16) * tiles; unit += kProjectionWarps) {
         const i32 tile_token = unit / tiles * 16, column = unit % tiles * 8;
         float total[4];
-        multiply<C>(block.s, first_row + tile_token, column, total);
+        project_tile<C>(block.s, first_row + tile_token, column, total);
 #pragma unroll
         for (i32 half = 0; half < 2; ++half) {
             const i32 token = tile_token + lane / 4 + 8 * half;

@@ -21,9 +21,10 @@ constexpr i32 kKeysWarp = kWarpgroupWarps, kQueryWarp = kKeysWarp + 1, kMmaWarp 
 constexpr i32 kJointThreads = 10 * kWarpThreads;
 static_assert(kMmaWarp == kQueryWarp + kQueryThreads / kWarpThreads, "one warp after another");
 
-template <class Element_, i32 kHeadDimQk>
+template <class Element_, i32 kHeadDimQk_>
 struct JointConfig {
     using Element = Element_;
+    static constexpr i32 kHeadDimQk = kHeadDimQk_;
     using Work = ScheduledWork;
     static constexpr i32 kSwTilesQk = kHeadDimQk / kSw128Columns;
     static constexpr bool kWithRowMax = false;

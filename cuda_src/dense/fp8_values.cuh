@@ -18,7 +18,7 @@ namespace mla::dense {
 constexpr i32 kValueColumns = 128, kValueKeys = 128;  // of a tile
 constexpr u32 kValueBytes = kValueKeys * kSw128RowBytes;
 constexpr u32 kTransposedBytes = kValueBytes + kSwizzleAtomBytes;  // with eight rows of ones
-constexpr i32 kValueGroups = kValueColumns / kWarpColumns;
+constexpr i32 kTurnedGroups = kValueColumns / kWarpColumns;
 constexpr i32 kValueSteps = kValueKeys / kMmaKBytes;
 constexpr u32 kOnes = 0x38383838;
 

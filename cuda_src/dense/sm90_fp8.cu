@@ -234,7 +234,7 @@ MLA_DEVICE void run_turn_role(Storage& s, i32 thread) {
             const i32 lane = own_lane();
             bool found = false;
 #pragma unroll 1
-            for (i32 group = thread / kWarpThreads; group < kValueGroups; group += kTurnWarps) {
+            for (i32 group = thread / kWarpThreads; group < kTurnedGroups; group += kTurnWarps) {
                 found |= transpose_group(from, to, group, first, lane);
             }
             if (found) slot.nonfinite = 1;

@@ -94,7 +94,7 @@ SITUATIONS = (
     ("`mla_decode`, 32 heads, keys of 320", DECODE, DecodeProblem(1, 32, 1, "bfloat16", d_qk=320)),
     ("`mla_decode`, 40 heads, keys of 288", DECODE, DecodeProblem(1, 40, 1, "bfloat16", d_qk=288)),
     ("`mla_decode`, strides not of 16 bytes", DECODE, DecodeProblem(1, 128, 1, "bfloat16", aligned=False)),
-    ("`merge_project`", MERGE_PROJECT, ProjectProblem(128, 128, "bfloat16")),
+    ("`merge_project`", MERGE_PROJECT, ProjectProblem(128, 128, "bfloat16", 1)),
     ("`sparse_mla_decode`, 16 heads", SPARSE_DECODE, SparseDecodeProblem(64, 16, 2048, "bfloat16", "v32")),
     ("`sparse_mla_decode`, 128 heads", SPARSE_DECODE, SparseDecodeProblem(64, 128, 2048, "bfloat16", "v32")),
     ("the same, V4.1's records", SPARSE_DECODE, SparseDecodeProblem(64, 128, 2048, "bfloat16", "v41", compact=True)),

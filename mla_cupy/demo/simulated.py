@@ -34,7 +34,7 @@ SCALE = 192**-0.5
 LANE_WIDTH = 92
 ROLES = {"warps 0-3": "left: even tiles", "warps 4-7": "right: odd tiles", "warps 8-11": "load"}
 """Roles of the warpgroups of `ATTENTION`, as its source has them under "Budget"."""
-ATTENTION = "mla_decode_sm90_seesaw"
+ATTENTION = "mla_decode_sm90_seesaw_boxes"
 
 Array = npt.NDArray[Any]
 

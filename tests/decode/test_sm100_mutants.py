@@ -13,7 +13,7 @@ import pytest
 import mla_cupy
 from tests.decode.test_small_mutants import alike_where_finite
 from tests.support.cases import DecodeCase, make
-from tests.support.mutants import Mutant, Plant, as_verdict, steps
+from tests.support.mutants import Mutant, Plant, as_verdict, sampled, steps
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
 from tests.support.tolerance import check
@@ -189,7 +189,7 @@ def verdict(mode: tuple[str, int]) -> None:
     check((alike[0], alike[1]), inputs.exact, inputs.rounded, CASE.dtype)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+@pytest.mark.parametrize("mutant", sampled(MUTANTS))
 def test_is_caught(mutant: Mutant, plant: Plant) -> None:
     """In one of the modes: late completion shows most."""
     plant(mutant)

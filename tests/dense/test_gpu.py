@@ -98,7 +98,8 @@ def test_sums_of_codes_do_not_shrink(gpu: DeviceInfo) -> None:
     inputs = make(DenseCase(((3000, 8192), (1000, 3000)), h_q=8, dtype=F8, scales="qk", mean=1.0))
     out, lse = run(inputs, kernel=HOPPER_FP8, out_dtype="float32")
     plain, plain_lse = run(inputs, kernel=GENERIC_FP8, out_dtype="float32")
-    np.testing.assert_allclose(lse, plain_lse, rtol=0, atol=3e-3)
+    # Each of the six products of a score loses up to 2^-13 of its sum.
+    np.testing.assert_allclose(lse, plain_lse, rtol=6 * 2**-13)
     assert abs((out - plain).mean() / plain.mean()) < 3e-4
     for got, wanted in zip(run(inputs, kernel=HOPPER_FP8, out_dtype="float32"), (out, lse), strict=True):
         np.testing.assert_array_equal(got.view(np.uint8), wanted.view(np.uint8))

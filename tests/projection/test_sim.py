@@ -291,47 +291,45 @@ def test_decode_takes_absorbed_queries_without_a_copy() -> None:
 PROJECTION, SPLITS, STATE_ROWS = "attention/projection.cuh", "attention/combine_project.cu", "projection/states.cu"
 ABSORBED = "projection/absorb.cu"
 FEW = states(3, b=35, h=1, d_head=64)
+SOME = states(9, b=2, h=1, d_head=64)  # more pieces than are on their way at first
 MANY = states(35, b=2, s_q=2, h=1)
 ONE = states(1, b=37, h=1, d_head=64, outs_dtype="bfloat16")
 SPLIT = DecodeCase(b=2, seqlens=(2300, 130), h_q=2)  # more cuts than a warp has threads
 
 OF_STATES = (
-    Mutant("weights read before they are there", STATE_ROWS, *steps("bar.sync", 2, of=11)),
+    Mutant("W_UV not waited for", STATE_ROWS, *steps("mbarrier.try_wait", 0, 1, of=2)),
+    Mutant("peers' latents overwritten while they are read", STATE_ROWS, *steps("barrier.cluster.wait", 0, of=2)),
+    Mutant("latents read before they are there", STATE_ROWS, *steps("barrier.cluster.wait", 1, of=2)),
+    Mutant("rows of other warps looked at before they are found", STATE_ROWS, *steps("bar.sync", 1, of=6)),
+    Mutant("sums of ranges not waited for", STATE_ROWS, *steps("bar.sync", 2, of=6)),
+    Mutant("sums of ranges overwritten while they are read", STATE_ROWS, *steps("bar.sync", 3, of=6)),
     Mutant(
-        "shares read before they are there",
+        "a range left out",
         PROJECTION,
-        "cluster_sync();  // every block has its share",
-        "cluster_arrive(); cluster_wait(); if (block.part == 0) return;",
+        "for (i32 of = 1; of < kProjectionWarps",
+        "for (i32 of = 2; of < kProjectionWarps",
     ),
+    Mutant("what weighs nothing is counted", PROJECTION, "weight == 0.f ? 0.f : wide[i]", "wide[i]"),
+    Mutant("pieces of the first two lanes only", PROJECTION, "piece < row.count &&", "piece < min(row.count, 2) &&"),
     Mutant(
-        "a share overwritten while a peer reads it",
-        STATE_ROWS,
-        *steps("barrier.cluster.arrive", 1, of=2),
-    ),
-    Mutant("the peer's share in the wrong place", PROJECTION, "other + (other >= block.part)", "other"),
-    Mutant("groups' sums not waited for", STATE_ROWS, *steps("bar.sync", 6, of=11)),
-    Mutant(
-        "a group left out",
+        "the first pieces' weights again",
         PROJECTION,
-        "for (i32 i = 1; i < C::kGroups; ++i) {\n            const float4 other",
-        "for (i32 i = 2; i < C::kGroups; ++i) {\n            const float4 other",
+        "next.add(source, sums, weight, at)",
+        "next.add(source, sums, weight, 0)",
     ),
     Mutant(
-        "a row's sum goes on into the next",
+        "latents for one block only",
         PROJECTION,
-        "            sum = make_float4(0.f, 0.f, 0.f, 0.f);\n        }",
-        "        }",
+        "for (; rank < C::kShare; rank += step)",
+        "for (; rank < 1; rank += step)",
     ),
     Mutant(
-        "pieces without a key read",
+        "one vector of a lane in the place of another",
         PROJECTION,
-        "tokens[i] >= 0 && s.weights[max(0, tokens[i])][piece] != 0.f",
-        "tokens[i] >= 0",
+        "const i32 vector = block.first_vector() + lane % C::kLanes + v * C::kLanes;",
+        "const i32 vector = block.first_vector() + lane % C::kLanes;",
     ),
-    Mutant("rows of the warp's first pieces only", PROJECTION, "piece < row.count;", "piece < min(row.count, 2);"),
-    Mutant("too few vectors of a share", PROJECTION, "kInFlight = 4;", "kInFlight = 4; count -= count > 16;"),
-    Mutant("W_UV not waited for", STATE_ROWS, *steps("cp.async.wait_all", 0, of=1)),
-    Mutant("results of tokens that are none", PROJECTION, "        if (token >= count) return;\n", ""),
+    Mutant("results of tokens that are none", PROJECTION, "            if (token >= count) continue;\n", ""),
     Mutant(
         "the gate without its sigmoid",
         PROJECTION,
@@ -346,12 +344,18 @@ OF_STATES = (
     ),
 )
 OF_RESULTS = (
-    Mutant("results read while the next are copied", STATE_ROWS, *steps("bar.sync", 10, of=11)),
+    Mutant("results read before others' copies are there", STATE_ROWS, *steps("bar.sync", 4, of=6)),
+    Mutant("results read while the next are copied", STATE_ROWS, *steps("bar.sync", 5, of=6)),
     Mutant("results not waited for", STATE_ROWS, *steps("cp.async.wait_group", 0, of=1)),
     Mutant(
-        "results of the other buffer", PROJECTION, "const i32 first_row = first", "const i32 first_row = 16 + first"
+        "results of the other buffer", PROJECTION, "const i32 first_row = (first", "const i32 first_row = 16 + (first"
     ),
-    Mutant("the share after a block's own", PROJECTION, "tiles * blockIdx.y", "tiles * (blockIdx.y + 1)"),
+    Mutant(
+        "the share after a block's own",
+        PROJECTION,
+        "first = (i64)n.tokens * blockIdx.y",
+        "first = (i64)n.tokens * (blockIdx.y + 1)",
+    ),
     Mutant(
         "another token's row",
         STATE_ROWS,
@@ -360,11 +364,12 @@ OF_RESULTS = (
     ),
 )
 OF_DECODE = (
-    Mutant("cuts counted before they are zero", SPLITS, *steps("bar.sync", 0, 3, of=13)),
     Mutant(
         "the first piece looked for where others are", SPLITS, "p.continued_index + split, kv_head", "split, kv_head"
     ),
-    Mutant("a piece too few", SPLITS, "s.cuts[request - first_request] + 1", "s.cuts[request - first_request]"),
+    Mutant("a piece too few", SPLITS, "pieces = cuts + 1;", "pieces = cuts;"),
+    Mutant("cuts of each lane's own request", SPLITS, "__shfl_sync(kFullWarp, request, i)", "request"),
+    Mutant("the first cut among 32", SPLITS, "? index * kWarpThreads + __ffs(found) - 1 :", "? __ffs(found) - 1 :"),
 )
 OF_ABSORPTION = (
     Mutant("queries read while the next are fetched", ABSORBED, *steps("bar.sync", 1, of=2)),
@@ -383,7 +388,8 @@ OF_ABSORPTION = (
 
 
 def _states(mode: tuple[str, int]) -> None:
-    check_states(FEW, 1, mode)  # groups of two warps, which read each other's weights
+    check_states(FEW, 1, mode)
+    check_states(SOME, 1, mode)
     check_states(MANY, 2, mode)
 
 
@@ -398,7 +404,7 @@ def test_bugs_of_the_merge_are_caught(mutant: Mutant, plant: Plant) -> None:
 def test_bugs_of_copied_results_are_caught(mutant: Mutant, plant: Plant) -> None:
     verdict = as_verdict(check_results)
     plant(mutant)
-    assert any(verdict(ONE, 2, mode) for mode in MODES)
+    assert any(verdict(ONE, sm_count, mode) for sm_count in (1, 2) for mode in MODES)
 
 
 @pytest.mark.parametrize("mutant", OF_DECODE, ids=lambda mutant: mutant.id)
@@ -442,7 +448,8 @@ def test_blocks_of_a_head(h: int, d_head: int, tokens: int, share: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "blocks", "shares"), [(1, 128, 1), (8, 128, 1), (9, 128, 2), (64, 128, 2), (512, 256, 1), (64, 66, 4), (64, 32, 8)]
+    ("tokens", "blocks", "shares"),
+    [(1, 128, 1), (8, 128, 1), (9, 128, 2), (64, 128, 2), (512, 256, 1), (64, 66, 4), (64, 32, 8)],
 )
 def test_shares_of_the_tokens(tokens: int, blocks: int, shares: int) -> None:
     assert projection.token_shares(tokens, projection.LEAST_TOKENS, blocks, 2 * H200.sm_count) == shares

@@ -15,7 +15,7 @@ import mla_cupy
 from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
 from tests.sparse_decode.runs import CASES, MORE_CASES, SparseDecodeCase, check, check_call, make
-from tests.support.mutants import Mutant, Plant, as_verdict, steps
+from tests.support.mutants import Mutant, Plant, as_verdict, sampled, steps
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.sim_modes import MODES
 
@@ -162,7 +162,7 @@ def verdict(mode: tuple[str, int], case: SparseDecodeCase) -> None:
     run(case, mode)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+@pytest.mark.parametrize("mutant", sampled(MUTANTS))
 def test_is_caught(mutant: Mutant, plant: Plant) -> None:
     """In one of the modes."""
     plant(mutant)

@@ -15,7 +15,7 @@ import pytest
 
 import mla_cupy
 from tests.support import mutants
-from tests.support.mutants import steps
+from tests.support.mutants import sampled, steps
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
 from tests.support.sparse_cases import SparseCase, SparseInputs, make
@@ -216,7 +216,7 @@ def verdict(kernel: str, mode: tuple[str, int]) -> None:
     check_lse(got[2], inputs.exact[2], inputs.rounded[2])
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+@pytest.mark.parametrize("mutant", sampled(MUTANTS))
 def test_is_caught(mutant: Mutant, plant: mutants.Plant) -> None:
     """In one of the modes: deadlocks and late completion show most."""
     plant(mutant)

@@ -11,9 +11,10 @@ import functools
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, ParamSpec
 
 import pytest
@@ -76,6 +77,37 @@ class Mutant:
     def id(self) -> str:
         """Of the test."""
         return self.name.replace(" ", "_")
+
+
+_NONE = SimpleNamespace(params={})
+PLANTED = 3
+"""Of the bugs of a test that need a build, an ordinary run plants the first of each so many."""
+
+
+def thin_out(items: Iterable[Any]) -> None:
+    """Make the others slow, of tests that do not choose themselves which of theirs are."""
+    tests = dict[tuple[Any, str], list[tuple[Any, Mutant]]]()
+    for item in items:
+        planted = [x for x in getattr(item, "callspec", _NONE).params.values() if isinstance(x, Mutant)]
+        if planted:
+            tests.setdefault((item.parent, item.originalname), []).append((item, planted[0]))
+    for cases in tests.values():
+        if any(item.get_closest_marker("slow") for item, _ in cases):
+            continue
+        texts = list(dict.fromkeys(mutant for _, mutant in cases if not isinstance(mutant.old, Steps)))
+        left_out = {mutant for i, mutant in enumerate(texts) if i % PLANTED}
+        for item, mutant in cases:
+            if mutant in left_out:
+                item.add_marker(pytest.mark.slow)
+
+
+def sampled(mutants: Sequence[Mutant], every: int = PLANTED) -> list[Any]:
+    """Parameters of a test: an ordinary run has all steps, which need no build, and each so many of the others."""
+    texts = [mutant for mutant in mutants if not isinstance(mutant.old, Steps)]
+    slow = {id(mutant) for i, mutant in enumerate(texts) if i % every}
+    return [
+        pytest.param(mutant, id=mutant.id, marks=[pytest.mark.slow] if id(mutant) in slow else []) for mutant in mutants
+    ]
 
 
 Plant = Callable[[Mutant], None]

@@ -22,7 +22,7 @@ SHARES = 2, 4, 8
 
 
 LEAST_TOKENS = 8
-"""Of a block, where there are as many: a warp merges one at a time."""
+"""Tokens that a block has at least, where there are as many: a warp merges one at a time."""
 
 
 class Build(NamedTuple):

@@ -114,8 +114,8 @@ class DecodePipeline(Pipeline[DecodeConfig]):
     kernels = (
         sm90_small_cluster8.KERNEL,
         sm90_small.KERNEL,
-        sm90.KERNEL,
         sm90.BOXES,
+        sm90.KERNEL,
         forms.SMALL,
         forms.SEESAW,
         *sm100.KERNELS,

@@ -109,7 +109,6 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     DecodeParams,
     HOPPER,
     (*KEY_VARIANTS, *TREE_VARIANTS),
-    core=DTYPE_VARIANTS,
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
     variant=tree_variant,
@@ -121,11 +120,12 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
 
 BOXES: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_seesaw_boxes",
-    "dense decode as decode_sm90_seesaw, with fewer and larger copies where pages have few tokens",
+    "dense decode as decode_sm90_seesaw, of one KV head and without a tree, by fewer and larger copies",
     "decode/sm90_seesaw_boxes.cu",
     DecodeParams,
     HOPPER,
     KEY_VARIANTS,
+    core=DTYPE_VARIANTS,
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=_one_head,
     variant=key_variant,
@@ -133,7 +133,6 @@ BOXES: AttentionKernel[DecodeProblem] = AttentionKernel(
     kv_maps=box_maps,
     counts_partials=True,
     forms=SINK,
-    on_request=True,
 )
 
-KERNELS = (KERNEL, BOXES)
+KERNELS = (BOXES, KERNEL)
