@@ -214,6 +214,23 @@ def test_prefill_mask(seed: int) -> None:
     np.testing.assert_array_equal(got, exact)
 
 
+@seeds
+def test_prefill_segments(seed: int) -> None:
+    """Padding before, between and behind segments, of which the keys lack one."""
+    rng = np.random.default_rng([seed, 19])
+    names, lengths = np.array([4, 0, 2, 9, -1]), rng.integers(1, 5, (2, 5))
+    ids_q, ids_kv = (
+        np.repeat(names[kept], counts[kept]) for kept, counts in zip(([0, 1, 2, 3, 4], [2, 1, 3]), lengths, strict=True)
+    )
+    call = {"segment_ids_q": ids_q.astype(np.int32), "segment_ids_kv": ids_kv.astype(np.int32)}
+    exact = reference.prefill_segments(ids_q, 4, segment_ids_kv=ids_kv)
+    outputs = {name: np.full(13, 7, np.int32) for name in ("cu_seqlens_q", "cu_seqlens_kv")}
+    for got, expected in zip(
+        run(seed, OPERATIONS["prefill_segments"], {**call, **outputs}, max_segments=4), exact, strict=True
+    ):
+        np.testing.assert_array_equal(got, expected)
+
+
 SPARSE = SparseCase(
     s_q=3, s_kv=60, h_q=3, topk=20, sequences=((2, 40), (1, 20)), causal=True, lengths=True, sink=True
 )  # fmt: skip
