@@ -61,6 +61,7 @@ struct ProjectionConfig {
     // Loads of a thread that are on their way while it weighs a row, and afterwards.
     static constexpr i32 kRowsAtOnce = kRowsAtOnce_;
     static constexpr i32 kFirstLoads = 8 / kRowsAtOnce, kLoads = 8;
+    static constexpr i32 kSumWarps = kShare == 1 ? kProjectionWarps / 2 : kProjectionWarps;  // that meet at a time
     static constexpr i32 kCopied = 16;                 // single results of 16 bits at a time
     static constexpr i32 kStages = kTokens / kCopied;  // of them
     static_assert(kTokens % kProjectionWarps == 0, "a warp has as many rows as the others");
@@ -94,7 +95,7 @@ template <class C>
 struct ProjectionStorage {
     alignas(16) u16 w_uv[C::kColumns][kPitch];
     alignas(16) u16 latents[C::kTokens][kPitch];
-    float4 sums[kProjectionWarps][C::kSliceVectors];  // of a row with many pieces
+    float4 sums[C::kSumWarps][C::kSliceVectors];  // of a row with many pieces
     RowPieces rows[C::kTokens];
     MBarrier w_uv_full;
 };
@@ -352,19 +353,27 @@ MLA_DEVICE void merge_many(const ProjectionBlock<C>& block, const Source& source
         pieces.load(block, source, row, begin + at, end);
         pieces.add(source, sums, weight, at);
     }
+    float4 total = make_float4(0.f, 0.f, 0.f, 0.f);  // of all warps, in their order
 #pragma unroll
-    for (i32 v = 0; v < C::kLaneVectors; ++v) {
-        const float4 total = sums.total(v);
-        if (lane < C::kLanes) block.s.sums[warp][lane + v * C::kLanes] = total;
-    }
-    __syncthreads();
-    for (i32 i = threadIdx.x; i < C::kSliceVectors; i += kProjectionThreads) {
-        float4 total = block.s.sums[0][i];
+    for (i32 first = 0; first < kProjectionWarps; first += C::kSumWarps) {
 #pragma unroll
-        for (i32 of = 1; of < kProjectionWarps; ++of) total = PieceSums<C>::plus(total, block.s.sums[of][i]);
-        share_latents(block, token, block.first_vector() + i, total);
+        for (i32 v = 0; v < C::kLaneVectors; ++v) {
+            const float4 of_warp = sums.total(v);
+            if (lane < C::kLanes && (u32)(warp - first) < (u32)C::kSumWarps) {
+                block.s.sums[warp - first][lane + v * C::kLanes] = of_warp;
+            }
+        }
+        __syncthreads();
+        if (threadIdx.x < C::kSliceVectors) {
+#pragma unroll
+            for (i32 i = 0; i < C::kSumWarps; ++i) {
+                const float4 of_warp = block.s.sums[i][threadIdx.x];
+                total = first + i == 0 ? of_warp : PieceSums<C>::plus(total, of_warp);
+            }
+        }
+        __syncthreads();  // the sums have been read
     }
-    __syncthreads();  // the sums have been read
+    if (threadIdx.x < C::kSliceVectors) share_latents(block, token, block.first_vector() + threadIdx.x, total);
 }
 
 // By the block, or the cluster: the latents of `count` tokens, in the shared memory of each block.

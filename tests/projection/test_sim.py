@@ -306,8 +306,8 @@ OF_STATES = (
     Mutant(
         "a range left out",
         PROJECTION,
-        "for (i32 of = 1; of < kProjectionWarps",
-        "for (i32 of = 2; of < kProjectionWarps",
+        "(u32)(warp - first) < (u32)C::kSumWarps",
+        "(u32)(warp - first) < (u32)C::kSumWarps - 1",
     ),
     Mutant("what weighs nothing is counted", PROJECTION, "weight == 0.f ? 0.f : wide[i]", "wide[i]"),
     Mutant("pieces of the first two lanes only", PROJECTION, "piece < row.count &&", "piece < min(row.count, 2) &&"),
