@@ -42,12 +42,9 @@ struct SplitRows {
     MLA_DEVICE const u16* result(i32, i32) const { return nullptr; }
     MLA_DEVICE bool is_fp32() const { return true; }
     MLA_DEVICE float lse2(float partial) const { return partial; }
-    // Of piece `piece`, in elements and in bytes. A request has fewer rows than 2^20, so one product of 32 bits will
-    // do.
+    // From `others` to piece `piece`: in elements, and in bytes.
     MLA_DEVICE u64 lse_step(i32 piece) const { return (u64)(u32)piece * (u32)(p.s_q * p.h_q); }
-    MLA_DEVICE u64 piece_step(i32 piece) const {
-        return (u64)(u32)piece * ((u32)(p.s_q * p.h_q) * (u32)(kHeadDimV * sizeof(float)));
-    }
+    MLA_DEVICE u64 piece_step(i32 piece) const { return lse_step(piece) * (kHeadDimV * sizeof(float)); }
     MLA_DEVICE float factor(i32 head, float max, float sum) const { return final_factor(p, head, max, sum); }
     MLA_DEVICE float final_lse(float max, float sum) const {
         return attention::final_lse(p, sum == 0.f ? negative_infinity() : max + log2f(sum));
