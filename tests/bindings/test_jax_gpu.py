@@ -280,10 +280,16 @@ def test_shard_map_over_gpus(jax_gpu: Any, of_jax: Any) -> None:
     check((np.asarray(out), np.asarray(lse)), inputs.exact, inputs.rounded, "bfloat16")
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def part_on(device: Any, array: Any) -> Any:
+    """What a device has of a divided array."""
+    (part,) = (shard.data for shard in array.addressable_shards if shard.device == device)
+    return part
+
+
+@pytest.mark.parametrize(("kind", "exportable"), [("Auto", False), ("Explicit", False), ("Explicit", True)])
 @pytest.mark.parametrize("axis", ["sequences", "heads"])
-def test_sharded_over_gpus(jax_gpu: Any, of_jax: Any, kind: str, axis: str) -> None:
-    """By a plain `jit`: no GPU gets anything of another one, and each has its part of the result."""
+def test_sharded_over_gpus(jax_gpu: Any, of_jax: Any, kind: str, exportable: bool, axis: str) -> None:
+    """By a plain `jit`: no GPU gets anything of another one; each has the bits of a call for its part alone."""
     jax, spec = jax_gpu, jax_gpu.sharding.PartitionSpec
     devices = jax.devices("gpu")
     if len(devices) < 2:
@@ -297,7 +303,7 @@ def test_sharded_over_gpus(jax_gpu: Any, of_jax: Any, kind: str, axis: str) -> N
         jax.device_put(np.ascontiguousarray(x), jax.sharding.NamedSharding(mesh, each))
         for x, each in zip(inputs.arguments, specs, strict=True)
     ]
-    step = jax.jit(of_jax.mla_decode)
+    step = jax.jit(functools.partial(of_jax.mla_decode, exportable=exportable))
     text = step.lower(*given).compile().as_text()
     assert not any(word in text for word in ("all-gather", "all-to-all", "collective-permute", "all-reduce"))
     for _ in range(20):
@@ -305,6 +311,10 @@ def test_sharded_over_gpus(jax_gpu: Any, of_jax: Any, kind: str, axis: str) -> N
     part = list(out.shape)
     part[0 if axis == "sequences" else 2] //= 2
     assert out.sharding.shard_shape(out.shape) == tuple(part)
+    for device in devices[:2]:
+        alone = of_jax.mla_decode(*(part_on(device, x) for x in given))
+        for got, wanted in zip((out, lse), alone, strict=True):
+            assert np.asarray(part_on(device, got)).tobytes() == np.asarray(wanted).tobytes()
     check((np.asarray(out), np.asarray(lse)), inputs.exact, inputs.rounded, "bfloat16")
 
 
