@@ -193,3 +193,17 @@ def test_exported_programs_in_command_buffers(jax: Any, folder: Path, program: P
     assert found == of_python.checksum()
     launches, captured = map(int, re.findall(r"(\d+) launches, (\d+) of them captured", told)[-1])
     assert launches >= captured > 0
+
+
+def test_divided_over_gpus(jax: Any, folder: Path) -> None:
+    """Each GPU calls the module for its heads, or for its heads and sequences; nobody gathers the cache."""
+    asked = "import jax; print(len(jax.devices('cuda')))"  # as above
+    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=120, check=True)
+    if int(found.stdout) < 2:
+        pytest.skip("needs two GPUs")
+    command = [sys.executable, "-m", "tests.export.sharded_program", str(folder / "mla_decode.json")]
+    command += [str(handler(jax, folder, "libdivided.so")), "CUDA"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("all as expected\n")
