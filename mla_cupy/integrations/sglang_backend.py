@@ -1,7 +1,7 @@
 """An MLA backend of SGLang: its own prefill and cache, our decode and verification of drafts.
 
 Caches of bfloat16, float16, or e4m3 without a scale, which is how SGLang keeps them; pages of any size, chains of draft
-tokens, full CUDA graphs. Imported when SGLang makes the backend. Not run with SGLang itself yet.
+tokens, full CUDA graphs. Imported when SGLang makes the backend.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The indexer, the cache, the metadata and the translation of indices are vLLM's. What changes: heads are not padded to
 a multiple of 64. It has the name of what it replaces: vLLM decides by that name how the cache is kept and which
-kernels warm up. Not run with vLLM itself yet.
+kernels warm up.
 """
 
 from __future__ import annotations

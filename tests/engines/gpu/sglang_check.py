@@ -1,12 +1,12 @@
-"""Tokens and step times of attention backends in the real SGLang on a GPU. Not run yet.
+"""Tokens and step times of attention backends in the real SGLang on a GPU.
 
     python -m tests.engines.gpu.sglang_check --backends triton,mla_cupy,flashmla [--graphs]
     python -m tests.engines.gpu.sglang_check --kv fp8_e4m3 --backends triton,mla_cupy
     python -m tests.engines.gpu.sglang_check --graphs --speed --heads 128 --backends mla_cupy,flashmla
 
 Each backend decodes in a process of its own, and Triton's prefills: FlashAttention is not in the parcel, and FlashInfer
-compiles itself for minutes. The first of the list is the reference. Two rounds: the second finds its prompts in the
-prefix cache. Results and logs are in --out.
+compiles itself for minutes. Triton's kernels of prefill take a minute at the first request. The first of the list is
+the reference. Two rounds: the second finds its prompts in the prefix cache. Results and logs are in --out.
 """
 
 from __future__ import annotations
