@@ -18,11 +18,11 @@ from mla_cupy.shapes import D_HEADS, D_V
 
 MAX_STATES = 256
 """Partial results that one call merges."""
-COLUMNS = 64
-"""Columns of absorbed queries that a block computes."""
-MAX_D_NOPE = 128, max(D_HEADS)
-"""Rows of W_UK that the builds have room for."""
-_ABSORBING_BLOCKS_PER_SM = 8
+MAX_COLUMNS = {128: 128, max(D_HEADS): 64}
+"""Rows of W_UK that the builds of `absorb` have room for, and the most columns of absorbed queries of a block."""
+LEAST_COLUMNS = 64
+"""Columns of a block where there are few heads."""
+_ABSORBING_BLOCKS_PER_SM = {128: 4, max(D_HEADS): 2}
 _SHARE_TOKENS = 32
 """Tokens of a block below which sharing them out does not pay for reading W_UK again."""
 
@@ -39,8 +39,8 @@ ABSORB: KernelSpec[object] = KernelSpec(
     "multiplies queries by W_UK, beside the columns of RoPE",
     "projection/absorb.cu",
     AbsorbParams,
-    variants=variants(dtype=HALF, max_d_nope=MAX_D_NOPE),
-    facts={"columns": COLUMNS},
+    variants=variants(dtype=HALF, max_d_nope=tuple(MAX_COLUMNS)),
+    facts_of=lambda variant: {"max_columns": MAX_COLUMNS[variant.max_d_nope]},
 )
 KERNELS = (*STATES.kernels, ABSORB)
 
@@ -120,6 +120,12 @@ class MergeProjectPipeline(_OneLaunch):
         return [projection.launch(build, call, params)]
 
 
+def absorbing_parts(variant: Variant, h_q: int, resident: int) -> int:
+    """Blocks for each head: as narrow as they may be while the GPU holds all at once. Bits do not depend on it."""
+    parts = D_V // LEAST_COLUMNS
+    return parts if h_q * parts <= resident else D_V // MAX_COLUMNS[variant.max_d_nope]
+
+
 class AbsorbPipeline(_OneLaunch):
     """The kernel of `absorb`."""
 
@@ -128,8 +134,8 @@ class AbsorbPipeline(_OneLaunch):
     def configure(self, problem: ProjectProblem, device: DeviceInfo, kernel: str | None = None) -> ProjectConfig:
         """See `Pipeline.configure`; the narrowest build that holds a head."""
         chosen: KernelSpec[Any] = choice.choose("absorption", self.kernels, problem, device, kernel)
-        rows = next(rows for rows in MAX_D_NOPE if problem.d_head <= rows)
-        resident = _ABSORBING_BLOCKS_PER_SM * device.sm_count
+        rows = next(rows for rows in MAX_COLUMNS if problem.d_head <= rows)
+        resident = _ABSORBING_BLOCKS_PER_SM[rows] * device.sm_count
         return ProjectConfig(chosen, Variant(dtype=problem.dtype, max_d_nope=rows), resident)
 
     def steps(self, config: ProjectConfig, call: Call) -> list[Step]:
@@ -137,6 +143,7 @@ class AbsorbPipeline(_OneLaunch):
         t, h_q, d_nope = call.view("q_nope").shape
         if t == 0:
             return []
+        parts = absorbing_parts(config.variant, h_q, config.resident)
         params = AbsorbParams(
             q_nope="q_nope",
             w_uk="w_uk",
@@ -148,8 +155,9 @@ class AbsorbPipeline(_OneLaunch):
             out_stride_t_h_elems=call.strides("out", 2),
             t=t,
             d_nope=d_nope,
+            parts=parts,
         )
-        blocks = h_q * D_V // COLUMNS
+        blocks = h_q * parts
         shares = projection.token_shares(t, _SHARE_TOKENS, blocks, config.resident)
         return [Launch(config.kernel, config.variant, (blocks, shares, 1), LaunchArgs(params))]
 
