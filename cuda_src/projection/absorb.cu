@@ -2,8 +2,8 @@
 //
 //   q[t, :512] = q_nope[t, head] W_UK[head],   q[t, 512:] = q_rope[t, head]
 //
-// Grid: x = heads, each by `parts` blocks of as many of the 512 columns, which also copy their part of RoPE's; y =
-// equal shares of the tokens. A block reads its part of W_UK once, asks for it before anything else, and keeps it in
+// Grid: x = heads, each by 2^parts_log2 blocks of as many of the 512 columns, which also copy their part of RoPE's; y =
+// shares of the tokens. A block reads its part of W_UK once, asks for it before anything else, and keeps it in
 // registers: a warp has 32 columns. It goes through its tokens, kStep at a time, while the next ones are on their way;
 // where it has fewer columns than its warps, tiles of 16 tokens are shared out, too.
 //
@@ -16,6 +16,7 @@
 #include "ptx/matrix.cuh"
 #include "ptx/mma.cuh"
 #include "tile/copies.cuh"
+#include "tile/warp.cuh"
 
 namespace mla::projection {
 using namespace attention;
@@ -29,6 +30,7 @@ constexpr i32 kWarps = kThreads / kWarpThreads;
 constexpr i32 kMaxDNope = MLA_MAX_D_NOPE;                                   // rows of W_UK
 constexpr i32 kWarpColumns = 32;                                            // whose weights a warp keeps
 constexpr i32 kMaxColumns = kMaxDNope <= 128 ? 128 : 64;                    // of a block
+constexpr i32 kMinColumns = 64;                                             // where there are few heads
 constexpr i32 kTile = 16;                                                   // tokens of a product
 constexpr i32 kStep = __CUDA_ARCH__ >= 800 ? 2 * kTile : kTile;             // tokens at a time
 constexpr i32 kStages = 2;                                                  // tokens at work, and the next ones
@@ -47,12 +49,16 @@ struct AbsorbParams {
     i64 w_uk_stride_h_elems, w_uk_stride_d_elems;
     i64 q_rope_stride_t_elems, q_rope_stride_h_elems;
     i64 out_stride_t_elems, out_stride_h_elems;
-    i32 t, d_nope, parts;
+    i32 t, d_nope;
+    i32 parts_log2;    // blocks of a head: no division stands before the first load
+    i32 share_tokens;  // a multiple of kTile
 };
 
 MLA_FACT_LIST(params_layout, MLA_OFFSET(AbsorbParams, q_nope_stride_t_elems), MLA_OFFSET(AbsorbParams, t),
               (int)sizeof(AbsorbParams));
 MLA_FACT(threads, kThreads);
+MLA_FACT(tile_tokens, kTile);
+MLA_FACT(min_columns, kMinColumns);
 MLA_FACT(max_columns, kMaxColumns);
 MLA_FACT(max_d_nope, kMaxDNope);
 
@@ -70,11 +76,13 @@ struct Block {
     i32 head, part, columns, first, end;  // tokens first .. end - 1
 
     MLA_DEVICE Block(const AbsorbParams& p, Storage& s)
-        : p(p), s(s), head(blockIdx.x / p.parts), part(blockIdx.x % p.parts), columns(kHeadDimV / p.parts) {
-        const i64 tiles = ((i64)p.t + kTile - 1) / kTile;
-        first = tiles * blockIdx.y / gridDim.y * kTile;
-        end = min((i64)p.t, tiles * (blockIdx.y + 1) / gridDim.y * kTile);
-    }
+        : p(p),
+          s(s),
+          head(blockIdx.x >> p.parts_log2),
+          part(blockIdx.x & ((1 << p.parts_log2) - 1)),
+          columns(kHeadDimV >> p.parts_log2),
+          first(blockIdx.y * p.share_tokens),
+          end(min(p.t, first + p.share_tokens)) {}
     MLA_DEVICE const u16* w_uk(i32 row) const {
         return p.w_uk + head * p.w_uk_stride_h_elems + row * p.w_uk_stride_d_elems + part * columns;
     }
@@ -87,40 +95,47 @@ struct Block {
 MLA_DEVICE void prefetch_w_uk(const Block& block) {
 #if __CUDA_ARCH__ >= 900
     constexpr i32 kLine = 64;
+#pragma unroll 1
     for (i32 row = threadIdx.x; row < block.p.d_nope; row += kThreads) {
-        for (i32 column = 0; column < block.columns; column += kLine) prefetch_global_l2(block.w_uk(row) + column);
+        const u16* const from = block.w_uk(row);
+#pragma unroll 1
+        for (i32 column = 0; column < block.columns; column += kLine) prefetch_global_l2(from + column);
     }
 #endif
 }
 
 MLA_DEVICE void fetch_w_uk(const Block& block) {
-    const i32 pieces = block.columns / 8, rows = kThreads / pieces, column = threadIdx.x % pieces * 8;
-#pragma unroll 4
-    for (i32 row = threadIdx.x / pieces; row < block.p.d_nope; row += rows) {
-        copy_16(&block.s.w_uk[row][column], block.w_uk(row) + column);
+    constexpr i32 kHeadPieces = 6;  // 2^6 pieces of 16 bytes are a row of a head
+    const i32 pieces_log2 = kHeadPieces - block.p.parts_log2, rows = kThreads >> pieces_log2;
+    const i32 column = (threadIdx.x & ((1 << pieces_log2) - 1)) * 8;
+    constexpr i32 kAtOnce = 4;
+    static_assert(kThreads * kAtOnce <= kSlice * kMinColumns / 8, "all of them are rows of W_UK");
+    i32 row = threadIdx.x >> pieces_log2;
+    const u16* from = block.w_uk(row) + column;
+    const i64 step = rows * block.p.w_uk_stride_d_elems;
+#pragma unroll 1
+    while (row < block.p.d_nope) {
+#pragma unroll
+        for (i32 i = 0; i < kAtOnce; ++i, row += rows, from += step) copy_16(&block.s.w_uk[row][column], from);
     }
 }
 
-// kStep of them from token `first` on, none past the last tile. The product takes whole tiles.
+// Those of kStep tokens from `first` on; none past the last tile. Whole tiles: the last token takes the place of those
+// that are missing.
 MLA_DEVICE void fetch_queries(const Block& block, i32 first) {
     constexpr i32 kRowThreads = kThreads / kTile;
     const AbsorbParams& p = block.p;
     const i32 row = threadIdx.x / kRowThreads, column = threadIdx.x % kRowThreads * 8;
+    const u16* const of_head = p.q_nope + block.head * p.q_nope_stride_h_elems + column;
+    u16* const to = block.queries(first) + row * kNopePitch + column;
 #pragma unroll
     for (i32 tile = 0; tile < kStep; tile += kTile) {
         if (first + tile >= block.end) return;
-        const i32 token = first + tile + row;
-        const u16* const from =
-            p.q_nope + token * p.q_nope_stride_t_elems + block.head * p.q_nope_stride_h_elems + column;
-        u16* const to = block.queries(first) + (tile + row) * kNopePitch + column;
+        const u16* const from = of_head + min(first + tile + row, block.end - 1) * p.q_nope_stride_t_elems;
 #pragma unroll
         for (i32 slice = 0; slice < kMaxDNope; slice += kSlice) {
-            if (slice >= p.d_nope) break;
-            if (token < block.end) {
-                copy_16(to + slice, from + slice);
-            } else {
-                *reinterpret_cast<uint4*>(to + slice) = make_uint4(0, 0, 0, 0);
-            }
+            if (slice > 0 && slice >= p.d_nope) break;
+            copy_16(to + tile * kNopePitch + slice, from + slice);
         }
     }
 }
@@ -129,10 +144,12 @@ MLA_DEVICE void fetch_queries(const Block& block, i32 first) {
 MLA_DEVICE void copy_rope(const Block& block) {
     const AbsorbParams& p = block.p;
     if (p.q_rope == nullptr) return;
-    const i32 columns = kHeadDimRope / p.parts, pieces = columns / 8;
-    const i32 column = block.part * columns + threadIdx.x % pieces * 8;
+    constexpr i32 kRopePieces = 3;  // 2^3 pieces of 16 bytes are a row
+    const i32 pieces_log2 = kRopePieces - p.parts_log2;
+    const i32 column = (block.part << pieces_log2 | (threadIdx.x & ((1 << pieces_log2) - 1))) * 8;
+    const i32 tokens = kThreads >> pieces_log2;
 #pragma unroll 2
-    for (i32 token = block.first + threadIdx.x / pieces; token < block.end; token += kThreads / pieces) {
+    for (i32 token = block.first + (threadIdx.x >> pieces_log2); token < block.end; token += tokens) {
         const u16* const from = p.q_rope + token * p.q_rope_stride_t_elems + block.head * p.q_rope_stride_h_elems;
         *reinterpret_cast<uint4*>(block.out(token) + kHeadDimV + column) =
             *reinterpret_cast<const uint4*>(from + column);
@@ -162,15 +179,17 @@ struct Weights {
     i32 tile, tile_step;  // the first token that it multiplies of each step
 
     MLA_DEVICE explicit Weights(const Block& block) {
-        const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
-        const i32 warps = block.columns / kWarpColumns;
-        column = warp % warps * kWarpColumns;
-        tile = warp / warps * kTile;
-        tile_step = kWarps / warps * kTile;
+        constexpr i32 kHeadWarps = 4;  // 2^4 warps have the columns of a head
+        static_assert(kHeadDimV == kWarpColumns << kHeadWarps, "16 warps");
+        const i32 lane = threadIdx.x % kWarpThreads, warp = uniform_warp();
+        const i32 warps_log2 = kHeadWarps - block.p.parts_log2;
+        column = (warp & ((1 << warps_log2) - 1)) * kWarpColumns;
+        tile = (warp >> warps_log2) * kTile;
+        tile_step = (kWarps >> warps_log2) * kTile;
         const SmemAddr from = smem_addr(&block.s.w_uk[lane % 16][column + lane / 16 * 8]);
 #pragma unroll
         for (i32 slice = 0; slice < kMaxDNope; slice += kSlice) {
-            if (slice >= block.p.d_nope) break;
+            if (slice > 0 && slice >= block.p.d_nope) break;
 #pragma unroll
             for (i32 k = slice; k < slice + kSlice; k += 16) {
 #pragma unroll
@@ -188,13 +207,16 @@ MLA_DEVICE void multiply(const Block& block, const Weights& w, i32 first) {
     constexpr i32 kColumnTiles = kWarpColumns / 8;
     const i32 lane = threadIdx.x % kWarpThreads, count = min(kStep, block.end - first);
     const i32 column = block.part * block.columns + w.column + lane % 4 * 8;
+    const i64 step = block.p.out_stride_t_elems;
+    i32 row = w.tile + lane / 4;  // and eight rows on
+    u16* to = block.out(first + row) + column;
+    SmemAddr from = smem_addr(block.queries(first) + (w.tile + lane % 16) * kNopePitch + lane / 16 * 8);
 #pragma unroll 1
     for (i32 tile = w.tile; tile < count; tile += w.tile_step) {
-        const SmemAddr from = smem_addr(block.queries(first) + (tile + lane % 16) * kNopePitch + lane / 16 * 8);
         float sums[kColumnTiles][4] = {};
 #pragma unroll
         for (i32 slice = 0; slice < kMaxDNope; slice += kSlice) {
-            if (slice >= block.p.d_nope) break;
+            if (slice > 0 && slice >= block.p.d_nope) break;
 #pragma unroll
             for (i32 k = slice; k < slice + kSlice; k += 16) {
                 u32 a[4];
@@ -214,10 +236,13 @@ MLA_DEVICE void multiply(const Block& block, const Weights& w, i32 first) {
                 x[i] = cvt_x2(Element{}, sums[i][2 * half], sums[i][2 * half + 1]);
             }
             transpose_quad(x);
-            const i32 token = first + tile + lane / 4 + 8 * half;
-            if (token >= block.end) continue;
-            *reinterpret_cast<uint4*>(block.out(token) + column) = make_uint4(x[0], x[1], x[2], x[3]);
+            if (row + 8 * half < count) {
+                *reinterpret_cast<uint4*>(to + 8 * half * step) = make_uint4(x[0], x[1], x[2], x[3]);
+            }
         }
+        row += w.tile_step;
+        to += w.tile_step * step;
+        from = from + 2 * w.tile_step * kNopePitch;
     }
 }
 #else

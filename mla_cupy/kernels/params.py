@@ -964,7 +964,8 @@ class AbsorbParams(Params):
     out_stride_t_h_elems: tuple[I64, I64]
     t: I32
     d_nope: I32
-    parts: I32
+    parts_log2: I32
+    share_tokens: I32
 
 
 class StatesAddresses(Params):

@@ -269,6 +269,7 @@ def check_absorb(
         (40, 1, 192, "bfloat16", True),
         (3, 1, 64, "bfloat16", False),
         (2, 1, 256, "float16", True),
+        (66, 3, 64, "float16", False),  # blocks of 128 columns, and a third step
     ],
 )
 def test_absorb(t: int, h: int, d_nope: int, dtype: str, rope: bool) -> None:
@@ -372,18 +373,19 @@ OF_DECODE = (
     Mutant("the first cut among 32", SPLITS, "? index * kWarpThreads + __ffs(found) - 1 :", "? __ffs(found) - 1 :"),
 )
 OF_ABSORPTION = (
-    Mutant("queries read while the next are fetched", ABSORBED, *steps("bar.sync", 1, of=2)),
-    Mutant("copies not waited for", ABSORBED, *steps("cp.async.wait_group", 0, of=1)),
+    Mutant("W_UK and queries read before others' copies are there", ABSORBED, *steps("bar.sync", 0, of=3)),
+    Mutant("queries read while the next are fetched", ABSORBED, *steps("bar.sync", 1, of=3)),
+    Mutant("the next queries read before others' copies are there", ABSORBED, *steps("bar.sync", 2, of=3)),
+    Mutant("first copies not waited for", ABSORBED, *steps("cp.async.wait_group", 0, of=2)),
+    Mutant("next copies not waited for", ABSORBED, *steps("cp.async.wait_group", 1, of=2)),
     Mutant("the block's columns of RoPE left where they are", ABSORBED, "kHeadDimV + column", "kHeadDimV"),
-    Mutant("rows past the last one stored", ABSORBED, "    if (token >= block.end) return;\n", ""),
+    Mutant("rows past the last one stored", ABSORBED, "if (row + 8 * half < count) {", "if (row < count) {"),
     Mutant("lanes trade with one neighbour only", ABSORBED, "step < 4; step *= 2", "step < 2; step *= 2"),
     Mutant("one buffer for the next queries too", ABSORBED, "kStages = 2", "kStages = 1"),
-    Mutant(
-        "the share after a block's own",
-        ABSORBED,
-        "tiles * blockIdx.y / gridDim.y",
-        "tiles * (blockIdx.y + 1) / gridDim.y",
-    ),
+    Mutant("the share after a block's own", ABSORBED, "first(blockIdx.y * p", "first((blockIdx.y + 1) * p"),
+    Mutant("the first tile by all warps", ABSORBED, "tile = (warp >> warps_log2) * kTile", "tile = 0"),
+    Mutant("every second tile left out", ABSORBED, "tile_step = (kWarps", "tile_step = (2 * kWarps"),
+    Mutant("results of a tile in the rows of the one before", ABSORBED, "        to += w.tile_step * step;\n", ""),
 )
 
 
@@ -418,7 +420,8 @@ def test_bugs_of_decode_are_caught(mutant: Mutant, plant: Plant) -> None:
 def test_bugs_of_absorption_are_caught(mutant: Mutant, plant: Plant) -> None:
     verdict = as_verdict(check_absorb)
     plant(mutant)
-    assert any(verdict(35, 1, 64, "bfloat16", True, 1, mode) for mode in MODES)
+    cases = [(67, 1, 64, "bfloat16", True, sm_count, mode) for mode in MODES for sm_count in (1, 4)]
+    assert any(verdict(*case) for case in cases)
 
 
 # ---- The host's choice -----------------------------------------------------------------------------------------

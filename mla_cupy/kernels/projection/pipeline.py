@@ -20,6 +20,8 @@ MAX_STATES = 256
 """Partial results that one call merges."""
 MAX_COLUMNS = {128: 128, max(D_HEADS): 64}
 """Rows of W_UK that the builds of `absorb` have room for, and the most columns of absorbed queries of a block."""
+TILE_TOKENS = 16
+"""Tokens of a product of `absorb`; shares of the tokens are multiples of it."""
 LEAST_COLUMNS = 64
 """Columns of a block where there are few heads."""
 _ABSORBING_BLOCKS_PER_SM = {128: 4, max(D_HEADS): 2}
@@ -40,6 +42,7 @@ ABSORB: KernelSpec[object] = KernelSpec(
     "projection/absorb.cu",
     AbsorbParams,
     variants=variants(dtype=HALF, max_d_nope=tuple(MAX_COLUMNS)),
+    facts={"min_columns": LEAST_COLUMNS, "tile_tokens": TILE_TOKENS},
     facts_of=lambda variant: {"max_columns": MAX_COLUMNS[variant.max_d_nope]},
 )
 KERNELS = (*STATES.kernels, ABSORB)
@@ -144,6 +147,10 @@ class AbsorbPipeline(_OneLaunch):
         if t == 0:
             return []
         parts = absorbing_parts(config.variant, h_q, config.resident)
+        shares = projection.token_shares(t, _SHARE_TOKENS, h_q * parts, config.resident)
+        tiles = -(-t // TILE_TOKENS)
+        share_tokens = TILE_TOKENS * -(-tiles // shares)
+        shares = -(-t // share_tokens)
         params = AbsorbParams(
             q_nope="q_nope",
             w_uk="w_uk",
@@ -155,11 +162,10 @@ class AbsorbPipeline(_OneLaunch):
             out_stride_t_h_elems=call.strides("out", 2),
             t=t,
             d_nope=d_nope,
-            parts=parts,
+            parts_log2=parts.bit_length() - 1,
+            share_tokens=share_tokens,
         )
-        blocks = h_q * parts
-        shares = projection.token_shares(t, _SHARE_TOKENS, blocks, config.resident)
-        return [Launch(config.kernel, config.variant, (blocks, shares, 1), LaunchArgs(params))]
+        return [Launch(config.kernel, config.variant, (h_q * parts, shares, 1), LaunchArgs(params))]
 
 
 MERGE_PROJECT = MergeProjectPipeline()
