@@ -294,6 +294,7 @@ ABSORBED = "projection/absorb.cu"
 FEW = states(3, b=35, h=1, d_head=64)
 SOME = states(9, b=2, h=1, d_head=64)  # more pieces than are on their way at first
 MANY = states(35, b=2, s_q=2, h=1)
+NARROW = states(2, b=1, s_q=3, h=1, d_head=64)  # eight columns of a block
 ONE = states(1, b=37, h=1, d_head=64, outs_dtype="bfloat16")
 SPLIT = DecodeCase(b=2, seqlens=(2300, 130), h_q=2)  # more cuts than a warp has threads
 
@@ -301,9 +302,13 @@ OF_STATES = (
     Mutant("W_UV not waited for", STATE_ROWS, *steps("mbarrier.try_wait", 0, 1, of=2)),
     Mutant("peers' latents overwritten while they are read", STATE_ROWS, *steps("barrier.cluster.wait", 0, of=2)),
     Mutant("latents read before they are there", STATE_ROWS, *steps("barrier.cluster.wait", 1, of=2)),
-    Mutant("rows of other warps looked at before they are found", STATE_ROWS, *steps("bar.sync", 1, of=6)),
-    Mutant("sums of ranges not waited for", STATE_ROWS, *steps("bar.sync", 2, of=6)),
-    Mutant("sums of ranges overwritten while they are read", STATE_ROWS, *steps("bar.sync", 3, of=6)),
+    Mutant("rows of other warps looked at before they are found", STATE_ROWS, *steps("bar.sync", 1, of=9)),
+    Mutant("sums of ranges not waited for", STATE_ROWS, *steps("bar.sync", 2, of=9)),
+    Mutant("sums of ranges overwritten while they are read", STATE_ROWS, *steps("bar.sync", 3, of=9)),
+    Mutant("sums of half of the columns overwritten while they are read", STATE_ROWS, *steps("bar.sync", 4, of=9)),
+    Mutant("sums of half of the columns not waited for", STATE_ROWS, *steps("bar.sync", 5, of=9)),
+    Mutant("half of the columns left out", PROJECTION, "total[i] += w.partial(block, i)", "total[i] += 0.f"),
+    Mutant("columns of the next block", PROJECTION, "if (column >= block.columns) continue;", ""),
     Mutant(
         "a range left out",
         PROJECTION,
@@ -330,7 +335,7 @@ OF_STATES = (
         "const i32 vector = block.first_vector() + lane % C::kLanes + v * C::kLanes;",
         "const i32 vector = block.first_vector() + lane % C::kLanes;",
     ),
-    Mutant("results of tokens that are none", PROJECTION, "            if (token >= count) continue;\n", ""),
+    Mutant("results of tokens that are none", PROJECTION, "        if (token >= count) continue;\n", ""),
     Mutant(
         "the gate without its sigmoid",
         PROJECTION,
@@ -345,17 +350,19 @@ OF_STATES = (
     ),
 )
 OF_RESULTS = (
-    Mutant("results read before others' copies are there", STATE_ROWS, *steps("bar.sync", 4, of=6)),
-    Mutant("results read while the next are copied", STATE_ROWS, *steps("bar.sync", 5, of=6)),
-    Mutant("results not waited for", STATE_ROWS, *steps("cp.async.wait_group", 0, of=1)),
+    Mutant("results read before others' copies are there", STATE_ROWS, *steps("bar.sync", 6, of=9)),
+    Mutant("the next results read before others' copies are there", STATE_ROWS, *steps("bar.sync", 7, of=9)),
+    Mutant("results read while the next are copied", STATE_ROWS, *steps("bar.sync", 8, of=9)),
+    Mutant("results not waited for", STATE_ROWS, *steps("cp.async.wait_group", 0, of=2)),
+    Mutant("the next results not waited for", STATE_ROWS, *steps("cp.async.wait_group", 1, of=2)),
     Mutant(
         "results of the other buffer", PROJECTION, "const i32 first_row = (first", "const i32 first_row = 16 + (first"
     ),
     Mutant(
         "the share after a block's own",
         PROJECTION,
-        "first = (i64)n.tokens * blockIdx.y",
-        "first = (i64)n.tokens * (blockIdx.y + 1)",
+        "first = blockIdx.y * n",
+        "first = (blockIdx.y + 1) * n",
     ),
     Mutant(
         "another token's row",
@@ -393,6 +400,7 @@ def _states(mode: tuple[str, int]) -> None:
     check_states(FEW, 1, mode)
     check_states(SOME, 1, mode)
     check_states(MANY, 2, mode)
+    check_states(NARROW, 5, mode)
 
 
 @pytest.mark.parametrize("mutant", OF_STATES, ids=lambda mutant: mutant.id)

@@ -105,10 +105,11 @@ class MergeProjectPipeline(_OneLaunch):
         n, b, s_q, _, _ = outs.shape
         if b * s_q == 0:
             return []
+        build = projection.Build(config.kernel, config.variant, config.resident)
         params = MergeProjectParams(
             projection_addresses=projection.addresses(call),
             states_addresses=StatesAddresses(outs="outs", lses=call.name("lses"), lse=call.name("lse")),
-            projection_sizes=projection.sizes(call, config.variant),
+            projection_sizes=projection.sizes(call, build),
             outs_stride_n_b_s_h_elems=call.strides("outs", 4),
             lses_stride_n_b_h_s_elems=call.strides("lses", 4),
             lse_stride_b_h_s_elems=call.strides("lse", 3),
@@ -119,7 +120,6 @@ class MergeProjectPipeline(_OneLaunch):
             lse_factor=from_log2(options.lse_base),
             empty_lse=options.empty_lse,
         )
-        build = projection.Build(config.kernel, config.variant, config.resident)
         return [projection.launch(build, call, params)]
 
 
