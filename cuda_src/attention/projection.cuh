@@ -3,7 +3,7 @@
 //   latents[t] = sum_j w_j piece_j[t],   w_j = exp2(lse_j - max lse) / sum_j exp2(lse_j - max lse)
 //   result[t, d] = sum_c latents[t, c] W_UV[head, d, c] * sigmoid(gate[t, head, d])
 //
-// Grid: x = heads, each by `parts` blocks, which have as many of its columns d; y = equal shares of the tokens. The
+// Grid: x = heads, each by as many blocks as share its columns d; y = shares of the tokens. The
 // blocks of a cluster are the parts of one head: each merges a share of the columns c of its tokens, and writes them to
 // the shared memory of all of them. Without clusters every block merges all columns. A block goes through its tokens,
 // kTokens at a time:
@@ -41,6 +41,7 @@ constexpr i32 kProjectionWarps = kProjectionThreads / kWarpThreads;
 constexpr i32 kFewPieces = kWarpThreads;  // of a row that a warp merges alone
 constexpr i32 kMaxRowPieces = kProjectionThreads;
 constexpr i32 kPitch = kHeadDimV + 8;           // of rows in shared memory: ldmatrix then meets every bank
+constexpr i32 kTile = 16;                       // tokens of a product
 constexpr u32 kWeightRowBytes = 2 * kHeadDimV;  // of W_UV
 
 // kShare: blocks of a cluster, which share the merge; 1 without clusters. kRowsAtOnce: rows that a warp weighs at once,
@@ -62,8 +63,7 @@ struct ProjectionConfig {
     static constexpr i32 kRowsAtOnce = kRowsAtOnce_;
     static constexpr i32 kFirstLoads = 8 / kRowsAtOnce, kLoads = 8;
     static constexpr i32 kSumWarps = kShare == 1 ? kProjectionWarps / 2 : kProjectionWarps;  // that meet at a time
-    static constexpr i32 kCopied = 16;                 // single results of 16 bits at a time
-    static constexpr i32 kStages = kTokens / kCopied;  // of them
+    static constexpr i32 kStages = kTokens / kTile;  // of single results of 16 bits
     static_assert(kTokens % kProjectionWarps == 0, "a warp has as many rows as the others");
     static_assert(kAtOnce <= 2, "lanes know the parity of their pieces");
 };
@@ -78,7 +78,7 @@ struct ProjectionSizes {
     i64 w_uv_stride_h_elems, w_uv_stride_d_elems;
     i64 gate_stride_b_elems, gate_stride_s_elems, gate_stride_h_elems;
     i64 projected_stride_b_elems, projected_stride_s_elems, projected_stride_h_elems;
-    i32 tokens, d_head, parts, projected_is_fp32;
+    i32 tokens, d_head, share_tokens, projected_is_fp32;
 };
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
@@ -108,10 +108,15 @@ struct ProjectionBlock {
     ProjectionStorage<C>& s;
     i32 head, part, columns, first, end;  // tokens first .. end - 1
 
+    // In clusters no division stands before the first load.
     MLA_DEVICE ProjectionBlock(const ProjectionAddresses& at, const ProjectionSizes& n, ProjectionStorage<C>& s)
-        : at(at), n(n), s(s), head(blockIdx.x / n.parts), part(blockIdx.x % n.parts), columns(n.d_head / n.parts) {
-        first = (i64)n.tokens * blockIdx.y / gridDim.y;
-        end = (i64)n.tokens * (blockIdx.y + 1) / gridDim.y;
+        : at(at), n(n), s(s) {
+        const u32 parts = C::kShare > 1 ? C::kShare : n.d_head / C::kColumns;
+        head = blockIdx.x / parts;
+        part = blockIdx.x % parts;
+        columns = n.d_head / parts;
+        first = blockIdx.y * n.share_tokens;
+        end = min(n.tokens, first + n.share_tokens);
     }
 
     MLA_DEVICE i32 first_column() const { return part * columns; }
@@ -154,6 +159,7 @@ template <class C>
 MLA_DEVICE void prefetch_w_uv(const ProjectionBlock<C>& block) {
 #if __CUDA_ARCH__ >= 900
     constexpr i32 kLine = 64, kRowLines = kHeadDimV / kLine;
+#pragma unroll 1
     for (i32 i = threadIdx.x; i < block.columns * kRowLines; i += kProjectionThreads) {
         prefetch_global_l2(block.w_uv(i / kRowLines) + i % kRowLines * kLine);
     }
@@ -426,63 +432,119 @@ MLA_DEVICE void store_pair(const ProjectionBlock<C>& block, i64 request, i64 que
     }
 }
 
-// Of a tile of 16 tokens, whose latents begin with that row in shared memory, and one of 8 columns: the sums, as
-// mma.sync leaves them.
-template <class C>
-MLA_DEVICE void project_tile(const ProjectionStorage<C>& s, i32 row, i32 column, float (&total)[4]) {
-    const i32 lane = threadIdx.x % kWarpThreads;
 #if __CUDA_ARCH__ >= 800
-    const SmemAddr a_from = smem_addr(&s.latents[row + lane % 16][lane / 16 * 8]);
-    const SmemAddr b_from = smem_addr(&s.w_uv[column + lane % 8][lane / 8 * 8]);
-    float sums[4][4] = {};  // independent of each other, so that products need not wait for each other
-#pragma unroll 2
-    for (i32 k = 0; k < kHeadDimV; k += 64) {
+// A warp's part of W_UV: 16 columns d of the block, by half of the columns c. Warps 2 i and 2 i + 1 have the two halves
+// for the same columns d; there may be fewer of these than warps. Read from shared memory for each tile.
+template <class C>
+struct WarpWeights {
+    static constexpr i32 kHalf = kHeadDimV / 2, kWarpColumns = 16, kMaxHead = 256;
+    static constexpr i32 kMaxColumns = kMaxHead / C::kShare < C::kColumns ? kMaxHead / C::kShare : C::kColumns;
+    static_assert(kMaxColumns / kWarpColumns <= kProjectionWarps / 2, "all columns have warps");
+    static_assert(kMaxColumns * kTile * sizeof(float) <= sizeof(ProjectionStorage<C>::sums), "halves meet there");
+    i32 column, half;
+    SmemAddr from;
+
+    MLA_DEVICE explicit WarpWeights(const ProjectionBlock<C>& block)
+        : column(uniform_warp() / 2 * kWarpColumns), half(uniform_warp() % 2), from(smem_addr(&block.s.w_uv)) {
+        const i32 lane = threadIdx.x % kWarpThreads;
+        const i32 row = min(column + lane % 8 + lane / 16 * 8, block.columns - 1);
+        from = smem_addr(&block.s.w_uv[row][half * kHalf + lane / 8 % 2 * 8]);
+    }
+    MLA_DEVICE bool works(const ProjectionBlock<C>& block) const { return column < block.columns; }
+    // As mma.sync takes it.
+    MLA_DEVICE void load(u32 (&b)[4], i32 k) const { ldmatrix_x4(b, from + 32 * k); }
+    // Where the second half leaves number i of its 8 sums.
+    MLA_DEVICE float& partial(const ProjectionBlock<C>& block, i32 i) const {
+        float* const sums = reinterpret_cast<float*>(block.s.sums);
+        return sums[(column / kWarpColumns * 8 + i) * kWarpThreads + threadIdx.x % kWarpThreads];
+    }
+};
+
+// The same, kept in registers for all tiles.
+template <class C>
+struct HeldWeights : WarpWeights<C> {
+    u32 of[WarpWeights<C>::kHalf / 16][4];
+
+    MLA_DEVICE explicit HeldWeights(const ProjectionBlock<C>& block) : WarpWeights<C>(block) {
 #pragma unroll
-        for (i32 half = 0; half < 2; ++half) {
-            u32 a[2][4], b[4];
-            const u32 bytes = 2 * (k + 32 * half);
-            ldmatrix_x4(b, b_from + bytes);
-            ldmatrix_x4(a[0], a_from + bytes);
-            ldmatrix_x4(a[1], a_from + bytes + 32);
-            mma_m16n8k16(typename C::Element{}, sums[2 * half], a[0], b[0], b[1]);
-            mma_m16n8k16(typename C::Element{}, sums[2 * half + 1], a[1], b[2], b[3]);
+        for (i32 k = 0; k < this->kHalf / 16; ++k) WarpWeights<C>::load(of[k], k);
+    }
+    MLA_DEVICE void load(u32 (&b)[4], i32 k) const {
+#pragma unroll
+        for (i32 i = 0; i < 4; ++i) b[i] = of[k][i];
+    }
+};
+
+// Of a tile of tokens, `count` of which are there and whose latents begin with that row in shared memory. By the block,
+// which meets between the halves, and before the next tile.
+template <class C, class Weights>
+MLA_DEVICE void project_tile(const ProjectionBlock<C>& block, const Weights& w, i32 row, i32 first_token, i32 count,
+                             i32 s_q) {
+    const i32 lane = threadIdx.x % kWarpThreads;
+    float total[8];  // of the left eight columns, then of the right ones
+    if (w.works(block)) {
+        const SmemAddr from = smem_addr(&block.s.latents[row + lane % 16][w.half * w.kHalf + lane / 16 * 8]);
+        float sums[2][2][4] = {};  // independent of each other, so that products need not wait for each other
+#pragma unroll
+        for (i32 k = 0; k < w.kHalf / 16; ++k) {
+            u32 a[4], b[4];
+            w.load(b, k);
+            ldmatrix_x4(a, from + 32 * k);
+            mma_m16n8k16(typename C::Element{}, sums[k % 2][0], a, b[0], b[1]);
+            mma_m16n8k16(typename C::Element{}, sums[k % 2][1], a, b[2], b[3]);
+        }
+#pragma unroll
+        for (i32 i = 0; i < 8; ++i) {
+            total[i] = sums[0][i / 4][i % 4] + sums[1][i / 4][i % 4];
+            if (w.half == 1) w.partial(block, i) = total[i];
         }
     }
+    __syncthreads();
+    if (!w.works(block) || w.half == 1) return;
 #pragma unroll
-    for (i32 i = 0; i < 4; ++i) total[i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
+    for (i32 i = 0; i < 8; ++i) total[i] += w.partial(block, i);
+#pragma unroll
+    for (i32 half = 0; half < 2; ++half) {
+        const i32 token = lane / 4 + 8 * half;
+        if (token >= count) continue;
+        const i32 index = first_token + token, request = s_q == 1 ? index : index / s_q;
+#pragma unroll
+        for (i32 right = 0; right < 2; ++right) {
+            const i32 column = w.column + 8 * right + lane % 4 * 2;
+            if (column >= block.columns) continue;
+            store_pair(block, request, index - request * s_q, block.first_column() + column,
+                       total[4 * right + 2 * half], total[4 * right + 2 * half + 1]);
+        }
+    }
+}
 #else
-    for (i32 i = 0; i < 4; ++i) {
-        const u16 *const latents = s.latents[row + lane / 4 + i / 2 * 8], *const weights =
-                                                                              s.w_uv[column + lane % 4 * 2 + i % 2];
+template <class C>
+struct WarpWeights {
+    MLA_DEVICE explicit WarpWeights(const ProjectionBlock<C>&) {}
+};
+template <class C>
+using HeldWeights = WarpWeights<C>;
+
+template <class C>
+MLA_DEVICE void project_tile(const ProjectionBlock<C>& block, const WarpWeights<C>&, i32 row, i32 first_token,
+                             i32 count, i32 s_q) {
+    const auto product = [&](const u16* latents, const u16* weights) {
         float sum = 0.f;
         for (i32 k = 0; k < kHeadDimV; ++k) {
             sum = fmaf(C::Element::to_float(latents[k]), C::Element::to_float(weights[k]), sum);
         }
-        total[i] = sum;
+        return sum;
+    };
+    const i32 pairs = block.columns / 2;
+    for (i32 i = threadIdx.x; i < min(count, kTile) * pairs; i += kProjectionThreads) {
+        const i32 token = i / pairs, column = i % pairs * 2, index = first_token + token, request = index / s_q;
+        const u16* const latents = block.s.latents[row + token];
+        store_pair(block, request, index - request * s_q, block.first_column() + column,
+                   product(latents, block.s.w_uv[column]), product(latents, block.s.w_uv[column + 1]));
     }
+    __syncthreads();
+}
 #endif
-}
-
-// Of `count` tokens, whose latents begin with that row in shared memory: each warp takes tiles.
-template <class C>
-MLA_DEVICE void project_tokens(const ProjectionBlock<C>& block, i32 first_token, i32 count, i32 s_q,
-                               i32 first_row = 0) {
-    const i32 lane = threadIdx.x % kWarpThreads, tiles = block.columns / 8;
-#pragma unroll 1
-    for (i32 unit = threadIdx.x / kWarpThreads; unit < ceil_div(count, 16) * tiles; unit += kProjectionWarps) {
-        const i32 tile_token = unit / tiles * 16, column = unit % tiles * 8;
-        float total[4];
-        project_tile<C>(block.s, first_row + tile_token, column, total);
-#pragma unroll
-        for (i32 half = 0; half < 2; ++half) {
-            const i32 token = tile_token + lane / 4 + 8 * half;
-            if (token >= count) continue;
-            const i32 index = first_token + token, request = s_q == 1 ? index : index / s_q;
-            store_pair(block, request, index - request * s_q, block.first_column() + column + lane % 4 * 2,
-                       total[2 * half], total[2 * half + 1]);
-        }
-    }
-}
 
 // ---- Block -----------------------------------------------------------------------------------------------------
 // From here on, what the kernel before this one has written may be read.
@@ -502,7 +564,12 @@ MLA_DEVICE void merge_and_project(const ProjectionBlock<C>& block, const Source&
         if (first == block.first) wait_for_inputs(block, source);
         merge_tokens(block, source, count);
         if (first == block.first) wait_for_w_uv(block);
-        project_tokens(block, first, count, source.queries());
+        const WarpWeights<C> w(block);
+#pragma unroll 1
+        for (i32 tile = 0; tile < count; tile += kTile) {
+            if (tile > 0) __syncthreads();  // sums of the tile before have been read
+            project_tile(block, w, tile, first + tile, count - tile, source.queries());
+        }
         if (first + C::kTokens >= block.end) break;
         if constexpr (C::kShare > 1) {
             cluster_arrive();  // the latents have been read, see `merge_tokens`
@@ -512,38 +579,45 @@ MLA_DEVICE void merge_and_project(const ProjectionBlock<C>& block, const Source&
     }
 }
 
-// Of results that need no merge, in 16 bits: kCopied rows to shared memory; zeros for a tile's others.
+// Of results that need no merge, in 16 bits: kTile rows to shared memory, a warp a row; the last one takes the place of
+// those that are missing.
 template <class C, class Source>
 MLA_DEVICE void fetch_results(const ProjectionBlock<C>& block, const Source& source, i32 first) {
-    constexpr i32 kRowPieces = kHeadDimV / 8;
-    const i32 first_row = (first - block.first) / C::kCopied % C::kStages * C::kCopied;
-    for (i32 i = threadIdx.x; i < C::kCopied * kRowPieces; i += kProjectionThreads) {
-        const i32 row = i / kRowPieces, column = i % kRowPieces * 8;
+    const i32 first_row = (first - block.first) / kTile % C::kStages * kTile;
+#pragma unroll
+    for (i32 i = 0; i < kTile; i += kProjectionWarps) {
+        const i32 row = i + uniform_warp(), column = threadIdx.x % kWarpThreads * 8;
+        const u16* const from = source.result(block.head, min(first + row, block.end - 1)) + column;
         u16* const to = &block.s.latents[first_row + row][column];
-        if (first + row < block.end) {
-            copy_16(to, source.result(block.head, first + row) + column);
-        } else {
-            *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
-        }
+#pragma unroll
+        for (i32 c = 0; c < kHeadDimV; c += 8 * kWarpThreads) copy_16(to + c, from + c);
     }
 }
 
 template <class C, class Source>
 MLA_DEVICE void copy_and_project(const ProjectionBlock<C>& block, const Source& source) {
-    constexpr i32 kAhead = (C::kStages - 1) * C::kCopied;
+    constexpr i32 kAhead = (C::kStages - 1) * kTile;
     if constexpr (kAhead > 0) {
         fetch_results(block, source, block.first);
         commit_copies();
     }
-    for (i32 first = block.first; first < block.end; first += C::kCopied) {
+    const auto wait = [&](i32 first) {  // for the tile that begins there
         if (first + kAhead < block.end) fetch_results(block, source, first + kAhead);
         commit_copies();
         wait_for_copies<C::kStages - 1>();
-        if (first == block.first) wait_for_w_uv(block);
+    };
+    wait(block.first);
+    wait_for_w_uv(block);
+    __syncthreads();
+    const HeldWeights<C> w(block);
+#pragma unroll 1
+    for (i32 first = block.first;;) {
+        const i32 row = (first - block.first) / kTile % C::kStages * kTile;
+        project_tile(block, w, row, first, block.end - first, source.queries());  // the tile has been read
+        first += kTile;
+        if (first >= block.end) break;
+        wait(first);
         __syncthreads();
-        project_tokens(block, first, min(C::kCopied, block.end - first), source.queries(),
-                       (first - block.first) / C::kCopied % C::kStages * C::kCopied);
-        __syncthreads();  // the results have been read
     }
 }
 
@@ -559,7 +633,7 @@ MLA_DEVICE void run_projection(const ProjectionBlock<C>& block, const Source& so
             mbarrier_arrive_expect_tx(block.s.w_uv_full, block.columns * kWeightRowBytes);
         }
         __syncthreads();
-        if (merges) cluster_arrive();
+        if (merges) cluster_arrive_relaxed();
     }
     if constexpr (Source::kWeightsAreOlder) {
         fetch_w_uv(block);

@@ -231,6 +231,7 @@ MLA_DEVICE void prepare_row_of(const CachePrepareParams& p, const AnyRotation& r
 extern "C" __global__ void __launch_bounds__(kAppendThreads, kBlocks)
     mla_cache_prepare(const __grid_constant__ CachePrepareParams p) {
     griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
     AnyRotation rotation;
     rotation.cos = p.cos, rotation.sin = p.sin, rotation.positions = p.positions;
     rotation.cos_stride_elems = p.cos_stride_elems, rotation.sin_stride_elems = p.sin_stride_elems;

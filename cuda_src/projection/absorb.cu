@@ -2,10 +2,12 @@
 //
 //   q[t, :512] = q_nope[t, head] W_UK[head],   q[t, 512:] = q_rope[t, head]
 //
-// Grid: x = heads, each by 8 blocks of 64 columns, which also copy 8 of RoPE's columns each; y = equal shares of the
-// tokens. A block goes through its tokens, kTokens at a time, while the next ones are on their way; it reads W_UK once,
-// whatever their number, and asks for it before anything else. All blocks of 128 heads are resident at once on Hopper,
-// so all of W_UK is on its way at once; fewer heads leave room for several shares of the tokens.
+// Grid: x = heads, each by 2^parts_log2 blocks of as many of the 512 columns, which also copy their part of RoPE's; y =
+// shares of the tokens. A block reads its part of W_UK once, asks for it before anything else, and keeps it in
+// registers: a warp has 32 columns. It goes through its tokens, kStep at a time, while the next ones are on their way;
+// where it has fewer columns than its warps, tiles of 16 tokens are shared out, too.
+//
+//   W_UK, first and next tokens on their way | RoPE | W_UK to registers | product, store | product, store | ...
 #include "attention/shapes.cuh"
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
@@ -14,6 +16,7 @@
 #include "ptx/matrix.cuh"
 #include "ptx/mma.cuh"
 #include "tile/copies.cuh"
+#include "tile/warp.cuh"
 
 namespace mla::projection {
 using namespace attention;
@@ -24,15 +27,17 @@ using Element = MLA_DTYPE;
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 128;
 constexpr i32 kWarps = kThreads / kWarpThreads;
-constexpr i32 kColumns = 64;  // of a block
-constexpr i32 kParts = kHeadDimV / kColumns;
-constexpr i32 kRopePart = kHeadDimRope / kParts;                         // columns that a block copies
-constexpr i32 kTokens = 16;                                              // at a time: a tile of the product
-constexpr i32 kStages = 2;                                               // tokens at work, and the next ones
-constexpr i32 kMaxDNope = MLA_MAX_D_NOPE;                                // rows of W_UK
-constexpr i32 kColumnsPitch = kColumns + 8, kNopePitch = kMaxDNope + 8;  // ldmatrix then meets every bank
-static_assert(kColumns == 16 * kWarps, "a warp has 16 columns");
-static_assert(kRopePart == 8, "16 bytes");
+constexpr i32 kMaxDNope = MLA_MAX_D_NOPE;                                   // rows of W_UK
+constexpr i32 kWarpColumns = 32;                                            // whose weights a warp keeps
+constexpr i32 kMaxColumns = kMaxDNope <= 128 ? 128 : 64;                    // of a block
+constexpr i32 kMinColumns = 64;                                             // where there are few heads
+constexpr i32 kTile = 16;                                                   // tokens of a product
+constexpr i32 kStep = __CUDA_ARCH__ >= 800 ? 2 * kTile : kTile;             // tokens at a time
+constexpr i32 kStages = 2;                                                  // tokens at work, and the next ones
+constexpr i32 kColumnsPitch = kMaxColumns + 8, kNopePitch = kMaxDNope + 8;  // ldmatrix then meets every bank
+constexpr i32 kSlice = 64;                                                  // d_nope is a multiple of it
+constexpr i32 kBlocksPerSm = kMaxDNope <= 128 ? 4 : 2;
+static_assert(kMaxColumns <= kWarpColumns * kWarps, "a warp has its columns");
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct AbsorbParams {
@@ -45,18 +50,22 @@ struct AbsorbParams {
     i64 q_rope_stride_t_elems, q_rope_stride_h_elems;
     i64 out_stride_t_elems, out_stride_h_elems;
     i32 t, d_nope;
+    i32 parts_log2;    // blocks of a head: no division stands before the first load
+    i32 share_tokens;  // a multiple of kTile
 };
 
 MLA_FACT_LIST(params_layout, MLA_OFFSET(AbsorbParams, q_nope_stride_t_elems), MLA_OFFSET(AbsorbParams, t),
               (int)sizeof(AbsorbParams));
 MLA_FACT(threads, kThreads);
-MLA_FACT(columns, kColumns);
+MLA_FACT(tile_tokens, kTile);
+MLA_FACT(min_columns, kMinColumns);
+MLA_FACT(max_columns, kMaxColumns);
 MLA_FACT(max_d_nope, kMaxDNope);
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 struct Storage {
     alignas(16) u16 w_uk[kMaxDNope][kColumnsPitch];
-    alignas(16) u16 q[kStages][kTokens][kNopePitch];
+    alignas(16) u16 q[kStages][kStep][kNopePitch];
 };
 
 MLA_FACT(smem_bytes, sizeof(Storage));
@@ -64,53 +73,90 @@ MLA_FACT(smem_bytes, sizeof(Storage));
 struct Block {
     const AbsorbParams& p;
     Storage& s;
-    i32 head, part, first, end;  // tokens first .. end - 1
+    i32 head, part, columns, first, end;  // tokens first .. end - 1
 
     MLA_DEVICE Block(const AbsorbParams& p, Storage& s)
-        : p(p), s(s), head(blockIdx.x / kParts), part(blockIdx.x % kParts) {
-        const i64 tiles = ((i64)p.t + kTokens - 1) / kTokens;
-        first = tiles * blockIdx.y / gridDim.y * kTokens;
-        end = min((i64)p.t, tiles * (blockIdx.y + 1) / gridDim.y * kTokens);
-    }
+        : p(p),
+          s(s),
+          head(blockIdx.x >> p.parts_log2),
+          part(blockIdx.x & ((1 << p.parts_log2) - 1)),
+          columns(kHeadDimV >> p.parts_log2),
+          first(blockIdx.y * p.share_tokens),
+          end(min(p.t, first + p.share_tokens)) {}
     MLA_DEVICE const u16* w_uk(i32 row) const {
-        return p.w_uk + head * p.w_uk_stride_h_elems + row * p.w_uk_stride_d_elems + part * kColumns;
+        return p.w_uk + head * p.w_uk_stride_h_elems + row * p.w_uk_stride_d_elems + part * columns;
     }
     MLA_DEVICE u16* out(i32 token) const { return p.out + token * p.out_stride_t_elems + head * p.out_stride_h_elems; }
+    MLA_DEVICE u16* queries(i32 first_token) const { return s.q[(first_token - first) / kStep % kStages][0]; }
 };
 
 // ---- Steps -----------------------------------------------------------------------------------------------------
 // To the L2 alone: an earlier kernel may still be writing it.
 MLA_DEVICE void prefetch_w_uk(const Block& block) {
 #if __CUDA_ARCH__ >= 900
-    for (i32 row = threadIdx.x; row < block.p.d_nope; row += kThreads) prefetch_global_l2(block.w_uk(row));
+    constexpr i32 kLine = 64;
+#pragma unroll 1
+    for (i32 row = threadIdx.x; row < block.p.d_nope; row += kThreads) {
+        const u16* const from = block.w_uk(row);
+#pragma unroll 1
+        for (i32 column = 0; column < block.columns; column += kLine) prefetch_global_l2(from + column);
+    }
 #endif
 }
 
 MLA_DEVICE void fetch_w_uk(const Block& block) {
-    constexpr i32 kPieces = kColumns / 8;
-    for (i32 i = threadIdx.x; i < block.p.d_nope * kPieces; i += kThreads) {
-        const i32 row = i / kPieces, column = i % kPieces * 8;
-        copy_16(&block.s.w_uk[row][column], block.w_uk(row) + column);
+    constexpr i32 kHeadPieces = 6;  // 2^6 pieces of 16 bytes are a row of a head
+    const i32 pieces_log2 = kHeadPieces - block.p.parts_log2, rows = kThreads >> pieces_log2;
+    const i32 column = (threadIdx.x & ((1 << pieces_log2) - 1)) * 8;
+    constexpr i32 kAtOnce = 4;
+    static_assert(kThreads * kAtOnce <= kSlice * kMinColumns / 8, "all of them are rows of W_UK");
+    i32 row = threadIdx.x >> pieces_log2;
+    const u16* from = block.w_uk(row) + column;
+    const i64 step = rows * block.p.w_uk_stride_d_elems;
+#pragma unroll 1
+    while (row < block.p.d_nope) {
+#pragma unroll
+        for (i32 i = 0; i < kAtOnce; ++i, row += rows, from += step) copy_16(&block.s.w_uk[row][column], from);
     }
 }
 
-// Of the tile that starts with token `first`; none past the last tile. The product takes whole tiles.
+// Those of kStep tokens from `first` on; none past the last tile. Whole tiles: the last token takes the place of those
+// that are missing.
 MLA_DEVICE void fetch_queries(const Block& block, i32 first) {
-    if (first >= block.end) return;
+    constexpr i32 kRowThreads = kThreads / kTile;
     const AbsorbParams& p = block.p;
-    const i32 pieces = p.d_nope / 8, stage = first / kTokens % kStages;
-    for (i32 i = threadIdx.x; i < kTokens * pieces; i += kThreads) {
-        const i32 row = i / pieces, column = i % pieces * 8;
-        u16* const to = &block.s.q[stage][row][column];
-        if (first + row >= block.end) {
-            *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
-            continue;
+    const i32 row = threadIdx.x / kRowThreads, column = threadIdx.x % kRowThreads * 8;
+    const u16* const of_head = p.q_nope + block.head * p.q_nope_stride_h_elems + column;
+    u16* const to = block.queries(first) + row * kNopePitch + column;
+#pragma unroll
+    for (i32 tile = 0; tile < kStep; tile += kTile) {
+        if (first + tile >= block.end) return;
+        const u16* const from = of_head + min(first + tile + row, block.end - 1) * p.q_nope_stride_t_elems;
+#pragma unroll
+        for (i32 slice = 0; slice < kMaxDNope; slice += kSlice) {
+            if (slice > 0 && slice >= p.d_nope) break;
+            copy_16(to + tile * kNopePitch + slice, from + slice);
         }
-        copy_16(to, p.q_nope + (i64)(first + row) * p.q_nope_stride_t_elems + block.head * p.q_nope_stride_h_elems +
-                        column);
     }
 }
 
+// RoPE's columns stay as they are; a block has some of them.
+MLA_DEVICE void copy_rope(const Block& block) {
+    const AbsorbParams& p = block.p;
+    if (p.q_rope == nullptr) return;
+    constexpr i32 kRopePieces = 3;  // 2^3 pieces of 16 bytes are a row
+    const i32 pieces_log2 = kRopePieces - p.parts_log2;
+    const i32 column = (block.part << pieces_log2 | (threadIdx.x & ((1 << pieces_log2) - 1))) * 8;
+    const i32 tokens = kThreads >> pieces_log2;
+#pragma unroll 2
+    for (i32 token = block.first + (threadIdx.x >> pieces_log2); token < block.end; token += tokens) {
+        const u16* const from = p.q_rope + token * p.q_rope_stride_t_elems + block.head * p.q_rope_stride_h_elems;
+        *reinterpret_cast<uint4*>(block.out(token) + kHeadDimV + column) =
+            *reinterpret_cast<const uint4*>(from + column);
+    }
+}
+
+// ---- Product ---------------------------------------------------------------------------------------------------
 #if __CUDA_ARCH__ >= 800
 // Of four neighbouring lanes, lane i gets number i of each.
 MLA_DEVICE void transpose_quad(u32 (&x)[4]) {
@@ -126,63 +172,102 @@ MLA_DEVICE void transpose_quad(u32 (&x)[4]) {
     }
 }
 
-// 16 tokens by the warp's 16 columns. Lanes trade their pairs of columns, so that each stores 16 bytes.
-MLA_DEVICE void multiply(const Block& block, i32 first) {
-    const Storage& s = block.s;
-    const i32 lane = threadIdx.x % kWarpThreads, my_columns = threadIdx.x / kWarpThreads * 16;
-    const SmemAddr a_from = smem_addr(&s.q[first / kTokens % kStages][lane % 16][lane / 16 * 8]);
-    const SmemAddr b_from = smem_addr(&s.w_uk[lane % 16][my_columns + lane / 16 * 8]);
-    float left[4] = {}, right[4] = {};
-#pragma unroll 4
-    for (i32 k = 0; k < block.p.d_nope; k += 16) {
-        u32 a[4], b[4];
-        ldmatrix_x4(a, a_from + 2 * k);
-        ldmatrix_x4_trans(b, b_from + 2 * k * kColumnsPitch);
-        mma_m16n8k16(Element{}, left, a, b[0], b[1]);
-        mma_m16n8k16(Element{}, right, a, b[2], b[3]);
-    }
-    u32 x[4];  // rows of eight columns: of the upper tokens the left and the right ones, then of the lower ones
+// A warp's part of W_UK, by 16 rows and by pairs of 8 columns, as mma.sync takes it.
+struct Weights {
+    u32 of[kMaxDNope / 16][kWarpColumns / 16][4];
+    i32 column;           // the first one, of the block's
+    i32 tile, tile_step;  // the first token that it multiplies of each step
+
+    MLA_DEVICE explicit Weights(const Block& block) {
+        constexpr i32 kHeadWarps = 4;  // 2^4 warps have the columns of a head
+        static_assert(kHeadDimV == kWarpColumns << kHeadWarps, "16 warps");
+        const i32 lane = threadIdx.x % kWarpThreads, warp = uniform_warp();
+        const i32 warps_log2 = kHeadWarps - block.p.parts_log2;
+        column = (warp & ((1 << warps_log2) - 1)) * kWarpColumns;
+        tile = (warp >> warps_log2) * kTile;
+        tile_step = (kWarps >> warps_log2) * kTile;
+        const SmemAddr from = smem_addr(&block.s.w_uk[lane % 16][column + lane / 16 * 8]);
 #pragma unroll
-    for (i32 half = 0; half < 2; ++half) {
-        x[2 * half] = cvt_x2(Element{}, left[2 * half], left[2 * half + 1]);
-        x[2 * half + 1] = cvt_x2(Element{}, right[2 * half], right[2 * half + 1]);
+        for (i32 slice = 0; slice < kMaxDNope; slice += kSlice) {
+            if (slice > 0 && slice >= block.p.d_nope) break;
+#pragma unroll
+            for (i32 k = slice; k < slice + kSlice; k += 16) {
+#pragma unroll
+                for (i32 i = 0; i < kWarpColumns / 16; ++i) {
+                    ldmatrix_x4_trans(of[k / 16][i], from + 2 * (k * kColumnsPitch + 16 * i));
+                }
+            }
+        }
     }
-    transpose_quad(x);
-    const i32 token = first + lane / 4 + lane % 4 / 2 * 8, column = my_columns + lane % 2 * 8;
-    if (token >= block.end) return;
-    *reinterpret_cast<uint4*>(block.out(token) + block.part * kColumns + column) = make_uint4(x[0], x[1], x[2], x[3]);
+};
+
+// Up to kStep tokens from `first` on by the warp's columns. Lanes trade their pairs of columns, so that each stores 16
+// bytes.
+MLA_DEVICE void multiply(const Block& block, const Weights& w, i32 first) {
+    constexpr i32 kColumnTiles = kWarpColumns / 8;
+    const i32 lane = threadIdx.x % kWarpThreads, count = min(kStep, block.end - first);
+    const i32 column = block.part * block.columns + w.column + lane % 4 * 8;
+    const i64 step = block.p.out_stride_t_elems;
+    i32 row = w.tile + lane / 4;  // and eight rows on
+    u16* to = block.out(first + row) + column;
+    SmemAddr from = smem_addr(block.queries(first) + (w.tile + lane % 16) * kNopePitch + lane / 16 * 8);
+#pragma unroll 1
+    for (i32 tile = w.tile; tile < count; tile += w.tile_step) {
+        float sums[kColumnTiles][4] = {};
+#pragma unroll
+        for (i32 slice = 0; slice < kMaxDNope; slice += kSlice) {
+            if (slice > 0 && slice >= block.p.d_nope) break;
+#pragma unroll
+            for (i32 k = slice; k < slice + kSlice; k += 16) {
+                u32 a[4];
+                ldmatrix_x4(a, from + 2 * k);
+#pragma unroll
+                for (i32 i = 0; i < kColumnTiles; ++i) {
+                    const u32(&b)[4] = w.of[k / 16][i / 2];
+                    mma_m16n8k16(Element{}, sums[i], a, b[i % 2 * 2], b[i % 2 * 2 + 1]);
+                }
+            }
+        }
+#pragma unroll
+        for (i32 half = 0; half < 2; ++half) {
+            u32 x[kColumnTiles];
+#pragma unroll
+            for (i32 i = 0; i < kColumnTiles; ++i) {
+                x[i] = cvt_x2(Element{}, sums[i][2 * half], sums[i][2 * half + 1]);
+            }
+            transpose_quad(x);
+            if (row + 8 * half < count) {
+                *reinterpret_cast<uint4*>(to + 8 * half * step) = make_uint4(x[0], x[1], x[2], x[3]);
+            }
+        }
+        row += w.tile_step;
+        to += w.tile_step * step;
+        from = from + 2 * w.tile_step * kNopePitch;
+    }
 }
 #else
-MLA_DEVICE void multiply(const Block& block, i32 first) {
-    const Storage& s = block.s;
-    constexpr i32 kPairs = kColumns / 2;
-    const i32 column = threadIdx.x % kPairs * 2;
-    for (i32 row = threadIdx.x / kPairs; row < min(kTokens, block.end - first); row += kThreads / kPairs) {
+struct Weights {
+    MLA_DEVICE explicit Weights(const Block&) {}
+};
+
+MLA_DEVICE void multiply(const Block& block, const Weights&, i32 first) {
+    const i32 pairs = block.columns / 2, column = threadIdx.x % pairs * 2;
+    for (i32 row = threadIdx.x / pairs; row < min(kStep, block.end - first); row += kThreads / pairs) {
+        const u16* const queries = block.queries(first) + row * kNopePitch;
         float x = 0.f, y = 0.f;
         for (i32 k = 0; k < block.p.d_nope; ++k) {
-            const float q = Element::to_float(s.q[first / kTokens % kStages][row][k]);
-            x = fmaf(q, Element::to_float(s.w_uk[k][column]), x);
-            y = fmaf(q, Element::to_float(s.w_uk[k][column + 1]), y);
+            const float q = Element::to_float(queries[k]);
+            x = fmaf(q, Element::to_float(block.s.w_uk[k][column]), x);
+            y = fmaf(q, Element::to_float(block.s.w_uk[k][column + 1]), y);
         }
-        *reinterpret_cast<u32*>(block.out(first + row) + block.part * kColumns + column) = cvt_x2(Element{}, x, y);
+        *reinterpret_cast<u32*>(block.out(first + row) + block.part * block.columns + column) = cvt_x2(Element{}, x, y);
     }
 }
 #endif
 
-// RoPE's columns stay as they are; a block has some of them.
-MLA_DEVICE void copy_rope(const Block& block) {
-    const AbsorbParams& p = block.p;
-    if (p.q_rope == nullptr) return;
-    const i32 column = block.part * kRopePart;
-    for (i32 token = block.first + threadIdx.x; token < block.end; token += kThreads) {
-        const u16* const from = p.q_rope + token * p.q_rope_stride_t_elems + block.head * p.q_rope_stride_h_elems;
-        *reinterpret_cast<uint4*>(block.out(token) + kHeadDimV + column) =
-            *reinterpret_cast<const uint4*>(from + column);
-    }
-}
-
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kThreads) mla_projection_absorb(const __grid_constant__ AbsorbParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    mla_projection_absorb(const __grid_constant__ AbsorbParams p) {
     extern __shared__ __align__(16) u8 smem[];
     const Block block(p, *reinterpret_cast<Storage*>(smem));
     prefetch_w_uk(block);
@@ -191,14 +276,20 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_projection_absorb(con
     fetch_w_uk(block);
     fetch_queries(block, block.first);
     commit_copies();
+    fetch_queries(block, block.first + kStep);
+    commit_copies();
     copy_rope(block);
-    for (i32 first = block.first; first < block.end; first += kTokens) {
-        fetch_queries(block, first + kTokens);
-        commit_copies();
-        wait_for_copies<1>();  // but for the next queries
-        __syncthreads();
-        multiply(block, first);
+    wait_for_copies<1>();  // but for the next queries
+    __syncthreads();
+    const Weights weights(block);
+    for (i32 first = block.first; first < block.end; first += kStep) {
+        multiply(block, weights, first);
+        if (first + kStep >= block.end) break;
         __syncthreads();  // the queries have been read
+        fetch_queries(block, first + kStages * kStep);
+        commit_copies();
+        wait_for_copies<1>();
+        __syncthreads();
     }
 }
 }  // namespace mla::projection

@@ -46,8 +46,9 @@ struct StateRows {
     MLA_DEVICE const u16* result(i32 head, i32 token) const {
         return static_cast<const u16*>(p.outs) + at(head, token);
     }
+    MLA_DEVICE i32 request(i32 token) const { return p.s_q == 1 ? token : token / p.s_q; }
     MLA_DEVICE i64 at(i64 head, i32 token) const {
-        const i64 b = token / p.s_q, query = token % p.s_q;
+        const i64 b = request(token), query = token - (i32)b * p.s_q;
         return b * p.outs_stride_b_elems + query * p.outs_stride_s_elems + head * p.outs_stride_h_elems;
     }
     MLA_DEVICE bool is_fp32() const { return p.outs_are_fp32; }
@@ -67,7 +68,7 @@ struct StateRows {
         const i32 lane = threadIdx.x % kWarpThreads, row = uniform_warp() + lane * kProjectionWarps;
         if (lane < Projected::kRows && row < count) {
             const i32 token = first_token + row;
-            const i64 b = token / p.s_q, query = token % p.s_q, head = block.head;
+            const i64 b = request(token), query = token - (i32)b * p.s_q, head = block.head;
             const u8* const first = static_cast<const u8*>(p.outs) + at(head, token) * bytes();
             const i64 of_lses =
                 b * p.lses_stride_b_elems + head * p.lses_stride_h_elems + query * p.lses_stride_s_elems;

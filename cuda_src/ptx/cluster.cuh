@@ -62,6 +62,8 @@ MLA_DEVICE void st_shared_cluster_v2(ClusterAddr to, uint2 x) {
 // for every thread that has waited.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-barrier-cluster
 MLA_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// Orders no access: it says that the block runs. (The other form waits for all that the thread has asked memory for.)
+MLA_DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 MLA_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // All threads of all blocks of the cluster.

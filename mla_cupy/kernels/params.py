@@ -80,7 +80,7 @@ class ProjectionSizes(Params):
     projected_stride_b_s_h_elems: tuple[I64, I64, I64]
     tokens: I32
     d_head: I32
-    parts: I32
+    share_tokens: I32
     projected_is_fp32: I32
 
 
@@ -964,6 +964,8 @@ class AbsorbParams(Params):
     out_stride_t_h_elems: tuple[I64, I64]
     t: I32
     d_nope: I32
+    parts_log2: I32
+    share_tokens: I32
 
 
 class StatesAddresses(Params):

@@ -269,6 +269,7 @@ def check_absorb(
         (40, 1, 192, "bfloat16", True),
         (3, 1, 64, "bfloat16", False),
         (2, 1, 256, "float16", True),
+        (66, 3, 64, "float16", False),  # blocks of 128 columns, and a third step
     ],
 )
 def test_absorb(t: int, h: int, d_nope: int, dtype: str, rope: bool) -> None:
@@ -293,6 +294,7 @@ ABSORBED = "projection/absorb.cu"
 FEW = states(3, b=35, h=1, d_head=64)
 SOME = states(9, b=2, h=1, d_head=64)  # more pieces than are on their way at first
 MANY = states(35, b=2, s_q=2, h=1)
+NARROW = states(2, b=1, s_q=3, h=1, d_head=64)  # eight columns of a block
 ONE = states(1, b=37, h=1, d_head=64, outs_dtype="bfloat16")
 SPLIT = DecodeCase(b=2, seqlens=(2300, 130), h_q=2)  # more cuts than a warp has threads
 
@@ -300,9 +302,13 @@ OF_STATES = (
     Mutant("W_UV not waited for", STATE_ROWS, *steps("mbarrier.try_wait", 0, 1, of=2)),
     Mutant("peers' latents overwritten while they are read", STATE_ROWS, *steps("barrier.cluster.wait", 0, of=2)),
     Mutant("latents read before they are there", STATE_ROWS, *steps("barrier.cluster.wait", 1, of=2)),
-    Mutant("rows of other warps looked at before they are found", STATE_ROWS, *steps("bar.sync", 1, of=6)),
-    Mutant("sums of ranges not waited for", STATE_ROWS, *steps("bar.sync", 2, of=6)),
-    Mutant("sums of ranges overwritten while they are read", STATE_ROWS, *steps("bar.sync", 3, of=6)),
+    Mutant("rows of other warps looked at before they are found", STATE_ROWS, *steps("bar.sync", 1, of=9)),
+    Mutant("sums of ranges not waited for", STATE_ROWS, *steps("bar.sync", 2, of=9)),
+    Mutant("sums of ranges overwritten while they are read", STATE_ROWS, *steps("bar.sync", 3, of=9)),
+    Mutant("sums of half of the columns overwritten while they are read", STATE_ROWS, *steps("bar.sync", 4, of=9)),
+    Mutant("sums of half of the columns not waited for", STATE_ROWS, *steps("bar.sync", 5, of=9)),
+    Mutant("half of the columns left out", PROJECTION, "total[i] += w.partial(block, i)", "total[i] += 0.f"),
+    Mutant("columns of the next block", PROJECTION, "if (column >= block.columns) continue;", ""),
     Mutant(
         "a range left out",
         PROJECTION,
@@ -329,7 +335,7 @@ OF_STATES = (
         "const i32 vector = block.first_vector() + lane % C::kLanes + v * C::kLanes;",
         "const i32 vector = block.first_vector() + lane % C::kLanes;",
     ),
-    Mutant("results of tokens that are none", PROJECTION, "            if (token >= count) continue;\n", ""),
+    Mutant("results of tokens that are none", PROJECTION, "        if (token >= count) continue;\n", ""),
     Mutant(
         "the gate without its sigmoid",
         PROJECTION,
@@ -344,17 +350,19 @@ OF_STATES = (
     ),
 )
 OF_RESULTS = (
-    Mutant("results read before others' copies are there", STATE_ROWS, *steps("bar.sync", 4, of=6)),
-    Mutant("results read while the next are copied", STATE_ROWS, *steps("bar.sync", 5, of=6)),
-    Mutant("results not waited for", STATE_ROWS, *steps("cp.async.wait_group", 0, of=1)),
+    Mutant("results read before others' copies are there", STATE_ROWS, *steps("bar.sync", 6, of=9)),
+    Mutant("the next results read before others' copies are there", STATE_ROWS, *steps("bar.sync", 7, of=9)),
+    Mutant("results read while the next are copied", STATE_ROWS, *steps("bar.sync", 8, of=9)),
+    Mutant("results not waited for", STATE_ROWS, *steps("cp.async.wait_group", 0, of=2)),
+    Mutant("the next results not waited for", STATE_ROWS, *steps("cp.async.wait_group", 1, of=2)),
     Mutant(
         "results of the other buffer", PROJECTION, "const i32 first_row = (first", "const i32 first_row = 16 + (first"
     ),
     Mutant(
         "the share after a block's own",
         PROJECTION,
-        "first = (i64)n.tokens * blockIdx.y",
-        "first = (i64)n.tokens * (blockIdx.y + 1)",
+        "first = blockIdx.y * n",
+        "first = (blockIdx.y + 1) * n",
     ),
     Mutant(
         "another token's row",
@@ -372,18 +380,19 @@ OF_DECODE = (
     Mutant("the first cut among 32", SPLITS, "? index * kWarpThreads + __ffs(found) - 1 :", "? __ffs(found) - 1 :"),
 )
 OF_ABSORPTION = (
-    Mutant("queries read while the next are fetched", ABSORBED, *steps("bar.sync", 1, of=2)),
-    Mutant("copies not waited for", ABSORBED, *steps("cp.async.wait_group", 0, of=1)),
+    Mutant("W_UK and queries read before others' copies are there", ABSORBED, *steps("bar.sync", 0, of=3)),
+    Mutant("queries read while the next are fetched", ABSORBED, *steps("bar.sync", 1, of=3)),
+    Mutant("the next queries read before others' copies are there", ABSORBED, *steps("bar.sync", 2, of=3)),
+    Mutant("first copies not waited for", ABSORBED, *steps("cp.async.wait_group", 0, of=2)),
+    Mutant("next copies not waited for", ABSORBED, *steps("cp.async.wait_group", 1, of=2)),
     Mutant("the block's columns of RoPE left where they are", ABSORBED, "kHeadDimV + column", "kHeadDimV"),
-    Mutant("rows past the last one stored", ABSORBED, "    if (token >= block.end) return;\n", ""),
+    Mutant("rows past the last one stored", ABSORBED, "if (row + 8 * half < count) {", "if (row < count) {"),
     Mutant("lanes trade with one neighbour only", ABSORBED, "step < 4; step *= 2", "step < 2; step *= 2"),
     Mutant("one buffer for the next queries too", ABSORBED, "kStages = 2", "kStages = 1"),
-    Mutant(
-        "the share after a block's own",
-        ABSORBED,
-        "tiles * blockIdx.y / gridDim.y",
-        "tiles * (blockIdx.y + 1) / gridDim.y",
-    ),
+    Mutant("the share after a block's own", ABSORBED, "first(blockIdx.y * p", "first((blockIdx.y + 1) * p"),
+    Mutant("the first tile by all warps", ABSORBED, "tile = (warp >> warps_log2) * kTile", "tile = 0"),
+    Mutant("every second tile left out", ABSORBED, "tile_step = (kWarps", "tile_step = (2 * kWarps"),
+    Mutant("results of a tile in the rows of the one before", ABSORBED, "        to += w.tile_step * step;\n", ""),
 )
 
 
@@ -391,6 +400,7 @@ def _states(mode: tuple[str, int]) -> None:
     check_states(FEW, 1, mode)
     check_states(SOME, 1, mode)
     check_states(MANY, 2, mode)
+    check_states(NARROW, 5, mode)
 
 
 @pytest.mark.parametrize("mutant", OF_STATES, ids=lambda mutant: mutant.id)
@@ -418,7 +428,8 @@ def test_bugs_of_decode_are_caught(mutant: Mutant, plant: Plant) -> None:
 def test_bugs_of_absorption_are_caught(mutant: Mutant, plant: Plant) -> None:
     verdict = as_verdict(check_absorb)
     plant(mutant)
-    assert any(verdict(35, 1, 64, "bfloat16", True, 1, mode) for mode in MODES)
+    cases = [(67, 1, 64, "bfloat16", True, sm_count, mode) for mode in MODES for sm_count in (1, 4)]
+    assert any(verdict(*case) for case in cases)
 
 
 # ---- The host's choice -----------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def combine(
     projected = CombineProjectParams(
         projection_addresses=addresses(call),
         decode_params=params,
-        projection_sizes=sizes(call, build.variant, by_query),
+        projection_sizes=sizes(call, build, by_query),
         has_pieces=has_pieces,
     )
     return launch(build, call, projected)

@@ -100,7 +100,15 @@ def addresses(call: Call) -> ProjectionAddresses:
     return ProjectionAddresses(w_uv="w_uv", gate=call.name("gate"), projected="out")
 
 
-def sizes(call: Call, variant: Variant, by_query: bool = False) -> ProjectionSizes:
+def share_tokens(call: Call, build: Build) -> int:
+    """Tokens of a block, of the shares that `token_shares` finds."""
+    h_q, d_head, _ = call.view("w_uv").shape
+    b, s_q, _, _ = call.view("out").shape
+    shares = token_shares(b * s_q, LEAST_TOKENS, h_q * parts(build.variant, d_head), build.resident)
+    return -(-b * s_q // shares)
+
+
+def sizes(call: Call, build: Build, by_query: bool = False) -> ProjectionSizes:
     """Sizes and strides of what is at the addresses.
 
     With `by_query` the kernel takes the axes b and s_q, which step evenly, as one.
@@ -118,7 +126,7 @@ def sizes(call: Call, variant: Variant, by_query: bool = False) -> ProjectionSiz
         projected_stride_b_s_h_elems=strides("out"),
         tokens=b * s_q,
         d_head=d_head,
-        parts=parts(variant, d_head),
+        share_tokens=share_tokens(call, build),
         projected_is_fp32=call.view("out").dtype == "float32",
     )
 
@@ -127,6 +135,5 @@ def launch(build: Build, call: Call, params: Params) -> Launch:
     """One launch over all heads."""
     h_q, d_head, _ = call.view("w_uv").shape
     b, s_q, _, _ = call.view("out").shape
-    blocks = h_q * parts(build.variant, d_head)
-    shares = token_shares(b * s_q, LEAST_TOKENS, blocks, build.resident)
+    blocks, shares = h_q * parts(build.variant, d_head), -(-b * s_q // share_tokens(call, build))
     return Launch(build.kernel, build.variant, (blocks, shares, 1), LaunchArgs(params))

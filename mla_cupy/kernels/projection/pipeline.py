@@ -18,11 +18,13 @@ from mla_cupy.shapes import D_HEADS, D_V
 
 MAX_STATES = 256
 """Partial results that one call merges."""
-COLUMNS = 64
-"""Columns of absorbed queries that a block computes."""
-MAX_D_NOPE = 128, max(D_HEADS)
-"""Rows of W_UK that the builds have room for."""
-_ABSORBING_BLOCKS_PER_SM = 8
+MAX_COLUMNS = {128: 128, max(D_HEADS): 64}
+"""Rows of W_UK that the builds of `absorb` have room for, and the most columns of absorbed queries of a block."""
+TILE_TOKENS = 16
+"""Tokens of a product of `absorb`; shares of the tokens are multiples of it."""
+LEAST_COLUMNS = 64
+"""Columns of a block where there are few heads."""
+_ABSORBING_BLOCKS_PER_SM = {128: 4, max(D_HEADS): 2}
 _SHARE_TOKENS = 32
 """Tokens of a block below which sharing them out does not pay for reading W_UK again."""
 
@@ -39,8 +41,9 @@ ABSORB: KernelSpec[object] = KernelSpec(
     "multiplies queries by W_UK, beside the columns of RoPE",
     "projection/absorb.cu",
     AbsorbParams,
-    variants=variants(dtype=HALF, max_d_nope=MAX_D_NOPE),
-    facts={"columns": COLUMNS},
+    variants=variants(dtype=HALF, max_d_nope=tuple(MAX_COLUMNS)),
+    facts={"min_columns": LEAST_COLUMNS, "tile_tokens": TILE_TOKENS},
+    facts_of=lambda variant: {"max_columns": MAX_COLUMNS[variant.max_d_nope]},
 )
 KERNELS = (*STATES.kernels, ABSORB)
 
@@ -102,10 +105,11 @@ class MergeProjectPipeline(_OneLaunch):
         n, b, s_q, _, _ = outs.shape
         if b * s_q == 0:
             return []
+        build = projection.Build(config.kernel, config.variant, config.resident)
         params = MergeProjectParams(
             projection_addresses=projection.addresses(call),
             states_addresses=StatesAddresses(outs="outs", lses=call.name("lses"), lse=call.name("lse")),
-            projection_sizes=projection.sizes(call, config.variant),
+            projection_sizes=projection.sizes(call, build),
             outs_stride_n_b_s_h_elems=call.strides("outs", 4),
             lses_stride_n_b_h_s_elems=call.strides("lses", 4),
             lse_stride_b_h_s_elems=call.strides("lse", 3),
@@ -116,8 +120,13 @@ class MergeProjectPipeline(_OneLaunch):
             lse_factor=from_log2(options.lse_base),
             empty_lse=options.empty_lse,
         )
-        build = projection.Build(config.kernel, config.variant, config.resident)
         return [projection.launch(build, call, params)]
+
+
+def absorbing_parts(variant: Variant, h_q: int, resident: int) -> int:
+    """Blocks for each head: as narrow as they may be while the GPU holds all at once. Bits do not depend on it."""
+    parts = D_V // LEAST_COLUMNS
+    return parts if h_q * parts <= resident else D_V // MAX_COLUMNS[variant.max_d_nope]
 
 
 class AbsorbPipeline(_OneLaunch):
@@ -128,8 +137,8 @@ class AbsorbPipeline(_OneLaunch):
     def configure(self, problem: ProjectProblem, device: DeviceInfo, kernel: str | None = None) -> ProjectConfig:
         """See `Pipeline.configure`; the narrowest build that holds a head."""
         chosen: KernelSpec[Any] = choice.choose("absorption", self.kernels, problem, device, kernel)
-        rows = next(rows for rows in MAX_D_NOPE if problem.d_head <= rows)
-        resident = _ABSORBING_BLOCKS_PER_SM * device.sm_count
+        rows = next(rows for rows in MAX_COLUMNS if problem.d_head <= rows)
+        resident = _ABSORBING_BLOCKS_PER_SM[rows] * device.sm_count
         return ProjectConfig(chosen, Variant(dtype=problem.dtype, max_d_nope=rows), resident)
 
     def steps(self, config: ProjectConfig, call: Call) -> list[Step]:
@@ -137,6 +146,11 @@ class AbsorbPipeline(_OneLaunch):
         t, h_q, d_nope = call.view("q_nope").shape
         if t == 0:
             return []
+        parts = absorbing_parts(config.variant, h_q, config.resident)
+        shares = projection.token_shares(t, _SHARE_TOKENS, h_q * parts, config.resident)
+        tiles = -(-t // TILE_TOKENS)
+        share_tokens = TILE_TOKENS * -(-tiles // shares)
+        shares = -(-t // share_tokens)
         params = AbsorbParams(
             q_nope="q_nope",
             w_uk="w_uk",
@@ -148,10 +162,10 @@ class AbsorbPipeline(_OneLaunch):
             out_stride_t_h_elems=call.strides("out", 2),
             t=t,
             d_nope=d_nope,
+            parts_log2=parts.bit_length() - 1,
+            share_tokens=share_tokens,
         )
-        blocks = h_q * D_V // COLUMNS
-        shares = projection.token_shares(t, _SHARE_TOKENS, blocks, config.resident)
-        return [Launch(config.kernel, config.variant, (blocks, shares, 1), LaunchArgs(params))]
+        return [Launch(config.kernel, config.variant, (h_q * parts, shares, 1), LaunchArgs(params))]
 
 
 MERGE_PROJECT = MergeProjectPipeline()

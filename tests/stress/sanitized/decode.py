@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import mla_cupy
+from tests.decode.test_narrow import FAST_CASES as NARROW_CASES
 from tests.stress.sanitized import Call
 from tests.support.calls import on_host
 from tests.support.cases import DecodeCase, DecodeInputs, make
-from tests.support.gpu import uploaded
-from tests.support.kernels import DECODE_KERNELS, takes
+from tests.support.gpu import run_and_check, uploaded
+from tests.support.kernels import DECODE_KERNELS, NARROW_KERNELS, takes
 from tests.support.tolerance import check
 
 #: One sequence, whose tiles are splits of one work item each; and so many that a block has several.
@@ -29,14 +30,21 @@ def calls() -> Iterator[Call]:
         for rows in ROWS:
             for width, dtype in ((576, "bfloat16"), (512, "float16")):
                 yield from calls_of(replace(shape, **rows, d_qk=width, dtype=dtype), DECODE_KERNELS, one_item)
+    for case in NARROW_CASES:
+        for kernel in NARROW_KERNELS:
+            yield Call(f"{kernel} {case.id}", partial(run_and_check, case, kernel=kernel))
 
 
 def calls_of(case: DecodeCase, kernels: Iterable[str], one_item: bool) -> Iterator[Call]:
-    """Every kernel that takes the case; the oracle computes it once."""
-    inputs = make(case)
+    """Every kernel that takes the case; the oracle computes it once, for the first call that is made."""
+    inputs = cache(partial(make, case))
     for kernel in kernels:
         if takes(kernel, case):
-            yield Call(f"{kernel} {case.id}", partial(compare, inputs, kernel=kernel), one_item)
+            yield Call(f"{kernel} {case.id}", partial(_compare_made, inputs, kernel=kernel), one_item)
+
+
+def _compare_made(inputs: Callable[[], DecodeInputs], **options: Any) -> None:
+    compare(inputs(), **options)
 
 
 def compare(inputs: DecodeInputs, **options: Any) -> None:

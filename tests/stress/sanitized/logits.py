@@ -11,12 +11,15 @@ import numpy as np
 import mla_cupy
 from mla_cupy import dtypes, reference
 from mla_cupy.kernels.indexer.logits import LOGITS, LOGITS_PAGED
+from mla_cupy.kernels.indexer.logits.sm90 import HALF
+from tests.indexer.logits.test_logits_sim import HALF_CASES
 from tests.indexer.prepare.prepare_cases import arrays, expected
 from tests.indexer.prepare.test_prepare_sim import FLAGS
 from tests.stress.sanitized import Call
 from tests.support.calls import assert_same, on_host
 from tests.support.gpu import fetch, upload
 from tests.support.indexer_cases import (
+    IN_FLOAT16,
     ON_TENSOR_CORES,
     Array,
     LogitsCase,
@@ -45,6 +48,8 @@ PAGED_CASES = (
 )
 #: So many tiles and pages that a block has several.
 MANY = LogitsCase(s_q=270, s_kv=1300, h=9, dtype="uint8")
+#: And more blocks of queries than are counted without a schedule.
+LONG = LogitsCase(s_q=1040, s_kv=130, h=1, dtype="uint8")
 MANY_PAGED = PagedCase(b=40, s_q=2, h=64, seqlens=tuple(range(0, 1200, 30)))
 
 
@@ -53,9 +58,13 @@ def calls() -> Iterator[Call]:
     for name in ("prepare_q", "prepare_k"):
         for number, flags in enumerate(FLAGS):
             yield Call(f"{name} {flags}", partial(prepare, name, (32, 64, 128)[number % 3], flags))
-    for case in (*CASES, MANY):
+    for case in (*CASES, MANY, LONG):
         for kernel in by_name(LOGITS):
-            yield Call(f"{kernel} {case.id}", partial(logits, case, kernel), case != MANY)
+            if kernel != HALF.name:
+                name = f"{'schedule of ' if case == LONG else ''}{kernel} {case.id}"
+                yield Call(name, partial(logits, case, kernel), case in CASES)
+    for case in HALF_CASES:
+        yield Call(f"{HALF.name} {case.id}", partial(half, case))
     for paged in (*PAGED_CASES, MANY_PAGED):
         for kernel in by_name(LOGITS_PAGED):
             yield Call(f"{kernel} {paged.id}", partial(pages, paged, kernel), paged != MANY_PAGED)
@@ -73,6 +82,13 @@ def logits(case: LogitsCase, kernel: str) -> None:
     """Ranges of any numbers."""
     inputs = logits_inputs(case)
     within(mla_cupy.indexer_logits, inputs, reference.indexer_logits(**inputs), kernel)
+
+
+def half(case: LogitsCase) -> None:
+    """With sums in float16."""
+    inputs = logits_inputs(case)
+    got = mla_cupy.indexer_logits(**_uploaded(inputs), kernel=HALF.name, accumulate="float16")
+    check_logits(fetch(got), inputs, reference.indexer_logits(**inputs), IN_FLOAT16)
 
 
 def pages(case: PagedCase, kernel: str) -> None:

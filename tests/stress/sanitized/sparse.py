@@ -21,6 +21,8 @@ MANY = (
     SparseCase(s_q=280, s_kv=200, h_q=7, topk=70, lengths=True, sink=True),
     SparseCase(s_q=140, s_kv=90, h_q=70, topk=70, d_qk=512, dtype="float16"),
 )
+#: With a gradient of the log-sum-exps, which has a kernel of its own.
+DLSE = SparseCase(s_q=3, s_kv=60, h_q=20, topk=40, lengths=True, sink=True, dlse=True)
 
 
 def calls() -> Iterator[Call]:
@@ -30,6 +32,7 @@ def calls() -> Iterator[Call]:
         for kernel in FORWARD_KERNELS:
             yield Call(f"{kernel} {case.id}", partial(sparse_gpu.run_and_check, inputs, kernel=kernel), one_item)
         yield from _backward(inputs, one_item)
+    yield from _backward(make(DLSE), one_item=True)
 
 
 def _backward(inputs: SparseInputs, one_item: bool) -> Iterator[Call]:

@@ -52,8 +52,8 @@ def select() -> None:
     """In chunks: the top-k of the logits, which are compared with the oracle elsewhere."""
     inputs = {name: upload(x) for name, x in logits_inputs(LogitsCase(s_q=19, s_kv=390, h=12, dtype="uint8")).items()}
     bounds = {name: inputs[name] for name in ("ks", "ke")}
-    wanted = expected(fetch(mla_cupy.indexer_logits(**inputs)), k=70, **{name: fetch(x) for name, x in bounds.items()})
     got = mla_cupy.indexer_select(**inputs, topk=70, buffer_bytes=8 * 4 * 390)
+    wanted = expected(fetch(mla_cupy.indexer_logits(**inputs)), k=70, **{name: fetch(x) for name, x in bounds.items()})
     for x, y in zip(got, wanted[:2], strict=True):
         np.testing.assert_array_equal(fetch(x), y)
 

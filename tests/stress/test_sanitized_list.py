@@ -1,0 +1,127 @@
+"""The calls for compute-sanitizer, on a GPU that only writes down what it is asked to launch: no kernel is left out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import chain
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mla_cupy import UnsupportedDeviceError
+from mla_cupy.kernels import KERNELS, pipeline
+from mla_cupy.ops import COMPOSITE_OPERATIONS, OPERATIONS, POOL_OPERATIONS, call
+from tests.stress.sanitized import Call
+from tests.stress.sanitized.families import FAMILIES
+from tests.stress.sanitized.kernels import CALLED, LAUNCHED, LEFT_OUT
+from tests.support.recorder import H200, Recorder
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # sums of what nobody has computed
+
+
+class ReadError(Exception):
+    """A call reads its results, which nobody has computed: it has launched what it launches."""
+
+
+class Pointer(SimpleNamespace):
+    """An address, as CuPy's pointers are added to."""
+
+    def __add__(self, offset: int) -> Pointer:
+        return Pointer(address=self.address + offset)
+
+
+class Listed:
+    """What calls have asked for."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.kernels: set[str] = set()
+        self.operations: set[str] = set()
+
+    def make(self, made: Call) -> None:
+        """A call until it reads its results; it has launched something by then, or this GPU is not its own."""
+        self.recorder.launches.clear()
+        try:
+            made.run()
+        except UnsupportedDeviceError:
+            return
+        except ReadError:
+            reads = True
+        else:
+            reads = False
+        assert reads, f"{made.name} looks at no result"
+        assert self.recorder.launches, f"{made.name} reads before it has launched anything"
+
+
+def fake_cupy(kept: list[Any]) -> ModuleType:
+    """As much of CuPy as the calls use, over the host's memory; nothing can be read back."""
+
+    def as_array(x: Any) -> Any:
+        kept.append(x)
+        return SimpleNamespace(data=Pointer(address=x.__array_interface__["data"][0]))
+
+    def view(shape: tuple[int, ...], dtype: Any, at: Pointer, strides: tuple[int, ...] | None = None) -> Any:
+        raw = f"|V{np.dtype(dtype).itemsize}"
+        interface = {"data": (at.address, False), "shape": shape, "strides": strides, "typestr": raw, "version": 3}
+        return np.asarray(SimpleNamespace(__array_interface__=interface)).view(dtype)
+
+    def read(name: str) -> Any:
+        raise ReadError(name)
+
+    fake: Any = ModuleType("cupy")
+    fake.asarray, fake.ndarray, fake.__getattr__ = as_array, view, read  # whatever else is looked up is for reading
+    return fake  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def listed(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> Listed:
+    """A GPU like an H200, with nothing asked for yet."""
+    found, bound, known = Listed(recorder), pipeline._bound, call._known
+
+    def binds(launch: pipeline.Launch, *arguments: Any) -> Any:
+        found.kernels.add(launch.kernel.name)
+        return bound(launch, *arguments)
+
+    def knows(invocation: call.Invocation) -> Any:
+        found.operations.add(invocation.operation.name)
+        return known(invocation)
+
+    monkeypatch.setattr(pipeline, "_bound", binds)
+    monkeypatch.setattr(call, "_known", knows)
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy([]))
+    return found
+
+
+def calls_of(family: str) -> Iterator[Call]:
+    return iter(import_module(f"tests.stress.sanitized.{family}").calls())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_launch_what_the_list_says(listed: Listed, family: str) -> None:
+    for made in calls_of(family):
+        listed.make(made)
+    assert sorted(listed.kernels) == sorted(LAUNCHED[family])
+    assert sorted(listed.operations) == sorted(CALLED[family])
+
+
+@pytest.mark.parametrize("family", ["cache", "topk", "merge"])
+def test_a_few_calls(listed: Listed, family: str) -> None:
+    """As above, of the families whose calls are small."""
+    test_calls_launch_what_the_list_says(listed, family)
+
+
+def test_every_kernel_is_in_the_list() -> None:
+    """Those that an H200 can run. A new one wants a call in a family, or a reason."""
+    found = {name for name, kernel in KERNELS.items() if kernel.supports_arch(H200.arch)}
+    listed = set(chain.from_iterable(LAUNCHED.values()))
+    assert listed | LEFT_OUT.keys() == found
+    assert not listed & LEFT_OUT.keys()
+
+
+def test_every_operation_is_in_the_list() -> None:
+    assert set(chain.from_iterable(CALLED.values())) == {**OPERATIONS, **POOL_OPERATIONS, **COMPOSITE_OPERATIONS}.keys()
