@@ -26,6 +26,7 @@
 // number of heads fits, lengths may be those of the last tokens, and pages that are not there are no error.
 #include "common/limits.cuh"
 #include "indexer/logits/sm90.cuh"
+#include "ptx/load.cuh"
 #include "tile/product.cuh"
 #include "tile/warp.cuh"
 
@@ -47,6 +48,7 @@ constexpr i32 kMathWarps = Roles<kMathWarpgroups>::kMathWarps;
 constexpr i32 kPageWarps = kFewTokens ? 2 : 1;  // from kLoadWarp on
 constexpr i32 kQueryWarp = kLoadWarp + kPageWarps, kFillWarp = kQueryWarp + 1;
 constexpr i32 kFillWarps = kLoadWarp + kWarpgroupWarps - kFillWarp;
+constexpr i32 kStartBarrier = 1;  // of all warps but those that fill
 constexpr i32 kMaxSequences = kWarpThreads * kWarpThreads;  // without a schedule: see PageLine
 
 constexpr i32 kHeadDim = kSw128RowBytes;
@@ -59,6 +61,9 @@ constexpr i32 kMmaSteps = kHeadDim / kKMajorStepBytes;
 constexpr u32 kQueryTileBytes = kBlockHeads * kSw128RowBytes;  // of one token
 // There is room for the queries of two sequences, or of one of many heads and tokens.
 constexpr i32 kStages = 8;  // more pages under way take longer
+// Of a share: pages that are brought into L2 before an earlier kernel is done, and those from which on the next kernel
+// may begin before this one is done.
+constexpr i32 kPagesAhead = 8, kLongShare = 32;
 static_assert(kStages % kMathWarpgroups == 0 && kStages % kPageWarps == 0, "a stage is always the same ones'");
 
 constexpr i32 kProducts = kBlockHeads / 2;  // of a thread
@@ -167,7 +172,7 @@ struct PageLine {
 #pragma unroll
             for (i32 i = 0; i < kGroups; ++i) {
                 const bool is_there = sequence + i * kWarpThreads < ranges.num_blocks;
-                lengths[i] = is_there ? length[i * kWarpThreads * ranges.ends_stride_block_elems] : 0;
+                lengths[i] = ld_global_l2_4(length + i * kWarpThreads * ranges.ends_stride_block_elems, is_there);
             }
 #pragma unroll
             for (i32 i = 0; i < kGroups; ++i) of[i] = max(of[i], lengths[i]);
@@ -196,8 +201,9 @@ struct PageLine {
 // This thread block's.
 struct PageShare : LineShare {
     i32 first_end;  // of the first sequence; 0: not known
+    bool is_long;   // all shares are, or none
 
-    MLA_DEVICE PageShare() : LineShare{}, first_end(0) {}
+    MLA_DEVICE PageShare() : LineShare{}, first_end(0), is_long(false) {}
     MLA_DEVICE void find(const LogitsParams& p, const KeyRanges& ranges, i32 lane) {
         if (p.cuts != nullptr) {
             from = p.cuts[blockIdx.x];
@@ -205,6 +211,7 @@ struct PageShare : LineShare {
             return;
         }
         PageLine line(ranges, lane);
+        is_long = (u32)line.total / gridDim.x >= kLongShare;
         from = line.cut(share_begin(blockIdx.x, gridDim.x, line.total));
         first_end = line.owner_pages;
         to = line.cut(share_begin(blockIdx.x + 1, gridDim.x, line.total));
@@ -339,6 +346,21 @@ MLA_DEVICE void prefetch_inputs(const LogitsParams& p, i32 warp, i32 lane) {
     if (p.table_stride_page_elems == 1 && row < p.num_blocks) {
         prefetch_global_l2(p.block_table + row * p.table_stride_block_elems + line % row_lines * kLineElems);
     }
+}
+
+// The same of the first pages of this block's share, which an earlier kernel may yet make others: then these were
+// brought in vain.
+MLA_DEVICE void prefetch_pages(const LogitsParams& p, i32 lane) {
+    if (p.cuts != nullptr) return;
+    PageShare share;
+    share.find(p, paged_ranges(p), lane);
+    const bool is_all = share.from.block == share.to.block;
+    const i32 tile = share.from.tile + lane, end = is_all ? share.to.tile : share.first_end;
+    if (lane >= kPagesAhead || tile >= end) return;
+    const i32* row = p.block_table + share.from.block * p.table_stride_block_elems;
+    const u32 page = ld_global_l2_4(row + tile * p.table_stride_page_elems, true);
+    if (page >= (u32)p.num_pages) return;
+    cp_async_bulk_prefetch_l2(p.k + page * p.page_stride_bytes, kCodeBytes + kScaleBytes);
 }
 
 // ---- Math role -------------------------------------------------------------------------------------------------
@@ -542,12 +564,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         maps.prefetch();
     } else if (warp >= kFillWarp) {
         prefetch_inputs(p, warp - kFillWarp, lane);
+        if (warp == kFillWarp) prefetch_pages(p, lane);
     }
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
     const KeyRanges ranges = paged_ranges(p);
     PageShare share;
     if (warp >= kLoadWarp && warp < kFillWarp) share.find(p, ranges, lane);
-    __syncthreads();  // not before: what has been asked for takes longer than the barriers
+    // Whose blocks then take the places of those that are done, and ask for their first pages there.
+    if (share.is_long) griddepcontrol_launch_dependents();
+    // Not before: what has been asked for takes longer than the barriers.
+    if (warp < kFillWarp) bar_sync(kStartBarrier, kFillWarp * kWarpThreads);
     if (kMovesRegisters && warp >= kLoadWarp) setmaxnreg_dec<kLoadRegisters>();
     if (warp < kLoadWarp) {
         if constexpr (kMovesRegisters) setmaxnreg_inc<kMathRegisters>();
