@@ -76,7 +76,6 @@ PLANTED: tuple[Planted, ...] = (
     ("copies are kept from the device", Book, "_copy", _copy_in_silence),
     ("forks share what is reserved", Book, "fork", _fork),
     ("a failure is kept from the device", Book, "undo", _undo_in_silence),
-    ("sequences outgrow the table", Book, "_longest_of", lambda book, lengths: 0),
     ("shared pages count twice", Book, "wasted", _wasted),
     ("overtaken steps are taken", PagedKVCache, "_check_newest", lambda cache, step: None),
 )
