@@ -10,6 +10,7 @@
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
+#include "ptx/copy.cuh"
 #include "ptx/load.cuh"
 
 namespace mla::cache {
@@ -183,9 +184,14 @@ MLA_DEVICE void gather_aligned(const CacheGatherParams& p, const RecordLayout& l
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads) mla_cache_gather(const __grid_constant__ CacheGatherParams p) {
+    const i64 first_of_block = (i64)blockIdx.x * kWarps * kRows;
+    if (threadIdx.x == 0 && p.slots != nullptr && first_of_block < p.n) {
+        // Before an earlier kernel is done, which may yet change them there.
+        prefetch_global_l2(p.slots + first_of_block * p.slots_stride_bytes);
+    }
     griddepcontrol_wait();
     const i32 lane = threadIdx.x % kWarpThreads;
-    const i64 first = ((i64)blockIdx.x * kWarps + threadIdx.x / kWarpThreads) * kRows;
+    const i64 first = first_of_block + threadIdx.x / kWarpThreads * kRows;
     const RecordLayout layout = MLA_RECORD_LAYOUT(p);
     if (is_aligned(p)) {
         gather_aligned(p, layout, first, lane);

@@ -134,4 +134,10 @@ MLA_DEVICE void cp_async_wait_group() {
 MLA_DEVICE void prefetch_global_l2(const void* from) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory");
 }
+
+// Brings `bytes`, a multiple of 16, from an address that is one into L2.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-prefetch
+MLA_DEVICE void cp_async_bulk_prefetch_l2(const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 }  // namespace mla

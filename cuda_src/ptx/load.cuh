@@ -45,6 +45,17 @@ MLA_DEVICE u32 ld_global_4(const void* from, bool present) {
     return x;
 }
 
+// The same, from L2 past L1, which would keep what an earlier kernel is yet to change.
+MLA_DEVICE u32 ld_global_l2_4(const void* from, bool present) {
+    u32 x = 0;
+    asm volatile(
+        "{\n .reg .pred present;\n setp.ne.b32 present, %2, 0;\n"
+        " @present ld.global.cg.u32 %0, [%1];\n}"
+        : "+r"(x)
+        : "l"(from), "r"((i32)present));
+    return x;
+}
+
 // 16 bytes with a policy for the L2, such as kEvictFirst, and not kept in the L1. On Hopper, where it was measured; a
 // plain load elsewhere, as the policy takes registers.
 MLA_DEVICE float4 ld_global_16_once(const float4* from, bool present, u64 l2_policy) {

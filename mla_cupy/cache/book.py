@@ -35,16 +35,18 @@ class Extension:
     rows : array, (b,)
     before, after : array, (b,)
         Lengths.
-    last : array, (b,)
-        The last token's column of the table.
     owned : array, (b,)
         Pages before.
     lacks : array, (b,), bool
         Whether pages are taken for a sequence.
     growing : array, (n,)
         Which sequences these are.
+    first, end : array, (n,)
+        Columns of the table from which on, and up to which, they take pages.
     total : int
         Pages that they take together.
+    longest : int
+        No sequence will be longer.
     copies : list of (row, column)
         Pages to copy, since others have them, too.
     copied : list of (int, int)
@@ -56,11 +58,13 @@ class Extension:
     rows: Array
     before: Array
     after: Array
-    last: Array
     owned: Array
     lacks: Array
     growing: Array
+    first: Array
+    end: Array
     total: int
+    longest: int
     copies: list[tuple[int, int]]
     copied: list[tuple[int, int]]
     taken: Array
@@ -104,6 +108,7 @@ class Book:
         self._rows = list(range(max_seqs))[::-1]
         self._place = np.zeros(max_seqs, np.int64)
         self._more_owners = 0  # of pages, beyond the first one of each
+        self._longest = 0  # no sequence is longer, though all may be shorter
         self._asked: tuple[list[int], Array] | None = None  # the latest list of sequences, and their rows
 
     # ---- Sequences --------------------------------------------------------------------------------------------
@@ -161,6 +166,7 @@ class Book:
         self._take_shared(np.asarray(pages, np.int64))
         self.table[row, : len(pages)] = pages
         self.length[row], self.owned[row], self.synced[row] = length, len(pages), 0
+        self._longest = max(self._longest, length)
         self.active[row] = self.dirty[row] = self.changed = True
         self._asked = None
         self.chains[row], self.keys[row] = chain, key
@@ -213,24 +219,34 @@ class Book:
         """
         before, owned = self.length.take(rows), self.owned.take(rows)
         after = before + counts
+        longest = self._longest + (counts if isinstance(counts, int) else int(counts.max(initial=0)))
+        if longest > self.max_pages * self.page_size:
+            longest = self._longest_of(after)
         one = isinstance(counts, int) and counts == 1
-        last = (before if one else after - 1) // self.page_size
-        lacks = last >= owned
+        lacks = (before if one else after - 1) // self.page_size >= owned
         (growing,) = lacks.nonzero()
         total = len(growing)
+        first = end = _NONE
         if total:
-            lasts = last.take(growing)
-            if not one:
-                total += int((lasts - owned.take(growing)).sum())
-            if np.count_nonzero(lasts >= self.max_pages):
-                at = int(last.argmax())
-                most = self.max_pages * self.page_size
-                got = f"{after[at]} tokens in all"
-                raise ArgumentError(explain(f"counts[{at}]", got, f"at most {most} of a sequence"))
+            first = owned.take(growing)
+            if one:
+                end = first + 1  # where its pages end, which are full
+            else:
+                end = (after.take(growing) - 1) // self.page_size + 1
+                total = int((end - first).sum())
         copies = self._shared_tails(rows, before, counts) if self._more_owners else []
         if total or copies:
             self._check_pages(total + len(copies))
-        return Extension(rows, before, after, last, owned, lacks, growing, total, copies, [], _NONE)
+        return Extension(rows, before, after, owned, lacks, growing, first, end, total, longest, copies, [], _NONE)
+
+    def _longest_of(self, lengths: Array) -> int:
+        """The longest of all sequences, and of some that will have these lengths; error as for `plan_extend`."""
+        longest, most = int(lengths.max(initial=0)), self.max_pages * self.page_size
+        if longest > most:
+            at = int(((lengths - 1) // self.page_size).argmax())
+            got = f"{lengths[at]} tokens in all"
+            raise ArgumentError(explain(f"counts[{at}]", got, f"at most {most} of a sequence"))
+        return max(longest, int(self.length.max()))
 
     def extend(self, plan: Extension) -> None:
         """Take the pages and set the lengths."""
@@ -242,6 +258,7 @@ class Book:
         if plan.total:
             self._write_taken(plan)
         self.length[plan.rows] = plan.after
+        self._longest = plan.longest
 
     def _copy(self, plan: Extension, taken: list[int]) -> None:
         """Pages in place of those that others have, too."""
@@ -256,15 +273,13 @@ class Book:
 
     def _write_taken(self, plan: Extension) -> None:
         """The pages of the growing sequences."""
-        growing = plan.growing
-        rows, first, end = plan.rows.take(growing), plan.owned.take(growing), plan.last.take(growing)
-        end += 1
+        rows = plan.rows.take(plan.growing)
         if len(plan.taken) == len(rows):  # one for each
-            self.table[rows, first] = plan.taken
+            self.table[rows, plan.first] = plan.taken
         else:
-            at, columns = _spread(first, end)
+            at, columns = _spread(plan.first, plan.end)
             self.table[rows[at], columns] = plan.taken
-        self.owned[rows] = end
+        self.owned[rows] = plan.end
 
     def undo(self, plan: Extension) -> None:
         """Restore the state before, except for cached pages that were evicted; the device is told everything anew."""
@@ -393,6 +408,8 @@ class Book:
     def verify(self) -> list[str]:
         """Inconsistencies of the state: none, unless there is a bug."""
         wrong = self.prefixes.verify()
+        if self.length.max() > self._longest:
+            wrong.append(f"a sequence is longer than {self._longest} tokens")
         counted = np.zeros(self.num_pages, np.int32)
         for row in np.flatnonzero(self.active):
             pages = self.table[row, : self.owned[row]]

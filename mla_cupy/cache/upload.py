@@ -122,7 +122,7 @@ def _pack_taken(sheet: Sheet, plan: Extension) -> int:
     counts[:] = plan.lacks
     if made:
         np.add.accumulate(counts, out=counts)  # without a conversion: a third of the time
-        sheet.columns[:made] = plan.owned.take(plan.growing)
+        sheet.columns[:made] = plan.first
         sheet.pages[:made] = plan.taken
     return made
 

@@ -424,6 +424,24 @@ class NoWork(HostMemory):
         pass
 
 
+@pytest.mark.parametrize("end", ["truncate", "free"])
+def test_what_was_the_longest_sequence_limits_no_other(end: str) -> None:
+    made = PagedKVCache("bf16", num_pages=8, page_size=4, max_seqs=2, max_pages=4, device="cpu")
+    first, other = made.allocate()[0], made.allocate()[0]
+    made.extend([first], 16)
+    made.truncate([first], 3) if end == "truncate" else made.free([first])
+    for _ in range(16):
+        made.extend([other], 1)
+        made.verify()
+    made.extend([other], 0)
+    for counts in (1, [1]):
+        with pytest.raises(
+            ArgumentError, match=r"counts\[0\]: got 17 tokens in all, expected at most 16 of a sequence"
+        ):
+            made.extend([other], counts)
+    made.verify()
+
+
 @pytest.mark.perf
 @pytest.mark.parametrize(("growing", "limit_us"), [(4, 50), (256, 100)])
 def test_host_time_of_a_step_of_256(growing: int, limit_us: float) -> None:

@@ -26,6 +26,7 @@
 // number of heads fits, lengths may be those of the last tokens, and pages that are not there are no error.
 #include "common/limits.cuh"
 #include "indexer/logits/sm90.cuh"
+#include "ptx/load.cuh"
 #include "tile/product.cuh"
 #include "tile/warp.cuh"
 
@@ -47,6 +48,7 @@ constexpr i32 kMathWarps = Roles<kMathWarpgroups>::kMathWarps;
 constexpr i32 kPageWarps = kFewTokens ? 2 : 1;  // from kLoadWarp on
 constexpr i32 kQueryWarp = kLoadWarp + kPageWarps, kFillWarp = kQueryWarp + 1;
 constexpr i32 kFillWarps = kLoadWarp + kWarpgroupWarps - kFillWarp;
+constexpr i32 kStartBarrier = 1;                            // of all warps but those that fill
 constexpr i32 kMaxSequences = kWarpThreads * kWarpThreads;  // without a schedule: see PageLine
 
 constexpr i32 kHeadDim = kSw128RowBytes;
@@ -59,6 +61,8 @@ constexpr i32 kMmaSteps = kHeadDim / kKMajorStepBytes;
 constexpr u32 kQueryTileBytes = kBlockHeads * kSw128RowBytes;  // of one token
 // There is room for the queries of two sequences, or of one of many heads and tokens.
 constexpr i32 kStages = 8;  // more pages under way take longer
+// Pages of a share that are brought into L2 before an earlier kernel is done, if it has so many: short ones lose by it.
+constexpr i32 kPagesAhead = 8, kLongShare = 128;
 static_assert(kStages % kMathWarpgroups == 0 && kStages % kPageWarps == 0, "a stage is always the same ones'");
 
 constexpr i32 kProducts = kBlockHeads / 2;  // of a thread
@@ -132,6 +136,7 @@ struct PageLine {
     const KeyRanges& ranges;
     i32 lane;
     i32 group_pages, groups_through, total;  // of this lane's group; of it and those before it; of all
+    i32 of_first[kGroupsAtOnce];             // of this lane's sequence of each of the first groups
     i32 group, pages, through;               // the one whose sequences are known: the same of this lane's sequence
     i32 owner_pages;                         // of the sequence that has been cut
 
@@ -146,8 +151,11 @@ struct PageLine {
                 const i32 sum = __reduce_add_sync(kFullWarp, of[i]);
                 if (lane == first + i) group_pages = sum;
             }
-            if (first == 0) pages = of[0];
+            if (first != 0) continue;
+#pragma unroll
+            for (i32 i = 0; i < kGroupsAtOnce; ++i) of_first[i] = of[i];
         }
+        pages = of_first[0];
         groups_through = sum_through(group_pages, lane);
         total = __shfl_sync(kFullWarp, groups_through, kWarpThreads - 1);
         through = sum_through(pages, lane);
@@ -167,7 +175,7 @@ struct PageLine {
 #pragma unroll
             for (i32 i = 0; i < kGroups; ++i) {
                 const bool is_there = sequence + i * kWarpThreads < ranges.num_blocks;
-                lengths[i] = is_there ? length[i * kWarpThreads * ranges.ends_stride_block_elems] : 0;
+                lengths[i] = ld_global_l2_4(length + i * kWarpThreads * ranges.ends_stride_block_elems, is_there);
             }
 #pragma unroll
             for (i32 i = 0; i < kGroups; ++i) of[i] = max(of[i], lengths[i]);
@@ -176,15 +184,26 @@ struct PageLine {
         for (i32 i = 0; i < kGroups; ++i) of[i] = (u32)(min(of[i], ranges.num_keys) + kPageKeys - 1) / kPageKeys;
     }
 
+    // The pages of this lane's sequence of a group: to look at lengths once more takes as long as all else here.
+    MLA_DEVICE i32 pages_in(i32 of) const {
+        if (of >= kGroupsAtOnce) {
+            i32 looked_at[1];
+            look_at(of, looked_at);
+            return looked_at[0];
+        }
+        i32 found = of_first[0];
+#pragma unroll
+        for (i32 i = 1; i < kGroupsAtOnce; ++i) found = of == i ? of_first[i] : found;
+        return found;
+    }
+
     MLA_DEVICE TileCut cut(i32 place) {
         if (place >= total) return TileCut{ranges.num_blocks, 0};
         const i32 of = __ffs(__ballot_sync(kFullWarp, groups_through > place)) - 1;
         const i32 left = place - __shfl_sync(kFullWarp, groups_through - group_pages, of);
         if (of != group) {
-            i32 looked_at[1];
-            look_at(of, looked_at);
             group = of;
-            pages = looked_at[0];
+            pages = pages_in(of);
             through = sum_through(pages, lane);
         }
         const i32 owner = __ffs(__ballot_sync(kFullWarp, through > left)) - 1;
@@ -196,8 +215,9 @@ struct PageLine {
 // This thread block's.
 struct PageShare : LineShare {
     i32 first_end;  // of the first sequence; 0: not known
+    bool is_long;   // as all shares are, or none
 
-    MLA_DEVICE PageShare() : LineShare{}, first_end(0) {}
+    MLA_DEVICE PageShare() : LineShare{}, first_end(0), is_long(false) {}
     MLA_DEVICE void find(const LogitsParams& p, const KeyRanges& ranges, i32 lane) {
         if (p.cuts != nullptr) {
             from = p.cuts[blockIdx.x];
@@ -205,6 +225,7 @@ struct PageShare : LineShare {
             return;
         }
         PageLine line(ranges, lane);
+        is_long = (u32)line.total / gridDim.x >= kLongShare;
         from = line.cut(share_begin(blockIdx.x, gridDim.x, line.total));
         first_end = line.owner_pages;
         to = line.cut(share_begin(blockIdx.x + 1, gridDim.x, line.total));
@@ -338,6 +359,31 @@ MLA_DEVICE void prefetch_inputs(const LogitsParams& p, i32 warp, i32 lane) {
     const u32 line = (blockIdx.x * kFillWarps + warp) * kWarpThreads + lane, row = line / row_lines;
     if (p.table_stride_page_elems == 1 && row < p.num_blocks) {
         prefetch_global_l2(p.block_table + row * p.table_stride_block_elems + line % row_lines * kLineElems);
+    }
+}
+
+// The same of a share's first pages and their queries, by a warp. An earlier kernel may yet make the share another, or
+// its pages: then these were brought in vain.
+MLA_DEVICE void prefetch_share(const LogitsParams& p, i32 lane) {
+    const u64 most_pages = (u64)p.num_blocks * ((u32)p.num_keys / kPageKeys);
+    if (p.cuts != nullptr || most_pages < (u64)kLongShare * gridDim.x) return;
+    PageShare share;
+    const KeyRanges ranges = paged_ranges(p);
+    share.find(p, ranges, lane);
+    if (!share.is_long) return;
+    const i32 sequence = share.from.block, tile = share.from.tile + lane;
+    const i32 end = sequence == share.to.block ? share.to.tile : share.first_end;
+    if (lane < kPagesAhead && tile < end) {
+        const i32* row = p.block_table + sequence * p.table_stride_block_elems;
+        const u32 page = ld_global_l2_4(row + tile * p.table_stride_page_elems, true);
+        if (page < (u32)p.num_pages) {
+            cp_async_bulk_prefetch_l2(p.k + page * p.page_stride_bytes, kCodeBytes + kScaleBytes);
+        }
+    }
+    if (p.q_stride_head_elems != kHeadDim) return;
+    for (i32 token = 0; token < p.block_tokens; ++token) {
+        const u8* heads = p.q + sequence * p.q_stride_block_elems + token * p.q_stride_token_elems;
+        if (lane == 0) cp_async_bulk_prefetch_l2(heads, p.heads * kHeadDim);
     }
 }
 
@@ -542,12 +588,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         maps.prefetch();
     } else if (warp >= kFillWarp) {
         prefetch_inputs(p, warp - kFillWarp, lane);
+        if (warp == kFillWarp) prefetch_share(p, lane);
     }
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
     const KeyRanges ranges = paged_ranges(p);
     PageShare share;
     if (warp >= kLoadWarp && warp < kFillWarp) share.find(p, ranges, lane);
-    __syncthreads();  // not before: what has been asked for takes longer than the barriers
+    // Not before: what has been asked for takes longer than the barriers.
+    if (warp < kFillWarp) bar_sync(kStartBarrier, kFillWarp * kWarpThreads);
     if (kMovesRegisters && warp >= kLoadWarp) setmaxnreg_dec<kLoadRegisters>();
     if (warp < kLoadWarp) {
         if constexpr (kMovesRegisters) setmaxnreg_inc<kMathRegisters>();

@@ -44,13 +44,32 @@ def _cp(cg: Codegen, ins: Instr, mods: Mods) -> None:
         (count,) = mods.args(1)
         return cg.call(lambda W, L: wait_bulk(W, L, count.value, read), [], [])
     if mods.flag("prefetch"):
-        names = ("tensor", "L2", "global", "L2::cache_hint", "tile", "tile::gather4", *_IM2COL, *_WIDE)
-        for name in (*names, *(f"{n}d" for n in range(1, 6))):
-            mods.flag(name)
-        return None
+        return _prefetch(cg, ins, mods)
     if mods.flag("tensor"):
         return _tensor(cg, ins, mods, reduce)
     return _bulk(cg, ins, mods, reduce)
+
+
+def _prefetch(cg: Codegen, ins: Instr, mods: Mods) -> None:
+    """Emit a prefetch into L2, which has no effect; of plain ones the bytes must be there."""
+    tensor, hint = mods.flag("tensor"), mods.flag("L2::cache_hint")
+    for name in ("L2", "global", "tile", "tile::gather4", *_IM2COL, *_WIDE, *(f"{n}d" for n in range(1, 6))):
+        mods.flag(name)
+    if tensor:
+        return None
+    address, size = mods.args(3 if hint else 2)[:2]
+
+    def run(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison, n: np.ndarray, qn: Poison) -> None:
+        _clean(W, L, ins, (qa, qn))
+        for at, count in zip(a.tolist(), n.tolist(), strict=True):
+            if at % 16 or count % 16:
+                W.fault(ins, f"address {at:#x} and size {count} must be multiples of 16", L)
+            try:
+                W.memory.slice(at, count)
+            except MemoryFault as error:
+                W.fault(ins, str(error), L)
+
+    return cg.call(run, [(address, "addr64"), (size, "u32")], [])
 
 
 def _cp_async(cg: Codegen, ins: Instr, mods: Mods) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -164,3 +166,23 @@ def test_discard() -> None:
     assert (array[32:64] == 0xCBCBCBCB).all()
     with pytest.raises(ptxsim.MemoryFault, match="multiple of 128"):
         launch("@%p1 discard.global.L2 [%rd1+64], 128;", array)
+
+
+@pytest.mark.parametrize(
+    ("place", "size", "why"),
+    [
+        ("%rd1", 256, ""),
+        ("%rd1+16", 240, ""),
+        ("%rd1+16", 256, "out of bounds"),
+        ("%rd1+8", 16, "multiples of 16"),
+        ("%rd1", 24, "multiples of 16"),
+        ("8192", 16, "in no array"),
+    ],
+)
+def test_bulk_prefetch(place: str, size: int, why: str) -> None:
+    """It changes nothing, but what it names must be there."""
+    array = np.arange(64, dtype="u4")
+    expected = pytest.raises(ptxsim.MemoryFault, match=why) if why else contextlib.nullcontext()
+    with expected:
+        launch(f"@%p1 cp.async.bulk.prefetch.L2.global [{place}], {size};", array)
+    assert (array == np.arange(64)).all()

@@ -172,6 +172,22 @@ def test_bits_do_not_depend_on_the_place(h: int, hopper: object) -> None:
         np.testing.assert_array_equal(prefill[tokens:, before:].view(np.uint32), paged.view(np.uint32))
 
 
+@pytest.mark.parametrize(("s_q", "h"), [(1, 64), (2, 64), (1, 32), (3, 24)])
+def test_bits_do_not_depend_on_the_share(s_q: int, h: int, hopper: device.DeviceInfo) -> None:
+    """Shares of 128 pages and more, whose first ones are asked for before an earlier kernel is done; each call at once
+    after another. Pages are in many places of the table, and some of them are none."""
+    inputs = paged_inputs(PagedCase(b=16, s_q=s_q, h=h, seqlens=(4096,) * 16, missing_page=True))
+    times = -(-128 * hopper.sm_count // (16 * 64)) + 1
+    inputs["block_table"] = np.tile(inputs["block_table"][:, :64], (1, times))
+    inputs["seqlens"] = (4096 * times - 5 * np.arange(16)).astype(np.int32)
+    given, cache = on_gpu(inputs), upload(inputs["cache"])
+    of_sequence = [{name: x[n : n + 1] for name, x in given.items()} | {"cache": cache} for n in range(16)]
+    short = [mla_cupy.indexer_logits_paged(**one).get() for one in of_sequence]
+    together = [mla_cupy.indexer_logits_paged(**given) for _ in range(5)]
+    for got in together:
+        np.testing.assert_array_equal(got.get().view(np.uint32), np.concatenate(short).view(np.uint32))
+
+
 def test_hostile_values(gpu: object) -> None:
     """Ranges, lengths and tables of any numbers: nothing hangs, and nothing outside is read."""
     rng = np.random.default_rng(0)

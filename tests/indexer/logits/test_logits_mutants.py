@@ -28,6 +28,8 @@ THREE = PagedCase(b=1, s_q=3, h=9, seqlens=(800,))
 EDGE = PagedCase(b=1, s_q=3, h=9, seqlens=(128,))
 #: More sequences than a warp has lanes, of which the first 32 have nothing.
 GROUPS = PagedCase(b=74, h=2, seqlens=(0,) * 32 + (1, 70, 0, 64, 2, 0) * 7)
+#: A share so long that its first pages, of which one is none, and its queries are brought into L2 ahead.
+LONG = PagedCase(b=1, s_q=2, h=2, seqlens=(8200,), missing_page=True)
 SEQUENCES = PagedCase(b=40, h=2, seqlens=(70, 0, 1, 64, 2) * 8)
 FIRST = "if (token == 0)"
 HALF = LogitsCase(s_q=9, s_kv=300, h=12, dtype="uint8", ranges="none", float16=True)
@@ -54,6 +56,10 @@ EARLY_WEIGHTS = (
     mbarrier_arrive(s.q_full[stage]);""",
 )
 FIRST_WEIGHTS = ("of_tokens.at(group * kGroupHeads / 8 + j)", "of_tokens.at(j)")
+ONE_TOKEN_MORE = (
+    "token < p.block_tokens; ++token) {\n        const u8* heads",
+    "token <= p.block_tokens; ++token) {\n        const u8* heads",
+)
 WAIT_FOR_QUERIES = "        mbarrier_wait(s.q_empty[query.stage], query.parity() ^ 1);"
 
 SECOND_ROW = "max_x2(float16{}, d[2 * i + 1], 0)"
@@ -81,6 +87,9 @@ MUTANTS = [
     (Mutant("a share ends a tile early", LINE, "min(tiles.end, to.tile)", "min(tiles.end, to.tile - 1)"), RANGED),
     (Mutant("the line ends too early", PAGED, "TileCut{ranges.num_blocks, 0}", "TileCut{39, 0}"), SEQUENCES),
     (Mutant("a sequence's place is that in another group", PAGED, "if (of != group)", "if (false)"), GROUPS),
+    (Mutant("a page that is none is brought into L2", PAGED, "if (page < (u32)p.num_pages)", "if (true)"), LONG),
+    (Mutant("queries of a token that is none are brought into L2", PAGED, *ONE_TOKEN_MORE), LONG),
+    (Mutant("roles begin before barriers are there", PAGED, *steps("bar.sync", 0, of=1)), PAGES),
     (Mutant("pages are those of the first sequence", PAGED, "if (!looked_up)", "if (false)"), SEQUENCES),
     (Mutant("a page is released with tokens to come", PAGED, "if (token + kTokens == sequence.tokens)", FIRST), THREE),
     (Mutant("a product is not waited for", PAGED, "wgmma_wait_group<0>();", "wgmma_wait_group<1>();"), THREE),
@@ -154,6 +163,8 @@ def test_is_caught(mutant: Mutant, case: LogitsCase | PagedCase, plant: Plant) -
     assert any(verdict(case, mode) for mode in MODES), f"nothing shows that {mutant.name}"
 
 
-@pytest.mark.parametrize("case", [CASE, RANGED, HALF, PAGES, THREE, EDGE, GROUPS, SEQUENCES], ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", [CASE, RANGED, HALF, PAGES, THREE, EDGE, GROUPS, LONG, SEQUENCES], ids=lambda case: case.id
+)
 def test_kernels_as_they_are(case: LogitsCase | PagedCase) -> None:
     assert [verdict(case, mode) for mode in MODES[:2]] == ["", ""]

@@ -396,6 +396,12 @@ PAGED = [
 ]
 
 
+def test_long_shares() -> None:
+    """Whose first pages and queries are asked for before an earlier kernel is done."""
+    case = PagedCase(b=2, s_q=2, h=2, seqlens=(8200, 8300), missing_page=True)
+    run_paged(case, PAGED_HOPPER, 2, ("late", 0))
+
+
 @pytest.mark.parametrize(
     ("case", "kernel", "mode", "sm_count"),
     [(*pair, MODES[i % len(MODES)], SM_COUNTS[i % len(SM_COUNTS)]) for i, pair in enumerate(PAGED)],
