@@ -847,6 +847,7 @@ class PrepareParams(Params):
     num_pages: I32
     page_size: I32
     slots_are_64: I32
+    e2m1_keys: I32
     group_vectors: I32
     step_tokens: I32
     step_heads: I32
