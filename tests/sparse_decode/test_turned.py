@@ -106,7 +106,6 @@ MUTANTS = (
     Mutant("positions beyond the table", SOURCE, "min(position, (i64)p.max_position - 1)", "position"),
     Mutant("heads that are not there", SOURCE, "if (first + i < p.h_q) store_pair", "store_pair"),
     Mutant("queries that are not there", SOURCE, "if (query < p.queries)", "if (true)"),
-    Mutant("too early", SOURCE, "    griddepcontrol_wait();\n    if", "    if"),
 )
 
 
@@ -114,5 +113,5 @@ MUTANTS = (
 def test_mutants_are_caught(mutant: Mutant, plant: Plant) -> None:
     plant(mutant)
     case = SparseDecodeCase(record="v4", s_q=2, h_q=9, topk=5, turned=True)
-    with simulated(2, mode="late"), pytest.raises(CAUGHT):
+    with simulated(2), pytest.raises(CAUGHT):
         check(case, lambda x: x, np.asarray)
