@@ -85,11 +85,6 @@ SINCE_AMPERE = tuple(kernel.name for kernel in SPARSE_DECODE.kernels if "mma" in
 ON_HOPPER = tuple(kernel.name for kernel in SPARSE_DECODE.kernels if "sm90" in kernel.name)
 
 
-def reads_v41(kernel: str, case: SparseDecodeCase) -> bool:
-    """Whether a kernel for Hopper, or the plain one, has the case's records: the seesaw has none of two kinds."""
-    return not (kernel == "sparse_decode_sm90" and case.extra_record)
-
-
 def fitting(case: SparseDecodeCase, kernel: str) -> SparseDecodeCase:
     """The case, with more heads where the kernel takes no fewer."""
     return replace(case, h_q=case.h_q + 32) if kernel == "sparse_decode_sm90" and case.h_q <= 32 else case
