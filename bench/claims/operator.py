@@ -27,7 +27,7 @@ Timed = tuple[Callable[[], AbstractContextManager[object]], Callable[[], object]
 
 
 def cases(tokens: Sequence[int]) -> list[LossCase]:
-    """For each number of tokens: sequences of 2,048 as in the claim, and one sequence."""
+    """Cases of each number of tokens: sequences of 2,048 as in the claim, and one sequence."""
     found = []
     for number in tokens:
         if number < SEQUENCE or number % SEQUENCE:

@@ -45,8 +45,14 @@ def test_tensor_cores_are_as_exact_as_their_formats(case: SparseDecodeCase, kern
         check(case, lambda x: x, np.asarray, kernel, case.dtype if case.s_q > 1 else "float32")
 
 
-#: Those of V4.1: each in one mode.
-V41_RUNS = [(kernel, case) for kernel in ON_HOPPER for case in (*V41_CASES, V41_WIDE)]
+#: Those of V4.1: each in one mode. More of the seesaw, which takes longer, are slow.
+V41_RUNS = [
+    (kernel, case)
+    for kernel in ON_HOPPER
+    for case in (*V41_CASES, V41_WIDE)
+    if not (kernel == "sparse_decode_sm90" and case.extra_record) or case is V41_CASES[2]
+]
+V41_OF_THE_SEESAW = [("sparse_decode_sm90", case) for case in (*V41_CASES[3:], V41_WIDE)]
 
 
 @pytest.mark.parametrize(("kernel", "case"), V41_RUNS)
@@ -58,7 +64,7 @@ def test_v41_on_tensor_cores(case: SparseDecodeCase, kernel: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kernel", "case"), V41_RUNS)
+@pytest.mark.parametrize(("kernel", "case"), [*V41_RUNS, *V41_OF_THE_SEESAW])
 @pytest.mark.parametrize("mode", MODES)
 def test_v41_in_all_modes(case: SparseDecodeCase, kernel: str, mode: str) -> None:
     case = fitting(case, kernel)

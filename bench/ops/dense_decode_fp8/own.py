@@ -49,7 +49,7 @@ class Fp8Decode(Decode):
 
 
 class Fp8WithSink(Fp8Decode, WithSink):
-    """The same with a sink without effect: the one form that kernels for records take."""
+    """Call with a sink without effect: the one form that kernels for records take."""
 
 
 class CodedQueries(Fp8Decode):

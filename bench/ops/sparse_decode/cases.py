@@ -65,7 +65,7 @@ class SparseDecodeCase:
 
     @property
     def has_sink(self) -> bool:
-        """Whether the call has a sink."""
+        """True of calls with a sink."""
         return self.record == "v41"
 
     @property
