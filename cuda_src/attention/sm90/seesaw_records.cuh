@@ -195,8 +195,7 @@ struct Scout {
 #pragma unroll
             for (i32 line = 0; line < kLines; line += kPieceLanes) {
                 const i32 at = (line + lane % kPieceLanes) * kLineBytes;
-                if (at < (compact ? kBytes / 2 : kBytes))
-                    prefetch_global_l2(reinterpret_cast<const u8*>(from) + at);
+                if (at < (compact ? kBytes / 2 : kBytes)) prefetch_global_l2(reinterpret_cast<const u8*>(from) + at);
             }
         }
     }
