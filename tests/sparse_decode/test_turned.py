@@ -11,6 +11,7 @@ import mla_cupy
 from mla_cupy import reference
 from mla_cupy.errors import ArgumentError, ShapeError
 from tests.sparse_decode.runs import GENERIC, SparseDecodeCase, check, check_call, make
+from tests.support.gpu import upload
 from tests.support.mutants import CAUGHT, Mutant, Plant
 from tests.support.sim_driver import simulated
 
@@ -29,6 +30,14 @@ def test_equals_the_oracle(case: SparseDecodeCase, kernel: str, out_dtype: str) 
     with simulated(case.sm_count, mode="random", seed=2) as target:
         check(case, lambda x: x, np.asarray, kernel, out_dtype)
         assert target.launched[-1] == TURN
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "kernel", "out_dtype"), CASES, ids=str)
+def test_on_a_gpu(case: SparseDecodeCase, kernel: str, out_dtype: str, hopper: object) -> None:
+    import cupy
+
+    check(case, upload, cupy.asnumpy, kernel, out_dtype)
 
 
 def test_before_hopper() -> None:
