@@ -180,6 +180,7 @@ def test_default_peers(tmp_path):
     assert DENSE_DECODE_FP8.default_peers(Choices(tmp_path)) == ["rows", "flashmla", "flashmla_fp8", "fa3"]
 
 
+@pytest.mark.slow
 def test_forms_that_change_no_result(rows_of):
     """A sink of -inf, and results that are turned back by an angle of 0."""
     records = rows_of(DENSE_DECODE_FP8, "b2-sq1-hq3-skv20-page16", ["attn_sink"])
