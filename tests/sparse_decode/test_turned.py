@@ -25,7 +25,11 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize(("case", "kernel", "out_dtype"), CASES, ids=str)
+#: The seesaw takes longer than all others, and the launch after it is the same.
+IN_THE_SIMULATOR = [pytest.param(*one, marks=pytest.mark.slow if one[1] == SEESAW else ()) for one in CASES]
+
+
+@pytest.mark.parametrize(("case", "kernel", "out_dtype"), IN_THE_SIMULATOR, ids=str)
 def test_equals_the_oracle(case: SparseDecodeCase, kernel: str, out_dtype: str) -> None:
     with simulated(case.sm_count, mode="random", seed=2) as target:
         check(case, lambda x: x, np.asarray, kernel, out_dtype)
