@@ -220,13 +220,23 @@ INDEXER = CacheFormat(
     d_qk=0,
     d_v=0,
 )
+INDEXER_FP4 = CacheFormat(
+    "indexer-fp4",
+    "keys of the lightning indexer in e2m1: DeepGEMM's paged layout for FP4, of DeepSeek-V4 and V4.1",
+    (64, 4),
+    (Field("key", "float4_e2m1fn", 128, 0), Field("scales", "float8_e8m0fnu", 4, 0, plane=1)),
+    scales=("power_of_2",),
+    group=32,
+    d_qk=0,
+    d_v=0,
+)
 
-#: Every record by its name.
-FORMATS: dict[str, CacheFormat] = {
-    record.name: record for record in (V32, V4, V41, V41_FP4, FP8, BF16, FP16, BF16_NOPE, FP16_NOPE, INDEXER)
-}
+#: Records of index keys.
+INDEX_FORMATS: tuple[CacheFormat, ...] = (INDEXER, INDEXER_FP4)
 #: Those that hold a latent and, mostly, a RoPE part: what `cache_append` writes and `cache_gather` reads.
-LATENT_FORMATS: tuple[CacheFormat, ...] = tuple(record for record in FORMATS.values() if record is not INDEXER)
+LATENT_FORMATS: tuple[CacheFormat, ...] = (V32, V4, V41, V41_FP4, FP8, BF16, FP16, BF16_NOPE, FP16_NOPE)
+#: Every record by its name.
+FORMATS: dict[str, CacheFormat] = {record.name: record for record in (*LATENT_FORMATS, *INDEX_FORMATS)}
 #: Dtypes of arrays of bytes: 8-bit floats travel as bytes, whatever a library calls them.
 BYTE_DTYPES = ("uint8", "float8_e4m3fn")
 

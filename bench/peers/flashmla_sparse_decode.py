@@ -31,6 +31,8 @@ class FlashMlaSparseDecode:
     def unsupported(self, case: SparseDecodeCase, dtype: str) -> str | None:
         if dtype != "bfloat16":
             return "takes bfloat16 only"
+        if case.record == "v41":
+            return "takes v32 and v4"
         if case.h_q > max(HEADS):
             return f"takes at most {max(HEADS)} heads"
         multiples = case.topk % TOPK_MULTIPLE == 0 and case.extra % TOPK_MULTIPLE == 0

@@ -5,6 +5,12 @@
 // list they go. Where queries are packed, those of no sequence come in groups, too, that see no token: as if there were
 // a sequence without tokens before the first one, and one after the last one. Then attention/split_schedule.cuh cuts
 // the groups, of which the kernel knows how many there are, while the host knows only how many there may be.
+//
+// The groups of a sequence read the same keys, and should do so at the same time, so that the second one finds them in
+// the L2: one after another in a split, each would read them from memory. So sequences with as many groups as each
+// other, from 2 to 4, have a part of the list: the first groups of all of them, then the second ones, and so on. Cuts
+// at equal distances then fall into the same places of each of these rows, which begin with another sequence where the
+// distance of two rows is no multiple of that of two cuts.
 #include "attention/query_groups.cuh"
 #include "attention/split_schedule.cuh"
 #include "ptx/control.cuh"
@@ -71,28 +77,47 @@ MLA_DEVICE i32 visit_sequences(const Sequences& all, i32 first, i32 last, i32 re
 }
 
 // ---- Steps -----------------------------------------------------------------------------------------------------
+constexpr i32 kMostRows = 4;  // of groups: sequences with more of them, or with one, are listed one after another
+
+// Numbers of sequences with 2, 3 and 4 groups, 21 bits each.
+constexpr i32 kCountBits = 21, kMostCounted = (1 << kCountBits) - 1;
+struct Counts {
+    u64 packed;
+
+    MLA_DEVICE static i32 shift(i32 groups) { return kCountBits * (groups - 2); }
+    MLA_DEVICE void add(i32 groups) { packed += 1ull << shift(groups); }
+    MLA_DEVICE i32 of(i32 groups) const { return (i32)(packed >> shift(groups)) & kMostCounted; }
+    // All groups of sequences with fewer than `end`.
+    MLA_DEVICE i32 below(i32 end) const {
+        i32 sum = 0;
+        for (i32 groups = 2; groups < end; ++groups) sum += groups * of(groups);
+        return sum;
+    }
+};
+
 struct GroupStorage {
-    i32 warp_values[kScheduleWarps];
+    u64 warp_values[kScheduleWarps];
+    u64 in_rows;  // Counts
     i32 num_groups;
 };
 
 // Over the threads before this one: the sum of `value`, or its maximum.
-template <bool kMax>
-MLA_DEVICE i32 over_threads_before(i32 (&warps)[kScheduleWarps], i32 value) {
+template <bool kMax, class Value>
+MLA_DEVICE Value over_threads_before(u64 (&warps)[kScheduleWarps], Value value) {
     const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
-    const auto join = [](i32 a, i32 b) { return kMax ? max(a, b) : a + b; };
-    i32 through = value;
+    const auto join = [](Value a, Value b) { return kMax ? max(a, b) : a + b; };
+    Value through = value;
 #pragma unroll
     for (i32 step = 1; step < kWarpThreads; step *= 2) {
-        const i32 before = __shfl_up_sync(kFullWarp, through, step);
+        const Value before = __shfl_up_sync(kFullWarp, through, step);
         if (lane >= step) through = join(through, before);
     }
     __syncthreads();  // the values before have been read
-    if (lane == kWarpThreads - 1) warps[warp] = through;
+    if (lane == kWarpThreads - 1) warps[warp] = (u64)through;
     __syncthreads();
-    i32 result = __shfl_up_sync(kFullWarp, through, 1);
+    Value result = __shfl_up_sync(kFullWarp, through, 1);
     if (lane == 0) result = 0;
-    for (i32 i = 0; i < warp; ++i) result = join(result, warps[i]);
+    for (i32 i = 0; i < warp; ++i) result = join(result, (Value)warps[i]);
     return result;
 }
 
@@ -107,24 +132,60 @@ MLA_DEVICE void write_group(const Sequences& all, const QueryRange& range, i32 f
         QueryGroup{exists ? request : 0, first, end - first, range.end - end, tokens, min(first_token, tokens)};
 }
 
-// Writes the list, and returns how many groups there are.
+// How far row `row` of `size` groups is turned, so that its sequences are as far behind a cut as in the first row: to
+// half a group, if all groups are as long as each other.
+MLA_DEVICE i32 turned_by(const DecodeScheduleGroupsParams& p, i32 num_groups, i32 row, i32 size) {
+    const i64 distance = (i64)row * size, splits = max(1, p.num_splits);
+    const i64 next_cut = (distance * splits + num_groups - 1) / num_groups;
+    return (i32)((next_cut * num_groups + splits / 2) / splits - distance) % size;
+}
+
+// What comes before a sequence: sequences in rows, and groups of all others.
+struct Before {
+    Counts in_rows;
+    i32 others;
+};
+
+// Writes the list, and returns how many groups there are: rows of sequences with 2, 3 and 4 groups, then all others.
 MLA_DEVICE i32 write_groups(const DecodeScheduleGroupsParams& p, GroupStorage& s) {
     const Sequences all{p};
     const i32 count = all.count(), share = ceil_div(count, kScheduleThreads);
     const i32 first = min((i32)threadIdx.x * share, count), last = min(first + share, count);
+    const auto is_in_rows = [&](i32 groups) { return 2 <= groups && groups <= kMostRows && p.b < kMostCounted - 1; };
     const i32 end = visit_sequences(all, first, last, 0, [](const QueryRange&, i32) {});
     const i32 reached = over_threads_before</*kMax=*/true>(s.warp_values, end);
-    i32 mine = 0;
-    visit_sequences(all, first, last, reached, [&](const QueryRange& range, i32) { mine += all.groups(range); });
-    i32 at = over_threads_before</*kMax=*/false>(s.warp_values, mine);
-    visit_sequences(all, first, last, reached, [&](const QueryRange& range, i32 request) {
-        for (i32 query = range.begin; query < range.end; query += p.group_queries) {
-            write_group(all, range, query, request, at++);
+    Before mine{{0}, 0};
+    const auto pass = [&](Before& before, i32 groups) {
+        if (is_in_rows(groups)) {
+            before.in_rows.add(groups);
+        } else {
+            before.others += groups;
         }
+    };
+    visit_sequences(all, first, last, reached, [&](const QueryRange& range, i32) { pass(mine, all.groups(range)); });
+    Before before{{over_threads_before</*kMax=*/false>(s.warp_values, mine.in_rows.packed)},
+                  over_threads_before</*kMax=*/false>(s.warp_values, mine.others)};
+    if (threadIdx.x == kScheduleThreads - 1) {
+        const Counts in_rows{before.in_rows.packed + mine.in_rows.packed};
+        s.in_rows = in_rows.packed;
+        s.num_groups = in_rows.below(kMostRows + 1) + before.others + mine.others;
+    }
+    __syncthreads();
+    const Counts in_rows{s.in_rows};
+    visit_sequences(all, first, last, reached, [&](const QueryRange& range, i32 request) {
+        const i32 groups = all.groups(range), size = is_in_rows(groups) ? in_rows.of(groups) : 0;
+        for (i32 i = 0; i < groups; ++i) {
+            i32 at = in_rows.below(kMostRows + 1) + before.others + i;
+            if (size > 0) {
+                const i32 place = before.in_rows.of(groups) + turned_by(p, s.num_groups, i, size);
+                at = in_rows.below(groups) + i * size + (place < size ? place : place - size);
+            }
+            write_group(all, range, range.begin + i * p.group_queries, request, at);
+        }
+        pass(before, groups);
     });
-    if (threadIdx.x == kScheduleThreads - 1) s.num_groups = min(at, p.max_groups);
     __syncthreads();  // the groups are visible to the block
-    return s.num_groups;
+    return min(s.num_groups, p.max_groups);
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------

@@ -20,7 +20,12 @@ using namespace attention;
 using namespace attention::sm90;
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
-using Records = SeesawRecords<MLA_DTYPE, MLA_RECORD, SelectedTokens>;
+#ifdef MLA_COMPACT  // the second cache has the compact record
+using Record = v41_mixed;
+#else
+using Record = MLA_RECORD;
+#endif
+using Records = SeesawRecords<MLA_DTYPE, Record, SelectedTokens>;
 
 MLA_SPARSE_DECODE_FACTS();
 MLA_SEESAW_RECORDS_FACTS(Records);

@@ -80,7 +80,7 @@ OPERATIONS: Mapping[str, Exported] = {
 
 _NOT_EXPORTED = {
     "mla_decode": ("out_cos", "out_sin", "out_positions"),
-    "sparse_mla_decode": ("w_uv", "gate"),
+    "sparse_mla_decode": ("out_cos", "out_sin", "out_positions", "w_uv", "gate"),
 }
 """Optional inputs that exported calls do without: other kernels take them."""
 

@@ -847,6 +847,7 @@ class PrepareParams(Params):
     num_pages: I32
     page_size: I32
     slots_are_64: I32
+    e2m1_keys: I32
     group_vectors: I32
     step_tokens: I32
     step_heads: I32
@@ -1095,3 +1096,23 @@ class SparseDecodeScheduleParams(Params):
     extra_topk: I32
     num_splits: I32
     merge_cost: I32
+
+
+class SparseDecodeTurnParams(Params):
+    """Struct of `sparse_decode/turn_results.cu`."""
+
+    out: Address
+    cos: Address
+    sin: Address
+    positions: Address
+    out_stride_query_h_elems: tuple[I64, I64]
+    cos_stride_elems: I64
+    sin_stride_elems: I64
+    positions_stride_b_s_bytes: tuple[I64, I64]
+    queries: I32
+    s_q: I32
+    h_q: I32
+    max_position: I32
+    positions_are_64: I32
+    out_is_fp32: I32
+    out_is_bf16: I32

@@ -12,13 +12,13 @@ from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.attention.records import COMPACT, READ_SPARSE
 from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
-from mla_cupy.ops.cache import check_layout, record_read
+from mla_cupy.ops.cache import INDEX_DTYPES, check_layout, record_read
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_all_or_none, check_empty_lse, check_lse_base, resolve_scale
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32, present
 from mla_cupy.ops.projection import GATE, W_UV, check_projection
 from mla_cupy.ops.schema import check_even, steps_by_16_bytes
-from mla_cupy.shapes import D_HEADS, D_V, MAX_TOKENS
+from mla_cupy.shapes import D_HEADS, D_ROPE, D_V, MAX_TOKENS
 
 
 def sparse_mla_decode(
@@ -31,6 +31,9 @@ def sparse_mla_decode(
     extra_kv_cache: Any = None,
     extra_indices: Any = None,
     extra_topk_length: Any = None,
+    out_cos: Any = None,
+    out_sin: Any = None,
+    out_positions: Any = None,
     w_uv: Any = None,
     gate: Any = None,
     scale: float | None = None,
@@ -64,6 +67,12 @@ def sparse_mla_decode(
     extra_kv_cache, extra_indices, extra_topk_length : array, optional
         A second cache of the same record, or of "v41-fp4" beside "v41", with pages of any size, and lists of more keys
         in it under the same softmax. Cache and indices are given together.
+    out_cos, out_sin : array, (max_position, 32), float32, optional
+        Turn the last 64 columns of `out` back, as for `mla_decode`, where the values include the key's RoPE part: "v4"
+        and "v41". Not with a `w_uv`. In 16 bits these columns are rounded once more: they are turned in place, by a
+        launch of its own.
+    out_positions : array, (b, s_q), int32 or int64, optional
+        The queries' rows of these, clamped to them. Given with these, or not at all.
     w_uv, gate : array, optional
         W_UV and a gate, as for `mla_decode`: results are multiplied by them where they would be merged. The first two
         axes of a gate step evenly.
@@ -123,7 +132,8 @@ def sparse_mla_decode(
     """
     options = (scale, lse_base, empty_lse, out_dtype, kernel)
     selection = (q, kv_cache, indices, topk_length, attn_sink, extra_kv_cache, extra_indices, extra_topk_length)
-    out, lse = run(Invocation(OPERATION, (*selection, w_uv, gate, out, lse), options, workspace, stream))
+    turning = (out_cos, out_sin, out_positions)
+    out, lse = run(Invocation(OPERATION, (*selection, *turning, w_uv, gate, out, lse), options, workspace, stream))
     return out, lse
 
 
@@ -144,6 +154,16 @@ def _check_extra(views: Views, record: str) -> bool:
     return extra.name != record
 
 
+def _check_turning(views: Views, d_qk: int, d_head: int) -> None:
+    """Check that results can be turned back, if they are to be."""
+    if not check_all_or_none(views, "out_cos", "out_sin", "out_positions"):
+        return
+    if d_qk != D_V:
+        raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_V} with out_cos", "other values have no RoPE columns"))
+    if d_head:
+        raise ArgumentError(explain("w_uv", "one", "None with out_cos", "multiply the result"))
+
+
 def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
     q, cache, indices = (present(views, name) for name in ("q", "kv_cache", "indices"))
     extra = views["extra_indices"]
@@ -162,6 +182,7 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
     )
     ragged = any(views[name] is not None for name in ("topk_length", "extra_topk_length"))
     d_head = check_projection(views, q.dtype)
+    _check_turning(views, d_qk, d_head)
     sizes = (b * s_q, h_q, topk, q.dtype, record.name)
     problem = SparseDecodeProblem(*sizes, steps_by_16_bytes(q), ragged, d_head, compact)
     return Examined(problem, options, {"d_head": d_head or D_V})
@@ -180,6 +201,9 @@ OPERATION = Operation(
         ),
         Input("extra_indices", "b s_q extra_topk", ("int32",), optional=True),
         Input("extra_topk_length", "b", ("int32",), optional=True),
+        Input("out_cos", "max_position pairs", ("float32",), optional=True, contiguous=True),
+        Input("out_sin", "max_position pairs", ("float32",), optional=True, contiguous=True),
+        Input("out_positions", "b s_q", INDEX_DTYPES, optional=True),
         W_UV,
         replace(GATE, even=True),
     ),
@@ -187,8 +211,8 @@ OPERATION = Operation(
         Output("out", "b s_q h_q d_head", like_first_or_float32, "out_dtype", "wide", even=True),
         Output("lse", "b s_q h_q", even=True),
     ),
-    sizes={"d_v": (D_V,), "d_head": D_HEADS},
-    min_sizes={"h_q": 1, "page_size": 1, "extra_page_size": 1},
+    sizes={"d_v": (D_V,), "d_head": D_HEADS, "pairs": (D_ROPE // 2,)},
+    min_sizes={"h_q": 1, "page_size": 1, "extra_page_size": 1, "max_position": 1},
     options=SparseDecodeOptions,
     parallel={"b": (), "h_q": ()},
     examine=_examine,

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_cupy.dtypes import numpy_dtype
-from mla_cupy.reference.indexer_records import page_parts
+from mla_cupy.reference.indexer_records import are_e2m1, e2m1_keys, page_parts
 
 Array = npt.NDArray[Any]
 
@@ -83,7 +83,8 @@ def indexer_logits_paged(
     ----------
     q : array, (b, s_q, h, d)
     cache : array, (num_pages, page_size, d + 4) or (num_pages, page_size, 1, d + 4), uint8
-        Codes and scales, see `indexer_records.page_parts`; or (num_pages, page_size, d), bfloat16, without scales.
+        Codes and scales, see `indexer_records.page_parts`, or 68 bytes of keys of 128 elements, in e2m1; or (num_pages,
+        page_size, d), bfloat16, without scales.
     weights : array, (b, s_q, h)
     seqlens : array, (b,), (b, 1) or (b, s_q), integers
         How many keys each token sees. From one number n per sequence, token i sees n - s_q + 1 + i.
@@ -102,7 +103,11 @@ def indexer_logits_paged(
     if lengths.ndim == 1 or lengths.shape[1] != s_q:
         lengths = lengths.reshape(b, 1) - s_q + 1 + np.arange(s_q)
     num_pages, page_size = cache.shape[:2]
-    keys, scales = page_parts(cache) if cache.dtype == np.uint8 else (cache, np.ones(cache.shape[:2]))
+    keys, scales = cache, np.ones(cache.shape[:2])
+    if are_e2m1(cache, q.shape[3]):
+        keys = e2m1_keys(cache)
+    elif cache.dtype == np.uint8:
+        keys, scales = page_parts(cache)
     logits = np.full((b, s_q, block_table.shape[1] * page_size), -np.inf)
     for n in range(b):
         lengths[n] = np.clip(lengths[n], 0, logits.shape[2])

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_cupy.dtypes import numpy_dtype, round_to
+from mla_cupy.reference.cache import from_e2m1, to_e2m1
 
 Array = npt.NDArray[Any]
 
@@ -109,13 +110,28 @@ def indexer_prepare_k(
     codes : array, (s_kv, d), float64
     k_scale : array, (s_kv,), float64
     """
-    x = np.asarray(k)
-    if norm_weight is not None and norm_bias is not None:
-        x = layer_norm(x, norm_weight, norm_bias, eps)
-        x = round_to(x, "bfloat16") if reference_rounding else x
-    turned = rotate(x, cos, sin, np.asarray(positions), interleaved, reference_rounding)
-    codes, factors = quantise(_transformed(turned, hadamard, reference_rounding), scales)
+    norm = norm_weight, norm_bias, eps
+    x = _transformed_keys(k, (cos, sin, positions), norm, interleaved, hadamard, reference_rounding)
+    codes, factors = quantise(x, scales)
     return codes.astype(np.float64), factors.astype(np.float64)
+
+
+@np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore")
+def _transformed_keys(
+    k: npt.ArrayLike,
+    rope: tuple[Any, Any, Any],
+    norm: tuple[Any, Any, float],
+    interleaved: bool,
+    hadamard: bool,
+    rounded: bool,
+) -> Array:
+    """Keys before they are quantised."""
+    x, (cos, sin, positions), (weight, bias, eps) = np.asarray(k), rope, norm
+    if weight is not None and bias is not None:
+        x = layer_norm(x, weight, bias, eps)
+        x = round_to(x, "bfloat16") if rounded else x
+    turned = rotate(x, cos, sin, np.asarray(positions), interleaved, rounded)
+    return _transformed(turned, hadamard, rounded)
 
 
 @np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore")
@@ -163,10 +179,10 @@ def indexer_prepare(
     chosen["reference_rounding"] = reference_rounding
     codes, folded = indexer_prepare_q(q, weights, cos, sin, positions, **chosen, accumulate=accumulate)
     norm: dict[str, Any] = {"norm_weight": norm_weight, "norm_bias": norm_bias, "eps": eps}
-    k_codes, k_scale = indexer_prepare_k(k, cos, sin, positions, **chosen, **norm)
     if cache is None or slots is None:
-        return codes, folded, k_codes, k_scale
-    append_records(cache, k_codes, k_scale, slots)
+        return codes, folded, *indexer_prepare_k(k, cos, sin, positions, **chosen, **norm)
+    rope: dict[str, Any] = {"cos": cos, "sin": sin, "positions": positions}
+    indexer_cache_append(k, cache, slots, **rope, **chosen, **norm)
     return codes, folded, None, None
 
 
@@ -259,6 +275,61 @@ def _power_of_2(x: Array) -> Array:
     return scales
 
 
+# ---- Keys in e2m1 ------------------------------------------------------------------------------------------------
+
+E2M1_WIDTH, E2M1_GROUP = 128, 32
+"""Elements of a key in e2m1, and of a group with a scale of its own."""
+MAX_E2M1 = 6.0
+NAN_SCALE = 0xFF
+"""The exponent that stands for NaN."""
+
+
+def are_e2m1(cache: Array, d: int) -> bool:
+    """True of a cache whose records of keys of d elements are in e2m1: 64 bytes of codes, then four exponents."""
+    return d == E2M1_WIDTH and cache.shape[-1] == d // 2 + SCALE_BYTES
+
+
+@np.errstate(all="ignore")
+def quantise_to_e2m1(x: Array) -> tuple[Array, Array]:
+    """Codes (n, d / 2) and exponents (n, d / 32), both uint8, of float32 vectors (n, d).
+
+    Of two elements in a byte the first one is in the lower half. The scale of a group is 2**ceil(log2(amax / 6)), with
+    amax at least 1e-4 and infinities counted as the largest float; codes saturate. A group with a NaN has codes of 0
+    and a scale of NaN.
+    """
+    groups = x.astype(np.float32).reshape(len(x), -1, E2M1_GROUP)
+    magnitudes = np.minimum(np.abs(groups), np.finfo(np.float32).max)
+    amax = np.maximum(magnitudes.max(axis=-1), np.float32(MIN_AMAX))
+    has_nan = np.isnan(groups).any(axis=-1)
+    scales = _power_of_2(np.where(has_nan, np.float32(1), amax / np.float32(MAX_E2M1)).astype(np.float32))
+    exponents = np.where(has_nan, NAN_SCALE, scales.view(np.uint32) >> 23).astype(np.uint8)
+    codes = to_e2m1((groups / scales[..., None]).reshape(x.shape))
+    no_number = np.repeat(has_nan, E2M1_GROUP // 2, axis=-1)
+    return np.where(no_number, np.uint8(0), codes), exponents
+
+
+def e2m1_keys(cache: Array) -> Array:
+    """The keys of a cache in e2m1, (num_pages, page_size, 128) in float64: elements times their scales."""
+    num_pages, page_size = cache.shape[:2]
+    d, pages = E2M1_WIDTH, cache.reshape(num_pages, -1)
+    codes = pages[:, : page_size * d // 2].reshape(num_pages, page_size, d // 2)
+    exponents = pages[:, page_size * d // 2 :].reshape(num_pages, page_size, SCALE_BYTES).astype(np.float64)
+    scales = np.where(exponents == NAN_SCALE, np.nan, 2.0 ** (exponents - 127))
+    keys: Array = from_e2m1(codes).astype(np.float64) * np.repeat(scales, E2M1_GROUP, axis=-1)
+    return keys
+
+
+def append_e2m1(cache: Array, x: Array, slots: npt.ArrayLike) -> None:
+    """Write transformed keys to slots of a cache in e2m1, in place, as `append_records`."""
+    num_pages, page_size = cache.shape[:2]
+    pages, split = cache.reshape(num_pages, -1), page_size * E2M1_WIDTH // 2
+    for key, exponents, slot in zip(*quantise_to_e2m1(x), np.asarray(slots).astype(np.int64), strict=True):
+        if 0 <= slot < num_pages * page_size:
+            page, at = divmod(int(slot), page_size)
+            pages[page, at * len(key) : (at + 1) * len(key)] = key
+            pages[page, split + at * SCALE_BYTES : split + (at + 1) * SCALE_BYTES] = exponents
+
+
 # ---- The paged cache ---------------------------------------------------------------------------------------------
 
 
@@ -309,7 +380,7 @@ def indexer_cache_append(
     ----------
     k : array, (n, d)
     cache : array, (num_pages, page_size, d + 4) or (num_pages, page_size, 1, d + 4), uint8
-        Pages may be any distance apart.
+        Pages may be any distance apart. Of keys of 128 elements also 68 bytes, in e2m1: see `quantise_to_e2m1`.
     slots : array, (n,), integers
         slot = page * page_size + token; any other number is skipped. Of equal slots one key wins.
     cos, sin, positions : array, optional
@@ -328,6 +399,11 @@ def indexer_cache_append(
         "norm_bias": norm_bias,
         "eps": eps,
     }
+    if are_e2m1(cache, np.asarray(k).shape[1]):
+        norm = norm_weight, norm_bias, eps
+        x = _transformed_keys(k, (cos, sin, positions), norm, interleaved, hadamard, reference_rounding)
+        append_e2m1(cache, x, slots)
+        return ()
     codes, key_scales = indexer_prepare_k(k, cos, sin, positions, scales=scales, **chosen)
     append_records(cache, codes, key_scales, slots)
     return ()

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from mla_cupy.dtypes import round_to
 from mla_cupy.reference.attend import attend
 from mla_cupy.reference.cache import cache_gather
+from mla_cupy.reference.dense_decode import turned_back
 from mla_cupy.reference.lse import log_of_base
 from mla_cupy.reference.projection import projected
 
@@ -27,6 +28,9 @@ def sparse_mla_decode(
     extra_kv_cache: Array | None = None,
     extra_indices: npt.ArrayLike | None = None,
     extra_topk_length: npt.ArrayLike | None = None,
+    out_cos: npt.ArrayLike | None = None,
+    out_sin: npt.ArrayLike | None = None,
+    out_positions: npt.ArrayLike | None = None,
     w_uv: npt.ArrayLike | None = None,
     gate: npt.ArrayLike | None = None,
     scale: float | None = None,
@@ -50,6 +54,8 @@ def sparse_mla_decode(
         Logits of a key without a value.
     extra_kv_cache, extra_indices, extra_topk_length : array, optional
         A second cache of the same record, or of "v41-fp4", and more keys from it under the same softmax.
+    out_cos, out_sin, out_positions : array, optional
+        Tables and rows of them, (b, s_q), by which results are turned back: see `turned_back`.
     w_uv, gate : array, optional
         What results are multiplied by, see `projected`.
     scale, lse_base, empty_lse
@@ -79,6 +85,8 @@ def sparse_mla_decode(
     if attn_sink is not None:
         sink = np.asarray(attn_sink, np.float64)
         out *= np.where(lse == -np.inf, 1.0, 1 / (1 + np.exp(sink - lse)))[..., None]
+    if out_cos is not None:
+        out = turned_back(out, out_cos, out_sin, np.asarray(out_positions))
     if w_uv is not None:
         out = projected(out, w_uv, gate, rounding)
     return out, np.where(lse == -np.inf, empty_lse, lse / log_of_base(lse_base))

@@ -529,6 +529,9 @@ def _sparse_mla_decode(
     extra_kv_cache: Any = None,
     extra_indices: Any = None,
     extra_topk_length: Any = None,
+    out_cos: Any = None,
+    out_sin: Any = None,
+    out_positions: Any = None,
     w_uv: Any = None,
     gate: Any = None,
     scale: Any = None,
@@ -551,6 +554,9 @@ def _sparse_mla_decode(
         extra_kv_cache,
         extra_indices,
         extra_topk_length,
+        out_cos,
+        out_sin,
+        out_positions,
         w_uv,
         gate,
         out,
@@ -566,7 +572,8 @@ SPARSE_MLA_DECODE = Operators(
     arguments=(
         "Tensor q, Tensor kv_cache, Tensor indices, Tensor? topk_length=None, Tensor? attn_sink=None, "
         "Tensor? extra_kv_cache=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "
-        'Tensor? w_uv=None, Tensor? gate=None, float? scale=None, str lse_base="e", float? empty_lse=None, '
+        "Tensor? out_cos=None, Tensor? out_sin=None, Tensor? out_positions=None, Tensor? w_uv=None, "
+        'Tensor? gate=None, float? scale=None, str lse_base="e", float? empty_lse=None, '
         "ScalarType? out_dtype=None, str? kernel=None"
     ),
     results="Tensor(a!) out, Tensor(b!) lse",

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bench import cli
-from bench.claims import command, memory
+from bench.claims import command, memory, operator
+from bench.core.errors import BenchError
+from bench.core.implementation import Prepared
+from bench.ops.indexer_loss.cases import LossCase
+from bench.ops.indexer_loss.inputs import LossOutputs
+from mla_cupy import reference
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "log" / "claims.md"
 
@@ -68,3 +74,70 @@ def test_the_command(tmp_path, capsys):
 def test_bad_pages(sizes, capsys):
     assert cli.main(["run", "claims", "--page-sizes", sizes]) == 2
     assert f"--page-sizes: got {sizes!r}" in capsys.readouterr().err
+
+
+class Timed:
+    """An implementation of the loss by the oracle, whose calls take so many ms on the host's clock."""
+
+    def __init__(self, name, clock, both, forward):
+        self.name, self._clock, self._both, self._forward = name, clock, both, forward
+
+    def unsupported(self, case, dtype):
+        return None
+
+    def prepare(self, case, dtype, sets, device):
+        exact = reference.indexer_warmup_loss(**sets[0].host, target="per_head")
+        results = LossOutputs(exact.kl, exact.d_index_q, exact.d_index_k, exact.d_weights)
+
+        def call(us):
+            return lambda: self._clock.append(us)
+
+        return Prepared(
+            [call(self._both)], lambda index: results, device.recorder(), figures={"forward": [call(self._forward)]}
+        )
+
+
+def test_the_operator_s_ratios(device, monkeypatch):
+    """Backward is both passes less the forward; a ratio above 1 says that ours takes longer."""
+    passed = []
+    monkeypatch.setattr(device, "clock", lambda: SimpleNamespace(start=lambda: None, stop_us=lambda: passed[-1]))
+    own, flash = Timed("mla_cupy", passed, 9000.0, 3000.0), Timed("flash", passed, 6000.0, 2000.0)
+    case = LossCase(2, 5, 2, 16, 2, 32, per_head=True)
+    (row,) = operator.rows([case], own, flash, device, calls=3)
+    assert row == {
+        "sequences": 2,
+        "tokens of each": 5,
+        "forward": "3.00",
+        "FlashAttention-2": "2.00",
+        "ratio": "1.50",
+        "backward": "6.00",
+        "its backward": "4.00",
+        "their ratio": "1.50",
+    }
+    assert passed.count(9000.0) == 1 + 4
+
+
+def test_a_wrong_operator_is_not_timed(device):
+    own = Timed("mla_cupy", [], 1.0, 1.0)
+    made = own.prepare
+
+    def wrong(case, dtype, sets, device):
+        prepared = made(case, dtype, sets, device)
+        prepared.outputs(0).d_weights[0] += 1
+        return prepared
+
+    own.prepare = wrong
+    with pytest.raises(BenchError, match=r"mla_cupy, case b1-s4.*wrong, d_weights"):
+        list(operator.rows([LossCase(1, 4, 2, 16, 2, 32, per_head=True)], own, own, device))
+
+
+def test_the_operator_s_cases():
+    """As many tokens in sequences of 2,048, and in one."""
+    shapes = [(case.b, case.s, case.h, case.d) for case in operator.cases([2048, 8192])]
+    assert shapes == [(1, 2048, 64, 128), (4, 2048, 64, 128), (1, 8192, 64, 128)]
+
+
+@pytest.mark.parametrize("lengths", ["1000", "3000", "x", ""])
+def test_bad_lengths(lengths, capsys):
+    assert cli.main(["run", "claims", f"--operator={lengths},"]) == 2
+    assert "--operator" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from rich.console import Console
 from bench.core.errors import BenchError
 from bench.core.implementation import Choices, make
 from bench.core.table import show
-from bench.operations import DENSE_DECODE_FP8
+from bench.operations import DECODE, DENSE_DECODE_FP8
 from bench.ops.dense_decode_fp8.cases import CASES, Fp8DecodeCase
 from mla_cupy import reference
 from mla_cupy.reference.fp8_queries import dequantised
@@ -178,3 +178,14 @@ def test_what_flashmla_in_fp8_cannot_do(flashmla, tmp_path, name, dtype, reason)
 def test_default_peers(tmp_path):
     assert DENSE_DECODE_FP8.default_peers(Choices()) == ["rows"]
     assert DENSE_DECODE_FP8.default_peers(Choices(tmp_path)) == ["rows", "flashmla", "flashmla_fp8", "fa3"]
+
+
+@pytest.mark.slow
+def test_forms_that_change_no_result(rows_of):
+    """A sink of -inf, and results that are turned back by an angle of 0."""
+    records = rows_of(DENSE_DECODE_FP8, "b2-sq1-hq3-skv20-page16", ["attn_sink"])
+    assert records["attn_sink"]["check"]["out_max"] == records["mla_cupy"]["check"]["out_max"]
+    rows = rows_of(DECODE, "b2-sq1-hq3-skv20-page16-dqk512", ["out_cos"])
+    assert rows["out_cos"]["check"]["out_max"] == rows["mla_cupy"]["check"]["out_max"]
+    row = rows_of(DECODE, "b2-sq1-hq3-skv20-page16", ["out_cos"])["out_cos"]
+    assert (row["status"], "keys of 512" in row["reason"]) == ("unsupported", True)

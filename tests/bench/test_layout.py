@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "model": {"core", "ops"},
     "trees": {"core", "operations"},
     "context_parallel": {"core"},
-    "claims": {"core"},
+    "claims": {"core", "operation", "ops", "peers"},
     "trace": {"core", "operations"},
     "cli": {"claims", "context_parallel", "core", "model", "operations", "trace", "trees"},
     "__main__": {"cli"},

@@ -19,7 +19,12 @@ from bench.ops.sparse_decode.cases import CASES, SparseDecodeCase
 from bench.ops.sparse_decode.inputs import host_cache, host_pages
 from mla_cupy import reference
 
-SMALL = ("b2-sq2-hq3-topk5-pool128", "b1-sq1-hq2-topk4-extra3-v4-pool64")
+SMALL = (
+    "b2-sq2-hq3-topk5-pool128",
+    "b1-sq1-hq2-topk4-extra3-v4-pool64",
+    "b1-sq1-hq2-topk4-extra3-v41-pool64",
+    "b1-sq1-hq2-topk4-extra3-v41-fp4-pool64",
+)
 
 
 def test_names_round_trip():
@@ -41,6 +46,8 @@ def test_a_bad_name_is_refused(name):
 def test_rates_agree_with_the_peer_s_own_count():
     """TFLOP/s that another program printed for this time."""
     assert CASES[0].cost.tflops(CASES[0].peer_us) == pytest.approx(352, rel=0.005)
+    mixed = SparseDecodeCase(2, 3, 4, 5, 6, "v41-fp4")
+    assert mixed.cost.nbytes == 6 * (5 * 528 + 6 * 288) + 2 * 6 * 4 * 1024 + 4 * 6 * 11
     small = SparseDecodeCase(2, 3, 4, 5, 6, "v4")
     assert small.cost.flops == 2 * 6 * 4 * 11 * 1024
     assert small.cost.nbytes == 6 * 11 * 584 + 2 * 6 * 4 * 1024 + 4 * 6 * 11
@@ -69,6 +76,15 @@ def test_sets_share_the_pool_and_differ_in_all_else(device):
         assert a.cache.strides[0] % 576 == 0, "the stride of pages that FlashMLA wants"
     assert not np.array_equal(one.sources[0].cache, one.sources[1].cache)
     assert not np.array_equal(one.q, other.q)
+    assert one.sink is None
+
+
+def test_mixed_cases_have_two_records_and_a_sink(device):
+    case = SPARSE_DECODE.parse("b1-sq1-hq2-topk4-extra3-v41-fp4-pool64")
+    inputs = SPARSE_DECODE.inputs(case, "bfloat16", 0, device)
+    assert [source.cache.shape[2] for source in inputs.sources] == [528, 288]
+    assert inputs.sink.shape == (2,)
+    assert case.shape()["extra_record"] == "v41-fp4"
 
 
 @pytest.mark.parametrize(("name", "place"), [("out", (3, 1, 7)), ("lse", (0, 2))])
@@ -154,6 +170,7 @@ def test_flashmla(run, calls, tmp_path, monkeypatch, name, heads, said):
         ("b1-sq1-hq129-topk64", "bfloat16", "128 heads"),
         ("b1-sq1-hq64-topk65", "bfloat16", "multiple of 64"),
         ("b1-sq1-hq64-topk64-extra1-v4", "bfloat16", "multiple of 64"),
+        ("b1-sq1-hq64-topk64-v41", "bfloat16", "v32 and v4"),
         ("b1-sq1-hq64-topk64", "bfloat16", None),
     ],
 )

@@ -24,7 +24,9 @@ _NAN = 0x7F  # of e4m3; as the bytes of a scale or of RoPE it is finite, and lar
 
 @dataclass(frozen=True)
 class SparseDecodeCase:
-    """One call. `extra` is the size of the second list, 0 for none, and `extra_record` of the cache that it names."""
+    """One call. `extra` is the size of the second list, 0 for none, and `extra_record` of the cache that it names.
+    `turned`: results are turned back.
+    """
 
     record: str = "v32"
     dtype: str = "bfloat16"
@@ -41,6 +43,7 @@ class SparseDecodeCase:
     sm_count: int = 2
     lse_base: str = "e"
     extra_record: str = ""
+    turned: bool = False
 
     def __str__(self) -> str:
         """Id of the test: what differs from the defaults."""
@@ -82,11 +85,6 @@ SINCE_AMPERE = tuple(kernel.name for kernel in SPARSE_DECODE.kernels if "mma" in
 ON_HOPPER = tuple(kernel.name for kernel in SPARSE_DECODE.kernels if "sm90" in kernel.name)
 
 
-def reads_v41(kernel: str, case: SparseDecodeCase) -> bool:
-    """Whether a kernel for Hopper, or the plain one, has the case's records: the seesaw has none of two kinds."""
-    return not (kernel == "sparse_decode_sm90" and case.extra_record)
-
-
 def fitting(case: SparseDecodeCase, kernel: str) -> SparseDecodeCase:
     """The case, with more heads where the kernel takes no fewer."""
     return replace(case, h_q=case.h_q + 32) if kernel == "sparse_decode_sm90" and case.h_q <= 32 else case
@@ -122,6 +120,12 @@ def make(case: SparseDecodeCase) -> dict[str, Any]:
         call["extra_topk_length"] = np.resize(np.array([case.extra - 1, -4], np.int32), case.b)
     if case.sink:
         call["attn_sink"] = np.resize(np.array([0.5, -np.inf, 3.0], np.float32), case.h_q)
+    if case.turned:
+        whole = rng.standard_normal((2, 7, 40)).astype(np.float32)  # rows further apart than they are wide
+        call["out_cos"], call["out_sin"] = whole[0, :, :32], whole[1, :, 8:]
+        wild = [2**40 + 2, -5, 1, 3, 0] if case.s_q > 1 else [2**31 - 1, -5, 1, 3, 0]
+        positions = np.array(wild, np.int64 if case.s_q > 1 else np.int32)
+        call["out_positions"] = np.resize(positions, (case.b, 2 * case.s_q))[:, ::2]
     if case.empty:
         for name in {"indices", "extra_indices"} & call.keys():
             call[name][0, 0] = -1

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_cupy import dtypes, reference
-from mla_cupy.reference.indexer_records import page_parts
+from mla_cupy.reference.indexer_records import are_e2m1, page_parts
 
 Array = npt.NDArray[Any]
 CODES = dtypes.numpy_dtype("float8_e4m3fn")
@@ -92,7 +92,7 @@ def logits_inputs(case: LogitsCase) -> dict[str, Array]:
 
 @dataclass(frozen=True)
 class PagedCase:
-    """`seqlens` are those of the last tokens, or one per token where `per_token`."""
+    """`seqlens` are those of the last tokens, or one per token where `per_token`. `e2m1`: so are keys."""
 
     b: int = 2
     s_q: int = 1
@@ -104,10 +104,12 @@ class PagedCase:
     missing_page: bool = False
     dtype: str = "uint8"
     seed: int = 0
+    e2m1: bool = False
 
     @property
     def id(self) -> str:
         options = ("-each" if self.per_token else "") + ("-missing" if self.missing_page else "")
+        options += "-e2m1" if self.e2m1 else ""
         lengths = ".".join(map(str, self.seqlens))
         return f"{self.dtype}-b{self.b}-q{self.s_q}-h{self.h}-d{self.d}-page{self.page_size}-{lengths}{options}"
 
@@ -120,15 +122,22 @@ def paged_inputs(case: PagedCase) -> dict[str, Array]:
     max_pages = int(needed.max(initial=0)) + 2
     num_pages = int(needed.sum()) + 2
     table = np.resize(np.array(WILD, np.int32), (case.b, max_pages)).copy()
-    cache = np.full((num_pages, case.page_size, 1, case.d + 4), 0x7F, np.uint8)
+    cache = np.full((num_pages, case.page_size, 1, (case.d // 2 if case.e2m1 else case.d) + 4), 0x7F, np.uint8)
     codes, scales = page_parts(cache[:, :, 0])
     scales[...] = np.nan
+    if case.e2m1:
+        exponents = scales.view(np.uint8).reshape(*scales.shape, 4)
+        exponents[...] = 0xFF
     order = rng.permutation(num_pages)
     taken = 0
     for n, (length, pages) in enumerate(zip(lengths, needed, strict=True)):
         table[n, :pages] = order[taken : taken + pages]
         for i, page in enumerate(order[taken : taken + pages]):
             count = min(case.page_size, int(length) - i * case.page_size)
+            if case.e2m1:
+                codes.view(np.uint8)[page, :count] = rng.integers(0, 256, (count, case.d // 2))
+                exponents[page, :count] = 127 - rng.integers(0, 15, (count, 4))
+                continue
             codes[page, :count] = values(rng, (count, case.d), "float8_e4m3fn")
             scales[page, :count] = rng.uniform(0.5, 2.0, count)
         taken += pages
@@ -182,8 +191,13 @@ def sums_of_magnitudes(inputs: dict[str, Array]) -> Array:
         return reference.indexer_logits(**absolute)
     absolute["cache"] = inputs["cache"].copy()
     codes = page_parts(absolute["cache"].reshape(*inputs["cache"].shape[:2], -1))[0].view(np.uint8)
-    codes &= 0x7F
+    codes &= 0x77 if cases_are_e2m1(inputs) else 0x7F
     return reference.indexer_logits_paged(**absolute)
+
+
+def cases_are_e2m1(inputs: dict[str, Array]) -> bool:
+    """True of calls with keys in e2m1."""
+    return are_e2m1(inputs["cache"], inputs["q"].shape[-1])
 
 
 def _absolute(x: Array) -> Array:

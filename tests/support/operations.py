@@ -54,6 +54,7 @@ CHOSEN: dict[str, dict[str, Any]] = {
 LEFT_OUT: dict[str, tuple[str, ...]] = {
     "mla_decode": ("q_rope", "cu_seqlens_q", "out_cos", "out_sin", "out_positions", "q_scales", "kv_scales"),
     "mla_prefill": ("q_scales", "k_scales", "v_scales"),
+    "sparse_mla_decode": ("out_cos", "out_sin", "out_positions"),
 }
 #: Hardly an array of any operation has them.
 FOREIGN_DTYPES = ("float64", "int64")

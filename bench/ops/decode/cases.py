@@ -175,11 +175,12 @@ def _mix(number: int) -> DecodeCase:
 
 MIXES = tuple(_mix(number) for number in range(1, 41))
 
-# What queries in two arrays, lengths that vary and a sink cost, by `--peers`; and windows, beside plain calls that read
-# as many keys.
+# What queries in two arrays, lengths that vary, a sink and results turned back cost, by `--peers`; and windows, beside
+# plain calls that read as many keys.
 FORMS = (
     *(DecodeCase(128, s_q, h_q, s_kv) for h_q, s_q, s_kv in ((128, 1, 4096), (128, 2, 4096), (64, 1, 4096))),
     *(DecodeCase(b, s_q, 16, 8192) for s_q in (1, 2, 4) for b in (128, 32)),
+    *(DecodeCase(128, 1, h_q, s_kv, d_qk=D_V) for h_q, s_kv in ((128, 4096), (16, 8192))),
 )
 WINDOWS = tuple(
     DecodeCase(128, 1, h_q, s_kv, window=window)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 import mla_cupy
+from mla_cupy.shapes import D_ROPE
 
 from ...core.cost import D_QK, D_V
 from ...core.device import Device
@@ -32,7 +33,7 @@ NAMED = (
 INVARIANT = {"batch_invariant": 4096, "batch_invariant_512": 512}
 TREE = "tree_mask"
 #: Forms of a call, beside the plain one: see `kernels/decode/problem.py`.
-IN_PARTS, SINK, PACKED, VARYING = "q_rope", "attn_sink", "packed", "varying"
+IN_PARTS, SINK, TURNED, PACKED, VARYING = "q_rope", "attn_sink", "out_cos", "packed", "varying"
 
 
 class Decode:
@@ -163,6 +164,23 @@ class WithSink(Decode):
             **super().call_options(case, device),
             "attn_sink": device.upload(np.full(case.h_q, -np.inf, np.float32)),
         }
+
+
+class Turned(Decode):
+    """Results that are turned back by an angle of 0, so that they are those of a call without turning."""
+
+    def unsupported(self, case: DecodeCase, dtype: str) -> str | None:
+        return None if case.d_qk == D_V else "turns values that have RoPE columns: those of keys of 512"
+
+    def plan_options(self, case: DecodeCase) -> dict[str, Any]:
+        return {**super().plan_options(case), "out_cos": True}
+
+    def call_options(self, case: DecodeCase, device: Device) -> dict[str, Any]:
+        ones = np.ones((case.s_kv, D_ROPE // 2), np.float32)
+        positions = case.lengths()[:, None] + np.arange(-case.s_q, 0, dtype=np.int32)
+        tables = {"out_cos": ones, "out_sin": np.zeros_like(ones), "out_positions": np.maximum(positions, 0)}
+        uploaded = {name: device.upload(array) for name, array in tables.items()}
+        return {**super().call_options(case, device), **uploaded}
 
 
 class Packed(Decode):

@@ -10,9 +10,9 @@ from ...peers.fa3 import FlashAttention3
 from ...peers.flashmla import FlashMla, FlashMlaFp8
 from ..decode.check import expect
 from ..decode.own import NAMED as NAMED_ROWS
-from ..decode.own import Decode
+from ..decode.own import SINK, Decode
 from . import cases, check, inputs
-from .own import E4M3, EXACT, GENERIC, NAMED, CodedQueries, Fp8Decode
+from .own import E4M3, EXACT, GENERIC, NAMED, CodedQueries, Fp8Decode, Fp8WithSink
 
 EXAMPLES = """examples:
   run dense-decode-fp8 --peers-dir peers               all cases, FlashMLA, FlashAttention-3, our own over rows
@@ -34,6 +34,7 @@ def implementations(choices: Choices) -> Known:
         **{name: partial(Decode, name, name) for name in NAMED_ROWS},
         E4M3: CodedQueries,
         EXACT: lambda: Fp8Decode(None, EXACT),
+        SINK: lambda: Fp8WithSink(None, SINK),
         "generic": lambda: Fp8Decode(GENERIC, "generic"),
         **{name: partial(Fp8Decode, name, name) for name in NAMED},
         "flashmla": lambda: FlashMla(choices.directory("flashmla")),
@@ -49,7 +50,7 @@ DENSE_DECODE_FP8 = BenchOperation(
     peers="rows (our own over 16-bit rows), flashmla, flashmla_fp8 (of records with one scale), fa3 (the three import "
     "torch and need --peers-dir), "
     "exact (our own with conversion, of cases with products in FP8), e4m3_queries (our own with queries in e4m3, of "
-    "the same cases), generic, "
+    "the same cases), attn_sink, generic, "
     f"{', '.join((*NAMED, *NAMED_ROWS))}; or none. "
     f"Default: rows, and {','.join(PEERS)} where --peers-dir is given",
     suites=cases.SUITES,

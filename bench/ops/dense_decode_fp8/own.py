@@ -13,7 +13,7 @@ from ...core.device import Device
 from ...core.implementation import OWN, Prepared
 from ..decode.cases import DecodeCase
 from ..decode.inputs import InputSet
-from ..decode.own import Decode
+from ..decode.own import Decode, WithSink
 from .cases import Fp8DecodeCase
 from .inputs import Fp8InputSet
 
@@ -31,10 +31,10 @@ class Fp8Decode(Decode):
 
     def plan_options(self, case: DecodeCase) -> dict[str, Any]:
         assert isinstance(case, Fp8DecodeCase)
-        return {"record": case.record.name, **self._math(case)}
+        return {**super().plan_options(case), "record": case.record.name, **self._math(case)}
 
     def call_options(self, case: DecodeCase, device: Device) -> dict[str, Any]:
-        return self._math(case)
+        return {**super().call_options(case, device), **self._math(case)}
 
     def _math(self, case: DecodeCase) -> dict[str, Any]:
         """Arithmetic of a call: that of the case, but of a peer that converts; older trees know one."""
@@ -46,6 +46,10 @@ class Fp8Decode(Decode):
             return replace(inputs, kv_cache=inputs.records)
 
         return super().prepare(case, dtype, [over_records(inputs) for inputs in sets], device)
+
+
+class Fp8WithSink(Fp8Decode, WithSink):
+    """Call with a sink without effect: the one form that kernels for records take."""
 
 
 class CodedQueries(Fp8Decode):

@@ -104,8 +104,6 @@ SPARSE = (
 # The table of the operator that had a target per head first (lemyx/tilelang-dsa). The larger cases have arrays of
 # gigabytes: they have a suite, and run only there.
 PER_HEAD = tuple(LossCase(b, 2048, 64, 128, 64, 64, per_head=True) for b in (4, 8, 16, 32, 64))
-# Beside FlashAttention at the same sizes (`run prefill`, `run prefill-backward`): see docs/log/claims.md.
-CLAIMED = tuple(LossCase(1, s, 64, 128, 64, 64) for s in (8192, 16384, 32768, 65536, 131072))
 CASES: tuple[LossCase, ...] = (*DENSE, *UNABSORBED, *SPARSE, PER_HEAD[0])
 SUITES: Mapping[str, tuple[LossCase, ...]] = {
     "targets": CASES,
@@ -113,7 +111,6 @@ SUITES: Mapping[str, tuple[LossCase, ...]] = {
     "sparse": SPARSE,
     "unabsorbed": (DENSE[1], *UNABSORBED),
     "per-head": PER_HEAD,
-    "claims": CLAIMED,
     "aims": (*DENSE[:2], PER_HEAD[0], SPARSE[0]),
 }
 

@@ -12,15 +12,16 @@ from mla_cupy.cache_formats import FORMATS
 from ...core.cost import D_V, ELEMENT_BYTES, SINGLE_BYTES, Cost
 from ...core.errors import BenchError
 
-FORM = "b<N>-sq<N>-hq<N>-topk<N>[-extra<N>][-v4][-pool<N>]"
+FORM = "b<N>-sq<N>-hq<N>-topk<N>[-extra<N>][-v4|-v41|-v41-fp4][-pool<N>]"
 PAGE_SIZE = 64
 POOL_TOKENS = 1 << 20  # 688 MB of the larger record: far more than an L2 holds
-KINDS = ("v32", "v4")
+# Records of the two caches. Cases of V4.1 have a sink, too, as its layers do.
+KINDS = {"v32": ("v32", "v32"), "v4": ("v4", "v4"), "v41": ("v41", "v41"), "v41-fp4": ("v41", "v41-fp4")}
 
 
 @dataclass(frozen=True)
 class SparseDecodeCase:
-    """`extra` is the top-k in a second cache; each cache has `pool` tokens.
+    """`extra` is the top-k in a second cache; each cache has `pool` tokens. `kind` is one of `KINDS`.
 
     The microseconds are those of the best peer on one H200 on one day, and our target there; for orientation only.
     """
@@ -30,7 +31,7 @@ class SparseDecodeCase:
     h_q: int
     topk: int = 2048
     extra: int = 0
-    record: str = "v32"
+    kind: str = "v32"
     pool: int = POOL_TOKENS
     peer_us: float | None = field(default=None, compare=False)
     target_us: float | None = field(default=None, compare=False)
@@ -49,8 +50,23 @@ class SparseDecodeCase:
         """The canonical name, which `parse` reads; fields at their default are left out, except topk."""
         name = f"b{self.b}-sq{self.s_q}-hq{self.h_q}-topk{self.topk}"
         name += f"-extra{self.extra}" if self.extra else ""
-        name += "-v4" if self.record == "v4" else ""
+        name += "" if self.kind == "v32" else f"-{self.kind}"
         return name if self.pool == POOL_TOKENS else f"{name}-pool{self.pool}"
+
+    @property
+    def record(self) -> str:
+        """Record of the first cache."""
+        return KINDS[self.kind][0]
+
+    @property
+    def extra_record(self) -> str:
+        """Record of the second cache."""
+        return KINDS[self.kind][1]
+
+    @property
+    def has_sink(self) -> bool:
+        """True of calls with a sink."""
+        return self.record == "v41"
 
     @property
     def d_qk(self) -> int:
@@ -70,7 +86,8 @@ class SparseDecodeCase:
     def cost(self) -> Cost:
         """Every entry of a list is a token of its own: most are, in a pool of this size."""
         rows = self.b * self.s_q * self.h_q
-        records = self.pairs * FORMATS[self.record].token_bytes
+        lists = (self.topk, self.record), (self.extra, self.extra_record)
+        records = self.b * self.s_q * sum(entries * FORMATS[record].token_bytes for entries, record in lists)
         return Cost(
             flops=2 * self.pairs * self.h_q * (self.d_qk + D_V),
             nbytes=records + ELEMENT_BYTES * rows * (self.d_qk + D_V) + SINGLE_BYTES * self.pairs,
@@ -80,7 +97,8 @@ class SparseDecodeCase:
     def shape(self) -> dict[str, Any]:
         """The sizes as plain data, for the records."""
         names = ("b", "s_q", "h_q", "topk", "extra", "record", "pool", "d_qk")
-        return {**{name: getattr(self, name) for name in names}, "d_v": D_V}
+        mixed = {} if self.extra_record == self.record else {"extra_record": self.extra_record}
+        return {**{name: getattr(self, name) for name in names}, "d_v": D_V, **mixed}
 
 
 CASES: tuple[SparseDecodeCase, ...] = (
@@ -97,9 +115,13 @@ CASES: tuple[SparseDecodeCase, ...] = (
     SparseDecodeCase(1, 1, 64),
     SparseDecodeCase(1, 1, 16),
 )
-SUITES: Mapping[str, tuple[SparseDecodeCase, ...]] = {"targets": CASES, "quick": CASES[:4]}
+# A window of 128 tokens and 1,024 compressed ones, as V4.1's layers ask for, beside the same of V4.
+MIXED = tuple(
+    SparseDecodeCase(128, 1, h_q, 128, 1024, kind) for kind in ("v41-fp4", "v41", "v4") for h_q in (64, 16, 128)
+)
+SUITES: Mapping[str, tuple[SparseDecodeCase, ...]] = {"targets": CASES, "quick": CASES[:4], "mixed": MIXED}
 
-_PATTERN = re.compile(r"b(\d+)-sq(\d+)-hq(\d+)-topk(\d+)(?:-extra(\d+))?(-v4)?(?:-pool(\d+))?")
+_PATTERN = re.compile(r"b(\d+)-sq(\d+)-hq(\d+)-topk(\d+)(?:-extra(\d+))?(?:-(v4|v41|v41-fp4))?(?:-pool(\d+))?")
 
 
 def parse(name: str) -> SparseDecodeCase:
@@ -107,9 +129,9 @@ def parse(name: str) -> SparseDecodeCase:
     match = _PATTERN.fullmatch(name.strip())
     if not match:
         raise BenchError(f"case {name!r}: expected {FORM}; `list` prints the built-in ones")
-    b, s_q, h_q, topk, extra, v4, pool = match.groups()
+    b, s_q, h_q, topk, extra, kind, pool = match.groups()
     sizes = (int(b), int(s_q), int(h_q), int(topk))
-    case = SparseDecodeCase(*sizes, int(extra or 0), "v4" if v4 else "v32", int(pool or POOL_TOKENS))
+    case = SparseDecodeCase(*sizes, int(extra or 0), kind or "v32", int(pool or POOL_TOKENS))
     if min(*sizes, case.pool) < 1 or case.pool % PAGE_SIZE:
         raise BenchError(f"case {name!r}: every size must be at least 1, and the pool whole pages of {PAGE_SIZE}")
     return next((known for known in CASES if known == case), case)

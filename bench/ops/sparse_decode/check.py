@@ -19,10 +19,13 @@ def expect(case: SparseDecodeCase, dtype: str, inputs: SparseDecodeInputs, devic
     queries = spaced(case.b * case.s_q, QUERIES)
     rows = inputs.q.reshape(case.b * case.s_q, case.h_q, case.d_qk)
     call: dict[str, Any] = {"q": device.take(rows, queries)[:, None]}
-    for number, (source, prefix) in enumerate(zip(inputs.sources, ("", "extra_"), strict=False)):
+    kinds = ("", case.record), ("extra_", case.extra_record)
+    for number, (source, (prefix, record)) in enumerate(zip(inputs.sources, kinds, strict=False)):
         lists = source.host_indices.reshape(case.b * case.s_q, -1)[queries, None]
-        call[prefix + "kv_cache"] = host_cache(case.record, host_pages(case.record, case.pool, number))
+        call[prefix + "kv_cache"] = host_cache(record, host_pages(record, case.pool, number))
         call[prefix + "indices"] = lists
+    if case.has_sink:
+        call["attn_sink"] = device.to_host(inputs.sink)
     want, near = (
         [x[:, 0] for x in reference.sparse_mla_decode(**call, scale=case.scale, rounding=rounding)]
         for rounding in (None, dtype)

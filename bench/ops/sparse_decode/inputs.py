@@ -32,10 +32,11 @@ class Source:
 
 @dataclass(frozen=True)
 class SparseDecodeInputs:
-    """One set of inputs: one source, or two."""
+    """One set of inputs: one source, or two; a sink, or none."""
 
     q: Any  # (b, s_q, h_q, d_qk)
     sources: tuple[Source, ...]
+    sink: Any = None  # (h_q,) float32
 
 
 @dataclass(frozen=True)
@@ -53,23 +54,25 @@ def make_inputs(case: SparseDecodeCase, dtype: str, seed: int, device: Device) -
     """Normal queries and latents, scales that are powers of two; slots uniformly from the pool."""
     rng = np.random.default_rng(seed)
     sources = []
-    for number, topk in enumerate((case.topk, case.extra)):
+    for number, (topk, record) in enumerate(((case.topk, case.record), (case.extra, case.extra_record))):
         if topk:
             indices = rng.integers(0, case.pool, (case.b, case.s_q, topk), np.int32)
-            sources.append(Source(_pool(case, number, device), device.upload(indices), indices))
-    return SparseDecodeInputs(device.normal((case.b, case.s_q, case.h_q, case.d_qk), dtype, seed + 1), tuple(sources))
+            sources.append(Source(_pool(case, record, number, device), device.upload(indices), indices))
+    q = device.normal((case.b, case.s_q, case.h_q, case.d_qk), dtype, seed + 1)
+    sink = device.upload(rng.standard_normal(case.h_q, np.float32)) if case.has_sink else None
+    return SparseDecodeInputs(q, tuple(sources), sink)
 
 
-def _pool(case: SparseDecodeCase, number: int, device: Device) -> Any:
+def _pool(case: SparseDecodeCase, record: str, number: int, device: Device) -> Any:
     """Pools on the device: kept until another case needs others."""
     held = _POOLS.setdefault(device, {})
-    for other in [key for key in held if key[:2] != (case.record, case.pool)]:
+    for other in [key for key in held if key[0] not in (case.record, case.extra_record) or key[1] != case.pool]:
         del held[other]
-    key = (case.record, case.pool, number)
+    key = (record, case.pool, number)
     if key not in held:
         rows = device.upload(host_pages(*key))
-        tokens = rows[:, : PAGE_SIZE * FORMATS[case.record].token_bytes]
-        held[key] = tokens.reshape(len(rows), PAGE_SIZE, FORMATS[case.record].token_bytes)
+        tokens = rows[:, : PAGE_SIZE * FORMATS[record].token_bytes]
+        held[key] = tokens.reshape(len(rows), PAGE_SIZE, FORMATS[record].token_bytes)
     return held[key]
 
 

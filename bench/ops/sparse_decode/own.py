@@ -15,7 +15,8 @@ from .cases import SparseDecodeCase
 from .inputs import SparseDecodeInputs, SparseDecodeOutputs
 
 GENERIC = "sparse_decode_generic"  # without tensor cores
-NAMED = "sparse_decode_mma", "sparse_decode_mma_163kb"  # of GPUs without WGMMA
+#: Kernels to be compared with the one that is chosen: Hopper's two, and those of GPUs without WGMMA.
+NAMED = "sparse_decode_sm90", "sparse_decode_sm90_small", "sparse_decode_mma", "sparse_decode_mma_163kb"
 
 
 class SparseDecode:
@@ -37,6 +38,8 @@ class SparseDecode:
         def call(inputs: SparseDecodeInputs, out: object, lse: object) -> Call:
             first, *more = inputs.sources
             extra = {"extra_kv_cache": more[0].cache, "extra_indices": more[0].indices} if more else {}
+            if inputs.sink is not None:
+                extra["attn_sink"] = inputs.sink
             return partial(decode, inputs.q, first.cache, first.indices, **extra, scale=case.scale, out=out, lse=lse)
 
         calls = [call(inputs, *result) for inputs, result in zip(sets, results, strict=True)]

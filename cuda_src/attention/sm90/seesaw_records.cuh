@@ -37,8 +37,10 @@ struct FoundTile {
 template <class TokenRecord>
 struct RecordExtra {
     float q_factors[kBlockM];
-    // From each scout to the dequantising warp of the same rows: of the tile that is stored next ...
-    alignas(16) typename LaneScales<TokenRecord>::OfRow scales[kHasValueScale<TokenRecord> ? 1 : kTileTokens];
+    // From each scout to the dequantising warp of the same rows: of the tile that is stored next ... Of two records the
+    // dequantising warp reads scales while it stores, so that they have two places.
+    static constexpr i32 kPlaces = kMixed<TokenRecord> ? 2 : 1;
+    alignas(16) typename LaneScales<TokenRecord>::OfRow scales[kHasValueScale<TokenRecord> ? 1 : kPlaces * kTileTokens];
     FoundTile found[kWarpgroupWarps];
     // ... and of the one after it, which is loaded meanwhile.
     const u8* rows[kTileTokens];
@@ -168,7 +170,7 @@ struct Scout {
         if constexpr (kScalesApart<TokenRecord>) block.s.extra.scales_at[row()] = kZeroRow;
     }
 
-    MLA_DEVICE TokenBytes find() const { return Tokens::template bytes<TokenRecord>(block.p, walk, token(), place); }
+    MLA_DEVICE TokenBytes find() const { return find_token<TokenRecord, Tokens>(block.p, walk, token(), place); }
 
     MLA_DEVICE void prefetch_query() const {
         const i32 lane = own_lane();
@@ -189,17 +191,18 @@ struct Scout {
 #pragma unroll
         for (i32 r = 0; r < kRowsOfLane; ++r) {
             const u64 from = __shfl_sync(kFullWarp, all, lane / kPieceLanes + r * kRowStep);
+            const bool compact = kMixed<TokenRecord> && is_compact_row(reinterpret_cast<const u8*>(from));
 #pragma unroll
             for (i32 line = 0; line < kLines; line += kPieceLanes) {
                 const i32 at = (line + lane % kPieceLanes) * kLineBytes;
-                if (at < kBytes) prefetch_global_l2(reinterpret_cast<const u8*>(from) + at);
+                if (at < (compact ? kBytes / 2 : kBytes)) prefetch_global_l2(reinterpret_cast<const u8*>(from) + at);
             }
         }
     }
 
     // Passes on where the rows of a tile are, and asks for the scales of the tile before. Rows that are not there are
     // rows of zeros, with scales of zeros.
-    MLA_DEVICE void pass_on(const TokenBytes& bytes) const {
+    MLA_DEVICE void pass_on(const TokenBytes& bytes, u32 parity) const {
         typename C::Extra& e = block.s.extra;
         if (own_lane() >= kRowsOfWarp) return;
         const i32 at = row();
@@ -212,7 +215,12 @@ struct Scout {
             scales = e.rows[at] + TokenRecord::kLatentChunks * kRecordChunk;
         }
         e.rows[at] = present ? bytes.data : kZeroRow;
-        if constexpr (!kHasValueScale<TokenRecord>) {
+        if constexpr (kMixed<TokenRecord>) {
+            const bool compact = is_compact_row(scales);
+            const SmemAddr to = smem_addr(&e.scales[at + parity * kTileTokens]);
+            cp_async_16(to, scales - compact, true);
+            if (compact) cp_async_16(to + 16, scales - compact + 16, true);
+        } else if constexpr (!kHasValueScale<TokenRecord>) {
             cp_async<sizeof(typename LaneScales<TokenRecord>::OfRow)>(smem_addr(&e.scales[at]), scales, true);
         }
     }
@@ -238,7 +246,7 @@ MLA_DEVICE void run_scout_role(Block<C>& block, i32 warp) {
         mbarrier_wait(e.found_empty[warp], ring.empty_parity(0));
         ring.advance(0);
         scout.prefetch_rows(present ? bytes.data : kZeroRow);  // no earlier: PERF(H200, 2026-11-22, 336.6 not 345.1 us)
-        scout.pass_on(bytes);
+        scout.pass_on(bytes, ring.full_parity(0));
         if (own_lane() == 0) e.found[warp] = {bits | (scout.exists ? 0 : FoundTile::kLast), query};
         cp_async_wait_all();
         release(e.found_full[warp], own_lane());
@@ -272,11 +280,34 @@ struct PieceOrder {
     }
 };
 
+// Scales that stay in shared memory, where registers are short: those of one of two records.
+template <class Latent>
+struct StoredScales {
+    const u8* row;
+    bool compact;
+
+    MLA_DEVICE u32 of_piece(i32 piece, i32 lane) const {
+        const i32 chunk = lane % kPieceLanes;
+        const u32 code = row[compact ? piece * kPieceLanes + chunk : piece * 2 + chunk / 2];
+        const float scale = compact ? cvt_f32_x2_e4m3(code).x : e8m0_value(code);
+        return cvt_x2(Latent{}, scale, scale);
+    }
+};
+template <class C, bool kStored>
+struct SeesawScales {
+    using Type = RowScales<typename C::TokenRecord, typename C::Latent>;
+};
+template <class C>
+struct SeesawScales<C, true> {
+    using Type = StoredScales<typename C::Latent>;
+};
+
 template <class C>
 struct Dequantiser {
     using TokenRecord = typename C::TokenRecord;
     using Pieces = PieceOrder<C>;
-    using Scales = RowScales<TokenRecord, typename C::Latent>;
+    static constexpr bool kOfTwo = kMixed<TokenRecord>;
+    using Scales = typename SeesawScales<C, kOfTwo>::Type;
     Block<C>& block;
     i32 warp, lane;
     Ring<kStagesKV + 2> ring;  // phases of kv_empty, and after them of q_empty and found_full
@@ -285,12 +316,20 @@ struct Dequantiser {
     // A lane's first row of each tile.
     MLA_DEVICE i32 row0() const { return warp * kRowsOfWarp + lane / kPieceLanes; }
 
-    // Where the lane's bytes of its row r begin.
+    // Where the lane's bytes of its row r begin; tagged, of a compact row.
     MLA_DEVICE const u8* bytes_of_row(i32 r) const {
+        if constexpr (kOfTwo) {
+            const u8* from = block.s.extra.rows[row0() + r * kRowStep];
+            return from + (is_compact_row(from) ? lane % kPieceLanes / 2 : lane % kPieceLanes) * 16;
+        }
         return block.s.extra.rows[row0() + r * kRowStep] + lane % kPieceLanes * 16;
     }
 
     MLA_DEVICE uint4 load(const u8* bytes, i32 piece) const {
+        if constexpr (kOfTwo) {
+            const i32 compact = is_compact_row(bytes);
+            return ld_global_16(bytes + (piece * kPieceBytes - compact * (piece * kPieceBytes / 2 + 1)));
+        }
         if (piece < C::kLatentSwTiles || kRopePieces<TokenRecord> == 1) {
             return ld_global_16(bytes + piece * kPieceBytes);
         }
@@ -299,8 +338,11 @@ struct Dequantiser {
         return ld_global_16(bytes + half * kPieceBytes + TokenRecord::kRopeOffset);
     }
 
-    MLA_DEVICE Scales scales_of(i32 r) const {
-        if constexpr (kHasValueScale<TokenRecord>) {
+    MLA_DEVICE Scales scales_of(i32 r, bool compact) const {
+        if constexpr (kOfTwo) {
+            const i32 at = row0() + r * kRowStep + ring.full_parity(kFound) * kTileTokens;
+            return Scales{reinterpret_cast<const u8*>(&block.s.extra.scales[at]), compact};
+        } else if constexpr (kHasValueScale<TokenRecord>) {
             return Scales({});
         } else {
             const auto& row = block.s.extra.scales[row0() + r * kRowStep];
@@ -380,7 +422,10 @@ struct Dequantiser {
             for (i32 i = batch; i < min(batch + Pieces::kBatch, kEnd); ++i) {
                 const i32 r = Pieces::row(i), piece = Pieces::piece(i);
                 u8* to = tile + C::sw_tile_of(piece) * kSw128Bytes + r * kRowStep * kSw128RowBytes;
-                if (piece < C::kLatentSwTiles || kScaledRope<TokenRecord>) {
+                if constexpr (kOfTwo) {
+                    store_latent<typename C::Latent>(to, unpacked_piece(held[i], scales[r].compact, lane),
+                                                     scales[r].of_piece(piece, lane), row0(), lane);
+                } else if (piece < C::kLatentSwTiles || kScaledRope<TokenRecord>) {
                     store_latent<typename C::Latent>(to, held[i], scales[r].of_piece(piece, lane), row0(), lane);
                 } else {
                     store_rope_piece<TokenRecord, typename C::Rope>(to, held[i], piece - C::kLatentSwTiles, row0(),
@@ -410,11 +455,13 @@ MLA_DEVICE void run_dequant_role(Block<C>& block, i32 warp, i32 lane) {
         dequantiser.start_query(walk.request);
     }
     uint4 held[Pieces::kOfTile];
+    bool compact[kRowsOfLane] = {};  // what is held
     {
         mbarrier_wait(e.found_full[warp], dequantiser.ring.full_parity(Queue::kFound));
         dequantiser.ring.advance(Queue::kFound);
         const u8* const rows[kRowsOfLane] = {dequantiser.bytes_of_row(0), dequantiser.bytes_of_row(1)};
         release(e.found_empty[warp], lane);
+        if (Queue::kOfTwo) compact[0] = is_compact_row(rows[0]), compact[1] = is_compact_row(rows[1]);
 #pragma unroll
         for (i32 i = 0; i < Pieces::kOfTile; ++i) {
             held[i] = dequantiser.load(rows[Pieces::row(i)], Pieces::piece(i));
@@ -429,7 +476,9 @@ MLA_DEVICE void run_dequant_role(Block<C>& block, i32 warp, i32 lane) {
         dequantiser.ring.advance(Queue::kFound);
         const FoundTile found = e.found[warp];
         const u8* const next[kRowsOfLane] = {dequantiser.bytes_of_row(0), dequantiser.bytes_of_row(1)};
-        const typename Queue::Scales scales[kRowsOfLane] = {dequantiser.scales_of(0), dequantiser.scales_of(1)};
+        const typename Queue::Scales scales[kRowsOfLane] = {dequantiser.scales_of(0, compact[0]),
+                                                            dequantiser.scales_of(1, compact[1])};
+        if (Queue::kOfTwo) compact[0] = is_compact_row(next[0]), compact[1] = is_compact_row(next[1]);
         release(e.found_empty[warp], lane);
         if (found.first()) stage = 0;
         constexpr i32 kLeftPieces = kRowsOfLane * Pieces::kLeft;

@@ -5,6 +5,7 @@
 // Grid: x = tiles of 128 keys, y = tokens; both take turns where there are more. A thread holds its key in registers,
 // and the block has the query in shared memory, 16 heads at a time. Products of NaN count as 0, as max has it; NaN in
 // weights and scales stays.
+#include "indexer/e2m1_keys.cuh"
 #include "indexer/logits/params.cuh"
 #include "ptx/control.cuh"
 
@@ -51,6 +52,21 @@ struct Key {
         for (i32 i = 0; i < kMaxHeadDim; ++i) x[i] = i < head_dim ? element(Element{}, from, i) : 0.f;
     }
 
+    // 128 e2m1 numbers in groups of 32; exact, whatever the scales are.
+    MLA_DEVICE void load_e2m1(const u8* from, u32 bytes) {
+        const E2m1Scales scales(bytes);
+        scale = scales.power();
+        const u32* words = reinterpret_cast<const u32*>(from);
+#pragma unroll
+        for (i32 i = 0; i < kMaxHeadDim; ++i) {
+            const i32 group = scales.of(i / kE2m1Group);
+            const u32 code = words[i / 8] >> i % 8 * 4 & 15, size = code & 7;
+            const float magnitude = size < 2 ? 0.5f * size : ldexpf(1.f + 0.5f * (size & 1), (i32)(size >> 1) - 1);
+            const float value = ldexpf(magnitude, group - scales.largest);
+            x[i] = group == kNanScale ? __uint_as_float(0x7fc00000) : code & 8 ? -value : value;
+        }
+    }
+
     MLA_DEVICE float dot(const float* q, i32 head_dim) const {
         float sum = 0.f;
 #pragma unroll
@@ -68,10 +84,12 @@ MLA_DEVICE void load_cached(const LogitsParams& p, Key& key, i32 block, i32 inde
     const i32 page =
         p.block_table[block * p.table_stride_block_elems + index / p.page_size * p.table_stride_page_elems];
     if ((u32)page >= (u32)p.num_pages) return;
-    const i32 row = index % p.page_size, row_bytes = p.head_dim * element_bytes(Element{});
+    const i32 row = index % p.page_size, row_bytes = (i32)p.k_stride_elems;
     const u8* records = p.k + page * p.page_stride_bytes;
     const u8* scale = records + (i64)p.page_size * row_bytes + row * 4;  // pages are aligned to 4 bytes
-    key.load(records + (i64)row * row_bytes, p.head_dim, *reinterpret_cast<const float*>(scale));
+    const u8* codes = records + (i64)row * row_bytes;
+    if (row_bytes < p.head_dim) return key.load_e2m1(codes, *reinterpret_cast<const u32*>(scale));
+    key.load(codes, p.head_dim, *reinterpret_cast<const float*>(scale));
 }
 
 MLA_DEVICE void load_key(const LogitsParams& p, Key& key, i32 block, i32 index) {

@@ -17,6 +17,7 @@
 //   queries   all warps   Q, weights of some tokens -> shared memory |
 //   products  warp w      |  keys of the next tile ->  | tokens x heads of this tile | sums, stored | ...
 //   fill      all warps   -inf in front of and behind the tiles of each block, last
+#include "indexer/e2m1_keys.cuh"
 #include "indexer/logits/line.cuh"
 #include "ptx/control.cuh"
 #include "ptx/load.cuh"
@@ -126,6 +127,7 @@ struct KeyPlace {
 };
 
 // In a page the codes of all its keys come first, then their scales.
+template <i32 kKeyBytes>
 MLA_DEVICE KeyPlace place_of(const LogitsParams& p, i32 block, i32 key) {
     if (key >= p.num_keys) return {nullptr, nullptr};
     if (p.block_table == nullptr) {
@@ -136,8 +138,8 @@ MLA_DEVICE KeyPlace place_of(const LogitsParams& p, i32 block, i32 key) {
     const i32 page = p.block_table[block * p.table_stride_block_elems + index * p.table_stride_page_elems];
     if ((u32)page >= (u32)p.num_pages) return {nullptr, nullptr};
     const u8* records = p.k + page * p.page_stride_bytes;
-    const u8* scales = records + (i64)p.page_size * kHeadDim * element_bytes(Element{});
-    return {records + (i64)row * kHeadDim * element_bytes(Element{}), reinterpret_cast<const float*>(scales) + row};
+    const u8* scales = records + (i64)p.page_size * kKeyBytes;
+    return {records + (i64)row * kKeyBytes, reinterpret_cast<const float*>(scales) + row};
 }
 
 // A warp's keys on their way, from key `first` on.
@@ -145,10 +147,12 @@ struct Keys {
     Eight<Element> x[kLaneRows][kSlices];
     float scale;  // of key `stored_key`
 
+    MLA_DEVICE uint4 pairs(i32 i, i32 slice) const { return x[i][slice].pairs(); }
     MLA_DEVICE void load(const LogitsParams& p, i32 block, i32 first, i32 lane) {
 #pragma unroll
         for (i32 i = 0; i < kLaneRows; ++i) {
-            const KeyPlace place = place_of(p, block, first + 8 * i + lane / 4);
+            constexpr i32 kKeyBytes = kHeadDim * element_bytes(Element{});
+            const KeyPlace place = place_of<kKeyBytes>(p, block, first + 8 * i + lane / 4);
             const u8* from = place.row + lane % 4 * kLaneElems * element_bytes(Element{});
 #pragma unroll
             for (i32 slice = 0; slice < kSlices; ++slice) {
@@ -160,16 +164,43 @@ struct Keys {
     }
 };
 
+// The same of keys in e2m1, which only pages have. A slice is a group of one scale.
+struct E2m1Keys {
+    u32 x[kLaneRows][kSlices];
+    u32 scales[kLaneRows];
+    float scale;
+
+    static_assert(kSliceElems == kE2m1Group, "a table for each slice");
+    MLA_DEVICE uint4 pairs(i32 i, i32 slice) const {
+        return Eight<float8_e4m3fn>{E2m1Table(E2m1Scales(scales[i]), slice).to_e4m3(x[i][slice])}.pairs();
+    }
+    MLA_DEVICE void load(const LogitsParams& p, i32 block, i32 first, i32 lane) {
+#pragma unroll
+        for (i32 i = 0; i < kLaneRows; ++i) {
+            const KeyPlace place = place_of<kE2m1KeyBytes>(p, block, first + 8 * i + lane / 4);
+            const bool present = place.row != nullptr;
+            const u32* from = reinterpret_cast<const u32*>(place.row) + lane % 4;
+#pragma unroll
+            for (i32 slice = 0; slice < kSlices; ++slice) x[i][slice] = present ? from[slice * 4] : 0;
+            scales[i] = present ? *reinterpret_cast<const u32*>(place.scale) : 0;
+            if (i == lane % 4) scale = present ? E2m1Scales(scales[i]).of_key() : 0.f;
+        }
+    }
+};
+
+MLA_DEVICE bool are_e2m1(const LogitsParams& p) { return p.block_table != nullptr && p.k_stride_elems < kHeadDim; }
+
 // As A fragments: two products of each slice.
 struct Fragments {
     u32 x[kKeyTiles][kSlices][2][4];
 
-    MLA_DEVICE explicit Fragments(const Keys& keys) {
+    template <class AnyKeys>
+    MLA_DEVICE explicit Fragments(const AnyKeys& keys) {
 #pragma unroll
         for (i32 i = 0; i < kLaneRows; ++i) {
 #pragma unroll
             for (i32 slice = 0; slice < kSlices; ++slice) {
-                const uint4 pairs = keys.x[i][slice].pairs();
+                const uint4 pairs = keys.pairs(i, slice);
                 x[i / 2][slice][0][i % 2] = pairs.x, x[i / 2][slice][0][i % 2 + 2] = pairs.y;
                 x[i / 2][slice][1][i % 2] = pairs.z, x[i / 2][slice][1][i % 2 + 2] = pairs.w;
             }
@@ -225,10 +256,11 @@ static_assert(kLaneRows == 4, "a sum for each lane of a quad");
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 // The tiles of a block of tokens, for `tokens` of them, from `first` on.
+template <class AnyKeys>
 MLA_DEVICE void run_tiles(const LogitsParams& p, const Storage& s, const BlockWalk<kTileKeys>& walk, i32 first,
                           i32 tokens, i32 heads, i32 warp) {
     const i32 lane = walk.lane, stored_key = 8 * (lane % 4) + lane / 4;
-    Keys next;
+    AnyKeys next;
     next.load(p, walk.block, walk.tiles.begin * kTileKeys + warp * kWarpKeys, lane);
 #pragma unroll 1
     for (i32 tile = walk.tiles.begin; tile < walk.tiles.end; ++tile) {
@@ -268,7 +300,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             __syncthreads();  // what was there before has been read
             load_queries(p, s, walk.block, first, some, heads);
             __syncthreads();
-            run_tiles(p, s, walk, first, some, heads, warp);
+            if constexpr (kHeadDim == kE2m1Keys && element_bytes(Element{}) == 1) {
+                if (are_e2m1(p)) {
+                    run_tiles<E2m1Keys>(p, s, walk, first, some, heads, warp);
+                    continue;
+                }
+            }
+            run_tiles<Keys>(p, s, walk, first, some, heads, warp);
         }
     }
     run_fill_role<kTileKeys, kWarps>(p, warp, lane);

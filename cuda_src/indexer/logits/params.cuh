@@ -18,7 +18,7 @@ struct LogitsParams {
     const TileCut* cuts;     // (grid + 1,), or null: few blocks of tokens
     void* logits;            // (tokens, keys), fp32 or bf16
     i64 q_stride_block_elems, q_stride_token_elems, q_stride_head_elems;
-    i64 k_stride_elems;
+    i64 k_stride_elems;  // of the cache: bytes of a key's codes, half of head_dim for keys in e2m1
     i64 weights_stride_block_elems, weights_stride_token_elems, weights_stride_head_elems;
     i64 k_scale_stride_elems;
     i64 begins_stride_elems;

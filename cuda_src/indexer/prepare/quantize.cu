@@ -14,14 +14,19 @@
 // pairs where they are 32 or 64 apart, stay within it. Cos and sin are loaded once for all heads of a token.
 //
 // Keys may go straight to a paged cache: with `slots`, key i becomes the record of its slot, and is skipped if there is
-// no such slot. A joint launch has both: the key of a token is one more head of it.
+// no such slot. A joint launch has both: the key of a token is one more head of it. Keys of a cache may be e2m1 numbers
+// with a scale for each 32 of them (indexer/e2m1_keys.cuh):
+//
+//   s = 2^ceil(log2(amax / 6)) of a group,  code = e2m1(z / s)
 //
 // Source: the reference implementation of DeepSeek-V3.2-Exp, from its description. What differs: one pass over memory.
 #include "common/facts.cuh"
 #include "common/types.cuh"
+#include "indexer/e2m1_keys.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/element.cuh"
+#include "ptx/fp4.cuh"
 #include "ptx/fp8.cuh"
 #include "tile/rope.cuh"
 
@@ -33,6 +38,7 @@ constexpr bool kUsual = MLA_USUAL;  // the options of DeepSeek-V3.2, and arrays 
 constexpr bool kJoint = MLA_JOINT;  // queries and keys; else one of them
 constexpr bool kDense = kUsual && !kJoint;
 constexpr bool kMayNormalise = !kDense;
+constexpr bool kMayBeE2m1 = kHeadDim == kE2m1Keys && !kUsual;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 128;
@@ -74,12 +80,12 @@ struct PrepareParams {
     i32 interleaved, hadamard, power_of_2, rounded;
     i32 x_aligned, tables_aligned;  // to 16 bytes, in every row
     i32 num_pages, page_size, slots_are_64;
+    i32 e2m1_keys;                // of a cache
     i32 group_vectors;            // that a group of lanes takes in turn
     i32 step_tokens, step_heads;  // from one of them to the next
     float h_factor, d_factor;
     float max_code, inverse_max_code;  // the largest code there may be, of queries
     float norm_eps;
-    i32 padding;
 };
 
 MLA_FACT_LIST(params_layout, MLA_OFFSET(PrepareParams, x_stride_n_elems), MLA_OFFSET(PrepareParams, n),
@@ -94,6 +100,7 @@ MLA_DEVICE bool is_interleaved(const PrepareParams& p) { return !kUsual && p.int
 MLA_DEVICE bool has_hadamard(const PrepareParams& p) { return kUsual || p.hadamard; }
 MLA_DEVICE bool has_powers_of_2(const PrepareParams& p) { return kUsual || p.power_of_2; }
 MLA_DEVICE bool is_rounded(const PrepareParams& p) { return kUsual || p.rounded; }
+MLA_DEVICE bool keys_are_e2m1(const PrepareParams& p) { return kMayBeE2m1 && p.e2m1_keys; }
 MLA_DEVICE i32 half_rope(const PrepareParams& p) { return kUsual ? kHeadDim / 4 : p.half_rope; }
 
 // ---- Where a vector is, and where it goes ----------------------------------------------------------------------
@@ -142,7 +149,8 @@ MLA_DEVICE Destination record_of_slot(const PrepareParams& p, u8* pages, i32 tok
     if (slot < 0 || slot >= (i64)p.num_pages * p.page_size) return Destination{nullptr, nullptr};
     const i64 page = slot / p.page_size, at = slot - page * p.page_size;
     u8* codes = pages + page * p.page_stride_bytes;
-    return Destination{codes + at * kHeadDim, reinterpret_cast<float*>(codes + (i64)p.page_size * kHeadDim) + at};
+    const i64 key_bytes = keys_are_e2m1(p) ? kE2m1KeyBytes : kHeadDim;
+    return Destination{codes + at * key_bytes, reinterpret_cast<float*>(codes + p.page_size * key_bytes) + at};
 }
 
 MLA_DEVICE Destination destination(const PrepareParams& p, const Place& place) {
@@ -457,10 +465,54 @@ MLA_DEVICE void encode(const PrepareParams& p, const Elements& x, float scale, f
     }
 }
 
+// ---- Codes of keys in e2m1 -------------------------------------------------------------------------------------
+static_assert(kQuadStep == kE2m1Group, "a quad of each lane is a group");
+
+// Biased exponent of the scale of a group, whose largest magnitude has these bits; that of NaN is larger than infinity.
+MLA_DEVICE u32 e2m1_exponent(u32 largest) {
+    if (largest > 0x7f800000) return kNanScale;
+    const float amax = fmaxf(kMinAmax, fminf(__uint_as_float(largest), kMaxFloat));
+    const u32 bits = __float_as_uint(__fdiv_rn(amax, 6.f));
+    return min((bits >> 23) + ((bits & 0x7fffff) != 0), kMaxScaleExponent);
+}
+
+// The exponents of a vector's groups, the first one in the lowest byte. Called by whole warps.
+MLA_DEVICE u32 e2m1_scales(const Elements& x) {
+    u32 scales = 0;
+#pragma unroll
+    for (i32 quad = 0; quad < kQuads; ++quad) {
+        u32 largest = 0;
+#pragma unroll
+        for (i32 i = 0; i < kQuad; ++i) largest = max(largest, __float_as_uint(x[quad * kQuad + i]) & 0x7fffffff);
+#pragma unroll
+        for (i32 step = 1; step < kLanes; step *= 2) {
+            largest = max(largest, __shfl_xor_sync(kFullWarp, largest, step));
+        }
+        scales |= e2m1_exponent(largest) << 8 * quad;
+    }
+    return scales;
+}
+
+MLA_DEVICE void store_e2m1(const Destination& to, const Elements& x, u32 scales) {
+#pragma unroll
+    for (i32 quad = 0; quad < kQuads; ++quad) {
+        const u32 exponent = scales >> 8 * quad & 0xff;
+        const float inverse = __uint_as_float((254 - exponent) << 23);
+        u32 codes = 0;
+#pragma unroll
+        for (i32 i = 0; i < kQuad; ++i) codes |= e2m1_bits(x[quad * kQuad + i] * inverse) << 4 * i;
+        if (exponent == kNanScale) codes = 0;
+        *reinterpret_cast<u16*>(to.codes + first_element(quad) / 2) = (u16)codes;
+    }
+    if (lane_of_vector() == 0) *reinterpret_cast<u32*>(to.scale) = scales;
+}
+
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-MLA_DEVICE void store(const PrepareParams& p, const Place& place, const Elements& x, float scale, float weight) {
+MLA_DEVICE void store(const PrepareParams& p, const Place& place, const Elements& x, float scale, float weight,
+                      u32 scales) {
     const Destination to = destination(p, place);
     if (!kDense && to.codes == nullptr) return;
+    if (keys_are_e2m1(p) && place.is_key(p)) return store_e2m1(to, x, scales);
     u32 codes[kQuads];
     encode(p, x, scale, max_code(p, place.is_key(p)), codes);
 #pragma unroll
@@ -507,7 +559,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks)
             if (is_rounded(p)) round_elements(x, kElems);
         }
         const float scale = find_scale(p, find_amax(x), place.is_key(p));
-        if (is_there) store(p, place, x, scale, weight);
+        const u32 scales = keys_are_e2m1(p) ? e2m1_scales(x) : 0;
+        if (is_there) store(p, place, x, scale, weight, scales);
     }
     griddepcontrol_launch_dependents();
 }

@@ -38,7 +38,7 @@ def indexer_cache_append(
     k : array, (n, d), bfloat16
         Keys, d 32, 64 or 128: after their LayerNorm, unless this is given. The last axis is contiguous.
     cache : array, (num_pages, page_size, d + 4) or (num_pages, page_size, 1, d + 4), uint8
-        As for `indexer_logits_paged`.
+        As for `indexer_logits_paged`: of keys of 128 elements also 68 bytes, in e2m1.
     slots : array, (n,), int32 or int64
         Key i goes to page slots[i] // page_size, place slots[i] % page_size. A slot outside of the cache, -1 being the
         usual mark, is skipped. If several keys have the same slot, which of them wins is undefined.
@@ -49,7 +49,8 @@ def indexer_cache_append(
     norm_weight, norm_bias : array, (d,), float32, optional
         As for `indexer_prepare_k`.
     interleaved, hadamard, scales, reference_rounding, eps
-        As for `indexer_prepare_k`.
+        As for `indexer_prepare_k`. Scales of e2m1 are "power_of_2": 2**ceil(log2(max(amax, 1e-4) / 6)) of each 32
+        elements; codes are rounded to nearest even and saturate. A group with a NaN gets a scale of NaN.
     exportable : bool
         Whether `jax.export` can serialise the call: see `disabled_checks`.
 
@@ -90,7 +91,7 @@ def indexer_cache_gather(
     cache : array
         As for `indexer_cache_append`.
     slots : array, (n,), int32 or int64
-        A slot outside of the cache, such as -1, gives zeros.
+        A slot outside of the cache, such as -1, gives zeros. Records of 68 bytes are read as 64 codes of e4m3.
     codes : array, (n, d), uint8 or float8_e4m3fn, optional
         Whose memory the result takes over.
     k_scale : array, (n,), float32, optional

@@ -39,7 +39,9 @@ def indexer_logits_paged(
         `indexer_logits`.
     cache : array, (num_pages, page_size, d + 4) or (num_pages, page_size, 1, d + 4), uint8
         Pages of records: in each page, the codes of all its keys, then their float32 scales. A page is contiguous;
-        pages lie multiples of 16 bytes apart. Pages of 64 keys of d = 128 are fast.
+        pages lie multiples of 16 bytes apart. Pages of 64 keys of d = 128 are fast. Keys of 128 elements may have 68
+        bytes: 64 of e2m1, the first of two elements in the lower half of a byte, then, after the codes of all keys, the
+        exponents of four scales, of 32 elements each (ue8m0).
     weights : array, (b, s_q, h), float32
         As for `indexer_logits`.
     seqlens : array, (b,) or (b, s_q), int32

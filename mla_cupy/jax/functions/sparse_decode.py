@@ -24,6 +24,9 @@ def sparse_mla_decode(
     extra_kv_cache: jax.Array | None = None,
     extra_indices: jax.Array | None = None,
     extra_topk_length: jax.Array | None = None,
+    out_cos: jax.Array | None = None,
+    out_sin: jax.Array | None = None,
+    out_positions: jax.Array | None = None,
     w_uv: jax.Array | None = None,
     gate: jax.Array | None = None,
     scale: float | None = None,
@@ -58,6 +61,12 @@ def sparse_mla_decode(
     extra_kv_cache, extra_indices, extra_topk_length : array, optional
         A second cache of the same record, or of "v41-fp4" beside "v41", with pages of any size, and lists of more keys
         in it under the same softmax. Cache and indices are given together.
+    out_cos, out_sin : array, (max_position, 32), float32, optional
+        Turn the last 64 columns of `out` back, as for `mla_decode`, where the values include the key's RoPE part: "v4"
+        and "v41". Not with a `w_uv`. In 16 bits these columns are rounded once more: they are turned in place, by a
+        launch of its own.
+    out_positions : array, (b, s_q), int32 or int64, optional
+        The queries' rows of these, clamped to them. Given with these, or not at all.
     w_uv, gate : array, optional
         W_UV and a gate, as for `mla_decode`: results are multiplied by them where they would be merged. The first two
         axes of a gate step evenly.
@@ -104,6 +113,9 @@ def sparse_mla_decode(
         extra_kv_cache,
         extra_indices,
         extra_topk_length,
+        out_cos,
+        out_sin,
+        out_positions,
         w_uv,
         gate,
         out,

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.sparse_decode import records, schedule
+from mla_cupy.kernels.sparse_decode import records, schedule, turn_results
 from mla_cupy.kernels.sparse_decode.pipeline import SPARSE_DECODE
 from mla_cupy.kernels.spec import KernelSpec
 
@@ -15,4 +15,5 @@ __all__ = [
 KERNELS: tuple[KernelSpec[Any], ...] = (
     *records.KERNELS,
     schedule.KERNEL,
+    turn_results.KERNEL,
 )

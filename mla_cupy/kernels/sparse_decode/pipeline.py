@@ -22,7 +22,7 @@ from mla_cupy.kernels.numbers import LOG2_E, from_log2
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import DecodeParams, ExtraAddresses, SparseDecodeParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
-from mla_cupy.kernels.sparse_decode import records, schedule
+from mla_cupy.kernels.sparse_decode import records, schedule, turn_results
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
 from mla_cupy.kernels.sparse_decode.schedule import Cuts
 from mla_cupy.kernels.spec import Variant
@@ -112,6 +112,8 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         elif config.combine_blocks:
             blocks = combine.needed_blocks(config.combine_blocks, problem.queries, problem.h_q, splits)
             steps.append(combine.launch(problem.dtype, blocks, LaunchArgs(params)))
+        if call.name("out_cos"):
+            steps.append(turn_results.launch(call, 1 if call.view("q").shape[1] > 1 else 0))
         return steps
 
     def _params(self, config: SparseDecodeConfig, call: Call) -> DecodeParams:

@@ -39,8 +39,6 @@ def _not_by_seesaw(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason |
     reason = _not_by_small(problem, device)
     if reason is not None:
         return reason
-    if problem.compact:
-        return Reason("reads no second cache of v41-fp4")
     if problem.h_q <= BLOCK_ROWS[-1]:
         return Reason(f"is for more than {BLOCK_ROWS[-1]} heads")
     return None if problem.aligned else needs_alignment("q")
@@ -59,11 +57,11 @@ SEESAW: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     "sparse_decode/sm90.cu",
     SparseDecodeParams,
     HOPPER,
-    variants(dtype=HALF, record=READ_SPARSE),
+    (*variants(dtype=HALF, record=READ_SPARSE), *variants(dtype=HALF, record=tuple(COMPACT), compact=(1,))),
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=_not_by_seesaw,
     preferred=_seesaw_is_faster,
-    variant=record_variant,
+    variant=lambda problem: with_compact(record_variant(problem), problem),
     block_rows=BLOCK_M,
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mla_cupy.arrays.view import View
-from mla_cupy.errors import ShapeError, explain
+from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.indexer.logits.problem import HEAD_DIMS
 from mla_cupy.kernels.indexer.prepare import APPEND_KEYS, GATHER_KEYS
 from mla_cupy.kernels.indexer.prepare.quantize import PrepareOptions
@@ -22,7 +22,9 @@ from mla_cupy.shapes import MAX_INT32
 
 _SLOT_DTYPES = ("int32", "int64")
 SCALE_BYTES = 4
-"""Bytes of a record's scale: after the codes of a page come its scales, float32."""
+"""Bytes of a record's scale: after the codes of a page come its scales, float32; or four exponents of e2m1."""
+E2M1_WIDTH = 128
+"""Elements of keys in e2m1."""
 CACHE = "num_pages page_size 1? d+4"
 """The axes of a cache of index keys."""
 SIZES = {"d": HEAD_DIMS, "d+4": tuple(d + SCALE_BYTES for d in HEAD_DIMS)}
@@ -53,7 +55,7 @@ def indexer_cache_append(
     k : array, (n, d), bfloat16
         Keys, d 32, 64 or 128: after their LayerNorm, unless this is given. The last axis is contiguous.
     cache : array, (num_pages, page_size, d + 4) or (num_pages, page_size, 1, d + 4), uint8
-        As for `indexer_logits_paged`. It is changed in place.
+        As for `indexer_logits_paged`: of keys of 128 elements also 68 bytes, in e2m1. It is changed in place.
     slots : array, (n,), int32 or int64
         Key i goes to page slots[i] // page_size, place slots[i] % page_size. A slot outside of the cache, -1 being
         the usual mark, is skipped. If several keys have the same slot, which of them wins is undefined.
@@ -64,7 +66,8 @@ def indexer_cache_append(
     norm_weight, norm_bias : array, (d,), float32, optional
         As for `indexer_prepare_k`.
     interleaved, hadamard, scales, reference_rounding, eps
-        As for `indexer_prepare_k`.
+        As for `indexer_prepare_k`. Scales of e2m1 are "power_of_2": 2**ceil(log2(max(amax, 1e-4) / 6)) of each 32
+        elements; codes are rounded to nearest even and saturate. A group with a NaN gets a scale of NaN.
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 
@@ -104,7 +107,7 @@ def indexer_cache_gather(
     cache : array
         As for `indexer_cache_append`.
     slots : array, (n,), int32 or int64
-        A slot outside of the cache, such as -1, gives zeros.
+        A slot outside of the cache, such as -1, gives zeros. Records of 68 bytes are read as 64 codes of e4m3.
     codes : array, (n, d), uint8 or float8_e4m3fn, optional
         Where the codes go; it starts at, and steps by, multiples of 16 bytes.
     k_scale : array, (n,), float32, optional
@@ -142,6 +145,11 @@ def indexer_cache_gather(
 # ---- Checks -----------------------------------------------------------------------------------------------------
 
 
+def holds_e2m1(cache: View, d: int) -> bool:
+    """True of a cache whose records are as large as those of keys of d elements in e2m1."""
+    return d == E2M1_WIDTH and cache.shape[2] == d // 2 + SCALE_BYTES
+
+
 def check_pages(cache: View, d: int) -> None:
     """Check that the cache holds keys of d codes, in contiguous pages at multiples of 16 bytes.
 
@@ -149,9 +157,12 @@ def check_pages(cache: View, d: int) -> None:
     ------
     ShapeError
     """
-    record = d + SCALE_BYTES
+    record = d // 2 + SCALE_BYTES if holds_e2m1(cache, d) else d + SCALE_BYTES
     if cache.shape[2] != record:
-        raise ShapeError(explain("cache.shape[-1]", cache.shape[2], f"{record} bytes: d = {d} codes and a float32"))
+        expected = f"{record} bytes: d = {d} codes and a float32"
+        if d == E2M1_WIDTH:
+            expected += f"; or {d // 2 + SCALE_BYTES}, of keys in e2m1"
+        raise ShapeError(explain("cache.shape[-1]", cache.shape[2], expected))
     num_pages, page_size = cache.shape[:2]
     if 0 in cache.shape:
         return
@@ -170,7 +181,22 @@ def _examine_append(views: Views, given: PrepareOptions) -> Examined:
     check_pages(cache, k.shape[1])
     check_all_or_none(views, "cos", "sin", "positions")
     check_all_or_none(views, "norm_weight", "norm_bias")
-    return Examined(check_vectors(k, views["cos"]), check_prepare_options(given))
+    options = check_prepare_options(given)
+    check_e2m1_scales(cache, k.shape[1], options.scales)
+    return Examined(check_vectors(k, views["cos"]), options)
+
+
+def check_e2m1_scales(cache: View, d: int, scales: str) -> None:
+    """Check that keys in e2m1 are to have the scales that they can have.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    if holds_e2m1(cache, d) and scales != "power_of_2":
+        raise ArgumentError(
+            explain("scales", repr(scales), '"power_of_2" for keys in e2m1', "their scales are exponents")
+        )
 
 
 def _examine_gather(views: Views, given: NoOptions) -> Examined:

@@ -10,7 +10,7 @@ from mla_cupy.kernels.indexer.logits import LOGITS_PAGED
 from mla_cupy.kernels.indexer.logits.problem import CODES, LogitsProblem, PagedLogitsOptions
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_flag
-from mla_cupy.ops.indexer.key_cache import CACHE, SIZES, check_pages
+from mla_cupy.ops.indexer.key_cache import CACHE, SIZES, check_pages, holds_e2m1
 from mla_cupy.ops.indexer.logits import (
     MIN_SIZES,
     check_sizes,
@@ -46,7 +46,9 @@ def indexer_logits_paged(
         `indexer_logits`.
     cache : array, (num_pages, page_size, d + 4) or (num_pages, page_size, 1, d + 4), uint8
         Pages of records: in each page, the codes of all its keys, then their float32 scales. A page is contiguous;
-        pages lie multiples of 16 bytes apart. Pages of 64 keys of d = 128 are fast.
+        pages lie multiples of 16 bytes apart. Pages of 64 keys of d = 128 are fast. Keys of 128 elements may have 68
+        bytes: 64 of e2m1, the first of two elements in the lower half of a byte, then, after the codes of all keys, the
+        exponents of four scales, of 32 elements each (ue8m0).
     weights : array, (b, s_q, h), float32
         As for `indexer_logits`.
     seqlens : array, (b,) or (b, s_q), int32
@@ -77,7 +79,11 @@ def indexer_logits_paged(
     Notes
     -----
     NaN, determinism and the NumPy backend: as for `indexer_logits`. Source: DeepGEMM's fp8_paged_mqa_logits; the record
-    is that of DeepSeek-V3.2-Exp and vLLM.
+    is that of DeepSeek-V3.2-Exp and vLLM, that of 68 bytes DeepGEMM's for its logits in FP4, of DeepSeek-V4.
+
+    Keys in e2m1 become e4m3 with one scale, which is exact where the scales of a key are at most 2**14 apart; elements
+    with a smaller one are zeros (the plain kernel has no such limit). They have the kernel with mma.sync, on Hopper,
+    too, and the plain one.
 
     Examples
     --------
@@ -100,6 +106,7 @@ def _examine(views: Views, given: PagedLogitsOptions) -> Examined:
     page_size, keys = cache.shape[1], table.shape[1] * cache.shape[1]
     check_sizes(heads=heads, num_pages=cache.shape[0], keys_per_sequence=keys, tokens=b * s_q)
     check_pages(cache, d)
+    in_e2m1 = holds_e2m1(cache, d)
     _check_lengths(present(views, "seqlens"), s_q)
     problem = LogitsProblem(
         b * s_q,
@@ -111,6 +118,7 @@ def _examine(views: Views, given: PagedLogitsOptions) -> Examined:
         page_size=page_size,
         num_pages=cache.shape[0],
         aligned=steps_by_16_bytes(q),
+        e2m1=in_e2m1,
     )
     return Examined(problem, given._replace(clean=check_flag("clean", given.clean)))
 

@@ -9,7 +9,7 @@ from mla_cupy.kernels.indexer.prepare import PREPARE_BOTH
 from mla_cupy.kernels.indexer.prepare.quantize import PrepareBothOptions, PrepareProblem
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_accumulate, check_all_or_none, check_flag
-from mla_cupy.ops.indexer.key_cache import CACHE, SIZES, check_pages
+from mla_cupy.ops.indexer.key_cache import CACHE, SIZES, check_e2m1_scales, check_pages
 from mla_cupy.ops.indexer.prepare import NORM, check_prepare_options, check_vectors, code_dtypes
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 
@@ -124,6 +124,7 @@ def _examine(views: Views, given: PrepareBothOptions) -> Examined:
     q, k = present(views, "q"), present(views, "k")
     if views["cache"] is not None:
         check_pages(present(views, "cache"), k.shape[1])
+        check_e2m1_scales(present(views, "cache"), k.shape[1], options.scales)
     problem, of_keys = check_vectors(q, views["cos"], more=k.shape[0]), check_vectors(k, views["cos"])
     return Examined(PrepareProblem(problem.head_dim, problem.aligned and of_keys.aligned), options)
 

@@ -27,6 +27,9 @@ def sparse_mla_decode(
     extra_kv_cache: torch.Tensor | None = None,
     extra_indices: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
+    out_cos: torch.Tensor | None = None,
+    out_sin: torch.Tensor | None = None,
+    out_positions: torch.Tensor | None = None,
     w_uv: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
     scale: float | None = None,
@@ -61,6 +64,12 @@ def sparse_mla_decode(
     extra_kv_cache, extra_indices, extra_topk_length : tensor, optional
         A second cache of the same record, or of "v41-fp4" beside "v41", with pages of any size, and lists of more keys
         in it under the same softmax. Cache and indices are given together.
+    out_cos, out_sin : tensor, (max_position, 32), float32, optional
+        Turn the last 64 columns of `out` back, as for `mla_decode`, where the values include the key's RoPE part: "v4"
+        and "v41". Not with a `w_uv`. In 16 bits these columns are rounded once more: they are turned in place, by a
+        launch of its own.
+    out_positions : tensor, (b, s_q), int32 or int64, optional
+        The queries' rows of these, clamped to them. Given with these, or not at all.
     w_uv, gate : tensor, optional
         W_UV and a gate, as for `mla_decode`: results are multiplied by them where they would be merged. The first two
         axes of a gate step evenly.
@@ -120,6 +129,9 @@ def sparse_mla_decode(
         extra_kv_cache,
         extra_indices,
         extra_topk_length,
+        out_cos,
+        out_sin,
+        out_positions,
         w_uv,
         gate,
         out,

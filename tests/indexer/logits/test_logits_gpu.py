@@ -188,6 +188,15 @@ def test_bits_do_not_depend_on_the_share(s_q: int, h: int, hopper: device.Device
         np.testing.assert_array_equal(got.get().view(np.uint32), np.concatenate(short).view(np.uint32))
 
 
+@pytest.mark.parametrize("kernel", [None, "indexer_logits_generic"])
+@pytest.mark.parametrize(("s_q", "h", "page_size"), [(1, 64, 64), (3, 17, 12), (8, 100, 64)])
+def test_keys_in_e2m1(s_q: int, h: int, page_size: int, kernel: str | None, gpu: object) -> None:
+    case = PagedCase(b=3, s_q=s_q, h=h, page_size=page_size, seqlens=(700, 0, 129), missing_page=True, e2m1=True)
+    inputs = paged_inputs(case)
+    got = mla_cupy.indexer_logits_paged(**on_gpu(inputs), kernel=kernel).get()
+    check_logits(got, inputs, reference.indexer_logits_paged(**inputs))
+
+
 def test_hostile_values(gpu: object) -> None:
     """Ranges, lengths and tables of any numbers: nothing hangs, and nothing outside is read."""
     rng = np.random.default_rng(0)

@@ -12,14 +12,18 @@ from tests.support.mutants import Mutant, Plant, as_verdict, steps
 from tests.support.sim_driver import simulated
 
 KERNEL = "indexer_logits_mma"
-SOURCE, FP8 = "indexer/logits/mma.cu", "ptx/fp8.cuh"
+SOURCE, FP8, E2M1 = "indexer/logits/mma.cu", "ptx/fp8.cuh", "indexer/e2m1_keys.cuh"
 MODES = (("late", 0), ("random", 1))
 #: Two blocks of tokens, two tiles, of which the last one is not full.
 CASE = LogitsCase(s_q=9, s_kv=290, h=5, d=64)
 #: Two tokens at once.
 PASSES = LogitsCase(s_q=3, s_kv=40, h=120, seed=3)
 PAGES = PagedCase(b=2, s_q=2, h=3, seqlens=(90, 70), missing_page=True)
-CASES = (CASE, PASSES, PAGES)
+WITH_NAN = PagedCase(b=1, h=2, seqlens=(40,), e2m1=True)  # in a group of each key
+#: The last group alone is multiplied, and its scale is up to 2^14 less than the others'.
+LEAST = PagedCase(b=1, h=2, seqlens=(40,), e2m1=True, seed=1)
+IN_E2M1 = PagedCase(b=2, s_q=2, h=3, seqlens=(90, 70), missing_page=True, e2m1=True)
+CASES = (CASE, PASSES, PAGES, IN_E2M1, WITH_NAN, LEAST)
 
 MUTANTS = [
     (Mutant("queries too early", SOURCE, *steps("bar.sync", 0, of=2)), PASSES),
@@ -50,9 +54,19 @@ MUTANTS = [
         PAGES,
     ),
     (
-        Mutant("scales of another page", SOURCE, "(i64)p.page_size * kHeadDim", "(i64)(p.page_size - 1) * kHeadDim"),
+        Mutant("scales of another page", SOURCE, "(i64)p.page_size * kKeyBytes", "(i64)(p.page_size - 1) * kKeyBytes"),
         PAGES,
     ),
+    (Mutant("a table for all groups", SOURCE, "E2m1Scales(scales[i]), slice)", "E2m1Scales(scales[i]), 0)"), IN_E2M1),
+    (
+        Mutant("scales of the first key", SOURCE, "E2m1Scales(scales[i]).of_key()", "E2m1Scales(scales[0]).of_key()"),
+        IN_E2M1,
+    ),
+    (Mutant("subnormal numbers", E2M1, "less < 12", "less < 16"), LEAST),
+    (Mutant("the least are zeros", E2M1, "less == 14 ? 0x03020100 : 0", "0"), LEAST),
+    (Mutant("signs of neighbours", E2M1, "shifted, 0x1504", "shifted, 0x0415"), IN_E2M1),
+    (Mutant("NaN is the largest", E2M1, "if (of(group) != kNanScale) largest", "largest"), WITH_NAN),
+    (Mutant("NaN is a number", E2M1, "scale == kNanScale", "false"), WITH_NAN),
 ]
 
 
@@ -63,6 +77,12 @@ def verdict(case: LogitsCase | PagedCase, mode: tuple[str, int]) -> None:
     name, inputs = "indexer_logits" + "_paged" * paged, paged_inputs(case) if paged else logits_inputs(case)
     if case is CASE:
         inputs["k"][40, 3] = np.nan
+    if case is WITH_NAN:
+        inputs["cache"].reshape(len(inputs["cache"]), -1)[:, 64 * 64 :: 4] = 0xFF
+    if case is LEAST:
+        inputs["q"][..., :96] = 0
+        exponents = inputs["cache"].reshape(len(inputs["cache"]), -1)[:, 64 * 64 :].reshape(-1, 64, 4)
+        exponents[:, :, :3], exponents[:, :, 3] = 127, 127 - np.arange(64) % 15
     with simulated(2, (8, 0), *mode):
         got = getattr(mla_cupy, name)(**inputs, kernel=KERNEL)
     check_logits(got, inputs, getattr(reference, name)(**inputs))

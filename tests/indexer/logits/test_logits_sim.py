@@ -13,7 +13,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import dtypes, reference
-from mla_cupy.errors import ArgumentError
+from mla_cupy.errors import ArgumentError, UnsupportedDeviceError
 from mla_cupy.kernels.indexer.logits import LOGITS, LOGITS_PAGED, pipeline
 from mla_cupy.kernels.indexer.logits.problem import LogitsProblem
 from mla_cupy.reference.indexer_records import page_parts
@@ -464,3 +464,48 @@ def test_paged_and_prefill_have_the_same_bits() -> None:
                 kernel=HOPPER,
             )
         np.testing.assert_array_equal(paged[0, :, :128].view(np.uint32), prefill.view(np.uint32))
+
+
+# ---- Keys in e2m1 ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "kernel"),
+    [
+        (PagedCase(b=1, s_q=2, h=17, page_size=12, seqlens=(40,), per_token=True, e2m1=True), None),
+        (PagedCase(b=3, h=2, seqlens=(65, 0, 130), e2m1=True), None),
+        (PagedCase(b=1, h=2, page_size=16, seqlens=(21,), missing_page=True, e2m1=True), GENERIC),
+    ],
+    ids=lambda x: getattr(x, "id", str(x)),
+)
+def test_keys_in_e2m1(case: PagedCase, kernel: str | None) -> None:
+    """The kernel with mma.sync takes them on Hopper, too, where that for pages of e4m3 refuses."""
+    inputs = paged_inputs(case)
+    with simulated(2, (9, 0), "random", 3) as target:
+        got = mla_cupy.indexer_logits_paged(**inputs, kernel=kernel)
+        assert target.launched[-1] == f"mla_{kernel or MMA}"
+        with pytest.raises(UnsupportedDeviceError, match="e4m3, not in e2m1"):
+            mla_cupy.indexer_logits_paged(**inputs, kernel=PAGED_HOPPER)
+    check_logits(got, inputs, reference.indexer_logits_paged(**inputs))
+
+
+def test_keys_in_e2m1_by_hand() -> None:
+    """Two elements in a byte, the first one below; scales of 32, as exponents, behind all codes of a page."""
+    page = np.zeros(4 * 68, np.uint8)  # of four keys
+    page[64], page[64 + 16] = 0xC7, 0x05  # of key 1: 6 and -2; the second group's first element is 3
+    page[4 * 64 + 4 : 4 * 64 + 8] = 128, 126, 0, 255
+    q = np.zeros((1, 1, 1, 128), np.uint8)
+    q[..., 0], q[..., 1], q[..., 32] = 0x38, 0x30, 0x38  # 1, 0.5 and 1
+    inputs = {
+        "q": q,
+        "cache": page.reshape(1, 4, 68),
+        "weights": np.ones((1, 1, 1), np.float32),
+        "seqlens": np.array([2], np.int32),
+        "block_table": np.zeros((1, 1), np.int32),
+    }
+    nothing = reference.indexer_logits_paged(**inputs)
+    assert nothing.tolist() == [[[0, 0, -np.inf, -np.inf]]], "a group is NaN, so the product is none"
+    page[4 * 64 + 7], expected = 120, 2 * (6 - 0.5 * 2) + 3 / 2
+    assert reference.indexer_logits_paged(**inputs).tolist() == [[[0, expected, -np.inf, -np.inf]]]
+    with simulated(1):
+        assert mla_cupy.indexer_logits_paged(**inputs).tolist() == [[[0, expected, -np.inf, -np.inf]]]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import mla_cupy
+from mla_cupy import reference
+from mla_cupy.errors import ArgumentError
 from tests.indexer.prepare.key_cache_cases import CASES, KeyCase, check, empty, make
+from tests.indexer.prepare.prepare_cases import both
+from tests.support.calls import assert_same
 from tests.support.mutants import CAUGHT, Mutant, Plant
 from tests.support.sim_driver import simulated
 
@@ -21,12 +26,56 @@ def same(x: object) -> object:
 def test_equals_the_oracle(case: KeyCase) -> None:
     with simulated(2) as target:
         check(case, same, np.asarray)
-        assert target.launched == ["mla_indexer_prepare_quantize", "mla_indexer_prepare_gather_keys"]
+        read = [] if case.e2m1 else ["mla_indexer_prepare_gather_keys"]
+        assert target.launched == ["mla_indexer_prepare_quantize", *read]
 
 
-def test_without_instructions_for_e4m3() -> None:
+@pytest.mark.parametrize("e2m1", [False, True])
+def test_without_instructions_for_e4m3(e2m1: bool) -> None:
     with simulated(2, (8, 0)):
-        check(KeyCase(n=9), same, np.asarray)
+        check(KeyCase(n=9, e2m1=e2m1), same, np.asarray)
+
+
+def test_groups_of_e2m1() -> None:
+    """Zeros, the least scale, ties, infinities and NaN: a group's own, whatever the others are."""
+    k = np.zeros((1, 128), ml_dtypes.bfloat16)
+    k[0, 32:40] = 6, 0.25, 0.75, 1.25, 2.5, 5, -3.5, -0.5
+    k[0, 64:66] = np.inf, 1
+    k[0, 96:98] = np.nan, 7
+    cache = np.zeros((1, 4, 68), np.uint8)
+    with simulated(1):
+        mla_cupy.indexer_cache_append(k, cache, np.array([2]), hadamard=False)
+    page = cache.reshape(-1)
+    least = int(np.ceil(np.log2(1e-4 / 6))) + 127
+    assert page[256 + 8 : 256 + 12].tolist() == [least, 127, 253, 0xFF]
+    codes = page[128:192]
+    assert not codes[:16].any()
+    assert codes[16:20].tolist() == [0x07, 0x22, 0x64, 0x9E]
+    assert codes[32:34].tolist() == [0x07, 0]
+    assert not codes[48:].any()
+
+
+def test_only_powers_of_2_scale_e2m1() -> None:
+    inputs, cache, options = make(KeyCase(e2m1=True, scales="plain"))
+    with simulated(1) as target, pytest.raises(ArgumentError, match="power_of_2"):
+        mla_cupy.indexer_cache_append(cache=cache, **inputs, **options)
+    assert target.launched == []
+
+
+def test_queries_beside_keys_in_e2m1() -> None:
+    """The joint launch writes the same records, and the queries' codes."""
+    given = both(128, tokens=9)
+    slots = np.array([3, -1, 12, 11, 0, 2, 5, 7, 1])
+    names = ("k", "cos", "sin", "positions", "norm_weight", "norm_bias")
+    pages, alone = (np.full((3, 4, 68), 0xA5, np.uint8) for _ in range(2))
+    reference.indexer_cache_append(cache=alone, slots=slots, **{name: given[name] for name in names})
+    queries = {name: given[name] for name in ("q", "weights", "cos", "sin", "positions")}
+    with simulated(2):
+        codes, folded, *_ = mla_cupy.indexer_prepare(**given, cache=pages, slots=slots)
+        alike = mla_cupy.indexer_prepare_q(**queries)
+    assert_same(pages, alone)
+    assert_same(codes, alike[0])
+    assert_same(folded, alike[1])
 
 
 def test_the_records_are_what_the_paged_logits_read() -> None:
@@ -58,10 +107,40 @@ def test_nothing_to_do_is_no_launch() -> None:
         assert not scales.any()
 
 
+E2M1_MUTANTS = [
+    Mutant(
+        "a key's scale for all",
+        "indexer/prepare/quantize.cu",
+        "e2m1_exponent(largest) << 8 * quad",
+        "e2m1_exponent(largest) * 0x01010101u",
+    ),
+    Mutant(
+        "codes of a neighbour",
+        "indexer/prepare/quantize.cu",
+        "first_element(quad) / 2)",
+        "(first_element(quad) / 2 ^ 2))",
+    ),
+    Mutant("largest of a lane", "indexer/prepare/quantize.cu", "__shfl_xor_sync(kFullWarp, largest, step)", "0u"),
+    Mutant(
+        "keys as large as others",
+        "indexer/prepare/quantize.cu",
+        "keys_are_e2m1(p) ? kE2m1KeyBytes : kHeadDim",
+        "kHeadDim",
+    ),
+]
+
+
+@pytest.mark.parametrize("mutant", E2M1_MUTANTS, ids=lambda mutant: mutant.id)
+def test_mutants_of_e2m1_are_caught(mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    with simulated(2), pytest.raises(CAUGHT):
+        check(KeyCase(e2m1=True), same, np.asarray)
+
+
 PREPARE, GATHER = "indexer/prepare/quantize.cu", "indexer/prepare/gather_keys.cu"
 MUTANTS = [
     Mutant("slots are not checked", PREPARE, "slot >= (i64)p.num_pages * p.page_size", "false"),
-    Mutant("scales of a neighbour", PREPARE, "p.page_size * kHeadDim) + at}", "p.page_size * kHeadDim) + (at ^ 1)}"),
+    Mutant("scales of a neighbour", PREPARE, "p.page_size * key_bytes) + at}", "p.page_size * key_bytes) + (at ^ 1)}"),
     Mutant("slots of 32 bits", PREPARE, "p.slots_are_64 ?", "false ?"),
     Mutant("hostile slots are read", GATHER, "slot >= 0 && slot <", "slot <"),
     Mutant("last bytes are left out", GATHER, "lane < p.d / kChunkBytes", "lane < p.d / kChunkBytes - 1"),

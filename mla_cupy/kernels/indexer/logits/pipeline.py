@@ -153,7 +153,7 @@ class PagedPipeline(LogitsPipeline):
             cuts="cuts" if config.num_splits else NULL,
             logits="logits",
             q_stride_block_token_head_elems=call.strides("q", 3),
-            k_stride_elems=0,
+            k_stride_elems=problem.head_dim // 2 if problem.e2m1 else problem.head_dim,
             weights_stride_block_token_head_elems=call.strides("weights", 3),
             k_scale_stride_elems=0,
             begins_stride_elems=0,

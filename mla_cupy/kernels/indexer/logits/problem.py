@@ -18,6 +18,7 @@ DTYPES = ("float8_e4m3fn", "bfloat16")
 """The dtypes that the kernels compute in."""
 HEAD_DIMS = (128, 64, 32)
 MAX_HEADS = 128
+NO_E2M1 = Reason("takes keys in e4m3, not in e2m1")
 BLOCK_TOKENS = 8
 """Query tokens that share the tiles of keys; more are not next tokens of one sequence."""
 
@@ -28,7 +29,8 @@ class LogitsProblem:
 
     `block_tokens` consecutive tokens form a block: eight of a prefill, or all of one sequence. `page_size` is 0 where
     keys are contiguous; `aligned` says that queries and keys start at, and step by, multiples of 16 bytes;
-    `accumulate` is what products may be added up in.
+    `accumulate` is what products may be added up in; `e2m1` says that cached keys are in e2m1, with a scale for each 32
+    elements.
     """
 
     num_tokens: int
@@ -41,6 +43,7 @@ class LogitsProblem:
     num_pages: int = 0
     aligned: bool = True
     accumulate: str = "float32"
+    e2m1: bool = False
 
     @property
     def num_blocks(self) -> int:

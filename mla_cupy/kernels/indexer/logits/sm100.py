@@ -10,6 +10,7 @@ from mla_cupy.kernels.indexer.logits.problem import (
     CODES,
     HEAD_DIMS,
     MAX_HEADS,
+    NO_E2M1,
     LogitsKernel,
     LogitsProblem,
 )
@@ -48,6 +49,8 @@ def unsupported_paged(problem: LogitsProblem, device: DeviceInfo) -> Reason | No
     """Reason that the kernel cannot take keys in pages; None if it can."""
     if reason := _unsupported(problem, device):
         return reason
+    if problem.e2m1:
+        return NO_E2M1
     if problem.head_dim != HEAD_DIM:
         return Reason(f"takes keys of {HEAD_DIM} codes, not of {problem.head_dim}")
     if problem.page_size != PAGE_KEYS or problem.num_pages == 0:

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from mla_cupy.arrays.view import View
-from mla_cupy.kernels.indexer.logits.problem import BLOCK_TOKENS, CODES, MAX_HEADS, LogitsKernel, LogitsProblem
+from mla_cupy.kernels.indexer.logits.problem import (
+    BLOCK_TOKENS,
+    CODES,
+    MAX_HEADS,
+    NO_E2M1,
+    LogitsKernel,
+    LogitsProblem,
+)
 from mla_cupy.kernels.params import LogitsParams
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc
@@ -34,6 +41,8 @@ def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
     """Reason that the kernel cannot take the problem; None if it can."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
+    if problem.e2m1:
+        return NO_E2M1
     if problem.dtype != CODES[0] or problem.head_dim != HEAD_DIM:
         return Reason(f"takes keys of {HEAD_DIM} codes, not of {problem.head_dim} {problem.dtype}")
     if problem.page_size != PAGE_KEYS or problem.num_pages == 0:

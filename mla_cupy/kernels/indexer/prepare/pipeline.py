@@ -112,6 +112,7 @@ class PreparePipeline(Pipeline[PrepareProblem]):
             num_pages=cache.shape[0] if cache else 0,
             page_size=cache.shape[1] if cache else 0,
             slots_are_64=slots_are_64(call) if cache else False,
+            e2m1_keys=cache is not None and holds_e2m1(cache, config.head_dim),
             group_vectors=quantize.group_vectors(tokens * all_heads),
             step_tokens=step_tokens,
             step_heads=step_heads,
@@ -124,7 +125,9 @@ class PreparePipeline(Pipeline[PrepareProblem]):
 
     def _is_usual(self, config: PrepareProblem, call: Call) -> bool:
         """True if the build for DeepSeek-V3.2's options takes the call; queries or keys alone are dense arrays, too."""
-        options, cos = call.options, call.views["cos"]
+        options, cos, cache = call.options, call.views["cos"], call.views.get("cache")
+        if cache is not None and holds_e2m1(cache, config.head_dim):
+            return False
         asked = (options.interleaved, options.hadamard, options.scales, options.reference_rounding)
         return (
             (config.head_dim, cos and cos.shape[1], config.aligned) == (128, 32, True)
@@ -153,6 +156,11 @@ def _tables_are_aligned(call: Call) -> bool:
     """True if rows of cos and sin start at multiples of 16 bytes."""
     tables = [table for table in (call.views["cos"], call.views["sin"]) if table]
     return all(not table.ptr % 16 and not table.strides[0] % 4 for table in tables)
+
+
+def holds_e2m1(cache: View, head_dim: int) -> bool:
+    """True of a cache of index keys in e2m1, which have half as many bytes of codes as elements."""
+    return cache.shape[-1] - quantize.SCALE_BYTES < head_dim
 
 
 KEYS_PER_BLOCK = 16

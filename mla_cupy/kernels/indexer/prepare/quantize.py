@@ -19,6 +19,8 @@ GROUP_VECTORS = 4
 MANY_VECTORS = 32768
 """Fewer are one of each group: then what counts is how soon the last one is done."""
 HEAD_DIMS = (32, 64, 128)
+SCALE_BYTES = 4
+"""Bytes of a key's scale in a cache, or of its four scales."""
 MAX_CODE = 448.0
 """The largest finite e4m3."""
 
