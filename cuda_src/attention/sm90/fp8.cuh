@@ -76,7 +76,11 @@ MLA_DEVICE void finish_fp8_item(Math& math, const WorkItem& item) {
 #pragma unroll
         for (i32 r = 0; r < kFragmentRows; ++r) {
             const i32 row = math.score_row() + 8 * r;
+#if MLA_FP8_ONES
+            float* const to = lane % 4 == 0 ? stats.rounded_sum : lane % 4 == 1 ? stats.sum : stats.reference;
+#else
             float* const to = lane % 4 == 0 ? stats.sum : lane % 4 == 1 ? stats.rounded_sum : stats.reference;
+#endif
             if (lane % 4 < 3) to[row] = math.quad_state[r];
         }
     }
@@ -99,11 +103,28 @@ MLA_DEVICE i32 add_fp8_tiles(Math& math, const WorkItem& item, i32 stage) {
         math.score(math.side == 0 ? stage : ring.next(stage));
 #pragma unroll 1
         for (;; tile += 2) {
+#if MLA_FP8_SPREAD
+            if constexpr (Math::kRows == kFp8MmaRows) {
+                if (next < tile) {  // the other side's
+                    math.publish_and_add(item, tile, ring.next(stage), stage);
+                    step();
+                } else {
+                    math.publish(item, tile, stage);
+                }
+            } else {
+                math.publish(item, tile, tile > next ? ring.next(stage) : stage);
+                if (next < tile) {  // the other side's
+                    math.add_values(item, next, stage, 1 - math.side);
+                    step();
+                }
+            }
+#else
             math.publish(item, tile, tile > next ? ring.next(stage) : stage);
             if (next < tile) {  // the other side's
                 math.add_values(item, next, stage, 1 - math.side);
                 step();
             }
+#endif
             if (tile + 2 >= item.tile_end) break;
             math.add_values_and_score(item, next, stage, ring.next(ring.next(stage)));
             step();

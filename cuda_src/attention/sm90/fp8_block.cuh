@@ -80,8 +80,10 @@ struct Fp8Storage {
     alignas(kSwizzleAtomBytes) u8 q[kFp8LatentBytes + kSw64Bytes];
     alignas(kSwizzleAtomBytes) u8 kv[kRingBytes];
     alignas(kSwizzleAtomBytes) u8 p[2][kRows * kSw64RowBytes];
-    float tile_max[2][kRows];  // of the tile of each side's P, base 2
+    // A column of ones, for the sums of weights; the product has seven more columns, of whatever follows.
+    alignas(16) u8 ones[kRows < 32 ? 64 : 16];
     float q_factors[kRows];
+    float tile_max[2][kRows];  // of the tile of each side's P, base 2
     union Shared {
         float factors[kWarpgroupWarps][kRows];  // of each warp's, by which it adds a tile's sums
         Fp8Stats<kRows> stats;                  // at the end of a work item
@@ -98,9 +100,12 @@ struct Fp8Storage {
 template <class Storage>
 MLA_DEVICE void init_fp8_storage(Storage& s, i32 rows) {
     s.rows = rows;
+#pragma unroll
+    for (i32 i = 0; i < sizeof(s.ones) / 4; ++i) reinterpret_cast<u32*>(s.ones)[i] = 0x38383838;
     init_ring(s.kv_full, s.kv_empty, 1, 2 * kWarpgroupWarps);
     init_ring(s.p_full, s.p_empty, kWarpgroupWarps, 2 * kWarpgroupWarps);
     fence_mbarrier_init();
+    fence_proxy_async();  // of the ones
 }
 
 // Work as the schedule has it, in uniform registers: others are short.
