@@ -12,6 +12,12 @@
 
 namespace mla::attention::sm90 {
 // ---- Epilogue --------------------------------------------------------------------------------------------------
+// The maxima of a side's rows, in the place of its P.
+template <class Memory>
+MLA_DEVICE float* fp8_row_maxima(Memory& s, i32 side) {
+    return reinterpret_cast<float*>(s.p[side]);
+}
+
 // The thread's row of the block: final or partial results of both sides' sums. `out_reference` is this side's.
 template <class Block>
 MLA_DEVICE void finish_fp8_row(const Block& block, const WorkItem& item, i32 side, float out_reference, i32 row) {
@@ -28,7 +34,12 @@ MLA_DEVICE void finish_fp8_row(const Block& block, const WorkItem& item, i32 sid
     const i32 global_row = block.row0 + row;
     const float factor = output_factor(p, item, block.kv_head, global_row, reference - kFp8WeightLog2, rounded);
     own.factor[row] = factor * ex2_approx(out_reference - reference) * (p.value_scale * cache_scale(block.params()));
-    if (side == 0) store_row_lse(p, item, block.kv_head, global_row, row_lse2(reference - kFp8WeightLog2, sum));
+    if (side != 0) return;
+    store_row_lse(p, item, block.kv_head, global_row, row_lse2(reference - kFp8WeightLog2, sum));
+    if constexpr (Block::Memory::kListed) {
+        const float row_max = fmaxf(fp8_row_maxima(block.s, 0)[row], fp8_row_maxima(block.s, 1)[row]);
+        store_row_max(p, item, block.kv_head, global_row, with_nan_of(sum, row_max));
+    }
 }
 
 // Writes this side's columns of the rows: two neighbouring ones of a row by each thread.
@@ -85,6 +96,15 @@ MLA_DEVICE void finish_fp8_item(Math& math, const WorkItem& item) {
         }
     }
     bar_sync(Fp8BothSides, kFp8MathThreads);
+    if constexpr (Math::Memory::kListed) {  // P has been read
+        if (math.active() && own_lane() % 4 == 3) {
+#pragma unroll
+            for (i32 r = 0; r < kFragmentRows; ++r) {
+                fp8_row_maxima(math.s, math.side)[math.score_row() + 8 * r] = math.quad_state[r];
+            }
+        }
+        bar_sync(Fp8BothSides, kFp8MathThreads);
+    }
     const i32 thread = math.thread();
     if (thread < Math::kRows) finish_fp8_row(math.block, item, math.side, math.own_reference(), thread);
     math.sync_side();

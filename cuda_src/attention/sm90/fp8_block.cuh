@@ -40,6 +40,8 @@ struct Fp8Ring {
 
     MLA_DEVICE i32 next(i32 stage) const { return stage + 1 == stages ? 0 : stage + 1; }
 
+    MLA_DEVICE static Fp8Ring of_rows() { return {kFp8Stages, kFp8TileBytes, sw64_desc(SmemAddr{0}).bits}; }
+
     MLA_DEVICE static Fp8Ring of(const DecodeParams& p, bool spare_a_stage) {
         const bool wide = p.page_size % 2 != 0;
         return {wide || spare_a_stage ? kFp8FewerStages : kFp8Stages, wide ? kFp8WideTileBytes : kFp8TileBytes,
@@ -70,10 +72,12 @@ struct Fp8TreeWords<true, kRows> {
     u64 of_tile[2][kRows];  // bit t: the row sees token t; first tile: that of the first draft
 };
 
-template <i32 kRows_, bool kTree_>
+// With kListed_ tiles are rows of a list, which all rows of the block see, gathered by threads, and the results have the
+// rows' maxima.
+template <i32 kRows_, bool kTree_, bool kListed_ = false>
 struct Fp8Storage {
     static constexpr i32 kRows = kRows_;
-    static constexpr bool kTree = kTree_;
+    static constexpr bool kTree = kTree_, kListed = kListed_;
     static constexpr i32 kStages = kTree ? kFp8FewerStages : kFp8Stages;
     static constexpr u32 kRingBytes = kTree ? kFp8FewerStages * kFp8WideTileBytes : kFp8Stages * kFp8TileBytes;
 
@@ -98,11 +102,11 @@ struct Fp8Storage {
 };
 
 template <class Storage>
-MLA_DEVICE void init_fp8_storage(Storage& s, i32 rows) {
+MLA_DEVICE void init_fp8_storage(Storage& s, i32 rows, i32 load_arrivals = 1) {
     s.rows = rows;
 #pragma unroll
     for (i32 i = 0; i < sizeof(s.ones) / 4; ++i) reinterpret_cast<u32*>(s.ones)[i] = 0x38383838;
-    init_ring(s.kv_full, s.kv_empty, 1, 2 * kWarpgroupWarps);
+    init_ring(s.kv_full, s.kv_empty, load_arrivals, 2 * kWarpgroupWarps);
     init_ring(s.p_full, s.p_empty, kWarpgroupWarps, 2 * kWarpgroupWarps);
     fence_mbarrier_init();
     fence_proxy_async();  // of the ones
@@ -130,9 +134,12 @@ struct Fp8Block : RowBlock<Memory_::kRows, Memory_::kTree> {
     Fp8Ring ring;
 
     MLA_DEVICE Fp8Block(const DecodeFp8Params& p, Memory& s)
-        : RowBlock<Memory::kRows, Memory::kTree>(p), s(s), ring(Fp8Ring::of(p, Memory::kTree)) {
+        : RowBlock<Memory::kRows, Memory::kTree>(p),
+          s(s),
+          ring(Memory::kListed ? Fp8Ring::of_rows() : Fp8Ring::of(p, Memory::kTree)) {
         this->kv_head = in_uniform(this->kv_head), this->row0 = in_uniform(this->row0);
         this->hidden = in_uniform(this->hidden);
+        if (Memory::kListed) this->kv_head = this->hidden = 0;  // one KV head, and requests of one token
     }
 
     MLA_DEVICE const DecodeFp8Params& params() const { return static_cast<const DecodeFp8Params&>(this->p); }

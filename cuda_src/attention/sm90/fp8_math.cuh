@@ -13,7 +13,7 @@
 #define MLA_FP8_ONES 1
 #endif
 #ifndef MLA_FP8_SPREAD
-#define MLA_FP8_SPREAD 0
+#define MLA_FP8_SPREAD 4
 #endif
 #include "attention/online_softmax.cuh"
 #include "attention/sm90/fp8_query.cuh"
@@ -67,7 +67,8 @@ struct Fp8Math {
     float scores[kScores], spare[kScores];
     float out[kBlocks][kSums];  // O^T: see `head_of`
     // Of the rows of scores, what this side has scored. The lanes of a quad share a register: the sum of the weights,
-    // that of the rounded weights, and (twice) the reference of both.
+    // that of the rounded weights, and (twice) the reference of both; of a list
+    // the last one has the row's maximum.
     float quad_state[kFragmentRows];
     float out_reference[kRowsOfLane];  // of the rows of `out`: the same in each warp
     Ring<kPhases> phases;
@@ -90,6 +91,7 @@ struct Fp8Math {
 #pragma unroll
         for (i32 r = 0; r < kFragmentRows; ++r) {
             quad_state[r] = own_lane() % 4 < 2 ? 0.f : kLowestMax;
+            if (Memory::kListed && own_lane() % 4 == 3) quad_state[r] = negative_infinity();
         }
 #pragma unroll
         for (i32 i = 0; i < kRowsOfLane; ++i) out_reference[i] = kLowestMax;
@@ -136,6 +138,7 @@ struct Fp8Math {
     MLA_DEVICE void begin_scores(i32 stage) {
         const ScoreOperands operands(s, block.ring, stage);
         mbarrier_wait(s.kv_full[stage], phases.full_parity(stage));
+        if (Memory::kListed) fence_proxy_async();  // threads have written it
         start_scores(scores, operands, 0);
     }
 
@@ -157,7 +160,7 @@ struct Fp8Math {
 
     // Most tiles hide nothing.
     MLA_DEVICE void mask(const WorkItem& item, i32 tile, i32 stage) {
-        const u64 present = s.present[stage];
+        const u64 present = Memory::kListed ? ~0ull : s.present[stage];
         if ((tile + 1) * kTileTokens <= item.seen_by_all && present == ~0ull) return;
         const i32 row = score_row(), thread = this->thread();
         if constexpr (Memory::kTree) {
@@ -244,10 +247,11 @@ struct Fp8Math {
             float sum = before[r] + __shfl_xor_sync(kFullWarp, before[r], 1);
             sum += __shfl_xor_sync(kFullWarp, sum, 2);
             const float tile_sum = lane % 4 == 0 ? sums[2 * r] : sum;
-            const float reference = __shfl_sync(kFullWarp, quad_state[r], lane | 2);
+            const float reference = __shfl_sync(kFullWarp, quad_state[r], Memory::kListed ? lane & ~3 | 2 : lane | 2);
             const float moved = moved_reference(reference, tops[r]);
             const float decay = ex2_approx(reference - moved), factor = ex2_approx(tops[r] - moved);
-            quad_state[r] = lane % 4 < 2 ? fmaf(quad_state[r], decay, tile_sum * factor) : moved;
+            const float others = Memory::kListed && lane % 4 == 3 ? fmaxf(quad_state[r], tops[r]) : moved;
+            quad_state[r] = lane % 4 < 2 ? fmaf(quad_state[r], decay, tile_sum * factor) : others;
         }
     }
 #else
@@ -461,6 +465,7 @@ struct Fp8Math {
     // 0 * NaN is not 0: NaN becomes 0 in what not every row of the block sees. A row that sees it is NaN by its score.
     // Not before side `of` has scored it, since its values are its keys.
     MLA_DEVICE void sanitize(const WorkItem& item, i32 tile, i32 of, u8* values) {
+        if (Memory::kListed) return;  // what is not there has been written as zeros
         const i32 first = max(item.seen_by_all - tile * kTileTokens, 0), end = item.tokens - tile * kTileTokens;
         if (first >= kTileTokens) return;
         mbarrier_wait(s.p_full[of], phases.full_parity(kPFull + of));
