@@ -42,39 +42,56 @@ MLA_DEVICE void finish_fp8_row(const Block& block, const WorkItem& item, i32 sid
     }
 }
 
-// Writes this side's columns of the rows: two neighbouring ones of a row by each thread.
+// Writes this side's columns of the rows, in float32 or in 16 bits: two neighbouring ones of a row by each thread. All
+// that depends on the row is an offset, which a lane knows of its rows. Code that is run once per work item is fetched
+// for it, so it is short.
+template <class Element, bool kWide, class Math>
+MLA_DEVICE void store_fp8_rows(const Math& math, u8* to, const i64 (&offsets)[Math::kRowsOfLane]) {
+    constexpr i32 kBytes = kWide ? sizeof(float) : sizeof(u16);
+    to += math.column_of(0) * kBytes;
+    const float* factors = math.s.side[math.side].stats.factor + math.head_of(0);
+#pragma unroll
+    for (i32 i = 0; i < Math::kSums; i += 4) {
+        const float2 by = *reinterpret_cast<const float2*>(factors + 2 * i);
+#pragma unroll
+        for (i32 e = 0; e < 2; ++e) {
+            const i32 row = math.head_of(i) + e;
+            const i64 offset = __shfl_sync(kFullWarp, offsets[2 * i / kWarpThreads], row % kWarpThreads);
+            if (offset < 0) continue;
+            u8* const row_at = to + offset;
+            const float factor = e == 0 ? by.x : by.y;
+#pragma unroll
+            for (i32 b = 0; b < Math::kBlocks; ++b) {
+                const float x = math.out[b][i + e] * factor, y = math.out[b][i + e + 2] * factor;
+                u8* const at = row_at + b * Math::kBlockColumns * kBytes;
+                if constexpr (kWide) {
+                    *reinterpret_cast<float2*>(at) = make_float2(x, y);
+                } else {
+                    *reinterpret_cast<u32*>(at) = cvt_x2(Element{}, x, y);
+                }
+            }
+        }
+    }
+}
+
 template <class Element, class Math>
 MLA_DEVICE void store_fp8_out(const Math& math, const WorkItem& item) {
     const auto& block = math.block;
     const DecodeParams& p = block.p;
     const bool whole = item.partial_index == kNotSplit, wide = !whole || p.out_is_fp32;
-    i64 offsets[Math::kRowsOfLane];
+    i64 offsets[Math::kRowsOfLane];  // of a lane's rows, in bytes; negative: the block has no such row
 #pragma unroll
     for (i32 i = 0; i < Math::kRowsOfLane; ++i) {
-        const i32 row = min(block.row0 + own_lane() + i * kWarpThreads, block.s.rows - 1);
-        offsets[i] = whole ? out_offset(p, item.request, block.kv_head, row)
-                           : workspace_row(p, item.partial_index, block.kv_head, row) * kHeadDimV;
+        const i32 row = block.row0 + own_lane() + i * kWarpThreads;
+        const i64 offset = whole ? out_offset(p, item.request, block.kv_head, row)
+                                 : workspace_row(p, item.partial_index, block.kv_head, row) * kHeadDimV;
+        offsets[i] = row < block.s.rows ? offset * (i64)(wide ? sizeof(float) : sizeof(u16)) : -1;
     }
-#pragma unroll
-    for (i32 i = 0; i < Math::kSums; i += 4) {
-#pragma unroll
-        for (i32 e = 0; e < 2; ++e) {
-            const i32 row = math.head_of(i) + e;
-            const i64 offset = __shfl_sync(kFullWarp, offsets[2 * i / kWarpThreads], row % kWarpThreads);
-            if (block.row0 + row >= block.s.rows) continue;
-            const float factor = math.s.side[math.side].stats.factor[row];
-#pragma unroll
-            for (i32 b = 0; b < Math::kBlocks; ++b) {
-                const i64 at = offset + math.column_of(b);
-                const float x = math.out[b][i + e] * factor, y = math.out[b][i + e + 2] * factor;
-                if (wide) {
-                    float* to = whole ? static_cast<float*>(p.out) : p.partial_out;
-                    *reinterpret_cast<float2*>(to + at) = make_float2(x, y);
-                } else {
-                    *reinterpret_cast<u32*>(static_cast<u16*>(p.out) + at) = cvt_x2(Element{}, x, y);
-                }
-            }
-        }
+    u8* const to = whole ? static_cast<u8*>(p.out) : reinterpret_cast<u8*>(p.partial_out);
+    if (wide) {
+        store_fp8_rows<Element, true>(math, to, offsets);
+    } else {
+        store_fp8_rows<Element, false>(math, to, offsets);
     }
 }
 
@@ -87,11 +104,7 @@ MLA_DEVICE void finish_fp8_item(Math& math, const WorkItem& item) {
 #pragma unroll
         for (i32 r = 0; r < kFragmentRows; ++r) {
             const i32 row = math.score_row() + 8 * r;
-#if MLA_FP8_ONES
             float* const to = lane % 4 == 0 ? stats.rounded_sum : lane % 4 == 1 ? stats.sum : stats.reference;
-#else
-            float* const to = lane % 4 == 0 ? stats.sum : lane % 4 == 1 ? stats.rounded_sum : stats.reference;
-#endif
             if (lane % 4 < 3) to[row] = math.quad_state[r];
         }
     }
@@ -123,28 +136,11 @@ MLA_DEVICE i32 add_fp8_tiles(Math& math, const WorkItem& item, i32 stage) {
         math.score(math.side == 0 ? stage : ring.next(stage));
 #pragma unroll 1
         for (;; tile += 2) {
-#if MLA_FP8_SPREAD
-            if constexpr (Math::kRows == kFp8MmaRows) {
-                if (next < tile) {  // the other side's
-                    math.publish_and_add(item, tile, ring.next(stage), stage);
-                    step();
-                } else {
-                    math.publish(item, tile, stage);
-                }
-            } else {
-                math.publish(item, tile, tile > next ? ring.next(stage) : stage);
-                if (next < tile) {  // the other side's
-                    math.add_values(item, next, stage, 1 - math.side);
-                    step();
-                }
-            }
-#else
             math.publish(item, tile, tile > next ? ring.next(stage) : stage);
             if (next < tile) {  // the other side's
                 math.add_values(item, next, stage, 1 - math.side);
                 step();
             }
-#endif
             if (tile + 2 >= item.tile_end) break;
             math.add_values_and_score(item, next, stage, ring.next(ring.next(stage)));
             step();

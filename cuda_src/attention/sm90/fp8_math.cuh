@@ -6,34 +6,15 @@
 //
 // The tensor cores cut sums of e4m3 products off after 13 fraction bits, towards zero, after each 32 terms: sums over a
 // whole sequence would shrink. So a tile's sum is theirs, and is added in float32, by the factor f = 2^(m - reference)
-// of its row: a tile's weights have its own maximum, whatever came before. What a tile's sum has lost is given back
-// in part: see kFp8Regain.
+// of its row: a tile's weights have its own maximum, whatever came before. The sum of weights by which O is divided
+// is made by the same products, and so loses what values lose.
 #pragma once
-#ifndef MLA_FP8_ONES
-#define MLA_FP8_ONES 1
-#endif
-#ifndef MLA_FP8_SPREAD
-#define MLA_FP8_SPREAD 4
-#endif
 #include "attention/online_softmax.cuh"
 #include "attention/sm90/fp8_query.cuh"
 #include "ptx/control.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace mla::attention::sm90 {
-// A tile's sum is two products of 32 tokens. Where all terms have one sign, those of the second one are cut off beside
-// the sum of the first: up to 2^-10 of the tile's sum is lost, or nothing, as weights and values fall. Some third of
-// the most is given back, so that what remains lies on either side (cuda_src/decode/fp8.md has a table).
-constexpr float kFp8Regain = 1.0003f;
-
-// Of a tile with so many tokens that all rows of the block see. What the first product holds loses little: so attention
-// to a few tokens, and to a single one above all, is left as it is. It is the same for all rows: a factor of the tile.
-MLA_DEVICE float fp8_regain(i32 tokens) {
-#if MLA_FP8_ONES
-    return 1.f;
-#endif
-    return tokens > kMmaKBytes ? kFp8Regain : 1.f; }
-
 // A reference after a tile: see kFp8ReferenceLog2.
 MLA_DEVICE float moved_reference(float reference, float tile_max) {
     return tile_max > reference + kFp8ReferenceLog2 ? tile_max : reference;
@@ -52,7 +33,8 @@ struct Fp8Math {
     static constexpr i32 kActiveWarps = kRows / kWarpColumns;  // that have rows of the block
     static constexpr i32 kScoreParts = 3;                      // of the columns
     static constexpr i32 kScores = kFp8MmaRows * kTileTokens / kWarpgroupThreads;
-    static constexpr i32 kBlocks = kFp8PanelsOfSide * 2;                   // 64 columns of the output each
+    static constexpr i32 kBlockColumns = kSw128ByteColumns / 2;            // 64: of the output in a product
+    static constexpr i32 kBlocks = kFp8PanelsOfSide * 2;
     static constexpr i32 kSums = kFp8MmaRows * kRows / kWarpgroupThreads;  // of a block
     static constexpr i32 kRowsOfLane = ceil_div(kRows, kWarpThreads);      // lane, lane + 32
 
@@ -224,7 +206,6 @@ struct Fp8Math {
         return sum[0] + sum[1];
     }
 
-#if MLA_FP8_ONES
     // Starts the sums of the rounded weights: P times a column of ones, by the warpgroup that has P. In even columns of
     // the result, which are the first lane's of each quad.
     MLA_DEVICE void start_row_sums(float (&sums)[4], const u32 (&words)[8]) {
@@ -254,38 +235,6 @@ struct Fp8Math {
             quad_state[r] = lane % 4 < 2 ? fmaf(quad_state[r], decay, tile_sum * factor) : others;
         }
     }
-#else
-    // The tile's sum for row r: in even lanes of the weights, in odd ones of the rounded weights, added in f16: eight
-    // numbers of four bits each, so what is lost is below 2^-10 of a sum.
-    MLA_DEVICE float sum_of_row(const u32 (&words)[8], float before, i32 r, i32 lane) const {
-        u32 low = 0, high = 0;
-#pragma unroll
-        for (i32 i = 0; i < kTileTokens / 16; ++i) {
-            low = add_x2(float16{}, low, cvt_f16_x2_e4m3(words[2 * i + r]));
-            high = add_x2(float16{}, high, cvt_f16_x2_e4m3_high(words[2 * i + r]));
-        }
-        const float2 pair = unpack<float16>(add_x2(float16{}, low, high));
-        const float after = pair.x + pair.y;
-        const bool odd = lane % 2 != 0;
-        const float own = odd ? after : before, others = odd ? before : after;
-        const float of_two = own + __shfl_xor_sync(kFullWarp, others, 1);
-        return of_two + __shfl_xor_sync(kFullWarp, of_two, 2);
-    }
-
-    // Adds the tile's sums to the rows', by the tile's maxima.
-    MLA_DEVICE void add_sums(const u32 (&words)[8], const float (&before)[kFragmentRows],
-                             const float (&tops)[kFragmentRows], i32 lane) {
-#pragma unroll
-        for (i32 r = 0; r < kFragmentRows; ++r) {
-            const float tile_sum = sum_of_row(words, before[r], r, lane);
-            const float reference = __shfl_sync(kFullWarp, quad_state[r], lane | 2);
-            const float moved = moved_reference(reference, tops[r]);
-            const float decay = ex2_approx(reference - moved), factor = ex2_approx(tops[r] - moved);
-            quad_state[r] = lane % 4 < 2 ? fmaf(quad_state[r], decay, tile_sum * factor) : moved;
-        }
-    }
-
-#endif
 
     // Leaves P and the tile's maxima for both sides. What they do not wait for comes after.
     MLA_DEVICE void publish(const WorkItem& item, i32 tile, i32 stage) {
@@ -310,7 +259,6 @@ struct Fp8Math {
             store_byte_words(smem_addr(s.p[side]), words, warp, lane);
         }
         release(s.p_full[side], lane);
-#if MLA_FP8_ONES
         float sums[4];
         if (!active()) {
 #pragma unroll
@@ -319,92 +267,15 @@ struct Fp8Math {
         start_row_sums(sums, words);
         wgmma_wait_group<0>();
         if (active()) add_sums(sums, before, tops, lane);
-#else
-        if (active()) add_sums(words, before, tops, lane);
-#endif
     }
 
-#if MLA_FP8_SPREAD
-    // Words of quarter i of the tile's tokens.
-    MLA_DEVICE void weigh(u32 (&words)[8], float (&sums)[kFragmentRows], i32 i, const float (&scale_log2)[kFragmentRows],
-                          const float (&tops)[kFragmentRows]) const {
-#pragma unroll
-        for (i32 r = 0; r < kFragmentRows; ++r) {
-            const float shift = kFp8WeightLog2 - tops[r];
-            float x[4];
-#pragma unroll
-            for (i32 k = 0; k < 4; ++k) {
-                x[k] = ex2_approx(fmaf(scores[8 * i + k / 2 * 4 + 2 * r + k % 2], scale_log2[r], shift));
-            }
-            const float sum = (x[0] + x[1]) + (x[2] + x[3]);
-            sums[r] = i == 0 ? sum : sums[r] + sum;
-            words[2 * i + r] = cvt_e4m3_x2(x[0], x[1]) | cvt_e4m3_x2(x[2], x[3]) << 16;
-        }
-    }
-
-    // As `publish`, beside which the other side's tile before is added: blocks of values are under way while weights
-    // are computed.
-    MLA_DEVICE void publish_and_add(const WorkItem& item, i32 tile, i32 stage, i32 other_stage) {
-        const i32 lane = own_lane(), of = 1 - side;
-        mbarrier_wait(s.kv_full[other_stage], phases.full_parity(other_stage));
-        phases.advance(other_stage);
-        const u32 offset = other_stage * block.ring.tile_bytes + side * kFp8PanelsOfSide * kSw128Bytes;
-        sanitize(item, tile - 1, of, s.kv + offset);
-        const SmemAddr values = smem_addr(s.kv) + offset + byte_matrix_offset(warp, lane);
-        const SmemDesc p = uniform(sw64_desc(smem_addr(s.p[of])));
-        u32 words[8];
-        float tops[kFragmentRows], before[kFragmentRows], scale_log2[kFragmentRows];
-        mask(item, tile, stage);
-#pragma unroll
-        for (i32 r = 0; r < kFragmentRows; ++r) scale_log2[r] = block.p.scale_log2 * s.q_factors[score_row() + 8 * r];
-        find_tops(tops, scale_log2);
-        u32 a[2][2][4];
-        load_values(a[0], values, 0);
-        mbarrier_wait(s.p_full[of], phases.full_parity(kPFull + of));
-        phases.advance(kPFull + of);
-        take_factors(of, fp8_regain(item.seen_by_all - (tile - 1) * kTileTokens));
-        float2 factors[kFactorPairs];
-        constexpr i32 kSpread = MLA_FP8_SPREAD, kOfBlock = 4 / kSpread;
-#pragma unroll
-        for (i32 b = 0; b < kBlocks; ++b) {
-            start_sum(spare, a[b % 2], p);
-            if (b < kSpread) {
-#pragma unroll
-                for (i32 i = 0; i < kOfBlock; ++i) weigh(words, before, b * kOfBlock + i, scale_log2, tops);
-            }
-            if (b == 0) load_factors(factors);
-            if (b == kSpread - 1) {
-                mbarrier_wait(s.p_empty[side], phases.empty_parity(kPEmpty));
-                phases.advance(kPEmpty);
-                if (lane % 4 == 0) {
-                    s.tile_max[side][score_row()] = tops[0], s.tile_max[side][score_row() + 8] = tops[1];
-                }
-                store_byte_words(smem_addr(s.p[side]), words, warp, lane);
-                release(s.p_full[side], lane);
-            }
-            if (b + 1 < kBlocks) load_values(a[(b + 1) % 2], values, b + 1);
-            wgmma_wait_group<0>();
-            add_sum(out[b], spare, factors);
-        }
-        release(s.p_empty[of], lane);
-        release(s.kv_empty[other_stage], lane);
-#if MLA_FP8_ONES
-        float sums[4];
-        start_row_sums(sums, words);
-        wgmma_wait_group<0>();
-        add_sums(sums, before, tops, lane);
-#else
-        add_sums(words, before, tops, lane);
-#endif
-    }
-#endif
 
     // ---- Values ------------------------------------------------------------------------------------------------
     // The row of O that element i of a block of `out` belongs to, and of its first element. Its columns are
     // `column_of(b)` and, where i / 2 is odd, the next one.
     MLA_DEVICE i32 head_of(i32 i) const { return fragment_column(own_lane(), i); }
     MLA_DEVICE i32 column_of(i32 b) const {
-        return side * (kHeadDimV / 2) + b * (kSw128ByteColumns / 2) + warp * kWarpColumns + own_lane() / 4 * 2;
+        return side * (kHeadDimV / 2) + b * kBlockColumns + warp * kWarpColumns + own_lane() / 4 * 2;
     }
 
     // Multiplies the output by the warp's factors.
@@ -436,8 +307,8 @@ struct Fp8Math {
         return kRowsOfLane > 1 && warp > 0 ? out_reference[kRowsOfLane - 1] : out_reference[0];
     }
 
-    // The factors of a tile of side `of`, times `regain`, become the warp's.
-    MLA_DEVICE void take_factors(i32 of, float regain) {
+    // The factors of a tile of side `of` become the warp's.
+    MLA_DEVICE void take_factors(i32 of) {
         const i32 lane = own_lane();
         float moved[kRowsOfLane], factors[kRowsOfLane];
         bool any = false;
@@ -446,7 +317,7 @@ struct Fp8Math {
             const i32 row = kRows % kWarpThreads == 0 ? lane + i * kWarpThreads : lane % kRows;
             const float top = s.tile_max[of][row];
             moved[i] = moved_reference(out_reference[i], top);
-            factors[i] = ex2_approx(top - moved[i]) * regain;
+            factors[i] = ex2_approx(top - moved[i]);
             any |= moved[i] != out_reference[i];
         }
         if (__any_sync(kFullWarp, any)) {
@@ -558,7 +429,7 @@ struct Fp8Math {
         load_values(a[1], values, 1);
         mbarrier_wait(s.p_full[of], phases.full_parity(kPFull + of));
         phases.advance(kPFull + of);
-        take_factors(of, fp8_regain(item.seen_by_all - tile * kTileTokens));
+        take_factors(of);
         float2 factors[kFactorPairs];
         load_factors(factors);
         start_sum(sums_of(0), a[0], p);
