@@ -48,31 +48,46 @@ MLA_FACT(block_m, kFp8MmaRows);
 MLA_RECORD_FACT(fp8);
 
 // ---- Gather role -----------------------------------------------------------------------------------------------
-constexpr i32 kRowsAtOnce = kGatherThreads / kSw128Chunks;  // 16: eight threads bring a row
+// Row `slot` of the cache; one outside it is null.
+MLA_DEVICE const u8* row_of_slot(const DecodeParams& p, u32 slot) {
+    u32 page = slot, token = 0;
+    if (p.page_size != 1) page = slot / (u32)p.page_size, token = slot - page * p.page_size;
+    if (page >= (u32)p.num_pages) return nullptr;
+    return reinterpret_cast<const u8*>(p.kv) + page * p.kv_stride_page_elems + token * p.kv_stride_token_elems;
+}
 
-// Rows of one tile, of which those of kNoRow become zeros. A thread's four rows, 16 apart, have one place in the
-// swizzle.
-MLA_DEVICE void gather_tile(const DecodeParams& p, const i32* list, SmemAddr tile, i32 thread) {
-    const i32 first = thread / kSw128Chunks, chunk = thread % kSw128Chunks;
-    const SmemAddr latent = tile + sw128_offset(first, chunk);
-    const SmemAddr rope = tile + (kFp8LatentBytes + sw64_offset(first, chunk % kSw64Chunks));
-#pragma unroll 1
-    for (i32 i = 0; i < kTileTokens / kRowsAtOnce; ++i) {
-        const u32 slot = (u32)list[first + i * kRowsAtOnce], page = slot / (u32)p.page_size;
-        const bool present = page < (u32)p.num_pages;
-        const u8* from = reinterpret_cast<const u8*>(p.kv) + chunk * sizeof(uint4);
-        if (present) from += page * p.kv_stride_page_elems + (slot - page * p.page_size) * p.kv_stride_token_elems;
+// One tile: eight threads bring a row, each 16 bytes of every panel, and rows that are not there become zeros.
+MLA_DEVICE void gather_tile(const DecodeParams& p, const RowNumbers& numbers, SmemAddr tile, i32 thread) {
+    const i32 first = first_row_of(thread), chunk = thread % kSw128Chunks;
+#pragma unroll
+    for (i32 i = 0; i < kRowsPerThread; ++i) {
+        const u8* const row = row_of_slot(p, (u32)numbers.of[i]);
+        const bool present = row != nullptr;
+        const u8* const from = (present ? row : reinterpret_cast<const u8*>(p.kv)) + chunk * sizeof(uint4);
+        const SmemAddr latent = tile + sw128_offset(first + i, chunk);
 #pragma unroll
         for (i32 panel = 0; panel < kFp8Panels; ++panel) {
-            cp_async_16(latent + (panel * kSw128Bytes + i * kRowsAtOnce * kSw128RowBytes),
-                        from + panel * kSw128ByteColumns, present);
+            cp_async_16(latent + panel * kSw128Bytes, from + panel * kSw128ByteColumns, present);
         }
         if (chunk < kSw64Chunks) {
-            cp_async_16(rope + i * kRowsAtOnce * kSw64RowBytes, from + kHeadDimV, present);
+            cp_async_16(tile + (kFp8LatentBytes + sw64_offset(first + i, chunk)), from + kHeadDimV, present);
         }
     }
 }
 
+// Brings a query's rows into L2, some tiles before the math warps read them.
+MLA_DEVICE void prefetch_query(const OwnBlock& block, i32 query, i32 thread) {
+    constexpr i32 kLineElems = 64, kLines = kMaxHeadDimQk / kLineElems;
+    const DecodeParams& p = block.p;
+#pragma unroll 1
+    for (i32 i = thread; i < kFp8MmaRows * kLines; i += kGatherThreads) {
+        const i32 head = block.row0 + i / kLines;
+        if (head >= p.h_q) break;
+        prefetch_global_l2(p.q + query * p.q_stride_b_elems + head * p.q_stride_h_elems + i % kLines * kLineElems);
+    }
+}
+
+// The numbers of the next tile's rows are in flight while a tile is fetched.
 MLA_DEVICE void run_gather_role(const OwnBlock& block, i32 thread) {
     const DecodeParams& p = block.p;
     BlockStorage& s = block.s;
@@ -80,11 +95,17 @@ MLA_DEVICE void run_gather_role(const OwnBlock& block, i32 thread) {
     i32 stage = 0;
     WorkItem item;
     for (auto walk = block.items(); walk.next(p, item);) {
+        if (item.tile_begin >= item.tile_end) continue;
         const i32* list = p.block_table + item.request * p.table_stride_b_elems;
+        RowNumbers next = read_row_numbers(list + item.tile_begin * kTileTokens, thread);
+        prefetch_query(block, item.request, thread);
 #pragma unroll 1
         for (i32 tile = item.tile_begin; tile < item.tile_end; ++tile) {
+            opaque(thread);  // derived values are not worth registers across the loop
+            const RowNumbers numbers = next;
+            if (tile + 1 < item.tile_end) next = read_row_numbers(list + (tile + 1) * kTileTokens, thread);
             mbarrier_wait(s.kv_empty[stage], phases.empty_parity(stage));
-            gather_tile(p, list + tile * kTileTokens, s.tile(block.ring, stage), thread);
+            gather_tile(p, numbers, s.tile(block.ring, stage), thread);
             arrive_when_gathered(s.kv_full[stage], thread);
             phases.advance(stage);
             stage = block.ring.next(stage);
