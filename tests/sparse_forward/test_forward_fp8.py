@@ -16,6 +16,7 @@ from mla_cupy import ArgumentError, UnsupportedDeviceError, reference
 from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardProblem
 from mla_cupy.reference.fp8_queries import dequantised
+from mla_cupy.reference.sparse import selected_rows
 from tests.sparse_forward.test_forward_records import RecordCase, RecordInputs, Results, make
 from tests.support.gpu import upload
 from tests.support.mutants import Mutant, Plant, as_verdict
@@ -152,7 +153,7 @@ def test_kernel_in_all_modes(case: RecordCase, mode: tuple[str, int]) -> None:
 def test_nan_stays_with_the_queries_that_select_it() -> None:
     """In a latent and in the RoPE part; the largest score of such a query is NaN, too."""
     inputs = inputs_of(fp8(s_q=3, h_q=2, topk=70, invalid=0.0))
-    row = inputs.indices[1].max()
+    row = next(rows[0] for rows in selected_rows(inputs.indices, inputs.case.of.s_kv) if len(rows))
     inputs.kv[row // 5, row % 5, [3, 570]] = 0x7F
     sees = (inputs.indices == row).any(axis=1)
     out, lse, top = run(inputs, 1, ("late", 0))
@@ -165,7 +166,7 @@ def test_nan_stays_with_the_queries_that_select_it() -> None:
 
 # ---- Planted bugs ----------------------------------------------------------------------------------------------
 
-BLOCK, MATH, ROLES = (f"attention/sm90/{name}.cuh" for name in ("fp8_block", "fp8_math", "fp8"))
+MATH, ROLES = (f"attention/sm90/{name}.cuh" for name in ("fp8_math", "fp8"))
 MUTANTS = (
     Mutant("tiles that threads wrote without a proxy fence", MATH, "if (Memory::kListed) fence_proxy_async();", ""),
     Mutant(
@@ -173,12 +174,11 @@ MUTANTS = (
     ),
     Mutant("arrivals of one warp less", SOURCE, "block.rows, kGatherArrivals)", "block.rows, kGatherArrivals - 32)"),
     Mutant(
-        "a row's RoPE columns in another place",
-        SOURCE,
-        "sw64_offset(first, chunk % kSw64Chunks)",
-        "first * kSw64RowBytes + chunk % kSw64Chunks * 16",
+        "RoPE columns in another place", SOURCE, "sw64_offset(first + i, chunk)", "sw64_offset(first + i, chunk ^ 1)"
     ),
-    Mutant("tokens of the first page", SOURCE, "from += page * p.kv_stride_page_elems + ", "from += "),
+    Mutant("tokens of the first page", SOURCE, "page * p.kv_stride_page_elems + token", "token"),
+    Mutant("rows that are not there", SOURCE, "page >= (u32)p.num_pages", "page > (u32)p.num_pages"),
+    Mutant("the next tile's rows", SOURCE, "gather_tile(p, numbers,", "gather_tile(p, next,"),
     Mutant(
         "maxima of the left side",
         ROLES,
@@ -188,11 +188,16 @@ MUTANTS = (
     Mutant(
         "maxima in the place of P that is read",
         ROLES,
-        "    if constexpr (Math::Memory::kListed) {  // P has been read\n",
-        "    if constexpr (Math::Memory::kListed) {\n        math.sync_side();\n",
+        "    bar_sync(Fp8BothSides, kFp8MathThreads);\n    if constexpr (Math::Memory::kListed) {",
+        "    if constexpr (Math::Memory::kListed) {",
     ),
-    Mutant("rows past the list are there", SOURCE, "page < (u32)p.num_pages", "true"),
-    Mutant("the first tile again", SOURCE, "list + tile * kTileTokens", "list + item.tile_begin * kTileTokens"),
+    Mutant(
+        "maxima read early",
+        ROLES,
+        "        bar_sync(Fp8BothSides, kFp8MathThreads);\n    }\n    const i32 thread",
+        "    }\n    const i32 thread",
+    ),
+    Mutant("the last tile's maximum", MATH, "fmaxf(quad_state[r], tops[r]) : moved", "tops[r] : moved"),
 )
 
 

@@ -26,6 +26,7 @@ constexpr i32 kFp8MathThreads = 2 * kWarpgroupThreads;
 static_assert(kHeadDimRope == kSw64ByteColumns, "RoPE columns are a half SW128 tile");
 static_assert(kFp8FewerStages * kFp8WideTileBytes <= kFp8Stages * kFp8TileBytes, "fit in its place");
 
+constexpr u32 kE4m3Ones = 0x38383838;  // four
 // P = 2^8 at a tile's largest score: e4m3 has no more than 448.
 constexpr float kFp8WeightLog2 = 8.f;
 // References of sums follow a tile's maximum when that is more than 2^64 larger, which float32 bears: a rescale is
@@ -72,8 +73,8 @@ struct Fp8TreeWords<true, kRows> {
     u64 of_tile[2][kRows];  // bit t: the row sees token t; first tile: that of the first draft
 };
 
-// With kListed_ tiles are rows of a list, which all rows of the block see, gathered by threads, and the results have the
-// rows' maxima.
+// With kListed_ tiles are rows of a list, which all rows of the block see, gathered by threads, and the results have
+// the rows' maxima.
 template <i32 kRows_, bool kTree_, bool kListed_ = false>
 struct Fp8Storage {
     static constexpr i32 kRows = kRows_;
@@ -84,7 +85,8 @@ struct Fp8Storage {
     alignas(kSwizzleAtomBytes) u8 q[kFp8LatentBytes + kSw64Bytes];
     alignas(kSwizzleAtomBytes) u8 kv[kRingBytes];
     alignas(kSwizzleAtomBytes) u8 p[2][kRows * kSw64RowBytes];
-    // A column of ones, for the sums of weights; the product has seven more columns, of whatever follows.
+    // The first one of eight columns that P is multiplied by, for its sums: 16 ones for each 16 tokens. The others are
+    // what follows, of which nothing comes but more columns: there is no room for ones.
     alignas(16) u8 ones[kRows < 32 ? 64 : 16];
     float q_factors[kRows];
     float tile_max[2][kRows];  // of the tile of each side's P, base 2
@@ -105,7 +107,7 @@ template <class Storage>
 MLA_DEVICE void init_fp8_storage(Storage& s, i32 rows, i32 load_arrivals = 1) {
     s.rows = rows;
 #pragma unroll
-    for (i32 i = 0; i < sizeof(s.ones) / 4; ++i) reinterpret_cast<u32*>(s.ones)[i] = 0x38383838;
+    for (i32 i = 0; i < sizeof(s.ones) / sizeof(u32); ++i) reinterpret_cast<u32*>(s.ones)[i] = kE4m3Ones;
     init_ring(s.kv_full, s.kv_empty, load_arrivals, 2 * kWarpgroupWarps);
     init_ring(s.p_full, s.p_empty, kWarpgroupWarps, 2 * kWarpgroupWarps);
     fence_mbarrier_init();

@@ -33,7 +33,7 @@ struct Fp8Math {
     static constexpr i32 kActiveWarps = kRows / kWarpColumns;  // that have rows of the block
     static constexpr i32 kScoreParts = 3;                      // of the columns
     static constexpr i32 kScores = kFp8MmaRows * kTileTokens / kWarpgroupThreads;
-    static constexpr i32 kBlockColumns = kSw128ByteColumns / 2;            // 64: of the output in a product
+    static constexpr i32 kBlockColumns = kSw128ByteColumns / 2;  // 64: of the output in a product
     static constexpr i32 kBlocks = kFp8PanelsOfSide * 2;
     static constexpr i32 kSums = kFp8MmaRows * kRows / kWarpgroupThreads;  // of a block
     static constexpr i32 kRowsOfLane = ceil_div(kRows, kWarpThreads);      // lane, lane + 32
@@ -206,28 +206,35 @@ struct Fp8Math {
         return sum[0] + sum[1];
     }
 
-    // Starts the sums of the rounded weights: P times a column of ones, by the warpgroup that has P. In even columns of
-    // the result, which are the first lane's of each quad.
-    MLA_DEVICE void start_row_sums(float (&sums)[4], const u32 (&words)[8]) {
-        const SmemDesc ones = uniform(make_desc(smem_addr(s.ones), 0, 128, 0));
-        pin(sums);
+    // The sums of the rounded weights are P times a column of ones, by the warpgroup that has P: in even columns of the
+    // result, which are the first lane's of each quad. Each 32 tokens have a sum of their own.
+    static constexpr i32 kTileSteps = kTileTokens / kMmaKBytes;
+    using RowSums = float[kTileSteps][4];
+
+    MLA_DEVICE void start_row_sums(RowSums& sums, const u32 (&words)[8]) {
+        const SmemDesc ones = uniform(make_desc(smem_addr(s.ones), 0, 0, kNoSwizzle));
+#pragma unroll
+        for (i32 step = 0; step < kTileSteps; ++step) pin(sums[step]);
         wgmma_fence();
 #pragma unroll
-        for (i32 step = 0; step < 2; ++step) {
+        for (i32 step = 0; step < kTileSteps; ++step) {
             const u32 a[4] = {words[4 * step], words[4 * step + 1], words[4 * step + 2], words[4 * step + 3]};
-            wgmma_mma_async(float8_e4m3fn{}, sums, a, ones, step > 0);
+            wgmma_mma_async(float8_e4m3fn{}, sums[step], a, ones, false);
         }
         wgmma_commit_group();
     }
 
-    MLA_DEVICE void add_sums(float (&sums)[4], const float (&before)[kFragmentRows], const float (&tops)[kFragmentRows],
+    // Adds the tile's sums to the rows', by the tile's maxima: in the first lane of a quad those of the rounded
+    // weights, in the second one those of the weights before.
+    MLA_DEVICE void add_sums(RowSums& sums, const float (&before)[kFragmentRows], const float (&tops)[kFragmentRows],
                              i32 lane) {
-        pin(sums);
+#pragma unroll
+        for (i32 step = 0; step < kTileSteps; ++step) pin(sums[step]);
 #pragma unroll
         for (i32 r = 0; r < kFragmentRows; ++r) {
             float sum = before[r] + __shfl_xor_sync(kFullWarp, before[r], 1);
             sum += __shfl_xor_sync(kFullWarp, sum, 2);
-            const float tile_sum = lane % 4 == 0 ? sums[2 * r] : sum;
+            const float tile_sum = lane % 4 == 0 ? sums[0][2 * r] + sums[1][2 * r] : sum;
             const float reference = __shfl_sync(kFullWarp, quad_state[r], Memory::kListed ? lane & ~3 | 2 : lane | 2);
             const float moved = moved_reference(reference, tops[r]);
             const float decay = ex2_approx(reference - moved), factor = ex2_approx(tops[r] - moved);
@@ -259,7 +266,7 @@ struct Fp8Math {
             store_byte_words(smem_addr(s.p[side]), words, warp, lane);
         }
         release(s.p_full[side], lane);
-        float sums[4];
+        RowSums sums;
         if (!active()) {
 #pragma unroll
             for (u32& word : words) word = 0;
@@ -268,7 +275,6 @@ struct Fp8Math {
         wgmma_wait_group<0>();
         if (active()) add_sums(sums, before, tops, lane);
     }
-
 
     // ---- Values ------------------------------------------------------------------------------------------------
     // The row of O that element i of a block of `out` belongs to, and of its first element. Its columns are
