@@ -1,4 +1,4 @@
-"""Dense decode in FP8: that sums are not shortened, and lose what the sums of weights lose; bugs planted in the kernel."""
+"""Dense decode in FP8: sums of values are not shortened, beside those of weights; bugs planted in the kernel."""
 
 from __future__ import annotations
 

@@ -177,7 +177,12 @@ MUTANTS = (
         "RoPE columns in another place", SOURCE, "sw64_offset(first + i, chunk)", "sw64_offset(first + i, chunk ^ 1)"
     ),
     Mutant("tokens of the first page", SOURCE, "page * p.kv_stride_page_elems + token", "token"),
-    Mutant("rows that are not there", SOURCE, "page >= (u32)p.num_pages", "page > (u32)p.num_pages"),
+    Mutant(
+        "rows that are not there",
+        SOURCE,
+        "if (page >= (u32)p.num_pages) return nullptr;",
+        "if (page >= (u32)p.num_pages) page = 0;",
+    ),
     Mutant("the next tile's rows", SOURCE, "gather_tile(p, numbers,", "gather_tile(p, next,"),
     Mutant(
         "maxima of the left side",
