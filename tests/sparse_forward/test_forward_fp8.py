@@ -18,7 +18,7 @@ from mla_cupy.kernels.sparse_forward.problem import SparseForwardProblem
 from mla_cupy.reference.fp8_queries import dequantised
 from mla_cupy.reference.sparse import selected_rows
 from tests.sparse_forward.test_forward_records import RecordCase, RecordInputs, Results, make
-from tests.support.gpu import upload
+from tests.support.gpu import fetch, upload
 from tests.support.mutants import Mutant, Plant, as_verdict
 from tests.support.recorder import B200, H200, Recorder
 from tests.support.sim_driver import simulated
@@ -224,12 +224,14 @@ def test_is_caught(mutant: Mutant, plant: Plant) -> None:
 # ---- On a GPU --------------------------------------------------------------------------------------------------
 
 
+def compare(case: RecordCase) -> None:
+    inputs = inputs_of(case)
+    arrays = {name: upload(x) if isinstance(x, np.ndarray) else x for name, x in inputs.options.items()}
+    out, lse, top = map(fetch, mla_cupy.sparse_mla_forward(*map(upload, inputs.arguments), **arrays))
+    check_all((out, lse, top), inputs)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*CASES, fp8(s_q=40, h_q=128, s_kv=2000, topk=700)], ids=lambda case: case.id)
 def test_kernel_on_a_gpu(hopper: object, case: RecordCase) -> None:
-    import cupy
-
-    inputs = inputs_of(case)
-    arrays = {name: upload(x) if isinstance(x, np.ndarray) else x for name, x in inputs.options.items()}
-    got = mla_cupy.sparse_mla_forward(*map(upload, inputs.arguments), **arrays)
-    check_all(tuple(map(cupy.asnumpy, got)), inputs)
+    compare(case)
