@@ -197,7 +197,6 @@ MUTANTS = (
     ),
     Mutant("the last block's sums read early", MATH, "if (last && !kThenScore) {", "if (false) {"),
     Mutant("sums of weights read early", LOADER, *steps("wgmma.wait_group", 4, of=17)),
-    Mutant("ones without a proxy fence", LOADER, *steps("fence.proxy.async", 1, of=7)),
     Mutant("ones that are halves", BLOCK, "kE4m3Ones = 0x38383838", "kE4m3Ones = 0x30303030"),
     Mutant("the weights of half of a tile", MATH, "sums[0][2 * r] + sums[1][2 * r]", "2 * sums[0][2 * r]"),
     Mutant("sums of a row eight further", MATH, "sums[1][2 * r] : sum", "sums[1][2 - 2 * r] : sum"),

@@ -111,7 +111,7 @@ MLA_DEVICE void init_fp8_storage(Storage& s, i32 rows, i32 load_arrivals = 1) {
     init_ring(s.kv_full, s.kv_empty, load_arrivals, 2 * kWarpgroupWarps);
     init_ring(s.p_full, s.p_empty, kWarpgroupWarps, 2 * kWarpgroupWarps);
     fence_mbarrier_init();
-    fence_proxy_async();  // of the ones
+    fence_proxy_async();  // of the ones; the same thread's of the queries would do, too
 }
 
 // Work as the schedule has it, in uniform registers: others are short.
