@@ -171,7 +171,6 @@ def _pages(record: str) -> Array:
     ("kv", "d_qk", "match"),
     [
         (_pages("v32")[..., :640], 576, r"kv.shape\[-1\]: got 640, expected 576 or 512 or 656 or 584"),
-        (_pages("v41"), 512, "kv: got pages of v41, expected v32 or v4 or fp8; read it by cache_gather"),
         (_pages("fp8"), 512, r"q.shape\[-1\]: got 512, expected 576 for fp8"),
         (_pages("v32"), 512, r"q.shape\[-1\]: got 512, expected 576 for v32"),
         (_pages("v4"), 576, r"q.shape\[-1\]: got 576, expected 512 for v4"),
@@ -182,7 +181,6 @@ def _pages(record: str) -> Array:
     ],
     ids=[
         "no width",
-        "v41",
         "d_qk of fp8",
         "d_qk of v4",
         "d_qk of v32",
