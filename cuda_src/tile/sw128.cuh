@@ -24,7 +24,6 @@ MLA_DEVICE u32 sw128_offset(i32 row, i32 chunk) { return (u32)row * kSw128RowByt
 // Layout types of a WGMMA descriptor (TMA's enumeration runs the other way).
 constexpr u64 kSwizzle128 = 1ull << 62;
 constexpr u64 kSwizzle64 = 2ull << 62;
-constexpr u64 kNoSwizzle = 0;
 
 // Fields of a WGMMA descriptor, in bytes.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-operation-wgmma-mma-async

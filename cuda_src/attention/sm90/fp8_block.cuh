@@ -27,6 +27,7 @@ static_assert(kHeadDimRope == kSw64ByteColumns, "RoPE columns are a half SW128 t
 static_assert(kFp8FewerStages * kFp8WideTileBytes <= kFp8Stages * kFp8TileBytes, "fit in its place");
 
 constexpr u32 kE4m3Ones = 0x38383838;  // four
+constexpr u64 kNoSwizzle = 0;          // layout type of a WGMMA descriptor
 // P = 2^8 at a tile's largest score: e4m3 has no more than 448.
 constexpr float kFp8WeightLog2 = 8.f;
 // References of sums follow a tile's maximum when that is more than 2^64 larger, which float32 bears: a rescale is
