@@ -104,6 +104,7 @@ SITUATIONS = (
     ("`sparse_mla_forward`, 128 heads", SPARSE_FORWARD, _forward(128)),
     ("`sparse_mla_forward`, 16 heads, FP8 records, converted first", SPARSE_FORWARD, _forward(16, record="v32")),
     ("`sparse_mla_forward`, 16 heads, 8 queries, FP8 records", SPARSE_FORWARD, _forward(16, s_q=8, record="v32")),
+    ('`sparse_mla_forward`, records "fp8", math="fp8"', SPARSE_FORWARD, _forward(128, record="fp8", math="fp8")),
     ("`sparse_mla_backward`, 64 heads", SPARSE_BACKWARD, _backward(64)),
     ("`sparse_mla_backward`, 128 heads", SPARSE_BACKWARD, _backward(128)),
     ("`sparse_mla_backward`, 256 heads", SPARSE_BACKWARD, _backward(256)),

@@ -28,6 +28,17 @@ def check_kernel(kernels: Sequence[KernelSpec[ProblemT]], name: object) -> None:
         raise ArgumentError(explain("kernel", repr(name), expected, "see `mla-cupy list`"))
 
 
+def of_math(kernels: Sequence[KernelT], math: str, name: str | None) -> tuple[KernelT, ...]:
+    """The attention kernels whose products have this arithmetic; `name`, if given, must be of one of them."""
+    check_kernel(kernels, name)
+    found = tuple(kernel for kernel in kernels if getattr(kernel, "math", "exact") == math)
+    names = [kernel.name for kernel in found]
+    if name is not None and name not in names:
+        expected = f"for math={math!r} one of " + ", ".join(names)
+        raise ArgumentError(explain("kernel", repr(name), expected, "leave kernel or math out"))
+    return found
+
+
 def choose(
     operation: str, kernels: Sequence[KernelT], problem: object, device: DeviceInfo, name: str | None = None
 ) -> KernelT:

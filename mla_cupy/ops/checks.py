@@ -9,7 +9,7 @@ import numpy as np
 
 from mla_cupy import dtypes
 from mla_cupy.arrays import View
-from mla_cupy.cache_formats import BYTE_DTYPES
+from mla_cupy.cache_formats import BYTE_DTYPES, FORMATS
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain
 from mla_cupy.kernels.decode.problem import Forms
 from mla_cupy.kernels.pipeline import WORKSPACE_ALIGNMENT as WORKSPACE_ALIGNMENT
@@ -101,6 +101,13 @@ def check_math_of_record(math: str, record: str) -> None:
     what = f"the record {record}" if record else "16-bit rows"
     remedy = 'leave math out, or keep the cache in the record "fp8", see cache_append'
     raise ArgumentError(explain("math", repr(math), f'"exact" for {what}', remedy))
+
+
+def check_kv_scale_of_record(kv_scale: float, record: str) -> None:
+    """Check that a cache of this FP8 record, "" for 16-bit rows, has a scale for all if there is one."""
+    if kv_scale != 1 and (not record or "tensor" not in FORMATS[record].scales):
+        what = f"{record}: its scales are in the record" if record else "16-bit rows"
+        raise ArgumentError(explain("kv_scale", kv_scale, f"1 for {what}"))
 
 
 def check_math_of_queries(math: str, dtype: str) -> None:

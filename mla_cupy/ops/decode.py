@@ -27,6 +27,7 @@ from mla_cupy.ops.checks import (
     check_factor,
     check_flag,
     check_forms,
+    check_kv_scale_of_record,
     check_lse_base,
     check_math,
     check_math_of_queries,
@@ -375,9 +376,7 @@ def _record(kv_cache: View, d_qk: int) -> str:
 
 def _check_scales(record: str, q_dtype: str, options: DecodeOptions) -> None:
     """Only a record without scales of its own has one for the whole cache, and only e4m3 codes one for all queries."""
-    if options.kv_scale != 1 and (not record or "tensor" not in FORMATS[record].scales):
-        what = f"{record}: its scales are in the record" if record else "16-bit rows"
-        raise ArgumentError(explain("kv_scale", options.kv_scale, f"1 for {what}"))
+    check_kv_scale_of_record(options.kv_scale, record)
     if options.q_scale != 1 and q_dtype not in BYTE_DTYPES:
         remedy = "it is the scale of queries in e4m3; multiply scale by it"
         raise ArgumentError(explain("q_scale", options.q_scale, f"1 for queries in {q_dtype}", remedy))

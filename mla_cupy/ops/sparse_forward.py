@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-import math
+from math import inf
 from typing import Any
 
-from mla_cupy.cache_formats import FORMATS
+from mla_cupy.cache_formats import FORMATS, FP8
+from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels.attention.records import SPARSE_RECORDS as READ
 from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardOptions, SparseForwardProblem
 from mla_cupy.ops.call import Invocation, run
-from mla_cupy.ops.checks import check_d_v, check_empty_lse, check_flag, check_lse_base, resolve_scale
+from mla_cupy.ops.checks import (
+    check_d_v,
+    check_empty_lse,
+    check_factor,
+    check_flag,
+    check_kv_scale_of_record,
+    check_lse_base,
+    check_math,
+    check_math_of_record,
+    resolve_scale,
+)
 from mla_cupy.ops.operation import Examined, Operation, Output, Views, like_first_or_float32
 from mla_cupy.ops.sparse_inputs import (
     INDICES,
@@ -38,8 +49,10 @@ def sparse_mla_forward(
     causal: bool = False,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
+    kv_scale: float = 1.0,
+    math: str = "exact",
     lse_base: str = "e",
-    empty_lse: float = -math.inf,
+    empty_lse: float = -inf,
     out: Any = None,
     lse: Any = None,
     max_logits: Any = None,
@@ -62,9 +75,9 @@ def sparse_mla_forward(
     kv : array, (s_kv, d_qk) or (s_kv, 1, d_qk), dtype of q; or (num_pages, page_size, width), uint8
         Latents; the values are the first 512 elements of the keys. Strides as for q. Or the pages of an FP8 record, see
         `cache_append`: a width of 656 is "v32", whose d_qk is 576, one of 584 "v4", whose d_qk is 512 and whose values
-        include the RoPE part. Its rows are slots, page * page_size + token; tokens of 656 bytes need no pages, (s_kv,
-        656). Pages of records start at, and step by, multiples of 16 bytes: pages of "v4" with an odd number of tokens
-        need a gap of 8 bytes between them.
+        include the RoPE part; one of 576 is "fp8", with math="fp8" only. Its rows are slots, page * page_size + token;
+        tokens of 656 or 576 bytes need no pages, (s_kv, 656). Pages of records start at, and step by, multiples of 16
+        bytes: pages of "v4" with an odd number of tokens need a gap of 8 bytes between them.
     indices : array, (s_q, topk) or (s_q, 1, topk), int32
         The rows of each query, counted from the start of its sequence, in any order. Any topk, any strides. A slot
         counts if 0 <= index < limit; all others are skipped, -1 being the usual mark. The limit is the sequence's
@@ -85,6 +98,11 @@ def sparse_mla_forward(
         cu_seqlens_kv[n + 1]. A query of no sequence has no row; a query of several belongs to the first. Values of
         cu_seqlens_kv are clamped to [0, s_kv], and a sequence that ends before it starts is empty. Both or none;
         default: one sequence.
+    kv_scale : float
+        Scale of the record "fp8": keys and values are its codes times this. Finite, above 0; 1 for all others.
+    math : str
+        Arithmetic of both products: "exact", of 16-bit elements, or "fp8" for the record "fp8", on the FP8 tensor cores
+        of Hopper: queries and weights are rounded to e4m3, see the notes of `mla_decode`.
     lse_base : str
         "e" or "2": base of the logarithm in `lse`.
     empty_lse : float
@@ -150,7 +168,7 @@ def sparse_mla_forward(
     >>> out.shape, float(out[0, 0, 0]), round(float(lse[0, 0]), 3), float(max_logits[1, 0])
     ((2, 16, 512), 1.0, 24.693, 24.0)
     """
-    options = (d_v, scale, causal, lse_base, empty_lse, out_dtype, kernel)
+    options = (d_v, scale, causal, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
     arrays = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, out, lse, max_logits)
     out, lse, max_logits = run(Invocation(OPERATION, arrays, options, workspace, stream, None, check))
     return out, lse, max_logits
@@ -158,16 +176,25 @@ def sparse_mla_forward(
 
 def _examine(views: Views, given: SparseForwardOptions) -> Examined:
     check_d_v(given.d_v)
-    record = check_rows_or_pages(views)
+    record = check_rows_or_pages(views, (*READ, FP8.name))
     sizes = check_selection(views)
     options = given._replace(
         scale=resolve_scale(given.scale, sizes.d_qk),
         causal=check_flag("causal", given.causal),
+        kv_scale=check_factor("kv_scale", given.kv_scale),
+        math=check_math(given.math),
         lse_base=check_lse_base(given.lse_base),
         empty_lse=check_empty_lse(given.empty_lse),
     )
+    check_kv_scale_of_record(options.kv_scale, record)
+    check_math_of_record(options.math, record)
+    if record == FP8.name and options.math == "exact":
+        remedy = "or read its rows by cache_gather"
+        raise ArgumentError(explain("math", repr(options.math), '"fp8" for the record fp8', remedy))
+    if options.kv_scale != 1:
+        check_factor("scale * kv_scale", options.scale * options.kv_scale)
     fast = aligned(views, "q") if record else aligned(views, "q", "kv")
-    return Examined(SparseForwardProblem(*sizes, fast, record), options)
+    return Examined(SparseForwardProblem(*sizes, fast, record, options.math), options)
 
 
 OPERATION = Operation(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,8 +46,10 @@ class SparseSizes(NamedTuple):
     dtype: str
 
 
-def check_rows_or_pages(views: Views) -> str:
+def check_rows_or_pages(views: Views, read: Sequence[str] = SPARSE_RECORDS) -> str:
     """The FP8 record of the pages that `kv` has, "" for 16-bit rows; and checks what it has of either.
+
+    A record is one of those that kernels `read`.
 
     Raises
     ------
@@ -61,7 +64,7 @@ def check_rows_or_pages(views: Views) -> str:
         if width != d_qk:
             raise ShapeError(explain("kv.shape[-1]", width, f"d_qk={d_qk}, as in q"))
         return ""
-    record = record_read(kv, d_qk, SPARSE_RECORDS, "kv", "read it by cache_gather")
+    record = record_read(kv, d_qk, read, "kv", "read it by cache_gather")
     check_layout(record, kv, "kv")
     return record.name
 

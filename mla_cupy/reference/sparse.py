@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
+from math import log, prod
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.dtypes import dtype_name, round_to
 from mla_cupy.reference.attend import attend
 from mla_cupy.reference.cache import cache_gather
+from mla_cupy.reference.fp8_queries import dequantised
 from mla_cupy.reference.lse import log_of_base
 
 Array = npt.NDArray[Any]
@@ -31,6 +32,8 @@ def sparse_mla_forward(
     causal: bool = False,
     cu_seqlens_q: npt.ArrayLike | None = None,
     cu_seqlens_kv: npt.ArrayLike | None = None,
+    kv_scale: float = 1.0,
+    math: str = "exact",
     lse_base: str = "e",
     empty_lse: float = -np.inf,
     out_dtype: str | None = None,
@@ -64,6 +67,10 @@ def sparse_mla_forward(
         Hide the rows after a query's own position, the queries being the last of their sequence.
     cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), integers, optional
         Where the sequences begin, and where the last one ends, in `q` and in `kv`. Default: one sequence.
+    kv_scale : float
+        Scale of the record "fp8".
+    math : str
+        "exact", or "fp8": queries as `quantise_queries` leaves them, and in the rounding mode weights in e4m3.
     lse_base : str
         "e" or "2".
     empty_lse : float
@@ -89,14 +96,20 @@ def sparse_mla_forward(
     q, kv, indices = np.asarray(q), np.asarray(kv), _without_head_axis(indices)
     s_q, h_q, d_qk = q.shape
     scale = d_qk**-0.5 if scale is None else scale
-    s_kv = math.prod(kv.shape[:-1])
+    s_kv = prod(kv.shape[:-1])
     rows_of = selected_rows(indices, s_kv, topk_length, causal, cu_seqlens_q, cu_seqlens_kv)
+    queries, weights, factor = q, rounding, 1.0
+    if math == "fp8":
+        queries = dequantised(q)
+        if rounding is not None:  # the kernel multiplies the numbers as they are stored
+            weights, factor, kv_scale, scale = "float8_e4m3fn", kv_scale, 1.0, scale * kv_scale
 
     out = np.zeros((s_q, h_q, d_v))
     lse, max_logits = np.full((2, s_q, h_q), -np.inf)
     for i, rows in enumerate(rows_of):
-        keys = _keys(kv, rows, rounding)
-        out[i], lse[i], max_logits[i] = attend(q[i].astype(keys.dtype), keys, d_v, scale, rounding)
+        keys = _keys(kv, rows, rounding, kv_scale)
+        row_out, lse[i], max_logits[i] = attend(queries[i].astype(keys.dtype), keys, d_v, scale, weights)
+        out[i] = factor * row_out
     if attn_sink is not None:
         out *= _share(lse, np.asarray(attn_sink, np.float64))[..., None]
     if rounding is not None:
@@ -176,7 +189,7 @@ def sparse_mla_backward(
     total = np.where(empty, np.inf, np.logaddexp(natural, sink)).astype(working)
 
     # P times this is the softmax without the sink; it is limited where P underflows.
-    log_share = (sink - natural) / math.log(2)
+    log_share = (sink - natural) / log(2)
     share = 1 + np.exp2(np.minimum(log_share, 1000 if rounding is None else 100))
     of_lse = np.zeros(natural.shape) if dlse is None else np.asarray(dlse, np.float64) / log_of_base(lse_base)
     subtracted = delta - np.where(empty | (total == np.inf), 0.0, of_lse * share).astype(working)
@@ -203,12 +216,12 @@ def sparse_mla_backward(
     return dq.astype(np.float64), dkv.astype(np.float64).reshape(shape), d_sink
 
 
-def _keys(kv: Array, rows: Array, rounding: str | None) -> Array:
+def _keys(kv: Array, rows: Array, rounding: str | None, kv_scale: float = 1.0) -> Array:
     """Rows of a cache, dequantised, or of an array of them."""
     if str(kv.dtype) not in BYTE_DTYPES:
         found: Array = _without_head_axis(kv)[rows].astype(np.float64)
         return found
-    keys = cache_gather(kv if kv.ndim > 2 else kv[:, None], rows)[0].astype(np.float64)
+    keys = cache_gather(kv if kv.ndim > 2 else kv[:, None], rows, kv_scale=kv_scale)[0].astype(np.float64)
     return keys if rounding is None else round_to(keys, rounding)
 
 

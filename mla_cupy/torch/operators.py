@@ -593,6 +593,8 @@ def _sparse_mla_forward(
     causal: Any = False,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
+    kv_scale: Any = 1,
+    math: Any = "exact",
     lse_base: Any = "e",
     empty_lse: Any = None,
     out_dtype: Any = None,
@@ -605,7 +607,7 @@ def _sparse_mla_forward(
 ) -> Invocation:
     empty_lse = -inf if empty_lse is None else empty_lse
     arrays = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, out, lse, max_logits)
-    options = (d_v, scale, causal, lse_base, empty_lse, out_dtype, kernel)
+    options = (d_v, scale, causal, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
     return Invocation(BOUND_OPERATIONS["sparse_mla_forward"], arrays, options, workspace)
 
 
@@ -615,7 +617,8 @@ SPARSE_MLA_FORWARD = Operators(
     arguments=(
         "Tensor q, Tensor kv, Tensor indices, int d_v=512, float? scale=None, Tensor? topk_length=None, "
         "Tensor? attn_sink=None, bool causal=False, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, "
-        'str lse_base="e", float? empty_lse=None, ScalarType? out_dtype=None, str? kernel=None'
+        'float kv_scale=1.0, str math="exact", str lse_base="e", float? empty_lse=None, '
+        "ScalarType? out_dtype=None, str? kernel=None"
     ),
     results="Tensor(a!) out, Tensor(b!) lse, Tensor(c!) max_logits",
     returns="(Tensor, Tensor, Tensor)",

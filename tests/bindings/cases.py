@@ -131,6 +131,13 @@ def forward(changes: dict[str, Any] | None = None, **options: Any) -> BoundCall:
     return BoundCall(_id("forward", {**(changes or {}), **options}), "sparse_mla_forward", arrays, options)
 
 
+def forward_in_fp8(**options: Any) -> BoundCall:
+    call = forward()
+    codes = call.arrays["kv"].astype(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    options = {"kv_scale": 0.5, "math": "fp8", **options}
+    return replace(call, id=_id("forward", options), arrays=call.arrays | {"kv": codes}, options=options)
+
+
 def backward(changes: dict[str, Any] | None = None, **options: Any) -> BoundCall:
     inputs = sparse_inputs(**(changes or {}))
     names = ("q", "kv", "out", "dout", "lse", "indices")
@@ -355,6 +362,7 @@ CALLS = [
     forward(),
     forward({**ALL, "causal": True}, out_dtype="float32", lse_base="2"),
     forward({"dtype": "float16", "head_axis": True, "d_qk": 512}),
+    forward_in_fp8(),
     backward(),
     backward({**ALL, "causal": True}, deterministic=True, dkv_dtype="float32"),
     backward({"sink": True, "head_axis": True, "dlse": True}),

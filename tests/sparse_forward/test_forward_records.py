@@ -171,7 +171,7 @@ def _pages(record: str) -> Array:
     ("kv", "d_qk", "match"),
     [
         (_pages("v32")[..., :640], 576, r"kv.shape\[-1\]: got 640, expected 576 or 512 or 656 or 584"),
-        (_pages("fp8"), 576, "kv: got pages of fp8, expected v32 or v4; read it by cache_gather"),
+        (_pages("fp8"), 512, r"q.shape\[-1\]: got 512, expected 576 for fp8"),
         (_pages("v32"), 512, r"q.shape\[-1\]: got 512, expected 576 for v32"),
         (_pages("v4"), 576, r"q.shape\[-1\]: got 576, expected 512 for v4"),
         (np.zeros((3, 8, 664), np.uint8)[..., :656], 576, "kv.strides: .*multiples of 16 bytes"),
@@ -179,7 +179,16 @@ def _pages(record: str) -> Array:
         (np.zeros((3, 8, 576), np.float16), 576, r"kv.shape\[1\]: got 8, expected 1 head"),
         (np.zeros((3, 512), np.float16), 576, r"kv.shape\[-1\]: got 512, expected d_qk=576"),
     ],
-    ids=["no width", "fp8", "d_qk of v4", "d_qk of v32", "odd strides", "no pages of v4", "heads", "width"],
+    ids=[
+        "no width",
+        "d_qk of fp8",
+        "d_qk of v4",
+        "d_qk of v32",
+        "odd strides",
+        "no pages of v4",
+        "heads",
+        "width",
+    ],
 )
 def test_mistakes(kv: Array, d_qk: int, match: str, recorder: Recorder) -> None:
     q, indices = np.ones((1, 2, d_qk), np.float16), np.zeros((1, 3), np.int32)

@@ -44,7 +44,7 @@ FP8_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in by_name(DECODE)
 CLUSTER_KERNELS = tuple(name for name, kernel in DECODE_KERNELS.items() if kernel.cluster_blocks > 1)
 SCHEDULED_KERNELS = {name: kernel for name, kernel in DECODE_KERNELS.items() if name not in CLUSTER_KERNELS}
 FORWARD_KERNELS: dict[str, AttentionKernel[Any]] = {
-    k: v for k, v in by_name(SPARSE_FORWARD).items() if "records" not in k
+    k: v for k, v in by_name(SPARSE_FORWARD).items() if "records" not in k and v.math == "exact"
 }
 BACKWARD_KERNELS: dict[str, BackwardKernel] = by_name(SPARSE_BACKWARD)
 #: Those with tcgen05.

@@ -12,6 +12,12 @@
 
 namespace mla::attention::sm90 {
 // ---- Epilogue --------------------------------------------------------------------------------------------------
+// The maxima of a side's rows, in the place of its P.
+template <class Memory>
+MLA_DEVICE float* fp8_row_maxima(Memory& s, i32 side) {
+    return reinterpret_cast<float*>(s.p[side]);
+}
+
 // The thread's row of the block: final or partial results of both sides' sums. `out_reference` is this side's.
 template <class Block>
 MLA_DEVICE void finish_fp8_row(const Block& block, const WorkItem& item, i32 side, float out_reference, i32 row) {
@@ -28,42 +34,64 @@ MLA_DEVICE void finish_fp8_row(const Block& block, const WorkItem& item, i32 sid
     const i32 global_row = block.row0 + row;
     const float factor = output_factor(p, item, block.kv_head, global_row, reference - kFp8WeightLog2, rounded);
     own.factor[row] = factor * ex2_approx(out_reference - reference) * (p.value_scale * cache_scale(block.params()));
-    if (side == 0) store_row_lse(p, item, block.kv_head, global_row, row_lse2(reference - kFp8WeightLog2, sum));
+    if (side != 0) return;
+    store_row_lse(p, item, block.kv_head, global_row, row_lse2(reference - kFp8WeightLog2, sum));
+    if constexpr (Block::Memory::kListed) {
+        const float row_max = fmaxf(fp8_row_maxima(block.s, 0)[row], fp8_row_maxima(block.s, 1)[row]);
+        store_row_max(p, item, block.kv_head, global_row, with_nan_of(sum, row_max));
+    }
 }
 
-// Writes this side's columns of the rows: two neighbouring ones of a row by each thread.
+// Writes this side's columns of the rows, in float32 or in 16 bits: two neighbouring ones of a row by each thread. All
+// that depends on the row is an offset, which a lane knows of its rows. Code that is run once per work item is fetched
+// for it, so it is short.
+template <class Element, bool kWide, class Math>
+MLA_DEVICE void store_fp8_rows(const Math& math, u8* to, const i64 (&offsets)[Math::kRowsOfLane]) {
+    constexpr i32 kBytes = kWide ? sizeof(float) : sizeof(u16);
+    to += math.column_of(0) * kBytes;
+    const float* factors = math.s.side[math.side].stats.factor + math.head_of(0);
+#pragma unroll
+    for (i32 i = 0; i < Math::kSums; i += 4) {
+        const float2 by = *reinterpret_cast<const float2*>(factors + 2 * i);
+#pragma unroll
+        for (i32 e = 0; e < 2; ++e) {
+            const i32 row = math.head_of(i) + e;
+            const i64 offset = __shfl_sync(kFullWarp, offsets[2 * i / kWarpThreads], row % kWarpThreads);
+            if (offset < 0) continue;
+            u8* const row_at = to + offset;
+            const float factor = e == 0 ? by.x : by.y;
+#pragma unroll
+            for (i32 b = 0; b < Math::kBlocks; ++b) {
+                const float x = math.out[b][i + e] * factor, y = math.out[b][i + e + 2] * factor;
+                u8* const at = row_at + b * Math::kBlockColumns * kBytes;
+                if constexpr (kWide) {
+                    *reinterpret_cast<float2*>(at) = make_float2(x, y);
+                } else {
+                    *reinterpret_cast<u32*>(at) = cvt_x2(Element{}, x, y);
+                }
+            }
+        }
+    }
+}
+
 template <class Element, class Math>
 MLA_DEVICE void store_fp8_out(const Math& math, const WorkItem& item) {
     const auto& block = math.block;
     const DecodeParams& p = block.p;
     const bool whole = item.partial_index == kNotSplit, wide = !whole || p.out_is_fp32;
-    i64 offsets[Math::kRowsOfLane];
+    i64 offsets[Math::kRowsOfLane];  // of a lane's rows, in bytes; negative: the block has no such row
 #pragma unroll
     for (i32 i = 0; i < Math::kRowsOfLane; ++i) {
-        const i32 row = min(block.row0 + own_lane() + i * kWarpThreads, block.s.rows - 1);
-        offsets[i] = whole ? out_offset(p, item.request, block.kv_head, row)
-                           : workspace_row(p, item.partial_index, block.kv_head, row) * kHeadDimV;
+        const i32 row = block.row0 + own_lane() + i * kWarpThreads;
+        const i64 offset = whole ? out_offset(p, item.request, block.kv_head, row)
+                                 : workspace_row(p, item.partial_index, block.kv_head, row) * kHeadDimV;
+        offsets[i] = row < block.s.rows ? offset * (i64)(wide ? sizeof(float) : sizeof(u16)) : -1;
     }
-#pragma unroll
-    for (i32 i = 0; i < Math::kSums; i += 4) {
-#pragma unroll
-        for (i32 e = 0; e < 2; ++e) {
-            const i32 row = math.head_of(i) + e;
-            const i64 offset = __shfl_sync(kFullWarp, offsets[2 * i / kWarpThreads], row % kWarpThreads);
-            if (block.row0 + row >= block.s.rows) continue;
-            const float factor = math.s.side[math.side].stats.factor[row];
-#pragma unroll
-            for (i32 b = 0; b < Math::kBlocks; ++b) {
-                const i64 at = offset + math.column_of(b);
-                const float x = math.out[b][i + e] * factor, y = math.out[b][i + e + 2] * factor;
-                if (wide) {
-                    float* to = whole ? static_cast<float*>(p.out) : p.partial_out;
-                    *reinterpret_cast<float2*>(to + at) = make_float2(x, y);
-                } else {
-                    *reinterpret_cast<u32*>(static_cast<u16*>(p.out) + at) = cvt_x2(Element{}, x, y);
-                }
-            }
-        }
+    u8* const to = whole ? static_cast<u8*>(p.out) : reinterpret_cast<u8*>(p.partial_out);
+    if (wide) {
+        store_fp8_rows<Element, true>(math, to, offsets);
+    } else {
+        store_fp8_rows<Element, false>(math, to, offsets);
     }
 }
 
@@ -76,11 +104,20 @@ MLA_DEVICE void finish_fp8_item(Math& math, const WorkItem& item) {
 #pragma unroll
         for (i32 r = 0; r < kFragmentRows; ++r) {
             const i32 row = math.score_row() + 8 * r;
-            float* const to = lane % 4 == 0 ? stats.sum : lane % 4 == 1 ? stats.rounded_sum : stats.reference;
+            float* const to = lane % 4 == 0 ? stats.rounded_sum : lane % 4 == 1 ? stats.sum : stats.reference;
             if (lane % 4 < 3) to[row] = math.quad_state[r];
         }
     }
     bar_sync(Fp8BothSides, kFp8MathThreads);
+    if constexpr (Math::Memory::kListed) {  // P has been read
+        if (math.active() && own_lane() % 4 == 3) {
+#pragma unroll
+            for (i32 r = 0; r < kFragmentRows; ++r) {
+                fp8_row_maxima(math.s, math.side)[math.score_row() + 8 * r] = math.quad_state[r];
+            }
+        }
+        bar_sync(Fp8BothSides, kFp8MathThreads);
+    }
     const i32 thread = math.thread();
     if (thread < Math::kRows) finish_fp8_row(math.block, item, math.side, math.own_reference(), thread);
     math.sync_side();

@@ -26,6 +26,8 @@ constexpr i32 kFp8MathThreads = 2 * kWarpgroupThreads;
 static_assert(kHeadDimRope == kSw64ByteColumns, "RoPE columns are a half SW128 tile");
 static_assert(kFp8FewerStages * kFp8WideTileBytes <= kFp8Stages * kFp8TileBytes, "fit in its place");
 
+constexpr u32 kE4m3Ones = 0x38383838;  // four
+constexpr u64 kNoSwizzle = 0;          // layout type of a WGMMA descriptor
 // P = 2^8 at a tile's largest score: e4m3 has no more than 448.
 constexpr float kFp8WeightLog2 = 8.f;
 // References of sums follow a tile's maximum when that is more than 2^64 larger, which float32 bears: a rescale is
@@ -39,6 +41,8 @@ struct Fp8Ring {
     u64 rope_desc;  // the descriptor of RoPE columns without their address
 
     MLA_DEVICE i32 next(i32 stage) const { return stage + 1 == stages ? 0 : stage + 1; }
+
+    MLA_DEVICE static Fp8Ring of_rows() { return {kFp8Stages, kFp8TileBytes, sw64_desc(SmemAddr{0}).bits}; }
 
     MLA_DEVICE static Fp8Ring of(const DecodeParams& p, bool spare_a_stage) {
         const bool wide = p.page_size % 2 != 0;
@@ -70,18 +74,23 @@ struct Fp8TreeWords<true, kRows> {
     u64 of_tile[2][kRows];  // bit t: the row sees token t; first tile: that of the first draft
 };
 
-template <i32 kRows_, bool kTree_>
+// With kListed_ tiles are rows of a list, which all rows of the block see, gathered by threads, and the results have
+// the rows' maxima.
+template <i32 kRows_, bool kTree_, bool kListed_ = false>
 struct Fp8Storage {
     static constexpr i32 kRows = kRows_;
-    static constexpr bool kTree = kTree_;
+    static constexpr bool kTree = kTree_, kListed = kListed_;
     static constexpr i32 kStages = kTree ? kFp8FewerStages : kFp8Stages;
     static constexpr u32 kRingBytes = kTree ? kFp8FewerStages * kFp8WideTileBytes : kFp8Stages * kFp8TileBytes;
 
     alignas(kSwizzleAtomBytes) u8 q[kFp8LatentBytes + kSw64Bytes];
     alignas(kSwizzleAtomBytes) u8 kv[kRingBytes];
     alignas(kSwizzleAtomBytes) u8 p[2][kRows * kSw64RowBytes];
-    float tile_max[2][kRows];  // of the tile of each side's P, base 2
+    // The first one of eight columns that P is multiplied by, for its sums: 16 ones for each 16 tokens. The others are
+    // what follows, of which nothing comes but more columns: there is no room for ones.
+    alignas(16) u8 ones[kRows < 32 ? 64 : 16];
     float q_factors[kRows];
+    float tile_max[2][kRows];  // of the tile of each side's P, base 2
     union Shared {
         float factors[kWarpgroupWarps][kRows];  // of each warp's, by which it adds a tile's sums
         Fp8Stats<kRows> stats;                  // at the end of a work item
@@ -96,11 +105,14 @@ struct Fp8Storage {
 };
 
 template <class Storage>
-MLA_DEVICE void init_fp8_storage(Storage& s, i32 rows) {
+MLA_DEVICE void init_fp8_storage(Storage& s, i32 rows, i32 load_arrivals = 1) {
     s.rows = rows;
-    init_ring(s.kv_full, s.kv_empty, 1, 2 * kWarpgroupWarps);
+#pragma unroll
+    for (i32 i = 0; i < sizeof(s.ones) / sizeof(u32); ++i) reinterpret_cast<u32*>(s.ones)[i] = kE4m3Ones;
+    init_ring(s.kv_full, s.kv_empty, load_arrivals, 2 * kWarpgroupWarps);
     init_ring(s.p_full, s.p_empty, kWarpgroupWarps, 2 * kWarpgroupWarps);
     fence_mbarrier_init();
+    fence_proxy_async();  // of the ones; the same thread's of the queries would do, too
 }
 
 // Work as the schedule has it, in uniform registers: others are short.
@@ -125,9 +137,12 @@ struct Fp8Block : RowBlock<Memory_::kRows, Memory_::kTree> {
     Fp8Ring ring;
 
     MLA_DEVICE Fp8Block(const DecodeFp8Params& p, Memory& s)
-        : RowBlock<Memory::kRows, Memory::kTree>(p), s(s), ring(Fp8Ring::of(p, Memory::kTree)) {
+        : RowBlock<Memory::kRows, Memory::kTree>(p),
+          s(s),
+          ring(Memory::kListed ? Fp8Ring::of_rows() : Fp8Ring::of(p, Memory::kTree)) {
         this->kv_head = in_uniform(this->kv_head), this->row0 = in_uniform(this->row0);
         this->hidden = in_uniform(this->hidden);
+        if (Memory::kListed) this->kv_head = this->hidden = 0;  // one KV head, and requests of one token
     }
 
     MLA_DEVICE const DecodeFp8Params& params() const { return static_cast<const DecodeFp8Params&>(this->p); }

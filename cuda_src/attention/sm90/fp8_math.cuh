@@ -6,8 +6,8 @@
 //
 // The tensor cores cut sums of e4m3 products off after 13 fraction bits, towards zero, after each 32 terms: sums over a
 // whole sequence would shrink. So a tile's sum is theirs, and is added in float32, by the factor f = 2^(m - reference)
-// of its row: a tile's weights have its own maximum, whatever came before. What a tile's sum has lost is given back
-// in part: see kFp8Regain.
+// of its row: a tile's weights have its own maximum, whatever came before. The sum of weights by which O is divided
+// is made by the same products, and so loses what values lose.
 #pragma once
 #include "attention/online_softmax.cuh"
 #include "attention/sm90/fp8_query.cuh"
@@ -15,15 +15,6 @@
 #include "ptx/wgmma.cuh"
 
 namespace mla::attention::sm90 {
-// A tile's sum is two products of 32 tokens. Where all terms have one sign, those of the second one are cut off beside
-// the sum of the first: up to 2^-10 of the tile's sum is lost, or nothing, as weights and values fall. Some third of
-// the most is given back, so that what remains lies on either side (cuda_src/decode/fp8.md has a table).
-constexpr float kFp8Regain = 1.0003f;
-
-// Of a tile with so many tokens that all rows of the block see. What the first product holds loses little: so attention
-// to a few tokens, and to a single one above all, is left as it is. It is the same for all rows: a factor of the tile.
-MLA_DEVICE float fp8_regain(i32 tokens) { return tokens > kMmaKBytes ? kFp8Regain : 1.f; }
-
 // A reference after a tile: see kFp8ReferenceLog2.
 MLA_DEVICE float moved_reference(float reference, float tile_max) {
     return tile_max > reference + kFp8ReferenceLog2 ? tile_max : reference;
@@ -42,7 +33,8 @@ struct Fp8Math {
     static constexpr i32 kActiveWarps = kRows / kWarpColumns;  // that have rows of the block
     static constexpr i32 kScoreParts = 3;                      // of the columns
     static constexpr i32 kScores = kFp8MmaRows * kTileTokens / kWarpgroupThreads;
-    static constexpr i32 kBlocks = kFp8PanelsOfSide * 2;                   // 64 columns of the output each
+    static constexpr i32 kBlockColumns = kSw128ByteColumns / 2;  // 64: of the output in a product
+    static constexpr i32 kBlocks = kFp8PanelsOfSide * 2;
     static constexpr i32 kSums = kFp8MmaRows * kRows / kWarpgroupThreads;  // of a block
     static constexpr i32 kRowsOfLane = ceil_div(kRows, kWarpThreads);      // lane, lane + 32
 
@@ -57,7 +49,8 @@ struct Fp8Math {
     float scores[kScores], spare[kScores];
     float out[kBlocks][kSums];  // O^T: see `head_of`
     // Of the rows of scores, what this side has scored. The lanes of a quad share a register: the sum of the weights,
-    // that of the rounded weights, and (twice) the reference of both.
+    // that of the rounded weights, and (twice) the reference of both; of a list
+    // the last one has the row's maximum.
     float quad_state[kFragmentRows];
     float out_reference[kRowsOfLane];  // of the rows of `out`: the same in each warp
     Ring<kPhases> phases;
@@ -80,6 +73,7 @@ struct Fp8Math {
 #pragma unroll
         for (i32 r = 0; r < kFragmentRows; ++r) {
             quad_state[r] = own_lane() % 4 < 2 ? 0.f : kLowestMax;
+            if (Memory::kListed && own_lane() % 4 == 3) quad_state[r] = negative_infinity();
         }
 #pragma unroll
         for (i32 i = 0; i < kRowsOfLane; ++i) out_reference[i] = kLowestMax;
@@ -126,6 +120,7 @@ struct Fp8Math {
     MLA_DEVICE void begin_scores(i32 stage) {
         const ScoreOperands operands(s, block.ring, stage);
         mbarrier_wait(s.kv_full[stage], phases.full_parity(stage));
+        if (Memory::kListed) fence_proxy_async();  // threads have written it
         start_scores(scores, operands, 0);
     }
 
@@ -147,7 +142,7 @@ struct Fp8Math {
 
     // Most tiles hide nothing.
     MLA_DEVICE void mask(const WorkItem& item, i32 tile, i32 stage) {
-        const u64 present = s.present[stage];
+        const u64 present = Memory::kListed ? ~0ull : s.present[stage];
         if ((tile + 1) * kTileTokens <= item.seen_by_all && present == ~0ull) return;
         const i32 row = score_row(), thread = this->thread();
         if constexpr (Memory::kTree) {
@@ -211,33 +206,40 @@ struct Fp8Math {
         return sum[0] + sum[1];
     }
 
-    // The tile's sum for row r: in even lanes of the weights, in odd ones of the rounded weights, added in f16: eight
-    // numbers of four bits each, so what is lost is below 2^-10 of a sum.
-    MLA_DEVICE float sum_of_row(const u32 (&words)[8], float before, i32 r, i32 lane) const {
-        u32 low = 0, high = 0;
+    // The sums of the rounded weights are P times a column of ones, by the warpgroup that has P: in even columns of the
+    // result, which are the first lane's of each quad. Each 32 tokens have a sum of their own.
+    static constexpr i32 kTileSteps = kTileTokens / kMmaKBytes;
+    using RowSums = float[kTileSteps][4];
+
+    MLA_DEVICE void start_row_sums(RowSums& sums, const u32 (&words)[8]) {
+        const SmemDesc ones = uniform(make_desc(smem_addr(s.ones), 0, 0, kNoSwizzle));
 #pragma unroll
-        for (i32 i = 0; i < kTileTokens / 16; ++i) {
-            low = add_x2(float16{}, low, cvt_f16_x2_e4m3(words[2 * i + r]));
-            high = add_x2(float16{}, high, cvt_f16_x2_e4m3_high(words[2 * i + r]));
+        for (i32 step = 0; step < kTileSteps; ++step) pin(sums[step]);
+        wgmma_fence();
+#pragma unroll
+        for (i32 step = 0; step < kTileSteps; ++step) {
+            const u32 a[4] = {words[4 * step], words[4 * step + 1], words[4 * step + 2], words[4 * step + 3]};
+            wgmma_mma_async(float8_e4m3fn{}, sums[step], a, ones, false);
         }
-        const float2 pair = unpack<float16>(add_x2(float16{}, low, high));
-        const float after = pair.x + pair.y;
-        const bool odd = lane % 2 != 0;
-        const float own = odd ? after : before, others = odd ? before : after;
-        const float of_two = own + __shfl_xor_sync(kFullWarp, others, 1);
-        return of_two + __shfl_xor_sync(kFullWarp, of_two, 2);
+        wgmma_commit_group();
     }
 
-    // Adds the tile's sums to the rows', by the tile's maxima.
-    MLA_DEVICE void add_sums(const u32 (&words)[8], const float (&before)[kFragmentRows],
-                             const float (&tops)[kFragmentRows], i32 lane) {
+    // Adds the tile's sums to the rows', by the tile's maxima: in the first lane of a quad those of the rounded
+    // weights, in the second one those of the weights before.
+    MLA_DEVICE void add_sums(RowSums& sums, const float (&before)[kFragmentRows], const float (&tops)[kFragmentRows],
+                             i32 lane) {
+#pragma unroll
+        for (i32 step = 0; step < kTileSteps; ++step) pin(sums[step]);
 #pragma unroll
         for (i32 r = 0; r < kFragmentRows; ++r) {
-            const float tile_sum = sum_of_row(words, before[r], r, lane);
-            const float reference = __shfl_sync(kFullWarp, quad_state[r], lane | 2);
+            float sum = before[r] + __shfl_xor_sync(kFullWarp, before[r], 1);
+            sum += __shfl_xor_sync(kFullWarp, sum, 2);
+            const float tile_sum = lane % 4 == 0 ? sums[0][2 * r] + sums[1][2 * r] : sum;
+            const float reference = __shfl_sync(kFullWarp, quad_state[r], Memory::kListed ? lane & ~3 | 2 : lane | 2);
             const float moved = moved_reference(reference, tops[r]);
             const float decay = ex2_approx(reference - moved), factor = ex2_approx(tops[r] - moved);
-            quad_state[r] = lane % 4 < 2 ? fmaf(quad_state[r], decay, tile_sum * factor) : moved;
+            const float others = Memory::kListed && lane % 4 == 3 ? fmaxf(quad_state[r], tops[r]) : moved;
+            quad_state[r] = lane % 4 < 2 ? fmaf(quad_state[r], decay, tile_sum * factor) : others;
         }
     }
 
@@ -264,7 +266,14 @@ struct Fp8Math {
             store_byte_words(smem_addr(s.p[side]), words, warp, lane);
         }
         release(s.p_full[side], lane);
-        if (active()) add_sums(words, before, tops, lane);
+        RowSums sums;
+        if (!active()) {
+#pragma unroll
+            for (u32& word : words) word = 0;
+        }
+        start_row_sums(sums, words);
+        wgmma_wait_group<0>();
+        if (active()) add_sums(sums, before, tops, lane);
     }
 
     // ---- Values ------------------------------------------------------------------------------------------------
@@ -272,7 +281,7 @@ struct Fp8Math {
     // `column_of(b)` and, where i / 2 is odd, the next one.
     MLA_DEVICE i32 head_of(i32 i) const { return fragment_column(own_lane(), i); }
     MLA_DEVICE i32 column_of(i32 b) const {
-        return side * (kHeadDimV / 2) + b * (kSw128ByteColumns / 2) + warp * kWarpColumns + own_lane() / 4 * 2;
+        return side * (kHeadDimV / 2) + b * kBlockColumns + warp * kWarpColumns + own_lane() / 4 * 2;
     }
 
     // Multiplies the output by the warp's factors.
@@ -304,8 +313,8 @@ struct Fp8Math {
         return kRowsOfLane > 1 && warp > 0 ? out_reference[kRowsOfLane - 1] : out_reference[0];
     }
 
-    // The factors of a tile of side `of`, times `regain`, become the warp's.
-    MLA_DEVICE void take_factors(i32 of, float regain) {
+    // The factors of a tile of side `of` become the warp's.
+    MLA_DEVICE void take_factors(i32 of) {
         const i32 lane = own_lane();
         float moved[kRowsOfLane], factors[kRowsOfLane];
         bool any = false;
@@ -314,7 +323,7 @@ struct Fp8Math {
             const i32 row = kRows % kWarpThreads == 0 ? lane + i * kWarpThreads : lane % kRows;
             const float top = s.tile_max[of][row];
             moved[i] = moved_reference(out_reference[i], top);
-            factors[i] = ex2_approx(top - moved[i]) * regain;
+            factors[i] = ex2_approx(top - moved[i]);
             any |= moved[i] != out_reference[i];
         }
         if (__any_sync(kFullWarp, any)) {
@@ -333,6 +342,7 @@ struct Fp8Math {
     // 0 * NaN is not 0: NaN becomes 0 in what not every row of the block sees. A row that sees it is NaN by its score.
     // Not before side `of` has scored it, since its values are its keys.
     MLA_DEVICE void sanitize(const WorkItem& item, i32 tile, i32 of, u8* values) {
+        if (Memory::kListed) return;  // what is not there has been written as zeros
         const i32 first = max(item.seen_by_all - tile * kTileTokens, 0), end = item.tokens - tile * kTileTokens;
         if (first >= kTileTokens) return;
         mbarrier_wait(s.p_full[of], phases.full_parity(kPFull + of));
@@ -425,7 +435,7 @@ struct Fp8Math {
         load_values(a[1], values, 1);
         mbarrier_wait(s.p_full[of], phases.full_parity(kPFull + of));
         phases.advance(kPFull + of);
-        take_factors(of, fp8_regain(item.seen_by_all - tile * kTileTokens));
+        take_factors(of);
         float2 factors[kFactorPairs];
         load_factors(factors);
         start_sum(sums_of(0), a[0], p);

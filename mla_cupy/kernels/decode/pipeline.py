@@ -8,7 +8,6 @@ from typing import Any
 from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.dtypes import TABLE
-from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import (
     combine,
@@ -134,7 +133,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
 
     def configure(self, problem: DecodeProblem, device: DeviceInfo, kernel: str | None = None) -> DecodeConfig:
         """See `Pipeline.configure`."""
-        chosen = choice.choose("decode", self._computing(problem.math, kernel), problem, device, kernel)
+        chosen = choice.choose("decode", choice.of_math(self.kernels, problem.math, kernel), problem, device, kernel)
         groups = _groups(problem, chosen)
         rows = groups.queries * problem.h_q if groups else problem.rows
         splits = chosen.splits(rows, device, problem.h_kv)
@@ -150,16 +149,6 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         batch = problem.batch or Batch(1, 0)
         most = groups.most(batch.b, batch.queries or problem.s_q)
         return replace(config, groups=groups, max_groups=most)
-
-    def _computing(self, math: str, kernel: str | None) -> tuple[AttentionKernel[DecodeProblem], ...]:
-        """The kernels whose products have this arithmetic; `kernel`, if named, must be one of them."""
-        choice.check_kernel(self.kernels, kernel)
-        found = tuple(candidate for candidate in self.kernels if candidate.math == math)
-        names = [candidate.name for candidate in found]
-        if kernel is not None and kernel not in names:
-            expected = f"for math={math!r} one of " + ", ".join(names)
-            raise ArgumentError(explain("kernel", repr(kernel), expected, "leave kernel or math out"))
-        return found
 
     def in_pieces(self, config: DecodeConfig, pieces: Pieces, device: DeviceInfo) -> DecodeConfig:
         """Configuration of a batch-invariant call, in pieces."""

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.sparse_forward import records, sm90, sm100
+from mla_cupy.kernels.sparse_forward import records, sm90, sm90_fp8, sm100
 from mla_cupy.kernels.sparse_forward.pipeline import SPARSE_FORWARD
 from mla_cupy.kernels.spec import KernelSpec
 
@@ -16,4 +16,5 @@ KERNELS: tuple[KernelSpec[Any], ...] = (
     *records.KERNELS,
     *sm100.KERNELS,
     *sm90.KERNELS,
+    sm90_fp8.KERNEL,
 )

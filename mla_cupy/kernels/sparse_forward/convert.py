@@ -26,7 +26,11 @@ ROWS = "kv_rows"
 
 def is_faster(problem: SparseForwardProblem, device: DeviceInfo) -> bool:
     """True if converting first is faster; only where the kernels over rows have tensor cores."""
-    if not problem.record or sm90.unsupported(replace(problem, record=""), device) is not None:
+    if (
+        not problem.record
+        or problem.math != "exact"
+        or sm90.unsupported(replace(problem, record=""), device) is not None
+    ):
         return False
     one_block = problem.h_q <= records.BLOCK_ROWS[-1]
     gathers = GATHERS_OF_ONE_BLOCK if one_block else GATHERS_OF_MORE

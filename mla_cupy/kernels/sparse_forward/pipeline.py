@@ -19,9 +19,9 @@ from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
 from mla_cupy.kernels.param_layout import NULL
-from mla_cupy.kernels.params import DecodeParams
+from mla_cupy.kernels.params import DecodeFp8Params, DecodeParams, Fp8ScaleAddresses
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
-from mla_cupy.kernels.sparse_forward import convert, records, sm90, sm100
+from mla_cupy.kernels.sparse_forward import convert, records, sm90, sm90_fp8, sm100
 from mla_cupy.kernels.sparse_forward.heuristics import ORDERED_FROM
 from mla_cupy.kernels.sparse_forward.problem import MappedKernel, SparseForwardOptions, SparseForwardProblem
 from mla_cupy.runtime.device import DeviceInfo
@@ -59,6 +59,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
         GENERIC,
         records.SMALL,
         records.GENERIC,
+        sm90_fp8.KERNEL,
     )
 
     def configure(
@@ -68,7 +69,8 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
         converted = ""
         if kernel is None and convert.is_faster(problem, device):
             problem, converted = replace(problem, record=""), problem.record
-        chosen = choice.choose("the sparse forward", self.kernels, problem, device, kernel)
+        computing = choice.of_math(self.kernels, problem.math, kernel)
+        chosen = choice.choose("the sparse forward", computing, problem, device, kernel)
         splits = chosen.splits(problem.h_q, device)
         row_bytes = TABLE[problem.dtype].nbytes * problem.d_qk
         if problem.record:
@@ -103,7 +105,8 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
         problem, options = config.problem, call.options
         if problem.s_q == 0:
             return []
-        args = self._args(config, call)
+        merged = self._args(config, call)
+        args = _with_scales(config, merged)
         list_stride = row_lists.rows_stride(problem.topk)
         merge_cost = heuristics.merge_cost(min(problem.h_q, config.kernel.block_rows))
         steps: list[Step] = [
@@ -114,7 +117,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
         ]
         if config.combine_blocks:
             blocks = combine.needed_blocks(config.combine_blocks, problem.s_q, problem.h_q, config.num_splits)
-            steps.append(combine.launch(problem.dtype, blocks, args))
+            steps.append(combine.launch(problem.dtype, blocks, merged))
         return steps
 
     def _args(self, config: SparseForwardConfig, call: Call) -> LaunchArgs:
@@ -161,13 +164,25 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
             unit_tiles=0,
             cp_world=1,
             cp_rank=0,
-            scale_log2=options.scale * LOG2_E,
+            scale_log2=options.scale * options.kv_scale * LOG2_E,
             lse_factor=from_log2(options.lse_base),
             empty_lse=options.empty_lse,
-            value_scale=1.0,
+            value_scale=options.kv_scale,
         )
         kernel = config.kernel
         return LaunchArgs(params, kernel.maps(problem, params.kv, call) if isinstance(kernel, MappedKernel) else ())
+
+
+def _with_scales(config: SparseForwardConfig, args: LaunchArgs) -> LaunchArgs:
+    """The arguments as the attention kernel takes them: that with products in FP8 could have scales on the device."""
+    if config.kernel.params is not DecodeFp8Params:
+        return args
+    assert isinstance(args.params, DecodeParams)
+    scales = Fp8ScaleAddresses(q_scales=NULL, kv_scales=NULL)
+    params = DecodeFp8Params(
+        fp8_scale_addresses=scales, decode_params=args.params, q_scales_stride_b_s_h_elems=(0, 0, 0)
+    )
+    return LaunchArgs(params)
 
 
 def _rows(config: SparseForwardConfig, kv: View) -> tuple[tuple[int, int, int], tuple[int, ...]]:

@@ -20,7 +20,7 @@ class SparseForwardProblem:
     """Sizes and dtypes that decide which kernels run and how: no pointers, no device.
 
     `aligned` says that q and kv start at, and step by, multiples of 16 bytes. `record` is the FP8 record of kv, "" for
-    rows of `dtype`.
+    rows of `dtype`. `math` is "exact" or "fp8".
     """
 
     s_q: int
@@ -31,6 +31,7 @@ class SparseForwardProblem:
     dtype: str
     aligned: bool = True
     record: str = ""
+    math: str = "exact"
 
     @property
     def rows(self) -> int:
@@ -44,6 +45,8 @@ class SparseForwardOptions(NamedTuple):
     d_v: int
     scale: float
     causal: bool
+    kv_scale: float
+    math: str
     lse_base: str
     empty_lse: float
     out_dtype: str | None

@@ -30,6 +30,8 @@ def sparse_mla_forward(
     causal: bool = False,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_kv: torch.Tensor | None = None,
+    kv_scale: float = 1,
+    math: str = "exact",
     lse_base: str = "e",
     empty_lse: float = -math.inf,
     out: torch.Tensor | None = None,
@@ -54,9 +56,9 @@ def sparse_mla_forward(
     kv : tensor, (s_kv, d_qk) or (s_kv, 1, d_qk), dtype of q; or (num_pages, page_size, width), uint8
         Latents; the values are the first 512 elements of the keys. Strides as for q. Or the pages of an FP8 record, see
         `cache_append`: a width of 656 is "v32", whose d_qk is 576, one of 584 "v4", whose d_qk is 512 and whose values
-        include the RoPE part. Its rows are slots, page * page_size + token; tokens of 656 bytes need no pages, (s_kv,
-        656). Pages of records start at, and step by, multiples of 16 bytes: pages of "v4" with an odd number of tokens
-        need a gap of 8 bytes between them.
+        include the RoPE part; one of 576 is "fp8", with math="fp8" only. Its rows are slots, page * page_size + token;
+        tokens of 656 or 576 bytes need no pages, (s_kv, 656). Pages of records start at, and step by, multiples of 16
+        bytes: pages of "v4" with an odd number of tokens need a gap of 8 bytes between them.
     indices : tensor, (s_q, topk) or (s_q, 1, topk), int32
         The rows of each query, counted from the start of its sequence, in any order. Any topk, any strides. A slot
         counts if 0 <= index < limit; all others are skipped, -1 being the usual mark. The limit is the sequence's
@@ -77,6 +79,11 @@ def sparse_mla_forward(
         cu_seqlens_kv[n + 1]. A query of no sequence has no row; a query of several belongs to the first. Values of
         cu_seqlens_kv are clamped to [0, s_kv], and a sequence that ends before it starts is empty. Both or none;
         default: one sequence.
+    kv_scale : float
+        Scale of the record "fp8": keys and values are its codes times this. Finite, above 0; 1 for all others.
+    math : str
+        Arithmetic of both products: "exact", of 16-bit elements, or "fp8" for the record "fp8", on the FP8 tensor cores
+        of Hopper: queries and weights are rounded to e4m3, see the notes of `mla_decode`.
     lse_base : str
         "e" or "2": base of the logarithm in `lse`.
     empty_lse : float
@@ -126,7 +133,7 @@ def sparse_mla_forward(
     (8.0, 16.0, 0.0)
     """
     arrays = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, out, lse, max_logits)
-    options = (d_v, scale, causal, lse_base, empty_lse, out_dtype, kernel)
+    options = (d_v, scale, causal, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
     if is_plain_call(q) and not torch.is_grad_enabled() and (out is None) is (lse is None) is (max_logits is None):
         out, lse, max_logits = run(Invocation(OPERATION, arrays, options, workspace))
     else:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
+from tests.sparse_forward import test_forward_fp8 as fp8
 from tests.sparse_forward.test_forward_records import (
     CASES,
     CONVERTED,
@@ -34,6 +36,8 @@ def calls() -> Iterator[Call]:
             yield Call(f"{kernel} {case.id}", partial(compare, case, kernel), case not in MANY)
     for case in CONVERTED:
         yield Call(f"converted {case.id}", partial(compare, case, None))
+    for case in (*fp8.CASES, *(replace(case, record="fp8", page_size=5) for case in MANY[:1])):
+        yield Call(f"{fp8.KERNEL} {case.id}", partial(fp8.compare, case), case in fp8.CASES)
 
 
 def compare(case: RecordCase, kernel: str | None) -> None:
