@@ -29,8 +29,14 @@ constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK;
 constexpr bool kHasRope = kHeadDimQk > kHeadDimV;
 constexpr bool kDeterministic = MLA_DETERMINISTIC;
 constexpr i32 kMaxHeads = MLA_MAX_HEADS;  // of an item
+#ifdef MLA_PIECES
+constexpr bool kPieces = true;  // an item is a piece of a query's list, and has a part of dQ
+#else
+constexpr bool kPieces = false;
+#endif
 static_assert(is_head_dim_qk(kHeadDimQk), "with or without RoPE columns");
 static_assert(kMaxHeads == kBlockHeads || kMaxHeads == kBlockHeads / 2, "all heads, or 17 to 32");
+static_assert(!kPieces || (kMaxHeads == kBlockHeads && !kDeterministic), "the only such build");
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role     warps   regs   does
@@ -106,16 +112,33 @@ struct Block {
     i32 head_blocks, items;
 
     MLA_DEVICE Block(const BackwardParams& p, Storage& s)
-        : p(p), s(s), head_blocks(ceil_div(p.h_q, kBlockHeads)), items(p.s_q * head_blocks) {}
+        : p(p),
+          s(s),
+          head_blocks(kPieces ? 1 : ceil_div(p.h_q, kBlockHeads)),
+          items(kPieces ? (p.s_q - p.first_query) * p.pieces : p.s_q * head_blocks) {}
 
     MLA_DEVICE i32 item(const Cursor& at) const { return blockIdx.x + at.pass * gridDim.x; }
     MLA_DEVICE bool valid(const Cursor& at) const { return item(at) < items; }
     // Mostly there is one block of heads, and no need to wait for a division.
-    MLA_DEVICE i32 query(const Cursor& at) const { return head_blocks == 1 ? item(at) : item(at) / head_blocks; }
+    MLA_DEVICE i32 query(const Cursor& at) const {
+        if (kPieces) return p.first_query + item(at) / p.pieces;
+        return head_blocks == 1 ? item(at) : item(at) / head_blocks;
+    }
     MLA_DEVICE i32 head0(const Cursor& at) const { return head_blocks == 1 ? 0 : item(at) % head_blocks * kBlockHeads; }
     MLA_DEVICE i32 heads(const Cursor& at) const { return min(p.h_q - head0(at), kBlockHeads); }
+    // The item's keys: how many, and the list of them.
+    MLA_DEVICE i32 first_of_piece(const Cursor& at) const { return kPieces ? item(at) % p.pieces * p.piece_keys : 0; }
+    MLA_DEVICE i32 count(const Cursor& at) const {
+        const i32 count = p.counts[query(at)];
+        return kPieces ? min(count - first_of_piece(at), p.piece_keys) : count;
+    }
+    MLA_DEVICE const i32* list(const Cursor& at) const {
+        return p.rows + query(at) * p.rows_stride_elems + first_of_piece(at);
+    }
+    // Where pieces make it, each has a place of its own.
     MLA_DEVICE float* delta(const Cursor& at, i32 row) const {
-        return p.delta + ((i64)query(at) * p.h_q + head0(at) + row);
+        const i64 place = kPieces && p.out != nullptr ? item(at) : query(at);
+        return p.delta + (place * p.h_q + head0(at) + row);
     }
     // +Inf for a row without a key.
     MLA_DEVICE float lse2(const Cursor& at, i32 row) const {
@@ -242,9 +265,23 @@ MLA_DEVICE void make_ds(const Block& block, Math& math, const float (&delta)[kFr
     mbarrier_arrive(block.s.ds_full);
 }
 
+// Columns of a piece's part of dQ, in float32.
+template <i32 kCount>
+MLA_DEVICE void store_dq_piece(const Block& block, const Cursor& at, const float (&dq)[kCount], i32 column,
+                               i32 thread) {
+    float* const to = block.p.dq_pieces + (i64)block.item(at) * block.p.h_q * kHeadDimQk + column;
+#pragma unroll
+    for (i32 i = 0; i < kCount; i += 2) {
+        const i32 row = fragment_row(thread, i);
+        if (row >= block.heads(at)) continue;
+        *reinterpret_cast<float2*>(to + row * kHeadDimQk + fragment_column(thread, i)) = make_float2(dq[i], dq[i + 1]);
+    }
+}
+
 // Columns of dQ, from an accumulator.
 template <i32 kCount>
 MLA_DEVICE void store_dq(const Block& block, const Cursor& at, const float (&dq)[kCount], i32 column, i32 thread) {
+    if constexpr (kPieces) return store_dq_piece(block, at, dq, column, thread);
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
         const i32 row = fragment_row(thread) + 8 * r;
@@ -254,12 +291,13 @@ MLA_DEVICE void store_dq(const Block& block, const Cursor& at, const float (&dq)
     }
 }
 
-// dQ of an item without a key.
+// dQ of an item without a key. Nobody reads that of a piece.
 struct StoreZeros {
     const Block& block;
     i32 thread;
 
     MLA_DEVICE void operator()(const Cursor& at) const {
+        if (kPieces) return;
         constexpr i32 kChunks = kHeadDimQk / 8;
         for (i32 i = thread; i < block.heads(at) * kChunks; i += kWarpgroupThreads) {
             u16* to = dq_row(block.p, block.query(at), block.head0(at) + i / kChunks) + i % kChunks * 8;
@@ -398,7 +436,7 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread, i32 gather_thread, Skipp
 // ---- Reduce role -----------------------------------------------------------------------------------------------
 // The first three steps of dS^T are multiplied from registers, which spares shared memory 7 % of its traffic. There is
 // no room for a fourth. PERF(H200, 2026-11-23, -1 to -2 % under load)
-constexpr i32 kStepsInRegs = kMaxHeads == kBlockHeads ? 3 : kMaxHeads / kMmaK;
+constexpr i32 kStepsInRegs = kMaxHeads == kBlockHeads ? (kPieces ? 2 : 3) : kMaxHeads / kMmaK;
 
 struct Reduce {
     float dkv[32];  // 64 keys x 64 dims
@@ -539,7 +577,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     Storage& s = *reinterpret_cast<Storage*>(smem);
     if (threadIdx.x == 0) init_storage(s);
     __syncthreads();
-    griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
+    // Pieces follow the kernel for all other queries, which waited for everything that both read, and begin when its
+    // first blocks end.
+    if (!kPieces) griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
+    if (!kPieces) griddepcontrol_launch_dependents();
     Block block(p, s);
     if (kMayMakeDelta && p.out != nullptr) {
         make_first_deltas(block);
@@ -564,6 +605,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             run_reduce_role<kMaxHeads / kMmaK>(block, thread);
         }
     }
-    griddepcontrol_launch_dependents();
+    if (kPieces) griddepcontrol_wait();  // what follows waits for the pieces alone
 }
 }  // namespace mla::sparse_backward::sm90

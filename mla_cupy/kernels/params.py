@@ -1040,6 +1040,20 @@ class DlseParams(Params):
     lse_to_log2: F32
 
 
+class DqPiecesParams(Params):
+    """Struct of `sparse_backward/dq_pieces.cu`."""
+
+    dq_pieces: Address
+    counts: Address
+    dq: Address
+    dq_stride_s_h_elems: tuple[I64, I64]
+    first_query: I32
+    pieces: I32
+    piece_keys: I32
+    h_q: I32
+    d_qk: I32
+
+
 class BackwardParams(Params):
     """Struct of `sparse_backward/params.cuh`."""
 
@@ -1055,6 +1069,7 @@ class BackwardParams(Params):
     dkv: Address
     progress: Address
     out: Address
+    dq_pieces: Address
     q_stride_s_h_elems: tuple[I64, I64]
     kv_stride_s_elems: I64
     dout_stride_s_h_elems: tuple[I64, I64]
@@ -1065,6 +1080,9 @@ class BackwardParams(Params):
     s_q: I32
     s_kv: I32
     h_q: I32
+    first_query: I32
+    pieces: I32
+    piece_keys: I32
     lse2_factor: F32
     scale: F32
     scale_log2: F32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.params import BackwardParams
 from mla_cupy.kernels.sparse_backward.problem import (
     CORE,
@@ -11,9 +12,10 @@ from mla_cupy.kernels.sparse_backward.problem import (
     SparseBackwardProblem,
     plain_variant,
 )
-from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc
+from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.launching import Dim3
+from mla_cupy.shapes import D_QK
 
 BLOCK_HEADS = 64
 _FEW, _FEWEST = 32, 16
@@ -23,6 +25,16 @@ _FEW, _FEWEST = 32, 16
 def variant(problem: SparseBackwardProblem) -> Variant:
     """The build that takes the fewest products, for up to `max_heads` heads."""
     return plain_variant(problem).extended(max_heads=_FEW if _FEWEST < problem.h_q <= _FEW else BLOCK_HEADS)
+
+
+def pieces_variant(problem: SparseBackwardProblem) -> Variant | None:
+    """The build for pieces of lists: of keys with RoPE columns, and items of all heads."""
+    if problem.h_q > BLOCK_HEADS or problem.d_qk != D_QK or problem.deterministic:
+        return None
+    return plain_variant(problem).extended(max_heads=BLOCK_HEADS, pieces=1)
+
+
+_PIECES = variants(dtype=HALF, head_dim_qk=(D_QK,), deterministic=(0,), max_heads=(BLOCK_HEADS,), pieces=(1,))
 
 
 def _with_heads(builds: tuple[Variant, ...]) -> tuple[Variant, ...]:
@@ -48,7 +60,7 @@ KERNEL = BackwardKernel(
     "sparse_backward/sm90.cu",
     BackwardParams,
     HOPPER,
-    _with_heads(VARIANTS),
+    (*_with_heads(VARIANTS), *_PIECES),
     _with_heads(CORE),
     facts={"block_heads": BLOCK_HEADS},
     unsupported=unsupported,
@@ -57,4 +69,5 @@ KERNEL = BackwardKernel(
     dkv_order=DkvOrder.SM90,
     variant=variant,
     makes_delta=True,
+    pieces_variant=pieces_variant,
 )
