@@ -495,11 +495,17 @@ struct Targets {
         }
     }
 
-    // Adds four numbers to the row, from dim `dim` of this thread's position on.
-    MLA_DEVICE void add(i32 r, i32 i, i32 dim, float (&x)[4]) const {
+    // Adds four numbers to the row, from dim `dim` of this thread's position on. `magnitude` is the largest of the 32
+    // that the threads of the row add.
+    MLA_DEVICE void add(i32 r, i32 i, i32 dim, float (&x)[4], [[maybe_unused]] float magnitude = 0.f) const {
         i32 row = rows[r][i];
         opaque(row);  // four pointers and as many flags would be four registers more
-        adder.add(base + (i64)row * kHeadDimQk + dim, extractors[r][i], x, row - kNoRow);
+        float* const to = base + (i64)row * kHeadDimQk + dim;
+        if constexpr (kDeterministic) {
+            adder.add_part(to, extractors[r][i], x, magnitude, row - kNoRow);
+        } else {
+            adder.add(to, 0, x, row - kNoRow);
+        }
     }
 };
 
@@ -509,8 +515,14 @@ MLA_DEVICE void add_dkv(const float* dkv, const Targets& to, i32 dim, i32 thread
     exchange_quads(x, dkv, thread & 4);
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
-        to.add(r, 0, dim, x[r][0]);
-        to.add(r, 1, dim, x[r][1]);
+        if constexpr (kDeterministic) {
+            const PieceMagnitudes largest(dkv, r, thread & 4);
+            to.add(r, 0, dim, x[r][0], largest.of_key[0]);
+            to.add(r, 1, dim, x[r][1], largest.of_key[1]);
+        } else {
+            to.add(r, 0, dim, x[r][0]);
+            to.add(r, 1, dim, x[r][1]);
+        }
     }
 }
 
