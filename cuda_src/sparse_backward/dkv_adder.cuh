@@ -36,14 +36,12 @@ struct DkvAdder {
         }
     }
 
-    // The same for a part of a piece that other threads add at the same time, all of it to one bin: that of the largest
-    // `magnitude` of the piece. The L2 processes wide pieces faster.
-    MLA_DEVICE void add_part(float* to, i32 extractor, float (&x)[4], float magnitude, i32 wanted) const {
-        static_assert(kDeterministic, "else there is one bin");
-        const Bins bins{bound, extractor};
-        const i32 bin = bins.index(magnitude);
+    // The bin of numbers of which `magnitude` is the largest, whatever the row.
+    MLA_DEVICE i32 bin(float magnitude) const { return Bins{bound, 0}.index(magnitude); }
+    // Adds four numbers to a bin that holds the largest of them.
+    MLA_DEVICE void add_to_bin(float* to, i32 extractor, i32 bin, float (&x)[4], i32 wanted) const {
 #pragma unroll
-        for (float& number : x) number = bins.round(number, bin);
+        for (float& number : x) number = Bins{bound, extractor}.round(number, bin);
         red_add_v4(to + bin * bin_elems, x[0], x[1], x[2], x[3], wanted);
     }
 };

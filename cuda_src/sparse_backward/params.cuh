@@ -31,7 +31,7 @@ struct BackwardParams {
     i32 s_q, s_kv, h_q;
     i32 first_query, pieces, piece_keys;  // of that build: the queries before are others' work; pieces of each list
     float lse2_factor;                    // to base 2
-    float scale, scale_log2;  // of the scores; scale * log2(e)
+    float scale, scale_log2;              // of the scores; scale * log2(e)
 };
 
 // The position of a dim in its row of the workspace, for the Hopper kernels and the weight-stationary one. The four

@@ -473,13 +473,25 @@ MLA_DEVICE void make_dkv(Reduce& reduce, SmemDesc ds, SmemDesc q, SmemDesc dout)
 
 using Adder = DkvAdder<kDeterministic, kHeadDimQk>;
 
+// A number below 256 for each of a thread's four keys, [r][i], in one register.
+struct OfKeys {
+    u32 packed = 0;
+
+    MLA_DEVICE void set(i32 r, i32 i, u32 number) { packed |= number << (16 * r + 8 * i); }
+    MLA_DEVICE i32 get(i32 r, i32 i) const {
+        i32 all = (i32)packed;
+        opaque(all);  // or all four would have a register each after all
+        return (u32)all >> (16 * r + 8 * i) & 0xFF;
+    }
+};
+
 // Where a thread adds. The four threads of a quad hold 64 bytes of a key at a time. Two quads exchange halves, so that
 // one instruction adds 128 bytes to each of four rows: the L2 processes wider pieces faster.
 struct Targets {
     Adder adder;
     float* base;  // this thread's position in the first 32 dims of row 0
     i32 rows[kFragmentRows][2];
-    i32 extractors[kFragmentRows][2];
+    OfKeys extractors;  // their exponents, which is all that they differ in
 
     MLA_DEVICE Targets(const BackwardParams& p, const i32* tile_rows, i32 thread) : adder(p) {
         const i32 g = thread % kWarpThreads / 4;
@@ -490,39 +502,53 @@ struct Targets {
 #pragma unroll
             for (i32 i = 0; i < 2; ++i) {
                 rows[r][i] = tile_rows[first + i];
-                extractors[r][i] = adder.extractor(rows[r][i]);
+                extractors.set(r, i, (u32)adder.extractor(rows[r][i]) >> kMantissaBits);
             }
         }
     }
 
-    // Adds four numbers to the row, from dim `dim` of this thread's position on. `magnitude` is the largest of the 32
-    // that the threads of the row add.
-    MLA_DEVICE void add(i32 r, i32 i, i32 dim, float (&x)[4], [[maybe_unused]] float magnitude = 0.f) const {
+    // Adds four numbers to the row, from dim `dim` of this thread's position on.
+    MLA_DEVICE void add(i32 r, i32 i, i32 dim, float (&x)[4], const OfKeys& bins) const {
         i32 row = rows[r][i];
         opaque(row);  // four pointers and as many flags would be four registers more
         float* const to = base + (i64)row * kHeadDimQk + dim;
         if constexpr (kDeterministic) {
-            adder.add_part(to, extractors[r][i], x, magnitude, row - kNoRow);
+            const i32 extractor = extractors.get(r, i) << kMantissaBits | kExtractorMantissa;
+            adder.add_to_bin(to, extractor, bins.get(r, i), x, row - kNoRow);
         } else {
             adder.add(to, 0, x, row - kNoRow);
         }
     }
+
+    // The bins of 64 dims, one for each key, so that quads add 128 bytes at a time to a bin, too. `dkv` is the
+    // accumulator before they exchange halves.
+    MLA_DEVICE OfKeys bins(const float (&dkv)[32], i32 thread) const {
+        OfKeys to;
+        if constexpr (kDeterministic) {
+            const bool odd = thread & 4;
+#pragma unroll
+            for (i32 r = 0; r < kFragmentRows; ++r) {
+                float mine = 0.f;
+#pragma unroll
+                for (i32 i = 2 * r; i < 32; i += 4) mine = fmaxf(mine, fmaxf(fabsf(dkv[i]), fabsf(dkv[i + 1])));
+                mine = quad_max(mine);
+                const float other = __shfl_xor_sync(kFullWarp, mine, 4);
+                to.set(r, 0, adder.bin(odd ? other : mine));
+                to.set(r, 1, adder.bin(odd ? mine : other));
+            }
+        }
+        return to;
+    }
 };
 
 // Adds 32 dims, from `dim` on, of the tile's keys.
-MLA_DEVICE void add_dkv(const float* dkv, const Targets& to, i32 dim, i32 thread) {
+MLA_DEVICE void add_dkv(const float* dkv, const Targets& to, const OfKeys& bins, i32 dim, i32 thread) {
     float x[kFragmentRows][2][4];  // of the even and the odd key
     exchange_quads(x, dkv, thread & 4);
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
-        if constexpr (kDeterministic) {
-            const PieceMagnitudes largest(dkv, r, thread & 4);
-            to.add(r, 0, dim, x[r][0], largest.of_key[0]);
-            to.add(r, 1, dim, x[r][1], largest.of_key[1]);
-        } else {
-            to.add(r, 0, dim, x[r][0]);
-            to.add(r, 1, dim, x[r][1]);
-        }
+        to.add(r, 0, dim, x[r][0], bins);
+        to.add(r, 1, dim, x[r][1], bins);
     }
 }
 
@@ -543,8 +569,9 @@ MLA_DEVICE void reduce_tile(Reduce& reduce, Storage& s, i32 stage, const Targets
             make_dkv<kHeadSteps, true>(reduce, ds, q, dout0);
         }
         multiplied(sw_tile);
-        add_dkv(reduce.dkv, to, sw_tile * kSw128Columns, thread);
-        add_dkv(reduce.dkv + 16, to, sw_tile * kSw128Columns + kSw128Columns / 2, thread);
+        const OfKeys bins = to.bins(reduce.dkv, thread);
+        add_dkv(reduce.dkv, to, bins, sw_tile * kSw128Columns, thread);
+        add_dkv(reduce.dkv + 16, to, bins, sw_tile * kSw128Columns + kSw128Columns / 2, thread);
     }
 }
 

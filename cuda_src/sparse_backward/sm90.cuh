@@ -8,7 +8,6 @@
 #include "ptx/copy.cuh"
 #include "sparse_backward/l2_lockstep.cuh"
 #include "sparse_backward/params.cuh"
-#include "tile/binned_sum.cuh"
 #include "tile/fragment.cuh"
 #include "tile/product.cuh"
 #include "tile/ring.cuh"
@@ -126,29 +125,6 @@ MLA_DEVICE u32 score_gradients(u32 p, const float* dp, float scale, float delta)
     const float ds1 = Element::to_float((u16)(p >> 16)) * fmaf(dp[1], scale, -delta);
     return cvt_x2(Element{}, ds0, ds1);
 }
-
-// ---- dKV -------------------------------------------------------------------------------------------------------
-// The largest magnitude of the 32 numbers of a row that eight threads add at the same time.
-MLA_DEVICE float piece_max(const float (&x)[4]) {
-    const float mine = quad_max(max_magnitude(x));
-    return fmaxf(mine, __shfl_xor_sync(kFullWarp, mine, 4));
-}
-
-// The same for both keys that a thread adds to, from 32 dims of an accumulator before quads exchange halves
-// (exchange_quads): half as many shuffles.
-struct PieceMagnitudes {
-    float of_key[2];
-
-    MLA_DEVICE PieceMagnitudes(const float* d, i32 r, bool odd) {
-        float mine = 0.f;
-#pragma unroll
-        for (i32 i = 2 * r; i < 16; i += 4) mine = fmaxf(mine, fmaxf(fabsf(d[i]), fabsf(d[i + 1])));
-        mine = quad_max(mine);
-        const float other = __shfl_xor_sync(kFullWarp, mine, 4);
-        of_key[0] = odd ? other : mine;
-        of_key[1] = odd ? mine : other;
-    }
-};
 
 // ---- dQ --------------------------------------------------------------------------------------------------------
 MLA_DEVICE u16* dq_row(const BackwardParams& p, i32 query, i32 head) {

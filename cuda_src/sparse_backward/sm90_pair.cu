@@ -558,12 +558,7 @@ struct Targets {
     MLA_DEVICE void add(const BackwardParams& p, i32 r, i32 i, i32 position, float x, float y, float z, float w) const {
         const Adder adder(p);
         float four[4] = {x, y, z, w};
-        float* const to = adder.at(rows[r][i], position);
-        if constexpr (kDeterministic) {
-            adder.add_part(to, extractors[r][i], four, piece_max(four), rows[r][i] >= 0);
-        } else {
-            adder.add(to, 0, four, rows[r][i] >= 0);
-        }
+        adder.add(adder.at(rows[r][i], position), extractors[r][i], four, rows[r][i] >= 0);
     }
 };
 
