@@ -35,14 +35,5 @@ struct DkvAdder {
             red_add_v2(to, x[0], x[1], wanted);
         }
     }
-
-    // The bin of numbers of which `magnitude` is the largest, whatever the row.
-    MLA_DEVICE i32 bin(float magnitude) const { return Bins{bound, 0}.index(magnitude); }
-    // Adds four numbers to a bin that holds the largest of them.
-    MLA_DEVICE void add_to_bin(float* to, i32 extractor, i32 bin, float (&x)[4], i32 wanted) const {
-#pragma unroll
-        for (float& number : x) number = Bins{bound, extractor}.round(number, bin);
-        red_add_v4(to + bin * bin_elems, x[0], x[1], x[2], x[3], wanted);
-    }
 };
 }  // namespace mla::sparse_backward

@@ -21,7 +21,6 @@ struct BackwardParams {
     float* dkv;               // (s_kv, d_qk), zeroed; if deterministic kNumBins of them
     u64* progress;            // zeroed: for the blocks' lockstep; null: without it
     const u16* out;           // (s_q, h_q, 512), for delta; null if delta is there. Kernels that need it never get it
-    float* dq_pieces;         // (queries from first_query on, pieces, h_q, d_qk): of the build that splits lists
     i64 q_stride_s_elems, q_stride_h_elems, kv_stride_s_elems;
     i64 dout_stride_s_elems, dout_stride_h_elems;
     i64 dq_stride_s_elems, dq_stride_h_elems;
@@ -29,9 +28,8 @@ struct BackwardParams {
     i64 lse2_stride_s_elems, lse2_stride_h_elems;
     i64 rows_stride_elems;
     i32 s_q, s_kv, h_q;
-    i32 first_query, pieces, piece_keys;  // of that build: the queries before are others' work; pieces of each list
-    float lse2_factor;                    // to base 2
-    float scale, scale_log2;              // of the scores; scale * log2(e)
+    float lse2_factor;        // to base 2
+    float scale, scale_log2;  // of the scores; scale * log2(e)
 };
 
 // The position of a dim in its row of the workspace, for the Hopper kernels and the weight-stationary one. The four

@@ -20,7 +20,6 @@ namespace mla {
 constexpr i32 kNumBins = 6;
 constexpr i32 kBinBits = 4;
 constexpr i32 kMantissaBits = 23;
-constexpr i32 kExtractorMantissa = 1 << (kMantissaBits - 1);  // of 1.5
 
 MLA_DEVICE float max_magnitude(const float (&x)[2]) { return fmaxf(fabsf(x[0]), fabsf(x[1])); }
 MLA_DEVICE float max_magnitude(const float (&x)[4]) {

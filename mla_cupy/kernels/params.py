@@ -1069,7 +1069,6 @@ class BackwardParams(Params):
     dkv: Address
     progress: Address
     out: Address
-    dq_pieces: Address
     q_stride_s_h_elems: tuple[I64, I64]
     kv_stride_s_elems: I64
     dout_stride_s_h_elems: tuple[I64, I64]
@@ -1080,12 +1079,18 @@ class BackwardParams(Params):
     s_q: I32
     s_kv: I32
     h_q: I32
-    first_query: I32
-    pieces: I32
-    piece_keys: I32
     lse2_factor: F32
     scale: F32
     scale_log2: F32
+
+
+class PiecesParams(Params):
+    """Struct of `sparse_backward/pieces_params.cuh`."""
+
+    backward_params: BackwardParams
+    first_query: I32
+    pieces: I32
+    piece_keys: I32
 
 
 class SinkParams(Params):

@@ -18,7 +18,7 @@ from mla_cupy.shapes import TILE_TOKENS
 
 @dataclass(frozen=True)
 class Pieces:
-    """The queries from `first_query` on, each in `pieces` pieces of `piece_keys` entries of its list, and the build."""
+    """The queries from `first_query` on, each in `pieces` pieces of `piece_keys` entries of its list."""
 
     build: Variant
     first_query: int
@@ -42,7 +42,8 @@ def cut(kernel: BackwardKernel, problem: SparseBackwardProblem, device: DeviceIn
     piece_tiles = -(-tiles // max(1, device.sm_count // queries))
     if tiles - piece_tiles < heuristics.MIN_SAVED_TILES:
         return None
-    return Pieces(build, problem.s_q - queries, queries, -(-tiles // piece_tiles), piece_tiles * TILE_TOKENS)
+    pieces = -(-tiles // piece_tiles)
+    return Pieces(build, problem.s_q - queries, queries, pieces, piece_tiles * TILE_TOKENS)
 
 
 DQ: KernelSpec[object] = KernelSpec(

@@ -15,7 +15,7 @@ from mla_cupy.kernels.attention import row_lists
 from mla_cupy.kernels.exact_sums.launches import NUM_BINS, launch_bins, launch_bounds, launch_norms
 from mla_cupy.kernels.numbers import LOG2_E, to_log2
 from mla_cupy.kernels.param_layout import NULL
-from mla_cupy.kernels.params import BackwardParams
+from mla_cupy.kernels.params import BackwardParams, PiecesParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
 from mla_cupy.kernels.sparse_backward import generic, mma, passes, pieces, sm90, sm90_pair, sm100
 from mla_cupy.kernels.sparse_backward.pieces import Pieces
@@ -166,10 +166,10 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
 
     def _main_params(
         self, config: SparseBackwardConfig, call: Call, s_q: int, cut: Pieces | None = None
-    ) -> BackwardParams:
+    ) -> BackwardParams | PiecesParams:
         problem, options = config.problem, cast(SparseBackwardOptions, call.options)
         in_main = config.delta_in_main
-        return BackwardParams(
+        params = BackwardParams(
             q="q",
             kv="kv",
             dout="dout",
@@ -178,11 +178,10 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
             lse2="lse" if in_main else "lse2",
             delta="delta_pieces" if cut and in_main else "delta",
             extractors="extractors" if problem.deterministic else NULL,
-            dq="dq",
+            dq="dq_pieces" if cut else "dq",
             dkv="sums",
             progress="progress" if config.ordered and not cut else NULL,
             out="out" if in_main else NULL,
-            dq_pieces="dq_pieces" if cut else NULL,
             q_stride_s_h_elems=call.strides("q", 2),
             kv_stride_s_elems=call.stride("kv"),
             dout_stride_s_h_elems=call.strides("dout", 2),
@@ -193,13 +192,14 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
             s_q=s_q,
             s_kv=problem.s_kv,
             h_q=problem.h_q,
-            first_query=cut.first_query if cut else 0,
-            pieces=cut.pieces if cut else 1,
-            piece_keys=cut.piece_keys if cut else 0,
             lse2_factor=to_log2(options.lse_base) if in_main else 1.0,
             scale=options.scale,
             scale_log2=options.scale * LOG2_E,
         )
+        if config.kernel.pieces_variant is None:
+            return params
+        first_query, count, piece_keys = (cut.first_query, cut.pieces, cut.piece_keys) if cut else (0, 1, 0)
+        return PiecesParams(backward_params=params, first_query=first_query, pieces=count, piece_keys=piece_keys)
 
 
 SPARSE_BACKWARD = SparseBackwardPipeline()

@@ -83,7 +83,8 @@ class BackwardKernel(KernelSpec[SparseBackwardProblem]):
     makes_delta : bool
         Whether it can compute sum(out * dout) itself, of an `aligned_out`.
     pieces_variant : callable, optional
-        `pieces_variant(problem)`: the build that takes a piece of a list at a time; None if there is none.
+        `pieces_variant(problem)`: the build that takes a piece of a list at a time; None if there is none. A kernel
+        with such builds takes `PiecesParams`.
     maps : callable, optional
         `maps(problem, call)`: its tensor maps and the arrays that they are of, if it fetches by TMA.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.params import BackwardParams
+from mla_cupy.kernels.params import PiecesParams
 from mla_cupy.kernels.sparse_backward.problem import (
     CORE,
     VARIANTS,
@@ -27,16 +27,6 @@ def variant(problem: SparseBackwardProblem) -> Variant:
     return plain_variant(problem).extended(max_heads=_FEW if _FEWEST < problem.h_q <= _FEW else BLOCK_HEADS)
 
 
-def pieces_variant(problem: SparseBackwardProblem) -> Variant | None:
-    """The build for pieces of lists: of keys with RoPE columns, and items of all heads."""
-    if problem.h_q > BLOCK_HEADS or problem.d_qk != D_QK or problem.deterministic:
-        return None
-    return plain_variant(problem).extended(max_heads=BLOCK_HEADS, pieces=1)
-
-
-_PIECES = variants(dtype=HALF, head_dim_qk=(D_QK,), deterministic=(0,), max_heads=(BLOCK_HEADS,), pieces=(1,))
-
-
 def _with_heads(builds: tuple[Variant, ...]) -> tuple[Variant, ...]:
     return tuple(build.extended(max_heads=max_heads) for build in builds for max_heads in (BLOCK_HEADS, _FEW))
 
@@ -54,11 +44,21 @@ def grid(problem: SparseBackwardProblem, device: DeviceInfo) -> Dim3:
     return (max(1, min(device.sm_count, items)), 1, 1)
 
 
+_PIECES = variants(dtype=HALF, head_dim_qk=(D_QK,), deterministic=(0,), max_heads=(BLOCK_HEADS,), pieces=(1,))
+"""Those that take pieces of lists: of keys with RoPE columns, for up to 64 heads."""
+
+
+def pieces_variant(problem: SparseBackwardProblem) -> Variant | None:
+    """The build for pieces of lists; None if there is none."""
+    build = plain_variant(problem).extended(max_heads=BLOCK_HEADS, pieces=1)
+    return build if build in _PIECES and problem.h_q <= BLOCK_HEADS else None
+
+
 KERNEL = BackwardKernel(
     "sparse_backward_sm90",
     "gradients of sparse attention with WGMMA, 64 heads of a query at a time",
     "sparse_backward/sm90.cu",
-    BackwardParams,
+    PiecesParams,
     HOPPER,
     (*_with_heads(VARIANTS), *_PIECES),
     _with_heads(CORE),
