@@ -85,6 +85,7 @@ def verdict(case: SparseCase, sm_count: int = 2, mode: tuple[str, int] = ("early
     check_gradients(got, inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
 def test_is_caught(mutant: Mutant, plant: mutants.Plant) -> None:
     plant(mutant)
@@ -93,7 +94,7 @@ def test_is_caught(mutant: Mutant, plant: mutants.Plant) -> None:
 
 @pytest.mark.parametrize(
     ("case", "sm_count", "mode"),
-    [(ALL_CUT, 2, MODES[1]), (LAST_CUT, 2, MODES[2]), (SHORT, 6, MODES[3])],
+    [pytest.param(ALL_CUT, 2, MODES[1], marks=pytest.mark.slow), (LAST_CUT, 2, MODES[2]), (SHORT, 6, MODES[3])],
     ids=lambda x: x.id if isinstance(x, SparseCase) else str(x),
 )
 def test_as_it_is(case: SparseCase, sm_count: int, mode: tuple[str, int]) -> None:

@@ -79,6 +79,7 @@ def _quantum(numbers: Array) -> float:
     return 2.0**exponent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
 def test_is_caught(mutant: mutants.Mutant, plant: mutants.Plant) -> None:
     plant(mutant)

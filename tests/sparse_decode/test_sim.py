@@ -152,13 +152,14 @@ def merge_equal_pieces(pieces: int) -> None:
     assert driver.launched[-1] == "mla_attention_combine"
 
 
-@pytest.mark.parametrize("pieces", [pytest.param(n, marks=[pytest.mark.slow] if n != 8 else []) for n in (2, 5, 8, 9)])
+@pytest.mark.parametrize("pieces", [pytest.param(n, marks=[pytest.mark.slow] if n != 5 else []) for n in (2, 5, 8, 9)])
 def test_equal_pieces(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to eight of each query are merged without a list."""
     monkeypatch.setattr("mla_cupy.kernels.sparse_decode.schedule.even_cuts", lambda *_: Cuts(2 * pieces, pieces, 1))
     merge_equal_pieces(pieces)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MERGE_MUTANTS, ids=lambda mutant: mutant.id)
 def test_mutants_of_the_merge_are_caught(mutant: Mutant, plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mla_cupy.kernels.sparse_decode.schedule.even_cuts", lambda *_: Cuts(10, 5, 1))

@@ -45,7 +45,7 @@ def grid(problem: SparseBackwardProblem, device: DeviceInfo) -> Dim3:
 
 
 _PIECES = variants(dtype=HALF, head_dim_qk=(D_QK,), deterministic=(0,), max_heads=(BLOCK_HEADS,), pieces=(1,))
-"""Those that take pieces of lists: of keys with RoPE columns, for up to 64 heads."""
+"""Builds that take pieces of lists: of keys with RoPE columns, for up to 64 heads."""
 
 
 def pieces_variant(problem: SparseBackwardProblem) -> Variant | None:
