@@ -19,6 +19,7 @@
 #include "common/limits.cuh"
 #include "sparse_backward/delta.cuh"
 #include "sparse_backward/dkv_adder.cuh"
+#include "sparse_backward/pieces_params.cuh"
 #include "sparse_backward/sm90.cuh"
 #include "tile/warp.cuh"
 
@@ -29,8 +30,14 @@ constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK;
 constexpr bool kHasRope = kHeadDimQk > kHeadDimV;
 constexpr bool kDeterministic = MLA_DETERMINISTIC;
 constexpr i32 kMaxHeads = MLA_MAX_HEADS;  // of an item
+#ifdef MLA_PIECES
+constexpr bool kPieces = true;  // an item is a piece of a query's list, and has a part of dQ
+#else
+constexpr bool kPieces = false;
+#endif
 static_assert(is_head_dim_qk(kHeadDimQk), "with or without RoPE columns");
 static_assert(kMaxHeads == kBlockHeads || kMaxHeads == kBlockHeads / 2, "all heads, or 17 to 32");
+static_assert(!kPieces || (kMaxHeads == kBlockHeads && !kDeterministic), "the only such build");
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role     warps   regs   does
@@ -71,7 +78,7 @@ struct Storage {
 };
 static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
 
-MLA_BACKWARD_FACTS();
+MLA_PIECES_FACTS();
 MLA_FACT(threads, kThreads);
 MLA_FACT(smem_bytes, sizeof(Storage));
 MLA_FACT(block_heads, kBlockHeads);
@@ -101,21 +108,41 @@ struct PipelineState {
 // ---- Work ------------------------------------------------------------------------------------------------------
 // Item number `pass` of the block is item blockIdx.x + pass * gridDim.x of all.
 struct Block {
-    const BackwardParams& p;
+    const PiecesParams& p;
     Storage& s;
     i32 head_blocks, items;
 
-    MLA_DEVICE Block(const BackwardParams& p, Storage& s)
-        : p(p), s(s), head_blocks(ceil_div(p.h_q, kBlockHeads)), items(p.s_q * head_blocks) {}
+    MLA_DEVICE Block(const PiecesParams& p, Storage& s)
+        : p(p), s(s), head_blocks(kPieces ? 1 : ceil_div(p.h_q, kBlockHeads)), items(p.s_q * head_blocks) {
+        if constexpr (kPieces) items = (p.s_q - p.first_query) * p.pieces;
+    }
 
     MLA_DEVICE i32 item(const Cursor& at) const { return blockIdx.x + at.pass * gridDim.x; }
     MLA_DEVICE bool valid(const Cursor& at) const { return item(at) < items; }
     // Mostly there is one block of heads, and no need to wait for a division.
-    MLA_DEVICE i32 query(const Cursor& at) const { return head_blocks == 1 ? item(at) : item(at) / head_blocks; }
+    MLA_DEVICE i32 query(const Cursor& at) const {
+        if constexpr (kPieces) return p.first_query + item(at) / p.pieces;
+        return head_blocks == 1 ? item(at) : item(at) / head_blocks;
+    }
     MLA_DEVICE i32 head0(const Cursor& at) const { return head_blocks == 1 ? 0 : item(at) % head_blocks * kBlockHeads; }
     MLA_DEVICE i32 heads(const Cursor& at) const { return min(p.h_q - head0(at), kBlockHeads); }
+    // The item's keys: how many, and the list of them.
+    MLA_DEVICE i32 count(const Cursor& at) const {
+        const i32 count = p.counts[query(at)];
+        if constexpr (kPieces) return min(count - first_of_piece(at), p.piece_keys);
+        return count;
+    }
+    MLA_DEVICE const i32* list(const Cursor& at) const {
+        return p.rows + query(at) * p.rows_stride_elems + first_of_piece(at);
+    }
+    MLA_DEVICE i32 first_of_piece(const Cursor& at) const {
+        if constexpr (kPieces) return item(at) % p.pieces * p.piece_keys;
+        return 0;
+    }
+    // Where pieces make it, each has a place of its own.
     MLA_DEVICE float* delta(const Cursor& at, i32 row) const {
-        return p.delta + ((i64)query(at) * p.h_q + head0(at) + row);
+        const i64 place = kPieces && p.out != nullptr ? item(at) : query(at);
+        return p.delta + (place * p.h_q + head0(at) + row);
     }
     // +Inf for a row without a key.
     MLA_DEVICE float lse2(const Cursor& at, i32 row) const {
@@ -242,9 +269,23 @@ MLA_DEVICE void make_ds(const Block& block, Math& math, const float (&delta)[kFr
     mbarrier_arrive(block.s.ds_full);
 }
 
+// Columns of a piece's part of dQ, in float32.
+template <i32 kCount>
+MLA_DEVICE void store_dq_piece(const Block& block, const Cursor& at, const float (&dq)[kCount], i32 column,
+                               i32 thread) {
+    float* const to = reinterpret_cast<float*>(block.p.dq) + (i64)block.item(at) * block.p.h_q * kHeadDimQk + column;
+#pragma unroll
+    for (i32 i = 0; i < kCount; i += 2) {
+        const i32 row = fragment_row(thread, i);
+        if (row >= block.heads(at)) continue;
+        *reinterpret_cast<float2*>(to + row * kHeadDimQk + fragment_column(thread, i)) = make_float2(dq[i], dq[i + 1]);
+    }
+}
+
 // Columns of dQ, from an accumulator.
 template <i32 kCount>
 MLA_DEVICE void store_dq(const Block& block, const Cursor& at, const float (&dq)[kCount], i32 column, i32 thread) {
+    if constexpr (kPieces) return store_dq_piece(block, at, dq, column, thread);
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
         const i32 row = fragment_row(thread) + 8 * r;
@@ -254,12 +295,13 @@ MLA_DEVICE void store_dq(const Block& block, const Cursor& at, const float (&dq)
     }
 }
 
-// dQ of an item without a key.
+// dQ of an item without a key. Nobody reads that of a piece.
 struct StoreZeros {
     const Block& block;
     i32 thread;
 
     MLA_DEVICE void operator()(const Cursor& at) const {
+        if (kPieces) return;
         constexpr i32 kChunks = kHeadDimQk / 8;
         for (i32 i = thread; i < block.heads(at) * kChunks; i += kWarpgroupThreads) {
             u16* to = dq_row(block.p, block.query(at), block.head0(at) + i / kChunks) + i % kChunks * 8;
@@ -398,7 +440,7 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread, i32 gather_thread, Skipp
 // ---- Reduce role -----------------------------------------------------------------------------------------------
 // The first three steps of dS^T are multiplied from registers, which spares shared memory 7 % of its traffic. There is
 // no room for a fourth. PERF(H200, 2026-11-23, -1 to -2 % under load)
-constexpr i32 kStepsInRegs = kMaxHeads == kBlockHeads ? 3 : kMaxHeads / kMmaK;
+constexpr i32 kStepsInRegs = kMaxHeads == kBlockHeads ? (kPieces ? 2 : 3) : kMaxHeads / kMmaK;
 
 struct Reduce {
     float dkv[32];  // 64 keys x 64 dims
@@ -437,36 +479,104 @@ using Adder = DkvAdder<kDeterministic, kHeadDimQk>;
 
 // Where a thread adds. The four threads of a quad hold 64 bytes of a key at a time. Two quads exchange halves, so that
 // one instruction adds 128 bytes to each of four rows: the L2 processes wider pieces faster.
-struct Targets {
+struct Places {
     Adder adder;
     float* base;  // this thread's position in the first 32 dims of row 0
     i32 rows[kFragmentRows][2];
-    i32 extractors[kFragmentRows][2];
 
-    MLA_DEVICE Targets(const BackwardParams& p, const i32* tile_rows, i32 thread) : adder(p) {
+    MLA_DEVICE Places(const BackwardParams& p, const i32* tile_rows, i32 thread) : adder(p) {
         const i32 g = thread % kWarpThreads / 4;
         base = adder.at(0, g % 2 * 16 + thread % 4 * 4);  // dkv_position
 #pragma unroll
         for (i32 r = 0; r < kFragmentRows; ++r) {
             const i32 first = thread / kWarpThreads * 16 + g / 2 * 2 + 8 * r;
 #pragma unroll
-            for (i32 i = 0; i < 2; ++i) {
-                rows[r][i] = tile_rows[first + i];
-                extractors[r][i] = adder.extractor(rows[r][i]);
-            }
+            for (i32 i = 0; i < 2; ++i) rows[r][i] = tile_rows[first + i];
         }
     }
+
+    MLA_DEVICE float* at(i32 row, i32 dim) const { return base + (i64)row * kHeadDimQk + dim; }
+};
+
+// The usual additions, of which each four numbers have a bin of their own.
+struct Targets : Places {
+    i32 extractors[kFragmentRows][2];
+
+    MLA_DEVICE Targets(const BackwardParams& p, const i32* tile_rows, i32 thread) : Places(p, tile_rows, thread) {
+#pragma unroll
+        for (i32 r = 0; r < kFragmentRows; ++r) {
+#pragma unroll
+            for (i32 i = 0; i < 2; ++i) extractors[r][i] = adder.extractor(rows[r][i]);
+        }
+    }
+
+    MLA_DEVICE void choose_bins(const float (&)[32], i32) const {}
 
     // Adds four numbers to the row, from dim `dim` of this thread's position on.
     MLA_DEVICE void add(i32 r, i32 i, i32 dim, float (&x)[4]) const {
         i32 row = rows[r][i];
         opaque(row);  // four pointers and as many flags would be four registers more
-        adder.add(base + (i64)row * kHeadDimQk + dim, extractors[r][i], x, row - kNoRow);
+        adder.add(at(row, dim), extractors[r][i], x, row - kNoRow);
+    }
+};
+
+// A number below 256 for each of a thread's four keys, [r][i], in one register.
+struct OfKeys {
+    u32 packed = 0;
+
+    MLA_DEVICE void set(i32 r, i32 i, u32 number) { packed |= number << (16 * r + 8 * i); }
+    MLA_DEVICE i32 get(i32 r, i32 i) const {
+        i32 all = (i32)packed;
+        opaque(all);  // or all four would have a register each after all
+        return (u32)all >> (16 * r + 8 * i) & 0xFF;
+    }
+};
+
+// Additions where the bins do not fit the L2: 64 dims of a key go to one bin, so that pieces of 128 bytes stay whole.
+// PERF(H200, 2026-11-26, 32 dims at a time: -32 % of the call at s_kv = 32768, but +8 % at 8192)
+struct WideTargets : Places {
+    OfKeys extractors;  // their exponents, which is all that they differ in
+    OfKeys bins;
+
+    MLA_DEVICE WideTargets(const BackwardParams& p, const i32* tile_rows, i32 thread) : Places(p, tile_rows, thread) {
+#pragma unroll
+        for (i32 r = 0; r < kFragmentRows; ++r) {
+#pragma unroll
+            for (i32 i = 0; i < 2; ++i) extractors.set(r, i, (u32)adder.extractor(rows[r][i]) >> kMantissaBits);
+        }
+    }
+
+    // Of 64 dims: `dkv` is the accumulator before quads exchange halves.
+    MLA_DEVICE void choose_bins(const float (&dkv)[32], i32 thread) {
+        const bool odd = thread & 4;
+        bins.packed = 0;
+#pragma unroll
+        for (i32 r = 0; r < kFragmentRows; ++r) {
+            float mine = 0.f;
+#pragma unroll
+            for (i32 i = 2 * r; i < 32; i += 4) mine = fmaxf(mine, fmaxf(fabsf(dkv[i]), fabsf(dkv[i + 1])));
+            mine = quad_max(mine);
+            const float other = __shfl_xor_sync(kFullWarp, mine, 4);
+            const Bins of_all{adder.bound, 0};  // a number's bin does not depend on the row
+            bins.set(r, 0, of_all.index(odd ? other : mine));
+            bins.set(r, 1, of_all.index(odd ? mine : other));
+        }
+    }
+
+    MLA_DEVICE void add(i32 r, i32 i, i32 dim, float (&x)[4]) const {
+        i32 row = rows[r][i];
+        opaque(row);
+        const i32 bin = bins.get(r, i);
+        const Bins of_row{adder.bound, extractors.get(r, i) << kMantissaBits | 1 << (kMantissaBits - 1)};  // 1.5 * 2^n
+#pragma unroll
+        for (float& number : x) number = of_row.round(number, bin);
+        red_add_v4(at(row, dim) + bin * adder.bin_elems, x[0], x[1], x[2], x[3], row - kNoRow);
     }
 };
 
 // Adds 32 dims, from `dim` on, of the tile's keys.
-MLA_DEVICE void add_dkv(const float* dkv, const Targets& to, i32 dim, i32 thread) {
+template <class To>
+MLA_DEVICE void add_dkv(const float* dkv, const To& to, i32 dim, i32 thread) {
     float x[kFragmentRows][2][4];  // of the even and the odd key
     exchange_quads(x, dkv, thread & 4);
 #pragma unroll
@@ -477,9 +587,8 @@ MLA_DEVICE void add_dkv(const float* dkv, const Targets& to, i32 dim, i32 thread
 }
 
 // dKV of the tile. `multiplied` is called after the products of each SW128 tile.
-template <i32 kHeadSteps, class Multiplied>
-MLA_DEVICE void reduce_tile(Reduce& reduce, Storage& s, i32 stage, const Targets& to, i32 thread,
-                            Multiplied multiplied) {
+template <i32 kHeadSteps, class To, class Multiplied>
+MLA_DEVICE void reduce_tile(Reduce& reduce, Storage& s, i32 stage, To& to, i32 thread, Multiplied multiplied) {
     // Once per tile, not with every product. PERF(H200, 2026-11-23, -1 to -2 %)
     const SmemDesc ds = uniform(mn_major_desc(smem_addr(s.p[stage])));
     const SmemDesc q0 = uniform(mn_major_desc(smem_addr(s.q)));
@@ -493,12 +602,13 @@ MLA_DEVICE void reduce_tile(Reduce& reduce, Storage& s, i32 stage, const Targets
             make_dkv<kHeadSteps, true>(reduce, ds, q, dout0);
         }
         multiplied(sw_tile);
+        to.choose_bins(reduce.dkv, thread);
         add_dkv(reduce.dkv, to, sw_tile * kSw128Columns, thread);
         add_dkv(reduce.dkv + 16, to, sw_tile * kSw128Columns + kSw128Columns / 2, thread);
     }
 }
 
-template <i32 kHeadSteps>
+template <i32 kHeadSteps, class To = Targets>
 MLA_DEVICE void run_reduce_role(Block& block, i32 thread) {
     Storage& s = block.s;
     Reduce reduce;
@@ -512,7 +622,7 @@ MLA_DEVICE void run_reduce_role(Block& block, i32 thread) {
         mbarrier_wait(s.p_full, parity);
         load_sw128_transposed(reduce.p, s.p[stage], thread);
         release(s.p_read, thread);
-        const Targets to(block.p, s.rows[stage], thread);
+        To to(block.p, s.rows[stage], thread);
         mbarrier_wait(s.ds_full, parity);
         if (kHasRope) {
             start_dq(reduce.dq_rope, s.p[stage], s.k + kRopeSwTile * kSw128Bytes);
@@ -534,12 +644,15 @@ MLA_DEVICE void run_reduce_role(Block& block, i32 thread) {
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    mla_sparse_backward_sm90(const __grid_constant__ BackwardParams p) {
+    mla_sparse_backward_sm90(const __grid_constant__ PiecesParams p) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     Storage& s = *reinterpret_cast<Storage*>(smem);
     if (threadIdx.x == 0) init_storage(s);
     __syncthreads();
-    griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
+    // Pieces follow the kernel for all other queries, which waited for everything that both read, and begin when its
+    // first blocks end.
+    if (!kPieces) griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
+    if (!kPieces) griddepcontrol_launch_dependents();
     Block block(p, s);
     if (kMayMakeDelta && p.out != nullptr) {
         make_first_deltas(block);
@@ -560,10 +673,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         // these roles in one spill. PERF(H200, 2026-11-23, -8 % with 32 heads; half of that with the choice in a loop)
         if (kMaxHeads == kBlockHeads && p.h_q <= kMmaK) {
             run_reduce_role<1>(block, thread);
+        } else if (kDeterministic && p.progress != nullptr) {
+            run_reduce_role<kMaxHeads / kMmaK, WideTargets>(block, thread);
         } else {
             run_reduce_role<kMaxHeads / kMmaK>(block, thread);
         }
     }
-    griddepcontrol_launch_dependents();
+    if (kPieces) griddepcontrol_wait();  // what follows waits for the pieces alone
 }
 }  // namespace mla::sparse_backward::sm90

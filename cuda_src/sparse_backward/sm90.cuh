@@ -44,12 +44,12 @@ struct Cursor {
 };
 
 // The first tile from pass `pass` on; `skipped` is called with each item that has none. A kernel's Block tells whether
-// there is such an item, `valid(at)`, and its query, `query(at)`.
+// there is such an item, `valid(at)`, how many keys it has, `count(at)`, and where they are listed, `list(at)`.
 template <class Block, class Skipped>
 MLA_DEVICE Cursor seek(const Block& block, i32 pass, Skipped skipped) {
     Cursor at{pass, 0, 0};
     for (; block.valid(at); ++at.pass) {
-        at.count = block.p.counts[block.query(at)];
+        at.count = block.count(at);
         if (at.count > 0) break;
         skipped(at);
     }
@@ -76,7 +76,7 @@ MLA_DEVICE i32 tile_row(i32 thread, i32 i) { return thread / kSw128Chunks + i * 
 // Which rows of kv they are.
 template <class Block>
 MLA_DEVICE void look_up(i32 (&rows)[kRowsPerThread], const Block& block, const Cursor& at, i32 thread) {
-    const i32* list = block.p.rows + block.query(at) * block.p.rows_stride_elems + at.first_key();
+    const i32* list = block.list(at) + at.first_key();
 #pragma unroll
     for (i32 i = 0; i < kRowsPerThread; ++i) rows[i] = list[tile_row(thread, i)];
 }

@@ -150,6 +150,8 @@ struct Block {
     MLA_DEVICE i32 heads(i32 head_block) const { return min(p.h_q - head_block * kBlockHeads, kBlockHeads); }
     MLA_DEVICE i32 query(const Cursor& at) const { return (blockIdx.x + at.pass * gridDim.x) / kClusterBlocks; }
     MLA_DEVICE bool valid(const Cursor& at) const { return query(at) < p.s_q; }
+    MLA_DEVICE i32 count(const Cursor& at) const { return p.counts[query(at)]; }
+    MLA_DEVICE const i32* list(const Cursor& at) const { return p.rows + query(at) * p.rows_stride_elems; }
 };
 
 // Each warp releases a buffer of the peer.

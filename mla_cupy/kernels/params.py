@@ -1043,6 +1043,20 @@ class DlseParams(Params):
     lse_to_log2: F32
 
 
+class DqPiecesParams(Params):
+    """Struct of `sparse_backward/dq_pieces.cu`."""
+
+    dq_pieces: Address
+    counts: Address
+    dq: Address
+    dq_stride_s_h_elems: tuple[I64, I64]
+    first_query: I32
+    pieces: I32
+    piece_keys: I32
+    h_q: I32
+    d_qk: I32
+
+
 class BackwardParams(Params):
     """Struct of `sparse_backward/params.cuh`."""
 
@@ -1071,6 +1085,15 @@ class BackwardParams(Params):
     lse2_factor: F32
     scale: F32
     scale_log2: F32
+
+
+class PiecesParams(Params):
+    """Struct of `sparse_backward/pieces_params.cuh`."""
+
+    backward_params: BackwardParams
+    first_query: I32
+    pieces: I32
+    piece_keys: I32
 
 
 class SinkParams(Params):

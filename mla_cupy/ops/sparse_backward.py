@@ -133,7 +133,8 @@ def sparse_mla_backward(
     given the forward's `out`, which is 0. A sink of -inf is no sink; its `d_sink` is 0.
 
     Workspace: 4 * s_kv * d_qk bytes for the sums, six times that if deterministic, 4 * s_q * topk for the lists of
-    rows, 8 * s_q * h_q for the statistics. A call takes 2 * h_q * (3 * d_qk + 2 * 512) FLOPs per selected row.
+    rows, 8 * s_q * h_q for the statistics; on Hopper up to 4 * h_q * (d_qk + 1) per SM, at most 20 MB, for the parts
+    of dq of the last queries. A call takes 2 * h_q * (3 * d_qk + 2 * 512) FLOPs per selected row.
 
     Examples
     --------

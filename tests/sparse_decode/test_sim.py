@@ -126,6 +126,46 @@ def test_cuts_may_be_anywhere(kernel: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert driver.launched[-1] == "mla_attention_combine"
 
 
+#: Of the merge of equal pieces, which needs no list of what was split.
+MERGE_MUTANTS = [
+    Mutant(f"merge of equal pieces: {name}", "attention/combine.cu", old, new)
+    for name, old, new in (
+        ("all as if they began splits", "(piece == 0 ? p.continued_index : 0)", "0"),
+        ("pieces of the first query", "(request * pieces + piece", "(piece"),
+        ("pieces that there are not weigh", "return piece < pieces ? ", "return true ? "),
+        ("all but the last one", "add_weighted(totals[0], totals[2], 1.f);", ""),
+        ("no sink", "final_factor(p, head, max.low, sum.low)", "1.f / sum.low"),
+        ("lse of another row", "+ head * p.lse_stride_h_elems", ""),
+    )
+]
+
+
+def merge_equal_pieces(pieces: int) -> None:
+    """Two queries of as many tiles, each in a piece of its own; the last tiles of the second hold no token."""
+    case = SparseDecodeCase(b=2, h_q=3, topk=64 * pieces, sink=True, sm_count=2 * pieces)
+    call = make(case)
+    call["indices"][1, :, 70:] = -1
+    with simulated(case.sm_count) as driver:
+        check_call(case, call, lambda x: x, np.asarray, "sparse_decode_generic")
+    assert driver.launched[-1] == "mla_attention_combine"
+
+
+@pytest.mark.parametrize("pieces", [pytest.param(n, marks=[pytest.mark.slow] if n != 5 else []) for n in (2, 5, 8, 9)])
+def test_equal_pieces(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to eight of each query are merged without a list."""
+    monkeypatch.setattr("mla_cupy.kernels.sparse_decode.schedule.even_cuts", lambda *_: Cuts(2 * pieces, pieces, 1))
+    merge_equal_pieces(pieces)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MERGE_MUTANTS, ids=lambda mutant: mutant.id)
+def test_mutants_of_the_merge_are_caught(mutant: Mutant, plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mla_cupy.kernels.sparse_decode.schedule.even_cuts", lambda *_: Cuts(10, 5, 1))
+    plant(mutant)
+    with pytest.raises(CAUGHT):
+        merge_equal_pieces(5)
+
+
 def test_even_cuts() -> None:
     """Whole queries, equal pieces of a query, and cuts anywhere where too many blocks would wait."""
     problem = SparseDecodeProblem(128, 16, 2048, "bfloat16", "v32")

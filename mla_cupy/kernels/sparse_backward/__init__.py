@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.sparse_backward import generic, mma, passes, sm90, sm90_pair, sm100
+from mla_cupy.kernels.sparse_backward import generic, mma, passes, pieces, sm90, sm90_pair, sm100
 from mla_cupy.kernels.sparse_backward.pipeline import SPARSE_BACKWARD
 from mla_cupy.kernels.spec import KernelSpec
 
@@ -16,6 +16,7 @@ KERNELS: tuple[KernelSpec[Any], ...] = (
     generic.KERNEL,
     *mma.KERNELS,
     *passes.KERNELS,
+    *pieces.KERNELS,
     *sm100.KERNELS,
     sm90.KERNEL,
     sm90_pair.KERNEL,

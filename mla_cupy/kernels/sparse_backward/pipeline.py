@@ -15,9 +15,10 @@ from mla_cupy.kernels.attention import row_lists
 from mla_cupy.kernels.exact_sums.launches import NUM_BINS, launch_bins, launch_bounds, launch_norms
 from mla_cupy.kernels.numbers import LOG2_E, to_log2
 from mla_cupy.kernels.param_layout import NULL
-from mla_cupy.kernels.params import BackwardParams
+from mla_cupy.kernels.params import BackwardParams, PiecesParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
-from mla_cupy.kernels.sparse_backward import generic, mma, passes, sm90, sm90_pair, sm100
+from mla_cupy.kernels.sparse_backward import generic, mma, passes, pieces, sm90, sm90_pair, sm100
+from mla_cupy.kernels.sparse_backward.pieces import Pieces
 from mla_cupy.kernels.sparse_backward.problem import BackwardKernel, SparseBackwardOptions, SparseBackwardProblem
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.launching import Dim3
@@ -36,12 +37,15 @@ class SparseBackwardConfig:
     ----------
     ordered : bool
         Whether the lists of rows are sorted, so that queries that run together touch the same part of kv.
+    pieces : Pieces, optional
+        The last queries, if they are cut into pieces; `grid` is of the others.
     """
 
     problem: SparseBackwardProblem
     kernel: BackwardKernel
     grid: Dim3
     ordered: bool
+    pieces: Pieces | None = None
 
     @property
     def delta_in_main(self) -> bool:
@@ -80,7 +84,9 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
             raise ArgumentError(explain("deterministic", got, "less than 2^32", "split the queries"))
         # Once the sums no longer fit in the L2, those in use should be close together.
         ordered = _FLOAT * problem.s_kv * problem.d_qk > device.l2_bytes
-        return SparseBackwardConfig(problem, chosen, chosen.grid(problem, device), ordered)
+        cut = pieces.cut(chosen, problem, device)
+        whole = replace(problem, s_q=cut.first_query) if cut else problem
+        return SparseBackwardConfig(problem, chosen, chosen.grid(whole, device), ordered, cut)
 
     def workspace(self, config: SparseBackwardConfig) -> Layout:
         """The lists, the statistics, and the sums of dkv, which with the counters before them start as zeros."""
@@ -96,12 +102,22 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
                 "sink_sums": _FLOAT * passes.spans(problem.s_q) * problem.h_q if problem.has_sink else 0,
                 "norms": per_row,
                 "extractors": per_row + one,
+                **self._pieces_layout(config),
                 _FIRST_ZEROED: per_row,
                 "largest": one,
                 "progress": _PROGRESS_BYTES,
                 "sums": _FLOAT * problem.s_kv * problem.d_qk * config.num_bins,
             }
         )
+
+    def _pieces_layout(self, config: SparseBackwardConfig) -> dict[str, int]:
+        if config.pieces is None:
+            return {}
+        rows = config.pieces.items * config.problem.h_q
+        return {
+            "dq_pieces": _FLOAT * rows * config.problem.d_qk,
+            "delta_pieces": _FLOAT * rows if config.delta_in_main else 0,
+        }
 
     def steps(self, config: SparseBackwardConfig, call: Call) -> list[Step]:
         """Without a query, dkv and d_sink become zeros all the same."""
@@ -118,7 +134,7 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
                 steps.append(passes.launch_dlse(problem, call))
             if problem.deterministic:
                 steps += self._bin(config, call)
-            steps.append(self._main(config, call))
+            steps += self._main(config, call)
         if problem.s_kv > 0:
             steps.append(passes.launch_dkv(problem, call, config.num_bins, config.kernel.dkv_order))
         if problem.has_sink:
@@ -132,9 +148,26 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
         deltas = "delta_bounds" if problem.has_dlse else "delta"
         return [*of_rows, launch_bounds(call, deltas), launch_bins(problem.s_kv, config.kernel.additions(problem))]
 
-    def _main(self, config: SparseBackwardConfig, call: Call) -> Launch:
-        problem, kernel = config.problem, config.kernel
-        options = cast(SparseBackwardOptions, call.options)
+    def _main(self, config: SparseBackwardConfig, call: Call) -> list[Step]:
+        """The main kernel; where the last queries are cut into pieces, its build for these, and the sums of dq."""
+        problem, kernel, cut = config.problem, config.kernel, config.pieces
+        steps: list[Step] = []
+        queries = cut.first_query if cut else problem.s_q
+        if queries > 0:
+            maps = kernel.maps(problem, call) if kernel.maps else ()
+            args = LaunchArgs(self._main_params(config, call, queries), maps)
+            steps.append(Launch(kernel, kernel.variant(problem), config.grid, args, dependent=False))
+        if cut:
+            # They read nothing that the launch before them writes, and begin as its blocks end.
+            args = LaunchArgs(self._main_params(config, call, problem.s_q, cut))
+            steps.append(Launch(kernel, cut.build, (cut.items, 1, 1), args, dependent=queries > 0))
+            steps.append(pieces.launch_dq(problem, call, cut))
+        return steps
+
+    def _main_params(
+        self, config: SparseBackwardConfig, call: Call, s_q: int, cut: Pieces | None = None
+    ) -> BackwardParams | PiecesParams:
+        problem, options = config.problem, cast(SparseBackwardOptions, call.options)
         in_main = config.delta_in_main
         params = BackwardParams(
             q="q",
@@ -143,11 +176,11 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
             rows="rows",
             counts="counts",
             lse2="lse" if in_main else "lse2",
-            delta="delta",
+            delta="delta_pieces" if cut and in_main else "delta",
             extractors="extractors" if problem.deterministic else NULL,
-            dq="dq",
+            dq="dq_pieces" if cut else "dq",
             dkv="sums",
-            progress="progress" if config.ordered else NULL,
+            progress="progress" if config.ordered and not cut else NULL,
             out="out" if in_main else NULL,
             q_stride_s_h_elems=call.strides("q", 2),
             kv_stride_s_elems=call.stride("kv"),
@@ -156,15 +189,17 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
             out_stride_s_h_elems=call.strides("out", 2),
             lse2_stride_s_h_elems=call.strides("lse", 2) if in_main else (problem.h_q, 1),
             rows_stride_elems=row_lists.rows_stride(problem.topk),
-            s_q=problem.s_q,
+            s_q=s_q,
             s_kv=problem.s_kv,
             h_q=problem.h_q,
             lse2_factor=to_log2(options.lse_base) if in_main else 1.0,
             scale=options.scale,
             scale_log2=options.scale * LOG2_E,
         )
-        maps = kernel.maps(problem, call) if kernel.maps else ()
-        return Launch(kernel, kernel.variant(problem), config.grid, LaunchArgs(params, maps), dependent=False)
+        if config.kernel.pieces_variant is None:
+            return params
+        first_query, count, piece_keys = (cut.first_query, cut.pieces, cut.piece_keys) if cut else (0, 1, 0)
+        return PiecesParams(backward_params=params, first_query=first_query, pieces=count, piece_keys=piece_keys)
 
 
 SPARSE_BACKWARD = SparseBackwardPipeline()

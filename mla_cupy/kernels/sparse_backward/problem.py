@@ -82,6 +82,9 @@ class BackwardKernel(KernelSpec[SparseBackwardProblem]):
         `variant(problem)`: the build that it takes.
     makes_delta : bool
         Whether it can compute sum(out * dout) itself, of an `aligned_out`.
+    pieces_variant : callable, optional
+        `pieces_variant(problem)`: the build that takes a piece of a list at a time; None if there is none. A kernel
+        with such builds takes `PiecesParams`.
     maps : callable, optional
         `maps(problem, call)`: its tensor maps and the arrays that they are of, if it fetches by TMA.
     """
@@ -91,6 +94,7 @@ class BackwardKernel(KernelSpec[SparseBackwardProblem]):
     dkv_order: DkvOrder = DkvOrder.PLAIN
     variant: Callable[[SparseBackwardProblem], Variant] = plain_variant
     makes_delta: bool = False
+    pieces_variant: Callable[[SparseBackwardProblem], Variant | None] | None = None
     maps: Callable[[SparseBackwardProblem, Call], tuple[tuple[str, TensorMapSpec], ...]] | None = None
 
     def additions(self, problem: SparseBackwardProblem) -> int:

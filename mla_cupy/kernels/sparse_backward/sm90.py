@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.params import BackwardParams
+from mla_cupy.dtypes import HALF
+from mla_cupy.kernels.params import PiecesParams
 from mla_cupy.kernels.sparse_backward.problem import (
     CORE,
     VARIANTS,
@@ -11,9 +12,10 @@ from mla_cupy.kernels.sparse_backward.problem import (
     SparseBackwardProblem,
     plain_variant,
 )
-from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc
+from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.launching import Dim3
+from mla_cupy.shapes import D_QK
 
 BLOCK_HEADS = 64
 _FEW, _FEWEST = 32, 16
@@ -42,13 +44,23 @@ def grid(problem: SparseBackwardProblem, device: DeviceInfo) -> Dim3:
     return (max(1, min(device.sm_count, items)), 1, 1)
 
 
+_PIECES = variants(dtype=HALF, head_dim_qk=(D_QK,), deterministic=(0,), max_heads=(BLOCK_HEADS,), pieces=(1,))
+"""Builds that take pieces of lists: of keys with RoPE columns, for up to 64 heads."""
+
+
+def pieces_variant(problem: SparseBackwardProblem) -> Variant | None:
+    """The build for pieces of lists; None if there is none."""
+    build = plain_variant(problem).extended(max_heads=BLOCK_HEADS, pieces=1)
+    return build if build in _PIECES and problem.h_q <= BLOCK_HEADS else None
+
+
 KERNEL = BackwardKernel(
     "sparse_backward_sm90",
     "gradients of sparse attention with WGMMA, 64 heads of a query at a time",
     "sparse_backward/sm90.cu",
-    BackwardParams,
+    PiecesParams,
     HOPPER,
-    _with_heads(VARIANTS),
+    (*_with_heads(VARIANTS), *_PIECES),
     _with_heads(CORE),
     facts={"block_heads": BLOCK_HEADS},
     unsupported=unsupported,
@@ -57,4 +69,5 @@ KERNEL = BackwardKernel(
     dkv_order=DkvOrder.SM90,
     variant=variant,
     makes_delta=True,
+    pieces_variant=pieces_variant,
 )
