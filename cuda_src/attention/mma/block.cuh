@@ -18,6 +18,18 @@ constexpr i32 kMmaDepth = 16;
 constexpr i32 kWarpColumns = kHeadDimV / kWarps;
 constexpr i32 kValueTiles = kWarpColumns / kMmaColumns;
 
+// Divides by the same number many times. A division is a long chain of instructions, this a short one.
+struct Divisor {
+    u32 by, reciprocal;  // the latter floor((2^32 - 1) / by): a quotient from it is right, or one too small
+
+    Divisor() = default;
+    MLA_DEVICE explicit Divisor(u32 by) : by(by), reciprocal(0xffffffffu / by) {}
+    MLA_DEVICE u32 quotient(u32 x) const {
+        const u32 q = __umulhi(x, reciprocal);
+        return x - q * by >= by ? q + 1 : q;
+    }
+};
+
 // The work items of a block; one thread steps on.
 template <class Work>
 struct ItemsOf {
