@@ -74,8 +74,9 @@ struct Block {
     }
 };
 
-// A warp's share of the kColumns columns of the output of all rows, in accumulators of mma_m16n8k16.
-template <class Element, i32 kRowTiles, i32 kColumns = kHeadDimV>
+// A warp's share of the kColumns columns of the output of all rows, in accumulators of mma_m16n8k16. Parted, every two
+// accumulators have the even and the odd ones of 16 columns.
+template <class Element, i32 kRowTiles, i32 kColumns = kHeadDimV, bool kParted = false>
 struct Output {
     static constexpr i32 kWarpColumns = kColumns / kWarps, kValueTiles = kWarpColumns / kMmaColumns;
     static constexpr i32 kHalves = 2 * kRowTiles;  // a lane's rows: 8 i + lane / 4
@@ -99,9 +100,11 @@ struct Output {
         }
     }
 
-    MLA_DEVICE static i32 column(i32 n, i32 warp, i32 lane) {
-        return warp * kWarpColumns + n * kMmaColumns + lane % 4 * 2;
+    // Of the warp's columns, the first of the n-th pair of neighbours that the lane has.
+    MLA_DEVICE static i32 pair_column(i32 n, i32 lane) {
+        return kParted ? n / 2 * 2 * kMmaColumns + lane % 4 * 4 + n % 2 * 2 : n * kMmaColumns + lane % 4 * 2;
     }
+    MLA_DEVICE static i32 column(i32 n, i32 warp, i32 lane) { return warp * kWarpColumns + pair_column(n, lane); }
 
     // Cold: what `zero_nonfinite` has taken out of the values, for the rows that see it. Any multiple of an infinity is
     // infinite.
@@ -136,7 +139,10 @@ struct Output {
                 float of_row[2 * kValueTiles];
 #pragma unroll
                 for (i32 i = 0; i < 2 * kValueTiles; ++i) {
-                    of_row[i] = factor == 0.f ? 0.f : x[tile][i / 2][2 * r + i % 2] * factor;
+                    const i32 n = i / 2, of_pair = i % 2;
+                    const float value =
+                        kParted ? x[tile][n / 2 * 2 + of_pair][2 * r + n % 2] : x[tile][n][2 * r + of_pair];
+                    of_row[i] = factor == 0.f ? 0.f : value * factor;
                 }
                 if (block.row0 + row < block.rows) store_row(block, block.row0 + row, column(0, warp, lane), of_row);
             }
@@ -156,13 +162,13 @@ struct Output {
             float* to = (split ? p.partial_out : static_cast<float*>(p.out)) + at;
 #pragma unroll
             for (i32 n = 0; n < kValueTiles; ++n) {
-                *reinterpret_cast<float2*>(to + n * kMmaColumns) = make_float2(of_row[2 * n], of_row[2 * n + 1]);
+                *reinterpret_cast<float2*>(to + pair_column(n, 0)) = make_float2(of_row[2 * n], of_row[2 * n + 1]);
             }
         } else {
             u16* to = static_cast<u16*>(p.out) + at;
 #pragma unroll
             for (i32 n = 0; n < kValueTiles; ++n) {
-                *reinterpret_cast<u32*>(to + n * kMmaColumns) = cvt_x2(Element{}, of_row[2 * n], of_row[2 * n + 1]);
+                *reinterpret_cast<u32*>(to + pair_column(n, 0)) = cvt_x2(Element{}, of_row[2 * n], of_row[2 * n + 1]);
             }
         }
     }

@@ -90,6 +90,8 @@ struct RawToken {
     // Two tokens are read at once, 64 bytes of each. Those of odd tokens change places where all would hit the same
     // banks.
     static constexpr bool kSwapped = kBytes % kSegmentBytes == 0;
+    // 512 codes that have no scale, or one for each 128 of them: mma/codes.cuh has a faster form for these.
+    static constexpr bool kFourGroups = kLatentBytes == 512 && !kScaledRope;
     static_assert(kBytes % 64 == 0 && kGap % kChunkBytes == 0, "whole pieces");
     static_assert(kScaleBytes == 0 || kScaledRope ||
                       Record::kGroupChunks * kRecordChunk % (kTokenLanes * kPieceCodes) == 0,
@@ -159,7 +161,8 @@ MLA_DEVICE float power_of_two(i32 biased_exponent) { return __uint_as_float((u32
 
 template <class C, bool = C::kScaledQueries>
 struct QueryFactors : NoFactors {
-    MLA_DEVICE void scale(RecordStorage<C>&, typename C::Few::Queries&, i32, i32) {}
+    template <class Shared>
+    MLA_DEVICE void scale(Shared&, typename C::Few::Queries&, i32, i32) {}
 };
 
 // What the scores of a row are multiplied by where its queries were not stored as they are.
@@ -171,7 +174,8 @@ struct QueryFactors<C, true> {
     MLA_DEVICE float operator[](i32 i) const { return of[i]; }
 
     // By all warps, with a barrier of the block, since each has a quarter of a row.
-    MLA_DEVICE void scale(RecordStorage<C>& s, typename C::Few::Queries& q, i32 warp, i32 lane) {
+    template <class Shared>
+    MLA_DEVICE void scale(Shared& s, typename C::Few::Queries& q, i32 warp, i32 lane) {
 #pragma unroll
         for (i32 i = 0; i < kHalves; ++i) {
             u32 largest = 0;  // signs are shifted out; what follows an exponent does not matter
@@ -530,20 +534,11 @@ MLA_DEVICE void run_item(const typename C::Rows& block, RecordStorage<C>& s, Rec
 }
 
 template <class C>
-MLA_DEVICE void run_records(const DecodeParams& p, u8* smem) {
-    static_assert(sizeof(RecordStorage<C>) <= C::kSmemBytes, "shared memory");
-    RecordStorage<C>& s = *reinterpret_cast<RecordStorage<C>*>(smem);
+MLA_DEVICE void run_records(const DecodeParams& p, RecordStorage<C>& s) {
     griddepcontrol_wait();
     const typename C::Rows block(p, s.items);
     RecordMath<C> math;
-    while (block.next()) run_item(block, s, math);
+    while (block.next()) run_item<C>(block, s, math);
     griddepcontrol_launch_dependents();
 }
 }  // namespace mla::attention::mma
-
-// What such a kernel tells the host, besides the layout of its parameters.
-#define MLA_MMA_RECORDS_FACTS(C)                                         \
-    MLA_FACT(threads, mla::attention::mma::kThreads);                    \
-    MLA_FACT(smem_bytes, sizeof(mla::attention::mma::RecordStorage<C>)); \
-    MLA_FACT(block_rows, C::Few::kRows);                                 \
-    MLA_RECORD_FACT(C::TokenRecord)
