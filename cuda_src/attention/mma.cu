@@ -57,10 +57,10 @@ using Ring = KeyRing<kHeadDimQk, (kSmemBytes - kOtherBytes) / kOctetBytes / 2 * 
 struct Storage {
     KeySlots<Ring> keys;
     TokenRows rows;
-    float4 partial[kWarps][kQuarters - 1][kWarpThreads];              // scores for a warp from each other one
-    alignas(16) u32 p[2][kRowTiles][4][kWarpThreads];                 // as A fragments; steps take turns
-    float scale[2][kRows];              // by which a step's new maximum rescales what came before
-    alignas(8) u8 rescales[2][kWarps];  // whether a warp's rows have such a factor
+    float4 partial[kWarps][kQuarters - 1][kWarpThreads];  // scores for a warp from each other one
+    alignas(16) u32 p[2][kRowTiles][4][kWarpThreads];     // as A fragments; steps take turns
+    float scale[2][kRows];                                // by which a step's new maximum rescales what came before
+    alignas(8) u8 rescales[2][kWarps];                    // whether a warp's rows have such a factor
     // barrier   arrives (count)   waits       first phase
     // sent      half's warps (4)  the same    blocked
     // written   all warps (8)     all warps   blocked
@@ -82,9 +82,9 @@ using Rows = Block<kRows>;
 struct Math {
     u32 q[kScoreSteps][kScoreTiles][4];
     float own[2 * kStepTiles];  // scores of its row, of the warp's 8, for four tokens: see token()
-    float max, sum;            // of that row: running maximum; the thread's share of the sum
-    i32 first_masked;          // of the item's steps, the first one that not every row sees all of
-    RingCursor<Ring> keys;     // of the step that is scored next
+    float max, sum;             // of that row: running maximum; the thread's share of the sum
+    i32 first_masked;           // of the item's steps, the first one that not every row sees all of
+    StepCursor<Ring> keys;      // of the step that is scored next
     StepLoader<Ring> loader;
     u32 phase = 0;  // of `sent` and `written`, which complete in turn, once a step
     i32 warp = uniform_warp(), lane = threadIdx.x % kWarpThreads;
@@ -93,11 +93,14 @@ struct Math {
     MLA_DEVICE explicit Math(const Storage& s) {
         const i32 row = lane % 8;
         first_keys = smem_addr(s.keys.octets[lane / 16]) + Ring::offset(row, 2 * quarter() + lane / 8 % 2);
-        first_values = smem_addr(s.keys.octets[lane / 8 % 2]) + Ring::offset(row, warp * kSegmentChunks + lane / 16);
+        const SmemAddr values = smem_addr(s.keys.octets[lane / 8 % 2]);
+        i32 held = (i32)(values + Ring::offset(row, warp * kSegmentChunks + lane / 16)).value;
+        opaque(held);  // not to be computed again in each step
+        first_values = SmemAddr{(u32)held};
     }
 
-    MLA_DEVICE i32 quarter() const { return warp % kQuarters; }  // of d
-    MLA_DEVICE i32 half() const { return warp / kQuarters; }     // of the rows
+    MLA_DEVICE i32 quarter() const { return (u32)warp % kQuarters; }  // of d
+    MLA_DEVICE i32 half() const { return (u32)warp / kQuarters; }     // of the rows
     MLA_DEVICE i32 row() const { return warp * kOwnRows + lane / 4; }
     // Half of the lanes have the two pairs of tokens in the other order: so pairs are sent, and quadruples received,
     // without bank conflicts.
@@ -123,12 +126,14 @@ MLA_DEVICE void load_queries(const Rows& block, Math& math) {
     }
 }
 
+using Scores = float[kScoreTiles][kStepTiles][4];
+
 // S of the next step, over the warp's quarter of d: to be sent, but for the warp's own rows.
-MLA_DEVICE void score(Storage& s, Math& math, float (&scores)[kScoreTiles][kStepTiles][4]) {
+MLA_DEVICE void score(Storage& s, Math& math, Scores& scores) {
     const SmemAddr keys = math.first_keys + (u32)math.keys.first * (u32)sizeof(s.keys.octets[0]);
 #pragma unroll
     for (i32 i = 0; i < kScoreTiles * kStepTiles * 4; ++i) (&scores[0][0][0])[i] = 0.f;
-    mbarrier_wait(math.keys.full(s.keys), math.keys.parity);
+    mbarrier_wait(step_barrier(s.keys, math.keys.first), math.keys.parity);
 #pragma unroll
     for (i32 step = 0; step < kScoreSteps; ++step) {
         u32 k[4];
@@ -139,13 +144,13 @@ MLA_DEVICE void score(Storage& s, Math& math, float (&scores)[kScoreTiles][kStep
             mma_m16n8k16(Element{}, scores[tile][1], math.q[step][tile], k[2], k[3]);
         }
     }
+}
+
+MLA_DEVICE void send(Storage& s, Math& math, const Scores& scores) {
 #pragma unroll
     for (i32 i = 0; i < 2 * kStepTiles; ++i) {
         math.own[i] = math.flip() == 0 ? scores[0][i / 2][i % 2] : scores[0][1 - i / 2][i % 2];
     }
-}
-
-MLA_DEVICE void send(Storage& s, const Math& math, const float (&scores)[kScoreTiles][kStepTiles][4]) {
     i32 pair = math.lane * kStepTiles + math.flip();
     opaque(pair);  // no address is worth a register across the loop
 #pragma unroll
@@ -176,25 +181,6 @@ MLA_DEVICE void add_partial(Math& math, const Partial& x) {
     }
 }
 
-// Which of the thread's four scores of a step count: a bit each. `token` is the step's first; `present` has a bit
-// for each token, in bytes of the warps that copied them. Cold.
-MLA_DEVICE u32 seen_bits(const Rows& block, const Math& math, i32 token, u64 present) {
-    const SeenTokens seen = seen_tokens(block.p, block.item(), block.row0 + math.row());
-    u32 bits = 0;
-#pragma unroll
-    for (i32 i = 0; i < 2 * kStepTiles; ++i) {
-        const i32 at = math.token(i);
-        const bool is_there = present >> (at / Ring::kWarpTokens * 8 + at % Ring::kWarpTokens) & 1;
-        bits |= (u32)(is_there && seen.contain(token + at)) << i;
-    }
-    return bits;
-}
-
-MLA_DEVICE void mask(Math& math, u32 seen) {
-#pragma unroll
-    for (i32 i = 0; i < 2 * kStepTiles; ++i) math.own[i] = seen >> i & 1 ? math.own[i] : negative_infinity();
-}
-
 // The largest score of the thread's row, in base 2.
 MLA_DEVICE float largest_score(const Rows& block, const Math& math) {
     const float (&x)[2 * kStepTiles] = math.own;
@@ -213,13 +199,13 @@ MLA_DEVICE float move_max(Math& math, float largest) {
 
 // P of the warp's rows, as A fragments of the product with values.
 MLA_DEVICE void write_p(const Rows& block, Storage& s, Math& math, i32 buffer, float factor) {
-    u32(&to)[4][kWarpThreads] = s.p[buffer][math.warp / 2];
+    u32(&to)[4][kWarpThreads] = s.p[buffer][(u32)math.warp / 2];
 #pragma unroll
     for (i32 pair = 0; pair < kStepTiles; ++pair) {
         const float p0 = ex2_approx(fmaf(math.own[2 * pair], block.p.scale_log2, -math.max));
         const float p1 = ex2_approx(fmaf(math.own[2 * pair + 1], block.p.scale_log2, -math.max));
         math.sum += p0 + p1;
-        to[2 * (pair ^ math.flip()) + math.warp % 2][math.lane] = cvt_x2(Element{}, p0, p1);
+        to[2 * (pair ^ math.flip()) + (u32)math.warp % 2][math.lane] = cvt_x2(Element{}, p0, p1);
     }
     if (math.lane % 4 == 0) s.scale[buffer][math.row()] = factor;
     const bool rescales = __any_sync(kFullWarp, factor != 1.f);
@@ -235,9 +221,10 @@ MLA_DEVICE void load_p(PFragments& p, const Storage& s, i32 buffer, i32 lane) {
     for (i32 tile = 0; tile < kRowTiles; ++tile) ldmatrix_x4(p[tile], from + tile * (i32)sizeof(s.p[0][0]));
 }
 
-// Where this lane reads V^T of the last step: the first 16 columns of the warp. The others are 32 bytes apart, swizzled.
+// Where this lane reads V^T of the last step: the first 16 columns of the warp. The others are 32 bytes apart,
+// swizzled.
 MLA_DEVICE SmemAddr value_addr(const Storage& s, const Math& math) {
-    return math.first_values + (u32)math.keys.previous() * (u32)sizeof(s.keys.octets[0]);
+    return math.first_values + (u32)math.keys.back(1) * (u32)sizeof(s.keys.octets[0]);
 }
 
 // V^T of the warp's columns 8 n to 8 n + 15.
@@ -255,13 +242,35 @@ MLA_DEVICE void add_values(const PFragments& p, const u32 (&v)[4], i32 n, Output
 }
 
 // ---- Steps -----------------------------------------------------------------------------------------------------
-constexpr u32 kAllSeen = (1 << 2 * kStepTiles) - 1;
+// Whether some rows do not see all of step `step`.
+MLA_DEVICE bool hides(const Storage& s, const Math& math, i32 step) {
+    return (step >= math.first_masked) | (present_bits(s.rows, step) != kAllPresent);
+}
 
-// Which of the thread's scores of step `step` count.
-MLA_DEVICE u32 seen_of_step(const Rows& block, const Storage& s, const Math& math, i32 step) {
+// Scores of step `step` become -inf where a row does not see the token; so does a sum of such parts. Cold.
+MLA_DEVICE void hide(const Rows& block, const Storage& s, const Math& math, i32 step, Scores& scores) {
     const u64 present = present_bits(s.rows, step);
-    if ((step < math.first_masked) & (present == kAllPresent)) return kAllSeen;
-    return seen_bits(block, math, block.begin() + step * kStepTokens, present);
+    const i32 first = math.lane % 4 * 2, token = block.begin() + step * kStepTokens + first;
+    u32 seen_bits = 0;
+#pragma unroll 1
+    for (i32 c = 0; c < kQuarters; ++c) {
+        const i32 row = math.half() * kScoreRows + (c ^ math.quarter()) * kOwnRows + math.lane / 4;
+        const SeenTokens seen = seen_tokens(block.p, block.item(), block.row0 + row);
+#pragma unroll
+        for (i32 i = 0; i < 2 * kStepTiles; ++i) {
+            const i32 at = i / 2 * kMmaColumns + i % 2, place = first + at;
+            const bool is_there = present >> (place / Ring::kWarpTokens * 8 + place % Ring::kWarpTokens) & 1;
+            seen_bits |= (u32)(is_there && seen.contain(token + at)) << (c * 2 * kStepTiles + i);
+        }
+    }
+#pragma unroll
+    for (i32 c = 0; c < kQuarters; ++c) {
+#pragma unroll
+        for (i32 i = 0; i < 2 * kStepTiles; ++i) {
+            float& score = scores[c / 2][i / 2][c % 2 * 2 + i % 2];
+            if (!(seen_bits >> (c * 2 * kStepTiles + i) & 1)) score = negative_infinity();
+        }
+    }
 }
 
 // Values of step `step` that are not finite become 0 where not every row sees them, once all warps have scored them.
@@ -283,10 +292,12 @@ MLA_DEVICE void keep_row_max(const Rows& block, Storage& s, const Math& math, fl
 // The values of step `step`, and the scores of the next one.
 MLA_DEVICE void run_step(const Rows& block, Storage& s, Math& math, Output<Element, kRowTiles>& out, i32 step,
                          i32 steps) {
-    float scores[kScoreTiles][kStepTiles][4];
+    Scores scores;
     score(s, math, scores);
+    const bool hides_some = hides(s, math, step + 1);
     // P of this step; also, the last partial scores have been received, and the values of the last step been read.
     mbarrier_wait(s.written, math.phase);
+    if (hides_some) hide(block, s, math, step + 1, scores);
     const bool rescales = *reinterpret_cast<const u64*>(s.rescales[step & 1]) != 0;
     const SmemAddr values = value_addr(s, math);
     PFragments p;
@@ -295,44 +306,44 @@ MLA_DEVICE void run_step(const Rows& block, Storage& s, Math& math, Output<Eleme
     load_values(v, values, 0);
     send(s, math, scores);
     if (rescales) out.rescale(s.scale[step & 1], math.lane);
+    // Copies mix with the products, which leave room for them.
+    const i32 free = math.keys.back(2);
+    const StepCopies copies = math.loader.after(block, s.keys, s.rows, free, step, steps);
 #pragma unroll
     for (i32 n = 0; n < kValueTiles / 2; n += 2) {
         add_values(p, v, n, out);
         load_values(v, values, n + 2);
+#pragma unroll
+        for (i32 round = n; round < (n == 0 ? 2 : math.loader.kRounds); ++round) math.loader.copy(copies, round);
     }
-    const u32 seen = seen_of_step(block, s, math, step + 1);
+    if (copies.due) math.loader.finish(s.keys, free);
     math.phase ^= 1;
     mbarrier_wait(s.sent[math.half()], math.phase);
-    // From here on no branch: sums, copies and the softmax mix with the products.
+    // From here on no branch: sums and the softmax mix with the products.
     Partial partial;
     load_partial(s, math, partial);
     add_values(p, v, kValueTiles / 2, out);
     add_partial(math, partial);
     load_values(v, values, kValueTiles / 2 + 2);
-    mask(math, seen);
-    const StepCopies copies = math.loader.after(block, s.keys, s.rows, step, steps);
-#pragma unroll
-    for (i32 round = 0; round < math.loader.kRounds; ++round) math.loader.copy(copies, round);
     const float largest = largest_score(block, math), factor = move_max(math, largest);
+    keep_row_max(block, s, math, largest);
     add_values(p, v, kValueTiles / 2 + 2, out);
     write_p(block, s, math, ~step & 1, factor);
     clean(block, s, math, step + 1);
     release(s.written, math.lane);
-    keep_row_max(block, s, math, largest);
     math.keys.advance();
-    math.loader.finish(s.keys, copies);
     math.loader.look_up(block, s.rows, step, math.warp);
 }
 
 MLA_DEVICE void first_scores(const Rows& block, Storage& s, Math& math) {
-    float scores[kScoreTiles][kStepTiles][4];
+    Scores scores;
     score(s, math, scores);
+    if (hides(s, math, 0)) hide(block, s, math, 0, scores);
     send(s, math, scores);
     mbarrier_wait(s.sent[math.half()], math.phase);
     Partial partial;
     load_partial(s, math, partial);
     add_partial(math, partial);
-    mask(math, seen_of_step(block, s, math, 0));
     const float largest = largest_score(block, math), factor = move_max(math, largest);
     write_p(block, s, math, 0, factor);
     clean(block, s, math, 0);
@@ -368,7 +379,7 @@ MLA_DEVICE void store_item(const Rows& block, Storage& s, const Math& math, Outp
 
 MLA_DEVICE void run_item(const Rows& block, Storage& s, Math& math) {
     const i32 steps = max(0, ceil_div(block.end() - block.begin(), kStepTokens));
-    math.loader.begin(block, s.keys, s.rows, steps);
+    math.loader.begin(block, s.keys, s.rows, math.keys, steps);
     if (math.lane % 4 == 0) s.row_max[math.row()] = negative_infinity();
     math.max = kLowestMax, math.sum = 0.f;
     math.first_masked = max(0, block.item().seen_by_all - block.begin()) / kStepTokens;

@@ -18,18 +18,6 @@ constexpr i32 kMmaDepth = 16;
 constexpr i32 kWarpColumns = kHeadDimV / kWarps;
 constexpr i32 kValueTiles = kWarpColumns / kMmaColumns;
 
-// Divides by the same number many times. A division is a long chain of instructions, this a short one.
-struct Divisor {
-    u32 by, reciprocal;  // the latter floor((2^32 - 1) / by): a quotient from it is right, or one too small
-
-    Divisor() = default;
-    MLA_DEVICE explicit Divisor(u32 by) : by(by), reciprocal(0xffffffffu / by) {}
-    MLA_DEVICE u32 quotient(u32 x) const {
-        const u32 q = __umulhi(x, reciprocal);
-        return x - q * by >= by ? q + 1 : q;
-    }
-};
-
 // The work items of a block; one thread steps on.
 template <class Work>
 struct ItemsOf {
@@ -74,9 +62,8 @@ struct Block {
     }
 };
 
-// A warp's share of the kColumns columns of the output of all rows, in accumulators of mma_m16n8k16. Parted, every two
-// accumulators have the even and the odd ones of 16 columns.
-template <class Element, i32 kRowTiles, i32 kColumns = kHeadDimV, bool kParted = false>
+// A warp's share of the kColumns columns of the output of all rows, in accumulators of mma_m16n8k16.
+template <class Element, i32 kRowTiles, i32 kColumns = kHeadDimV>
 struct Output {
     static constexpr i32 kWarpColumns = kColumns / kWarps, kValueTiles = kWarpColumns / kMmaColumns;
     static constexpr i32 kHalves = 2 * kRowTiles;  // a lane's rows: 8 i + lane / 4
@@ -100,11 +87,9 @@ struct Output {
         }
     }
 
-    // Of the warp's columns, the first of the n-th pair of neighbours that the lane has.
-    MLA_DEVICE static i32 pair_column(i32 n, i32 lane) {
-        return kParted ? n / 2 * 2 * kMmaColumns + lane % 4 * 4 + n % 2 * 2 : n * kMmaColumns + lane % 4 * 2;
+    MLA_DEVICE static i32 column(i32 n, i32 warp, i32 lane) {
+        return warp * kWarpColumns + n * kMmaColumns + lane % 4 * 2;
     }
-    MLA_DEVICE static i32 column(i32 n, i32 warp, i32 lane) { return warp * kWarpColumns + pair_column(n, lane); }
 
     // Cold: what `zero_nonfinite` has taken out of the values, for the rows that see it. Any multiple of an infinity is
     // infinite.
@@ -139,10 +124,7 @@ struct Output {
                 float of_row[2 * kValueTiles];
 #pragma unroll
                 for (i32 i = 0; i < 2 * kValueTiles; ++i) {
-                    const i32 n = i / 2, of_pair = i % 2;
-                    const float value =
-                        kParted ? x[tile][n / 2 * 2 + of_pair][2 * r + n % 2] : x[tile][n][2 * r + of_pair];
-                    of_row[i] = factor == 0.f ? 0.f : value * factor;
+                    of_row[i] = factor == 0.f ? 0.f : x[tile][i / 2][2 * r + i % 2] * factor;
                 }
                 if (block.row0 + row < block.rows) store_row(block, block.row0 + row, column(0, warp, lane), of_row);
             }
@@ -162,13 +144,13 @@ struct Output {
             float* to = (split ? p.partial_out : static_cast<float*>(p.out)) + at;
 #pragma unroll
             for (i32 n = 0; n < kValueTiles; ++n) {
-                *reinterpret_cast<float2*>(to + pair_column(n, 0)) = make_float2(of_row[2 * n], of_row[2 * n + 1]);
+                *reinterpret_cast<float2*>(to + n * kMmaColumns) = make_float2(of_row[2 * n], of_row[2 * n + 1]);
             }
         } else {
             u16* to = static_cast<u16*>(p.out) + at;
 #pragma unroll
             for (i32 n = 0; n < kValueTiles; ++n) {
-                *reinterpret_cast<u32*>(to + pair_column(n, 0)) = cvt_x2(Element{}, of_row[2 * n], of_row[2 * n + 1]);
+                *reinterpret_cast<u32*>(to + n * kMmaColumns) = cvt_x2(Element{}, of_row[2 * n], of_row[2 * n + 1]);
             }
         }
     }

@@ -2,14 +2,14 @@
 // registers, each once as part of a key and once as part of a value. So nothing is written back to shared memory, which
 // holds the codes of all steps that are on their way.
 //
-//   scores   warp = 16 tokens, an eighth of d twice, and RoPE columns  | Q K^T  |         |          | of the next step
-//   softmax  thread = 2 or 4 tokens of a row                           |        | max, P  |          |
-//   values   warp = 64 columns                                         |        |         | O += P V |
-//   loads    all threads, cp.async                                     |        | the step that takes the last one's place
+//   scores   warp = 16 tokens, 128 + 16 columns  | Q K^T  |         |          | Q K^T of the next step
+//   softmax  thread = 2 or 4 tokens of a row     |        | max, P  |          |
+//   values   warp = 64 columns                   |        |         | O += P V |
+//   loads    all threads, cp.async               |        | the step that takes the place of the last one ->
 //
 // Keys: the order of columns within a product is free. A lane reads 16 codes of its token at once, and has four of them
-// in each of four products; queries are loaded to match. A warp's latent columns are 128 neighbours, which have one
-// scale per token, if any: scores are multiplied by it.
+// in each of four products; queries are loaded to match. A warp has 128 neighbouring latent columns, which have one
+// scale per token, if any: scores are multiplied by it. It also has 16 RoPE columns.
 //
 // Values: ldmatrix.trans moves pairs of codes, neighbouring columns of a token. A byte permute parts them; the two
 // products have even and odd columns. P is multiplied by the scale of the warp's columns.
@@ -17,9 +17,8 @@
 #include "attention/mma/records.cuh"
 
 namespace mla::attention::mma {
-constexpr i32 kRowSteps8 = 8;      // whose tokens a warp looks up at once, a lane each
+constexpr i32 kPlaceSteps = 8;       // whose tokens a warp looks up at once, a lane each
 constexpr i32 kKnownCodeSteps = 16;  // of which it is known which tokens are there
-constexpr i32 kLatentSegment = 32 * kChunkBytes;
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // A token: its latent codes, then its RoPE columns as stored; the scales lie apart. Within each 128 bytes chunk c lies
@@ -46,7 +45,7 @@ struct CodeBudget {
     static constexpr i32 kOtherBytes = sizeof(SoftmaxSlots<typename C::Few::Softmax>) + 1024 + 20 * C::Few::kRows;
     static constexpr i32 kStepBytes = Token::kStepTokens * (Token::kBytes + (Token::kScaled ? 16 : 0));
     static constexpr i32 kFit = (C::kSmemBytes - kOtherBytes) / kStepBytes;
-    static constexpr i32 kSteps = kFit < kRowSteps8 ? kFit : kRowSteps8;
+    static constexpr i32 kSteps = kFit < kPlaceSteps ? kFit : kPlaceSteps;
     static_assert(kSteps >= 2, "a step is read while the next one arrives");
 };
 
@@ -55,9 +54,10 @@ struct CodeStorage {
     using Budget = CodeBudget<C>;
     using Token = typename Budget::Token;
     alignas(kSegmentBytes) u8 tokens[Budget::kSteps][Token::kStepTokens * Token::kBytes];
-    alignas(16) float scales[Token::kScaled ? Budget::kSteps : 1][Token::kScaled ? Token::kStepTokens : 1][Token::kGroups];
+    alignas(
+        16) float scales[Token::kScaled ? Budget::kSteps : 1][Token::kScaled ? Token::kStepTokens : 1][Token::kGroups];
     SoftmaxSlots<typename C::Few::Softmax> softmax;
-    MBarrier full[Budget::kSteps];         // all threads arrive, with their copies; the first phase blocks
+    MBarrier full[Budget::kSteps];        // all threads arrive, with their copies; the first phase blocks
     u8 present[kKnownCodeSteps][kWarps];  // bit = token of a warp: whether it is there
     u32 largest[kQuarters][C::Few::kRows];
     ItemsOf<typename C::Tokens::Work> items;
@@ -89,9 +89,9 @@ struct CodeLoader {
     }
 
     MLA_DEVICE void ask(const typename C::Rows& block, Shared& s) {
-        const i32 at = asked % kRowSteps8;
+        const i32 at = asked % kPlaceSteps;
         if (at == 0 && asked > 0) data = data_of(block, asked);
-        if (at == kRowSteps8 / 2) place = place_of(block, asked + kRowSteps8 / 2);
+        if (at == kPlaceSteps / 2) place = place_of(block, asked + kPlaceSteps / 2);
         const i32 lane = threadIdx.x % kWarpThreads, source = at * kLaneTokens + lane / kTokenLanes;
         copy(block, s, reinterpret_cast<const u8*>(__shfl_sync(kFullWarp, reinterpret_cast<u64>(data), source)));
         cp_async_mbarrier_arrive_noinc(s.full[slot]);
@@ -102,8 +102,8 @@ struct CodeLoader {
    private:
     MLA_DEVICE static i32 token_from(const typename C::Rows& block, i32 step) {
         const i32 thread = threadIdx.x, lane = thread % kWarpThreads;
-        return block.begin() + (step + lane / kLaneTokens) * Token::kStepTokens +
-               thread / kWarpThreads * kLaneTokens + lane % kLaneTokens;
+        return block.begin() + (step + lane / kLaneTokens) * Token::kStepTokens + thread / kWarpThreads * kLaneTokens +
+               lane % kLaneTokens;
     }
     MLA_DEVICE static bool is_within(const typename C::Rows& block, i32 token) { return token < block.end(); }
 
@@ -155,7 +155,7 @@ MLA_DEVICE void load_code_queries(const typename C::Rows& block, typename C::Few
 #pragma unroll
         for (i32 step = 0; step < Few::kScoreSteps; ++step) {
             const i32 column = step < 8 ? quarter * 128 + step / 4 * 64 + c * 16 + step % 4 * 4
-                                        : kLatentSegment + quarter * kMmaDepth + c * 4;
+                                        : kHeadDimV + quarter * kMmaDepth + c * 4;
 #pragma unroll
             for (i32 k = 0; k < 2; ++k) {
                 const u32 word = load_pair<true>(from + column + k * 2);
@@ -197,7 +197,7 @@ MLA_DEVICE void score_codes(CodeStorage<C>& s, i32 slot, const typename C::Few::
             }
         }
     }
-    float(&x)[Few::kRowTiles][2][4] = sums[0];
+    float (&x)[Few::kRowTiles][2][4] = sums[0];
 #pragma unroll
     for (i32 i = 0; i < Few::kRowTiles * 8; ++i) (&x[0][0][0])[i] += (&sums[1][0][0][0])[i];
     if constexpr (Token::kScaled) {
@@ -256,7 +256,7 @@ MLA_DEVICE void add_code_values(const CodeStorage<C>& s, i32 slot, Out& out, i32
             ldmatrix_x4(p[tile], smem_addr(&s.softmax.p[tile * kMmaRows + lane % 16][half * 16 + lane / 16 * 8]));
         }
         if constexpr (Token::kScaled) {
-            const float(*of)[Token::kGroups] = s.scales[slot] + half * kMmaDepth + lane % 4 * 2;
+            const float (*of)[Token::kGroups] = s.scales[slot] + half * kMmaDepth + lane % 4 * 2;
 #pragma unroll
             for (i32 k = 0; k < 2; ++k) {
                 const u32 pair = cvt_x2(Latent{}, of[8 * k][warp / 2], of[8 * k + 1][warp / 2]);
@@ -289,6 +289,50 @@ MLA_DEVICE void add_code_values(const CodeStorage<C>& s, i32 slot, Out& out, i32
         }
     }
 }
+
+// A warp's share of the output, two accumulators of which have the even and the odd ones of 16 columns: a lane has four
+// neighbours.
+template <class Element, i32 kRowTiles>
+struct PartedOutput : Output<Element, kRowTiles> {
+    using Plain = Output<Element, kRowTiles>;
+
+    template <class Block>
+    MLA_DEVICE void store(const Block& block, const float* factors, i32 warp, i32 lane) const {
+#pragma unroll
+        for (i32 i = 0; i < Plain::kHalves; ++i) {
+            const i32 row = 8 * i + lane / 4, r = i % 2 * 2;
+            if (block.row0 + row >= block.rows) continue;
+            const float factor = factors[row];
+#pragma unroll
+            for (i32 n = 0; n < Plain::kValueTiles; n += 2) {
+                const float (&even)[4] = this->x[i / 2][n], (&odd)[4] = this->x[i / 2][n + 1];
+                float of_row[4] = {even[r], odd[r], even[r + 1], odd[r + 1]};
+#pragma unroll
+                for (float& x : of_row) x = factor == 0.f ? 0.f : x * factor;
+                store_four(block, block.row0 + row, warp * Plain::kWarpColumns + n * kMmaColumns + lane % 4 * 4,
+                           of_row);
+            }
+        }
+    }
+
+   private:
+    template <class Block>
+    MLA_DEVICE static void store_four(const Block& block, i32 row, i32 column, const float (&of_row)[4]) {
+        const DecodeParams& p = block.p;
+        const i32 partial = block.item().partial_index;
+        const bool split = partial != kNotSplit;
+        const i64 at = (split ? workspace_row(p, partial, block.kv_head, row) * kHeadDimV
+                              : out_offset(p, block.item().request, block.kv_head, row)) +
+                       column;
+        if (split || p.out_is_fp32) {
+            float2* to = reinterpret_cast<float2*>((split ? p.partial_out : static_cast<float*>(p.out)) + at);
+            to[0] = make_float2(of_row[0], of_row[1]), to[1] = make_float2(of_row[2], of_row[3]);
+        } else {
+            u32* to = reinterpret_cast<u32*>(static_cast<u16*>(p.out) + at);
+            to[0] = cvt_x2(Element{}, of_row[0], of_row[1]), to[1] = cvt_x2(Element{}, of_row[2], of_row[3]);
+        }
+    }
+};
 
 // By all threads. 0 * NaN is not 0: of the tokens of a step that not every row sees, codes of NaN become 0, and scales
 // that are not numbers of f16; a row that does see such a token has a score of NaN, and so is NaN as a whole.
@@ -330,7 +374,7 @@ MLA_DEVICE void run_item(const typename C::Rows& block, CodeStorage<C>& s, CodeM
     const i32 begin = block.begin(), steps = max(0, ceil_div(block.end() - begin, Few::kStepTokens));
     math.loader.begin(block, s, steps);
     math.row.begin();
-    Output<typename C::Element, Few::kRowTiles, kHeadDimV, true> out;
+    PartedOutput<typename C::Element, Few::kRowTiles> out;
     out.clear();
     if (steps > 0) {
         load_code_queries<C>(block, math.q, math.warp, math.lane);
@@ -394,8 +438,8 @@ MLA_DEVICE void run_records(const DecodeParams& p, u8* smem) {
 }  // namespace mla::attention::mma
 
 // What such a kernel tells the host, besides the layout of its parameters.
-#define MLA_MMA_RECORDS_FACTS(C)                                                   \
-    MLA_FACT(threads, mla::attention::mma::kThreads);                              \
+#define MLA_MMA_RECORDS_FACTS(C)                                                    \
+    MLA_FACT(threads, mla::attention::mma::kThreads);                               \
     MLA_FACT(smem_bytes, sizeof(typename mla::attention::mma::StorageOf<C>::Type)); \
-    MLA_FACT(block_rows, C::Few::kRows);                                           \
+    MLA_FACT(block_rows, C::Few::kRows);                                            \
     MLA_RECORD_FACT(C::TokenRecord)

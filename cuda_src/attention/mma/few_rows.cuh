@@ -18,8 +18,6 @@ struct FewRows {
     static constexpr i32 kScoreSteps = padded_row_bytes(kHeadDimQk) / kSegmentBytes;  // along d: one in each segment
     static constexpr bool kPadded = kScoreSteps * kSegmentBytes > kHeadDimQk*(i32)sizeof(u16);  // by zeros
     static constexpr i32 kRopeStep = kRopeStep_;
-    // Of 16 rows two sums of each score, which the products take turns at: one would wait for itself.
-    static constexpr i32 kSums = kRowTiles == 1 ? 2 : 1;
     using Softmax = SoftmaxLayout<kRows, kStepTokens>;
     using Queries = u32[kScoreSteps][kRowTiles][4];
     static_assert(kSegmentBytes % (kColumns / kWarps * (i32)sizeof(u16)) == 0,
@@ -68,7 +66,7 @@ struct NoFactors {
 template <class C, class Ring, class Keys, class Factors>
 MLA_DEVICE void score(SoftmaxSlots<typename C::Softmax>& softmax, const Keys& slots, i32 first,
                       const typename C::Queries& q, const Factors& factors, i32 warp, i32 lane) {
-    float sums[C::kSums][C::kRowTiles][2][4] = {};
+    float scores[C::kRowTiles][2][4] = {};
     const i32 quarter = C::quarter(warp), half = C::half(warp);
     const i32 octet = Ring::position(first, 2 * half + lane / 16);
     const SmemAddr keys = smem_addr(slots.octets[octet]) + Ring::offset(lane % 8, 2 * quarter + lane / 8 % 2);
@@ -78,19 +76,15 @@ MLA_DEVICE void score(SoftmaxSlots<typename C::Softmax>& softmax, const Keys& sl
         ldmatrix_x4(k, keys + step * kSegmentBytes);
 #pragma unroll
         for (i32 tile = 0; tile < C::kRowTiles; ++tile) {
-            float(&sum)[2][4] = sums[step % C::kSums][tile];
             if (step < C::kRopeStep) {
-                mma_m16n8k16(typename C::Latent{}, sum[0], q[step][tile], k[0], k[1]);
-                mma_m16n8k16(typename C::Latent{}, sum[1], q[step][tile], k[2], k[3]);
+                mma_m16n8k16(typename C::Latent{}, scores[tile][0], q[step][tile], k[0], k[1]);
+                mma_m16n8k16(typename C::Latent{}, scores[tile][1], q[step][tile], k[2], k[3]);
             } else {
-                mma_m16n8k16(typename C::Rope{}, sum[0], q[step][tile], k[0], k[1]);
-                mma_m16n8k16(typename C::Rope{}, sum[1], q[step][tile], k[2], k[3]);
+                mma_m16n8k16(typename C::Rope{}, scores[tile][0], q[step][tile], k[0], k[1]);
+                mma_m16n8k16(typename C::Rope{}, scores[tile][1], q[step][tile], k[2], k[3]);
             }
         }
     }
-    float(&scores)[C::kRowTiles][2][4] = sums[0];
-#pragma unroll
-    for (i32 i = 0; i < (C::kSums - 1) * C::kRowTiles * 8; ++i) (&scores[0][0][0])[i] += (&sums[1][0][0][0])[i];
 #pragma unroll
     for (i32 i = 0; i < 2 * C::kRowTiles; ++i) {
         float* to = softmax.scores[quarter][8 * i + lane / 4] + half * C::kScoreTokens + lane % 4 * 2;

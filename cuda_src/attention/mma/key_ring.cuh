@@ -84,7 +84,7 @@ struct RingCursor {
     i32 first = 0;   // octet where the step begins
     u32 parity = 0;  // of its barrier
 
-    MLA_DEVICE MBarrier& full(KeySlots<Ring>& s) const { return s.full[(u32)first / Ring::kStepOctets]; }
+    MLA_DEVICE MBarrier& full(KeySlots<Ring>& s) const { return s.full[first / Ring::kStepOctets]; }
     MLA_DEVICE i32 previous() const { return (first == 0 ? Ring::kOctets : first) - Ring::kStepOctets; }
     MLA_DEVICE void advance() {
         first = Ring::position(first, Ring::kStepOctets);
@@ -113,14 +113,12 @@ struct KeyLoader {
     i32 asked;            // steps of the item
     // Of the token that this thread helps to copy: as in the block table, read ahead, below 0 past the end; within it.
     i32 page, offset;
-    Divisor page_size;
 
     MLA_DEVICE static i32 octet() { return (i32)threadIdx.x / (kOctetTokens * Ring::kTokenThreads); }
 
     template <class Block>
     MLA_DEVICE void begin(const Block& block) {
         asked = 0;
-        page_size = Divisor((u32)block.p.page_size);
         look_up(block);
     }
 
@@ -155,7 +153,7 @@ struct KeyLoader {
         const i32 token = block.begin() + asked * Ring::kStepTokens + (i32)threadIdx.x / Ring::kTokenThreads;
         page = -1, offset = 0;
         if (token >= block.end()) return;
-        const i32 index = (i32)page_size.quotient((u32)token);
+        const i32 index = token / p.page_size;
         page = p.block_table[block.item().request * p.table_stride_b_elems + index * p.table_stride_page_elems];
         offset = token - index * p.page_size;
     }

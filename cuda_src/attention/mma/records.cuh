@@ -211,8 +211,6 @@ struct QueryFactors<C, true> {
 };
 
 // ---- Keys ------------------------------------------------------------------------------------------------------
-struct NoScale {};
-
 // The first or second two of four e4m3 numbers as f16, exactly. The exponents of e4m3 and f16 differ by 8; subnormal
 // numbers come out right as well. NaN gets an exponent of all ones.
 template <i32 kPair>
@@ -238,10 +236,6 @@ template <i32 kPair>
 MLA_DEVICE u32 dequantise(bfloat16, u32 codes, float scale) {
     const float2 x = unpack<float16>(e4m3_pair<kPair>(codes));
     return cvt_x2(bfloat16{}, x.x * scale, x.y * scale);
-}
-template <i32 kPair>
-MLA_DEVICE u32 dequantise(float16, u32 codes, NoScale) {
-    return e4m3_pair<kPair>(codes);
 }
 
 template <class Latent, class Scale>
@@ -271,7 +265,7 @@ struct RawShare : ShareKind<kHasCompact<typename C::TokenRecord>> {
     using Raw = RawToken<Record>;
     using Rope = typename C::Rope;
     uint2 codes[Raw::kLatentPieces];
-    uint4 rope;    // of e4m3 a half
+    uint4 rope;
     uint4 scales;  // as stored; of v41 the lane's, a byte for each piece
 
     MLA_DEVICE RawShare(const RawStep<Record>& step, i32 warp, i32 token, i32 k) {
@@ -285,17 +279,9 @@ struct RawShare : ShareKind<kHasCompact<typename C::TokenRecord>> {
                 const i32 at = place_of(piece, token);
                 codes[piece] = *reinterpret_cast<const uint2*>(from + (at * kTokenLanes + k) * kPieceCodes);
             }
-            rope = scales = make_uint4(0, 0, 0, 0);
-            from += Raw::kLatentBytes;
-            if constexpr (Raw::kWideRope) {
-                rope = *reinterpret_cast<const uint4*>(from + k * kChunkBytes);
-            } else {
-                *reinterpret_cast<uint2*>(&rope) = *reinterpret_cast<const uint2*>(from + k * kPieceCodes);
-            }
-            if constexpr (Raw::kScaleBytes == 16) scales = *reinterpret_cast<const uint4*>(step.scales[warp][token]);
-            if constexpr (Raw::kScaleBytes == 8) {
-                *reinterpret_cast<uint2*>(&scales) = *reinterpret_cast<const uint2*>(step.scales[warp][token]);
-            }
+            rope = *reinterpret_cast<const uint4*>(from + Raw::kLatentBytes + k * kChunkBytes);
+            const uint2 codes_of_scales = *reinterpret_cast<const uint2*>(step.scales[warp][token]);
+            scales = make_uint4(codes_of_scales.x, codes_of_scales.y, 0, 0);
         }
     }
 
@@ -307,13 +293,9 @@ struct RawShare : ShareKind<kHasCompact<typename C::TokenRecord>> {
                 dequantise_piece<typename C::Latent>(codes[piece], scale_of(piece));
         }
         if constexpr (!Raw::kScaledRope) {
-            uint4& rope_to = *reinterpret_cast<uint4*>(to + C::kLatentSegments * kSegmentBytes);
-            if constexpr (Raw::kWideRope) {
-                rope_to = make_uint4(convert_rope(Rope{}, rope.x), convert_rope(Rope{}, rope.y),
-                                     convert_rope(Rope{}, rope.z), convert_rope(Rope{}, rope.w));
-            } else {
-                rope_to = dequantise_piece<Rope>(make_uint2(rope.x, rope.y), NoScale{});
-            }
+            *reinterpret_cast<uint4*>(to + C::kLatentSegments * kSegmentBytes) =
+                make_uint4(convert_rope(Rope{}, rope.x), convert_rope(Rope{}, rope.y), convert_rope(Rope{}, rope.z),
+                           convert_rope(Rope{}, rope.w));
         }
     }
 
@@ -340,17 +322,13 @@ struct RawShare : ShareKind<kHasCompact<typename C::TokenRecord>> {
     }
 
     MLA_DEVICE auto scale_of(i32 piece) const {
-        if constexpr (Raw::kScaleBytes == 0) {
-            return NoScale{};
-        } else if constexpr (Raw::kScaledRope) {
+        if constexpr (Raw::kScaledRope) {
             const u32 code = (piece < 4 ? scales.x : scales.y) >> 8 * (piece % 4) & 0xff;
             return scale_pair(typename C::Latent{}, this->compact ? cvt_f32_x2_e4m3(code).x : e8m0_value(code));
         } else {
             const i32 group = piece * kTokenLanes * kPieceCodes / (Record::kGroupChunks * kRecordChunk);
-            const u32* words = &scales.x;
-            return scale_pair(typename C::Latent{}, Raw::kScaleBytes == 16
-                                                        ? __uint_as_float(words[group])
-                                                        : e8m0_value(words[group / 4] >> 8 * (group % 4) & 0xff));
+            const u32 word = group < 4 ? scales.x : scales.y;
+            return scale_pair(typename C::Latent{}, e8m0_value(word >> 8 * (group % 4) & 0xff));
         }
     }
 };

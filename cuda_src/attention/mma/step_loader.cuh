@@ -13,9 +13,33 @@ constexpr i32 kRowTables = 2;  // that are kept: of the steps that are asked for
 
 struct TokenRows {
     // Of the lanes' tokens. Null: the token's page is not in the pool, or it is past the end.
-    const u16* rows[kRowTables][kWarps][kWarpThreads];
+    const u16* rows[kWarps][kRowTables * kWarpThreads];
     alignas(8) u8 present[kRowTables * kRowSteps][kWarps];  // bit = token of a warp: whether it has a row
 };
+
+// A position in the ring, step by step.
+template <class Ring>
+struct StepCursor {
+    i32 first = 0;   // octet where the step begins
+    u32 parity = 0;  // of its barrier
+
+    // The octet so many steps further; a step back is one less than a round.
+    MLA_DEVICE i32 ahead(i32 steps) const {
+        const i32 at = first + steps * Ring::kStepOctets;
+        if constexpr ((Ring::kOctets & (Ring::kOctets - 1)) == 0) return at & (Ring::kOctets - 1);
+        return at >= Ring::kOctets ? at - Ring::kOctets : at;
+    }
+    MLA_DEVICE i32 back(i32 steps) const { return ahead(Ring::kOctets / Ring::kStepOctets - steps); }
+    MLA_DEVICE void advance() {
+        first = ahead(1);
+        parity ^= first == 0;
+    }
+};
+
+template <class Ring>
+MLA_DEVICE MBarrier& step_barrier(KeySlots<Ring>& s, i32 first) {
+    return s.full[(u32)first / Ring::kStepOctets];
+}
 
 // What is asked for next.
 struct StepCopies {
@@ -31,33 +55,34 @@ struct StepLoader {
     static constexpr i32 kLookUp = kRowSteps / 2;  // of a table's steps, the one that looks up the next table
     static constexpr i32 kRounds = ceil_div(Ring::kRowChunks, Ring::kTokenThreads);  // of copies of a step
     static_assert(Ring::kWholeSteps && Ring::kWarpTokens * kRowSteps == kWarpThreads, "a lane for each token");
+    static_assert(Ring::kTokenThreads == 2 * kSegmentChunks, "chunks of a round keep their segment when swizzled");
     static_assert(kSteps <= kLookUp, "a table is kept until its last step is masked");
 
-    RingCursor<Ring> at;  // of the next step to ask for
-    i32 page;             // of this lane's token, in the table that is being looked up
+    i32 page;  // of this lane's token, in the table that is being looked up
 
-    // Asks for the first of the item's `steps`, as many as the ring has room for.
+    // Asks for the first of the item's `steps`, as many as the ring has room for, from `at` on.
     template <class Block>
-    MLA_DEVICE void begin(const Block& block, KeySlots<Ring>& s, TokenRows& table, i32 steps) {
+    MLA_DEVICE void begin(const Block& block, KeySlots<Ring>& s, TokenRows& table, StepCursor<Ring> at, i32 steps) {
         const i32 warp = uniform_warp();
         page = page_of(block, 0, warp);
         keep_rows(block, table, 0, warp);
 #pragma unroll 1
         for (i32 step = 0; step < min(steps, kSteps); ++step) {
-            const StepCopies copies = next(block, s, table, step, true);
+            const StepCopies copies = next(block, s, table, at.first, step, true);
 #pragma unroll
             for (i32 round = 0; round < kRounds; ++round) copy(copies, round);
-            finish(s, copies);
+            finish(s, at.first);
+            at.advance();
         }
         __syncthreads();  // all know which tokens are there
     }
 
-    // The step that takes the place of step `done` - 1, which all threads have read.
+    // The step that takes the place of step `done` - 1, at octet `first`, which all threads have read.
     template <class Block>
-    MLA_DEVICE StepCopies after(const Block& block, KeySlots<Ring>& s, const TokenRows& table, i32 done,
-                                i32 steps) const {
+    MLA_DEVICE static StepCopies after(const Block& block, KeySlots<Ring>& s, const TokenRows& table, i32 first,
+                                       i32 done, i32 steps) {
         const i32 step = done + kSteps - 1;
-        return next(block, s, table, step, (done > 0) & (step < steps));
+        return next(block, s, table, first, step, (done > 0) & (step < steps));
     }
 
     // One of kRounds of its copies, by this thread.
@@ -68,17 +93,15 @@ struct StepLoader {
                        copies.to + ahead * kChunkBytes, copies.from + ahead * kChunkElems, copies.present);
     }
 
-    // After the last round.
-    MLA_DEVICE void finish(KeySlots<Ring>& s, const StepCopies& copies) {
-        if (!copies.due) return;
-        cp_async_mbarrier_arrive_noinc(at.full(s));
-        at.advance();
+    // After the last round of copies that are due.
+    MLA_DEVICE static void finish(KeySlots<Ring>& s, i32 first) {
+        cp_async_mbarrier_arrive_noinc(step_barrier(s, first));
     }
 
     // Looks up, if it is time, beside the step that took the place of step `done` - 1.
     template <class Block>
     MLA_DEVICE void look_up(const Block& block, TokenRows& table, i32 done, i32 warp) {
-        const i32 step = done + kSteps - 1, at = step % kRowSteps;
+        const i32 step = done + kSteps - 1, at = (u32)step % kRowSteps;
         if (at == kLookUp) page = page_of(block, step / kRowSteps + 1, warp);
         if (at == kLookUp + 1) keep_rows(block, table, step / kRowSteps + 1, warp);
     }
@@ -107,7 +130,7 @@ struct StepLoader {
         const bool present = (u32)page < (u32)p.num_pages;
         const u16* row = p.kv + block.kv_head * p.kv_stride_h_elems + page * p.kv_stride_page_elems +
                          token % p.page_size * p.kv_stride_token_elems;
-        table.rows[index % kRowTables][warp][lane] = present ? row : nullptr;
+        table.rows[warp][index % kRowTables * kWarpThreads + lane] = present ? row : nullptr;
         const u32 all = __ballot_sync(kFullWarp, present);
         if (lane < kRowSteps) {
             table.present[index % kRowTables * kRowSteps + lane][warp] =
@@ -117,24 +140,24 @@ struct StepLoader {
     }
 
     template <class Block>
-    MLA_DEVICE StepCopies next(const Block& block, KeySlots<Ring>& s, const TokenRows& table, i32 step,
-                               bool due) const {
-        i32 thread = threadIdx.x;
-        opaque(thread);  // what follows from it is not worth registers across the loop
-        const i32 mine = thread / Ring::kTokenThreads, chunk = thread % Ring::kTokenThreads;
-        const i32 lane = step % kRowSteps * Ring::kWarpTokens + mine % Ring::kWarpTokens;
-        const u16* row = table.rows[step / kRowSteps % kRowTables][thread / kWarpThreads][lane];
+    MLA_DEVICE static StepCopies next(const Block& block, KeySlots<Ring>& s, const TokenRows& table, i32 first,
+                                      i32 step, bool due) {
+        i32 opaque_thread = threadIdx.x;
+        opaque(opaque_thread);  // what follows from it is not worth registers across the loop
+        const u32 thread = opaque_thread, mine = thread / Ring::kTokenThreads, chunk = thread % Ring::kTokenThreads;
+        const u32 lane = (u32)step * Ring::kWarpTokens % (kRowTables * kWarpThreads) + mine % Ring::kWarpTokens;
+        const u16* row = table.rows[thread / kWarpThreads][lane];
         const bool present = row != nullptr;
-        return StepCopies{(present ? row : block.p.kv) + chunk * kChunkElems,
-                          smem_addr(s.octets[at.first]) + (u32)(mine / kOctetTokens * sizeof(s.octets[0])) +
-                              Ring::offset(mine % kOctetTokens, chunk),
-                          chunk, present, due};
+        // Octets follow each other: so do the step's rows.
+        const u32 at = mine * Ring::kRowBytes + (chunk ^ mine % kOctetTokens) * kChunkBytes;
+        return StepCopies{(present ? row : block.p.kv) + chunk * kChunkElems, smem_addr(s.octets[first]) + at,
+                          (i32)chunk, present, due};
     }
 };
 
 // Of the tokens of step `step`, those that have a row: a bit each, in the bytes of the warps.
 MLA_DEVICE u64 present_bits(const TokenRows& table, i32 step) {
-    return *reinterpret_cast<const u64*>(table.present[step % (kRowTables * kRowSteps)]);
+    return *reinterpret_cast<const u64*>(table.present[(u32)step % (kRowTables * kRowSteps)]);
 }
 constexpr u64 kAllPresent = 0x0303030303030303;
 }  // namespace mla::attention::mma
