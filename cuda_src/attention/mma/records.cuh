@@ -12,6 +12,7 @@
 //   loads    warp = 4 tokens, cp.async         |        | the step that takes the place of what was converted ->
 //
 // Where there is room for one tile only, the next step is converted after the values, between two more barriers.
+// Records with at most one scale for 128 columns have a form of their own: mma/codes.cuh.
 #pragma once
 #include "attention/mma/few_rows.cuh"
 #include "attention/record_tokens.cuh"
@@ -21,8 +22,8 @@
 namespace mla::attention::mma {
 // ---- Formats ---------------------------------------------------------------------------------------------------
 // Scales of v4 are powers of two: a latent is exact in either 16-bit format. Those of v32 may be any number, and f16
-// rounds the product eight times finer than bf16; e4m3 without a scale is exact in f16, and there in one instruction on
-// newer GPUs. RoPE columns that are stored as bf16 have the format of the queries.
+// rounds their products with P eight times finer than bf16; e4m3 without a scale is exact in f16, and there in one
+// instruction on newer GPUs. RoPE columns that are stored as bf16 have the format of the queries.
 template <class Record, class Element>
 struct RecordFormats {
     using Latent = float16;
@@ -420,9 +421,8 @@ struct RecordLoader {
 #pragma unroll
         for (i32 chunk = 0; chunk < Raw::kChunks; chunk += kTokenLanes) {
             if (chunk + kTokenLanes > Raw::kChunks && chunk + k >= Raw::kChunks) break;
-            const i32 gap = chunk * kChunkBytes >= Raw::kLatentBytes ? Raw::kGap : 0;
             if (Raw::kScaledRope && chunk >= Raw::kCompactChunks && is_compact(block)) break;
-            cp_async_16(to + chunk * kChunkBytes, data + chunk * kChunkBytes + gap, present);
+            cp_async_16(to + chunk * kChunkBytes, data + chunk * kChunkBytes, present);
         }
         if constexpr (Raw::kScaledRope) {
             const bool compact = is_compact(block);
