@@ -272,7 +272,9 @@ def test_is_caught(gpu: Gpu, case: DecodeCase, mutant: Mutant, plant: Plant) -> 
 
 
 @pytest.mark.parametrize(
-    ("gpu", "case"), [(TWO_TILES, CASE), (ONE_TILE, CONVERTED), (TWO_TILES, CONVERTED), (ONE_TILE, LONG)], ids=str
+    ("gpu", "case"),
+    [(TWO_TILES, CASE), (ONE_TILE, CONVERTED), (TWO_TILES, CONVERTED), (ONE_TILE, LONG)],
+    ids=lambda x: x[0] if isinstance(x, tuple) else x.id,
 )
 def test_kernels_as_they_are(gpu: Gpu, case: DecodeCase) -> None:
     assert [verdict(gpu, case, mode) for mode in MODES[:2]] == ["", ""]
