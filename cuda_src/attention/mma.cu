@@ -22,6 +22,7 @@
 #include "attention/mma/step_loader.cuh"
 #include "attention/online_softmax.cuh"
 #include "ptx/control.cuh"
+#include "ptx/load.cuh"
 #include "ptx/matrix.cuh"
 
 // Keys have RoPE columns unless a variant says otherwise.
@@ -56,14 +57,14 @@ using Ring = KeyRing<kHeadDimQk, (kSmemBytes - kOtherBytes) / kOctetBytes / 2 * 
 struct Storage {
     KeySlots<Ring> keys;
     TokenRows rows;
-    float2 partial[kWarps][kQuarters - 1][kStepTiles][kWarpThreads];  // scores for a warp from each other one
-    uint4 p[2][kRowTiles][kWarpThreads];                              // as A fragments; steps take turns
-    float scale[2][kRows];              // by which a step's new maximum rescales what came before
-    alignas(8) u8 rescales[2][kWarps];  // whether a warp's rows have such a factor
+    float4 partial[kWarps][kQuarters - 1][kWarpThreads];  // scores for a warp from each other one
+    alignas(16) u32 p[2][kRowTiles][4][kWarpThreads];     // as A fragments; steps take turns
+    float scale[2][kRows];                                // by which a step's new maximum rescales what came before
+    alignas(8) u8 rescales[2][kWarps];                    // whether a warp's rows have such a factor
     // barrier   arrives (count)   waits       first phase
-    // sent      all warps (8)     all warps   blocked
+    // sent      half's warps (4)  the same    blocked
     // written   all warps (8)     all warps   blocked
-    MBarrier sent, written;
+    MBarrier sent[kWarps / kQuarters], written;
     Items items;
     float factor[kRows], row_max[kRows];
     i32 nonfinite_request;  // whose values that not all rows see were not all finite
@@ -80,18 +81,31 @@ using Rows = Block<kRows>;
 // What a thread holds of a work item, beside the output.
 struct Math {
     u32 q[kScoreSteps][kScoreTiles][4];
-    float own[kStepTiles][2];  // scores of its row, of the warp's 8, for four tokens: see token()
-    float max, sum;            // of that row: running maximum; the thread's share of the sum
-    i32 first_masked;          // of the item's steps, the first one that not every row sees all of
-    RingCursor<Ring> keys;     // of the step that is scored next
+    float own[2 * kStepTiles];  // scores of its row, of the warp's 8, for four tokens: see token()
+    float max, sum;             // of that row: running maximum; the thread's share of the sum
+    i32 first_masked;           // of the item's steps, the first one that not every row sees all of
+    StepCursor<Ring> keys;      // of the step that is scored next
     StepLoader<Ring> loader;
     u32 phase = 0;  // of `sent` and `written`, which complete in turn, once a step
     i32 warp = uniform_warp(), lane = threadIdx.x % kWarpThreads;
+    SmemAddr first_keys, first_values;  // where this lane reads a step at the start of the ring, for ldmatrix
 
-    MLA_DEVICE i32 quarter() const { return warp % kQuarters; }  // of d
-    MLA_DEVICE i32 half() const { return warp / kQuarters; }     // of the rows
+    MLA_DEVICE explicit Math(const Storage& s) {
+        const i32 row = lane % 8;
+        first_keys = smem_addr(s.keys.octets[lane / 16]) + Ring::offset(row, 2 * quarter() + lane / 8 % 2);
+        const SmemAddr values = smem_addr(s.keys.octets[lane / 8 % 2]);
+        i32 held = (i32)(values + Ring::offset(row, warp * kSegmentChunks + lane / 16)).value;
+        opaque(held);  // not to be computed again in each step
+        first_values = SmemAddr{(u32)held};
+    }
+
+    MLA_DEVICE i32 quarter() const { return (u32)warp % kQuarters; }  // of d
+    MLA_DEVICE i32 half() const { return (u32)warp / kQuarters; }     // of the rows
     MLA_DEVICE i32 row() const { return warp * kOwnRows + lane / 4; }
-    MLA_DEVICE i32 token(i32 n) const { return n * kMmaColumns + lane % 4 * 2; }
+    // Half of the lanes have the two pairs of tokens in the other order: so pairs are sent, and quadruples received,
+    // without bank conflicts.
+    MLA_DEVICE i32 flip() const { return lane / 8 % 2; }
+    MLA_DEVICE i32 token(i32 i) const { return (i / 2 ^ flip()) * kMmaColumns + lane % 4 * 2 + i % 2; }
 };
 
 // ---- Scores ----------------------------------------------------------------------------------------------------
@@ -112,13 +126,14 @@ MLA_DEVICE void load_queries(const Rows& block, Math& math) {
     }
 }
 
+using Scores = float[kScoreTiles][kStepTiles][4];
+
 // S of the next step, over the warp's quarter of d: to be sent, but for the warp's own rows.
-MLA_DEVICE void score(Storage& s, Math& math, float (&scores)[kScoreTiles][kStepTiles][4]) {
-    const i32 lane = math.lane, octet = Ring::position(math.keys.first, lane / 16);
-    const SmemAddr keys = smem_addr(s.keys.octets[octet]) + Ring::offset(lane % 8, 2 * math.quarter() + lane / 8 % 2);
+MLA_DEVICE void score(Storage& s, Math& math, Scores& scores) {
+    const SmemAddr keys = math.first_keys + (u32)math.keys.first * (u32)sizeof(s.keys.octets[0]);
 #pragma unroll
     for (i32 i = 0; i < kScoreTiles * kStepTiles * 4; ++i) (&scores[0][0][0])[i] = 0.f;
-    mbarrier_wait(math.keys.full(s.keys), math.keys.parity);
+    mbarrier_wait(step_barrier(s.keys, math.keys.first), math.keys.parity);
 #pragma unroll
     for (i32 step = 0; step < kScoreSteps; ++step) {
         u32 k[4];
@@ -129,59 +144,47 @@ MLA_DEVICE void score(Storage& s, Math& math, float (&scores)[kScoreTiles][kStep
             mma_m16n8k16(Element{}, scores[tile][1], math.q[step][tile], k[2], k[3]);
         }
     }
-    math.own[0][0] = scores[0][0][0], math.own[0][1] = scores[0][0][1];
-    math.own[1][0] = scores[0][1][0], math.own[1][1] = scores[0][1][1];
 }
 
-MLA_DEVICE void send(Storage& s, const Math& math, const float (&scores)[kScoreTiles][kStepTiles][4]) {
+MLA_DEVICE void send(Storage& s, Math& math, const Scores& scores) {
+#pragma unroll
+    for (i32 i = 0; i < 2 * kStepTiles; ++i) {
+        math.own[i] = math.flip() == 0 ? scores[0][i / 2][i % 2] : scores[0][1 - i / 2][i % 2];
+    }
+    i32 pair = math.lane * kStepTiles + math.flip();
+    opaque(pair);  // no address is worth a register across the loop
 #pragma unroll
     for (i32 c = 1; c < kQuarters; ++c) {
         const float (&of)[kStepTiles][4] = scores[c / 2];
         const i32 r = 2 * (c % 2), to = math.half() * kQuarters + (c ^ math.quarter());
 #pragma unroll
-        for (i32 n = 0; n < kStepTiles; ++n) s.partial[to][c - 1][n][math.lane] = make_float2(of[n][r], of[n][r + 1]);
+        for (i32 n = 0; n < kStepTiles; ++n) {
+            reinterpret_cast<float2*>(s.partial[to][c - 1])[pair ^ n] = make_float2(of[n][r], of[n][r + 1]);
+        }
     }
-    release(s.sent, math.lane);
+    release(s.sent[math.half()], math.lane);
 }
 
 // ---- Softmax ---------------------------------------------------------------------------------------------------
-using Partial = float2[kQuarters - 1][kStepTiles];
+using Partial = float4[kQuarters - 1];
 
 MLA_DEVICE void load_partial(const Storage& s, const Math& math, Partial& x) {
+    const SmemAddr mine = smem_addr(s.partial[math.warp]) + (u32)(math.lane * sizeof(float4));
 #pragma unroll
-    for (i32 from = 0; from < kQuarters - 1; ++from) {
-#pragma unroll
-        for (i32 n = 0; n < kStepTiles; ++n) x[from][n] = s.partial[math.warp][from][n][math.lane];
-    }
+    for (i32 i = 0; i < kQuarters - 1; ++i) x[i] = ld_shared_v4(mine + i * (i32)sizeof(s.partial[0][0]));
 }
 
 MLA_DEVICE void add_partial(Math& math, const Partial& x) {
 #pragma unroll
-    for (i32 from = 0; from < kQuarters - 1; ++from) {
-#pragma unroll
-        for (i32 n = 0; n < kStepTiles; ++n) math.own[n][0] += x[from][n].x, math.own[n][1] += x[from][n].y;
-    }
-}
-
-// -inf where the row does not see the token. `token` is the step's first; `present` has a bit for each.
-MLA_DEVICE void mask(const Rows& block, Math& math, i32 token, u32 present) {
-    i32 row = block.row0 + math.row();
-    opaque(row);  // what follows from it is not worth registers across the loop
-    const SeenTokens seen = seen_tokens(block.p, block.item(), row);
-#pragma unroll
-    for (i32 n = 0; n < kStepTiles; ++n) {
-#pragma unroll
-        for (i32 i = 0; i < 2; ++i) {
-            const bool counts = (present >> (math.token(n) + i) & 1) && seen.contain(token + math.token(n) + i);
-            if (!counts) math.own[n][i] = negative_infinity();
-        }
+    for (i32 i = 0; i < kQuarters - 1; ++i) {
+        math.own[0] += x[i].x, math.own[1] += x[i].y, math.own[2] += x[i].z, math.own[3] += x[i].w;
     }
 }
 
 // The largest score of the thread's row, in base 2.
 MLA_DEVICE float largest_score(const Rows& block, const Math& math) {
-    const float (&x)[kStepTiles][2] = math.own;
-    return quad_max(fmaxf(fmaxf(x[0][0], x[0][1]), fmaxf(x[1][0], x[1][1]))) * block.p.scale_log2;
+    const float (&x)[2 * kStepTiles] = math.own;
+    return quad_max(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]))) * block.p.scale_log2;
 }
 
 // Moves the running maximum, lazily (attention/online_softmax.cuh); returns the factor for what came before. Without a
@@ -196,36 +199,32 @@ MLA_DEVICE float move_max(Math& math, float largest) {
 
 // P of the warp's rows, as A fragments of the product with values.
 MLA_DEVICE void write_p(const Rows& block, Storage& s, Math& math, i32 buffer, float factor) {
-    u32* to = reinterpret_cast<u32*>(&s.p[buffer][math.warp / 2][math.lane]) + math.warp % 2;
+    u32(&to)[4][kWarpThreads] = s.p[buffer][(u32)math.warp / 2];
 #pragma unroll
-    for (i32 n = 0; n < kStepTiles; ++n) {
-        const float p0 = ex2_approx(fmaf(math.own[n][0], block.p.scale_log2, -math.max));
-        const float p1 = ex2_approx(fmaf(math.own[n][1], block.p.scale_log2, -math.max));
+    for (i32 pair = 0; pair < kStepTiles; ++pair) {
+        const float p0 = ex2_approx(fmaf(math.own[2 * pair], block.p.scale_log2, -math.max));
+        const float p1 = ex2_approx(fmaf(math.own[2 * pair + 1], block.p.scale_log2, -math.max));
         math.sum += p0 + p1;
-        to[2 * n] = cvt_x2(Element{}, p0, p1);
+        to[2 * (pair ^ math.flip()) + (u32)math.warp % 2][math.lane] = cvt_x2(Element{}, p0, p1);
     }
     if (math.lane % 4 == 0) s.scale[buffer][math.row()] = factor;
     const bool rescales = __any_sync(kFullWarp, factor != 1.f);
     if (math.lane == 0) s.rescales[buffer][math.warp] = rescales;
-    release(s.written, math.lane);
 }
 
 // ---- Values ----------------------------------------------------------------------------------------------------
 using PFragments = u32[kRowTiles][4];
 
 MLA_DEVICE void load_p(PFragments& p, const Storage& s, i32 buffer, i32 lane) {
+    const SmemAddr from = smem_addr(s.p[buffer]) + (u32)(lane * kChunkBytes);
 #pragma unroll
-    for (i32 tile = 0; tile < kRowTiles; ++tile) {
-        const uint4 x = s.p[buffer][tile][lane];
-        p[tile][0] = x.x, p[tile][1] = x.y, p[tile][2] = x.z, p[tile][3] = x.w;
-    }
+    for (i32 tile = 0; tile < kRowTiles; ++tile) ldmatrix_x4(p[tile], from + tile * (i32)sizeof(s.p[0][0]));
 }
 
-// Where this lane reads V^T for ldmatrix: the first 16 columns of the warp. The others are 32 bytes apart, swizzled.
-MLA_DEVICE SmemAddr value_addr(const Storage& s, const Math& math, i32 first) {
-    const i32 lane = math.lane, row = lane % 8;
-    return smem_addr(s.keys.octets[first]) + (u32)(lane / 8 % 2 * sizeof(s.keys.octets[0]) + row * Ring::kRowBytes +
-                                                   math.warp * kSegmentBytes + (lane / 16 ^ row) * kChunkBytes);
+// Where this lane reads V^T of the last step: the first 16 columns of the warp. The others are 32 bytes apart,
+// swizzled.
+MLA_DEVICE SmemAddr value_addr(const Storage& s, const Math& math) {
+    return math.first_values + (u32)math.keys.back(1) * (u32)sizeof(s.keys.octets[0]);
 }
 
 // V^T of the warp's columns 8 n to 8 n + 15.
@@ -248,11 +247,37 @@ MLA_DEVICE bool hides(const Storage& s, const Math& math, i32 step) {
     return (step >= math.first_masked) | (present_bits(s.rows, step) != kAllPresent);
 }
 
-// What hides tokens of step `step`, once all its partial scores are received. Cold.
-MLA_DEVICE void hide(const Rows& block, Storage& s, Math& math, i32 step) {
-    const i32 token = block.begin() + step * kStepTokens;
-    mask(block, math, token, present_bits(s.rows, step));
+// Scores of step `step` become -inf where a row does not see the token; so does a sum of such parts. Cold.
+MLA_DEVICE void hide(const Rows& block, const Storage& s, const Math& math, i32 step, Scores& scores) {
+    const u64 present = present_bits(s.rows, step);
+    const i32 first = math.lane % 4 * 2, token = block.begin() + step * kStepTokens + first;
+    u32 seen_bits = 0;
+#pragma unroll 1
+    for (i32 c = 0; c < kQuarters; ++c) {
+        const i32 row = math.half() * kScoreRows + (c ^ math.quarter()) * kOwnRows + math.lane / 4;
+        const SeenTokens seen = seen_tokens(block.p, block.item(), block.row0 + row);
+#pragma unroll
+        for (i32 i = 0; i < 2 * kStepTiles; ++i) {
+            const i32 at = i / 2 * kMmaColumns + i % 2, place = first + at;
+            const bool is_there = present >> (place / Ring::kWarpTokens * 8 + place % Ring::kWarpTokens) & 1;
+            seen_bits |= (u32)(is_there && seen.contain(token + at)) << (c * 2 * kStepTiles + i);
+        }
+    }
+#pragma unroll
+    for (i32 c = 0; c < kQuarters; ++c) {
+#pragma unroll
+        for (i32 i = 0; i < 2 * kStepTiles; ++i) {
+            float& score = scores[c / 2][i / 2][c % 2 * 2 + i % 2];
+            if (!(seen_bits >> (c * 2 * kStepTiles + i) & 1)) score = negative_infinity();
+        }
+    }
+}
+
+// Values of step `step` that are not finite become 0 where not every row sees them, once all warps have scored them.
+MLA_DEVICE void clean(const Rows& block, Storage& s, const Math& math, i32 step) {
     if (step < math.first_masked) return;
+    __syncthreads();
+    const i32 token = block.begin() + step * kStepTokens;
     if (clean_values<Element, Ring>(s.keys, math.keys.first, token, block.item().seen_by_all)) {
         s.nonfinite_request = block.item().request;
     }
@@ -267,51 +292,62 @@ MLA_DEVICE void keep_row_max(const Rows& block, Storage& s, const Math& math, fl
 // The values of step `step`, and the scores of the next one.
 MLA_DEVICE void run_step(const Rows& block, Storage& s, Math& math, Output<Element, kRowTiles>& out, i32 step,
                          i32 steps) {
-    float scores[kScoreTiles][kStepTiles][4];
+    Scores scores;
     score(s, math, scores);
-    mbarrier_wait(s.written, math.phase);  // P of this step; also, the last partial scores have been received
+    const bool hides_some = hides(s, math, step + 1);
+    // P of this step; also, the last partial scores have been received, and the values of the last step been read.
+    mbarrier_wait(s.written, math.phase);
+    if (hides_some) hide(block, s, math, step + 1, scores);
     const bool rescales = *reinterpret_cast<const u64*>(s.rescales[step & 1]) != 0;
-    send(s, math, scores);
+    const SmemAddr values = value_addr(s, math);
     PFragments p;
     load_p(p, s, step & 1, math.lane);
-    if (rescales) out.rescale(s.scale[step & 1], math.lane);
-    const SmemAddr values = value_addr(s, math, math.keys.previous());
     u32 v[4];
+    load_values(v, values, 0);
+    send(s, math, scores);
+    if (rescales) out.rescale(s.scale[step & 1], math.lane);
+    // Copies mix with the products, which leave room for them.
+    const i32 free = math.keys.back(2);
+    const StepCopies copies = math.loader.after(block, s.keys, s.rows, free, step, steps);
 #pragma unroll
     for (i32 n = 0; n < kValueTiles / 2; n += 2) {
-        load_values(v, values, n);
         add_values(p, v, n, out);
+        load_values(v, values, n + 2);
+#pragma unroll
+        for (i32 round = n; round < (n == 0 ? 2 : math.loader.kRounds); ++round) math.loader.copy(copies, round);
     }
-    load_values(v, values, kValueTiles / 2);
-    const bool hides_some = hides(s, math, step + 1);
+    if (copies.due) math.loader.finish(s.keys, free);
     math.phase ^= 1;
-    mbarrier_wait(s.sent, math.phase);  // also, the values of the last step have been read
+    mbarrier_wait(s.sent[math.half()], math.phase);
+    // From here on no branch: sums and the softmax mix with the products.
     Partial partial;
     load_partial(s, math, partial);
     add_values(p, v, kValueTiles / 2, out);
-    load_values(v, values, kValueTiles / 2 + 2);
     add_partial(math, partial);
-    if (hides_some) hide(block, s, math, step + 1);
-    // From here on no branch: the softmax mixes with the products.
+    load_values(v, values, kValueTiles / 2 + 2);
     const float largest = largest_score(block, math), factor = move_max(math, largest);
+    keep_row_max(block, s, math, largest);
     add_values(p, v, kValueTiles / 2 + 2, out);
     write_p(block, s, math, ~step & 1, factor);
-    keep_row_max(block, s, math, largest);
+    clean(block, s, math, step + 1);
+    release(s.written, math.lane);
     math.keys.advance();
-    math.loader.advance(block, s.keys, s.rows, step, steps, math.warp);
+    math.loader.look_up(block, s.rows, step, math.warp);
 }
 
 MLA_DEVICE void first_scores(const Rows& block, Storage& s, Math& math) {
-    float scores[kScoreTiles][kStepTiles][4];
+    Scores scores;
     score(s, math, scores);
+    if (hides(s, math, 0)) hide(block, s, math, 0, scores);
     send(s, math, scores);
-    mbarrier_wait(s.sent, math.phase);
+    mbarrier_wait(s.sent[math.half()], math.phase);
     Partial partial;
     load_partial(s, math, partial);
     add_partial(math, partial);
-    if (hides(s, math, 0)) hide(block, s, math, 0);
     const float largest = largest_score(block, math), factor = move_max(math, largest);
     write_p(block, s, math, 0, factor);
+    clean(block, s, math, 0);
+    release(s.written, math.lane);
     keep_row_max(block, s, math, largest);
     math.keys.advance();
 }
@@ -322,7 +358,7 @@ MLA_DEVICE void last_values(Storage& s, Math& math, Output<Element, kRowTiles>& 
     PFragments p;
     load_p(p, s, step & 1, math.lane);
     if (*reinterpret_cast<const u64*>(s.rescales[step & 1]) != 0) out.rescale(s.scale[step & 1], math.lane);
-    const SmemAddr values = value_addr(s, math, math.keys.previous());
+    const SmemAddr values = value_addr(s, math);
 #pragma unroll
     for (i32 n = 0; n < kValueTiles; n += 2) {
         u32 v[4];
@@ -343,7 +379,7 @@ MLA_DEVICE void store_item(const Rows& block, Storage& s, const Math& math, Outp
 
 MLA_DEVICE void run_item(const Rows& block, Storage& s, Math& math) {
     const i32 steps = max(0, ceil_div(block.end() - block.begin(), kStepTokens));
-    math.loader.begin(block, s.keys, s.rows, steps);
+    math.loader.begin(block, s.keys, s.rows, math.keys, steps);
     if (math.lane % 4 == 0) s.row_max[math.row()] = negative_infinity();
     math.max = kLowestMax, math.sum = 0.f;
     math.first_masked = max(0, block.item().seen_by_all - block.begin()) / kStepTokens;
@@ -365,13 +401,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_attention_mma(cons
     Storage& s = *reinterpret_cast<Storage*>(smem);
     if (threadIdx.x == 0) {
         init_keys(s.keys);
-        mbarrier_init(s.sent, kWarps);
+        for (MBarrier& sent : s.sent) mbarrier_init(sent, kQuarters);
         mbarrier_init(s.written, kWarps);
         s.nonfinite_request = -1;
     }
     griddepcontrol_wait();
     const Rows block(p, s.items);
-    Math math;
+    Math math(s);
     while (block.next()) run_item(block, s, math);
     griddepcontrol_launch_dependents();
 }

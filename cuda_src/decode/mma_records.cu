@@ -7,7 +7,7 @@
 //
 // Grid: x = blocks of query rows, y = splits (attention/split_work.cuh). One block per SM iterates over the work items
 // of its split. What a step goes through is in attention/mma/records.cuh.
-#include "attention/mma/records.cuh"
+#include "attention/mma/codes.cuh"
 
 namespace mla::decode {
 using namespace attention;

@@ -85,6 +85,16 @@ MLA_DEVICE void cp_async_16(SmemAddr to, const void* from, bool present) {
                  : "memory");
 }
 
+// The same if `due`, without a branch, which products could not be moved past.
+MLA_DEVICE void cp_async_16_if(bool due, SmemAddr to, const void* from, bool present) {
+    asm volatile(
+        "{\n .reg .pred due;\n"
+        " setp.ne.u32 due, %3, 0;\n"
+        " @due cp.async.cg.shared.global [%0], [%1], 16, %2;\n}" ::"r"(to.value),
+        "l"(from), "r"(present ? 16 : 0), "r"((u32)due)
+        : "memory");
+}
+
 // The same of 4 or 8 bytes.
 template <i32 kBytes>
 MLA_DEVICE void cp_async(SmemAddr to, const void* from, bool present) {

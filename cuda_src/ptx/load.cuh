@@ -71,4 +71,13 @@ MLA_DEVICE float4 ld_global_16_once(const float4* from, bool present, u64 l2_pol
 #endif
     return x;
 }
+// 16 bytes of shared memory, at once and where it is written.
+MLA_DEVICE float4 ld_shared_v4(SmemAddr from) {
+    float4 x;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(from.value)
+                 : "memory");
+    return x;
+}
 }  // namespace mla

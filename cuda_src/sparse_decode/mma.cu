@@ -8,7 +8,7 @@
 // Grid: x = blocks of heads, y = splits. To the schedule each query is a request whose tokens are the entries of its
 // lists. One block per SM iterates over the work items of its split (attention/split_work.cuh). What a step goes
 // through is in attention/mma/records.cuh.
-#include "attention/mma/records.cuh"
+#include "attention/mma/codes.cuh"
 
 namespace mla::sparse_decode {
 using namespace attention;

@@ -7,7 +7,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy.kernels.attention import mma
-from tests.attention.runs import GPUS
+from tests.attention.runs import GPUS, decode
 from tests.decode.test_small_mutants import alike_where_finite
 from tests.support.cases import DecodeCase, make
 from tests.support.mutants import Mutant, Plant, as_verdict, steps
@@ -49,10 +49,12 @@ OF_SMALL = [
 ]
 OF_WIDE = [
     Mutant("keys not waited for by 64 rows", WIDE, *steps("mbarrier.test_wait", 0, 2, of=6)),
-    Mutant("parity of whole steps stuck", RING, "parity ^= first == 0;", ""),
     Mutant("sent scores not waited for", WIDE, *steps("mbarrier.test_wait", 4, of=6)),
     Mutant("written P not waited for", WIDE, *steps("mbarrier.test_wait", 3, of=6)),
-    Mutant("sent by one warp too few", WIDE, "mbarrier_init(s.sent, kWarps)", "mbarrier_init(s.sent, kWarps - 1)"),
+    Mutant("rows of the first steps not awaited", WIDE, *steps("bar.sync", 2, of=6)),
+    Mutant("cleaned before all have scored", WIDE, *steps("bar.sync", 3, 4, of=6)),
+    Mutant("parity of whole steps stuck", LOADER, "parity ^= first == 0;", ""),
+    Mutant("sent by one warp too few", WIDE, "mbarrier_init(sent, kQuarters)", "mbarrier_init(sent, kQuarters - 1)"),
     Mutant("one buffer of P", WIDE, "s, math, ~step & 1, factor)", "s, math, step & 1, factor)"),
     Mutant(
         "scores to another warp",
@@ -60,13 +62,9 @@ OF_WIDE = [
         "to = math.half() * kQuarters + (c ^ math.quarter());",
         "to = math.half() * kQuarters + ((c + 1) ^ math.quarter()) % 4;",
     ),
-    Mutant(
-        "values of the next step",
-        WIDE,
-        "value_addr(s, math, math.keys.previous());\n    u32 v",
-        "value_addr(s, math, math.keys.first);\n    u32 v",
-    ),
-    Mutant("no mask of 64 rows", WIDE, "mask(block, math, token, present_bits(s.rows, step));", ";"),
+    Mutant("values of the next step", WIDE, "math.keys.back(1)", "math.keys.first"),
+    Mutant("P of tokens in the other order", WIDE, "2 * (pair ^ math.flip())", "2 * pair"),
+    Mutant("no mask of 64 rows", WIDE, "if (hides_some) hide(block, s, math, step + 1, scores);", ";"),
     Mutant(
         "values of 64 rows not cleaned",
         WIDE,
@@ -75,14 +73,16 @@ OF_WIDE = [
     ),
     Mutant("a step that hides some counts whole", WIDE, "(step >= math.first_masked) | ", "false | "),
     Mutant("absent pages of 64 rows count", WIDE, "(present_bits(s.rows, step) != kAllPresent)", "false"),
-    Mutant(
-        "rows of a span too late", LOADER, "const i32 span = (step + 2) / kSpanSteps;", "const i32 span = step / 2;"
-    ),
-    Mutant("rows of a span not awaited", WIDE, *steps("bar.sync", 2, of=4)),
-    Mutant("place of a step taken too early", LOADER, "done + kSteps - 1;", "done + kSteps;"),
-    Mutant("every warp looks up", LOADER, "if (span % kWarps != warp) return;", "if (span % kWarps == warp) return;"),
+    Mutant("place of a step taken too early", LOADER, "(done > 0) & (step < steps)", "step < steps"),
+    Mutant("a warp's tokens are one", LOADER, "lane % Ring::kWarpTokens;\n    }", "0;\n    }"),
+]
+#: Of a request of more steps than are looked up at once.
+OF_LONG = [
+    Mutant("next rows not kept", LOADER, "if (at == kLookUp + 1) keep_rows", "if (false) keep_rows"),
+    Mutant("next rows in the place of others", LOADER, "index % kRowTables * kWarpThreads + lane", "lane"),
 ]
 PLANTED = [(mma.SMALL.name, mutant) for mutant in OF_SMALL] + [(mma.WIDE.name, mutant) for mutant in OF_WIDE]
+LONG = DecodeCase(b=1, seqlens=290, h_q=2)
 
 
 @as_verdict
@@ -99,10 +99,26 @@ def verdict(kernel: str, mode: tuple[str, int]) -> None:
     check((alike[0], alike[1]), inputs.exact, inputs.rounded, CASE.dtype)
 
 
+@as_verdict
+def verdict_of_long(mode: tuple[str, int]) -> None:
+    """The same of 64 rows that one block works at from end to end."""
+    decode(make(LONG), mma.WIDE.name, mode, sm_count=1)
+
+
 @pytest.mark.parametrize(("kernel", "mutant"), PLANTED, ids=lambda x: x if isinstance(x, str) else x.id)
 def test_is_caught(kernel: str, mutant: Mutant, plant: Plant) -> None:
     plant(mutant)
     assert any(verdict(kernel, mode) for mode in MODES), f"nothing shows that {mutant.name}"
+
+
+@pytest.mark.parametrize("mutant", OF_LONG, ids=lambda x: x.id)
+def test_is_caught_later(mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    assert verdict_of_long(MODES[0]), f"nothing shows that {mutant.name}"
+
+
+def test_long_request() -> None:
+    assert verdict_of_long(MODES[0]) == ""
 
 
 @pytest.mark.parametrize("kernel", [mma.SMALL.name, mma.WIDE.name])

@@ -173,53 +173,111 @@ def test_tree_masks() -> None:
 
 # ---- Planted bugs ----------------------------------------------------------------------------------------------
 
-RECORDS = "attention/mma/records.cuh"
+RECORDS, CODES, DECODE = "attention/mma/records.cuh", "attention/mma/codes.cuh", "decode/mma_records.cu"
 TWO_TILES, ONE_TILE = DENSE[0], DENSE[1]
 #: More steps than are on their way, an absent page, a token that only the second query sees.
 CASE = v32(b=1, seqlens=150, s_q=2, h_q=3, page_size=32, missing_pages=1, scales="plain")
+CONVERTED = v4(b=1, seqlens=150, s_q=2, h_q=3, page_size=32, missing_pages=1)
+#: More than are looked up at once.
+LONG = v32(b=1, seqlens=270, h_q=1)
 PLANTED = [
-    (TWO_TILES, Mutant("raw step not waited for", RECORDS, "wait_group<kRawSteps - 1>", "wait_group<kRawSteps>")),
-    (TWO_TILES, Mutant("tile overwritten", RECORDS, "steps, math.warp), tile ^ 1)", "steps, math.warp), tile)")),
-    (TWO_TILES, Mutant("nothing is NaN", RECORDS, "nan = size + 0x00800080 & 0x40004000", "nan = 0")),
-    (TWO_TILES, Mutant("codes of the first half", RECORDS, ": 0x3424);", ": 0x1404);")),
-    (ONE_TILE, Mutant("values overwritten", "decode/mma_records.cu", *steps("bar.sync", 6, of=9))),
-    (ONE_TILE, Mutant("next keys not awaited", "decode/mma_records.cu", *steps("bar.sync", 7, of=9))),
+    # Codes that become numbers in registers
+    (ONE_TILE, CASE, Mutant("codes not waited for", DECODE, *steps("mbarrier.test_wait", 0, of=1))),
+    (ONE_TILE, CASE, Mutant("scores of codes not awaited", DECODE, *steps("bar.sync", 3, of=6))),
+    (ONE_TILE, CASE, Mutant("P of codes not awaited", DECODE, *steps("bar.sync", 4, of=6))),
+    (TWO_TILES, CASE, Mutant("nothing is NaN", RECORDS, "nan = size + 0x00800080 & 0x40004000", "nan = 0")),
+    (TWO_TILES, CASE, Mutant("codes of the first half", RECORDS, ": 0x3424);", ": 0x1404);")),
+    (ONE_TILE, CASE, Mutant("codes overwritten", CODES, "if (step > 0 && math.loader.asked", "if (math.loader.asked")),
     (
         ONE_TILE,
-        Mutant("scales taken for RoPE", RECORDS, "Raw::kLatentBytes ? Raw::kGap : 0", "1 << 20 ? Raw::kGap : 0"),
+        CASE,
+        Mutant("scales taken for RoPE", CODES, "Token::kLatentChunks ? Raw::kGap : 0", "1 << 20 ? Raw::kGap : 0"),
     ),
-    (ONE_TILE, Mutant("one scale for all groups", RECORDS, "as_float(words[group])", "as_float(words[0])")),
-    (ONE_TILE, Mutant("largest of one quarter", RECORDS, "quarter < kQuarters; ++quarter", "quarter < 1; ++quarter")),
-    (ONE_TILE, Mutant("absent tokens are there", RECORDS, "(lanes >> (i * kTokenLanes) & 1) << i", "1 << i")),
-    (ONE_TILE, Mutant("hidden values not cleaned", RECORDS, "if (masked) clean_values", "if (false) clean_values")),
+    (
+        ONE_TILE,
+        CASE,
+        Mutant("one scale for all groups", CODES, "s.scales[slot][token][quarter]", "s.scales[slot][token][0]"),
+    ),
+    (ONE_TILE, CASE, Mutant("values have the first scale", CODES, "of[8 * k][warp / 2]", "of[8 * k][0]")),
+    (ONE_TILE, CASE, Mutant("scale of a neighbour", CODES, "of[8 * k + 1][warp / 2]", "of[8 * k][warp / 2]")),
+    (
+        ONE_TILE,
+        CASE,
+        Mutant("largest of one quarter", RECORDS, "quarter < kQuarters; ++quarter", "quarter < 1; ++quarter"),
+    ),
+    (ONE_TILE, CASE, Mutant("absent codes are there", CODES, "(lanes >> (i * kTokenLanes) & 1) << i", "1 << i")),
+    (ONE_TILE, CASE, Mutant("hidden codes not cleaned", CODES, "if (masked) clean_codes", "if (false) clean_codes")),
+    (ONE_TILE, CASE, Mutant("columns not parted", CODES, "__byte_perm(v[i], 0, 0x3120)", "v[i]")),
+    (
+        ONE_TILE,
+        LONG,
+        Mutant("next tokens not looked up", CODES, "if (at == kPlaceSteps / 2) place", "if (false) place"),
+    ),
+    (ONE_TILE, LONG, Mutant("a lane's token for eight steps", CODES, "source = at * kLaneTokens +", "source =")),
+    # Codes that are converted to keys
+    (
+        TWO_TILES,
+        CONVERTED,
+        Mutant("raw step not waited for", RECORDS, "wait_group<kRawSteps - 1>", "wait_group<kRawSteps>"),
+    ),
+    (
+        TWO_TILES,
+        CONVERTED,
+        Mutant("tile overwritten", RECORDS, "steps, math.warp), tile ^ 1)", "steps, math.warp), tile)"),
+    ),
+    (ONE_TILE, CONVERTED, Mutant("values overwritten", DECODE, *steps("bar.sync", 5, of=8))),
+    (ONE_TILE, CONVERTED, Mutant("next keys not awaited", DECODE, *steps("bar.sync", 6, of=8))),
+    (ONE_TILE, CONVERTED, Mutant("scale of the first group", RECORDS, "word >> 8 * (group % 4) & 0xff", "word & 0xff")),
+    (
+        ONE_TILE,
+        CONVERTED,
+        Mutant("absent tokens are there", RECORDS, "(lanes >> (i * kTokenLanes) & 1) << i", "1 << i"),
+    ),
+    (
+        ONE_TILE,
+        CONVERTED,
+        Mutant("hidden values not cleaned", RECORDS, "if (masked) clean_values", "if (false) clean_values"),
+    ),
 ]
 
 
 @as_verdict
-def verdict(gpu: Gpu, mode: tuple[str, int]) -> None:
+def verdict(gpu: Gpu, case: DecodeCase, mode: tuple[str, int]) -> None:
     """What a run shows; empty if nothing."""
-    inputs = make(CASE)
-    inputs.q[0, 0, 1, 20] = 1e6  # in the second quarter of d, and beyond float16
-    hidden = CASE.lengths()[0] - 1
-    page = inputs.kv_cache[inputs.block_table[0, hidden // CASE.page_size], :, 0]
-    page[hidden % CASE.page_size, 5] = 0x7F  # NaN, for the second query alone
+    if case is LONG:
+        decode(case, gpu, mode)
+        return
+    inputs = make(case)
+    inputs.q[0, 0, 1, 200] = 1e6  # in the second quarter of d, and beyond float16
+    form, hidden = FORMATS[case.record], case.lengths()[0] - 1
+    codes = reference.cache.field_view(inputs.kv_cache[:, :, 0], form, form.field("latent"))
+    codes[inputs.block_table[0, hidden // case.page_size], hidden % case.page_size, 5] = (
+        0x7F  # NaN, for the second query
+    )
     with simulated(1, gpu[1], *mode):
         got = mla_cupy.mla_decode(*inputs.arguments, kernel=gpu[0])
     assert np.isnan(got[0][0, 1].astype(np.float32)).all()
     first = [(out[:, :1], lse[..., :1]) for out, lse in (got, inputs.exact, inputs.rounded)]
-    check(*first, CASE.dtype)
+    check(*first, case.dtype)
 
 
-@pytest.mark.parametrize(("gpu", "mutant"), PLANTED, ids=lambda x: x.id if isinstance(x, Mutant) else x[0])
-def test_is_caught(gpu: Gpu, mutant: Mutant, plant: Plant) -> None:
+@pytest.mark.parametrize(
+    ("gpu", "case", "mutant"),
+    PLANTED,
+    ids=lambda x: x.id if isinstance(x, Mutant) else x[0] if isinstance(x, tuple) else "",
+)
+def test_is_caught(gpu: Gpu, case: DecodeCase, mutant: Mutant, plant: Plant) -> None:
     plant(mutant)
-    assert any(verdict(gpu, mode) for mode in MODES[:2]), f"nothing shows that {mutant.name}"
+    assert any(verdict(gpu, case, mode) for mode in MODES[:2]), f"nothing shows that {mutant.name}"
 
 
-@pytest.mark.parametrize("gpu", [TWO_TILES, ONE_TILE], ids=str)
-@pytest.mark.parametrize("mode", MODES[:2], ids=str)
-def test_kernels_as_they_are(gpu: Gpu, mode: tuple[str, int]) -> None:
-    assert verdict(gpu, mode) == ""
+@pytest.mark.parametrize(
+    ("gpu", "case"),
+    [(TWO_TILES, CASE), (ONE_TILE, CONVERTED), (TWO_TILES, CONVERTED), (ONE_TILE, LONG)],
+    ids=lambda x: x[0] if isinstance(x, tuple) else x.id,
+)
+def test_kernels_as_they_are(gpu: Gpu, case: DecodeCase) -> None:
+    assert [verdict(gpu, case, mode) for mode in MODES[:2]] == ["", ""]
 
 
 #: Of V4.1's records, on the case of both kinds: more steps than are on their way, tokens that are none.

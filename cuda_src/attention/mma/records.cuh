@@ -12,6 +12,7 @@
 //   loads    warp = 4 tokens, cp.async         |        | the step that takes the place of what was converted ->
 //
 // Where there is room for one tile only, the next step is converted after the values, between two more barriers.
+// Records with at most one scale for 128 columns have a form of their own: mma/codes.cuh.
 #pragma once
 #include "attention/mma/few_rows.cuh"
 #include "attention/record_tokens.cuh"
@@ -21,8 +22,8 @@
 namespace mla::attention::mma {
 // ---- Formats ---------------------------------------------------------------------------------------------------
 // Scales of v4 are powers of two: a latent is exact in either 16-bit format. Those of v32 may be any number, and f16
-// rounds the product eight times finer than bf16; e4m3 without a scale is exact in f16, and there in one instruction on
-// newer GPUs. RoPE columns that are stored as bf16 have the format of the queries.
+// rounds their products with P eight times finer than bf16; e4m3 without a scale is exact in f16, and there in one
+// instruction on newer GPUs. RoPE columns that are stored as bf16 have the format of the queries.
 template <class Record, class Element>
 struct RecordFormats {
     using Latent = float16;
@@ -90,6 +91,8 @@ struct RawToken {
     // Two tokens are read at once, 64 bytes of each. Those of odd tokens change places where all would hit the same
     // banks.
     static constexpr bool kSwapped = kBytes % kSegmentBytes == 0;
+    // 512 codes that have no scale, or one for each 128 of them: mma/codes.cuh has a faster form for these.
+    static constexpr bool kFourGroups = kLatentBytes == 512 && !kScaledRope;
     static_assert(kBytes % 64 == 0 && kGap % kChunkBytes == 0, "whole pieces");
     static_assert(kScaleBytes == 0 || kScaledRope ||
                       Record::kGroupChunks * kRecordChunk % (kTokenLanes * kPieceCodes) == 0,
@@ -159,7 +162,8 @@ MLA_DEVICE float power_of_two(i32 biased_exponent) { return __uint_as_float((u32
 
 template <class C, bool = C::kScaledQueries>
 struct QueryFactors : NoFactors {
-    MLA_DEVICE void scale(RecordStorage<C>&, typename C::Few::Queries&, i32, i32) {}
+    template <class Shared>
+    MLA_DEVICE void scale(Shared&, typename C::Few::Queries&, i32, i32) {}
 };
 
 // What the scores of a row are multiplied by where its queries were not stored as they are.
@@ -171,7 +175,8 @@ struct QueryFactors<C, true> {
     MLA_DEVICE float operator[](i32 i) const { return of[i]; }
 
     // By all warps, with a barrier of the block, since each has a quarter of a row.
-    MLA_DEVICE void scale(RecordStorage<C>& s, typename C::Few::Queries& q, i32 warp, i32 lane) {
+    template <class Shared>
+    MLA_DEVICE void scale(Shared& s, typename C::Few::Queries& q, i32 warp, i32 lane) {
 #pragma unroll
         for (i32 i = 0; i < kHalves; ++i) {
             u32 largest = 0;  // signs are shifted out; what follows an exponent does not matter
@@ -207,8 +212,6 @@ struct QueryFactors<C, true> {
 };
 
 // ---- Keys ------------------------------------------------------------------------------------------------------
-struct NoScale {};
-
 // The first or second two of four e4m3 numbers as f16, exactly. The exponents of e4m3 and f16 differ by 8; subnormal
 // numbers come out right as well. NaN gets an exponent of all ones.
 template <i32 kPair>
@@ -234,10 +237,6 @@ template <i32 kPair>
 MLA_DEVICE u32 dequantise(bfloat16, u32 codes, float scale) {
     const float2 x = unpack<float16>(e4m3_pair<kPair>(codes));
     return cvt_x2(bfloat16{}, x.x * scale, x.y * scale);
-}
-template <i32 kPair>
-MLA_DEVICE u32 dequantise(float16, u32 codes, NoScale) {
-    return e4m3_pair<kPair>(codes);
 }
 
 template <class Latent, class Scale>
@@ -267,7 +266,7 @@ struct RawShare : ShareKind<kHasCompact<typename C::TokenRecord>> {
     using Raw = RawToken<Record>;
     using Rope = typename C::Rope;
     uint2 codes[Raw::kLatentPieces];
-    uint4 rope;    // of e4m3 a half
+    uint4 rope;
     uint4 scales;  // as stored; of v41 the lane's, a byte for each piece
 
     MLA_DEVICE RawShare(const RawStep<Record>& step, i32 warp, i32 token, i32 k) {
@@ -281,17 +280,9 @@ struct RawShare : ShareKind<kHasCompact<typename C::TokenRecord>> {
                 const i32 at = place_of(piece, token);
                 codes[piece] = *reinterpret_cast<const uint2*>(from + (at * kTokenLanes + k) * kPieceCodes);
             }
-            rope = scales = make_uint4(0, 0, 0, 0);
-            from += Raw::kLatentBytes;
-            if constexpr (Raw::kWideRope) {
-                rope = *reinterpret_cast<const uint4*>(from + k * kChunkBytes);
-            } else {
-                *reinterpret_cast<uint2*>(&rope) = *reinterpret_cast<const uint2*>(from + k * kPieceCodes);
-            }
-            if constexpr (Raw::kScaleBytes == 16) scales = *reinterpret_cast<const uint4*>(step.scales[warp][token]);
-            if constexpr (Raw::kScaleBytes == 8) {
-                *reinterpret_cast<uint2*>(&scales) = *reinterpret_cast<const uint2*>(step.scales[warp][token]);
-            }
+            rope = *reinterpret_cast<const uint4*>(from + Raw::kLatentBytes + k * kChunkBytes);
+            const uint2 codes_of_scales = *reinterpret_cast<const uint2*>(step.scales[warp][token]);
+            scales = make_uint4(codes_of_scales.x, codes_of_scales.y, 0, 0);
         }
     }
 
@@ -303,13 +294,9 @@ struct RawShare : ShareKind<kHasCompact<typename C::TokenRecord>> {
                 dequantise_piece<typename C::Latent>(codes[piece], scale_of(piece));
         }
         if constexpr (!Raw::kScaledRope) {
-            uint4& rope_to = *reinterpret_cast<uint4*>(to + C::kLatentSegments * kSegmentBytes);
-            if constexpr (Raw::kWideRope) {
-                rope_to = make_uint4(convert_rope(Rope{}, rope.x), convert_rope(Rope{}, rope.y),
-                                     convert_rope(Rope{}, rope.z), convert_rope(Rope{}, rope.w));
-            } else {
-                rope_to = dequantise_piece<Rope>(make_uint2(rope.x, rope.y), NoScale{});
-            }
+            *reinterpret_cast<uint4*>(to + C::kLatentSegments * kSegmentBytes) =
+                make_uint4(convert_rope(Rope{}, rope.x), convert_rope(Rope{}, rope.y), convert_rope(Rope{}, rope.z),
+                           convert_rope(Rope{}, rope.w));
         }
     }
 
@@ -336,17 +323,13 @@ struct RawShare : ShareKind<kHasCompact<typename C::TokenRecord>> {
     }
 
     MLA_DEVICE auto scale_of(i32 piece) const {
-        if constexpr (Raw::kScaleBytes == 0) {
-            return NoScale{};
-        } else if constexpr (Raw::kScaledRope) {
+        if constexpr (Raw::kScaledRope) {
             const u32 code = (piece < 4 ? scales.x : scales.y) >> 8 * (piece % 4) & 0xff;
             return scale_pair(typename C::Latent{}, this->compact ? cvt_f32_x2_e4m3(code).x : e8m0_value(code));
         } else {
             const i32 group = piece * kTokenLanes * kPieceCodes / (Record::kGroupChunks * kRecordChunk);
-            const u32* words = &scales.x;
-            return scale_pair(typename C::Latent{}, Raw::kScaleBytes == 16
-                                                        ? __uint_as_float(words[group])
-                                                        : e8m0_value(words[group / 4] >> 8 * (group % 4) & 0xff));
+            const u32 word = group < 4 ? scales.x : scales.y;
+            return scale_pair(typename C::Latent{}, e8m0_value(word >> 8 * (group % 4) & 0xff));
         }
     }
 };
@@ -438,9 +421,8 @@ struct RecordLoader {
 #pragma unroll
         for (i32 chunk = 0; chunk < Raw::kChunks; chunk += kTokenLanes) {
             if (chunk + kTokenLanes > Raw::kChunks && chunk + k >= Raw::kChunks) break;
-            const i32 gap = chunk * kChunkBytes >= Raw::kLatentBytes ? Raw::kGap : 0;
             if (Raw::kScaledRope && chunk >= Raw::kCompactChunks && is_compact(block)) break;
-            cp_async_16(to + chunk * kChunkBytes, data + chunk * kChunkBytes + gap, present);
+            cp_async_16(to + chunk * kChunkBytes, data + chunk * kChunkBytes, present);
         }
         if constexpr (Raw::kScaledRope) {
             const bool compact = is_compact(block);
@@ -530,20 +512,11 @@ MLA_DEVICE void run_item(const typename C::Rows& block, RecordStorage<C>& s, Rec
 }
 
 template <class C>
-MLA_DEVICE void run_records(const DecodeParams& p, u8* smem) {
-    static_assert(sizeof(RecordStorage<C>) <= C::kSmemBytes, "shared memory");
-    RecordStorage<C>& s = *reinterpret_cast<RecordStorage<C>*>(smem);
+MLA_DEVICE void run_records(const DecodeParams& p, RecordStorage<C>& s) {
     griddepcontrol_wait();
     const typename C::Rows block(p, s.items);
     RecordMath<C> math;
-    while (block.next()) run_item(block, s, math);
+    while (block.next()) run_item<C>(block, s, math);
     griddepcontrol_launch_dependents();
 }
 }  // namespace mla::attention::mma
-
-// What such a kernel tells the host, besides the layout of its parameters.
-#define MLA_MMA_RECORDS_FACTS(C)                                         \
-    MLA_FACT(threads, mla::attention::mma::kThreads);                    \
-    MLA_FACT(smem_bytes, sizeof(mla::attention::mma::RecordStorage<C>)); \
-    MLA_FACT(block_rows, C::Few::kRows);                                 \
-    MLA_RECORD_FACT(C::TokenRecord)

@@ -1,101 +1,163 @@
 // Loads of the kernel for many rows, whose ring is whole steps of 16 tokens.
 //
-// Where a token lies takes a division and a load from the block table. A warp finds that out for 32 tokens, a span, in
-// two parts that are a step apart, so that it never waits for the load; warps take turns, so each has this work once in
-// 16 steps. All threads read the row's address when they copy.
+// Where a token lies takes a division and a load from the block table. A warp copies two tokens of each step, and finds
+// out for 16 steps at once, a lane each, where its own lie: in two parts that are a step apart, so that it never waits
+// for the load. All warps do so in the same steps: if they took turns, each step would wait for one of them.
 #pragma once
 #include "attention/mma/key_ring.cuh"
+#include "ptx/control.cuh"
 
 namespace mla::attention::mma {
-constexpr i32 kSpanTokens = kWarpThreads;
-constexpr i32 kSpans = kWarps;  // that are kept
+constexpr i32 kRowSteps = 16;  // whose rows a warp looks up at once
+constexpr i32 kRowTables = 2;  // that are kept: of the steps that are asked for, and of the next ones
 
 struct TokenRows {
-    const u16* rows[kSpans][kSpanTokens];  // null: the token's page is not in the pool, or it is past the end
-    u16 present[kSpans][2];                // bit = token of each step: whether it has a row
+    // Of the lanes' tokens. Null: the token's page is not in the pool, or it is past the end.
+    const u16* rows[kWarps][kRowTables * kWarpThreads];
+    alignas(8) u8 present[kRowTables * kRowSteps][kWarps];  // bit = token of a warp: whether it has a row
+};
+
+// A position in the ring, step by step.
+template <class Ring>
+struct StepCursor {
+    i32 first = 0;   // octet where the step begins
+    u32 parity = 0;  // of its barrier
+
+    // The octet so many steps further; a step back is one less than a round.
+    MLA_DEVICE i32 ahead(i32 steps) const {
+        const i32 at = first + steps * Ring::kStepOctets;
+        if constexpr ((Ring::kOctets & (Ring::kOctets - 1)) == 0) return at & (Ring::kOctets - 1);
+        return at >= Ring::kOctets ? at - Ring::kOctets : at;
+    }
+    MLA_DEVICE i32 back(i32 steps) const { return ahead(Ring::kOctets / Ring::kStepOctets - steps); }
+    MLA_DEVICE void advance() {
+        first = ahead(1);
+        parity ^= first == 0;
+    }
+};
+
+template <class Ring>
+MLA_DEVICE MBarrier& step_barrier(KeySlots<Ring>& s, i32 first) {
+    return s.full[(u32)first / Ring::kStepOctets];
+}
+
+// What is asked for next.
+struct StepCopies {
+    const u16* from;
+    SmemAddr to;
+    i32 chunk;  // of the row, this thread's first one
+    bool present, due;
 };
 
 template <class Ring>
 struct StepLoader {
     static constexpr i32 kSteps = Ring::kOctets / Ring::kStepOctets;  // of the ring
-    static constexpr i32 kSpanSteps = kSpanTokens / Ring::kStepTokens;
-    static_assert(Ring::kWholeSteps && kSpanSteps == 2, "spans and the ring are whole steps");
-    static_assert(kSteps + 2 * kSpanSteps <= kSpans * kSpanSteps, "a span is kept until its last step is masked");
+    static constexpr i32 kLookUp = kRowSteps / 2;  // of a table's steps, the one that looks up the next table
+    static constexpr i32 kRounds = ceil_div(Ring::kRowChunks, Ring::kTokenThreads);  // of copies of a step
+    static_assert(Ring::kWholeSteps && Ring::kWarpTokens * kRowSteps == kWarpThreads, "a lane for each token");
+    static_assert(Ring::kTokenThreads == 2 * kSegmentChunks, "chunks of a round keep their segment when swizzled");
+    static_assert(kSteps <= kLookUp, "a table is kept until its last step is masked");
 
-    RingCursor<Ring> at;  // of the next step to ask for
-    i32 page;             // of this lane's token, in the span that the warp is looking up
+    i32 page;  // of this lane's token, in the table that is being looked up
 
-    // Asks for the first of the item's `steps`, as many as the ring has room for.
+    // Asks for the first of the item's `steps`, as many as the ring has room for, from `at` on.
     template <class Block>
-    MLA_DEVICE void begin(const Block& block, KeySlots<Ring>& s, TokenRows& table, i32 steps) {
+    MLA_DEVICE void begin(const Block& block, KeySlots<Ring>& s, TokenRows& table, StepCursor<Ring> at, i32 steps) {
         const i32 warp = uniform_warp();
-        if (warp <= kSteps / kSpanSteps) page = page_of(block, warp);
-        if (warp < ceil_div(kSteps, kSpanSteps)) keep_rows(block, table, warp);
-        __syncthreads();
+        page = page_of(block, 0, warp);
+        keep_rows(block, table, 0, warp);
 #pragma unroll 1
-        for (i32 step = 0; step < min(steps, kSteps); ++step) ask(block, s, table, step);
+        for (i32 step = 0; step < min(steps, kSteps); ++step) {
+            const StepCopies copies = next(block, s, table, at.first, step, true);
+#pragma unroll
+            for (i32 round = 0; round < kRounds; ++round) copy(copies, round);
+            finish(s, at.first);
+            at.advance();
+        }
+        __syncthreads();  // all know which tokens are there
     }
 
-    // Asks for the step that takes the place of step `done` - 1, which all threads have read.
+    // The step that takes the place of step `done` - 1, at octet `first`, which all threads have read.
     template <class Block>
-    MLA_DEVICE void advance(const Block& block, KeySlots<Ring>& s, TokenRows& table, i32 done, i32 steps, i32 warp) {
+    MLA_DEVICE static StepCopies after(const Block& block, KeySlots<Ring>& s, const TokenRows& table, i32 first,
+                                       i32 done, i32 steps) {
         const i32 step = done + kSteps - 1;
-        if (done > 0 && step < steps) ask(block, s, table, step);
-        const i32 span = (step + 2) / kSpanSteps;
-        if (span % kWarps != warp) return;
-        if (step % kSpanSteps == 0) {
-            page = page_of(block, span);
-        } else {
-            keep_rows(block, table, span);
-        }
+        return next(block, s, table, first, step, (done > 0) & (step < steps));
+    }
+
+    // One of kRounds of its copies, by this thread.
+    MLA_DEVICE static void copy(const StepCopies& copies, i32 round) {
+        const i32 ahead = round * Ring::kTokenThreads;
+        const bool whole = ahead + Ring::kTokenThreads <= Ring::kRowChunks;
+        cp_async_16_if(copies.due & (whole | (ahead + copies.chunk < Ring::kRowChunks)),
+                       copies.to + ahead * kChunkBytes, copies.from + ahead * kChunkElems, copies.present);
+    }
+
+    // After the last round of copies that are due.
+    MLA_DEVICE static void finish(KeySlots<Ring>& s, i32 first) {
+        cp_async_mbarrier_arrive_noinc(step_barrier(s, first));
+    }
+
+    // Looks up, if it is time, beside the step that took the place of step `done` - 1.
+    template <class Block>
+    MLA_DEVICE void look_up(const Block& block, TokenRows& table, i32 done, i32 warp) {
+        const i32 step = done + kSteps - 1, at = (u32)step % kRowSteps;
+        if (at == kLookUp) page = page_of(block, step / kRowSteps + 1, warp);
+        if (at == kLookUp + 1) keep_rows(block, table, step / kRowSteps + 1, warp);
     }
 
    private:
+    MLA_DEVICE static i32 token_of_lane(i32 index, i32 warp) {
+        const i32 lane = threadIdx.x % kWarpThreads;
+        return (index * kRowSteps + lane / Ring::kWarpTokens) * Ring::kStepTokens + warp * Ring::kWarpTokens +
+               lane % Ring::kWarpTokens;
+    }
+
     // As the block table says; below 0 past the end.
     template <class Block>
-    MLA_DEVICE static i32 page_of(const Block& block, i32 span) {
+    MLA_DEVICE static i32 page_of(const Block& block, i32 index, i32 warp) {
         const DecodeParams& p = block.p;
-        const i32 token = block.begin() + span * kSpanTokens + (i32)threadIdx.x % kWarpThreads;
+        const i32 token = block.begin() + token_of_lane(index, warp);
         if (token >= block.end()) return -1;
         return p.block_table[block.item().request * p.table_stride_b_elems +
                              token / p.page_size * p.table_stride_page_elems];
     }
 
     template <class Block>
-    MLA_DEVICE void keep_rows(const Block& block, TokenRows& table, i32 span) const {
+    MLA_DEVICE void keep_rows(const Block& block, TokenRows& table, i32 index, i32 warp) const {
         const DecodeParams& p = block.p;
-        const i32 lane = threadIdx.x % kWarpThreads, token = block.begin() + span * kSpanTokens + lane;
+        const i32 lane = threadIdx.x % kWarpThreads, token = block.begin() + token_of_lane(index, warp);
         const bool present = (u32)page < (u32)p.num_pages;
         const u16* row = p.kv + block.kv_head * p.kv_stride_h_elems + page * p.kv_stride_page_elems +
                          token % p.page_size * p.kv_stride_token_elems;
-        table.rows[span % kSpans][lane] = present ? row : nullptr;
+        table.rows[warp][index % kRowTables * kWarpThreads + lane] = present ? row : nullptr;
         const u32 all = __ballot_sync(kFullWarp, present);
-        if (lane % Ring::kStepTokens == 0) {
-            table.present[span % kSpans][lane / Ring::kStepTokens] = (u16)(all >> lane);
+        if (lane < kRowSteps) {
+            table.present[index % kRowTables * kRowSteps + lane][warp] =
+                (u8)(all >> lane * Ring::kWarpTokens & ((1 << Ring::kWarpTokens) - 1));
         }
+        __syncwarp();
     }
 
     template <class Block>
-    MLA_DEVICE void ask(const Block& block, KeySlots<Ring>& s, const TokenRows& table, i32 step) {
-        const i32 thread = threadIdx.x, mine = thread / Ring::kTokenThreads, chunk = thread % Ring::kTokenThreads;
-        const i32 span = step / kSpanSteps % kSpans, token = step % kSpanSteps * Ring::kStepTokens + mine;
-        const u16* row = table.rows[span][token];
+    MLA_DEVICE static StepCopies next(const Block& block, KeySlots<Ring>& s, const TokenRows& table, i32 first,
+                                      i32 step, bool due) {
+        i32 opaque_thread = threadIdx.x;
+        opaque(opaque_thread);  // what follows from it is not worth registers across the loop
+        const u32 thread = opaque_thread, mine = thread / Ring::kTokenThreads, chunk = thread % Ring::kTokenThreads;
+        const u32 lane = (u32)step * Ring::kWarpTokens % (kRowTables * kWarpThreads) + mine % Ring::kWarpTokens;
+        const u16* row = table.rows[thread / kWarpThreads][lane];
         const bool present = row != nullptr;
-        const u16* from = (present ? row : block.p.kv) + chunk * kChunkElems;
-        const SmemAddr to = smem_addr(s.octets[at.first]) + (u32)(mine / kOctetTokens * sizeof(s.octets[0])) +
-                            Ring::offset(mine % kOctetTokens, chunk);
-#pragma unroll
-        for (i32 i = 0; i < ceil_div(Ring::kRowChunks, Ring::kTokenThreads); ++i) {
-            const i32 ahead = i * Ring::kTokenThreads;
-            if (ahead + Ring::kTokenThreads > Ring::kRowChunks && ahead + chunk >= Ring::kRowChunks) break;
-            cp_async_16(to + ahead * kChunkBytes, from + ahead * kChunkElems, present);
-        }
-        cp_async_mbarrier_arrive_noinc(at.full(s));
-        at.advance();
+        // Octets follow each other: so do the step's rows.
+        const u32 at = mine * Ring::kRowBytes + (chunk ^ mine % kOctetTokens) * kChunkBytes;
+        return StepCopies{(present ? row : block.p.kv) + chunk * kChunkElems, smem_addr(s.octets[first]) + at,
+                          (i32)chunk, present, due};
     }
 };
 
-// Of the tokens of step `step`, those that have a row: bit = token.
-MLA_DEVICE u32 present_bits(const TokenRows& table, i32 step) { return table.present[step / 2 % kSpans][step % 2]; }
-constexpr u32 kAllPresent = 0xffff;
+// Of the tokens of step `step`, those that have a row: a bit each, in the bytes of the warps.
+MLA_DEVICE u64 present_bits(const TokenRows& table, i32 step) {
+    return *reinterpret_cast<const u64*>(table.present[(u32)step % (kRowTables * kRowSteps)]);
+}
+constexpr u64 kAllPresent = 0x0303030303030303;
 }  // namespace mla::attention::mma

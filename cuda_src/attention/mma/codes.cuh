@@ -1,0 +1,445 @@
+// Attention of up to 32 query rows to records of e4m3 codes, 512 latent ones, with mma.sync: codes become numbers in
+// registers, each once as part of a key and once as part of a value. So nothing is written back to shared memory, which
+// holds the codes of all steps that are on their way.
+//
+//   scores   warp = 16 tokens, 128 + 16 columns  | Q K^T  |         |          | Q K^T of the next step
+//   softmax  thread = 2 or 4 tokens of a row     |        | max, P  |          |
+//   values   warp = 64 columns                   |        |         | O += P V |
+//   loads    all threads, cp.async               |        | the step that takes the place of the last one ->
+//
+// Keys: the order of columns within a product is free. A lane reads 16 codes of its token at once, and has four of them
+// in each of four products; queries are loaded to match. A warp has 128 neighbouring latent columns, which have one
+// scale per token, if any: scores are multiplied by it. It also has 16 RoPE columns.
+//
+// Values: ldmatrix.trans moves pairs of codes, neighbouring columns of a token. A byte permute parts them; the two
+// products have even and odd columns. P is multiplied by the scale of the warp's columns.
+#pragma once
+#include "attention/mma/records.cuh"
+
+namespace mla::attention::mma {
+constexpr i32 kPlaceSteps = 8;       // whose tokens a warp looks up at once, a lane each
+constexpr i32 kKnownCodeSteps = 16;  // of which it is known which tokens are there
+
+// ---- Storage ---------------------------------------------------------------------------------------------------
+// A token: its latent codes, then its RoPE columns as stored; the scales lie apart. Within each 128 bytes chunk c lies
+// at c ^ swizzle: ldmatrix reads the same chunk of eight tokens, scores four neighbouring chunks of two.
+template <class Record>
+struct CodedToken {
+    using Raw = RawToken<Record>;
+    static constexpr i32 kBytes = 640, kStepTokens = 32;
+    static constexpr i32 kLatentChunks = Raw::kLatentBytes / kChunkBytes;
+    static constexpr bool kScaled = Raw::kScaleBytes > 0;
+    static constexpr i32 kGroups = kScaled ? Raw::kScaleBytes / (i32)sizeof(float) : 1;
+    static_assert(Raw::kLatentBytes == 512 && Raw::kBytes <= kBytes, "four groups of 128 columns, and RoPE's");
+    static_assert(!kScaled || Raw::kScaleBytes == 16, "none, or one for each group");
+
+    MLA_DEVICE static i32 swizzle(i32 token) { return token % 2 * 4 + token / 2 % 4; }
+    MLA_DEVICE static u32 offset(i32 token, i32 chunk) {
+        return (u32)(token * kBytes + (chunk & ~7) * kChunkBytes + ((chunk ^ swizzle(token)) & 7) * kChunkBytes);
+    }
+};
+
+template <class C>
+struct CodeBudget {
+    using Token = CodedToken<typename C::TokenRecord>;
+    static constexpr i32 kOtherBytes = sizeof(SoftmaxSlots<typename C::Few::Softmax>) + 1024 + 20 * C::Few::kRows;
+    static constexpr i32 kStepBytes = Token::kStepTokens * (Token::kBytes + (Token::kScaled ? 16 : 0));
+    static constexpr i32 kFit = (C::kSmemBytes - kOtherBytes) / kStepBytes;
+    static constexpr i32 kSteps = kFit < kPlaceSteps ? kFit : kPlaceSteps;
+    static_assert(kSteps >= 2, "a step is read while the next one arrives");
+};
+
+template <class C>
+struct CodeStorage {
+    using Budget = CodeBudget<C>;
+    using Token = typename Budget::Token;
+    alignas(kSegmentBytes) u8 tokens[Budget::kSteps][Token::kStepTokens * Token::kBytes];
+    alignas(
+        16) float scales[Token::kScaled ? Budget::kSteps : 1][Token::kScaled ? Token::kStepTokens : 1][Token::kGroups];
+    SoftmaxSlots<typename C::Few::Softmax> softmax;
+    MBarrier full[Budget::kSteps];        // all threads arrive, with their copies; the first phase blocks
+    u8 present[kKnownCodeSteps][kWarps];  // bit = token of a warp: whether it is there
+    u32 largest[kQuarters][C::Few::kRows];
+    ItemsOf<typename C::Tokens::Work> items;
+    float factor[C::Few::kRows];
+};
+
+// ---- Loads -----------------------------------------------------------------------------------------------------
+// One thread's share of loading: eight threads copy a token.
+template <class C>
+struct CodeLoader {
+    using Record = typename C::TokenRecord;
+    using Raw = RawToken<Record>;
+    using Shared = CodeStorage<C>;
+    using Token = typename Shared::Token;
+    static constexpr i32 kSteps = Shared::Budget::kSteps;
+
+    typename C::Tokens::Place place;  // of this lane's token among those of the next eight steps, read ahead
+    const u8* data;                   // of this lane's token among those of these eight steps; null: it is not there
+    i32 asked;                        // steps of the item
+    i32 slot = 0;                     // of the next step to ask for
+
+    // Asks for the first of the item's `steps`.
+    MLA_DEVICE void begin(const typename C::Rows& block, Shared& s, i32 steps) {
+        asked = 0;
+        place = place_of(block, 0);
+        data = data_of(block, 0);
+#pragma unroll 1
+        for (i32 i = 0; i < min(steps, kSteps); ++i) ask(block, s);
+    }
+
+    MLA_DEVICE void ask(const typename C::Rows& block, Shared& s) {
+        const i32 at = asked % kPlaceSteps;
+        if (at == 0 && asked > 0) data = data_of(block, asked);
+        if (at == kPlaceSteps / 2) place = place_of(block, asked + kPlaceSteps / 2);
+        const i32 lane = threadIdx.x % kWarpThreads, source = at * kLaneTokens + lane / kTokenLanes;
+        copy(block, s, reinterpret_cast<const u8*>(__shfl_sync(kFullWarp, reinterpret_cast<u64>(data), source)));
+        cp_async_mbarrier_arrive_noinc(s.full[slot]);
+        slot = slot + 1 == kSteps ? 0 : slot + 1;
+        ++asked;
+    }
+
+   private:
+    MLA_DEVICE static i32 token_from(const typename C::Rows& block, i32 step) {
+        const i32 thread = threadIdx.x, lane = thread % kWarpThreads;
+        return block.begin() + (step + lane / kLaneTokens) * Token::kStepTokens + thread / kWarpThreads * kLaneTokens +
+               lane % kLaneTokens;
+    }
+    MLA_DEVICE static bool is_within(const typename C::Rows& block, i32 token) { return token < block.end(); }
+
+    // For eight steps from `step` on.
+    MLA_DEVICE static typename C::Tokens::Place place_of(const typename C::Rows& block, i32 step) {
+        const i32 token = token_from(block, step);
+        return is_within(block, token) ? C::Tokens::place(block.p, block.item(), token) : C::Tokens::nowhere();
+    }
+    MLA_DEVICE const u8* data_of(const typename C::Rows& block, i32 step) const {
+        const i32 token = token_from(block, step);
+        if (!is_within(block, token)) return nullptr;
+        return C::Tokens::template bytes<Record>(block.p, block.item(), token, place).data;
+    }
+
+    MLA_DEVICE void copy(const typename C::Rows& block, Shared& s, const u8* from) const {
+        const i32 thread = threadIdx.x, k = thread % kTokenLanes, token = thread / kTokenLanes;
+        const bool present = from != nullptr;
+        const u32 lanes = __ballot_sync(kFullWarp, present);
+        if (thread % kWarpThreads == 0) {
+            u32 bits = 0;
+#pragma unroll
+            for (i32 i = 0; i < kLaneTokens; ++i) bits |= (lanes >> (i * kTokenLanes) & 1) << i;
+            s.present[asked % kKnownCodeSteps][thread / kWarpThreads] = (u8)bits;
+        }
+        const u8* data = present ? from : reinterpret_cast<const u8*>(block.p.kv);
+        const SmemAddr to = smem_addr(s.tokens[slot]) + Token::offset(token, k);
+#pragma unroll
+        for (i32 chunk = 0; chunk < Raw::kChunks; chunk += kTokenLanes) {
+            if (chunk + kTokenLanes > Raw::kChunks && chunk + k >= Raw::kChunks) break;
+            const i32 gap = chunk >= Token::kLatentChunks ? Raw::kGap : 0;
+            cp_async_16(to + chunk * kChunkBytes, data + (chunk + k) * kChunkBytes + gap, present);
+        }
+        if constexpr (Token::kScaled) {
+            if (k == 0) cp_async_16(smem_addr(s.scales[slot][token]), data + Raw::kLatentBytes, present);
+        }
+    }
+};
+
+// ---- Products --------------------------------------------------------------------------------------------------
+// The block's rows, as A fragments for the order of columns in which codes come.
+template <class C>
+MLA_DEVICE void load_code_queries(const typename C::Rows& block, typename C::Few::Queries& q, i32 warp, i32 lane) {
+    using Few = typename C::Few;
+    const i32 quarter = Few::quarter(warp), c = lane % 4;
+#pragma unroll
+    for (i32 i = 0; i < 2 * Few::kRowTiles; ++i) {
+        const i32 row = i * 8 + lane / 4;
+        const u16* from = block.query(row, 0);
+#pragma unroll
+        for (i32 step = 0; step < Few::kScoreSteps; ++step) {
+            const i32 column = step < 8 ? quarter * 128 + step / 4 * 64 + c * 16 + step % 4 * 4
+                                        : kHeadDimV + quarter * kMmaDepth + c * 4;
+#pragma unroll
+            for (i32 k = 0; k < 2; ++k) {
+                const u32 word = load_pair<true>(from + column + k * 2);
+                q[step][i / 2][i % 2 + 2 * k] = block.row0 + row < block.rows ? word : 0;
+            }
+        }
+    }
+}
+
+// A scale that f16 cannot hold makes what it is multiplied by NaN.
+constexpr float kMaxFloat16 = 65504.f;
+MLA_DEVICE float checked_scale(float scale) { return fabsf(scale) <= kMaxFloat16 ? scale : __int_as_float(0x7fffffff); }
+
+// S of the warp's 16 tokens, over its part of d, to shared memory.
+template <class C>
+MLA_DEVICE void score_codes(CodeStorage<C>& s, i32 slot, const typename C::Few::Queries& q,
+                            const QueryFactors<C>& factors, i32 warp, i32 lane) {
+    using Few = typename C::Few;
+    using Token = CodedToken<typename C::TokenRecord>;
+    using Raw = typename Token::Raw;
+    using Latent = typename C::Latent;
+    const i32 quarter = Few::quarter(warp), half = Few::half(warp), g = lane / 4, c = lane % 4;
+    const u8* tokens = s.tokens[slot] + half * Few::kScoreTokens * Token::kBytes;
+    float sums[2][Few::kRowTiles][2][4] = {};
+#pragma unroll
+    for (i32 n = 0; n < 2; ++n) {
+        const u8* octet = tokens + n * kOctetTokens * Token::kBytes;
+#pragma unroll
+        for (i32 part = 0; part < 2; ++part) {
+            const uint4 codes = *reinterpret_cast<const uint4*>(octet + Token::offset(g, quarter * 8 + part * 4 + c));
+            const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+            for (i32 i = 0; i < 4; ++i) {
+                const u32 k0 = e4m3_pair<0>(words[i]), k1 = e4m3_pair<1>(words[i]);
+#pragma unroll
+                for (i32 tile = 0; tile < Few::kRowTiles; ++tile) {
+                    mma_m16n8k16(Latent{}, sums[part][tile][n], q[part * 4 + i][tile], k0, k1);
+                }
+            }
+        }
+    }
+    float (&x)[Few::kRowTiles][2][4] = sums[0];
+#pragma unroll
+    for (i32 i = 0; i < Few::kRowTiles * 8; ++i) (&x[0][0][0])[i] += (&sums[1][0][0][0])[i];
+    if constexpr (Token::kScaled) {
+#pragma unroll
+        for (i32 n = 0; n < 2; ++n) {
+#pragma unroll
+            for (i32 i = 0; i < 2; ++i) {
+                const i32 token = half * Few::kScoreTokens + n * kMmaColumns + c * 2 + i;
+                const float scale = checked_scale(s.scales[slot][token][quarter]);
+#pragma unroll
+                for (i32 tile = 0; tile < Few::kRowTiles; ++tile) x[tile][n][i] *= scale, x[tile][n][2 + i] *= scale;
+            }
+        }
+    }
+#pragma unroll
+    for (i32 n = 0; n < 2; ++n) {
+        const u8* octet = tokens + n * kOctetTokens * Token::kBytes;
+        u32 k[2];
+        if constexpr (Raw::kWideRope) {
+            const uint2 pairs = *reinterpret_cast<const uint2*>(
+                octet + Token::offset(g, Token::kLatentChunks + quarter * 2 + c / 2) + c % 2 * 8);
+            k[0] = convert_rope(typename C::Rope{}, pairs.x), k[1] = convert_rope(typename C::Rope{}, pairs.y);
+        } else {
+            const u32 codes =
+                *reinterpret_cast<const u32*>(octet + Token::offset(g, Token::kLatentChunks + quarter) + c * 4);
+            k[0] = e4m3_pair<0>(codes), k[1] = e4m3_pair<1>(codes);
+        }
+#pragma unroll
+        for (i32 tile = 0; tile < Few::kRowTiles; ++tile) {
+            mma_m16n8k16(typename C::Rope{}, x[tile][n], q[8][tile], k[0], k[1]);
+        }
+    }
+#pragma unroll
+    for (i32 i = 0; i < 2 * Few::kRowTiles; ++i) {
+        float* to = s.softmax.scores[quarter][8 * i + g] + half * Few::kScoreTokens + c * 2;
+#pragma unroll
+        for (i32 n = 0; n < 2; ++n) {
+            const float* pair = x[i / 2][n] + 2 * (i % 2);
+            *reinterpret_cast<float2*>(to + n * kMmaColumns) = make_float2(pair[0] * factors[i], pair[1] * factors[i]);
+        }
+    }
+}
+
+// O += P V of the warp's columns.
+template <class C, class Out>
+MLA_DEVICE void add_code_values(const CodeStorage<C>& s, i32 slot, Out& out, i32 warp, i32 lane) {
+    using Few = typename C::Few;
+    using Token = CodedToken<typename C::TokenRecord>;
+    using Latent = typename C::Latent;
+    if (*reinterpret_cast<const u64*>(s.softmax.rescales) != 0) out.rescale(s.softmax.scale, lane);
+#pragma unroll
+    for (i32 half = 0; half < 2; ++half) {
+        u32 p[Few::kRowTiles][4];
+#pragma unroll
+        for (i32 tile = 0; tile < Few::kRowTiles; ++tile) {
+            ldmatrix_x4(p[tile], smem_addr(&s.softmax.p[tile * kMmaRows + lane % 16][half * 16 + lane / 16 * 8]));
+        }
+        if constexpr (Token::kScaled) {
+            const float (*of)[Token::kGroups] = s.scales[slot] + half * kMmaDepth + lane % 4 * 2;
+#pragma unroll
+            for (i32 k = 0; k < 2; ++k) {
+                const u32 pair = cvt_x2(Latent{}, of[8 * k][warp / 2], of[8 * k + 1][warp / 2]);
+#pragma unroll
+                for (i32 i = 0; i < 2 * Few::kRowTiles; ++i) {
+                    u32& x = p[i / 2][2 * k + i % 2];
+                    x = mul_x2(Latent{}, x, pair);
+                }
+            }
+        }
+        const i32 token = half * kMmaDepth + lane % 16;
+#pragma unroll
+        for (i32 part = 0; part < 2; ++part) {
+            u32 v[4];
+            ldmatrix_x4_trans(v, smem_addr(s.tokens[slot]) + Token::offset(token, warp * 4 + part * 2 + lane / 16));
+#pragma unroll
+            for (i32 i = 0; i < 4; ++i) v[i] = __byte_perm(v[i], 0, 0x3120);
+#pragma unroll
+            for (i32 chunk = 0; chunk < 2; ++chunk) {
+                const u32 low = v[2 * chunk], high = v[2 * chunk + 1];
+                const u32 even[2] = {e4m3_pair<0>(low), e4m3_pair<0>(high)};
+                const u32 odd[2] = {e4m3_pair<1>(low), e4m3_pair<1>(high)};
+                const i32 n = 4 * part + 2 * chunk;
+#pragma unroll
+                for (i32 tile = 0; tile < Few::kRowTiles; ++tile) {
+                    mma_m16n8k16(Latent{}, out.x[tile][n], p[tile], even[0], even[1]);
+                    mma_m16n8k16(Latent{}, out.x[tile][n + 1], p[tile], odd[0], odd[1]);
+                }
+            }
+        }
+    }
+}
+
+// A warp's share of the output, two accumulators of which have the even and the odd ones of 16 columns: a lane has four
+// neighbours.
+template <class Element, i32 kRowTiles>
+struct PartedOutput : Output<Element, kRowTiles> {
+    using Plain = Output<Element, kRowTiles>;
+
+    template <class Block>
+    MLA_DEVICE void store(const Block& block, const float* factors, i32 warp, i32 lane) const {
+#pragma unroll
+        for (i32 i = 0; i < Plain::kHalves; ++i) {
+            const i32 row = 8 * i + lane / 4, r = i % 2 * 2;
+            if (block.row0 + row >= block.rows) continue;
+            const float factor = factors[row];
+#pragma unroll
+            for (i32 n = 0; n < Plain::kValueTiles; n += 2) {
+                const float (&even)[4] = this->x[i / 2][n], (&odd)[4] = this->x[i / 2][n + 1];
+                float of_row[4] = {even[r], odd[r], even[r + 1], odd[r + 1]};
+#pragma unroll
+                for (float& x : of_row) x = factor == 0.f ? 0.f : x * factor;
+                store_four(block, block.row0 + row, warp * Plain::kWarpColumns + n * kMmaColumns + lane % 4 * 4,
+                           of_row);
+            }
+        }
+    }
+
+   private:
+    template <class Block>
+    MLA_DEVICE static void store_four(const Block& block, i32 row, i32 column, const float (&of_row)[4]) {
+        const DecodeParams& p = block.p;
+        const i32 partial = block.item().partial_index;
+        const bool split = partial != kNotSplit;
+        const i64 at = (split ? workspace_row(p, partial, block.kv_head, row) * kHeadDimV
+                              : out_offset(p, block.item().request, block.kv_head, row)) +
+                       column;
+        if (split || p.out_is_fp32) {
+            float2* to = reinterpret_cast<float2*>((split ? p.partial_out : static_cast<float*>(p.out)) + at);
+            to[0] = make_float2(of_row[0], of_row[1]), to[1] = make_float2(of_row[2], of_row[3]);
+        } else {
+            u32* to = reinterpret_cast<u32*>(static_cast<u16*>(p.out) + at);
+            to[0] = cvt_x2(Element{}, of_row[0], of_row[1]), to[1] = cvt_x2(Element{}, of_row[2], of_row[3]);
+        }
+    }
+};
+
+// By all threads. 0 * NaN is not 0: of the tokens of a step that not every row sees, codes of NaN become 0, and scales
+// that are not numbers of f16; a row that does see such a token has a score of NaN, and so is NaN as a whole.
+template <class C>
+MLA_DEVICE void clean_codes(CodeStorage<C>& s, i32 slot, i32 token, i32 seen_by_all) {
+    using Token = CodedToken<typename C::TokenRecord>;
+    const i32 mine = threadIdx.x / kTokenLanes;
+    if (token + mine < seen_by_all) return;
+    constexpr u32 kSigns = 0x80808080;
+#pragma unroll 1
+    for (i32 word = threadIdx.x % kTokenLanes; word < Token::kLatentChunks * 4; word += kTokenLanes) {
+        u32& codes = *reinterpret_cast<u32*>(s.tokens[slot] + Token::offset(mine, word / 4) + word % 4 * 4);
+        const u32 nan = ((codes & ~kSigns) + 0x01010101) & kSigns;
+        codes &= ~((nan >> 7) * 0xff);
+    }
+    if constexpr (Token::kScaled) {
+        if (threadIdx.x % kTokenLanes < Token::kGroups) {
+            float& scale = s.scales[slot][mine][threadIdx.x % kTokenLanes];
+            if (!(fabsf(scale) <= kMaxFloat16)) scale = 0.f;
+        }
+    }
+}
+
+// ---- Kernel ----------------------------------------------------------------------------------------------------
+template <class C>
+struct CodeMath {
+    typename C::Few::Queries q;
+    QueryFactors<C> factors;
+    CodeLoader<C> loader;
+    SoftmaxRow<typename C::Few::Softmax> row;
+    i32 slot = 0;  // of the step that is scored next
+    u32 parity = 0;
+    i32 warp = uniform_warp(), lane = threadIdx.x % kWarpThreads;
+};
+
+template <class C>
+MLA_DEVICE void run_item(const typename C::Rows& block, CodeStorage<C>& s, CodeMath<C>& math) {
+    using Few = typename C::Few;
+    const i32 begin = block.begin(), steps = max(0, ceil_div(block.end() - begin, Few::kStepTokens));
+    math.loader.begin(block, s, steps);
+    math.row.begin();
+    PartedOutput<typename C::Element, Few::kRowTiles> out;
+    out.clear();
+    if (steps > 0) {
+        load_code_queries<C>(block, math.q, math.warp, math.lane);
+        math.factors.scale(s, math.q, math.warp, math.lane);
+    }
+#pragma unroll 1
+    for (i32 step = 0; step < steps; ++step) {
+        const i32 token = begin + step * Few::kStepTokens, seen_by_all = block.item().seen_by_all;
+        mbarrier_wait(s.full[math.slot], math.parity);
+        score_codes(s, math.slot, math.q, math.factors, math.warp, math.lane);
+        __syncthreads();  // the scores are there; the values of the last step have been read
+        if (step > 0 && math.loader.asked < steps) math.loader.ask(block, s);
+        const bool masked = token + Few::kStepTokens > seen_by_all;
+        const i32 mine = math.row.first_token();
+        const u32 present = s.present[step % kKnownCodeSteps][mine / kLaneTokens] >> mine % kLaneTokens;
+        math.row.add_step(typename C::Latent{}, block, s.softmax, token, masked, present);
+        if constexpr (C::Tokens::kMasked) {
+            if (masked) clean_codes(s, math.slot, token, seen_by_all);
+        }
+        __syncthreads();  // P is there
+        add_code_values(s, math.slot, out, math.warp, math.lane);
+        math.slot = math.slot + 1 == CodeBudget<C>::kSteps ? 0 : math.slot + 1;
+        math.parity ^= math.slot == 0;
+    }
+    const float sum = math.row.whole_sum();
+    if (math.row.is_first()) {
+        const float factor = store_statistics(block, math.row.row(), math.row.max, sum, math.row.row_max);
+        s.factor[math.row.row()] = kHasValueScale<typename C::TokenRecord> ? factor * block.p.value_scale : factor;
+    }
+    __syncthreads();
+    out.store(block, s.factor, math.warp, math.lane);
+}
+
+template <class C>
+MLA_DEVICE void run_records(const DecodeParams& p, CodeStorage<C>& s) {
+    if (threadIdx.x == 0) {
+        for (MBarrier& full : s.full) mbarrier_init(full, kThreads);
+    }
+    griddepcontrol_wait();
+    const typename C::Rows block(p, s.items);
+    CodeMath<C> math;
+    while (block.next()) run_item<C>(block, s, math);
+    griddepcontrol_launch_dependents();
+}
+
+// ---- Which form ------------------------------------------------------------------------------------------------
+template <class C, bool = RawToken<typename C::TokenRecord>::kFourGroups>
+struct StorageOf {
+    using Type = CodeStorage<C>;
+};
+template <class C>
+struct StorageOf<C, false> {
+    using Type = RecordStorage<C>;
+};
+template <class C>
+MLA_DEVICE void run_records(const DecodeParams& p, u8* smem) {
+    using Shared = typename StorageOf<C>::Type;
+    static_assert(sizeof(Shared) <= C::kSmemBytes, "shared memory");
+    run_records<C>(p, *reinterpret_cast<Shared*>(smem));
+}
+}  // namespace mla::attention::mma
+
+// What such a kernel tells the host, besides the layout of its parameters.
+#define MLA_MMA_RECORDS_FACTS(C)                                                    \
+    MLA_FACT(threads, mla::attention::mma::kThreads);                               \
+    MLA_FACT(smem_bytes, sizeof(typename mla::attention::mma::StorageOf<C>::Type)); \
+    MLA_FACT(block_rows, C::Few::kRows);                                            \
+    MLA_RECORD_FACT(C::TokenRecord)
