@@ -1,6 +1,6 @@
 """Probes of forward kernels: dense decode and the indexer's logits against the oracle, small, then larger.
 
-Those of the kernels with mma.sync, and of dense decode with tcgen05.
+Those of the kernels with mma.sync, and of dense decode and the logits with tcgen05.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from mla_cupy import dtypes, reference
 from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.decode import sm100
+from mla_cupy.kernels.indexer.logits import sm100 as logits_sm100
 from mla_cupy.kernels.indexer.logits.mma import KERNEL as LOGITS
+from mla_cupy.reference.indexer_records import SCALE_BYTES, page_parts
 from mla_cupy.runtime.build import BuildRequest
 from mla_cupy.selftest.calls import CALL_SECONDS, D_QK, D_V, compare
 from mla_cupy.selftest.probe import Array, Finding, Machine, random
 
 PAGE_SIZE = 64
 WIDE_HEADS = 64
+D_INDEX = 128
+"""Codes of a key of the indexer, but where others are named."""
 
 
 class Sizes(NamedTuple):
@@ -64,7 +68,7 @@ class MmaProbe:
         problem = self.problem(self.simulated if machine.simulated else self.on_gpu)
         placed = {name: machine.upload(x) for name, x in problem.arguments.items()}
         first, second = (machine.download(self._result(placed)) for _ in range(2))
-        error, difference = compare("result", first, problem.exact)
+        error, difference = compare("result", *_seen(first, problem.exact))
         changed = int((first.view(np.uint8) != second.view(np.uint8)).sum())
         if changed and not difference:
             difference = f"{changed} bytes of {first.nbytes} changed from the first call to the second"
@@ -73,6 +77,12 @@ class MmaProbe:
     def _result(self, placed: dict[str, Any]) -> Any:
         got = self.function(**placed, kernel=self.kernel)
         return got[0] if isinstance(got, tuple) else got
+
+
+def _seen(got: Array, exact: Array) -> tuple[Array, Array]:
+    """Result and oracle, with zeros where both are -inf, as logits of keys that a token does not see."""
+    hidden = np.isneginf(got) & np.isneginf(exact)
+    return np.where(hidden, 0, got), np.where(hidden, 0, exact)
 
 
 @functools.lru_cache(maxsize=2)
@@ -91,17 +101,37 @@ def _decode(sizes: Sizes, heads: int, dtype: str, d_qk: int = D_QK) -> Problem:
 
 
 @functools.lru_cache(maxsize=2)
-def _logits(sizes: Sizes, heads: int, dtype: str) -> Problem:
+def _logits(sizes: Sizes, heads: int, dtype: str, d: int = D_INDEX) -> Problem:
     """Tokens that see all keys."""
-    rng, kind = random(f"logits {sizes} {heads} {dtype}"), dtypes.numpy_dtype(dtype)
+    rng, kind = random(f"logits {sizes} {heads} {dtype} {d}"), dtypes.numpy_dtype(dtype)
     arguments: dict[str, Any] = {
-        "q": rng.standard_normal((sizes.queries, heads, 128), np.float32).astype(kind),
-        "k": rng.standard_normal((sizes.keys, 128), np.float32).astype(kind),
+        "q": rng.standard_normal((sizes.queries, heads, d), np.float32).astype(kind),
+        "k": rng.standard_normal((sizes.keys, d), np.float32).astype(kind),
         "weights": rng.standard_normal((sizes.queries, heads), np.float32),
     }
     if dtype == "float8_e4m3fn":  # as bytes: not every library has the dtype
         arguments |= {name: arguments[name].view(np.uint8) for name in ("q", "k")}
     return Problem(arguments, reference.indexer_logits(**arguments))
+
+
+@functools.lru_cache(maxsize=2)
+def _logits_paged(sizes: Sizes, heads: int, tokens: int) -> Problem:
+    """The next tokens of sequences of different lengths, with pages in any order; nothing else is in the pages."""
+    rng = random(f"paged logits {sizes} {heads} {tokens}")
+    pages = -(-sizes.keys // PAGE_SIZE)
+    cache = np.zeros((sizes.queries * pages, PAGE_SIZE, D_INDEX + SCALE_BYTES), np.uint8)
+    codes, scales = page_parts(cache)
+    codes[...] = rng.standard_normal(codes.shape, np.float32).astype(codes.dtype)
+    scales[...] = rng.uniform(0.5, 2.0, scales.shape)
+    q = rng.standard_normal((sizes.queries, tokens, heads, D_INDEX), np.float32)
+    arguments: dict[str, Any] = {
+        "q": q.astype(codes.dtype).view(np.uint8),
+        "cache": cache,
+        "weights": rng.standard_normal((sizes.queries, tokens, heads), np.float32),
+        "seqlens": (sizes.keys - np.arange(sizes.queries)).astype(np.int32),
+        "block_table": rng.permutation(len(cache)).astype(np.int32).reshape(sizes.queries, pages),
+    }
+    return Problem(arguments, reference.indexer_logits_paged(**arguments))
 
 
 def _decode_probes(kernel: AttentionKernel[Any]) -> Iterator[MmaProbe]:
@@ -183,7 +213,45 @@ def _logits_probes() -> Iterator[MmaProbe]:
         )
 
 
+def _tcgen05_logits_probes() -> Iterator[MmaProbe]:
+    """Each build of each kernel; heads that fill whole chunks of columns, and others, some for one stage of queries."""
+    kernel, paged = logits_sm100.KERNEL, logits_sm100.PAGED
+    instructions = ("tmem/ld/32x32b*", "mma.f8f6f4/*", "copy/load/*")
+    of_keys = [(f"{d}codes-{heads}heads", heads, d) for d, heads in ((128, 64), (128, 20), (64, 72), (32, 20))]
+    of_pages = [(f"{n}tokens-{heads}heads", heads, n) for n, heads in ((2, 64), (1, 64), (4, 20), (8, 72))]
+    for stage, on_gpu, simulated in (
+        ("block", Sizes(3, 300), Sizes(2, 140)),
+        ("kernel", Sizes(64, 8192), Sizes(9, 140)),
+    ):
+        needs = {one: instructions if stage == "block" else (f"block/{one.name}/*",) for one in (kernel, paged)}
+        for label, heads, d in of_keys if stage == "block" else of_keys[:1]:
+            yield MmaProbe(
+                f"{stage}/{kernel.name}/{label}",
+                f"indexer_logits, {heads} heads, {on_gpu.queries} tokens and {on_gpu.keys} keys, against the oracle",
+                kernel.name,
+                mla_cupy.indexer_logits,
+                functools.partial(_logits, heads=heads, dtype="float8_e4m3fn", d=d),
+                on_gpu,
+                simulated,
+                kernel.archs,
+                needs[kernel],
+            )
+        for label, heads, tokens in of_pages if stage == "block" else of_pages[:1]:
+            yield MmaProbe(
+                f"{stage}/{paged.name}/{label}",
+                f"indexer_logits_paged, {heads} heads, {tokens} next tokens of {on_gpu.queries} sequences of "
+                f"{on_gpu.keys} keys, against the oracle",
+                paged.name,
+                mla_cupy.indexer_logits_paged,
+                functools.partial(_logits_paged, heads=heads, tokens=tokens),
+                on_gpu,
+                simulated,
+                paged.archs,
+                needs[paged],
+            )
+
+
 def probes() -> list[MmaProbe]:
     """Probes of every kernel, first of one block."""
     with_mma = (probe for kernel in mma.KERNELS for probe in _decode_probes(kernel))
-    return [*with_mma, *_tcgen05_decode_probes(), *_logits_probes()]
+    return [*with_mma, *_tcgen05_decode_probes(), *_logits_probes(), *_tcgen05_logits_probes()]
