@@ -14,9 +14,11 @@ import numpy as np
 
 import mla_cupy
 from mla_cupy import dtypes, reference
+from mla_cupy.cache_formats import FORMATS
 from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.kernel import AttentionKernel
-from mla_cupy.kernels.decode import sm100
+from mla_cupy.kernels.attention.records import DENSE_RECORDS
+from mla_cupy.kernels.decode import records, sm100
 from mla_cupy.kernels.indexer.logits import sm100 as logits_sm100
 from mla_cupy.kernels.indexer.logits.mma import KERNEL as LOGITS
 from mla_cupy.reference.indexer_records import SCALE_BYTES, page_parts
@@ -93,6 +95,34 @@ def _decode(sizes: Sizes, heads: int, dtype: str, d_qk: int = D_QK) -> Problem:
     cache = rng.standard_normal((sizes.queries * pages, PAGE_SIZE, 1, d_qk), np.float32).astype(kind)
     arguments: dict[str, Any] = {
         "q": rng.standard_normal((sizes.queries, 1, heads, d_qk), np.float32).astype(kind),
+        "kv_cache": cache,
+        "block_table": rng.permutation(len(cache)).astype(np.int32).reshape(sizes.queries, pages),
+        "seqlens": (sizes.keys - np.arange(sizes.queries)).astype(np.int32),
+    }
+    return Problem(arguments, reference.mla_decode(**arguments)[0])
+
+
+def random_records(rng: np.random.Generator, name: str, pages: int, kind: Any) -> Array:
+    """A cache of FP8 records, full of keys; `kind` is the dtype that they have before."""
+    record = FORMATS[name]
+    room, page_bytes = pages * PAGE_SIZE, -(-record.page_bytes(PAGE_SIZE) // 16) * 16
+    strides = (page_bytes, record.token_bytes, 1)
+    memory = np.zeros(pages * page_bytes, np.uint8)
+    cache = np.ndarray((pages, PAGE_SIZE, record.width), dtypes.numpy_dtype(record.dtype), memory, 0, strides)
+    latent = rng.standard_normal((room, record.d_latent), np.float32).astype(kind)
+    rope = rng.standard_normal((room, record.d_rope), np.float32).astype(kind)
+    reference.cache_append(latent, rope, cache, np.arange(room))
+    return cache
+
+
+@functools.lru_cache(maxsize=2)
+def _decode_records(sizes: Sizes, heads: int, dtype: str, record: str) -> Problem:
+    """The last two query tokens of requests of different lengths, with pages in any order."""
+    rng, kind = random(f"decode {record} {sizes} {heads} {dtype}"), dtypes.numpy_dtype(dtype)
+    pages = -(-sizes.keys // PAGE_SIZE)
+    cache = random_records(rng, record, sizes.queries * pages, kind)
+    arguments: dict[str, Any] = {
+        "q": rng.standard_normal((sizes.queries, 2, heads // 2, FORMATS[record].d_qk), np.float32).astype(kind),
         "kv_cache": cache,
         "block_table": rng.permutation(len(cache)).astype(np.int32).reshape(sizes.queries, pages),
         "seqlens": (sizes.keys - np.arange(sizes.queries)).astype(np.int32),
@@ -194,6 +224,34 @@ def _tcgen05_decode_probes_of(
             )
 
 
+def _tcgen05_records_probes() -> Iterator[MmaProbe]:
+    """One block of each build, then several blocks, which a schedule cuts."""
+    kernel = records.SM100
+    builds = [
+        (record, dtype, rows)
+        for record in DENSE_RECORDS
+        for dtype in dtypes.HALF
+        for rows in records.BLACKWELL_BLOCK_ROWS
+    ]
+    for stage, variants, on_gpu, simulated, needs in (
+        ("block", builds, Sizes(1, 200), Sizes(1, 70), ("tmem/*", "mma/*", "stmatrix/*")),
+        ("kernel", [one for one in builds if one[1] == "bfloat16"], Sizes(32, 4096), Sizes(2, 70), None),
+    ):
+        for record, dtype, rows in variants:
+            yield MmaProbe(
+                f"{stage}/{kernel.name}/{record}-{dtype}-{rows}rows",
+                f"mla_decode of {record}, {rows} rows, {on_gpu.queries} requests of {on_gpu.keys} tokens, "
+                "against the oracle",
+                kernel.name,
+                mla_cupy.mla_decode,
+                functools.partial(_decode_records, heads=rows, dtype=dtype, record=record),
+                on_gpu,
+                simulated,
+                kernel.archs,
+                needs or (f"block/{kernel.name}/*",),
+            )
+
+
 def _logits_probes() -> Iterator[MmaProbe]:
     for stage, dtype, on_gpu in (
         ("block", "float8_e4m3fn", Sizes(1, 40)),
@@ -254,4 +312,5 @@ def _tcgen05_logits_probes() -> Iterator[MmaProbe]:
 def probes() -> list[MmaProbe]:
     """Probes of every kernel, first of one block."""
     with_mma = (probe for kernel in mma.KERNELS for probe in _decode_probes(kernel))
-    return [*with_mma, *_tcgen05_decode_probes(), *_logits_probes(), *_tcgen05_logits_probes()]
+    with_tcgen05 = (*_tcgen05_decode_probes(), *_tcgen05_records_probes(), *_tcgen05_logits_probes())
+    return [*with_mma, *with_tcgen05, *_logits_probes()]

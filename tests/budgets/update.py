@@ -99,6 +99,7 @@ def write(lines: Lines) -> None:
 def verify(partial: set[str]) -> None:
     """Note the kernels whose builds have all been made now; `partial` keep what is known of them."""
     builds.golden.cache_clear()
+    builds.fingerprint.cache_clear()  # in which the figures are
     known = builds.verified() if builds.VERIFIED.exists() else {}
     fresh = {kernel: builds.fingerprint(kernel) for kernel in builds.KERNELS if kernel not in partial}
     found = {kernel: known_as for kernel, known_as in {**known, **fresh}.items() if kernel in builds.KERNELS}

@@ -19,7 +19,7 @@ from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import DecodeProblem
 from tests.support.calls import plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
-from tests.support.mutants import Mutant, Plant, as_verdict, sampled, steps
+from tests.support.mutants import Mutant, Plant, as_verdict, sampled
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.sim_modes import MODES
 from tests.support.tolerance import check
@@ -184,7 +184,7 @@ PLAIN = case_of("v32", b=3, seqlens=(193, 0, 66), h_q=33, scales="plain")
 MUTANTS = (
     Mutant("values not scaled", ROLES, "s.stats.factor[thread] *= softmax.p.value_scale;", ""),
     Mutant("scaled for later heads only", ROLES, "if (thread < C::kHeads) s.stats", "if (thread > 0) s.stats"),
-    Mutant("read before they are scaled", SOURCE, *steps("bar.sync", 3, of=6)),
+    Mutant("read before they are scaled", ROLES, "        bar_sync(SoftmaxOnly, kWarpgroupThreads);\n", ""),
     Mutant("every row sees every token", ROLES, "C::Tokens::kMasked ? block.hidden : 0", "0"),
     Mutant("no masks", SOURCE, "mask_tile<C>(block, scores, s.present[stage], item, tile, thread);", ""),
     Mutant(
