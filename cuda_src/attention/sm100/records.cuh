@@ -85,10 +85,10 @@ MLA_DEVICE void store_item(SwappedSoftmax<C, RecordStorage<C>>& softmax, const W
     }
 }
 
-// `hide(block, scores, stage, item, tile, thread)` masks what a head does not see, and makes its values finite.
-template <class C, class Hide>
+// `mask(block, scores, stage, item, tile, thread)` hides what a head does not see, and makes its values finite.
+template <class C, class Mask>
 MLA_DEVICE void run_softmax_role(const SmallBlock<C>& block, RecordStorage<C>& s, TmemAddr tmem, i32 thread,
-                                 Hide hide) {
+                                 Mask mask) {
     const BlockHeads rows{block.kv_head, block.row0, block.rows};
     SwappedSoftmax<C, RecordStorage<C>> softmax{block.p, s, tmem, thread};
     using Work = WorkIteratorOf<typename C::Tokens::Work>;
@@ -103,7 +103,7 @@ MLA_DEVICE void run_softmax_role(const SmallBlock<C>& block, RecordStorage<C>& s
                 for (MBarrier& full : s.kv_full[stage]) mbarrier_wait(full, parity);
                 if (C::kScaled) own_factors<C::kHeads>(s.q_factors[0], thread).multiply(scores);
                 if (tile + 1 == item.tile_end) release(s.q_empty[0], thread);
-                hide(block, scores, stage, item, tile, thread);
+                mask(block, scores, stage, item, tile, thread);
             });
         }
         store_item(softmax, item, rows);
@@ -111,14 +111,14 @@ MLA_DEVICE void run_softmax_role(const SmallBlock<C>& block, RecordStorage<C>& s
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-template <class C, class Hide>
-MLA_DEVICE void run_records(const DecodeParams& p, RecordStorage<C>& s, Hide hide) {
+template <class C, class Mask>
+MLA_DEVICE void run_records(const DecodeParams& p, RecordStorage<C>& s, Mask mask) {
     SmallBlock<C> block(p, s);
     const auto init = [&] { init_storage(s); };
     run_with_tensor_memory<C>(s, kMmaWarp, init, [&](i32 warp, TmemAddr tmem) {
         if (warp < kMmaWarp) {
             setmaxnreg_inc<kRegsSoftmax>();
-            run_softmax_role(block, s, tmem, threadIdx.x, hide);
+            run_softmax_role(block, s, tmem, threadIdx.x, mask);
         } else if (warp < kDequantWarp) {
             setmaxnreg_dec<kRegsIssue>();
             if (warp == kMmaWarp) {
