@@ -97,4 +97,7 @@ OURS = (
     (SWAPPED_64_ALONE, _SPARSE_64),
     *((plan, _SPARSE) for plan in (SWAPPED_64_GATHERED, SWAPPED_128_GATHERED, JOINT_GATHERED, PAIR)),
 )
-"""Plans of ours and their work, over rows of 16 bits or records. Of those with tiles of 128 keys `JOINT` and `JOINT_GATHERED` are written."""
+"""Plans of ours and their work, over rows of 16 bits or records.
+
+Of those with tiles of 128 keys `JOINT` and `JOINT_GATHERED` are written.
+"""

@@ -108,7 +108,7 @@ def random_records(rng: np.random.Generator, name: str, pages: int, kind: Any) -
     room, page_bytes = pages * PAGE_SIZE, -(-record.page_bytes(PAGE_SIZE) // 16) * 16
     strides = (page_bytes, record.token_bytes, 1)
     memory = np.zeros(pages * page_bytes, np.uint8)
-    cache = np.ndarray((pages, PAGE_SIZE, record.width), dtypes.numpy_dtype(record.dtype), memory, 0, strides)
+    cache: Array = np.ndarray((pages, PAGE_SIZE, record.width), dtypes.numpy_dtype(record.dtype), memory, 0, strides)
     latent = rng.standard_normal((room, record.d_latent), np.float32).astype(kind)
     rope = rng.standard_normal((room, record.d_rope), np.float32).astype(kind)
     reference.cache_append(latent, rope, cache, np.arange(room))
