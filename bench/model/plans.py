@@ -5,6 +5,10 @@ Of others' kernels the tiles are those of their sources; of ours, of `cuda_src`,
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from mla_cupy.cache_formats import FORMATS
+
 from ..core.cost import D_QK, D_V, ELEMENT_BYTES
 from .forward import OPERAND_ROW_BYTES, Plan, Product, Work
 
@@ -65,6 +69,7 @@ ROWS = 64
 """Most rows of a block of ours."""
 SWAPPED_64 = swapped_plan("swapped, tiles of 64 keys", ROWS, 64)
 SWAPPED_128 = swapped_plan("swapped, tiles of 128 keys", ROWS, 128)
+SWAPPED_64_CONVERTED = replace(SWAPPED_64, name="swapped, 64 keys, converted from records")
 SWAPPED_64_GATHERED = swapped_plan("swapped, 64 keys, gathered by two blocks", ROWS, 64, 2, gathered=True)
 SWAPPED_128_GATHERED = swapped_plan("swapped, 128 keys, gathered by two blocks", ROWS, 128, 2, gathered=True)
 SWAPPED_64_ALONE = swapped_plan("swapped, 64 keys, gathered", ROWS, 64, gathered=True)
@@ -74,9 +79,11 @@ JOINT_GATHERED = pair_plan("joint, 128 keys, gathered", ELEMENT_BYTES, apart=Tru
 JOINT_Q_IN_TMEM = pair_plan("joint, 256 of Q's columns in tensor memory", ELEMENT_BYTES, 256, apart=True)
 
 
-def _decode(batch: int, heads: int, keys: int, queries: int = 1) -> Work:
+def _decode(batch: int, heads: int, keys: int, queries: int = 1, record: str = "") -> Work:
     rows = f"{heads} heads" if queries == 1 else f"{heads} heads, {queries} queries"
-    return Work(f"decode, {rows}, {batch} of {keys:,}", batch, heads * queries, keys, D_QK * ELEMENT_BYTES, True)
+    name = f"decode{f' of {record}' if record else ''}, {rows}, {batch} of {keys:,}"
+    row_bytes = FORMATS[record].token_bytes if record else D_QK * ELEMENT_BYTES
+    return Work(name, batch, heads * queries, keys, row_bytes, True)
 
 
 _SPARSE = Work("sparse, 128 heads, 4,096 queries of 2,048 keys", 4096, 128, 2048, 0, True)
@@ -84,8 +91,13 @@ _SPARSE_64 = Work("sparse, 64 heads, 4,096 queries of 2,048 keys", 4096, 64, 204
 OURS = (
     *((plan, _decode(128, 64, 4096)) for plan in (SWAPPED_64, SWAPPED_128)),
     *((plan, _decode(64, 16, 81920, 4)) for plan in (SWAPPED_64, SWAPPED_128)),
+    *((SWAPPED_64_CONVERTED, _decode(128, 64, 4096, record=record)) for record in ("v32", "fp8")),
+    (SWAPPED_64_CONVERTED, _decode(64, 16, 81920, 4, "v32")),
     *((plan, _decode(128, 128, 4096)) for plan in (SWAPPED_64, SWAPPED_128, JOINT, JOINT_Q_IN_TMEM, PAIR)),
     (SWAPPED_64_ALONE, _SPARSE_64),
     *((plan, _SPARSE) for plan in (SWAPPED_64_GATHERED, SWAPPED_128_GATHERED, JOINT_GATHERED, PAIR)),
 )
-"""Plans of ours and their work. Of those with tiles of 128 keys `JOINT` and `JOINT_GATHERED` are written."""
+"""Plans of ours and their work, over rows of 16 bits or records.
+
+Of those with tiles of 128 keys `JOINT` and `JOINT_GATHERED` are written.
+"""

@@ -1,6 +1,7 @@
 // Self-test: the result of tcgen05.mma on two operands in shared memory, and the cells of tensor memory that hold it.
 //
-//   D[M x N] (+)= A[M x K] B[N x K]^T, K = 16 steps, once or twice (a second product from operands of its own)
+//   D[M x N] (+)= A[M x K] B[N x K]^T, K = 16 steps (32 of e4m3), once or twice (a second product from operands of its
+//   own)
 //
 // One block, two warpgroups. `read` (warps 0..3) fills a window of tensor memory, so that cells that no product writes
 // are known; one thread of `issue` (warp 4) issues the products; `read` dumps all 128 lanes of the window.
@@ -14,6 +15,7 @@
 #include "common/facts.cuh"
 #include "common/limits.cuh"
 #include "ptx/control.cuh"
+#include "ptx/fp8.cuh"
 #include "tile/matrix_desc.cuh"
 #include "tile/ring.cuh"
 #include "tile/tmem_window.cuh"
@@ -22,6 +24,14 @@ namespace mla::probes {
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = MLA_DTYPE;
 constexpr bool kWeightStationary = MLA_WEIGHT_STATIONARY;
+MLA_DEVICE constexpr i32 element_bytes(float8_e4m3fn) { return 1; }
+template <class Wide>
+MLA_DEVICE constexpr i32 element_bytes(Wide) {
+    return 2;
+}
+constexpr i32 kElementBytes = element_bytes(Element{});
+constexpr i32 kStepK = kMmaK * 2 / kElementBytes;
+static_assert(!kWeightStationary || kElementBytes == 2, "no kernel multiplies e4m3 in the weight-stationary form");
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role    warps   regs   does
@@ -36,13 +46,14 @@ constexpr i32 kRegsRead = 152, kRegsIssue = 40;
 static_assert(kRegsRead + kRegsIssue <= 2 * kRegistersAtLaunch, "registers of the block");
 constexpr i32 kProducts = 2;
 constexpr i32 kOperandBytes = 32768;  // 256 rows of 64, or 128 of 128
+constexpr i32 kChunkBytes = 16;
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct Product {
     i32 m, n;
     i32 a_mn_major, b_mn_major;
     i32 lane, column;  // of D, in the window
-    i32 steps;         // of K = 16
+    i32 steps;         // of kStepK
     i32 accumulate;    // from the first step on
 };
 struct ProbeMmaParams {
@@ -71,9 +82,9 @@ struct Storage {
 static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
 MLA_FACT(smem_bytes, sizeof(Storage));
 
-// A matrix of `columns` columns (a multiple of 8) into SW128 tiles of 64 columns.
+// A matrix of `columns` columns (whole chunks of 16 bytes) into SW128 tiles.
 MLA_DEVICE void copy_to_sw_tiles(u8* sw_tiles, const uint4* from, i32 rows, i32 columns) {
-    const i32 chunks = columns / 8;
+    const i32 chunks = columns * kElementBytes / kChunkBytes;
     for (i32 i = threadIdx.x; i < rows * chunks; i += kThreads) {
         const i32 row = i / chunks, chunk = i % chunks;
         const u32 sw_tile = (u32)(chunk / kSw128Chunks) * rows * kSw128RowBytes;
@@ -88,13 +99,13 @@ MLA_DEVICE void copy_operand(u8* sw_tiles, const uint4* from, i32 mn, i32 k, boo
 MLA_DEVICE void copy_operands(Storage& s, const ProbeMmaParams& p) {
     for (i32 i = 0; i < p.products; ++i) {
         const Product& x = p.product[i];
-        copy_operand(s.a[i], p.a[i], x.m, x.steps * kMmaK, x.a_mn_major);
-        copy_operand(s.b[i], p.b[i], x.n, x.steps * kMmaK, x.b_mn_major);
+        copy_operand(s.a[i], p.a[i], x.m, x.steps * kStepK, x.a_mn_major);
+        copy_operand(s.b[i], p.b[i], x.n, x.steps * kStepK, x.b_mn_major);
     }
     fence_proxy_async();
 }
 
-// The operand of one step: 16 further columns of an SW128 tile, or 16 further rows of all SW128 tiles.
+// The operand of one step: 32 further bytes of the rows of an SW128 tile, or 16 further rows of all SW128 tiles.
 MLA_DEVICE MatrixDesc step_of(const u8* sw_tiles, i32 mn, i32 step, i32 steps, bool mn_major) {
     const SmemAddr start = smem_addr(sw_tiles);
     if (mn_major) {
@@ -105,8 +116,19 @@ MLA_DEVICE MatrixDesc step_of(const u8* sw_tiles, i32 mn, i32 step, i32 steps, b
     return advance(k_major_matrix(start), sw_tile + step % kSw128MmaSteps * kKMajorStepBytes);
 }
 
+MLA_DEVICE InstructionDesc shape_of(const Product& x) {
+    if constexpr (kElementBytes == 1) {
+        return make_e4m3_instruction_desc(x.m, x.n);
+    } else {
+        return make_instruction_desc<Element>(x.m, x.n, x.a_mn_major ? Major::MN : Major::K,
+                                              x.b_mn_major ? Major::MN : Major::K);
+    }
+}
+
 MLA_DEVICE void multiply(TmemAddr d, MatrixDesc a, MatrixDesc b, InstructionDesc shape, bool accumulate) {
-    if (kWeightStationary) {
+    if constexpr (kElementBytes == 1) {
+        tcgen05_mma_f8f6f4(d, a, b, shape, accumulate);
+    } else if constexpr (kWeightStationary) {
         tcgen05_mma_ws_f16(d, a, b, shape, accumulate);
     } else {
         tcgen05_mma_f16(d, a, b, shape, accumulate);
@@ -116,8 +138,7 @@ MLA_DEVICE void multiply(TmemAddr d, MatrixDesc a, MatrixDesc b, InstructionDesc
 MLA_DEVICE void issue(Storage& s, const ProbeMmaParams& p, TmemAddr window) {
     for (i32 i = 0; i < p.products; ++i) {
         const Product& x = p.product[i];
-        const InstructionDesc shape = make_instruction_desc<Element>(x.m, x.n, x.a_mn_major ? Major::MN : Major::K,
-                                                                     x.b_mn_major ? Major::MN : Major::K);
+        const InstructionDesc shape = shape_of(x);
         const TmemAddr d = window.lane(x.lane).column(x.column);
         for (i32 step = 0; step < x.steps; ++step) {
             const MatrixDesc a = step_of(s.a[i], x.m, step, x.steps, x.a_mn_major);

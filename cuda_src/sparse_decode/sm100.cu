@@ -12,30 +12,30 @@
 //   mma       |     | S 0  |  S 1  |  V 0 P 0  |  V 1 P 1  |  S 2  |  S 3  |  V 2 P 2  | ...
 //   softmax   |            |  P 0  |  P 1      |                   |  P 2  |  P 3      | ...
 //
-// Roles and barriers: sparse_decode/sm100.cuh.
+// Roles and barriers: attention/sm100/records.cuh.
 //
 // Source: swapped operands for few query rows are FlashMLA-ETAP's idea (2025), dequantising warps beside tcgen05
 // FlashMLA's FP8 decode for Blackwell (2025). What differs: products are exact in f16 where scales are no powers of
 // two, and heads are not padded to 64.
-#include "sparse_decode/sm100.cuh"
+#include "attention/sm100/records.cuh"
 
 namespace mla::sparse_decode::sm100 {
+using namespace attention;
+using namespace attention::sm100;
+
 // ---- Variant ---------------------------------------------------------------------------------------------------
-using C = Config<MLA_DTYPE, MLA_RECORD, MLA_BLOCK_ROWS>;
-static_assert(sizeof(Storage<C>) <= kMaxDynamicSmem, "shared memory");
+using C = RecordConfig<MLA_DTYPE, MLA_RECORD, SelectedTokens, MLA_BLOCK_ROWS>;
 
 MLA_SPARSE_DECODE_FACTS();
-MLA_FACT(threads, kThreads);
-MLA_FACT(smem_bytes, sizeof(Storage<C>));
-MLA_FACT(block_rows, C::kBlockRows);
-MLA_FACT(tmem_columns, Columns<C::kHeads>::kAllocated);
-MLA_FACT(tmem_columns_used, Columns<C::kHeads>::kUsed);
-MLA_RECORD_FACT(C::TokenRecord);
+MLA_RECORDS_SM100_FACTS(C);
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kRecordThreads, 1)
     mla_sparse_decode_sm100(const __grid_constant__ SparseDecodeParams p) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
-    run_block(p, *reinterpret_cast<Storage<C>*>(smem));
+    auto& s = *reinterpret_cast<RecordStorage<C>*>(smem);
+    run_records(p, s, [&](const auto&, auto& scores, i32 stage, const WorkItem&, i32, i32 thread) {
+        mask_absent(scores, s.present[stage], thread);
+    });
 }
 }  // namespace mla::sparse_decode::sm100

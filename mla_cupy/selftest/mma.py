@@ -17,12 +17,14 @@ from mla_cupy.selftest.params import ProbeMmaParams
 from mla_cupy.selftest.probe import BLACKWELL, Array, Case, InstructionProbe, random, small_integers
 from mla_cupy.selftest.tmem import LAST_WINDOW, known_cells
 
-STEP_K = 16
+STEP_BYTES = 32
+"""Bytes of each row of operands that one product takes."""
+E4M3 = "float8_e4m3fn"
 
 
 @dataclass(frozen=True)
 class Product:
-    """D[m, n] (+)= A[m, k] B[n, k]^T, k = 16 steps; an operand is K-major, or MN-major."""
+    """D[m, n] (+)= A[m, k] B[n, k]^T, k = 16 steps, or 32 of e4m3; an operand is K-major, or MN-major."""
 
     m: int
     n: int
@@ -32,11 +34,12 @@ class Product:
     column: int = 0
     steps: int = 4
     accumulate: bool = False
+    element_bytes: int = 2
 
     @property
     def k(self) -> int:
         """Depth."""
-        return STEP_K * self.steps
+        return STEP_BYTES // self.element_bytes * self.steps
 
     def parameters(self) -> params.Product:
         """Parameters as the kernel takes them."""
@@ -63,7 +66,10 @@ KERNEL: KernelSpec[object] = KernelSpec(
     "probes/mma.cu",
     ProbeMmaParams,
     BLACKWELL,
-    variants=variants(dtype=("bfloat16", "float16"), weight_stationary=(0, 1)),
+    variants=(
+        *variants(dtype=("bfloat16", "float16"), weight_stationary=(0, 1)),
+        Variant(dtype=E4M3, weight_stationary=0),
+    ),
 )
 
 K, MN = False, True
@@ -125,10 +131,20 @@ WEIGHT_STATIONARY: dict[str, Product] = {
     "m64n256": Product(64, 256, K, MN),
 }
 
+#: The indexer's logits: 128 keys, a chunk of the columns of queries, rows of 128, 64 and 32 codes.
+CODES: dict[str, Product] = {
+    "m128n128": Product(128, 128, K, K, element_bytes=1),
+    "m128n16": Product(128, 16, K, K, element_bytes=1),
+    "m128n48": Product(128, 48, K, K, column=48, element_bytes=1),
+    "m128n112": Product(128, 112, K, K, element_bytes=1),
+    "m128n64-64codes": Product(128, 64, K, K, column=64, steps=2, element_bytes=1),
+    "m128n128-32codes": Product(128, 128, K, K, steps=1, element_bytes=1),
+}
+
 
 def _bits(x: Array, dtype: str) -> Array:
-    """Bit patterns of 16 bits, which need no library that knows the type."""
-    return np.ascontiguousarray(x).astype(dtypes.numpy_dtype(dtype)).view(np.uint16)
+    """Bit patterns, which need no library that knows the type."""
+    return np.ascontiguousarray(x).astype(dtypes.numpy_dtype(dtype)).view(np.uint8 if dtype == E4M3 else np.uint16)
 
 
 def _case(name: str, variant: Variant, products: tuple[Product, ...], window: int) -> Case:
@@ -160,9 +176,10 @@ def _probe(
     stage: str, name: str, dtype: str, products: tuple[Product, ...], weight_stationary: int
 ) -> InstructionProbe:
     full_name = f"{stage}/{dtype}/{name}"
-    about = "tcgen05.mma" + (".ws" if weight_stationary else "") + ": " + "; then ".join(map(str, products))
+    form = ".ws" if weight_stationary else " of e4m3" if dtype == E4M3 else ""
+    about = f"tcgen05.mma{form}: " + "; then ".join(map(str, products))
     variant = Variant(dtype=dtype, weight_stationary=weight_stationary)
-    window = LAST_WINDOW if "rope" in name else 0  # where the kernel has them
+    window = LAST_WINDOW if "rope" in name or "32codes" in name else 0  # where the kernels have them
     case = partial(_case, full_name, variant, products, window)
     return InstructionProbe(full_name, about, KERNEL, variant, case, needs=("tmem/*/32x32b.x32-*",))
 
@@ -187,6 +204,12 @@ def _probes() -> Iterator[InstructionProbe]:
     for name in ("s-m32n64", "dkv-m32n256", "dq-m64n256"):
         added = replace(WEIGHT_STATIONARY[name], accumulate=True)
         yield _probe("mma.ws", f"{name}-added", "bfloat16", (added,), 1)
+    for name, product in CODES.items():
+        yield _probe("mma.f8f6f4", name, E4M3, (product,), 0)
+    # Two chunks of columns in turn, and sums that the first step is added to.
+    codes = CODES["m128n48"]
+    yield _probe("mma.f8f6f4", "two-chunks", E4M3, (CODES["m128n16"], codes), 0)
+    yield _probe("mma.f8f6f4", "m128n48-added", E4M3, (replace(codes, accumulate=True),), 0)
 
 
 PROBES = tuple(_probes())

@@ -1,6 +1,6 @@
 """Probes of forward kernels: dense decode and the indexer's logits against the oracle, small, then larger.
 
-Those of the kernels with mma.sync, and of dense decode with tcgen05.
+Those of the kernels with mma.sync, and of dense decode and the logits with tcgen05.
 """
 
 from __future__ import annotations
@@ -14,16 +14,22 @@ import numpy as np
 
 import mla_cupy
 from mla_cupy import dtypes, reference
+from mla_cupy.cache_formats import FORMATS
 from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.kernel import AttentionKernel
-from mla_cupy.kernels.decode import sm100
+from mla_cupy.kernels.attention.records import DENSE_RECORDS
+from mla_cupy.kernels.decode import records, sm100
+from mla_cupy.kernels.indexer.logits import sm100 as logits_sm100
 from mla_cupy.kernels.indexer.logits.mma import KERNEL as LOGITS
+from mla_cupy.reference.indexer_records import SCALE_BYTES, page_parts
 from mla_cupy.runtime.build import BuildRequest
 from mla_cupy.selftest.calls import CALL_SECONDS, D_QK, D_V, compare
 from mla_cupy.selftest.probe import Array, Finding, Machine, random
 
 PAGE_SIZE = 64
 WIDE_HEADS = 64
+D_INDEX = 128
+"""Codes of a key of the indexer, but where others are named."""
 
 
 class Sizes(NamedTuple):
@@ -64,7 +70,7 @@ class MmaProbe:
         problem = self.problem(self.simulated if machine.simulated else self.on_gpu)
         placed = {name: machine.upload(x) for name, x in problem.arguments.items()}
         first, second = (machine.download(self._result(placed)) for _ in range(2))
-        error, difference = compare("result", first, problem.exact)
+        error, difference = compare("result", *_seen(first, problem.exact))
         changed = int((first.view(np.uint8) != second.view(np.uint8)).sum())
         if changed and not difference:
             difference = f"{changed} bytes of {first.nbytes} changed from the first call to the second"
@@ -73,6 +79,12 @@ class MmaProbe:
     def _result(self, placed: dict[str, Any]) -> Any:
         got = self.function(**placed, kernel=self.kernel)
         return got[0] if isinstance(got, tuple) else got
+
+
+def _seen(got: Array, exact: Array) -> tuple[Array, Array]:
+    """Result and oracle, with zeros where both are -inf, as logits of keys that a token does not see."""
+    hidden = np.isneginf(got) & np.isneginf(exact)
+    return np.where(hidden, 0, got), np.where(hidden, 0, exact)
 
 
 @functools.lru_cache(maxsize=2)
@@ -90,18 +102,66 @@ def _decode(sizes: Sizes, heads: int, dtype: str, d_qk: int = D_QK) -> Problem:
     return Problem(arguments, reference.mla_decode(**arguments)[0])
 
 
+def random_records(rng: np.random.Generator, name: str, pages: int, kind: Any) -> Array:
+    """A cache of FP8 records, full of keys; `kind` is the dtype that they have before."""
+    record = FORMATS[name]
+    room, page_bytes = pages * PAGE_SIZE, -(-record.page_bytes(PAGE_SIZE) // 16) * 16
+    strides = (page_bytes, record.token_bytes, 1)
+    memory = np.zeros(pages * page_bytes, np.uint8)
+    cache: Array = np.ndarray((pages, PAGE_SIZE, record.width), dtypes.numpy_dtype(record.dtype), memory, 0, strides)
+    latent = rng.standard_normal((room, record.d_latent), np.float32).astype(kind)
+    rope = rng.standard_normal((room, record.d_rope), np.float32).astype(kind)
+    reference.cache_append(latent, rope, cache, np.arange(room))
+    return cache
+
+
 @functools.lru_cache(maxsize=2)
-def _logits(sizes: Sizes, heads: int, dtype: str) -> Problem:
-    """Tokens that see all keys."""
-    rng, kind = random(f"logits {sizes} {heads} {dtype}"), dtypes.numpy_dtype(dtype)
+def _decode_records(sizes: Sizes, heads: int, dtype: str, record: str) -> Problem:
+    """The last two query tokens of requests of different lengths, with pages in any order."""
+    rng, kind = random(f"decode {record} {sizes} {heads} {dtype}"), dtypes.numpy_dtype(dtype)
+    pages = -(-sizes.keys // PAGE_SIZE)
+    cache = random_records(rng, record, sizes.queries * pages, kind)
     arguments: dict[str, Any] = {
-        "q": rng.standard_normal((sizes.queries, heads, 128), np.float32).astype(kind),
-        "k": rng.standard_normal((sizes.keys, 128), np.float32).astype(kind),
+        "q": rng.standard_normal((sizes.queries, 2, heads // 2, FORMATS[record].d_qk), np.float32).astype(kind),
+        "kv_cache": cache,
+        "block_table": rng.permutation(len(cache)).astype(np.int32).reshape(sizes.queries, pages),
+        "seqlens": (sizes.keys - np.arange(sizes.queries)).astype(np.int32),
+    }
+    return Problem(arguments, reference.mla_decode(**arguments)[0])
+
+
+@functools.lru_cache(maxsize=2)
+def _logits(sizes: Sizes, heads: int, dtype: str, d: int = D_INDEX) -> Problem:
+    """Tokens that see all keys."""
+    rng, kind = random(f"logits {sizes} {heads} {dtype} {d}"), dtypes.numpy_dtype(dtype)
+    arguments: dict[str, Any] = {
+        "q": rng.standard_normal((sizes.queries, heads, d), np.float32).astype(kind),
+        "k": rng.standard_normal((sizes.keys, d), np.float32).astype(kind),
         "weights": rng.standard_normal((sizes.queries, heads), np.float32),
     }
     if dtype == "float8_e4m3fn":  # as bytes: not every library has the dtype
         arguments |= {name: arguments[name].view(np.uint8) for name in ("q", "k")}
     return Problem(arguments, reference.indexer_logits(**arguments))
+
+
+@functools.lru_cache(maxsize=2)
+def _logits_paged(sizes: Sizes, heads: int, tokens: int) -> Problem:
+    """The next tokens of sequences of different lengths, with pages in any order; nothing else is in the pages."""
+    rng = random(f"paged logits {sizes} {heads} {tokens}")
+    pages = -(-sizes.keys // PAGE_SIZE)
+    cache = np.zeros((sizes.queries * pages, PAGE_SIZE, D_INDEX + SCALE_BYTES), np.uint8)
+    codes, scales = page_parts(cache)
+    codes[...] = rng.standard_normal(codes.shape, np.float32).astype(codes.dtype)
+    scales[...] = rng.uniform(0.5, 2.0, scales.shape)
+    q = rng.standard_normal((sizes.queries, tokens, heads, D_INDEX), np.float32)
+    arguments: dict[str, Any] = {
+        "q": q.astype(codes.dtype).view(np.uint8),
+        "cache": cache,
+        "weights": rng.standard_normal((sizes.queries, tokens, heads), np.float32),
+        "seqlens": (sizes.keys - np.arange(sizes.queries)).astype(np.int32),
+        "block_table": rng.permutation(len(cache)).astype(np.int32).reshape(sizes.queries, pages),
+    }
+    return Problem(arguments, reference.indexer_logits_paged(**arguments))
 
 
 def _decode_probes(kernel: AttentionKernel[Any]) -> Iterator[MmaProbe]:
@@ -164,6 +224,34 @@ def _tcgen05_decode_probes_of(
             )
 
 
+def _tcgen05_records_probes() -> Iterator[MmaProbe]:
+    """One block of each build, then several blocks, which a schedule cuts."""
+    kernel = records.SM100
+    builds = [
+        (record, dtype, rows)
+        for record in DENSE_RECORDS
+        for dtype in dtypes.HALF
+        for rows in records.BLACKWELL_BLOCK_ROWS
+    ]
+    for stage, variants, on_gpu, simulated, needs in (
+        ("block", builds, Sizes(1, 200), Sizes(1, 70), ("tmem/*", "mma/*", "stmatrix/*")),
+        ("kernel", [one for one in builds if one[1] == "bfloat16"], Sizes(32, 4096), Sizes(2, 70), None),
+    ):
+        for record, dtype, rows in variants:
+            yield MmaProbe(
+                f"{stage}/{kernel.name}/{record}-{dtype}-{rows}rows",
+                f"mla_decode of {record}, {rows} rows, {on_gpu.queries} requests of {on_gpu.keys} tokens, "
+                "against the oracle",
+                kernel.name,
+                mla_cupy.mla_decode,
+                functools.partial(_decode_records, heads=rows, dtype=dtype, record=record),
+                on_gpu,
+                simulated,
+                kernel.archs,
+                needs or (f"block/{kernel.name}/*",),
+            )
+
+
 def _logits_probes() -> Iterator[MmaProbe]:
     for stage, dtype, on_gpu in (
         ("block", "float8_e4m3fn", Sizes(1, 40)),
@@ -183,7 +271,46 @@ def _logits_probes() -> Iterator[MmaProbe]:
         )
 
 
+def _tcgen05_logits_probes() -> Iterator[MmaProbe]:
+    """Each build of each kernel; heads that fill whole chunks of columns, and others, some for one stage of queries."""
+    kernel, paged = logits_sm100.KERNEL, logits_sm100.PAGED
+    instructions = ("tmem/ld/32x32b*", "mma.f8f6f4/*", "copy/load/*")
+    of_keys = [(f"{d}codes-{heads}heads", heads, d) for d, heads in ((128, 64), (128, 20), (64, 72), (32, 20))]
+    of_pages = [(f"{n}tokens-{heads}heads", heads, n) for n, heads in ((2, 64), (1, 64), (4, 20), (8, 72))]
+    for stage, on_gpu, simulated in (
+        ("block", Sizes(3, 300), Sizes(2, 140)),
+        ("kernel", Sizes(64, 8192), Sizes(9, 140)),
+    ):
+        needs = {one: instructions if stage == "block" else (f"block/{one.name}/*",) for one in (kernel, paged)}
+        for label, heads, d in of_keys if stage == "block" else of_keys[:1]:
+            yield MmaProbe(
+                f"{stage}/{kernel.name}/{label}",
+                f"indexer_logits, {heads} heads, {on_gpu.queries} tokens and {on_gpu.keys} keys, against the oracle",
+                kernel.name,
+                mla_cupy.indexer_logits,
+                functools.partial(_logits, heads=heads, dtype="float8_e4m3fn", d=d),
+                on_gpu,
+                simulated,
+                kernel.archs,
+                needs[kernel],
+            )
+        for label, heads, tokens in of_pages if stage == "block" else of_pages[:1]:
+            yield MmaProbe(
+                f"{stage}/{paged.name}/{label}",
+                f"indexer_logits_paged, {heads} heads, {tokens} next tokens of {on_gpu.queries} sequences of "
+                f"{on_gpu.keys} keys, against the oracle",
+                paged.name,
+                mla_cupy.indexer_logits_paged,
+                functools.partial(_logits_paged, heads=heads, tokens=tokens),
+                on_gpu,
+                simulated,
+                paged.archs,
+                needs[paged],
+            )
+
+
 def probes() -> list[MmaProbe]:
     """Probes of every kernel, first of one block."""
     with_mma = (probe for kernel in mma.KERNELS for probe in _decode_probes(kernel))
-    return [*with_mma, *_tcgen05_decode_probes(), *_logits_probes()]
+    with_tcgen05 = (*_tcgen05_decode_probes(), *_tcgen05_records_probes(), *_tcgen05_logits_probes())
+    return [*with_mma, *with_tcgen05, *_logits_probes()]

@@ -15,11 +15,10 @@ from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.sparse_decode import records
 from mla_cupy.kernels.sparse_forward import sm100
 from mla_cupy.selftest.calls import D_QK
-from mla_cupy.selftest.mma_calls import MmaProbe, Problem, Sizes
+from mla_cupy.selftest.mma_calls import PAGE_SIZE, MmaProbe, Problem, Sizes, random_records
 from mla_cupy.selftest.probe import random
 
 S_KV = 90
-PAGE_SIZE = 64
 _INSTRUCTIONS = ("tmem/*", "mma/*", "copy/*", "stmatrix/*")
 _OF_A_PAIR = ("tmem/*", "mma.pair/*", "copy/*")
 
@@ -44,14 +43,8 @@ def _decode(sizes: Sizes, heads: int, dtype: str) -> Problem:
     """Queries of FP8 records: "v32" for bfloat16, "v4" for float16."""
     rng, kind = random(f"sparse decode {sizes} {heads} {dtype}"), dtypes.numpy_dtype(dtype)
     record = FORMATS["v32" if dtype == "bfloat16" else "v4"]
-    pages = -(-max(S_KV, 4 * sizes.keys) // PAGE_SIZE)
-    room, page_bytes = pages * PAGE_SIZE, -(-record.page_bytes(PAGE_SIZE) // 16) * 16
-    strides = (page_bytes, record.token_bytes, 1)
-    memory = np.zeros(pages * page_bytes, np.uint8)
-    cache = np.ndarray((pages, PAGE_SIZE, record.width), dtypes.numpy_dtype(record.dtype), memory, 0, strides)
-    latent = rng.standard_normal((room, record.d_latent), np.float32).astype(kind)
-    rope = rng.standard_normal((room, record.d_rope), np.float32).astype(kind)
-    reference.cache_append(latent, rope, cache, np.arange(room))
+    cache = random_records(rng, record.name, -(-max(S_KV, 4 * sizes.keys) // PAGE_SIZE), kind)
+    room = len(cache) * PAGE_SIZE
     indices = rng.integers(0, room, (sizes.queries, 1, sizes.keys)).astype(np.int32)
     indices[rng.random(indices.shape) < 0.05] = -1
     q = rng.standard_normal((sizes.queries, 1, heads, record.d_qk), np.float32).astype(kind)

@@ -23,6 +23,7 @@ LD2, LD16 = "tmem/ld/16x256b.x2-lane0", "tmem/ld/32x32b.x16-lane0"
 S32, DP32, DKV32 = "mma/bfloat16/s-m64n32", "mma/bfloat16/dp-m64n32", "mma/bfloat16/dkv-m128n32"
 DQ = "mma/bfloat16/dq-m128n64-64keys"
 PAIR128, PAIR256 = "mma.pair/bfloat16/scores-n128", "mma.pair/bfloat16/values-n256"
+CODES, CODES32 = "mma.f8f6f4/float8_e4m3fn/m128n128", "mma.f8f6f4/float8_e4m3fn/m128n128-32codes"
 STMATRIX = "stmatrix/bfloat16-32keys"
 
 
@@ -84,6 +85,17 @@ MUTANTS = (
         ("mma/bfloat16/s-and-dp-n32", "mma/bfloat16/ropes-n64"),
         (S32,),
     ),
+    Mutant(
+        "e4m3 read as e5m2",
+        DESC,
+        "return make_instruction_desc<float16>(m",
+        "return make_instruction_desc<bfloat16>(m",
+        (CODES, CODES32),
+        (S32,),
+    ),
+    Mutant("M 64 instead of 128 of e4m3", DESC, "<float16>(m, n", "<float16>(m / 2, n", (CODES, CODES32), (DKV32,)),
+    Mutant("e4m3 of half of N", DESC, "<float16>(m, n", "<float16>(m, n / 2", (CODES, CODES32), (DKV32,)),
+    Mutant("e4m3 as 16 bits", TCGEN05, "cta_group::1.kind::f8f6f4", "cta_group::1.kind::f16", (CODES, CODES32), (S32,)),
     Mutant("half of a pair's rows", DESC, "m / 16 << 24", "(m > 64 ? 16 : m / 16) << 24", (PAIR128,), (S32,)),
     Mutant("commit to the first block alone", PAIR, "(1 << kPairBlocks) - 1", "1", (PAIR128, PAIR256), (S32,)),
     Mutant(

@@ -70,7 +70,8 @@ def test_each_unproven_kernel_can_be_admitted(name: str, arch: str) -> None:
         pytest.skip(f"not for {arch}")
     stages = {catalog.stage(probe.name) for probe in verdict.needed(name, catalog.probes(arch))}
     assert {"block", "kernel", "tmem"} <= stages
-    assert ("mma.pair" if name.endswith("_joint") else "mma") in stages
+    products = "mma.pair" if name.endswith("_joint") else "mma.f8f6f4" if name.startswith("indexer_") else "mma"
+    assert products in stages
 
 
 def test_kernels_with_tcgen05_are_unproven() -> None:
@@ -167,7 +168,8 @@ def test_the_command_records_and_reports(
     assert line in json.loads(path.read_text())["admission"]
     assert cli.main(["info"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(rf"NVIDIA B200 +sm_100a +580.1 .*{KERNEL}, {OTHER}.* +in force", shown)
+    assert re.search(r"NVIDIA B200 +sm_100a +580.1 .* in force", shown)
+    assert set(re.findall(r"\w+", shown)) >= UNPROVEN  # on several lines
     assert "has not admitted" not in shown
     assert cli.main(["info", "--json"]) == 0
     (record,) = json.loads(capsys.readouterr().out)["admitted"]

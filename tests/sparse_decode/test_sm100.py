@@ -106,7 +106,7 @@ def test_default_where_the_self_test_has_admitted_it(h_q: int, rows: int) -> Non
 
 
 # ---- Planted bugs
-HEADER, SOURCE = "sparse_decode/sm100.cuh", "sparse_decode/sm100.cu"
+HEADER, SOURCE = "attention/sm100/records.cuh", "sparse_decode/sm100.cu"
 CONVERSION, DEQUANT = (f"attention/sm90/small_records_{part}.cuh" for part in ("conversion", "dequant"))
 #: One block works on five requests, of one to three tiles.
 CASE = SparseDecodeCase(scales="plain", b=5, topk=150, extra=20, lengths=True, h_q=7, sink=True, sm_count=1)
@@ -141,8 +141,8 @@ MUTANTS = (
     Mutant("products do not release Q", SOURCE, *steps("tcgen05.commit", 1, of=6)),
     Mutant("columns never released", SOURCE, *steps("tcgen05.commit", 3, of=6)),
     Mutant("scores without factors", HEADER, "own_factors<C::kHeads>(s.q_factors[0], thread).multiply(scores);", ";"),
-    Mutant("absent tokens count", HEADER, "mask_absent(scores, s.present[stage], thread);", ""),
-    Mutant("presence of the other stage", HEADER, "s.present[stage]", "s.present[stage ^ 1]"),
+    Mutant("absent tokens count", SOURCE, "mask_absent(scores, s.present[stage], thread);", ""),
+    Mutant("presence of the other stage", SOURCE, "s.present[stage]", "s.present[stage ^ 1]"),
     Mutant("P over values", HEADER, "kv[stage] + kSwTilesV * kSw128Bytes", "kv[stage] + (kSwTilesV - 1) * kSw128Bytes"),
     Mutant(
         "keys do not wait", CONVERSION, "mbarrier_wait(block.s.kv_empty[stage][group], ring.empty_parity(stage));", ""

@@ -31,10 +31,6 @@
 namespace mla::indexer::logits {
 using namespace sm90;
 
-// The operands in an instruction descriptor, see tile/matrix_desc.cuh.
-struct Codes {};
-MLA_DEVICE constexpr u32 type_code(Codes) { return 0; }  // e4m3
-
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = float8_e4m3fn;
 constexpr i32 kHeadDim = MLA_HEAD_DIM;
@@ -224,8 +220,8 @@ MLA_DEVICE void run_issue_role(const LogitsParams& p, Storage& s, TmemAddr tmem,
             const MatrixDesc a = k_major_matrix(smem_addr(s.k[key.stage]));
             for (i32 column = 0; column < stages.columns; column += kChunkColumns, scores.advance()) {
                 const MatrixDesc b = k_major_matrix(smem_addr(s.q[query_stage * kStageColumns + column]));
-                const InstructionDesc shape = make_instruction_desc<Codes>(
-                    kTileKeys, min(kChunkColumns, stages.columns - column), Major::K, Major::K);
+                const InstructionDesc shape =
+                    make_e4m3_instruction_desc(kTileKeys, min(kChunkColumns, stages.columns - column));
                 scores.wait_empty(s.s_empty[warpgroup]);
                 tcgen05_fence_after_thread_sync();
 #pragma unroll

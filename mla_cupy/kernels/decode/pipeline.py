@@ -126,6 +126,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         sm90_fp8.KERNEL,
         records.SEESAW,
         records.SMALL,
+        records.SM100,
         records.MMA_163KB,
         records.MMA,
         records.GENERIC,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.generic import from_records
-from mla_cupy.kernels.attention.kernel import NO_TREE, READS_RECORDS, READS_V41, SINK, AttentionKernel
+from mla_cupy.kernels.attention.kernel import NO_TREE, READS_RECORDS, READS_V41, SINK, AttentionKernel, narrowest
 from mla_cupy.kernels.attention.records import (
     BLOCK_ROWS,
     DENSE_RECORDS,
@@ -13,11 +13,12 @@ from mla_cupy.kernels.attention.records import (
     READ_DENSE,
     TREE_BLOCK_ROWS,
     record_variant,
+    rows_variant,
 )
 from mla_cupy.kernels.decode.heuristics import SMALL_BLOCK_TILES
 from mla_cupy.kernels.decode.problem import DecodeProblem, tree_record_variant
 from mla_cupy.kernels.params import DecodeParams
-from mla_cupy.kernels.spec import HOPPER, Reason, needs_cc, variants
+from mla_cupy.kernels.spec import BLACKWELL, HOPPER, Reason, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
@@ -92,6 +93,37 @@ SEESAW: AttentionKernel[DecodeProblem] = AttentionKernel(
 )
 
 
+BLACKWELL_BLOCK_ROWS = (32, 64)
+"""Numbers of query rows that a block of the kernel for Blackwell may compute."""
+
+
+def _not_on_blackwell(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
+    """Reason that the kernel cannot take the problem; None if it can."""
+    if not problem.record:
+        return READS_RECORDS
+    if device.arch not in BLACKWELL:
+        return needs_cc(device, "10.0", "10.3")
+    if problem.record in PLAIN_RECORDS:
+        return READS_V41
+    return NO_TREE if problem.tree_mask else None
+
+
+SM100: AttentionKernel[DecodeProblem] = AttentionKernel(
+    "decode_sm100_records",
+    "dense decode from FP8 records with tcgen05: blocks of 32 or 64 query rows; simulated, not yet run on hardware",
+    "decode/sm100_records.cu",
+    DecodeParams,
+    BLACKWELL,
+    variants(dtype=HALF, record=DENSE_RECORDS, block_rows=BLACKWELL_BLOCK_ROWS),
+    facts={"tile_tokens": TILE_TOKENS},
+    unsupported=_not_on_blackwell,
+    variant=lambda problem: rows_variant(problem, narrowest(BLACKWELL_BLOCK_ROWS, problem.rows)),
+    block_rows=BLACKWELL_BLOCK_ROWS[-1],
+    unproven=True,
+    forms=SINK,
+)
+
+
 MMA_163KB, MMA = mma.from_records(
     ("decode_mma_records_163kb", "decode_mma_records"),
     "dense decode from FP8 records",
@@ -111,4 +143,4 @@ GENERIC = from_records(
 )
 
 
-KERNELS = (SMALL, SEESAW, MMA_163KB, MMA, GENERIC)
+KERNELS = (SMALL, SEESAW, SM100, MMA_163KB, MMA, GENERIC)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -158,11 +159,21 @@ def test_what_it_does_not_take(pipeline: Any, name: str, changes: dict[str, Any]
         pipeline.configure(problem(**changes), B200, name)
 
 
-def test_it_runs_on_request_only() -> None:
+def test_where_it_is_admitted_it_runs_by_default() -> None:
+    """And what it does not take goes to the next kernel."""
     paged = problem(page_size=64, num_pages=9, block_tokens=1)
-    assert LOGITS.configure(problem(), B200).kernel.name == "indexer_logits_mma"
-    assert LOGITS_PAGED.configure(paged, B200).kernel.name == "indexer_logits_mma"
-    assert LOGITS.configure(problem(), B200, PREFILL).kernel is sm100.KERNEL
+    assert LOGITS.configure(problem(), B200).kernel is sm100.KERNEL
+    assert LOGITS_PAGED.configure(paged, B200).kernel is sm100.PAGED
+    assert LOGITS.configure(problem(dtype="bfloat16"), B200).kernel.name == "indexer_logits_mma"
+
+
+def test_where_it_is_not_it_runs_on_request() -> None:
+    untested = replace(B200, admitted=frozenset())
+    paged = problem(page_size=64, num_pages=9, block_tokens=1)
+    assert LOGITS.configure(problem(), untested).kernel.name == "indexer_logits_mma"
+    assert LOGITS_PAGED.configure(paged, untested).kernel.name == "indexer_logits_mma"
+    assert LOGITS.configure(problem(), untested, PREFILL).kernel is sm100.KERNEL
+    assert LOGITS_PAGED.configure(paged, untested, PAGED).kernel is sm100.PAGED
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8)])

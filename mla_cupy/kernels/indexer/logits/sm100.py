@@ -106,7 +106,7 @@ KERNEL = LogitsKernel(
     tile_keys=TILE_KEYS,
     short_line=_SHORT_LINE,
     maps=maps,
-    on_request=True,
+    unproven=True,
 )
 PAGED = replace(
     KERNEL,

@@ -1,0 +1,235 @@
+"""Blackwell's dense decode from FP8 records in the simulator, against the oracle, and with planted bugs.
+
+No GPU has run it. Bugs of the products and of the softmax, which the sparse forward shares, are planted in
+`tests/sparse_forward/test_sm100_mutants.py`, those of what keys and queries come through in
+`tests/sparse_decode/test_sm100.py`; here are those of what is dense decode's: masks, pages, the scale of results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mla_cupy
+from mla_cupy.errors import UnsupportedDeviceError
+from mla_cupy.kernels.decode import DECODE
+from mla_cupy.kernels.decode.problem import DecodeProblem
+from tests.support.calls import plan_of
+from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.mutants import Mutant, Plant, as_verdict, sampled
+from tests.support.sim_driver import fake_gpu, simulated
+from tests.support.sim_modes import MODES
+from tests.support.tolerance import check
+
+KERNEL = "decode_sm100_records"
+BLACKWELL = (10, 0)
+QUICK_SEEDS, ALL_SEEDS = 3, 200
+
+
+def case_of(record: str, **changes: Any) -> DecodeCase:
+    """A case whose keys have the record's width."""
+    scale: dict[str, Any] = {"kv_scale": 0.03} if record == "fp8" else {}
+    return DecodeCase(record=record, d_qk=512 if record == "v4" else 576, **{**scale, **changes})
+
+
+CASES = (
+    # Each record with each number of rows of a build, queries of several tokens, missing pages, more rows than a block.
+    case_of("v32", b=2, seqlens=(129, 1), h_q=16, strides="odd"),
+    case_of("v32", b=3, seqlens=(70, 0, 130), s_q=2, h_q=20, scales="plain", missing_pages=1, page_size=16),
+    case_of("v4", b=2, seqlens=(3, 70), s_q=3, h_q=9, missing_pages=1, page_size=16, dtype="float16"),
+    case_of("v4", b=1, seqlens=129, h_q=66),
+    case_of("fp8", b=2, seqlens=(3, 70), s_q=3, h_q=4, missing_pages=1, page_size=24, dtype="float16"),
+    case_of("fp8", b=1, seqlens=66, s_q=2, h_q=33, kv_scale=1.0),
+    case_of("v32", b=2, seqlens=(189, 193), s_q=4, h_q=4, cp_world=3, cp_rank=1),  # a third of the tokens
+)
+MORE_CASES = (
+    case_of("v32", b=1, seqlens=400, h_q=16),  # split
+    case_of("v32", b=5, seqlens=(70, 1, 0, 200, 130), h_q=64, dtype="float16"),
+    case_of("v32", b=2, seqlens=(100, 31), s_q=2, h_q=3, causal=False, head_axis=False, page_size=128),
+    case_of("v32", b=1, seqlens=66, s_q=5, h_q=20),
+    case_of("v4", b=2, seqlens=(300, 70), h_q=32, dtype="float16"),
+    case_of("v4", b=1, seqlens=400, h_q=128),
+    case_of("fp8", b=1, seqlens=400, h_q=16),
+    case_of("fp8", b=2, seqlens=(300, 70), h_q=64, dtype="float16"),
+)
+
+
+def run(inputs: DecodeInputs, sm_count: int = 1, mode: tuple[str, int] = ("early", 0), **options: Any) -> Any:
+    with simulated(sm_count, BLACKWELL, *mode) as target:
+        got = mla_cupy.mla_decode(*inputs.arguments, **inputs.case.options, kernel=KERNEL, **options)
+    assert f"mla_{KERNEL}" in target.launched
+    return got
+
+
+def check_case(case: DecodeCase, *run_options: Any) -> None:
+    inputs = make(case)
+    check(run(inputs, *run_options), inputs.exact, inputs.rounded, case.dtype)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_matches_oracle(case: DecodeCase) -> None:
+    number = CASES.index(case)
+    check_case(case, (1, 3)[number % 2], MODES[number % len(MODES)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=lambda case: case.id)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("sm_count", [1, 3, 5])
+def test_matches_oracle_in_all_modes(case: DecodeCase, mode: tuple[str, int], sm_count: int) -> None:
+    check_case(case, sm_count, mode)
+
+
+def random_case(seed: int) -> DecodeCase:
+    """Sizes that the tests of all kernels do not name, too."""
+    rng = np.random.default_rng([seed, 584])
+
+    def one_of(*choices: Any) -> Any:
+        return choices[int(rng.integers(len(choices)))]
+
+    h_q = one_of(1, 3, 8, 16, 21, 32, 33, 64, 65)
+    shard = int(rng.integers(3)) if rng.random() < 0.2 else None
+    lengths = tuple(int(n) for n in rng.integers(0, rng.choice([5, 70, 200]), int(rng.integers(1, 4))))
+    return case_of(
+        one_of("v32", "v4", "fp8"),
+        b=len(lengths),
+        seqlens=lengths,
+        s_q=one_of(1, 1, 2, 3) if h_q <= 33 else 1,
+        h_q=h_q,
+        page_size=one_of(1, 8, 16, 24, 64, 128),
+        dtype=one_of("bfloat16", "float16"),
+        causal=bool(rng.integers(2)),
+        missing_pages=one_of(0, 0, 1),
+        cp_world=1 if shard is None else 3,
+        cp_rank=shard or 0,
+        seed=seed,
+    )
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(i, marks=() if i < QUICK_SEEDS else pytest.mark.slow) for i in range(ALL_SEEDS)]
+)
+def test_random_cases(seed: int) -> None:
+    mode = ("random", seed) if seed % 3 else (("early", "late")[seed // 3 % 2], 0)
+    check_case(random_case(seed), 1 + seed % 6, mode)
+
+
+@pytest.mark.parametrize("record", ["v4", "fp8"])
+def test_what_only_later_queries_see_does_not_reach_earlier_ones(record: str) -> None:
+    """A NaN among the codes of the last token, which the first of two queries does not see; and results in float32."""
+    inputs = make(case_of(record, b=1, seqlens=129, s_q=2, h_q=20))
+    inputs.kv_cache[inputs.block_table[0, 2], 0, 0, 3] = 0x7F
+    got = run(inputs, 1, ("late", 0), out_dtype="float32")
+    assert np.isnan(got[0][:, 1:]).all()
+    first = [(out[:, :1], lse[..., :1]) for out, lse in (got, inputs.exact, inputs.rounded)]
+    check(*first, "bfloat16")
+
+
+def test_a_sink_and_a_batch_invariant_plan() -> None:
+    """A request in pieces, each a partial result: the sink counts once, and the scale of the cache, too."""
+    case = case_of("fp8", b=2, seqlens=(130, 70), h_q=5)
+    inputs = make(case)
+    sink = np.linspace(-1, 2, case.h_q).astype(np.float32)
+    with simulated(2, BLACKWELL, "random", 5):
+        plan = plan_of(inputs, device=0, batch_invariant=True, split_tokens=64, attn_sink=True)
+        assert plan.kernel == KERNEL
+        plan.update(inputs.seqlens)
+        got = mla_cupy.mla_decode(*inputs.arguments, **case.options, attn_sink=sink, plan=plan)
+    out, lse = mla_cupy.reference.mla_decode(*inputs.arguments, **case.options, attn_sink=sink)
+    assert np.abs(got[0].astype(np.float64) - out).max() <= 2.0**-7 * np.abs(out).max()
+    np.testing.assert_allclose(got[1], lse, atol=2.0**-10)
+
+
+@pytest.mark.parametrize(
+    ("record", "s_q", "h_q", "rows"),
+    [("v32", 1, 1, 32), ("v4", 2, 16, 32), ("fp8", 1, 33, 64), ("v32", 1, 128, 64), ("v32", 4, 16, 64)],
+)
+def test_default_where_the_self_test_has_admitted_it(record: str, s_q: int, h_q: int, rows: int) -> None:
+    """A call gets the build for its rows, and Hopper refuses it by name."""
+    problem = DecodeProblem(s_q, h_q, 1, "bfloat16", record=record, d_qk=512 if record == "v4" else 576)
+    gpu = fake_gpu(148, BLACKWELL)
+    config = DECODE.configure(problem, gpu)
+    assert config.kernel.name == KERNEL
+    assert config.kernel.variant(problem).block_rows == rows
+    assert config.row_blocks == -(-s_q * h_q // 64)
+    assert DECODE.configure(problem, replace(gpu, admitted=frozenset())).kernel.name == "decode_mma_records_163kb"
+    with pytest.raises(UnsupportedDeviceError, match=r"compute capability 10\.0 or 10\.3"):
+        DECODE.configure(problem, fake_gpu(132, (9, 0)), KERNEL)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"record": "", "d_qk": 576}, "reads a cache of FP8 records"),
+        ({"record": "v41", "d_qk": 512}, "v41"),
+        ({"tree_mask": True}, "takes no tree_mask"),
+    ],
+)
+def test_what_it_does_not_take(changes: dict[str, Any], said: str) -> None:
+    problem = replace(DecodeProblem(1, 16, 1, "bfloat16", record="v32"), **changes)
+    with pytest.raises(UnsupportedDeviceError, match=said):
+        DECODE.configure(problem, fake_gpu(148, BLACKWELL), KERNEL)
+
+
+# ---- Planted bugs ----------------------------------------------------------------------------------------------
+ROLES, SOURCE, TOKENS = "attention/sm100/records.cuh", "decode/sm100_records.cu", "attention/record_tokens.cuh"
+#: One block works on two requests: the first of two queries does not see the last token, which has a NaN; and a page is
+#: missing. Then a query whose first request ends in a tile of its own.
+CASE = case_of("fp8", b=2, seqlens=(130, 70), s_q=2, h_q=5, page_size=16, missing_pages=1)
+PLAIN = case_of("v32", b=3, seqlens=(193, 0, 66), h_q=33, scales="plain")
+
+MUTANTS = (
+    Mutant("values not scaled", ROLES, "s.stats.factor[thread] *= softmax.p.value_scale;", ""),
+    Mutant("scaled for later heads only", ROLES, "if (thread < C::kHeads) s.stats", "if (thread > 0) s.stats"),
+    Mutant("read before they are scaled", ROLES, "        bar_sync(SoftmaxOnly, kWarpgroupThreads);\n", ""),
+    Mutant("every row sees every token", ROLES, "C::Tokens::kMasked ? block.hidden : 0", "0"),
+    Mutant("no masks", SOURCE, "mask_tile<C>(block, scores, s.present[stage], item, tile, thread);", ""),
+    Mutant(
+        "absent tokens count",
+        SOURCE,
+        "mask_tile<C>(block, scores, s.present[stage]",
+        "mask_tile<C>(block, scores, ~0ull",
+    ),
+    Mutant("hidden values not sanitized", SOURCE, "sanitize_values(s.kv[stage], item, tile, thread);", ""),
+    Mutant(
+        "values of the other stage sanitized", SOURCE, "sanitize_values(s.kv[stage]", "sanitize_values(s.kv[stage ^ 1]"
+    ),
+    Mutant("sanitized from the last token on", SOURCE, "max(item.seen_by_all - first, 0)", "item.tokens - first"),
+    Mutant("keys announced twice", ROLES, "mbarrier_wait(full, parity);", "mbarrier_wait(full, parity ^ 1);"),
+    Mutant(
+        "stale keys in the softmax", ROLES, "const u32 parity = softmax.ring.full_parity();", "const u32 parity = 0;"
+    ),
+    Mutant("queries of the first token", TOKENS, "row / group * p.q_stride_s_elems", "0"),
+    Mutant("Q released with the first tile", ROLES, "tile + 1 == item.tile_end", "tile == item.tile_begin"),
+    Mutant("scores without factors", ROLES, "if (C::kScaled) own_factors", "if (false) own_factors"),
+)
+
+
+@as_verdict
+def verdict(mode: tuple[str, int], case: DecodeCase) -> None:
+    """What a run shows; empty if nothing."""
+    inputs = make(case)
+    if case.s_q > 1:
+        page = inputs.block_table[0, 129 // 16]
+        assert 0 <= page < len(inputs.kv_cache)
+        inputs.kv_cache[page, 129 % 16, 0, 7] = 0x7F
+    got = run(inputs, 1, mode)
+    seen = slice(None, 1) if case.s_q > 1 else slice(None)  # later queries are NaN as a whole
+    check(*[(out[:1, seen], lse[:1, :, seen]) for out, lse in (got, inputs.exact, inputs.rounded)], case.dtype)
+    check(*[(out[1:], lse[1:]) for out, lse in (got, inputs.exact, inputs.rounded)], case.dtype)
+
+
+@pytest.mark.parametrize("mutant", sampled(MUTANTS))
+def test_is_caught(mutant: Mutant, plant: Plant) -> None:
+    """In one of the modes."""
+    plant(mutant)
+    assert any(verdict(mode, case) for case in (CASE, PLAIN) for mode in MODES), f"nothing shows that {mutant.name}"
+
+
+@pytest.mark.parametrize("case", [CASE, PLAIN], ids=lambda case: case.id)
+@pytest.mark.parametrize("mode", MODES[1:3], ids=str)
+def test_the_kernel_as_it_is(case: DecodeCase, mode: tuple[str, int]) -> None:
+    assert verdict(mode, case) == ""
