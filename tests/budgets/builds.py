@@ -88,16 +88,19 @@ class Target:
         GPUs on a GPU that the simulated one is not, it makes a kernel's first variant alone: what spills are kernels of
         one architecture.
 
-        Of a kernel that has not changed it makes the first variants for the main targets: the compilers are the same,
-        so what the golden file says of the other builds still holds.
+        Of a kernel that has not changed it makes one build, of its first variant: the compilers are the same, so what
+        the golden file says of the other builds still holds. The main targets, and with them the lines, take turns over
+        the kernels.
         """
         index = self.spec.variants.index(self.variant)
         turn = LINES[(index + (*ARCHS, *CONSUMER).index(self.arch)) % len(LINES)]
         twin = self.arch in TWINS and self.kernel not in UNLIKE_TWINS
         elsewhere = twin or (self.runs_on_many and self.arch != SIMULATED)
-        if (self.line != turn and not self.is_only_one) or (elsewhere and index > 0):
-            return False
-        return changed or (self.arch in MAIN and index < (1 if self.runs_on_many else 2))
+        if not changed:
+            archs = [arch for arch in MAIN if self.spec.supports_arch(arch)]
+            main = archs[[*KERNELS].index(self.kernel) % len(archs)]
+            return index == 0 and self.arch == main and self.line == turn
+        return (self.line == turn or self.is_only_one) and not (elsewhere and index > 0)
 
     def __str__(self) -> str:
         return f"nvrtc{self.line}-{self.name}"

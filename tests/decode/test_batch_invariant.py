@@ -67,7 +67,7 @@ def test_bits_do_not_depend_on_the_batch(kernel: str) -> None:
     check((out, lse), inputs.exact, inputs.rounded, CASE.dtype)
     rng = np.random.default_rng(7)
     for sm_count, mode in ((1, "late"), (5, "random")):
-        chosen = [*rng.integers(0, CASE.b, rng.integers(1, MAX_B)).tolist(), 3]
+        chosen = [*rng.integers(0, CASE.b, 2).tolist(), 3]
         got = _run(inputs, chosen, kernel, sm_count, mode)
         assert got[0].tobytes() == out[chosen].tobytes()
         assert got[1].tobytes() == lse[chosen].tobytes()

@@ -295,6 +295,7 @@ def run(inputs: DecodeInputs, sm_count: int, mode: tuple[str, int], **options: A
     return got
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_kernel(case: DecodeCase) -> None:
     inputs, number = make(case), CASES.index(case)

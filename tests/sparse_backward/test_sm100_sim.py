@@ -78,6 +78,7 @@ def run(
     return got
 
 
+@pytest.mark.sampled
 def test_matches_oracle(case: SparseCase, kernel: str, mode: tuple[str, int], deterministic: bool) -> None:
     inputs = make(case)
     check_gradients(run(inputs, kernel, mode, deterministic=deterministic), inputs, deterministic=deterministic)

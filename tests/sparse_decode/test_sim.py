@@ -28,6 +28,7 @@ from tests.support.mutants import CAUGHT, Mutant, Plant, steps
 from tests.support.sim_driver import simulated
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", [*CASES, *V41_CASES], ids=str)
 def test_equals_the_oracle(case: SparseDecodeCase) -> None:
     with simulated(case.sm_count):
@@ -39,6 +40,7 @@ MODES = ("early", "late", "random")
 RUNS = [(kernel, case) for kernel in ON_HOPPER for case in CASES[: 4 if kernel == "sparse_decode_sm90" else None]]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kernel", "case"), RUNS)
 def test_tensor_cores_are_as_exact_as_their_formats(case: SparseDecodeCase, kernel: str) -> None:
     """Results in float32, and some in the dtype of the queries."""
@@ -51,6 +53,7 @@ def test_tensor_cores_are_as_exact_as_their_formats(case: SparseDecodeCase, kern
 V41_RUNS = [(kernel, case) for kernel in ON_HOPPER for case in (*V41_CASES, V41_WIDE) if reads_v41(kernel, case)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kernel", "case"), V41_RUNS)
 def test_v41_on_tensor_cores(case: SparseDecodeCase, kernel: str) -> None:
     mode = MODES[V41_RUNS.index((kernel, case)) % len(MODES)]
@@ -106,6 +109,7 @@ def test_rows_of_any_size_keep_to_themselves(kernel: str) -> None:
     assert not np.isfinite(out[0, 0, 4]).all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", [*ON_HOPPER, "sparse_decode_generic"])
 @pytest.mark.parametrize("held", [0, 100])
 def test_pieces_may_have_no_token(kernel: str, held: int) -> None:

@@ -80,7 +80,7 @@ class Mutant:
 
 
 _NONE = SimpleNamespace(params={})
-PLANTED = 3
+PLANTED = 6
 """Of the bugs of a test that need a build, an ordinary run plants the first of each so many."""
 
 
