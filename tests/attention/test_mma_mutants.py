@@ -105,6 +105,7 @@ def test_is_caught(kernel: str, mutant: Mutant, plant: Plant) -> None:
     assert any(verdict(kernel, mode) for mode in MODES), f"nothing shows that {mutant.name}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", [mma.SMALL.name, mma.WIDE.name])
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_kernel_as_it_is(kernel: str, mode: tuple[str, int]) -> None:

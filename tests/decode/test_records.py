@@ -306,6 +306,7 @@ def test_hopper_kernel_for_many_rows_in_all_modes(case: DecodeCase, mode: tuple[
     check(run(inputs, SEESAW, sm_count, mode), inputs.exact, inputs.rounded, case.dtype)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", GENERIC_CASES, ids=lambda case: case.id)
 def test_generic_kernel_computes_in_float32(case: DecodeCase) -> None:
     inputs = make(case)

@@ -95,6 +95,7 @@ def test_is_caught(mutant: Mutant, plant: mutants.Plant) -> None:
     assert shown, f"nothing shows that {mutant.name}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("h_q", [4, 16, 17, 32, 33, 49])
 def test_as_it_is(h_q: int, deterministic: bool) -> None:

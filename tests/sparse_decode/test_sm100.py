@@ -171,6 +171,7 @@ def test_is_caught(mutant: Mutant, plant: Plant) -> None:
     assert any(verdict(mode, case) for case in cases for mode in MODES), f"nothing shows that {mutant.name}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", [CASE, V4], ids=str)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_the_kernel_as_it_is(case: SparseDecodeCase, mode: tuple[str, int]) -> None:

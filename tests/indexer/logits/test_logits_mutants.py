@@ -154,6 +154,7 @@ def test_is_caught(mutant: Mutant, case: LogitsCase | PagedCase, plant: Plant) -
     assert any(verdict(case, mode) for mode in MODES), f"nothing shows that {mutant.name}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", [CASE, RANGED, HALF, PAGES, THREE, EDGE, GROUPS, SEQUENCES], ids=lambda case: case.id)
 def test_kernels_as_they_are(case: LogitsCase | PagedCase) -> None:
     assert [verdict(case, mode) for mode in MODES[:2]] == ["", ""]
