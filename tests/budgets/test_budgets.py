@@ -99,9 +99,10 @@ def test_resources_are_the_golden_ones(target: Target) -> None:
     assert builds.figures(made) == known[version].get(target.name), "if intended: python -m tests.budgets.update"
 
 
-def test_every_run_has_each_kernel_both_lines_and_the_main_targets() -> None:
+def test_every_run_has_some_kernels_both_lines_and_the_main_targets() -> None:
     short = [target for target in builds.TARGETS if target.is_made(changed=False)]
-    assert sorted(target.kernel for target in short) == sorted({t.kernel for t in builds.TARGETS})
+    assert {target.kernel for target in short} == {*[*builds.KERNELS][:: builds.UNCHANGED]}
+    assert len({target.kernel for target in short}) == len(short)
     many = [target for target in short if target.runs_on_many]
     assert {target.line for target in many} == {*builds.LINES}
     assert {target.arch for target in many} == {*builds.MAIN}

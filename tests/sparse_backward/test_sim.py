@@ -170,10 +170,10 @@ def test_base_two_and_a_scale(kernel: str) -> None:
         np.testing.assert_allclose(x.astype(np.float64), y, rtol=0, atol=1e-2 * np.abs(y).max())
 
 
-@pytest.mark.parametrize("kernel", DETERMINISTIC)
+@pytest.mark.parametrize("kernel", [one for one in EACH_SOURCE if one.values[0] in DETERMINISTIC])
 def test_deterministic_gradients_are_the_same_bits(kernel: str) -> None:
     """In every order of the additions, which the modes change; and close to the sums of plain additions."""
-    inputs = make(with_heads(kernel, SparseCase(s_q=4, s_kv=20, h_q=9, topk=24, sink=True)))
+    inputs = make(with_heads(kernel, SparseCase(s_q=3, s_kv=20, h_q=9, topk=24, sink=True)))
     once, again = (
         run(inputs, kernel, mode, deterministic=True, dkv_dtype="float32") for mode in (("late", 0), ("random", 7))
     )

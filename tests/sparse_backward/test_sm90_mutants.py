@@ -107,6 +107,7 @@ def test_one_head_with_each_tile_of_a_long_list() -> None:
     assert verdict(with_heads(8, 3, 1030)) == ""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize(("h_q", "s_q", "topk"), [(4, 3, 70), (16, 3, 130), (16, 5, 70), (40, 3, 130)])
 def test_several_items_as_they_are(h_q: int, s_q: int, topk: int, mode: tuple[str, int]) -> None:

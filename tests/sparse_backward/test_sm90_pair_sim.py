@@ -57,6 +57,7 @@ def test_matches_oracle(case: SparseCase, mode: tuple[str, int], deterministic: 
     check_gradients(run(inputs, mode, deterministic=deterministic), inputs, deterministic=deterministic)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 def test_several_pairs_with_several_queries(mode: tuple[str, int]) -> None:
     """Five SMs: two pairs."""

@@ -1,8 +1,8 @@
 """Which cases of a test an ordinary run has, where they differ in their sizes or their mode and not in the code they reach.
 
-A test with the mark `sampled` has each third of them: of each kernel another third, so that every case is run by some
-kernel. Threes are out of step with the four modes, the dtypes and the numbers of multiprocessors, which take turns over
-the cases. `-m slow` has the others, and `--sim=full` all at once.
+A test with the mark `sampled` has each third of them: of each kernel, or place, another third, so that where there are
+three every case is run. Threes are out of step with the four modes, the dtypes and the numbers of multiprocessors,
+which take turns over the cases. `-m slow` has the others, and `--sim=full` all at once.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def thin_out(items: Iterable[Any]) -> None:
 
 
 def chosen(cases: Sequence[Any]) -> Iterator[Any]:
-    """Each third case of each kernel, from the first, the second or the third on; of few, the first."""
-    kernels = dict[Any, list[Any]]()
+    """Each third case of each kernel and place, from the first, the second or the third on; of few, the first."""
+    groups = dict[Any, list[Any]]()
     for item in cases:
-        kernels.setdefault(getattr(item, "callspec", _NONE).params.get("kernel"), []).append(item)
-    for turn, own in enumerate(kernels.values()):
+        params = getattr(item, "callspec", _NONE).params
+        groups.setdefault(tuple(params.get(name) for name in ("kernel", "place")), []).append(item)
+    for turn, own in enumerate(groups.values()):
         yield from own[turn % SAMPLED :: SAMPLED] or own[:1]
