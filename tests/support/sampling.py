@@ -1,4 +1,4 @@
-"""Which cases of a test an ordinary run has, where they differ in their sizes or their mode and not in the code they reach.
+"""Which cases of a test an ordinary run has, where they differ in sizes or the mode and not in the code they reach.
 
 A test with the mark `sampled` has each third of them: of each kernel, or place, another third, so that where there are
 three every case is run. Threes are out of step with the four modes, the dtypes and the numbers of multiprocessors,

@@ -155,6 +155,7 @@ def _free(cg: Codegen, ins: Instr) -> None:
             W.poisoned(poison, ins, "an address", L)
         for address in addresses:
             if address and not W.memory.shrink(int(address)):
-                W.fail(MemoryFault, ins, f"free of {int(address):#x}, which malloc has not returned, or is free already", L)
+                what = f"free of {int(address):#x}, which malloc has not returned, or is free already"
+                W.fail(MemoryFault, ins, what, L)
 
     cg.call(run, [(place, "addr64") for place in ins.args], [])
