@@ -167,6 +167,7 @@ def test_float16_in_every_mode(case: LogitsCase, mode: tuple[str, int], sm_count
     run_in_float16(case, sm_count, mode)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("weight", [1.0, 1e-38, -1e31])
 @pytest.mark.parametrize("d", [32, 64, 128])
 def test_the_largest_codes_are_finite_in_float16(d: int, weight: float) -> None:
@@ -289,6 +290,7 @@ def test_nan_and_infinity() -> None:
         assert (got[np.isfinite(exact[:, 130]), 130] == 0).all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kernel", "accumulate"), [(HOPPER, "float32"), (HALF, "float16"), (MMA, "float32")], ids=[HOPPER, HALF, MMA]
 )

@@ -126,7 +126,6 @@ def run_hopper(case: LossCase, mode: tuple[str, int], **options: Any) -> tuple[A
     return got
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=lambda case: case.id)
 def test_hopper(case: LossCase) -> None:
     run_hopper(case, MODES[HOPPER_CASES.index(case)])

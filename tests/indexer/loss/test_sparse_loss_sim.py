@@ -63,7 +63,6 @@ def run_hopper(case: SparseLossCase, mode: tuple[str, int], **options: Any) -> t
     return got
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=lambda case: case.id)
 def test_hopper(case: SparseLossCase) -> None:
     at = HOPPER_CASES.index(case)
