@@ -1,8 +1,8 @@
 """Which cases of a test an ordinary run has, where they differ in sizes or the mode and not in the code they reach.
 
 A test with the mark `sampled` has one of each three of them: first the first, then the last, then the middle one, so
-that what takes turns over the cases (modes, dtypes, numbers of multiprocessors) goes on to do so. Of each kernel, or
-place, it has others: where there are three, every case is run. `-m slow` has the rest, and `--sim=full` all at once.
+that what takes turns over the cases (modes, dtypes, numbers of multiprocessors) goes on to do so. Of each kernel it
+has others: where there are three, every case is run. `-m slow` has the rest, and `--sim=full` all at once.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ def thin_out(items: Iterable[Any]) -> None:
 
 
 def chosen(cases: Sequence[Any]) -> Iterator[Any]:
-    """One of each three of each kernel and place; of fewer, the last if there is not the one whose turn it is."""
-    groups = dict[Any, list[Any]]()
+    """One of each three of each kernel; of fewer, the last if there is not the one whose turn it is."""
+    kernels = dict[Any, list[Any]]()
     for item in cases:
-        params = getattr(item, "callspec", _NONE).params
-        groups.setdefault(tuple(params.get(name) for name in ("kernel", "place")), []).append(item)
-    for turn, own in enumerate(groups.values()):
+        kernels.setdefault(getattr(item, "callspec", _NONE).params.get("kernel"), []).append(item)
+    for turn, own in enumerate(kernels.values()):
         for block, start in enumerate(range(0, len(own), SAMPLED)):
             yield own[min(start + (turn + 2 * block) % SAMPLED, len(own) - 1)]

@@ -47,12 +47,6 @@ def test_kernels_share_the_cases() -> None:
     ]
 
 
-def test_places_share_the_mistakes() -> None:
-    items = {(bad, place): Item("one", "sampled", bad=bad, place=place) for bad in range(3) for place in "ab"}
-    sampling.thin_out(items.values())
-    assert [key for key, item in items.items() if item.runs] == [(0, "a"), (1, "b")]
-
-
 def test_a_kernel_with_few_cases_keeps_one() -> None:
     few = [Item("one", "sampled", case=0, kernel=kernel) for kernel in "abc"]
     sampling.thin_out(few)
