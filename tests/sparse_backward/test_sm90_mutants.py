@@ -103,6 +103,7 @@ def test_as_it_is(h_q: int, deterministic: bool) -> None:
     assert verdict(with_heads(h_q), deterministic) == ""
 
 
+@pytest.mark.slow
 def test_one_head_with_each_tile_of_a_long_list() -> None:
     assert verdict(with_heads(8, 3, 1030)) == ""
 
