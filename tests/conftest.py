@@ -15,7 +15,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 from mla_cupy.runtime import device
 from tests import durations, skips
-from tests.support import mutants
+from tests.support import mutants, sampling
 from tests.support.mutants import plant  # noqa: F401 (fixture)
 from tests.support.recorder import place, recorder  # noqa: F401 (fixtures)
 
@@ -34,8 +34,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before what is slow is deselected
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mutants.thin_out(items)
+    if config.getoption("--sim") != "full":
+        sampling.thin_out(items)
 
 
 def pytest_collection_finish() -> None:

@@ -118,11 +118,13 @@ def test_the_kernels_are_what_their_descriptions_say(tree: Path) -> None:
     check(tree, "tests/budgets", "-m", "not perf", "-k", "toy or complete or twins")
 
 
+@pytest.mark.slow
 def test_the_kernel_has_the_family_s_tests(tree: Path) -> None:
     """In the simulator, against the oracle, by its place in the pipeline's list."""
     check(tree, "tests/decode/test_records.py", "-k", "generic_records_toy")
 
 
+@pytest.mark.slow
 def test_the_operation_has_the_tests_of_all(tree: Path) -> None:
     """Bad input, workspaces, repeated calls, their way, misuse, bindings, pages: all made from its description."""
     check(tree, "tests/operations", "-k", "toy")

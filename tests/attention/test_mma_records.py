@@ -55,6 +55,7 @@ FEW = (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.id)
 def test_dense_decode(case: DecodeCase) -> None:
     number = FEW.index(case)
@@ -79,6 +80,7 @@ LISTS = (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", LISTS, ids=str)
 def test_sparse_decode(case: SparseDecodeCase) -> None:
     number = LISTS.index(case)
@@ -89,6 +91,7 @@ def test_sparse_decode(case: SparseDecodeCase) -> None:
 V41 = (*sparse.V41_CASES, sparse.V41_WIDE)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", sparse.V41_CASES, ids=str)
 def test_v41(case: SparseDecodeCase) -> None:
     number = V41.index(case)

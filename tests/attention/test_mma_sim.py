@@ -44,6 +44,7 @@ def test_many_rows(kernel: str, case: DecodeCase) -> None:
     decode(make(case), kernel)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", GPUS)
 @pytest.mark.parametrize("mode", [("late", 0), ("random", 5)], ids=str)
 def test_hard_case(kernel: str, mode: tuple[str, int]) -> None:
@@ -81,6 +82,7 @@ def test_tree_masks(kernel: str) -> None:
     np.testing.assert_allclose(got[1], exact[1], atol=1e-4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kernel", "case"),
     [

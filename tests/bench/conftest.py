@@ -144,17 +144,20 @@ def rows_of(
 ) -> Callable[..., dict[str, dict[str, Any]]]:
     """Runs a case: rows_of(operation, case or its name, peers=(), choices=None, dtype="bfloat16").
 
-    Rows by implementation, all of them valid. The clock ticks by itself, so times mean nothing.
+    Rows by implementation, all of them valid. The clock ticks by itself, so times mean nothing, and few calls, which
+    compute with NumPy, are as good as many.
     """
     ticks = itertools.count()
     device.method, device.stream = "events", SimpleNamespace(ptr=77)
     device.watch = SimpleNamespace(start=lambda: None, stop_us=lambda: 1.0 + next(ticks) % 2)
+    monkeypatch.setattr("bench.core.timer.MIN_CALLS", 1)
+    monkeypatch.setattr("bench.core.runner.WARMUP", 0)
     monkeypatch.setattr("bench.core.runner.host_us", lambda calls, synchronize, **options: 1.0)
 
     def run(
         operation: Any, case: Any, peers: Sequence[str] = (), choices: Choices | None = None, dtype: str = "bfloat16"
     ) -> dict[str, dict[str, Any]]:
-        options = Options(dtype, replays=5, check=True, limits=limits, env={"gpu": "host"}, repro="bench")
+        options = Options(dtype, replays=1, check=True, limits=limits, env={"gpu": "host"}, repro="bench")
         implementations = make(list(peers), operation.implementations(choices or Choices()))
         case = operation.parse(case) if isinstance(case, str) else case
         rows = run_case(operation, case, implementations, device, options)

@@ -113,6 +113,7 @@ def test_a_second_dtype_is_named():
     assert {text.get_text().split()[-1] for text in axes.texts} == {"bfloat16", "float16"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.name)
 def test_labels_of_the_kept_results_do_not_overlap(path):
     rows = report.read(path)

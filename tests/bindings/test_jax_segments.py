@@ -41,6 +41,7 @@ IDS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", IDS)
 @pytest.mark.parametrize("spare", [0, 3])
 def test_starts(jax: Any, of_jax: Any, case: str, spare: int) -> None:

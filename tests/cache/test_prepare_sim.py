@@ -20,6 +20,7 @@ def same(x: np.ndarray) -> np.ndarray:
     return x
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_oracle(case: PrepareCase) -> None:
     with simulated(2) as target:

@@ -120,6 +120,7 @@ def check_merge(
         np.testing.assert_allclose(result_lse[request, :, 0], total, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("pieces", "num_splits"),
     [

@@ -299,6 +299,7 @@ def run(inputs: FormInputs, kernel: str | None, sm_count: int, mode: tuple[str, 
     return got
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("case", "kernel"), CASES, ids=lambda value: getattr(value, "id", value))
 def test_kernels(case: FormCase, kernel: str) -> None:
     inputs, number = form_inputs(case), CASES.index((case, kernel))

@@ -295,6 +295,7 @@ def run(inputs: DecodeInputs, sm_count: int, mode: tuple[str, int], **options: A
     return got
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_kernel(case: DecodeCase) -> None:
     inputs, number = make(case), CASES.index(case)
@@ -302,6 +303,7 @@ def test_kernel(case: DecodeCase) -> None:
     check(got, inputs.exact, inputs.rounded, case.dtype)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CODED, ids=lambda case: case.id)
 def test_queries_in_e4m3(case: DecodeCase) -> None:
     inputs, number = make(case), CODED.index(case)

@@ -85,6 +85,7 @@ def check_bias(inputs: DecodeInputs, spread: float, sm_count: int = 1) -> None:
 MEANS = {"0": (0.0, 1.0), "1": (1.0, 0.5), "100": (100.0, 1.0), "-1": (-1.0, 0.25)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mean", MEANS)
 def test_sums_are_not_shortened(mean: str) -> None:
     """Values of mean 1, say, which the tensor cores' own sums over 1,024 tokens would leave at 0.986 of their size."""

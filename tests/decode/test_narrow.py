@@ -77,6 +77,7 @@ def run(kernel: str, case: DecodeCase, mode: str, sm_count: int = 2) -> None:
     assert (whole[..., 256:] == 7).all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kernel", "case", "mode"), IN_A_RUN, ids=lambda x: getattr(x, "id", x))
 def test_equals_the_oracle(kernel: str, case: DecodeCase, mode: str) -> None:
     run(kernel, case, mode)

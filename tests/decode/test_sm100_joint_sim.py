@@ -102,6 +102,7 @@ def random_case(seed: int) -> DecodeCase:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "seed", [pytest.param(i, marks=() if i < QUICK_SEEDS else pytest.mark.slow) for i in range(ALL_SEEDS)]
 )

@@ -211,6 +211,7 @@ def run(inputs: TreeInputs, kernel: str, sm_count: int, mode: tuple[str, int], *
     return got
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("case", "kernel"), PAIRS, ids=lambda value: getattr(value, "id", value))
 def test_kernels(case: DecodeCase, kernel: str) -> None:
     inputs, number = tree_inputs(case), PAIRS.index((case, kernel))

@@ -210,6 +210,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "mutant", marked(CASES.values(), lambda one: f"{one.case.id}-{one.nonfinite}-{one.deterministic}")
 )

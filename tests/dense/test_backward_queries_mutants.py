@@ -149,6 +149,7 @@ def test_is_caught(mutant: Mutant, plant: mutants.Plant) -> None:
 CASES = {(one.case, one.nonfinite, one.blind): one for one in sorted(MUTANTS, key=lambda one: one.name not in SLOW)}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mutant", marked(CASES.values()))
 def test_as_it_is(mutant: Mutant) -> None:
     attempt(mutant)

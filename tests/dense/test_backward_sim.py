@@ -62,6 +62,7 @@ def test_what_one_query_sees_stays_with_it(kernel: str, deterministic: bool) -> 
     assert all(np.isnan(x[6:]).all() for x in (dq, dk, dv, dk_rope))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_results_stay_within_their_rows(kernel: str, deterministic: bool) -> None:

@@ -56,6 +56,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 # ---- Results ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 def test_hopper_kernel(case: DenseCase, kernel: str, mode: tuple[str, int], sm_count: int) -> None:
     run(make(case), kernel, sm_count, mode)
 

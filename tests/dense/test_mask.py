@@ -60,6 +60,7 @@ def test_mask(case: DenseCase) -> None:
     run(make_finite(case), HOPPER, 1, ("late", 0))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("case", [ENDS, LONG], ids=["ends", "long"])
 def test_hidden_values_never_show(case: DenseCase, kernel: str) -> None:

@@ -47,6 +47,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         parametrize_pairs(metafunc, list(itertools.product(CASES, [HOPPER])))
 
 
+@pytest.mark.sampled
 def test_hopper_kernel(case: DenseCase, kernel: str, mode: tuple[str, int], sm_count: int) -> None:
     run(make(case), kernel, sm_count, mode)
 
@@ -138,6 +139,7 @@ def test_odd_strides_fall_to_the_generic_kernel() -> None:
     assert target.launched[-1] == f"mla_{GENERIC}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("state", ["float32", "bfloat16"])
 def test_results_in_the_place_of_the_state(kernel: str, state: str) -> None:

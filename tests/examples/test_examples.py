@@ -249,7 +249,7 @@ def check_sparse_attention(library: str, backend: str, *arguments: str) -> None:
     assert text.index(f" {first}:") < text.index(f" {second}:")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("library", SPARSE)
 def test_sparse_attention(library: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")

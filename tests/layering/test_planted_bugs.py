@@ -34,11 +34,11 @@ class Item:
         self.slow = True
 
 
-def test_an_ordinary_run_plants_all_steps_and_each_third_text() -> None:
-    texts = [Mutant(f"text {i}", "a.cu", f"{i}", "") for i in range(5)]
+def test_an_ordinary_run_plants_all_steps_and_one_text_of_twelve() -> None:
+    texts = [Mutant(f"text {i}", "a.cu", f"{i}", "") for i in range(13)]
     items = [Item(None), *map(Item, [texts[0], Mutant("step", "a.cu", *steps("bar.sync", 0, of=1)), *texts[1:]])]
-    twice = [Item(texts[1]), Item(texts[4])]
+    twice = [Item(texts[1]), Item(texts[12])]
     other = [Item(texts[1], "other"), Item(texts[2], "chooses itself", slow=True), Item(texts[3], "chooses itself")]
     mutants.thin_out([*items, *twice, *other])
-    assert [item.slow for item in items] == [False, False, False, True, True, False, True]
-    assert [item.slow for item in (*twice, *other)] == [True, True, False, True, False]
+    assert [item.slow for item in items] == [False, False, False, *11 * [True], False]
+    assert [item.slow for item in (*twice, *other)] == [True, False, False, True, False]

@@ -40,6 +40,7 @@ def check_states(given: States, sm_count: int, mode: tuple[str, int] = ("early",
     assert not out[0, 0, 0].any()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("given", "sm_count", "share"),
     [
@@ -167,6 +168,7 @@ def check_decode(
     return driver.launched
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("case", "sm_count", "options"),
     [
@@ -184,6 +186,7 @@ def test_decode(case: DecodeCase, sm_count: int, options: dict[str, Any]) -> Non
     check_decode(case, sm_count, **options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("sm_count", "lengths"), [(4, (300, 70)), (1, (100, 0))])
 @pytest.mark.parametrize("pair", [False, True])
 def test_decode_with_a_sink(sm_count: int, lengths: tuple[int, int], pair: bool) -> None:

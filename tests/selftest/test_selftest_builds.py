@@ -35,6 +35,7 @@ def built(line: int, request: object) -> Build:
     return worker.build_here(request, builds.library(line), places.read, places.write)[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("line", builds.LINES)
 @pytest.mark.parametrize("name", [name for name, _, _ in REQUESTS])
 def test_compiles_and_fits(name: str, line: int) -> None:

@@ -49,17 +49,30 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     full = metafunc.config.getoption("--sim") == "full"
     chosen = [
-        ((arch, mode), probe.name)
+        ((arch, mode), probe.name, takes_turns(arch, mode, i))
         for arch, mode, with_calls in RUNS
-        for probe in catalog.probes(arch)
+        for i, probe in enumerate(catalog.probes(arch))
         if full
         or (with_calls and not isinstance(probe, MmaProbe))
         or catalog.stage(probe.name) not in CALLS
         or (arch, probe.name) == ONE_CALL
     ]
-    chosen += [((arch, "late"), name) for arch, name in MMA_CALLS]
-    ids = [f"{arch}-{mode}-{name}" for (arch, mode), name in chosen]
-    metafunc.parametrize(("machine", "name"), chosen, ids=ids, indirect=["machine"])
+    chosen += [((arch, "late"), name, i % 3 == 0) for i, (arch, name) in enumerate(MMA_CALLS)]
+    metafunc.parametrize(
+        ("machine", "name"),
+        [
+            pytest.param(place, name, id="-".join((*place, name)), marks=[] if full or runs else [pytest.mark.slow])
+            for place, name, runs in chosen
+        ],
+        indirect=["machine"],
+    )
+
+
+def takes_turns(arch: str, mode: str, index: int) -> bool:
+    """Whether an ordinary run has a probe here: each is in one of the runs of its generation of GPUs."""
+    hopper = arch in HOPPER
+    alike = [run[:2] for run in RUNS if (run[0] in HOPPER) == hopper]
+    return index % len(alike) == alike.index((arch, mode))
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,10 @@ GENERIC = "sparse_backward_generic"
 #: Those with mma.sync, on the oldest GPU of each kind.
 MMA = dict(zip((kernel.name for kernel in mma.KERNELS), ((8, 0), (8, 6)), strict=True))
 ALL = (GENERIC, *HOPPER, *BLACKWELL, *MMA)
+#: One of each source, but for what runs on request only: the others are as long, and test_kernels has them.
+EACH_SOURCE = [
+    pytest.param(kernel, marks=[pytest.mark.slow] if kernel in (*BLACKWELL[1:], *[*MMA][1:]) else []) for kernel in ALL
+]
 DETERMINISTIC = tuple(
     name for name, kernel in BACKWARD_KERNELS.items() if any(build.deterministic for build in kernel.variants)
 )
@@ -112,6 +116,7 @@ def run(
     return got
 
 
+@pytest.mark.sampled
 def test_kernels(case: SparseCase, kernel: str, mode: tuple[str, int], deterministic: bool) -> None:
     inputs = make(case)
     check_gradients(run(inputs, kernel, mode, deterministic=deterministic), inputs, deterministic=deterministic)
@@ -126,7 +131,7 @@ def with_heads(kernel: str, case: SparseCase) -> SparseCase:
 @pytest.mark.parametrize(("sm_count", "kernel"), [*itertools.product([2], ALL), *itertools.product([5], HOPPER)])
 def test_lists_that_are_sorted(sm_count: int, kernel: str) -> None:
     """As they are where the sums do not fit in L2; the blocks then keep in step, if the kernel has them do so."""
-    inputs = make(with_heads(kernel, SparseCase(s_q=5, s_kv=300, h_q=2, topk=100)))
+    inputs = make(with_heads(kernel, SparseCase(s_q=4, s_kv=150, h_q=2, topk=70)))
     with simulated(sm_count, cc_of(kernel), mode="random", seed=5, l2_bytes=1 << 10) as target:
         got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, kernel=kernel)
     assert BACKWARD_KERNELS[kernel].entry in target.launched
@@ -151,7 +156,7 @@ def test_float32_gradient_of_kv() -> None:
     assert (whole[:, 581:] == 7).all()
 
 
-@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("kernel", EACH_SOURCE)
 def test_base_two_and_a_scale(kernel: str) -> None:
     inputs = make(with_heads(kernel, SparseCase(s_q=2, s_kv=80, h_q=2, topk=20, sink=True)))
     out, lse, _ = reference.sparse_mla_forward(*inputs.arguments, **inputs.options, scale=0.02, lse_base="2")
@@ -165,10 +170,10 @@ def test_base_two_and_a_scale(kernel: str) -> None:
         np.testing.assert_allclose(x.astype(np.float64), y, rtol=0, atol=1e-2 * np.abs(y).max())
 
 
-@pytest.mark.parametrize("kernel", DETERMINISTIC)
+@pytest.mark.parametrize("kernel", [one for one in EACH_SOURCE if one.values[0] in DETERMINISTIC])
 def test_deterministic_gradients_are_the_same_bits(kernel: str) -> None:
     """In every order of the additions, which the modes change; and close to the sums of plain additions."""
-    inputs = make(with_heads(kernel, SparseCase(s_q=4, s_kv=20, h_q=9, topk=24, sink=True)))
+    inputs = make(with_heads(kernel, SparseCase(s_q=3, s_kv=20, h_q=9, topk=24, sink=True)))
     once, again = (
         run(inputs, kernel, mode, deterministic=True, dkv_dtype="float32") for mode in (("late", 0), ("random", 7))
     )
@@ -198,6 +203,7 @@ def test_numbers_below_the_finest_level_are_rounded_away(kernel: str) -> None:
         check_gradients(exact, inputs, "float32")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kernel", "deterministic"),
     [(kernel, False) for kernel in ALL] + [(kernel, True) for kernel in DETERMINISTIC],
@@ -214,7 +220,7 @@ def test_nan_reaches_the_rows_of_its_query_and_no_others(kernel: str, determinis
     assert np.isfinite(dkv[~spoiled]).all()
 
 
-@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("kernel", EACH_SOURCE)
 def test_queries_without_a_gradient(kernel: str) -> None:
     """An infinite lse means that there is none, whatever out and dout contain."""
     inputs = make(with_heads(kernel, SparseCase(s_q=3, s_kv=90, h_q=3, topk=12, invalid=0.0)))
@@ -228,7 +234,7 @@ def test_queries_without_a_gradient(kernel: str) -> None:
         np.testing.assert_allclose(x.astype(np.float64), y, rtol=0, atol=2e-2 * np.abs(y).max())
 
 
-@pytest.mark.parametrize("kernel", ALL)
+@pytest.mark.parametrize("kernel", EACH_SOURCE)
 def test_scores_so_low_that_their_exponents_overflow(kernel: str) -> None:
     """exp(0 - lse) of keys past the end must not contribute."""
     inputs = make(with_heads(kernel, SparseCase(s_q=2, s_kv=90, h_q=3, topk=41, invalid=0.0)))

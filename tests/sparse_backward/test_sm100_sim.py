@@ -78,11 +78,13 @@ def run(
     return got
 
 
+@pytest.mark.sampled
 def test_matches_oracle(case: SparseCase, kernel: str, mode: tuple[str, int], deterministic: bool) -> None:
     inputs = make(case)
     check_gradients(run(inputs, kernel, mode, deterministic=deterministic), inputs, deterministic=deterministic)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", BLACKWELL)
 @pytest.mark.parametrize("sink", [-np.inf, 0.7, np.inf], ids=str)
 def test_sinks(kernel: str, sink: float) -> None:

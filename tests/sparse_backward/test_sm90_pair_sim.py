@@ -51,11 +51,13 @@ def run(inputs: SparseInputs, mode: tuple[str, int] = ("early", 0), sm_count: in
     return got
 
 
+@pytest.mark.sampled
 def test_matches_oracle(case: SparseCase, mode: tuple[str, int], deterministic: bool) -> None:
     inputs = make(case)
     check_gradients(run(inputs, mode, deterministic=deterministic), inputs, deterministic=deterministic)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 def test_several_pairs_with_several_queries(mode: tuple[str, int]) -> None:
     """Five SMs: two pairs."""

@@ -50,6 +50,7 @@ def run(case: SparseDecodeCase, mode: tuple[str, int], resident: int = 1, out_dt
     assert "mla_sparse_decode_sm100" in driver.launched
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "seed",
     [pytest.param(i, marks=[] if i < RANDOM_CASES else [pytest.mark.slow]) for i in range(SLOW_CASES)],
@@ -170,6 +171,7 @@ def test_is_caught(mutant: Mutant, plant: Plant) -> None:
     assert any(verdict(mode, case) for case in cases for mode in MODES), f"nothing shows that {mutant.name}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", [CASE, V4], ids=str)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_the_kernel_as_it_is(case: SparseDecodeCase, mode: tuple[str, int]) -> None:

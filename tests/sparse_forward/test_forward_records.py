@@ -304,6 +304,7 @@ def test_converted_records(case: RecordCase) -> None:
 # ---- Kernels in the simulator ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_hopper_kernel(case: RecordCase) -> None:
     inputs, number = make(case), CASES.index(case)

@@ -70,6 +70,7 @@ def run(
     return got, target.launched
 
 
+@pytest.mark.sampled
 def test_hopper_kernels(case: SparseCase, kernel: str, mode: tuple[str, int], sm_count: int) -> None:
     run(make(case), kernel, sm_count, mode)
 

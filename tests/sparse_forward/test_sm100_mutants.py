@@ -223,6 +223,7 @@ def test_is_caught(mutant: Mutant, plant: mutants.Plant) -> None:
     assert any(verdict(mutant.kernel, mode) for mode in MODES), f"nothing shows that {mutant.name}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", [ALONE, PAIR])
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_kernels_as_they_are(kernel: str, mode: tuple[str, int]) -> None:

@@ -144,10 +144,12 @@ def run(
     return got
 
 
+@pytest.mark.sampled
 def test_matches_oracle(case: SparseCase, kernel: str, mode: tuple[str, int], sm_count: int) -> None:
     run(make(case), kernel, mode, sm_count)
 
 
+@pytest.mark.sampled
 def test_random_cases(case: SparseCase, kernel: str, mode: tuple[str, int], sm_count: int) -> None:
     run(make(case), kernel, mode, sm_count)
 
@@ -165,6 +167,7 @@ def test_joint_products(case: SparseCase, mode: tuple[str, int], sm_count: int) 
     run(make(case), JOINT, mode, sm_count)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "seed", [pytest.param(i, marks=[pytest.mark.slow] if i >= RANDOM_CASES else []) for i in range(SLOW_CASES)]
 )

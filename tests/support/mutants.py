@@ -80,20 +80,18 @@ class Mutant:
 
 
 _NONE = SimpleNamespace(params={})
-PLANTED = 3
+PLANTED = 12
 """Of the bugs of a test that need a build, an ordinary run plants the first of each so many."""
 
 
 def thin_out(items: Iterable[Any]) -> None:
-    """Make the others slow, of tests that do not choose themselves which of theirs are."""
+    """Make the others slow, beside those that are."""
     tests = dict[tuple[Any, str], list[tuple[Any, Mutant]]]()
     for item in items:
         planted = [x for x in getattr(item, "callspec", _NONE).params.values() if isinstance(x, Mutant)]
-        if planted:
+        if planted and not item.get_closest_marker("slow"):
             tests.setdefault((item.parent, item.originalname), []).append((item, planted[0]))
     for cases in tests.values():
-        if any(item.get_closest_marker("slow") for item, _ in cases):
-            continue
         texts = list(dict.fromkeys(mutant for _, mutant in cases if not isinstance(mutant.old, Steps)))
         left_out = {mutant for i, mutant in enumerate(texts) if i % PLANTED}
         for item, mutant in cases:

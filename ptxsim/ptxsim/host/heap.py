@@ -122,6 +122,12 @@ class HeapMemory(Memory):
         """Register an array of the heap at its own address."""
         return self.register(array, name)
 
+    def _allocated(self, size: int) -> int:
+        return self.allocate(max(size, 1), 2)
+
+    def _freed(self, address: int) -> None:
+        self.free(address)
+
     def allocate(self, size: int, kind: int) -> int:
         """Allocate memory that kernels can reach; 0 if there is none left."""
         address = self.heap.allocate(size, kind)

@@ -1,4 +1,4 @@
-"""Functions that the compiler leaves as calls: vprintf and __assertfail."""
+"""Functions that the compiler leaves as calls: vprintf, __assertfail, malloc and free."""
 
 from __future__ import annotations
 
@@ -87,6 +87,10 @@ def format_text(W: Warp, lane: int, form: str, arguments: int) -> str:
 def _builtin(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if mods.flag("__assertfail"):
         return _assert_fail(cg, ins)
+    if mods.flag("malloc"):
+        return _malloc(cg, ins)
+    if mods.flag("free"):
+        return _free(cg, ins)
     mods.flag("vprintf")
     load, store = make_load("local", "u8", 1, ins), make_store("local", "u4", 1, ins)
 
@@ -126,3 +130,32 @@ def _assert_fail(cg: Codegen, ins: Instr) -> None:
         W.fail(KernelTrap, ins, f"assertion `{message}` failed at {file}:{line} in {function}", L)
 
     cg.call(fail, [(place, "addr64") for place in ins.args[:4]], [])
+
+
+def _malloc(cg: Codegen, ins: Instr) -> None:
+    """Emit an allocation for each lane; there is always room."""
+    load, store = make_load("local", "u8", 1, ins), make_store("local", "u8", 1, ins)
+
+    def run(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison, b: np.ndarray, qb: Poison) -> None:
+        sizes, poison = load(W, L, a, None)
+        if poison is not None:
+            W.poisoned(poison, ins, "a size", L)
+        store(W, L, b, None, np.array([W.memory.grow(int(size)) for size in sizes], "u8"), None)
+
+    cg.call(run, [(place, "addr64") for place in ins.args], [])
+
+
+def _free(cg: Codegen, ins: Instr) -> None:
+    """Emit the end of allocations; what is used later is in no array."""
+    load = make_load("local", "u8", 1, ins)
+
+    def run(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison) -> None:
+        addresses, poison = load(W, L, a, None)
+        if poison is not None:
+            W.poisoned(poison, ins, "an address", L)
+        for address in addresses:
+            if address and not W.memory.shrink(int(address)):
+                what = f"free of {int(address):#x}, which malloc has not returned, or is free already"
+                W.fail(MemoryFault, ins, what, L)
+
+    cg.call(run, [(place, "addr64") for place in ins.args], [])

@@ -140,6 +140,27 @@ class Memory:
         self._known: dict[tuple, tuple[int, np.ndarray]] = {}
         self._free: list[int] = []
         self._host: list[tuple[int, Buffer]] = []
+        self._grown: set[int] = set()
+
+    def grow(self, size: int) -> int:
+        """Return the address of new memory, as a kernel's ``malloc`` does: of as many bytes, zeros."""
+        address = self._allocated(size)
+        self._grown.add(address)
+        return address
+
+    def shrink(self, address: int) -> bool:
+        """Free what :meth:`grow` returned; False if it did not, or that is free already."""
+        if address not in self._grown:
+            return False
+        self._grown.remove(address)
+        self._freed(address)
+        return True
+
+    def _allocated(self, size: int) -> int:
+        return self.map(np.zeros(max(size, 1), np.uint8), f"malloc of {size} bytes")
+
+    def _freed(self, address: int) -> None:
+        self.unmap(address)
 
     def store(self, name: str, data: np.ndarray) -> np.ndarray:
         """Return the array that a module's variable (all constants have the name '') lives in from now on."""

@@ -27,7 +27,7 @@ from ..parsing.ir import (
 )
 from .registry import kind_of
 
-BUILTIN_CALLS = ("vprintf", "__assertfail")
+BUILTIN_CALLS = ("vprintf", "__assertfail", "malloc", "free")
 _MAX_DEPTH = 16
 
 

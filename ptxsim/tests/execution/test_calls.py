@@ -161,3 +161,32 @@ def test_assertion(major: int) -> None:
     kernel.launch("check", 1, 32, [np.ones(32, "i4")])
     with pytest.raises(ptxsim.KernelTrap, match=r"lanes \[5\].*\n.*assertion `x >= 0` failed at file.cu:12 in check"):
         kernel.launch("check", 1, 32, [np.where(np.arange(32) == 5, -1, 1).astype("i4")])
+
+
+HEAP = ".extern .func (.param .b64 r) malloc(.param .b64 n);\n.extern .func free(.param .b64 p);\n"
+ALLOCATE = ".param .b64 n; .param .b64 r; .param .b64 p; mul.wide.u32 %rd2, %r0, 8; add.u64 %rd2, %rd2, 4; st.param.b64 [n], %rd2; call.uni (r), malloc, (n); ld.param.b64 %rd3, [r]; "
+LAST = "add.u64 %rd4, %rd3, %rd2; st.global.u32 [%rd4+-4], %r0; "
+FREE = "st.param.b64 [p], %rd3; call.uni free, (p); "
+
+
+def test_memory_that_a_kernel_allocates_is_the_threads_own() -> None:
+    assert run(HEAP, ALLOCATE + LAST + "ld.global.u32 %r9, [%rd4+-4]; " + FREE) == list(range(32))
+
+
+def test_null_may_be_freed() -> None:
+    assert run(HEAP, ".param .b64 p; mov.u64 %rd3, 0; mov.u32 %r9, 5; " + FREE) == [5] * 32
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (ALLOCATE + LAST + "st.global.u32 [%rd4], %r0; mov.u32 %r9, 0;", "malloc of 4 bytes"),
+        (ALLOCATE + FREE + "ld.global.u32 %r9, [%rd3];", "in no array"),
+        (ALLOCATE + FREE + FREE + "mov.u32 %r9, 0;", "free already"),
+        (".param .b64 p; ld.param.u64 %rd3, [out]; mov.u32 %r9, 0; " + FREE, "malloc has not returned"),
+    ],
+    ids=["beyond the end", "after it is free", "free twice", "free of an argument"],
+)
+def test_misuse_of_the_kernels_heap(code: str, why: str) -> None:
+    with pytest.raises(ptxsim.MemoryFault, match=why):
+        run(HEAP, code)

@@ -163,6 +163,7 @@ def test_is_caught(mutant: Mutant, case: LogitsCase | PagedCase, plant: Plant) -
     assert any(verdict(case, mode) for mode in MODES), f"nothing shows that {mutant.name}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "case", [CASE, RANGED, HALF, PAGES, THREE, EDGE, GROUPS, LONG, SEQUENCES], ids=lambda case: case.id
 )

@@ -73,6 +73,7 @@ def run(
     return got
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("case", "mode", "sm_count"),
     [(case, MODES[i % len(MODES)], SM_COUNTS[i % len(SM_COUNTS)]) for i, case in enumerate(CASES)],
@@ -90,6 +91,7 @@ def test_hopper_in_every_mode(case: LogitsCase, mode: tuple[str, int], sm_count:
     run(case, HOPPER, sm_count, mode)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("case", "mode", "sm_count", "cc"),
     [(case, MODES[i % len(MODES)], SM_COUNTS[i % 2], AMPERE_ON[i % 3]) for i, case in enumerate(MMA_CASES)],
@@ -147,6 +149,7 @@ def run_in_float16(case: LogitsCase, sm_count: int, mode: tuple[str, int]) -> No
     check_logits(got, inputs, reference.indexer_logits(**inputs), IN_FLOAT16)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("case", "mode", "sm_count"),
     [(case, MODES[i % len(MODES)], SM_COUNTS[i % len(SM_COUNTS)]) for i, case in enumerate(HALF_CASES)],
@@ -164,6 +167,7 @@ def test_float16_in_every_mode(case: LogitsCase, mode: tuple[str, int], sm_count
     run_in_float16(case, sm_count, mode)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("weight", [1.0, 1e-38, -1e31])
 @pytest.mark.parametrize("d", [32, 64, 128])
 def test_the_largest_codes_are_finite_in_float16(d: int, weight: float) -> None:
@@ -234,6 +238,7 @@ def test_bfloat16_results(kernel: str) -> None:
     np.testing.assert_array_equal(narrow, wide.astype(narrow.dtype))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("s_kv", [260, 263])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("clean", [True, False])
@@ -285,6 +290,7 @@ def test_nan_and_infinity() -> None:
         assert (got[np.isfinite(exact[:, 130]), 130] == 0).all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kernel", "accumulate"), [(HOPPER, "float32"), (HALF, "float16"), (MMA, "float32")], ids=[HOPPER, HALF, MMA]
 )
@@ -402,6 +408,7 @@ def test_long_shares() -> None:
     run_paged(case, PAGED_HOPPER, 2, ("late", 0))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("case", "kernel", "mode", "sm_count"),
     [(*pair, MODES[i % len(MODES)], SM_COUNTS[i % len(SM_COUNTS)]) for i, pair in enumerate(PAGED)],

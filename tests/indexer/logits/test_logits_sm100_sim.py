@@ -53,6 +53,7 @@ def run(case: LogitsCase | PagedCase, sm_count: int, mode: tuple[str, int], cc: 
     return got
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("case", "mode", "sm_count", "cc"),
     [

@@ -35,6 +35,7 @@ def run(case: LossCase, inputs: dict[str, Any], cc: tuple[int, int] = (9, 0), **
         return mla_cupy.indexer_warmup_loss(**inputs, **{**case.options, "kernel": GENERIC, **options})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_generic(case: LossCase) -> None:
     """In chunks of one token, with poison in the keys that nobody sees."""

@@ -94,6 +94,7 @@ def test_what_hopper_does_not_take() -> None:
             SPARSE_LOSS.configure(problem, fake_gpu(1), HOPPER)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_equals_the_oracle(case: SparseLossCase, deterministic: bool) -> None:

@@ -67,6 +67,7 @@ def test_one_vector_of_a_group(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     check(name, arrays(name, 128, tokens=19))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "-".join(map(str, flags.values())))
 def test_keys(flags: dict[str, Any]) -> None:
     check("prepare_k", arrays("prepare_k", 128, tokens=9), **flags)
@@ -110,6 +111,7 @@ def test_the_norm_spreads_what_is_no_number() -> None:
     check("prepare_k", {**inputs, "k": inputs["k"][:5].copy(), "positions": inputs["positions"][:5].copy()})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cc", PLACES, ids=str)
 @pytest.mark.parametrize(("d", "pairs"), [(128, 0), (128, 16), (64, 0), (32, 4)])
 def test_queries_and_keys(d: int, pairs: int, cc: tuple[int, int]) -> None:
