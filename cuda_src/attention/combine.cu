@@ -29,7 +29,7 @@ MLA_DEVICE i32 even_pieces(const DecodeParams& p) {
     return pieces > 1 && pieces <= kSlots && pieces * p.b == p.num_splits ? pieces : 0;
 }
 
-// Merges these, a row per team: the same bits as merge_unit, without a list, and so with a third of the instructions,
+// Merges these, a row per team: the same bits as merge_unit, without a list, and so with half of the instructions,
 // which are what short calls wait for.
 template <class Element>
 MLA_DEVICE void merge_even_pieces(const DecodeParams& p, i32 pieces) {

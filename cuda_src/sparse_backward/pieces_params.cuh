@@ -14,4 +14,5 @@ struct PiecesParams : BackwardParams {
     MLA_FACT_LIST(params_layout, MLA_OFFSET(mla::sparse_backward::PiecesParams, q_stride_s_elems), \
                   MLA_OFFSET(mla::sparse_backward::PiecesParams, s_q),                             \
                   MLA_OFFSET(mla::sparse_backward::PiecesParams, lse2_factor),                     \
+                  MLA_OFFSET(mla::sparse_backward::PiecesParams, first_query),                     \
                   (int)sizeof(mla::sparse_backward::PiecesParams))
