@@ -533,7 +533,7 @@ struct OfKeys {
 };
 
 // Additions where the bins do not fit the L2: 64 dims of a key go to one bin, so that pieces of 128 bytes stay whole.
-// PERF(H200, 2026-11-26, 32 dims at a time: -32 % of the call at s_kv = 32768, but +8 % at 8192)
+// PERF(H200, 2026-11-26, -32 % of the call at s_kv = 32768; with 32 dims at a time +8 % at 8192)
 struct WideTargets : Places {
     OfKeys extractors;  // their exponents, which is all that they differ in
     OfKeys bins;

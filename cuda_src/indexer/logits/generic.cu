@@ -88,7 +88,9 @@ MLA_DEVICE void load_cached(const LogitsParams& p, Key& key, i32 block, i32 inde
     const u8* records = p.k + page * p.page_stride_bytes;
     const u8* scale = records + (i64)p.page_size * row_bytes + row * 4;  // pages are aligned to 4 bytes
     const u8* codes = records + (i64)row * row_bytes;
-    if (row_bytes < p.head_dim) return key.load_e2m1(codes, *reinterpret_cast<const u32*>(scale));
+    if constexpr (element_bytes(Element{}) == 1) {  // which pages have
+        if (row_bytes < p.head_dim) return key.load_e2m1(codes, *reinterpret_cast<const u32*>(scale));
+    }
     key.load(codes, p.head_dim, *reinterpret_cast<const float*>(scale));
 }
 
