@@ -67,8 +67,6 @@ PLANTED: tuple[tuple[Mutant, Callable[[], None]], ...] = (
             "group * p.group_chunks < p.latent_chunks"), _pages(CacheCase("v4"))),
     (Mutant("padding is forgotten", APPEND, "if (padded) token.scales", "if (false) token.scales"),
      _pages(CacheCase("v4", dtype="float32"))),
-    (Mutant("padding in place of a scale", APPEND, "piece == 0 && !is_code(p.rope_kind)", "piece == 0"),
-     _pages(CacheCase("v41"))),
     (Mutant("RoPE is not rounded before its codes", APPEND, "if (p.element != kFloat32) return piece_values",
             "if (p.element == kBfloat16 + 9) return piece_values"), _pages(CacheCase("v41", rotation="halves"))),
     (Mutant("RoPE begins a piece early", APPEND, "2 * p.latent_chunks - kWarpThreads : 0",
