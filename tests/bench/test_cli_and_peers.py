@@ -204,12 +204,13 @@ def test_adapters_meet_the_protocol():
 
     own_calls = dict.fromkeys(("mla_cupy", "generic", *NAMED), Decode)
     own_calls |= {**dict.fromkeys(INVARIANT, BatchInvariant), TREE: TreeMasked}
-    own_calls |= {forms.IN_PARTS: forms.InParts, forms.SINK: forms.WithSink}
+    own_calls |= {forms.IN_PARTS: forms.InParts, forms.SINK: forms.WithSink, forms.TURNED: forms.Turned}
     own_calls |= dict.fromkeys((forms.PACKED, forms.VARYING), forms.Packed)
     decode = {**own_calls, "cupy": CupyUnfused, "flashmla": FlashMla}
     over_records = {
         **dict.fromkeys(("mla_cupy", records.EXACT, "generic", *records.NAMED), records.Fp8Decode),
         records.E4M3: records.CodedQueries,
+        forms.SINK: records.Fp8WithSink,
         **dict.fromkeys(("rows", *NAMED), Decode),
         "flashmla": FlashMla,
         "flashmla_fp8": FlashMlaFp8,

@@ -77,6 +77,7 @@ LAUNCHED = {
         "sparse_backward_delta",
         "sparse_backward_dkv",
         "sparse_backward_dlse",
+        "sparse_backward_dq_pieces",
         "sparse_backward_generic",
         "sparse_backward_mma",
         "sparse_backward_mma_163kb",
@@ -93,6 +94,7 @@ LAUNCHED = {
         "cache_gather",
         "sparse_forward_generic_records",
         "sparse_forward_sm90",
+        "sparse_forward_sm90_fp8",
         "sparse_forward_sm90_records",
         "sparse_forward_sm90_small",
     ),
@@ -104,6 +106,7 @@ LAUNCHED = {
         "sparse_decode_schedule",
         "sparse_decode_sm90",
         "sparse_decode_sm90_small",
+        "sparse_decode_turn_results",
     ),
     "cache": (
         "cache_append",

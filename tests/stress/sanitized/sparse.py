@@ -23,6 +23,8 @@ MANY = (
 )
 #: With a gradient of the log-sum-exps, which has a kernel of its own.
 DLSE = SparseCase(s_q=3, s_kv=60, h_q=20, topk=40, lengths=True, sink=True, dlse=True)
+#: With lists that the backward cuts into pieces.
+PIECES = SparseCase(s_q=2, s_kv=400, h_q=20, topk=380, lengths=True)
 
 
 def calls() -> Iterator[Call]:
@@ -32,7 +34,8 @@ def calls() -> Iterator[Call]:
         for kernel in FORWARD_KERNELS:
             yield Call(f"{kernel} {case.id}", partial(sparse_gpu.run_and_check, inputs, kernel=kernel), one_item)
         yield from _backward(inputs, one_item)
-    yield from _backward(make(DLSE), one_item=True)
+    for case in (DLSE, PIECES):
+        yield from _backward(make(case), one_item=True)
 
 
 def _backward(inputs: SparseInputs, one_item: bool) -> Iterator[Call]:

@@ -16,11 +16,13 @@ MANY = (
     SparseDecodeCase(b=280, h_q=7, topk=70, lengths=True, sink=True),
     SparseDecodeCase(record="v4", b=70, s_q=2, h_q=64, topk=40, extra=33, lengths=True),
 )
+#: Results that a launch of its own turns back.
+TURNED = SparseDecodeCase(record="v4", s_q=2, h_q=9, sink=True, turned=True)
 
 
 def calls() -> Iterator[Call]:
     """Every kernel."""
     for kernel in by_name(SPARSE_DECODE):
-        for case in (*CASES, *MORE_CASES, *MANY):
+        for case in (*CASES, *MORE_CASES, *MANY, TURNED):
             run = partial(check, fitting(case, kernel), upload, fetch, kernel)
             yield Call(f"{kernel} {case}", run, case not in MANY)
