@@ -185,7 +185,7 @@ struct Storage : CodeRows<C> {
     } warp_values[2];  // of each warp's tokens; tiles take turns
     HeadStats<C::kBlockRows> stats;
     u64 present[C::kStages];  // bit t: the page of token t of the tile is in the pool
-    i32 nonfinite_request;   // the last request in which sanitize_rows found NaN or Inf
+    i32 nonfinite_request;    // the last request in which sanitize_rows found NaN or Inf
     TmemAddr tmem;
     MBarrier kv_full[C::kStages][C::kGroups], kv_empty[C::kStages][C::kGroups];
     MBarrier q_full[C::kStagesQ], q_empty[C::kStagesQ];

@@ -196,8 +196,8 @@ MLA_DEVICE void finish_code_row(const Block& block, const WorkItem& item,
 #pragma unroll
     for (i32 warp = 0; warp < kWarpgroupWarps; ++warp) sum += sums[warp][row], rounded += s.rounded_sums[warp][row];
     const float max = s.stats.max[row] - kCodeWeightLog2;
-    s.stats.factor[row] = output_factor(p, item, block.kv_head, of_head, max, rounded) *
-                          (p.value_scale * cache_scale(block.params()));
+    s.stats.factor[row] =
+        output_factor(p, item, block.kv_head, of_head, max, rounded) * (p.value_scale * cache_scale(block.params()));
     store_row_lse(p, item, block.kv_head, of_head, row_lse2(max, sum));
 }
 }  // namespace mla::decode::sm100

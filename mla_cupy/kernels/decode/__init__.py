@@ -33,9 +33,9 @@ KERNELS: tuple[KernelSpec[Any], ...] = (
     schedule_groups.KERNEL,
     schedule_pieces.KERNEL,
     *sm100.KERNELS,
+    sm100_fp8.KERNEL,
     *sm90.KERNELS,
     sm90_fp8.KERNEL,
-    sm100_fp8.KERNEL,
     sm90_small.KERNEL,
     sm90_small_cluster8.KERNEL,
 )
