@@ -90,6 +90,7 @@ def _decode(batch: int, heads: int, keys: int, queries: int = 1, record: str = "
     return Work(name, batch, heads * queries, keys, row_bytes, True)
 
 
+_FP8 = tuple(_decode(*sizes, record="fp8") for sizes in ((128, 64, 4096), (64, 16, 81920, 4), (128, 128, 8192)))
 _SPARSE = Work("sparse, 128 heads, 4,096 queries of 2,048 keys", 4096, 128, 2048, 0, True)
 _SPARSE_64 = Work("sparse, 64 heads, 4,096 queries of 2,048 keys", 4096, 64, 2048, 0, True)
 OURS = (

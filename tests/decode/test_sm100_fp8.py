@@ -59,9 +59,15 @@ def run(inputs: DecodeInputs, sm_count: int = 1, mode: tuple[str, int] = ("early
     return got
 
 
+#: The rounded oracle has each tile's largest weight at a power of two, which is not rounded. Here a row's largest
+#: weight may be anything up to 2^8.
+ROUNDED_MORE = 1.5
+
+
 def check_case(case: DecodeCase, *run_options: Any) -> None:
     inputs = make(case)
-    check(run(inputs, *run_options), inputs.exact, inputs.rounded, case.dtype)
+    (exact, _), (rounded, lse) = inputs.exact, inputs.rounded
+    check(run(inputs, *run_options), inputs.exact, (exact + ROUNDED_MORE * (rounded - exact), lse), case.dtype)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -219,13 +225,35 @@ CASE = fp8(b=2, seqlens=(130, 70), s_q=2, h_q=5, page_size=16, missing_pages=1)
 LONG = fp8(b=3, seqlens=(513, 0, 66), h_q=33)
 
 MUTANTS = (
-    Mutant("scores without factors", CODES, "own_factors<Math::kRows>(s.q_factors[at.stage], thread).multiply", "if (0) own_factors<Math::kRows>(s.q_factors[at.stage], thread).multiply"),
+    Mutant(
+        "scores without factors", CODES, "    own_factors<Math::kRows>(s.q_", "    if (0) own_factors<Math::kRows>(s.q_"
+    ),
     Mutant("factors of the first stage", CODES, "s.q_factors[at.stage], thread)", "s.q_factors[0], thread)"),
-    Mutant("Q released with the first tile", CODES, "if (tile + 1 < item.tile_end) return;", "if (tile > item.tile_begin) return;"),
-    Mutant("rows of the next warp", CODES, "row = first + i * warps, of_head = block.row0 + row;\n        const bool", "row = first + i, of_head = block.row0 + row;\n        const bool"),
-    Mutant("a fence fewer before Q", CODES, "        fence_proxy_async();\n        mbarrier_arrive(s.q_full", "        mbarrier_arrive(s.q_full"),
+    Mutant(
+        "Q released with the first tile",
+        CODES,
+        "if (tile + 1 < item.tile_end) return;",
+        "if (tile > item.tile_begin) return;",
+    ),
+    Mutant(
+        "rows of the next warp",
+        CODES,
+        "first + i * warps, of_head = block.row0 + row;\n        const",
+        "first + i, of_head = block.row0 + row;\n        const",
+    ),
+    Mutant(
+        "a fence fewer before Q",
+        CODES,
+        "        fence_proxy_async();\n        mbarrier_arrive(s.q_full",
+        "        mbarrier_arrive(s.q_full",
+    ),
     Mutant("RoPE columns of Q elsewhere", CODES, "at % kOfSwTile / 2) + at % 2 * 8", "at % kOfSwTile) + at % 2 * 8"),
-    Mutant("all steps of the RoPE columns", ROLES, "return min(kSw128MmaSteps, (Tile::kHeadDimQk", "return kSw128MmaSteps - min(0, (Tile::kHeadDimQk"),
+    Mutant(
+        "all steps of the RoPE columns",
+        ROLES,
+        "return min(kSw128MmaSteps, (Tile::kHeadDimQk",
+        "return kSw128MmaSteps - min(0, (Tile::kHeadDimQk",
+    ),
     Mutant("sums not rescaled", CODES, "heads.sum.value[k] *= scale.value[k], ", ""),
     Mutant("rounded sums not rescaled", CODES, "math.codes.rounded_sum.value[k] *= scale.value[k];", ""),
     Mutant("a maximum that is not followed", CODES, "kCodeLazyMaxLog2 ? tile", "64.f ? tile"),
@@ -233,20 +261,30 @@ MUTANTS = (
     Mutant("words not exchanged", CODES, "upper ? 0x3276 : 0x5410", "0x3210"),
     Mutant("tokens of the other half", CODES, "of_four / 2 * 8 + lane / 16 * 4", "of_four / 2 * 4 + lane / 16 * 8"),
     Mutant("rows two apart", CODES, "fragment_column(lane) + of_four % 2", "fragment_column(lane) + of_four / 2"),
-    Mutant("P of the first warp", CODES, "sw128_offset(i * 2 + first_row, thread / kWarpThreads)", "sw128_offset(i * 2 + first_row, 0)"),
+    Mutant("P of the first warp", CODES, "first_row, thread / kWarpThreads)", "first_row, 0)"),
     Mutant("rounded sums of one half", CODES, "for (i32 h = 0; h < 2; ++h) {", "for (i32 h = 0; h < 1; ++h) {"),
-    Mutant("a fence fewer after P", CODES, "        *reinterpret_cast<u32*>(p + sw128_offset(i * 2 + first_row, thread / kWarpThreads) + byte) = word;\n    }\n    fence_proxy_async();", "        *reinterpret_cast<u32*>(p + sw128_offset(i * 2 + first_row, thread / kWarpThreads) + byte) = word;\n    }"),
+    Mutant("a fence fewer after P", CODES, "byte) = word;\n    }\n    fence_proxy_async();", "byte) = word;\n    }"),
     Mutant("hidden values not sanitized", ROLES, "sanitize_codes(s.kv[stage], item, tile, thread);", ""),
-    Mutant("sanitized from the last token on", CODES, "max(item.seen_by_all - tile * kTileTokens, 0)", "item.tokens - tile * kTileTokens"),
-    Mutant("three quarters sanitized", CODES, "sw_tile < CodeTile::kSwTilesLatent", "sw_tile < CodeTile::kSwTilesLatent - 1"),
+    Mutant(
+        "sanitized from the last token on",
+        CODES,
+        "max(item.seen_by_all - tile * kTileTokens, 0)",
+        "item.tokens - tile * kTileTokens",
+    ),
+    Mutant(
+        "three quarters sanitized",
+        CODES,
+        "sw_tile < CodeTile::kSwTilesLatent",
+        "sw_tile < CodeTile::kSwTilesLatent - 1",
+    ),
     Mutant("divided by sums before rounding", CODES, "max, rounded) *", "max, sum) *"),
     Mutant("lse of the rounded sums", CODES, "row_lse2(max, sum));", "row_lse2(max, rounded));"),
     Mutant("lse of weights as they are stored", CODES, "s.stats.max[row] - kCodeWeightLog2", "s.stats.max[row]"),
     Mutant("values not scaled", CODES, "(p.value_scale * cache_scale(block.params()))", "1.f"),
-    Mutant("one stage fewer of the softmax", ROLES, "init_ring(s.q_full, s.q_empty, kQueryThreads, C::kCodes ? 1 + kWarpgroupWarps : 1);", "init_ring(s.q_full, s.q_empty, kQueryThreads, 1);"),
+    Mutant("one stage fewer of the softmax", ROLES, "C::kCodes ? 1 + kWarpgroupWarps : 1);", "1);"),
     Mutant("scores in the keys' stage", ROLES, "if constexpr (C::kStages != kStagesS) of_scores.advance();", ""),
     Mutant("values of another stage", ROLES, "stage = stage + 1 == C::kStages ? 0 : stage + 1;", "stage ^= 1;"),
-)  # fmt: skip
+)
 
 
 @as_verdict
