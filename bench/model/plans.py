@@ -90,7 +90,7 @@ def _decode(batch: int, heads: int, keys: int, queries: int = 1, record: str = "
     return Work(name, batch, heads * queries, keys, row_bytes, True)
 
 
-_FP8 = tuple(_decode(*sizes, record="fp8") for sizes in ((128, 64, 4096), (64, 16, 81920, 4), (128, 128, 8192)))
+_FP8 = (_decode(128, 64, 4096, 1, "fp8"), _decode(64, 16, 81920, 4, "fp8"), _decode(128, 128, 8192, 1, "fp8"))
 _SPARSE = Work("sparse, 128 heads, 4,096 queries of 2,048 keys", 4096, 128, 2048, 0, True)
 _SPARSE_64 = Work("sparse, 64 heads, 4,096 queries of 2,048 keys", 4096, 64, 2048, 0, True)
 OURS = (
@@ -98,10 +98,7 @@ OURS = (
     *((plan, _decode(64, 16, 81920, 4)) for plan in (SWAPPED_64, SWAPPED_128)),
     *((SWAPPED_64_CONVERTED, _decode(128, 64, 4096, record=record)) for record in ("v32", "fp8")),
     (SWAPPED_64_CONVERTED, _decode(64, 16, 81920, 4, "v32")),
-    *(
-        (SWAPPED_64_FP8, _decode(*sizes, record="fp8"))
-        for sizes in ((128, 64, 4096), (64, 16, 81920, 4), (128, 128, 8192))
-    ),
+    *((SWAPPED_64_FP8, work) for work in _FP8),
     *((plan, _decode(128, 128, 4096)) for plan in (SWAPPED_64, SWAPPED_128, JOINT, JOINT_Q_IN_TMEM, PAIR)),
     (SWAPPED_64_ALONE, _SPARSE_64),
     *((plan, _SPARSE) for plan in (SWAPPED_64_GATHERED, SWAPPED_128_GATHERED, JOINT_GATHERED, PAIR)),

@@ -3,8 +3,8 @@
 // A kernel says where they lie in shared memory, by a type `Place`: its offset(row, at) is that of the row's chunk `at`
 // of eight codes, two of which are 16 bytes.
 #pragma once
+#include "attention/fp8_scales.cuh"
 #include "attention/query_codes.cuh"
-#include "attention/sm90/fp8_scales.cuh"
 #include "tile/elements.cuh"
 
 namespace mla::attention {

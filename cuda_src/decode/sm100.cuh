@@ -64,7 +64,7 @@ struct WideTile : KeyTile<kHeadDimQk> {
 };
 
 template <class Element, i32 kBlockRows, i32 kHeadDimQk, bool kTree>
-using Config = ConfigOf<Element, kBlockRows, WideTile<kHeadDimQk>, kTree>;
+struct Config : ConfigOf<Element, kBlockRows, WideTile<kHeadDimQk>, kTree> {};
 
 // Where a role is: S has two stages, keys may have more.
 constexpr i32 kStagesS = 2;
