@@ -291,7 +291,7 @@ MLA_DEVICE constexpr InstructionDesc product_shape(u32 m, Major a) {
     }
 }
 template <class C>
-MLA_DEVICE void multiply(TmemAddr d, MatrixDesc a, MatrixDesc b, InstructionDesc shape, bool accumulate) {
+MLA_DEVICE void issue_product(TmemAddr d, MatrixDesc a, MatrixDesc b, InstructionDesc shape, bool accumulate) {
     if constexpr (C::kCodes) {
         tcgen05_mma_f8f6f4(d, a, b, shape, accumulate);
     } else {
@@ -307,7 +307,7 @@ MLA_DEVICE void issue_scores(TmemAddr d, const u8* keys, const u8* queries, i32 
 #pragma unroll
     for (i32 step = 0; step < kSw128MmaSteps; ++step) {
         const u32 bytes = step * kKMajorStepBytes;
-        if (step < steps) multiply<C>(d, advance(a, bytes), advance(b, bytes), kShape, accumulate || step > 0);
+        if (step < steps) issue_product<C>(d, advance(a, bytes), advance(b, bytes), kShape, accumulate || step > 0);
     }
 }
 
@@ -319,8 +319,8 @@ MLA_DEVICE void issue_values(TmemAddr d, const u8* values, const u8* p, bool acc
     const MatrixDesc a = mn_major_matrix(smem_addr(values), kSw128Bytes), b = k_major_matrix(smem_addr(p));
 #pragma unroll
     for (i32 step = 0; step < kTileTokens / kDepth; ++step) {
-        multiply<C>(d, advance(a, step * kDepth * kSw128RowBytes), advance(b, step * kKMajorStepBytes), kShape,
-                    accumulate || step > 0);
+        issue_product<C>(d, advance(a, step * kDepth * kSw128RowBytes), advance(b, step * kKMajorStepBytes), kShape,
+                         accumulate || step > 0);
     }
 }
 
