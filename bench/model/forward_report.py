@@ -110,8 +110,11 @@ def our_rows(machine: Machine, rates: ForwardRates) -> Iterator[tuple[str, ...]]
 
 
 def aim(plan: Plan, work: Work, machine: Machine, rates: ForwardRates) -> str:
-    """Describe whether the prediction at the aim's clock reaches what is aimed at with 128 heads; "" without an aim."""
-    if work.rows != 2 * plans.ROWS:
+    """Describe whether the prediction at the aim's clock reaches what is aimed at with 128 heads; "" without an aim.
+
+    Aims are of products in 16 bits.
+    """
+    if work.rows != 2 * plans.ROWS or plan.element_bytes == 1:
         return ""
     found = forecast(plan, work, at_clock(machine, AIM_CLOCK_GHZ), rates)
     if work.nbytes:

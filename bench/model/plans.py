@@ -45,12 +45,14 @@ def pair_plan(name: str, element_bytes: int, tmem_dims: int = 0, apart: bool = F
     )
 
 
-def swapped_plan(name: str, rows: int, keys: int, blocks: int = 1, gathered: bool = False) -> Plan:
-    """`rows` rows of each block as N of both products, S^T = K Q^T and O^T = V^T P^T, of 16-bit numbers.
+def swapped_plan(
+    name: str, rows: int, keys: int, blocks: int = 1, gathered: bool = False, element_bytes: int = ELEMENT_BYTES
+) -> Plan:
+    """`rows` rows of each block as N of both products, S^T = K Q^T and O^T = V^T P^T.
 
     The blocks of a cluster have rows of their own, and fetch the keys for one another.
     """
-    step = OPERAND_ROW_BYTES // ELEMENT_BYTES
+    step = OPERAND_ROW_BYTES // element_bytes
     messages = keys // _GATHERED_ROWS * (D_QK // _SW_TILE_COLUMNS) // blocks
     return Plan(
         name,
@@ -59,7 +61,8 @@ def swapped_plan(name: str, rows: int, keys: int, blocks: int = 1, gathered: boo
         keys,
         (Product(keys, rows, D_QK // step),),
         (Product(_TILE_DIMS, rows, _DIM_TILES * keys // step),),
-        filled=keys * D_QK * ELEMENT_BYTES,
+        filled=keys * D_QK * element_bytes,
+        element_bytes=element_bytes,
         messages=messages if gathered else 0,
         issuers=_GATHER_WARPS,
     )
@@ -70,6 +73,7 @@ ROWS = 64
 SWAPPED_64 = swapped_plan("swapped, tiles of 64 keys", ROWS, 64)
 SWAPPED_128 = swapped_plan("swapped, tiles of 128 keys", ROWS, 128)
 SWAPPED_64_CONVERTED = replace(SWAPPED_64, name="swapped, 64 keys, converted from records")
+SWAPPED_64_FP8 = swapped_plan("swapped, 64 keys, FP8", ROWS, 64, element_bytes=1)
 SWAPPED_64_GATHERED = swapped_plan("swapped, 64 keys, gathered by two blocks", ROWS, 64, 2, gathered=True)
 SWAPPED_128_GATHERED = swapped_plan("swapped, 128 keys, gathered by two blocks", ROWS, 128, 2, gathered=True)
 SWAPPED_64_ALONE = swapped_plan("swapped, 64 keys, gathered", ROWS, 64, gathered=True)
@@ -86,6 +90,7 @@ def _decode(batch: int, heads: int, keys: int, queries: int = 1, record: str = "
     return Work(name, batch, heads * queries, keys, row_bytes, True)
 
 
+_FP8 = (_decode(128, 64, 4096, 1, "fp8"), _decode(64, 16, 81920, 4, "fp8"), _decode(128, 128, 8192, 1, "fp8"))
 _SPARSE = Work("sparse, 128 heads, 4,096 queries of 2,048 keys", 4096, 128, 2048, 0, True)
 _SPARSE_64 = Work("sparse, 64 heads, 4,096 queries of 2,048 keys", 4096, 64, 2048, 0, True)
 OURS = (
@@ -93,6 +98,7 @@ OURS = (
     *((plan, _decode(64, 16, 81920, 4)) for plan in (SWAPPED_64, SWAPPED_128)),
     *((SWAPPED_64_CONVERTED, _decode(128, 64, 4096, record=record)) for record in ("v32", "fp8")),
     (SWAPPED_64_CONVERTED, _decode(64, 16, 81920, 4, "v32")),
+    *((SWAPPED_64_FP8, work) for work in _FP8),
     *((plan, _decode(128, 128, 4096)) for plan in (SWAPPED_64, SWAPPED_128, JOINT, JOINT_Q_IN_TMEM, PAIR)),
     (SWAPPED_64_ALONE, _SPARSE_64),
     *((plan, _SPARSE) for plan in (SWAPPED_64_GATHERED, SWAPPED_128_GATHERED, JOINT_GATHERED, PAIR)),

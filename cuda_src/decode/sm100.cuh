@@ -2,6 +2,7 @@
 #pragma once
 #include "attention/sm90/swapped.cuh"
 #include "common/limits.cuh"
+#include "decode/sm100_codes.cuh"
 #include "decode/sm90_load.cuh"
 #include "decode/swapped_tile.cuh"
 #include "ptx/control.cuh"
@@ -26,17 +27,18 @@ static_assert(kTileTokens == kSw128Rows, "a tile is 64 tokens");
 // Of the values each group is a product of its own, after which it is released.
 constexpr i32 kTileDims = 128;  // of the values: the rows of a product
 constexpr i32 kDimTiles = kHeadDimV / kTileDims;
-constexpr i32 kSwTilesPerDimTile = kTileDims / kSw128Columns;
 
-template <class Element_, i32 kBlockRows_, i32 kHeadDimQk, bool kTree_>
-struct Config : KeyTile<kHeadDimQk> {
-    using Element = Element_;
+// What follows from the keys' tiles.
+template <class Element_, i32 kBlockRows_, class Tile_, bool kTree_>
+struct ConfigOf : Tile_ {
+    using Element = Element_;  // of results
     using Work = ScheduledWork;
-    using Tile = KeyTile<kHeadDimQk>;
+    using Tile = Tile_;
     static constexpr i32 kBlockRows = kBlockRows_;
     static constexpr bool kTree = kTree_;
     static constexpr i32 kStagesQ = kBlockRows <= 32 ? 2 : 1;  // what fits
     static constexpr u32 kQSwTileBytes = kHeadSwTileBytes<kBlockRows>;
+    static constexpr i32 kSwTilesPerDimTile = kTileDims / Tile::kSwTileColumns;
     static constexpr i32 kRopeGroups = Tile::kSwTilesRope;
     static constexpr i32 kGroups = kRopeGroups + kDimTiles;
     static_assert(kBlockRows % 16 == 0 && kBlockRows <= 64, "N of a product with M = 128; shared memory");
@@ -47,6 +49,41 @@ struct Config : KeyTile<kHeadDimQk> {
     }
     MLA_DEVICE static constexpr u32 group_bytes(i32 group) {
         return (u32)(group_begin(group + 1) - group_begin(group)) * kSw128Bytes;
+    }
+    // Products along the columns of an SW128 tile: RoPE columns may be fewer than it has.
+    MLA_DEVICE static constexpr i32 steps_of(i32 sw_tile) {
+        return min(kSw128MmaSteps, (Tile::kHeadDimQk - sw_tile * Tile::kSwTileColumns) / Tile::kMmaColumns);
+    }
+};
+
+// Keys in 16 bits: operands and P have the results' type.
+template <i32 kHeadDimQk>
+struct WideTile : KeyTile<kHeadDimQk> {
+    static constexpr bool kCodes = false;
+    static constexpr i32 kStages = kStagesKV, kSwTileColumns = kSw128Columns, kMmaColumns = kMmaK;
+};
+
+template <class Element, i32 kBlockRows, i32 kHeadDimQk, bool kTree>
+struct Config : ConfigOf<Element, kBlockRows, WideTile<kHeadDimQk>, kTree> {};
+
+// Where a role is: S has two stages, keys may have more.
+constexpr i32 kStagesS = 2;
+
+template <class C>
+struct TilePosition {
+    RingPosition<C::kStages> keys;
+    RingPosition<kStagesS> of_scores;  // where it is not the same
+
+    MLA_DEVICE const RingPosition<kStagesS>& scores() const {
+        if constexpr (C::kStages == kStagesS) {
+            return keys;
+        } else {
+            return of_scores;
+        }
+    }
+    MLA_DEVICE void advance() {
+        keys.advance();
+        if constexpr (C::kStages != kStagesS) of_scores.advance();
     }
 };
 
@@ -138,8 +175,8 @@ MLA_DEVICE void store_fragment(TmemAddr to, float (&x)[kCount]) {
 // released by the scores, the other columns by the values. out_done of a tile also means that P may be overwritten, and
 // O read or re-scaled: its next products wait for p_full.
 template <class C>
-struct Storage {
-    alignas(kSwizzleAtomBytes) u8 kv[kStagesKV][C::kTileBytes];
+struct Storage : CodeRows<C> {
+    alignas(kSwizzleAtomBytes) u8 kv[C::kStages][C::kTileBytes];
     u8 q[C::kStagesQ][C::kSwTilesQk][C::kQSwTileBytes];
     u8 p[C::kQSwTileBytes];  // [row][token]
     union {
@@ -147,12 +184,12 @@ struct Storage {
         float sums[kWarpgroupWarps][C::kBlockRows];
     } warp_values[2];  // of each warp's tokens; tiles take turns
     HeadStats<C::kBlockRows> stats;
-    u64 present[kStagesKV];  // bit t: the page of token t of the tile is in the pool
-    i32 nonfinite_request;   // the last request in which sanitize_rows found NaN or Inf
+    u64 present[C::kStages];  // bit t: the page of token t of the tile is in the pool
+    i32 nonfinite_request;    // the last request in which sanitize_rows found NaN or Inf
     TmemAddr tmem;
-    MBarrier kv_full[kStagesKV][C::kGroups], kv_empty[kStagesKV][C::kGroups];
+    MBarrier kv_full[C::kStages][C::kGroups], kv_empty[C::kStages][C::kGroups];
     MBarrier q_full[C::kStagesQ], q_empty[C::kStagesQ];
-    MBarrier s_full[kStagesKV], s_empty[kStagesKV], p_full, out_done;
+    MBarrier s_full[kStagesS], s_empty[kStagesS], p_full, out_done;
 };
 
 // Softmax: within the warpgroup.
@@ -161,11 +198,11 @@ enum NamedBarrier : i32 { Softmax = 1 };
 // By one thread, before the block's first barrier.
 template <class C>
 MLA_DEVICE void init_storage(Storage<C>& s) {
-    for (i32 stage = 0; stage < kStagesKV; ++stage) {
+    for (i32 stage = 0; stage < C::kStages; ++stage) {
         for (MBarrier& full : s.kv_full[stage]) mbarrier_init(full, kLoadArrivals);
         for (MBarrier& empty : s.kv_empty[stage]) mbarrier_init(empty, 1);
     }
-    init_ring(s.q_full, s.q_empty, kQueryThreads, 1);
+    init_ring(s.q_full, s.q_empty, kQueryThreads, C::kCodes ? 1 + kWarpgroupWarps : 1);
     init_ring(s.s_full, s.s_empty, 1, kWarpgroupWarps);
     mbarrier_init(s.p_full, kWarpgroupThreads);
     mbarrier_init(s.out_done, 1);
@@ -176,9 +213,13 @@ MLA_DEVICE void init_storage(Storage<C>& s) {
 // What every role knows.
 template <class C>
 struct Block : RowBlock<C::kBlockRows, C::kTree> {
+    using Config = C;
     Storage<C>& s;
 
     MLA_DEVICE Block(const DecodeParams& p, Storage<C>& s) : RowBlock<C::kBlockRows, C::kTree>(p), s(s) {}
+
+    // Of a kernel in FP8.
+    MLA_DEVICE const DecodeFp8Params& params() const { return static_cast<const DecodeFp8Params&>(this->p); }
 };
 
 // A wait for something in tensor memory, or before a product.
@@ -192,7 +233,7 @@ template <class C>
 struct GroupLoader {
     const Block<C>& block;
     const TensorMap& kv_map;
-    RingPosition<kStagesKV> at;
+    RingPosition<C::kStages> at;
 
     MLA_DEVICE void operator()(const TileBoxes& boxes, const WorkItem&, i32) {
         Storage<C>& s = block.s;
@@ -206,10 +247,25 @@ struct GroupLoader {
                 mbarrier_arrive_expect_tx(full, C::group_bytes(group));
             }
             __syncwarp();
-            boxes.load<C>(smem_addr(s.kv[stage]), kv_map, full, block.kv_head, C::group_begin(group),
-                          C::group_begin(group + 1));
+            load_group(boxes, smem_addr(s.kv[stage]), full, group);
         }
         at.advance();
+    }
+
+    MLA_DEVICE void load_group(const TileBoxes& boxes, SmemAddr tile, MBarrier& full, i32 group) const {
+        const i32 begin = C::group_begin(group), end = C::group_begin(group + 1);
+        if constexpr (!C::kCodes) return boxes.load<C>(tile, kv_map, full, block.kv_head, begin, end);
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            const i32 box = boxes.box(i);
+            if (!boxes.contains(box)) continue;
+            for (i32 k = begin; k < end; ++k) {
+                const i32 sw_tile = C::sw_tile_in_order(k);
+                cp_async_bulk_tensor_4d(tile + (sw_tile * kSw128Bytes + box * boxes.rows * kSw128RowBytes), kv_map,
+                                        full, sw_tile * C::kSwTileColumns, boxes.window.offset[i], block.kv_head,
+                                        boxes.window.page[i], boxes.l2_policy);
+            }
+        }
     }
 };
 
@@ -225,29 +281,46 @@ MLA_DEVICE void for_each_tile(const Block& block, Process process) {
     }
 }
 
-// S^T += K Q^T of 64 columns.
+// One product, of as many elements along the sum as have 32 bytes.
 template <class C>
-MLA_DEVICE void issue_scores(TmemAddr d, const u8* keys, const u8* queries, bool accumulate) {
-    constexpr InstructionDesc kShape =
-        make_instruction_desc<typename C::Element>(kTileTokens, C::kBlockRows, Major::K, Major::K);
+MLA_DEVICE constexpr InstructionDesc product_shape(u32 m, Major a) {
+    if constexpr (C::kCodes) {
+        return make_e4m3_instruction_desc(m, C::kBlockRows, a, Major::K);
+    } else {
+        return make_instruction_desc<typename C::Element>(m, C::kBlockRows, a, Major::K);
+    }
+}
+template <class C>
+MLA_DEVICE void issue_product(TmemAddr d, MatrixDesc a, MatrixDesc b, InstructionDesc shape, bool accumulate) {
+    if constexpr (C::kCodes) {
+        tcgen05_mma_f8f6f4(d, a, b, shape, accumulate);
+    } else {
+        tcgen05_mma_f16(d, a, b, shape, accumulate);
+    }
+}
+
+// S^T += K Q^T of an SW128 tile's columns.
+template <class C>
+MLA_DEVICE void issue_scores(TmemAddr d, const u8* keys, const u8* queries, i32 steps, bool accumulate) {
+    constexpr InstructionDesc kShape = product_shape<C>(kTileTokens, Major::K);
     const MatrixDesc a = k_major_matrix(smem_addr(keys)), b = k_major_matrix(smem_addr(queries));
 #pragma unroll
     for (i32 step = 0; step < kSw128MmaSteps; ++step) {
         const u32 bytes = step * kKMajorStepBytes;
-        tcgen05_mma_f16(d, advance(a, bytes), advance(b, bytes), kShape, accumulate || step > 0);
+        if (step < steps) issue_product<C>(d, advance(a, bytes), advance(b, bytes), kShape, accumulate || step > 0);
     }
 }
 
 // 128 dims of O^T += V^T P^T.
 template <class C>
 MLA_DEVICE void issue_values(TmemAddr d, const u8* values, const u8* p, bool accumulate) {
-    constexpr InstructionDesc kShape =
-        make_instruction_desc<typename C::Element>(kTileDims, C::kBlockRows, Major::MN, Major::K);
+    constexpr InstructionDesc kShape = product_shape<C>(kTileDims, Major::MN);
+    constexpr i32 kDepth = C::kMmaColumns;  // tokens of a product: rows of an SW128 tile
     const MatrixDesc a = mn_major_matrix(smem_addr(values), kSw128Bytes), b = k_major_matrix(smem_addr(p));
 #pragma unroll
-    for (i32 step = 0; step < kTileTokens / kMmaK; ++step) {
-        tcgen05_mma_f16(d, advance(a, step * kMnMajorStepBytes), advance(b, step * kKMajorStepBytes), kShape,
-                        accumulate || step > 0);
+    for (i32 step = 0; step < kTileTokens / kDepth; ++step) {
+        issue_product<C>(d, advance(a, step * kDepth * kSw128RowBytes), advance(b, step * kKMajorStepBytes), kShape,
+                         accumulate || step > 0);
     }
 }
 
@@ -257,19 +330,19 @@ template <class C>
 MLA_DEVICE void run_scores_role(const Block<C>& block, TmemAddr tmem) {
     if (!elect_issuer()) return;
     Storage<C>& s = block.s;
-    RingPosition<kStagesKV> at;
+    TilePosition<C> at;
     RingPosition<C::kStagesQ> q_at;
     for_each_tile(block, [&](bool first, bool last) {
-        const i32 stage = at.stage;
+        const i32 stage = at.keys.stage, s_stage = at.scores().stage;
         if (first) q_at.wait_full(s.q_full);
-        tmem_wait(s.s_empty[stage], at.ring.empty_parity(stage));
+        tmem_wait(s.s_empty[s_stage], at.scores().ring.empty_parity(s_stage));
 #pragma unroll 1  // a group's products take longer than an iteration of the loop
         for (i32 group = 0; group < C::kGroups; ++group) {
-            tmem_wait(s.kv_full[stage][group], at.ring.full_parity(stage));
+            tmem_wait(s.kv_full[stage][group], at.keys.ring.full_parity(stage));
             for (i32 i = C::group_begin(group); i < C::group_begin(group + 1); ++i) {
                 const i32 sw_tile = C::sw_tile_in_order(i);
-                issue_scores<C>(TmemMap<C>::scores(tmem, stage), s.kv[stage] + sw_tile * kSw128Bytes,
-                                s.q[q_at.stage][sw_tile], i > 0);
+                issue_scores<C>(TmemMap<C>::scores(tmem, s_stage), s.kv[stage] + sw_tile * kSw128Bytes,
+                                s.q[q_at.stage][sw_tile], C::steps_of(sw_tile), i > 0);
             }
             if (group < C::kRopeGroups) tcgen05_commit(s.kv_empty[stage][group]);
         }
@@ -277,7 +350,7 @@ MLA_DEVICE void run_scores_role(const Block<C>& block, TmemAddr tmem) {
             tcgen05_commit(s.q_empty[q_at.stage]);
             q_at.advance();
         }
-        tcgen05_commit(s.s_full[stage]);
+        tcgen05_commit(s.s_full[s_stage]);
         at.advance();
     });
 }
@@ -292,11 +365,12 @@ MLA_DEVICE void run_values_role(const Block<C>& block, TmemAddr tmem) {
         tmem_wait(s.p_full, parity);
 #pragma unroll 1
         for (i32 t = 0; t < kDimTiles; ++t) {
-            issue_values<C>(TmemMap<C>::out(tmem, t), s.kv[stage] + t * kSwTilesPerDimTile * kSw128Bytes, s.p, !first);
+            issue_values<C>(TmemMap<C>::out(tmem, t), s.kv[stage] + t * C::kSwTilesPerDimTile * kSw128Bytes, s.p,
+                            !first);
             tcgen05_commit(s.kv_empty[stage][C::kRopeGroups + t]);
         }
         tcgen05_commit(s.out_done);
-        stage ^= 1;
+        stage = stage + 1 == C::kStages ? 0 : stage + 1;
         parity ^= 1;
     });
 }
@@ -306,10 +380,12 @@ MLA_DEVICE void run_values_role(const Block<C>& block, TmemAddr tmem) {
 // what it would have of a product of WGMMA.
 template <class C>
 struct Math {
+    static constexpr i32 kRows = C::kBlockRows;
     float scores[C::kBlockRows / 2];
     HeadState<C::kBlockRows> heads;
-    RingPosition<kStagesKV> at;
+    TilePosition<C> at;
     u32 parity;  // of the tile's phase of out_done
+    CodeState<C> codes;
 };
 
 // Waits until the products of the tile before are done.
@@ -320,18 +396,18 @@ MLA_DEVICE void wait_for_out(Storage<C>& s, const Math<C>& math) {
 
 template <class C>
 MLA_DEVICE void load_scores(Storage<C>& s, Math<C>& math, TmemAddr lanes, i32 thread) {
-    const i32 stage = math.at.stage;
-    tmem_wait(s.s_full[stage], math.at.ring.full_parity(stage));
-    load_fragment(math.scores, TmemMap<C>::scores(lanes, stage));
+    const i32 stage = math.at.keys.stage, s_stage = math.at.scores().stage;
+    tmem_wait(s.s_full[s_stage], math.at.scores().ring.full_parity(s_stage));
+    load_fragment(math.scores, TmemMap<C>::scores(lanes, s_stage));
     tcgen05_wait_ld();
     pin_loaded(math.scores);
     tcgen05_fence_before_thread_sync();
-    release(s.s_empty[stage], thread);
+    release(s.s_empty[s_stage], thread);
     // What the load role stored beside the tile, and the values, which sanitize_v may change: a commit need not pass on
     // what its thread has waited for. RoPE columns may have made room for others by now.
 #pragma unroll
     for (i32 group = C::kRopeGroups; group < C::kGroups; ++group) {
-        mbarrier_wait(s.kv_full[stage][group], math.at.ring.full_parity(stage));
+        mbarrier_wait(s.kv_full[stage][group], math.at.keys.ring.full_parity(stage));
     }
 }
 
@@ -357,20 +433,31 @@ MLA_DEVICE void process_tile(const Block<C>& block, Math<C>& math, const WorkIte
     constexpr i32 kRows = C::kBlockRows;
     Storage<C>& s = block.s;
     const float scale_log2 = block.p.scale_log2;
-    const i32 stage = math.at.stage;
+    const i32 stage = math.at.keys.stage;
     SharedMaxima<kRows>& maxima = s.warp_values[math.parity].maxima;
     load_scores(s, math, lanes, thread);
+    if constexpr (C::kCodes) scale_scores(s, math, item, tile, thread);
     mask_tile<C>(block, math.scores, s.present[stage], item, tile, thread);
     const auto to = maxima.of_warp(thread / kWarpThreads);
     store_warp_maxima_by_halves<kRows>(to, math.scores, thread);
     bar_sync(Softmax, kWarpgroupThreads);
-    const HeadValues<kRows> scale = math.heads.move_max(maxima, scale_log2, thread);
-    sanitize_v<C>(block, s.kv[stage], item, tile, thread);
+    HeadValues<kRows> scale;
+    if constexpr (C::kCodes) {
+        scale = move_code_maxima(math, maxima, scale_log2, thread);
+        sanitize_codes(s.kv[stage], item, tile, thread);
+    } else {
+        scale = math.heads.move_max(maxima, scale_log2, thread);
+        sanitize_v<C>(block, s.kv[stage], item, tile, thread);
+    }
     if (tile > item.tile_begin) {
         wait_for_out(s, math);
         if (scale.any_but_one()) rescale_out<C>(scale, lanes);
     }
-    store_p(typename C::Element{}, math.heads, math.scores, smem_addr(s.p), scale_log2, thread);
+    if constexpr (C::kCodes) {
+        store_code_weights(math, s.p, scale_log2, thread);
+    } else {
+        store_p(typename C::Element{}, math.heads, math.scores, smem_addr(s.p), scale_log2, thread);
+    }
     tcgen05_fence_before_thread_sync();
     mbarrier_arrive(s.p_full);
     math.at.advance();
@@ -461,13 +548,20 @@ MLA_DEVICE void store_result(const Block<C>& block, const Math<C>& math, const W
     Storage<C>& s = block.s;
     float (&sums)[kWarpgroupWarps][kRows] = s.warp_values[math.parity].sums;
     store_warp_sums<kRows>(sums[thread / kWarpThreads], math.heads.sum, thread);
+    if constexpr (C::kCodes) {
+        store_warp_sums<kRows>(s.rounded_sums[thread / kWarpThreads], math.codes.rounded_sum, thread);
+    }
     if (thread < 4) {  // which hold every row
 #pragma unroll
         for (i32 k = 0; k < kHeadsOfThread<kRows>; ++k) s.stats.max[kth_head(k, thread)] = math.heads.max.value[k];
     }
     bar_sync(Softmax, kWarpgroupThreads);
     const BlockHeads rows{block.kv_head, block.row0, block.rows};
-    finish_head</*kWithRowMax=*/false>(p, item, rows, s.stats, sums, true, thread);
+    if constexpr (C::kCodes) {
+        finish_code_row(block, item, sums, thread);
+    } else {
+        finish_head</*kWithRowMax=*/false>(p, item, rows, s.stats, sums, true, thread);
+    }
     bar_sync(Softmax, kWarpgroupThreads);
     HeadValues<kRows> factors;
 #pragma unroll
@@ -501,11 +595,13 @@ MLA_DEVICE void run_softmax_role(const Block<C>& block, TmemAddr tmem, i32 threa
     WorkItem item;
     for (WorkIterator walk(p, block.split, block.hidden); walk.next(p, item);) {
         math.heads.reset();
+        if constexpr (C::kCodes) math.codes.rounded_sum.fill(0.f);
 #pragma unroll 1
         for (i32 tile = item.tile_begin; tile < item.tile_end; ++tile) {
             process_tile(block, math, item, tile, lanes, thread);
         }
         store_result(block, math, item, lanes, thread);
+        if constexpr (C::kCodes) continue;  // a row that sees NaN is NaN as a whole
         if (s.nonfinite_request == item.request) {
             __syncwarp();  // it adds to columns that it has stored itself
             fixup_nonfinite<typename C::Element, kHeadDimV>(block, item, 0, thread);
@@ -514,8 +610,8 @@ MLA_DEVICE void run_softmax_role(const Block<C>& block, TmemAddr tmem, i32 threa
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-template <class C>
-MLA_DEVICE void run_block(const DecodeParams& p, const TensorMap& kv_map, Storage<C>& s) {
+template <class C, class Params>
+MLA_DEVICE void run_block(const Params& p, const TensorMap& kv_map, Storage<C>& s) {
     using Map = TmemMap<C>;
     const Block<C> block(p, s);
     const i32 warp = uniform_warp();
@@ -531,7 +627,7 @@ MLA_DEVICE void run_block(const DecodeParams& p, const TensorMap& kv_map, Storag
     __syncthreads();
     tcgen05_fence_after_thread_sync();
     const TmemAddr tmem = s.tmem;
-    prefetch_inputs<C>(p);
+    if constexpr (!C::kCodes) prefetch_inputs<C>(p);
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
 
     if (warp < kLoadWarp) {
@@ -539,8 +635,12 @@ MLA_DEVICE void run_block(const DecodeParams& p, const TensorMap& kv_map, Storag
     } else if (warp == kLoadWarp) {
         run_load_role(block, threadIdx.x % kWarpThreads, GroupLoader<C>{block, kv_map, {}});
     } else if (warp < kScoresWarp) {
-        const QueryStages<C::kStagesQ> stages{s.q[0][0], s.q_full, s.q_empty};
-        run_query_role<C>(block, stages, threadIdx.x - kQueryWarp * kWarpThreads);
+        const i32 thread = threadIdx.x - kQueryWarp * kWarpThreads;
+        if constexpr (C::kCodes) {
+            run_code_query_role<typename C::Query, kQueryThreads>(block, thread);
+        } else {
+            run_query_role<C>(block, QueryStages<C::kStagesQ>{s.q[0][0], s.q_full, s.q_empty}, thread);
+        }
     } else if (warp == kScoresWarp) {
         run_scores_role(block, tmem);
     } else {

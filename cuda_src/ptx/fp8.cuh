@@ -29,6 +29,15 @@ struct float8_e4m3fn {
     MLA_DEVICE static float to_float(u8 bits) { return e4m3_value(bits); }
 };
 
+// The bytes of a word, or of four, without those that are e4m3's NaN.
+MLA_DEVICE u32 without_nan(u32 codes) {
+    const u32 nan = ((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
+    return codes & ~((nan >> 7) * 0xffu);
+}
+MLA_DEVICE uint4 without_nan(const uint4& codes) {
+    return make_uint4(without_nan(codes.x), without_nan(codes.y), without_nan(codes.z), without_nan(codes.w));
+}
+
 // Two floats to two e4m3 numbers, `lo` in the low byte.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
 MLA_DEVICE u32 cvt_e4m3_x2(float lo, float hi) {

@@ -10,8 +10,9 @@ using Element = MLA_DTYPE;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreadDims = 4;
-constexpr i32 kThreads = kMaxHeadDimQk / kThreadDims;
-constexpr i32 kBatch = 8;  // pieces whose loads are in flight at once
+constexpr i32 kThreads =
+    ceil_div(kMaxHeadDimQk / kThreadDims, kWarpThreads) * kWarpThreads;  // 160, of whom 16 are idle
+constexpr i32 kBatch = 8;                                                // pieces whose loads are in flight at once
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct DqPiecesParams {

@@ -64,6 +64,21 @@ class DecodeParams(Params):
     value_scale: F32
 
 
+class Fp8ScaleAddresses(Params):
+    """Struct of `attention/fp8_scales.cuh`."""
+
+    q_scales: Address
+    kv_scales: Address
+
+
+class DecodeFp8Params(Params):
+    """Struct of `attention/fp8_scales.cuh`."""
+
+    fp8_scale_addresses: Fp8ScaleAddresses
+    decode_params: DecodeParams
+    q_scales_stride_b_s_h_elems: tuple[I64, I64, I64]
+
+
 class ProjectionAddresses(Params):
     """Struct of `attention/projection.cuh`."""
 
@@ -168,21 +183,6 @@ class DecodeScheduleParams(Params):
     piece_cost: I32
     cp_world: I32
     cp_rank: I32
-
-
-class Fp8ScaleAddresses(Params):
-    """Struct of `attention/sm90/fp8_scales.cuh`."""
-
-    q_scales: Address
-    kv_scales: Address
-
-
-class DecodeFp8Params(Params):
-    """Struct of `attention/sm90/fp8_scales.cuh`."""
-
-    fp8_scale_addresses: Fp8ScaleAddresses
-    decode_params: DecodeParams
-    q_scales_stride_b_s_h_elems: tuple[I64, I64, I64]
 
 
 class CacheAppendParams(Params):

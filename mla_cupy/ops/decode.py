@@ -166,8 +166,8 @@ def mla_decode(
     q_scale : float
         Scale of queries in e4m3, by which they are multiplied.
     math : str
-        "exact" converts the numbers of FP8 records, and multiplies in 16 bits. "fp8", for the record "fp8" on Hopper,
-        multiplies in e4m3: weights, and queries in 16 bits, are rounded to it, see the notes.
+        "exact" converts the numbers of FP8 records, and multiplies in 16 bits. "fp8", for the record "fp8" on Hopper
+        and Blackwell, multiplies in e4m3: weights, and queries in 16 bits, are rounded to it, see the notes.
     plan : DecodePlan, optional
         From `plan_decode`, updated for these `seqlens`: saves the scheduling and the allocations of a call.
     out : array, (b, s_q, h_q, 512), dtype of q (bfloat16 where that is e4m3) or float32, optional
@@ -229,7 +229,7 @@ def mla_decode(
     64 tokens the weights are rounded to e4m3, the largest one being 256: those below 2^-18 of it become 0. `out` is
     divided by the sum of the rounded weights, `lse` is of the weights before. Sums of e4m3 products lose low bits in
     the tensor cores, so each tile's is added in float32: `out` is up to 0.06 % too small or too large, and scores lose
-    up to 0.1 %.
+    up to 0.1 %. On Blackwell weights are rounded against a running maximum: those below 2^-14 of it become 0.
 
     Examples
     --------

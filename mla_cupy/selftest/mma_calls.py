@@ -18,7 +18,7 @@ from mla_cupy.cache_formats import FORMATS
 from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.records import DENSE_RECORDS
-from mla_cupy.kernels.decode import records, sm100
+from mla_cupy.kernels.decode import records, sm100, sm100_fp8
 from mla_cupy.kernels.indexer.logits import sm100 as logits_sm100
 from mla_cupy.kernels.indexer.logits.mma import KERNEL as LOGITS
 from mla_cupy.reference.indexer_records import SCALE_BYTES, page_parts
@@ -102,32 +102,38 @@ def _decode(sizes: Sizes, heads: int, dtype: str, d_qk: int = D_QK) -> Problem:
     return Problem(arguments, reference.mla_decode(**arguments)[0])
 
 
-def random_records(rng: np.random.Generator, name: str, pages: int, kind: Any) -> Array:
-    """A cache of FP8 records, full of keys; `kind` is the dtype that they have before."""
+def random_records(rng: np.random.Generator, name: str, pages: int, kind: Any, mean: float = 0.0) -> Array:
+    """A cache of FP8 records, full of keys, latents around a mean; `kind` is the dtype that they have before."""
     record = FORMATS[name]
     room, page_bytes = pages * PAGE_SIZE, -(-record.page_bytes(PAGE_SIZE) // 16) * 16
     strides = (page_bytes, record.token_bytes, 1)
     memory = np.zeros(pages * page_bytes, np.uint8)
     cache: Array = np.ndarray((pages, PAGE_SIZE, record.width), dtypes.numpy_dtype(record.dtype), memory, 0, strides)
-    latent = rng.standard_normal((room, record.d_latent), np.float32).astype(kind)
+    latent = (rng.standard_normal((room, record.d_latent), np.float32) + np.float32(mean)).astype(kind)
     rope = rng.standard_normal((room, record.d_rope), np.float32).astype(kind)
     reference.cache_append(latent, rope, cache, np.arange(room))
     return cache
 
 
 @functools.lru_cache(maxsize=2)
-def _decode_records(sizes: Sizes, heads: int, dtype: str, record: str) -> Problem:
-    """The last two query tokens of requests of different lengths, with pages in any order."""
-    rng, kind = random(f"decode {record} {sizes} {heads} {dtype}"), dtypes.numpy_dtype(dtype)
+def _decode_records(sizes: Sizes, heads: int, dtype: str, record: str, math: str = "exact") -> Problem:
+    """The last two query tokens of requests of different lengths, with pages in any order.
+
+    With math="fp8" values have a common mean: tensor cores that cut sums of e4m3 products off lose some of it, more
+    with each token, and nothing of sums around 0. Queries are small, so that every token counts.
+    """
+    rng, kind = random(f"decode {record} {sizes} {heads} {dtype} {math}"), dtypes.numpy_dtype(dtype)
     pages = -(-sizes.keys // PAGE_SIZE)
-    cache = random_records(rng, record, sizes.queries * pages, kind)
+    cache = random_records(rng, record, sizes.queries * pages, kind, mean=float(math == "fp8"))
+    size = np.float32(1 if math == "exact" else 0.3)
+    q = rng.standard_normal((sizes.queries, 2, heads // 2, FORMATS[record].d_qk), np.float32) * size
     arguments: dict[str, Any] = {
-        "q": rng.standard_normal((sizes.queries, 2, heads // 2, FORMATS[record].d_qk), np.float32).astype(kind),
+        "q": q.astype(kind),
         "kv_cache": cache,
         "block_table": rng.permutation(len(cache)).astype(np.int32).reshape(sizes.queries, pages),
         "seqlens": (sizes.keys - np.arange(sizes.queries)).astype(np.int32),
     }
-    return Problem(arguments, reference.mla_decode(**arguments)[0])
+    return Problem(arguments, reference.mla_decode(**arguments, math=math)[0])
 
 
 @functools.lru_cache(maxsize=2)
@@ -252,6 +258,29 @@ def _tcgen05_records_probes() -> Iterator[MmaProbe]:
             )
 
 
+def _tcgen05_fp8_probes() -> Iterator[MmaProbe]:
+    """One block of each build for queries in 16 bits, then several blocks, with sums over thousands of tokens."""
+    kernel = sm100_fp8.KERNEL
+    builds = [(dtype, rows) for dtype in dtypes.HALF for rows in sm100_fp8.BLOCK_ROWS]
+    for stage, variants, on_gpu, simulated, needs in (
+        ("block", builds, Sizes(1, 200), Sizes(1, 70), ("tmem/*", "mma.f8f6f4/*", "copy/load/*")),
+        ("kernel", builds[:1], Sizes(32, 8192), Sizes(2, 70), (f"block/{kernel.name}/*",)),
+    ):
+        for dtype, rows in variants:
+            yield MmaProbe(
+                f"{stage}/{kernel.name}/{dtype}-{rows}rows",
+                f'mla_decode with math="fp8", {rows} rows, {on_gpu.queries} requests of {on_gpu.keys} tokens whose '
+                "values have a mean, against the oracle",
+                kernel.name,
+                functools.partial(mla_cupy.mla_decode, math="fp8"),
+                functools.partial(_decode_records, heads=rows, dtype=dtype, record="fp8", math="fp8"),
+                on_gpu,
+                simulated,
+                kernel.archs,
+                needs,
+            )
+
+
 def _logits_probes() -> Iterator[MmaProbe]:
     for stage, dtype, on_gpu in (
         ("block", "float8_e4m3fn", Sizes(1, 40)),
@@ -312,5 +341,6 @@ def _tcgen05_logits_probes() -> Iterator[MmaProbe]:
 def probes() -> list[MmaProbe]:
     """Probes of every kernel, first of one block."""
     with_mma = (probe for kernel in mma.KERNELS for probe in _decode_probes(kernel))
-    with_tcgen05 = (*_tcgen05_decode_probes(), *_tcgen05_records_probes(), *_tcgen05_logits_probes())
+    with_tcgen05 = (*_tcgen05_decode_probes(), *_tcgen05_records_probes(), *_tcgen05_fp8_probes())
+    with_tcgen05 += tuple(_tcgen05_logits_probes())
     return [*with_mma, *with_tcgen05, *_logits_probes()]

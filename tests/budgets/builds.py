@@ -24,7 +24,7 @@ ARCHS = ("sm_75", "sm_80", "sm_90a", "sm_100a", "sm_103a")
 #: demands.
 TWINS = {"sm_103a": "sm_100a"}
 #: Kernels whose builds take other numbers of registers for the twin, which is then made like any other target.
-UNLIKE_TWINS = {"decode_sm100", "decode_sm100_joint"}
+UNLIKE_TWINS = {"decode_sm100", "decode_sm100_fp8", "decode_sm100_joint"}
 #: What the tests in the simulator run, where they name no other: they share its builds.
 SIMULATED = "sm_90a"
 #: Which stand for the other targets while a kernel is as it was.

@@ -21,7 +21,7 @@ from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
 
 Array = npt.NDArray[Any]
-SCALES = "attention/sm90/fp8_scales.cuh"
+SCALES = "attention/fp8_scales.cuh"
 
 
 def prepared(inputs: DecodeInputs) -> tuple[Array, Array]:

@@ -164,6 +164,7 @@ def test_scores_of_a_common_mean() -> None:
 
 # ---- Planted bugs ----------------------------------------------------------------------------------------------
 
+QUERY_ROWS = "attention/fp8_query_rows.cuh"
 BLOCK, MATH, QUERY, BYTES = (
     *(f"attention/sm90/fp8_{part}.cuh" for part in ("block", "math", "query")),
     "tile/byte_fragments.cuh",
@@ -214,10 +215,10 @@ MUTANTS = (
         LOADER,
         *steps("bar.sync", 1, of=8),
     ),
-    Mutant("codes of a row in another order", QUERY, "(u32)codes[j] << j % 4 * 8", "(u32)codes[j] << (j ^ 1) % 4 * 8"),
     Mutant(
-        "codes in another place", QUERY, "Fp8QueryRow::offset(row, 2 * at)", "Fp8QueryRow::offset(row, 2 * (at ^ 1))"
+        "codes of a row in another order", QUERY_ROWS, "(u32)codes[j] << j % 4 * 8", "(u32)codes[j] << (j ^ 1) % 4 * 8"
     ),
+    Mutant("codes in another place", QUERY_ROWS, "Place::offset(row, 2 * at)", "Place::offset(row, 2 * (at ^ 1))"),
     Mutant("448 taken for 256", "attention/query_codes.cuh", "kAbove = 0x1fffff", "kAbove = 0"),
     Mutant("presence of another tile", LOADER, "s.present[stage] = present", "s.present[stage] = ~0ull"),
     Mutant(

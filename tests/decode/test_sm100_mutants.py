@@ -98,11 +98,11 @@ MUTANTS = [
         "S freed by one warp too few", ROLES, "s.s_full, s.s_empty, 1, kWarpgroupWarps)", "s.s_full, s.s_empty, 1, 3)"
     ),
     Mutant("P announced by three of four warps", ROLES, "s.p_full, kWarpgroupThreads)", "s.p_full, 96)"),
-    Mutant("Q announced by two of three warps", ROLES, "s.q_empty, kQueryThreads, 1)", "s.q_empty, 64, 1)"),
+    Mutant("Q announced by two of three warps", ROLES, "s.q_empty, kQueryThreads, C::k", "s.q_empty, 64, C::k"),
     Mutant("a group counted short", ROLES, "C::group_bytes(group));", "C::group_bytes(group) - 128);"),
     Mutant("parity of P stuck", ROLES, "tmem_wait(s.p_full, parity);", "tmem_wait(s.p_full, 0);"),
     Mutant("parity of O stuck", ROLES, "tmem_wait(s.out_done, math.parity ^ 1);", "tmem_wait(s.out_done, 1);"),
-    Mutant("one stage only for the values", ROLES, "        stage ^= 1;\n", ""),
+    Mutant("one stage only for the values", ROLES, "        stage = stage + 1 == C::kStages ? 0 : stage + 1;\n", ""),
     Mutant("one stage of Q for the scores", ROLES, "            q_at.advance();\n", ""),
     # Tensor memory
     Mutant("one place for two tiles of S", ROLES, "tmem.lane(stage * kUpperLanes)", "tmem"),
@@ -111,11 +111,11 @@ MUTANTS = [
     Mutant("O over S", ROLES, "kColumnOut = C::kBlockRows;", "kColumnOut = C::kBlockRows - 16;"),
     Mutant("too few columns", ROLES, "while (columns < used)", "while (2 * columns < used)"),
     Mutant("tensor memory not given back", ROLES, "        tcgen05_dealloc<Map::kAllocated>(tmem);\n", ""),
+    Mutant("S added to the last tile's", ROLES, "C::steps_of(sw_tile), i > 0);", "C::steps_of(sw_tile), true);"),
+    Mutant("O carried over", ROLES, "                            !first);", "                            true);"),
     Mutant(
-        "S added to the last tile's", ROLES, "s.q[q_at.stage][sw_tile], i > 0);", "s.q[q_at.stage][sw_tile], true);"
+        "O of each tile alone", ROLES, "                            !first);", "                            false);"
     ),
-    Mutant("O carried over", ROLES, "s.p, !first);", "s.p, true);"),
-    Mutant("O of each tile alone", ROLES, "s.p, !first);", "s.p, false);"),
     Mutant("O not re-scaled", ROLES, "if (scale.any_but_one()) rescale_out<C>(scale, lanes);", ""),
     Mutant(
         "half of O re-scaled",
@@ -134,21 +134,24 @@ MUTANTS = [
         "dims of V at a wrong stride", ROLES, "smem_addr(values), kSw128Bytes)", "smem_addr(values), kSwizzleAtomBytes)"
     ),
     Mutant(
-        "V read along its columns", ROLES, "kTileDims, C::kBlockRows, Major::MN", "kTileDims, C::kBlockRows, Major::K"
+        "V read along its columns",
+        ROLES,
+        "product_shape<C>(kTileDims, Major::MN)",
+        "product_shape<C>(kTileDims, Major::K)",
     ),
     Mutant(
         "keys of P at V's step",
         ROLES,
-        "advance(b, step * kKMajorStepBytes), kShape,\n                        acc",
-        "advance(b, 0), kShape,\n                        acc",
+        "advance(b, step * kKMajorStepBytes), kShape,\n",
+        "advance(b, 0), kShape,\n",
     ),
     Mutant(
         "values of the group before",
         ROLES,
-        "s.kv[stage] + t * kSwTilesPerDimTile",
-        "s.kv[stage] + (t ^ 1) * kSwTilesPerDimTile",
+        "s.kv[stage] + t * C::kSwTilesPerDimTile",
+        "s.kv[stage] + (t ^ 1) * C::kSwTilesPerDimTile",
     ),
-    Mutant("Q's columns in another order", ROLES, "s.q[q_at.stage][sw_tile], i > 0", "s.q[q_at.stage][i], i > 0"),
+    Mutant("Q's columns in another order", ROLES, "s.q[q_at.stage][sw_tile], C::", "s.q[q_at.stage][i], C::"),
     # Masks
     Mutant("no list of absent pages", ROLES, "if (group == C::kRopeGroups) s.present[stage] = present;", ""),
     Mutant("hidden values not sanitized", ROLES, "    sanitize_v<C>(block, s.kv[stage], item, tile, thread);\n", ""),

@@ -36,6 +36,8 @@ MMA_CALLS = (
     ("sm_100a", "block/sparse_forward_sm100_joint/bfloat16-128heads"),
     ("sm_100a", "block/decode_sm100_records/v4-float16-32rows"),
     ("sm_100a", "kernel/decode_sm100_records/fp8-bfloat16-64rows"),
+    ("sm_100a", "block/decode_sm100_fp8/float16-32rows"),
+    ("sm_100a", "kernel/decode_sm100_fp8/bfloat16-32rows"),
     ("sm_100a", "block/indexer_logits_sm100/64codes-72heads"),
     ("sm_100a", "block/indexer_logits_sm100/32codes-20heads"),
     ("sm_103a", "kernel/indexer_logits_sm100/128codes-64heads"),

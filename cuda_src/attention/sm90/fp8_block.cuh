@@ -5,8 +5,8 @@
 // tile, half of it zeros, and the ring a stage less.
 #pragma once
 #include "attention/decode_output.cuh"
+#include "attention/fp8_scales.cuh"
 #include "attention/row_block.cuh"
-#include "attention/sm90/fp8_scales.cuh"
 #include "attention/tree_mask.cuh"
 #include "common/limits.cuh"
 #include "tile/byte_fragments.cuh"

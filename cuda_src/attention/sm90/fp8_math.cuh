@@ -20,12 +20,6 @@ MLA_DEVICE float moved_reference(float reference, float tile_max) {
     return tile_max > reference + kFp8ReferenceLog2 ? tile_max : reference;
 }
 
-// The bytes of a word without those that are e4m3's NaN.
-MLA_DEVICE u32 without_nan(u32 codes) {
-    const u32 nan = ((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
-    return codes & ~((nan >> 7) * 0xffu);
-}
-
 template <class Owner>
 struct Fp8Math {
     using Memory = typename Owner::Memory;
@@ -352,12 +346,7 @@ struct Fp8Math {
             for (i32 panel = 0; panel < kFp8PanelsOfSide; ++panel) {
                 uint4& chunk =
                     *reinterpret_cast<uint4*>(values + panel * kSw128Bytes + sw128_offset(row, i % kSw128Chunks));
-                uint4 finite = make_uint4(0, 0, 0, 0);
-                if (row < end) {
-                    finite = make_uint4(without_nan(chunk.x), without_nan(chunk.y), without_nan(chunk.z),
-                                        without_nan(chunk.w));
-                }
-                chunk = finite;
+                chunk = row < end ? without_nan(chunk) : make_uint4(0, 0, 0, 0);
             }
         }
         fence_proxy_async();  // before the next tile's copies

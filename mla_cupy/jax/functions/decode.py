@@ -134,8 +134,8 @@ def mla_decode(
     q_scale : float
         Scale of queries in e4m3, by which they are multiplied.
     math : str
-        "exact" converts the numbers of FP8 records, and multiplies in 16 bits. "fp8", for the record "fp8" on Hopper,
-        multiplies in e4m3: weights, and queries in 16 bits, are rounded to it, see the notes.
+        "exact" converts the numbers of FP8 records, and multiplies in 16 bits. "fp8", for the record "fp8" on Hopper
+        and Blackwell, multiplies in e4m3: weights, and queries in 16 bits, are rounded to it, see the notes.
     out : array, (b, s_q, h_q, 512), dtype of q (bfloat16 where that is e4m3) or float32, optional
         Whose memory the result takes over.
     lse : array, (b, h_q, s_q), float32, optional

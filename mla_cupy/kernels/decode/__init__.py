@@ -15,6 +15,7 @@ from mla_cupy.kernels.decode import (
     sm90_small,
     sm90_small_cluster8,
     sm100,
+    sm100_fp8,
 )
 from mla_cupy.kernels.decode.pipeline import DECODE
 from mla_cupy.kernels.spec import KernelSpec
@@ -32,6 +33,7 @@ KERNELS: tuple[KernelSpec[Any], ...] = (
     schedule_groups.KERNEL,
     schedule_pieces.KERNEL,
     *sm100.KERNELS,
+    sm100_fp8.KERNEL,
     *sm90.KERNELS,
     sm90_fp8.KERNEL,
     sm90_small.KERNEL,

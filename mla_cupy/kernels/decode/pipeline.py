@@ -36,6 +36,7 @@ from mla_cupy.kernels.decode import (
     sm90_small,
     sm90_small_cluster8,
     sm100,
+    sm100_fp8,
 )
 from mla_cupy.kernels.decode.problem import Batch, DecodeOptions, DecodeProblem
 from mla_cupy.kernels.decode.schedule_groups import Groups
@@ -124,6 +125,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         generic.KERNEL,
         generic_forms.KERNEL,
         sm90_fp8.KERNEL,
+        sm100_fp8.KERNEL,
         records.SEESAW,
         records.SMALL,
         records.SM100,

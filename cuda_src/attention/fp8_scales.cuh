@@ -2,7 +2,7 @@
 #pragma once
 #include "attention/decode_params.cuh"
 
-namespace mla::attention::sm90 {
+namespace mla::attention {
 struct Fp8ScaleAddresses {
     const float* q_scales;   // (b, s_q, h_q), or null: of queries in e4m3, beside what `scale_log2` has
     const float* kv_scales;  // (1,), or null: of the cache, beside what `scale_log2` and `value_scale` have
@@ -21,11 +21,11 @@ MLA_DEVICE float query_row_scale(const DecodeFp8Params& p, i32 request, i32 kv_h
     return p.q_scales[request * p.q_scales_stride_b_elems + row / group * p.q_scales_stride_s_elems +
                       (i64)(kv_head * group + row % group) * p.q_scales_stride_h_elems];
 }
-}  // namespace mla::attention::sm90
+}  // namespace mla::attention
 
 // What a kernel that takes DecodeFp8Params tells the host, see MLA_DECODE_FACTS.
 #define MLA_DECODE_FP8_FACTS()                                                                                    \
     MLA_FACT_LIST(params_layout, MLA_FP8_OFFSET(q_stride_b_elems), MLA_FP8_OFFSET(b), MLA_FP8_OFFSET(scale_log2), \
-                  MLA_FP8_OFFSET(q_scales_stride_b_elems), (int)sizeof(mla::attention::sm90::DecodeFp8Params));   \
+                  MLA_FP8_OFFSET(q_scales_stride_b_elems), (int)sizeof(mla::attention::DecodeFp8Params));         \
     MLA_FACT(tile_tokens, mla::attention::kTileTokens)
-#define MLA_FP8_OFFSET(field) MLA_OFFSET(mla::attention::sm90::DecodeFp8Params, field)
+#define MLA_FP8_OFFSET(field) MLA_OFFSET(mla::attention::DecodeFp8Params, field)
