@@ -288,9 +288,7 @@ def test_every_example_is_in_its_readme() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
-def test_wrong_usage_is_said(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_usage_is_said(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     library = name.partition("_")[0]
     if library in ("cupy", "torch", "jax"):
         needs(library)
