@@ -30,7 +30,7 @@ SIMULATED = "sm_90a"
 #: Which stand for the other targets while a kernel is as it was.
 MAIN = ("sm_75", "sm_90a", "sm_100a")
 #: Of so many kernels that have not changed, a run builds one.
-UNCHANGED = 3
+UNCHANGED = 6
 #: Of kernels for all GPUs from one on, those that stand for GPUs with little shared memory.
 CONSUMER = ("sm_89", "sm_120")
 LINES = (12, 13)
@@ -90,7 +90,7 @@ class Target:
         GPUs on a GPU that the simulated one is not, it makes a kernel's first variant alone: what spills are kernels of
         one architecture.
 
-        Of the kernels that have not changed it makes one build of each third one, of its first variant: the compilers
+        Of the kernels that have not changed it makes one build of each sixth one, of its first variant: the compilers
         are the same, so what the golden file says of the other builds still holds. The main targets, and with them the
         lines, take turns over these kernels.
         """

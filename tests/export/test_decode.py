@@ -28,7 +28,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
     return Library(modules.decode(), tmp_path_factory.mktemp("export") / "decode")
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_calls(library: Library, count: int) -> None:
     assert compare.calls(library, GPUS, LIMITS, count) > 0.8 * count
 

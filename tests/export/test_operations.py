@@ -106,7 +106,7 @@ def test_every_operation_has_a_case() -> None:
 
 @cases()
 def test_calls(case: str, folder: Path) -> None:
-    assert compare.calls(library(case, folder), GPUS, LIMITS, 300) > 90
+    assert compare.calls(library(case, folder), GPUS, LIMITS, 150) > 45
 
 
 @cases()

@@ -162,8 +162,9 @@ def _plant_steps(mutant: Mutant, gone: Steps, monkeypatch: pytest.MonkeyPatch, p
 
 @functools.cache
 def _sound(request: BuildRequest) -> Build:
-    """Of sources that the bug is not in: the other kernels of a call, the same for all mutants."""
-    return to_ptx(request)
+    """Of sources that the bug is not in: the other kernels of a call, which their own tests have compiled, or will."""
+    places = cache.places()
+    return worker.build_here(request.as_virtual(), nvrtc.find_nvrtc(), places.read, places.write)[0]
 
 
 def to_ptx(request: BuildRequest) -> Build:

@@ -1,8 +1,8 @@
 """Which cases of a test an ordinary run has, where they differ in sizes or the mode and not in the code they reach.
 
-A test with the mark `sampled` has one of each three of them: first the first, then the last, then the middle one, so
-that what takes turns over the cases (modes, dtypes, numbers of multiprocessors) goes on to do so. Of each kernel it
-has others: where there are three, every case is run. `-m slow` has the rest, and `--sim=full` all at once.
+A test with the mark `sampled` has one of each four of them: first the first, then the last, the third and the second,
+so that what takes turns over the cases (modes, dtypes, numbers of multiprocessors) goes on to do so. Of each kernel it
+has others: where there are four, every case is run. `-m slow` has the rest, and `--sim=full` all at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-SAMPLED = 3
+SAMPLED = 4
 _NONE = SimpleNamespace(params={})
 
 
@@ -31,10 +31,10 @@ def thin_out(items: Iterable[Any]) -> None:
 
 
 def chosen(cases: Sequence[Any]) -> Iterator[Any]:
-    """One of each three of each kernel; of fewer, the last if there is not the one whose turn it is."""
+    """One of each four of each kernel; of fewer, the last if there is not the one whose turn it is."""
     kernels = dict[Any, list[Any]]()
     for item in cases:
         kernels.setdefault(getattr(item, "callspec", _NONE).params.get("kernel"), []).append(item)
     for turn, own in enumerate(kernels.values()):
         for block, start in enumerate(range(0, len(own), SAMPLED)):
-            yield own[min(start + (turn + 2 * block) % SAMPLED, len(own) - 1)]
+            yield own[min(start + (turn - block) % SAMPLED, len(own) - 1)]

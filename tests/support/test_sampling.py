@@ -30,20 +30,20 @@ class Item:
         return "slow" not in self.marks
 
 
-def test_one_of_three_cases_of_a_sampled_test_runs_ordinarily() -> None:
-    sampled = [Item("one", "sampled", case=i) for i in range(8)]
-    others = [Item("other", case=i) for i in range(8)]
+def test_one_of_four_cases_of_a_sampled_test_runs_ordinarily() -> None:
+    sampled = [Item("one", "sampled", case=i) for i in range(11)]
+    others = [Item("other", case=i) for i in range(11)]
     sampling.thin_out([*sampled[:5], *others, *sampled[5:]])
-    assert [i for i, item in enumerate(sampled) if item.runs] == [0, 5, 7]
+    assert [i for i, item in enumerate(sampled) if item.runs] == [0, 7, 10]
     assert all(item.runs for item in others)
 
 
 def test_kernels_share_the_cases() -> None:
-    items = {(case, kernel): Item("one", "sampled", case=case, kernel=kernel) for case in range(4) for kernel in "abc"}
+    items = {(case, kernel): Item("one", "sampled", case=case, kernel=kernel) for case in range(5) for kernel in "abcd"}
     sampling.thin_out(items.values())
     assert [key for key, item in items.items() if item.runs] == [
-        *[(0, "a"), (1, "b"), (2, "c")],
-        *[(3, "a"), (3, "b"), (3, "c")],
+        *[(0, "a"), (1, "b"), (2, "c"), (3, "d")],
+        *[(4, "a"), (4, "b"), (4, "c"), (4, "d")],
     ]
 
 

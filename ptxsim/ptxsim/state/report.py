@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from .findings import Finding, place_of
+from .findings import Finding, Place, place_of
 
 _TRAFFIC = ("shared read", "shared written", "global read", "global written", "global atomic", "bulk read",
             "bulk written", "tensor memory")  # fmt: skip
@@ -111,14 +112,20 @@ class Report:
         self.bytes = dict(zip(_TRAFFIC, launch.traffic, strict=False))
         self.waits = {name: tuple(pair) for name, pair in launch.waits.items()}
         self.notes = list(launch.notes)
-        self.missed = [
+        self._ran = program, launch.counts
+        self.findings = list(launch.found.values())
+        self.banks = dict(launch.banks.sites) if launch.banks else {}
+
+    @cached_property
+    def missed(self) -> list[Place]:
+        """The instructions that no warp has executed; found when they are asked for, which few callers do."""
+        program, counts = self._ran
+        return [
             place_of(program, ins)
-            for block, count in zip(program.blocks, launch.counts, strict=True)
+            for block, count in zip(program.blocks, counts, strict=True)
             for ins in block.instrs
             if not count and ins.line != program.function.line  # that is where the end of a kernel is put
         ]
-        self.findings = list(launch.found.values())
-        self.banks = dict(launch.banks.sites) if launch.banks else {}
 
     @property
     def errors(self) -> list[Finding]:
