@@ -32,6 +32,72 @@ struct SwTileFetch {
     }
 };
 
+// Boxes that have all four SW128 tiles of a half, for configurations whose layout is HalfLayout<true>. The maps are of
+// (64 columns, 8 tokens, SW128 tiles, groups of 8 tokens of a page, pages), with boxes of four SW128 tiles and of one,
+// which has the RoPE columns; or, if pages are no groups of 8 or there are several KV heads, those of SwTileFetch with
+// up to 8 tokens. Kernels without forms take one KV head.
+template <class C>
+struct HalfFetch {
+    using Layout = typename C::Layout;
+    const TensorMap &half_map, &rope_map;
+    i32 kv_head;
+    bool in_groups;
+
+    MLA_DEVICE HalfFetch(const Block<C>& block, const TensorMap& half_map, const TensorMap& rope_map)
+        : half_map(half_map),
+          rope_map(rope_map),
+          kv_head(C::Work::kForms ? block.kv_head : 0),
+          in_groups(block.p.page_size % Layout::kRowsInAtom == 0 && (!C::Work::kForms || block.p.h_kv == 1)) {}
+
+    MLA_DEVICE void prefetch_maps() const {
+        prefetch_tensormap(half_map);
+        if constexpr (C::kSwTilesRope > 0) prefetch_tensormap(rope_map);
+    }
+    MLA_DEVICE i32 most_tokens() const { return in_groups ? kTileTokens : Layout::kRowsInAtom; }
+
+    template <bool kRight>
+    MLA_DEVICE void half(const TileBoxes& boxes, SmemAddr to, MBarrier& full) const {
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            if (!boxes.contains(boxes.box(i))) continue;
+            const i32 first = boxes.box(i) * boxes.rows, page = boxes.window.page[i], token = boxes.window.offset[i];
+            if (in_groups) {
+                fetch_groups<kRight>(boxes, to, full, first, page, token / Layout::kRowsInAtom);
+            } else {
+                fetch_rows<kRight>(boxes, to, full, first, page, token);
+            }
+        }
+    }
+
+    template <bool kRight>
+    MLA_DEVICE void fetch_groups(const TileBoxes& boxes, SmemAddr to, MBarrier& full, i32 first, i32 page,
+                                 i32 group) const {
+        if constexpr (!kRight && C::kSwTilesRope > 0) {
+            cp_async_bulk_tensor_5d(to + (Layout::sw_tile_offset(kSwTilesV) + first * kSw128RowBytes), rope_map, full,
+                                    0, 0, kSwTilesV, group, page, boxes.l2_policy);
+        }
+        const u32 rows = first / Layout::kRowsInAtom * Layout::kNextRows;
+        cp_async_bulk_tensor_5d(to + ((kRight ? kHalfBytes : 0) + rows), half_map, full, 0, 0,
+                                kRight ? kSwTilesHalf : 0, group, page, boxes.l2_policy);
+    }
+
+    template <bool kRight>
+    MLA_DEVICE void fetch_rows(const TileBoxes& boxes, SmemAddr to, MBarrier& full, i32 first, i32 page,
+                               i32 token) const {
+        constexpr i32 kBegin = kRight ? C::kSwTilesLeft : 0;
+        constexpr i32 kEnd = kRight ? C::kSwTilesQk : C::kSwTilesLeft;
+#pragma unroll 1
+        for (i32 k = kBegin; k < kEnd; ++k) {
+            const i32 sw_tile = C::sw_tile_in_order(k);
+            const u32 rows = sw_tile == kSwTilesV ? first * kSw128RowBytes
+                                                  : first / Layout::kRowsInAtom * Layout::kNextRows +
+                                                        first % Layout::kRowsInAtom * kSw128RowBytes;
+            cp_async_bulk_tensor_4d(to + (Layout::sw_tile_offset(sw_tile) + rows), half_map, full,
+                                    sw_tile * kSw128Columns, token, kv_head, page, boxes.l2_policy);
+        }
+    }
+};
+
 // Both halves of a tile, each as soon as its place is free. `fetch.half<kRight>(boxes, to, full)` starts one.
 template <class C, class Fetch>
 struct HalvesLoader {
