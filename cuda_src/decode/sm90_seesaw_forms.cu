@@ -8,9 +8,7 @@
 
 namespace mla::decode {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-struct Forms : Config<MLA_DTYPE, MLA_HEAD_DIM_QK, /*kSparse=*/false, /*kTree=*/false, GroupedWork> {
-    using Layout = HalfLayout</*kRowsInTurn=*/true>;
-};
+using Forms = Config<MLA_DTYPE, MLA_HEAD_DIM_QK, /*kSparse=*/false, /*kTree=*/false, GroupedWork>;
 
 static_assert(sizeof(Storage<Forms>) <= kMaxDynamicSmem, "shared memory");
 
@@ -21,10 +19,8 @@ MLA_FACT(block_m, kBlockM);
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    mla_decode_sm90_seesaw_forms(const __grid_constant__ DecodeFormParams p, const __grid_constant__ TensorMap half_map,
-                                 const __grid_constant__ TensorMap rope_map) {
+    mla_decode_sm90_seesaw_forms(const __grid_constant__ DecodeFormParams p, const __grid_constant__ TensorMap kv_map) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
-    Block<Forms> block(p, *reinterpret_cast<Storage<Forms>*>(smem));
-    run_seesaw_block(block, HalfFetch<Forms>(block, half_map, rope_map));
+    run_seesaw_block<Forms>(p, kv_map, *reinterpret_cast<Storage<Forms>*>(smem));
 }
 }  // namespace mla::decode

@@ -56,7 +56,7 @@ SEESAW: AttentionKernel[DecodeProblem] = AttentionKernel(
     unsupported=_fast,
     variant=wide_variant,
     block_rows=sm90.BLOCK_M,
-    kv_maps=sm90.box_maps,
+    kv_maps=sm90.kv_maps,
     counts_partials=True,
     forms=FORMS,
 )

@@ -36,8 +36,8 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
     return None if problem.aligned else needs_alignment("q and kv_cache")
 
 
-def kv_map(kv_cache: View, l2: str = "128B", most_tokens: int = TILE_TOKENS) -> TensorMapSpec:
-    """The cache as (pages, heads, tokens, d_qk), fetched in boxes of 64 columns and gcd(page_size, most_tokens) tokens.
+def kv_map(kv_cache: View, l2: str = "128B") -> TensorMapSpec:
+    """The cache as (pages, heads, tokens, d_qk), fetched in boxes of 64 columns and gcd(page_size, 64) tokens.
 
     `l2` is the promotion of the fetches, which pays or costs with what binds the kernel.
 
@@ -56,7 +56,7 @@ def kv_map(kv_cache: View, l2: str = "128B", most_tokens: int = TILE_TOKENS) -> 
             nbytes * head if h_kv > 1 else row_bytes,
             nbytes * page if num_pages > 1 else row_bytes,
         ),
-        box=(BOX_COLUMNS, min(most_tokens, page_size & -page_size), 1, 1),
+        box=(BOX_COLUMNS, min(TILE_TOKENS, page_size & -page_size), 1, 1),
         l2=l2,
     )
 
@@ -75,13 +75,12 @@ def _one_head(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
 def box_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
     """The cache of one head as (pages, groups of 8 tokens, columns / 64, 8, 64): boxes of half the values, and of RoPE.
 
-    If its pages are no groups of 8, or it has several heads, twice the map of 16-bit rows, with up to 8 tokens a box.
+    If its pages are no groups of 8, twice the map of 16-bit rows.
     """
-    num_pages, page_size, h_kv, d_qk = kv_cache.shape
+    num_pages, page_size, _, d_qk = kv_cache.shape
     page, token, _, _ = kv_cache.strides
-    if page_size % BOX_ROWS or h_kv > 1:
-        rows = kv_map(kv_cache, most_tokens=BOX_ROWS)
-        return rows, rows
+    if page_size % BOX_ROWS:
+        return kv_map(kv_cache), kv_map(kv_cache)
     nbytes = TABLE[kv_cache.dtype].nbytes
     groups = page_size // BOX_ROWS
 
