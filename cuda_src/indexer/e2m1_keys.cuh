@@ -13,7 +13,6 @@ constexpr i32 kE2m1Keys = 128, kE2m1Group = 32;
 constexpr i32 kE2m1KeyBytes = kE2m1Keys / 2;
 constexpr i32 kRaised = 6;  // exponent: 6 * 2^6 is the largest number
 constexpr i32 kNanScale = 255;
-constexpr i32 kNear = 12;  // differences of scales from which on there are subnormal numbers
 
 struct E2m1Scales {
     u32 bytes;
@@ -30,31 +29,18 @@ struct E2m1Scales {
     MLA_DEVICE float power() const { return __uint_as_float(largest == 0 ? 1u << 22 : (u32)largest << 23); }
     // What the e4m3 numbers are to be multiplied by.
     MLA_DEVICE float of_key() const { return power() * (1.f / (1 << kRaised)); }
-
-    // By how much each is less than the largest, a byte each; if all are numbers.
-    MLA_DEVICE u32 less() const { return largest * 0x01010101u - bytes; }
-    // Whether all are numbers, and so near to each other that no e4m3 number is subnormal.
-    MLA_DEVICE bool are_near() const {
-        i32 most = 0;
-#pragma unroll
-        for (i32 group = 0; group < 4; ++group) most = max(most, of(group));
-        const u32 least = most * 0x01010101u - bytes;
-        return most != kNanScale && ((least | least + 0x01010101u * (0x80 - kNear)) & 0x80808080) == 0;
-    }
 };
 
 // Bytes of e4m3 for the eight magnitudes of e2m1, times the group's share of the key's scale.
 struct E2m1Table {
-    static constexpr u32 kTo3 = 0x6c686000, kTo7 = 0x7c787470;  // 0, 32, 64, 96; 128, 192, 256, 384
     u32 to3, to7;
 
-    MLA_DEVICE E2m1Table(u32 to3, u32 to7) : to3(to3), to7(to7) {}
     MLA_DEVICE E2m1Table(const E2m1Scales& scales, i32 group) {
         const i32 scale = scales.of(group), less = scales.largest - scale;
-        to3 = kTo3, to7 = kTo7;
+        to3 = 0x6c686000, to7 = 0x7c787470;  // 0, 32, 64, 96; 128, 192, 256, 384
         if (scale == kNanScale) {
             to3 = to7 = 0x7f7f7f7f;
-        } else if (less < kNear) {
+        } else if (less < 12) {
             const u32 lower = less * 0x08080808u;
             to3 -= lower & 0xffffff00, to7 -= lower;
         } else {  // the least ones are subnormal
@@ -68,25 +54,6 @@ struct E2m1Table {
         const u32 sizes = codes & 0x77777777, shifted = codes << 4;
         return make_uint2(__byte_perm(to3, to7, sizes) | (__byte_perm(codes, shifted, 0x1504) & kSigns),
                           __byte_perm(to3, to7, sizes >> 16) | (__byte_perm(codes, shifted, 0x3726) & kSigns));
-    }
-};
-
-// The tables of a key's groups, whatever its scales ...
-struct E2m1Tables {
-    E2m1Scales scales;
-
-    MLA_DEVICE explicit E2m1Tables(const E2m1Scales& scales) : scales(scales) {}
-    MLA_DEVICE E2m1Table of(i32 group) const { return E2m1Table(scales, group); }
-};
-
-// ... and of near ones: four instructions each.
-struct E2m1NearTables {
-    u32 lower;  // a byte for each group: what its exponents are less
-
-    MLA_DEVICE explicit E2m1NearTables(const E2m1Scales& scales) : lower(scales.less() << 3) {}
-    MLA_DEVICE E2m1Table of(i32 group) const {
-        return E2m1Table(E2m1Table::kTo3 - __byte_perm(lower, 0, 0x1110 * group + 4),
-                         E2m1Table::kTo7 - __byte_perm(lower, 0, 0x1111 * group));
     }
 };
 }  // namespace mla::indexer

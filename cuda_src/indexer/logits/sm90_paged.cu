@@ -28,7 +28,7 @@
 // Source: the operation is DeepGEMM's fp8_paged_mqa_logits (2025). What differs: the schedule is even to one page, any
 // number of heads fits, lengths may be those of the last tokens, and pages that are not there are no error.
 #include "common/limits.cuh"
-#include "indexer/e2m1_keys.cuh"
+#include "indexer/e2m1_near.cuh"
 #include "indexer/logits/sm90.cuh"
 #include "ptx/load.cuh"
 #include "tile/product.cuh"
@@ -476,13 +476,13 @@ struct ConvertedKeys {
         const i32 first = own.row & ~8;
         const E2m1Scales scales[2] = {E2m1Scales(__float_as_uint(s.scales[stage][first])),
                                       E2m1Scales(__float_as_uint(s.scales[stage][first + 8]))};
-        if (__all_sync(kFullWarp, scales[0].are_near() && scales[1].are_near())) {
+        if (__all_sync(kFullWarp, are_near(scales[0]) && are_near(scales[1]))) {
             convert<E2m1NearTables>(s, scales, first, own.c, stage);
         } else {
             convert<E2m1Tables>(s, scales, first, own.c, stage);
         }
         release(s.k_empty[stage], thread);
-        return scales[own.row != first].of_key();
+        return own.row == first ? scales[0].of_key() : scales[1].of_key();
     }
 
     // A thread has four neighbours of each half of a step, of two keys.

@@ -13,7 +13,7 @@ from tests.support.sim_driver import simulated
 
 PREFILL, PAGED = "indexer/logits/sm90.cu", "indexer/logits/sm90_paged.cu"
 SHARED, LINE = "indexer/logits/sm90.cuh", "indexer/logits/line.cuh"
-RANGES, E2M1 = "indexer/key_ranges.cuh", "indexer/e2m1_keys.cuh"
+RANGES, E2M1 = "indexer/key_ranges.cuh", "indexer/e2m1_near.cuh"
 SUMS = "indexer/logits/sm90_head_sums.cuh"
 MODES = (("late", 0), ("random", 1), ("random", 2), ("early", 0))
 #: Two blocks of tokens; more tiles than the ring has stages.
@@ -127,8 +127,8 @@ MUTANTS = [
     (Mutant("the other key's fragment", PAGED, "a[step][i] = keys.x;", "a[step][1 - i] = keys.x;"), IN_E2M1),
     (Mutant("codes are not swizzled", PAGED, "sw64_offset(first + 8 * i, step)", FLAT), IN_E2M1),
     (Mutant("a table for all steps", PAGED, "tables.of(step)", "tables.of(0)"), IN_E2M1),
-    (Mutant("the other key's scale", PAGED, "scales[own.row != first]", "scales[own.row == first]"), IN_E2M1),
-    (Mutant("scales of the first key alone", PAGED, "scales[1].are_near()", "true"), FAR),
+    (Mutant("the other key's scale", PAGED, "own.row == first ?", "own.row != first ?"), IN_E2M1),
+    (Mutant("scales of the first key alone", PAGED, "are_near(scales[1])", "true"), FAR),
     (Mutant("one lane's keys decide", PAGED, "__all_sync(kFullWarp, ", "__any_sync(kFullWarp, "), FAR),
     (Mutant("subnormal numbers are near", E2M1, "kNear = 12", "kNear = 13"), FAR),
     (Mutant("NaN is near", E2M1, "most != kNanScale && ", ""), FAR),

@@ -38,7 +38,7 @@ _E2M1_VARIANTS = (
     Variant(block_heads=_E2M1_HEADS, query_tiles=_QUERY_STAGES * 2, e2m1=1),
     Variant(block_heads=_E2M1_HEADS, query_tiles=_QUERY_STAGES * BLOCK_TOKENS, e2m1=1),
 )
-"""The same of keys in e2m1."""
+"""Builds for keys in e2m1, of few tokens and of many."""
 
 
 def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
