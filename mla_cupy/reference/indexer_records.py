@@ -320,9 +320,9 @@ def e2m1_keys(cache: Array) -> Array:
 
 
 def as_e4m3(cache: Array) -> tuple[Array, Array]:
-    """The keys of a cache in e2m1 as values of e4m3, (num_pages, page_size, 128), and one scale for each key.
+    """The keys of a cache in e2m1: values of e4m3, (num_pages, page_size, 128), and one scale for each key.
 
-    The scale is the largest of the key's scales that are numbers, times 2**-6, so that values are at most 6 * 2**6. That
+    The scale is the largest that is a number of the key's, times 2**-6, so that values are at most 6 * 2**6. That
     is exact where scales are at most 2**14 apart: groups with a smaller one are zeros. A scale of NaN makes NaN.
     """
     exponents = cache.reshape(len(cache), -1)[:, cache.shape[1] * E2M1_WIDTH // 2 :]
