@@ -83,18 +83,6 @@ struct TreeWords<true> {
     u64 of_tile[2][kBlockM];  // bit t: the row sees token t; first tile: that of the first draft
 };
 
-// So do, in builds with forms, the tokens that rows see: what takes divisions made the loop over tiles longer by a
-// seventh.
-template <bool kForms>
-struct RowRanges {};
-struct RowRange {
-    i32 begin, end;
-};
-template <>
-struct RowRanges<true> {
-    RowRange of_row[2][kBlockM];  // for the left warpgroup, the right one
-};
-
 template <class C>
 struct Storage {
     alignas(kSwizzleAtomBytes) u8 q[C::kTileBytes];  // the resident SW128 tile's place is p(1)
@@ -109,7 +97,6 @@ struct Storage {
     MBarrier q_full, q_empty;
     MBarrier sums_ready[2];  // left, right: the share of l is in sums
     TreeWords<C::kTree> tree;
-    RowRanges<C::Work::kForms> seen;
     typename C::Extra extra;
 
     MLA_DEVICE u8* q_resident() { return q + C::kResidentSwTile * kSw128Bytes; }

@@ -200,18 +200,6 @@ MLA_DEVICE void sanitize_v(Block<C>& block, const WorkItem& item, i32 tile, i32 
     bar_sync(own_barrier(kRight), kWarpgroupThreads);
 }
 
-// Which tokens each row sees, for this warpgroup. What it read before, of an earlier item, it had read before the other
-// one's sums were there.
-template <bool kRight, class C>
-MLA_DEVICE void store_row_ranges(Block<C>& block, const WorkItem& item, i32 thread) {
-    if (thread < kBlockM) {
-        RowRange& seen = block.s.seen.of_row[kRight][thread];
-        seen.begin = window_begin(block.p, item, block.row0 + thread);
-        seen.end = min(visible_of<typename C::Work>(block.p, item, block.row0 + thread), item.tokens);
-    }
-    bar_sync(own_barrier(kRight), kWarpgroupThreads);
-}
-
 // Masks the scores of `tile`, which lies in `stage`. Most tiles hide nothing.
 template <class C>
 MLA_DEVICE void mask_tile(const Block<C>& block, Math& math, const WorkItem& item, i32 tile, i32 stage, i32 thread) {
@@ -240,23 +228,16 @@ MLA_DEVICE void mask_tile(const Block<C>& block, Math& math, const WorkItem& ite
     }
     TileMask mask;
     mask.present = present;
-    i32 own = thread;  // found anew where it is needed
-    opaque(own);
-    own = fragment_row(own);
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
-        if constexpr (C::Work::kForms) {
-            mask.visible[r] = block.s.seen.of_row[stage][own + 8 * r].end - tile * kTileTokens;
-        } else {
-            const i32 visible = visible_of<typename C::Work>(block.p, item, row + 8 * r);
-            mask.visible[r] = min(visible, item.tokens) - tile * kTileTokens;
-        }
+        const i32 visible = visible_of<typename C::Work>(block.p, item, row + 8 * r);
+        mask.visible[r] = min(visible, item.tokens) - tile * kTileTokens;
     }
     mask_scores(math.scores, mask, thread);
     if constexpr (C::Work::kForms) {
 #pragma unroll
         for (i32 r = 0; r < kFragmentRows; ++r) {
-            mask_before(math.scores, r, block.s.seen.of_row[stage][own + 8 * r].begin - tile * kTileTokens, thread);
+            mask_before(math.scores, r, window_begin(block.p, item, row + 8 * r) - tile * kTileTokens, thread);
         }
     }
 }
@@ -376,7 +357,6 @@ MLA_DEVICE void run_math_role(Block<C>& block, i32 thread, Tiles tiles) {
         bool has_nonfinite = false;
         if (item.tile_begin < item.tile_end) {
             load_q_resident(s, math, thread);
-            if constexpr (C::Work::kForms) store_row_ranges<kRight>(block, item, thread);
             tiles(math, item);
             total_sums<kRight>(sums, s, math, thread);
             has_nonfinite = !C::kSparse && s.nonfinite_request[kRight] == item.request;
