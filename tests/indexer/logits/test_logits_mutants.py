@@ -34,7 +34,6 @@ SEQUENCES = PagedCase(b=40, h=2, seqlens=(70, 0, 1, 64, 2) * 8)
 #: Keys in e2m1: pages of two sequences, more than the ring has stages; and scales that are far apart, or no numbers.
 IN_E2M1 = PagedCase(b=2, s_q=3, h=9, seqlens=(1300, 70), missing_page=True, e2m1=True)
 FAR = PagedCase(b=1, s_q=2, h=9, seqlens=(128,), e2m1=True)
-FIRST = "if (token == 0)"
 HALF = LogitsCase(s_q=9, s_kv=300, h=12, dtype="uint8", ranges="none", float16=True)
 
 ONE_BARRIER = (
@@ -100,7 +99,10 @@ MUTANTS = [
     (Mutant("queries of a token that is none are brought into L2", PAGED, *ONE_TOKEN_MORE), LONG),
     (Mutant("roles begin before barriers are there", PAGED, *steps("bar.sync", 0, of=1)), PAGES),
     (Mutant("pages are those of the first sequence", PAGED, "if (!looked_up)", "if (false)"), SEQUENCES),
-    (Mutant("a page is released with tokens to come", PAGED, "if (token + kTokens == sequence.tokens)", FIRST), THREE),
+    (
+        Mutant("a page is released with tokens to come", PAGED, "token + kTokens == sequence.tokens", "token == 0"),
+        THREE,
+    ),
     (Mutant("a product is not waited for", PAGED, "wgmma_wait_group<0>();", "wgmma_wait_group<1>();"), THREE),
     (Mutant("later tokens have the first one's row", PAGED, "token * sequence.row_bytes", "0"), THREE),
     (Mutant("the second token has the first one's row", PAGED, "block, own.c / 2)", "block, 0)"), THREE),
