@@ -118,6 +118,7 @@ SITUATIONS = (
     ('the same, accumulate="float16"', LOGITS, _logits("float8_e4m3fn", 64, accumulate="float16")),
     ("`indexer_logits`, bfloat16, 128 heads of 128", LOGITS, _logits("bfloat16", 128)),
     ("`indexer_logits_paged`, pages of 64", LOGITS_PAGED, _logits("float8_e4m3fn", 64, page_size=64, num_pages=9)),
+    ("the same, keys in e2m1", LOGITS_PAGED, _logits("float8_e4m3fn", 64, page_size=64, num_pages=9, e2m1=True)),
     ("`indexer_logits_paged`, pages of 16", LOGITS_PAGED, _logits("float8_e4m3fn", 64, page_size=16, num_pages=9)),
     ("the same, 16 tokens", LOGITS_PAGED, _logits("float8_e4m3fn", 64, page_size=16, num_pages=9, block_tokens=16)),
     ("`indexer_topk`, 4,096 rows of 32,768", TOPK, TopkProblem(4096, 32768, 2048)),

@@ -802,6 +802,7 @@ class GatherKeysParams(Params):
     page_size: I32
     d: I32
     slots_are_64: I32
+    keys_are_e2m1: I32
 
 
 class PrepareParams(Params):

@@ -319,6 +319,21 @@ def e2m1_keys(cache: Array) -> Array:
     return keys
 
 
+def as_e4m3(cache: Array) -> tuple[Array, Array]:
+    """The keys of a cache in e2m1: values of e4m3, (num_pages, page_size, 128), and one scale for each key.
+
+    The scale is the largest that is a number of the key's, times 2**-6, so that values are at most 6 * 2**6. That
+    is exact where scales are at most 2**14 apart: groups with a smaller one are zeros. A scale of NaN makes NaN.
+    """
+    exponents = cache.reshape(len(cache), -1)[:, cache.shape[1] * E2M1_WIDTH // 2 :]
+    exponents = exponents.reshape(*cache.shape[:2], SCALE_BYTES).astype(np.int64)
+    largest = np.where(exponents == NAN_SCALE, 0, exponents).max(axis=-1, initial=0)
+    scales = 2.0 ** (largest - 127.0 - 6)
+    too_small = np.repeat((largest[..., None] - exponents > 14), E2M1_GROUP, axis=-1)
+    values: Array = e2m1_keys(cache) / scales[..., None]
+    return np.where(too_small, 0.0, values), scales
+
+
 def append_e2m1(cache: Array, x: Array, slots: npt.ArrayLike) -> None:
     """Write transformed keys to slots of a cache in e2m1, in place, as `append_records`."""
     num_pages, page_size = cache.shape[:2]
@@ -409,7 +424,7 @@ def indexer_cache_append(
     return ()
 
 
-def indexer_cache_gather(cache: Array, slots: npt.ArrayLike) -> tuple[Array, Array]:
+def indexer_cache_gather(cache: Array, slots: npt.ArrayLike, *, d: int | None = None) -> tuple[Array, Array]:
     """Read index keys of a paged cache.
 
     Parameters
@@ -418,6 +433,8 @@ def indexer_cache_gather(cache: Array, slots: npt.ArrayLike) -> tuple[Array, Arr
         As for `indexer_cache_append`.
     slots : array, (n,), integers
         A slot outside of the cache, such as -1, gives zeros.
+    d : int, optional
+        Elements of a key. With 128 records of 68 bytes are keys in e2m1, see `as_e4m3`. Default: as many as codes.
 
     Returns
     -------
@@ -425,12 +442,13 @@ def indexer_cache_gather(cache: Array, slots: npt.ArrayLike) -> tuple[Array, Arr
         Values of e4m3.
     k_scale : array, (n,), float64
     """
-    parts, page_scales = page_parts(cache)
-    num_pages, page_size, d = parts.shape
+    in_e2m1 = d is not None and are_e2m1(cache, d)
+    parts, page_scales = as_e4m3(cache) if in_e2m1 else page_parts(cache)
+    num_pages, page_size, width = parts.shape
     where = np.asarray(slots).astype(np.int64)
     (live,) = np.nonzero((where >= 0) & (where < num_pages * page_size))
     pages, tokens = np.divmod(where[live], max(1, page_size))
-    codes, scales = np.zeros((len(where), d)), np.zeros(len(where))
+    codes, scales = np.zeros((len(where), width)), np.zeros(len(where))
     codes[live] = parts[pages, tokens].astype(np.float64)
     scales[live] = page_scales[pages, tokens]
     return codes, scales

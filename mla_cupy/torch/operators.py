@@ -694,17 +694,17 @@ INDEXER_CACHE_APPEND = Operators(
 
 
 def _indexer_cache_gather(
-    cache: Any, slots: Any, *, codes: Any = None, k_scale: Any = None, workspace: Any = None
+    cache: Any, slots: Any, d: Any = None, *, codes: Any = None, k_scale: Any = None, workspace: Any = None
 ) -> Invocation:
     arrays = (cache, slots, codes, k_scale)
-    options = ()
+    options = (d,)
     return Invocation(BOUND_OPERATIONS["indexer_cache_gather"], arrays, options, workspace)
 
 
 INDEXER_CACHE_GATHER = Operators(
     BOUND_OPERATIONS["indexer_cache_gather"],
     _indexer_cache_gather,
-    arguments="Tensor cache, Tensor slots",
+    arguments="Tensor cache, Tensor slots, int? d=None",
     results="Tensor(a!) codes, Tensor(b!) k_scale",
     returns="(Tensor, Tensor)",
 )

@@ -323,9 +323,10 @@ def append_keys(**options: Any) -> BoundCall:
     return BoundCall(_id("append_keys", options), "indexer_cache_append", arrays, options)
 
 
-def gather_keys() -> BoundCall:
-    arrays = {"cache": append_keys().eager()[0], "slots": np.array([7, -1, 2], np.int32)}
-    return BoundCall("gather_keys", "indexer_cache_gather", arrays, {})
+def gather_keys(**options: Any) -> BoundCall:
+    cache = np.random.default_rng(6).integers(0, 127, (3, 4, 68)).astype(np.uint8)
+    arrays = {"cache": cache if options else append_keys().eager()[0], "slots": np.array([7, -1, 2], np.int32)}
+    return BoundCall(_id("gather_keys", options), "indexer_cache_gather", arrays, options)
 
 
 def sparse_decode(record: str, extra: bool = False, **options: Any) -> BoundCall:
@@ -417,6 +418,7 @@ CALLS = [
     append_keys(),
     append_keys(hadamard=False, scales="plain"),
     gather_keys(),
+    gather_keys(d=128),
     sparse_decode("v32"),
     sparse_decode("v4", extra=True, lse_base="2", out_dtype="float32"),
 ]

@@ -94,6 +94,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], type[Exception]]] = {
     ),
     "return_values": (NO_FLAGS, ArgumentError),
     "window": ((*NO_COUNTS, 0), ArgumentError),
+    "d": ((*(count for count in NO_COUNTS if count is not None), 0, 129), ArgumentError),
     "max_seqlen_q": ((*NO_COUNTS, 0), ArgumentError),
     "d_v": ((None, 256, "512", 512.0, True, [], [512], np.array([512]), np.zeros(3)), ArgumentError),
 }

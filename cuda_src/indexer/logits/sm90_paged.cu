@@ -22,19 +22,30 @@
 //   queries  | share, Q of the first sequence, of the next one, ...
 //   fill     | -inf behind each sequence
 //
+// Keys in e2m1 (indexer/e2m1_keys.cuh) are a build of their own, in which a math thread takes its codes from shared
+// memory and turns them into fragments of e4m3, the A operand in registers, before it multiplies.
+//
 // Source: the operation is DeepGEMM's fp8_paged_mqa_logits (2025). What differs: the schedule is even to one page, any
 // number of heads fits, lengths may be those of the last tokens, and pages that are not there are no error.
 #include "common/limits.cuh"
+#include "indexer/e2m1_near.cuh"
 #include "indexer/logits/sm90.cuh"
 #include "ptx/load.cuh"
 #include "tile/product.cuh"
+#include "tile/sw64.cuh"
 #include "tile/warp.cuh"
+
+// Keys are in e4m3 unless a variant says otherwise.
+#ifndef MLA_E2M1
+#define MLA_E2M1 0
+#endif
 
 namespace mla::indexer::logits {
 using namespace sm90;
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = float8_e4m3fn;
+constexpr bool kE2m1 = MLA_E2M1;
 constexpr i32 kBlockHeads = MLA_BLOCK_HEADS;              // of a token, all of them: columns of its products
 constexpr i32 kTokensAtOnce = kBlockHeads < 128 ? 2 : 1;  // multiplied, where there are so many
 constexpr i32 kRoomTiles = MLA_QUERY_TILES;               // of queries, in shared memory: see below
@@ -42,7 +53,7 @@ constexpr i32 kMaxQueryStages = 2, kStageTiles = kRoomTiles / kMaxQueryStages;
 constexpr bool kFewTokens = kStageTiles == kTokensAtOnce;  // in every sequence: all are multiplied at once
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
-constexpr i32 kMathWarpgroups = 4;
+constexpr i32 kMathWarpgroups = kE2m1 ? 3 : 4;  // a fragment of keys takes registers
 constexpr i32 kThreads = Roles<kMathWarpgroups>::kThreads, kLoadWarp = Roles<kMathWarpgroups>::kLoadWarp;
 constexpr i32 kMathWarps = Roles<kMathWarpgroups>::kMathWarps;
 constexpr i32 kPageWarps = kFewTokens ? 2 : 1;  // from kLoadWarp on
@@ -53,14 +64,14 @@ constexpr i32 kMaxSequences = kWarpThreads * kWarpThreads;  // without a schedul
 
 constexpr i32 kHeadDim = kSw128RowBytes;
 constexpr i32 kPageKeys = kSw128Rows;
-constexpr u32 kCodeBytes = kSw128Bytes;  // of a page
+constexpr u32 kCodeBytes = kE2m1 ? kSw64Bytes : kSw128Bytes;  // of a page
 constexpr u32 kScaleBytes = kPageKeys * sizeof(float);
 constexpr i32 kScaleRow = kCodeBytes / kScaleBytes;  // a page as rows of so many bytes: its last one
 constexpr i32 kMmaSteps = kHeadDim / kKMajorStepBytes;
 
 constexpr u32 kQueryTileBytes = kBlockHeads * kSw128RowBytes;  // of one token
 // There is room for the queries of two sequences, or of one of many heads and tokens.
-constexpr i32 kStages = 8;  // more pages under way take longer
+constexpr i32 kStages = kE2m1 ? 18 : 8;  // more pages under way take longer
 // Pages of a share that are brought into L2 before an earlier kernel is done, if it has so many: short ones lose by it.
 constexpr i32 kPagesAhead = 8, kLongShare = 128;
 static_assert(kStages % kMathWarpgroups == 0 && kStages % kPageWarps == 0, "a stage is always the same ones'");
@@ -68,9 +79,10 @@ static_assert(kStages % kMathWarpgroups == 0 && kStages % kPageWarps == 0, "a st
 constexpr i32 kProducts = kBlockHeads / 2;  // of a thread
 constexpr i32 kHeldPairs = 8;               // of weights, in registers
 // Which are few: the load roles leave some to the math role. The kernel starts with as many as fit its threads.
-constexpr bool kMovesRegisters = kFewTokens && kBlockHeads >= 64;
+constexpr bool kMovesRegisters = !kE2m1 && kFewTokens && kBlockHeads >= 64;
 constexpr i32 kMathRegisters = 104, kLoadRegisters = 64, kStartRegisters = 96;
-static_assert(kMathWarpgroups * kMathRegisters + kLoadRegisters <= (kMathWarpgroups + 1) * kStartRegisters,
+static_assert(!kMovesRegisters ||
+                  kMathWarpgroups * kMathRegisters + kLoadRegisters <= (kMathWarpgroups + 1) * kStartRegisters,
               "registers");
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
@@ -442,32 +454,95 @@ struct Sequence {
     MLA_DEVICE Weights<0> weights_of(i32 token) const { return Weights<0>(weights + token * kBlockHeads / 2); }
 };
 
+// The keys of a page as the A operand: where they lie, ...
+struct SharedKeys {
+    SmemDesc a;
+
+    MLA_DEVICE SharedKeys(const Storage& s, i32 stage) : a(uniform(k_major_desc(smem_addr(s.k[stage])))) {}
+    MLA_DEVICE float arrived(Storage& s, const RowThread& own, i32 stage, i32) const {
+        return s.scales[stage][own.row];
+    }
+};
+
+// ... or, of codes in e2m1, as fragments, which leave the stage. A step of a product is the group of a scale.
+struct ConvertedKeys {
+    static_assert(kMmaSteps * kE2m1Group == kHeadDim, "a scale for each step");
+    u32 a[kMmaSteps][4];
+
+    MLA_DEVICE ConvertedKeys(const Storage&, i32) {}
+
+    // Once the page is there; returns what the sums of this thread's key are to be multiplied by.
+    MLA_DEVICE float arrived(Storage& s, const RowThread& own, i32 stage, i32 thread) {
+        const i32 first = own.row & ~8;
+        const E2m1Scales scales[2] = {E2m1Scales(__float_as_uint(s.scales[stage][first])),
+                                      E2m1Scales(__float_as_uint(s.scales[stage][first + 8]))};
+        if (__all_sync(kFullWarp, are_near(scales[0]) && are_near(scales[1]))) {
+            convert<E2m1NearTables>(s, scales, first, own.c, stage);
+        } else {
+            convert<E2m1Tables>(s, scales, first, own.c, stage);
+        }
+        release(s.k_empty[stage], thread);
+        return own.row == first ? scales[0].of_key() : scales[1].of_key();
+    }
+
+    // A thread has four neighbours of each half of a step, of two keys.
+    template <class Tables>
+    MLA_DEVICE void convert(const Storage& s, const E2m1Scales (&scales)[2], i32 first, i32 c, i32 stage) {
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            const Tables tables(scales[i]);
+#pragma unroll
+            for (i32 step = 0; step < kMmaSteps; ++step) {
+                const u8* const codes = s.k[stage] + sw64_offset(first + 8 * i, step) + 2 * c;
+                const u32 low = *reinterpret_cast<const u16*>(codes), high = *reinterpret_cast<const u16*>(codes + 8);
+                const uint2 keys = tables.of(step).to_e4m3(low | high << 16);
+                a[step][i] = keys.x;
+                a[step][i + 2] = keys.y;
+            }
+        }
+    }
+};
+
+template <bool kConverted>
+struct KeysOf {
+    using Type = SharedKeys;
+};
+template <>
+struct KeysOf<true> {
+    using Type = ConvertedKeys;
+};
+using PageKeys = KeysOf<kE2m1>::Type;
+
 // A page, for one or two tokens at a time.
 struct PageMath {
     Storage& s;
     const Sequence& sequence;
     const RowThread& own;
-    SmemDesc k;
+    const PageKeys& keys;
     i32 stage, first_key, thread;
     float scale;
 
-    MLA_DEVICE PageMath(Storage& s, const Sequence& sequence, const RowThread& own, SmemDesc k, i32 stage, i32 tile,
-                        i32 thread)
+    MLA_DEVICE PageMath(Storage& s, const Sequence& sequence, const RowThread& own, const PageKeys& keys, float scale,
+                        i32 stage, i32 tile, i32 thread)
         : s(s),
           sequence(sequence),
           own(own),
-          k(k),
+          keys(keys),
           stage(stage),
           first_key(tile * kPageKeys),
           thread(thread),
-          scale(s.scales[stage][own.row]) {}
+          scale(scale) {}
 
     template <i32 kColumns>
     MLA_DEVICE void multiply(float (&d)[kColumns], i32 token) {
         const SmemDesc q = advance(sequence.q, token * kQueryTileBytes);
         pin(d);
         wgmma_fence();
-        multiply_abt<kMmaSteps>(Element{}, d, k, q);
+        if constexpr (kE2m1) {
+            multiply_abt(Element{}, d, keys.a, q);
+        } else {
+            multiply_abt<kMmaSteps>(Element{}, d, keys.a, q);
+        }
         wgmma_commit_group();
     }
 
@@ -497,7 +572,7 @@ struct PageMath {
             for (i32 j = 0; j < kGroupHeads / 8; ++j) weights[j] = of_tokens.at(group * kGroupHeads / 8 + j);
             if (group == 0) {
                 wgmma_wait_group<0>();
-                if (token + kTokens == sequence.tokens) release(s.k_empty[stage], thread);
+                if (!kE2m1 && token + kTokens == sequence.tokens) release(s.k_empty[stage], thread);
                 pin(d);
             }
 #pragma unroll
@@ -535,9 +610,10 @@ MLA_DEVICE void run_pages(Storage& s, const Sequence& sequence, const RowThread&
     const Weights<(kPairs < kHeldPairs ? kPairs : kHeldPairs)> weights(sequence.weights);
 #pragma unroll 1
     for (; ahead < tiles.size(); ahead += kMathWarpgroups, key.advance()) {
-        const SmemDesc k = uniform(k_major_desc(smem_addr(s.k[key.stage])));
+        PageKeys keys(s, key.stage);
         mbarrier_wait(s.k_full[key.stage], key.parity());
-        PageMath page(s, sequence, own, k, key.stage, tiles.begin + ahead, thread);
+        const float scale = keys.arrived(s, own, key.stage, thread);
+        PageMath page(s, sequence, own, keys, scale, key.stage, tiles.begin + ahead, thread);
         if constexpr (kTokens > 0) {
             page.run<kTokens>(0, weights);
         } else {

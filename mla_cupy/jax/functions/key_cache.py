@@ -78,11 +78,12 @@ def indexer_cache_gather(
     cache: jax.Array,
     slots: jax.Array,
     *,
+    d: int | None = None,
     codes: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     exportable: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Read index keys of a paged cache, as they are: what `indexer_logits` takes.
+    """Read index keys of a paged cache: what `indexer_logits` takes.
 
     For arrays of JAX: the notes of `mla_cupy.indexer_cache_gather` hold here, too.
 
@@ -91,7 +92,11 @@ def indexer_cache_gather(
     cache : array
         As for `indexer_cache_append`.
     slots : array, (n,), int32 or int64
-        A slot outside of the cache, such as -1, gives zeros. Records of 68 bytes are read as 64 codes of e4m3.
+        A slot outside of the cache, such as -1, gives zeros.
+    d : int, optional
+        Elements of a key: 32, 64 or 128. With 128 records of 68 bytes are keys in e2m1: each becomes codes of e4m3 with
+        one scale, which is exact where its scales are at most 2**14 apart; elements with a smaller one become zeros.
+        Default: as many as a record has codes of e4m3, 64 of 68 bytes.
     codes : array, (n, d), uint8 or float8_e4m3fn, optional
         Whose memory the result takes over.
     k_scale : array, (n,), float32, optional
@@ -115,6 +120,6 @@ def indexer_cache_gather(
     It has no gradient.
     """
     arrays = (cache, slots, codes, k_scale)
-    options = ()
+    options = (d,)
     codes, k_scale = run(GATHER_OPERATION, arrays, options, exportable)
     return codes, k_scale

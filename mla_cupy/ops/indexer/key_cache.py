@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from mla_cupy.arrays.view import View
 from mla_cupy.errors import ArgumentError, ShapeError, explain
@@ -10,14 +10,14 @@ from mla_cupy.kernels.indexer.logits.problem import HEAD_DIMS
 from mla_cupy.kernels.indexer.prepare import APPEND_KEYS, GATHER_KEYS
 from mla_cupy.kernels.indexer.prepare.quantize import PrepareOptions
 from mla_cupy.ops.call import Invocation, run
-from mla_cupy.ops.checks import check_all_or_none
+from mla_cupy.ops.checks import check_all_or_none, check_count
 from mla_cupy.ops.indexer.prepare import (
     NORM,
     check_prepare_options,
     check_vectors,
     code_dtypes,
 )
-from mla_cupy.ops.operation import Examined, Input, NoOptions, Operation, Output, Views, present
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 from mla_cupy.shapes import MAX_INT32
 
 _SLOT_DTYPES = ("int32", "int64")
@@ -98,16 +98,26 @@ def indexer_cache_append(
 
 
 def indexer_cache_gather(
-    cache: Any, slots: Any, *, codes: Any = None, k_scale: Any = None, stream: Any = None
+    cache: Any,
+    slots: Any,
+    *,
+    d: int | None = None,
+    codes: Any = None,
+    k_scale: Any = None,
+    stream: Any = None,
 ) -> tuple[Any, Any]:
-    """Read index keys of a paged cache, as they are: what `indexer_logits` takes.
+    """Read index keys of a paged cache: what `indexer_logits` takes.
 
     Parameters
     ----------
     cache : array
         As for `indexer_cache_append`.
     slots : array, (n,), int32 or int64
-        A slot outside of the cache, such as -1, gives zeros. Records of 68 bytes are read as 64 codes of e4m3.
+        A slot outside of the cache, such as -1, gives zeros.
+    d : int, optional
+        Elements of a key: 32, 64 or 128. With 128 records of 68 bytes are keys in e2m1: each becomes codes of e4m3 with
+        one scale, which is exact where its scales are at most 2**14 apart; elements with a smaller one become zeros.
+        Default: as many as a record has codes of e4m3, 64 of 68 bytes.
     codes : array, (n, d), uint8 or float8_e4m3fn, optional
         Where the codes go; it starts at, and steps by, multiples of 16 bytes.
     k_scale : array, (n,), float32, optional
@@ -138,7 +148,7 @@ def indexer_cache_gather(
     >>> codes.shape, k_scale.shape
     ((2, 128), (2,))
     """
-    codes, k_scale = run(Invocation(GATHER_OPERATION, (cache, slots, codes, k_scale), stream=stream))
+    codes, k_scale = run(Invocation(GATHER_OPERATION, (cache, slots, codes, k_scale), (d,), stream=stream))
     return codes, k_scale
 
 
@@ -199,9 +209,15 @@ def check_e2m1_scales(cache: View, d: int, scales: str) -> None:
         )
 
 
-def _examine_gather(views: Views, given: NoOptions) -> Examined:
+class GatherKeysOptions(NamedTuple):
+    """Options of `indexer_cache_gather`."""
+
+    d: int | None
+
+
+def _examine_gather(views: Views, given: GatherKeysOptions) -> Examined:
     cache, slots = present(views, "cache"), present(views, "slots")
-    d = cache.shape[2] - SCALE_BYTES
+    d = cache.shape[2] - SCALE_BYTES if given.d is None else check_count("d", given.d, 1, max(HEAD_DIMS))
     check_pages(cache, d)
     if slots.shape[0] > MAX_INT32:
         raise ShapeError(explain("slots.shape[0]", slots.shape[0], f"at most {MAX_INT32}", "split the call"))
@@ -233,7 +249,7 @@ GATHER_OPERATION = Operation(
     inputs=(Input("cache", CACHE, ("uint8",), contiguous=True), Input("slots", "n", _SLOT_DTYPES)),
     outputs=(Output("codes", "n d", code_dtypes, layout="wide"), Output("k_scale", "n")),
     sizes=SIZES,
-    options=NoOptions,
+    options=GatherKeysOptions,
     parallel={"n": ()},
     examine=_examine_gather,
     pipeline=GATHER_KEYS,

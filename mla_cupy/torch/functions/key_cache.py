@@ -71,9 +71,14 @@ def indexer_cache_append(
 
 
 def indexer_cache_gather(
-    cache: torch.Tensor, slots: torch.Tensor, *, codes: torch.Tensor | None = None, k_scale: torch.Tensor | None = None
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    d: int | None = None,
+    codes: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read index keys of a paged cache, as they are: what `indexer_logits` takes.
+    """Read index keys of a paged cache: what `indexer_logits` takes.
 
     For tensors of PyTorch: the notes of `mla_cupy.indexer_cache_gather` hold here, too.
 
@@ -82,7 +87,11 @@ def indexer_cache_gather(
     cache : tensor
         As for `indexer_cache_append`.
     slots : tensor, (n,), int32 or int64
-        A slot outside of the cache, such as -1, gives zeros. Records of 68 bytes are read as 64 codes of e4m3.
+        A slot outside of the cache, such as -1, gives zeros.
+    d : int, optional
+        Elements of a key: 32, 64 or 128. With 128 records of 68 bytes are keys in e2m1: each becomes codes of e4m3 with
+        one scale, which is exact where its scales are at most 2**14 apart; elements with a smaller one become zeros.
+        Default: as many as a record has codes of e4m3, 64 of 68 bytes.
     codes : tensor, (n, d), uint8 or float8_e4m3fn, optional
         Where the codes go; it starts at, and steps by, multiples of 16 bytes.
     k_scale : tensor, (n,), float32, optional
@@ -104,7 +113,7 @@ def indexer_cache_gather(
     It has no gradient. Tensors for the results are given all or none.
     """
     arrays = (cache, slots, codes, k_scale)
-    options = ()
+    options = (d,)
     if is_plain_call(cache) and (codes is None) is (k_scale is None):
         codes, k_scale = run(Invocation(GATHER_OPERATION, arrays, options))
     else:

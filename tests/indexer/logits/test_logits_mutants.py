@@ -13,7 +13,7 @@ from tests.support.sim_driver import simulated
 
 PREFILL, PAGED = "indexer/logits/sm90.cu", "indexer/logits/sm90_paged.cu"
 SHARED, LINE = "indexer/logits/sm90.cuh", "indexer/logits/line.cuh"
-RANGES = "indexer/key_ranges.cuh"
+RANGES, E2M1 = "indexer/key_ranges.cuh", "indexer/e2m1_near.cuh"
 SUMS = "indexer/logits/sm90_head_sums.cuh"
 MODES = (("late", 0), ("random", 1), ("random", 2), ("early", 0))
 #: Two blocks of tokens; more tiles than the ring has stages.
@@ -31,7 +31,9 @@ GROUPS = PagedCase(b=74, h=2, seqlens=(0,) * 32 + (1, 70, 0, 64, 2, 0) * 7)
 #: A share so long that its first pages, of which one is none, and its queries are brought into L2 ahead.
 LONG = PagedCase(b=1, s_q=2, h=2, seqlens=(8200,), missing_page=True)
 SEQUENCES = PagedCase(b=40, h=2, seqlens=(70, 0, 1, 64, 2) * 8)
-FIRST = "if (token == 0)"
+#: Keys in e2m1: pages of two sequences, more than the ring has stages; and scales that are far apart, or no numbers.
+IN_E2M1 = PagedCase(b=2, s_q=3, h=9, seqlens=(1300, 70), missing_page=True, e2m1=True)
+FAR = PagedCase(b=1, s_q=2, h=9, seqlens=(128,), e2m1=True)
 HALF = LogitsCase(s_q=9, s_kv=300, h=12, dtype="uint8", ranges="none", float16=True)
 
 ONE_BARRIER = (
@@ -62,6 +64,12 @@ ONE_TOKEN_MORE = (
 )
 WAIT_FOR_QUERIES = "        mbarrier_wait(s.q_empty[query.stage], query.parity() ^ 1);"
 
+RELEASED_UNREAD = (
+    "        const i32 first = own.row & ~8;\n",
+    "        release(s.k_empty[stage], thread);\n        __syncwarp();\n        const i32 first = own.row & ~8;\n",
+)
+FLAT = "(first + 8 * i) * kSw64RowBytes + 16 * step"
+
 SECOND_ROW = "max_x2(float16{}, d[2 * i + 1], 0)"
 
 MUTANTS = [
@@ -91,7 +99,10 @@ MUTANTS = [
     (Mutant("queries of a token that is none are brought into L2", PAGED, *ONE_TOKEN_MORE), LONG),
     (Mutant("roles begin before barriers are there", PAGED, *steps("bar.sync", 0, of=1)), PAGES),
     (Mutant("pages are those of the first sequence", PAGED, "if (!looked_up)", "if (false)"), SEQUENCES),
-    (Mutant("a page is released with tokens to come", PAGED, "if (token + kTokens == sequence.tokens)", FIRST), THREE),
+    (
+        Mutant("a page is released with tokens to come", PAGED, "token + kTokens == sequence.tokens", "token == 0"),
+        THREE,
+    ),
     (Mutant("a product is not waited for", PAGED, "wgmma_wait_group<0>();", "wgmma_wait_group<1>();"), THREE),
     (Mutant("later tokens have the first one's row", PAGED, "token * sequence.row_bytes", "0"), THREE),
     (Mutant("the second token has the first one's row", PAGED, "block, own.c / 2)", "block, 0)"), THREE),
@@ -113,6 +124,17 @@ MUTANTS = [
         Mutant("half of a row's threads are left out", PAGED, "add_in_pair(first, second, 2, own.c / 2)", "first"),
         PAGES,
     ),
+    (Mutant("a page of e2m1 is released unread", PAGED, *RELEASED_UNREAD), IN_E2M1),
+    (Mutant("halves of a step are swapped", PAGED, "low | high << 16", "high | low << 16"), IN_E2M1),
+    (Mutant("the other key's fragment", PAGED, "a[step][i] = keys.x;", "a[step][1 - i] = keys.x;"), IN_E2M1),
+    (Mutant("codes are not swizzled", PAGED, "sw64_offset(first + 8 * i, step)", FLAT), IN_E2M1),
+    (Mutant("a table for all steps", PAGED, "tables.of(step)", "tables.of(0)"), IN_E2M1),
+    (Mutant("the other key's scale", PAGED, "own.row == first ?", "own.row != first ?"), IN_E2M1),
+    (Mutant("scales of the first key alone", PAGED, "are_near(scales[1])", "true"), FAR),
+    (Mutant("one lane's keys decide", PAGED, "__all_sync(kFullWarp, ", "__any_sync(kFullWarp, "), FAR),
+    (Mutant("subnormal numbers are near", E2M1, "kNear = 12", "kNear = 13"), FAR),
+    (Mutant("NaN is near", E2M1, "most != kNanScale && ", ""), FAR),
+    (Mutant("zero moves with its scale", E2M1, "0x1110 * group + 4", "0x1111 * group"), IN_E2M1),
 ]
 
 
@@ -122,12 +144,20 @@ def verdict(case: LogitsCase | PagedCase, mode: tuple[str, int]) -> None:
     options = {}
     if isinstance(case, PagedCase):
         name, inputs = "indexer_logits_paged", paged_inputs(case)
+        if case is FAR:
+            scales = inputs["cache"].reshape(len(inputs["cache"]), -1)[:, 64 * 64 :].reshape(-1, 64, 4)
+            scales[...] = 120
+            scales[0::2, 1, 1], scales[1::2, 9, 1] = 108, 108  # by pages, of one half of a warp's keys alone
+            scales[:, 53] = 249, 250, 255, 248
+            inputs["q"][..., :32] = inputs["q"][..., 64:] = 0
     else:
         name, inputs = "indexer_logits", logits_inputs(case)
         options = {"accumulate": "float16"} if case.float16 else {}
     with simulated(3 if case in (RANGED, GROUPS) else 1, (9, 0), *mode):
         got = getattr(mla_cupy, name)(**inputs, **options)
     check_logits(got, inputs, getattr(reference, name)(**inputs, **options))
+    if case is FAR:
+        np.testing.assert_array_equal(got[..., 53], 0)  # a product that is NaN counts as none
 
 
 @as_verdict
@@ -165,7 +195,7 @@ def test_is_caught(mutant: Mutant, case: LogitsCase | PagedCase, plant: Plant) -
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(
-    "case", [CASE, RANGED, HALF, PAGES, THREE, EDGE, GROUPS, LONG, SEQUENCES], ids=lambda case: case.id
+    "case", [CASE, RANGED, HALF, PAGES, THREE, EDGE, GROUPS, LONG, SEQUENCES, IN_E2M1, FAR], ids=lambda case: case.id
 )
 def test_kernels_as_they_are(case: LogitsCase | PagedCase) -> None:
     assert [verdict(case, mode) for mode in MODES[:2]] == ["", ""]

@@ -477,23 +477,50 @@ def test_paged_and_prefill_have_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "kernel"),
+    ("case", "kernel", "launched"),
     [
-        (PagedCase(b=1, s_q=2, h=17, page_size=12, seqlens=(40,), per_token=True, e2m1=True), None),
-        (PagedCase(b=3, h=2, seqlens=(65, 0, 130), e2m1=True), None),
-        (PagedCase(b=1, h=2, page_size=16, seqlens=(21,), missing_page=True, e2m1=True), GENERIC),
+        (PagedCase(b=1, s_q=2, h=17, page_size=12, seqlens=(40,), per_token=True, e2m1=True), None, MMA),
+        (PagedCase(b=3, h=2, seqlens=(65, 0, 130), e2m1=True), MMA, MMA),
+        (PagedCase(b=1, h=2, page_size=16, seqlens=(21,), missing_page=True, e2m1=True), GENERIC, GENERIC),
+        (PagedCase(b=3, h=2, seqlens=(65, 0, 130), e2m1=True), None, PAGED_HOPPER),
+        (PagedCase(b=2, s_q=2, h=64, seqlens=(70, 5), per_token=True, e2m1=True), None, PAGED_HOPPER),
+        (PagedCase(b=2, s_q=3, h=33, seqlens=(1300, 70), missing_page=True, e2m1=True), None, PAGED_HOPPER),
     ],
     ids=lambda x: getattr(x, "id", str(x)),
 )
-def test_keys_in_e2m1(case: PagedCase, kernel: str | None) -> None:
-    """The kernel with mma.sync takes them on Hopper, too, where that for pages of e4m3 refuses."""
+def test_keys_in_e2m1(case: PagedCase, kernel: str | None, launched: str) -> None:
+    """On Hopper pages of 64 get the kernel with WGMMA, others that with mma.sync."""
     inputs = paged_inputs(case)
     with simulated(2, (9, 0), "random", 3) as target:
         got = mla_cupy.indexer_logits_paged(**inputs, kernel=kernel)
-        assert target.launched[-1] == f"mla_{kernel or MMA}"
-        with pytest.raises(UnsupportedDeviceError, match="e4m3, not in e2m1"):
-            mla_cupy.indexer_logits_paged(**inputs, kernel=PAGED_HOPPER)
+        assert target.launched[-1] == f"mla_{launched}"
     check_logits(got, inputs, reference.indexer_logits_paged(**inputs))
+
+
+def test_keys_in_e2m1_of_many_heads() -> None:
+    """The builds with WGMMA have 64 heads, those on Blackwell take e4m3 alone: both say so."""
+    inputs = paged_inputs(PagedCase(b=1, h=65, seqlens=(20,), e2m1=True))
+    with simulated(1, (9, 0)) as target:
+        mla_cupy.indexer_logits_paged(**inputs)
+        assert target.launched[-1] == f"mla_{MMA}"
+        with pytest.raises(UnsupportedDeviceError, match="at most 64 heads of keys in e2m1, not 65"):
+            mla_cupy.indexer_logits_paged(**inputs, kernel=PAGED_HOPPER)
+    with simulated(1, (10, 0)), pytest.raises(UnsupportedDeviceError, match="e4m3, not in e2m1"):
+        mla_cupy.indexer_logits_paged(**inputs, kernel="indexer_logits_sm100_paged")
+
+
+def test_keys_in_e2m1_far_apart() -> None:
+    """Scales of a key up to 2^14 apart and more, and such as are no numbers, beside keys whose scales are near."""
+    inputs = paged_inputs(PagedCase(b=1, s_q=2, h=3, seqlens=(128,), e2m1=True))
+    scales = inputs["cache"].reshape(len(inputs["cache"]), -1)[:, 64 * 64 :].reshape(-1, 64, 4)
+    scales[:, :, :] = 120
+    scales[:, ::5, 1] -= np.arange(13, dtype=np.uint8) + 6
+    scales[:, 3::9, 2] = 0xFF
+    scales[:, 60, :] = (0, 0, 1, 3)  # the least powers, one of them subnormal
+    with simulated(1, (9, 0), "random", 3):
+        got = mla_cupy.indexer_logits_paged(**inputs, kernel=PAGED_HOPPER)
+    check_logits(got, inputs, reference.indexer_logits_paged(**inputs))
+    np.testing.assert_array_equal(got[:, :, 3:128:9][..., :7], 0)  # a product that is NaN counts as none
 
 
 def test_keys_in_e2m1_by_hand() -> None:

@@ -12,6 +12,7 @@ from mla_cupy.errors import ArgumentError
 from tests.indexer.prepare.key_cache_cases import CASES, KeyCase, check, empty, make
 from tests.indexer.prepare.prepare_cases import both
 from tests.support.calls import assert_same
+from tests.support.indexer_cases import PagedCase, paged_inputs
 from tests.support.mutants import CAUGHT, Mutant, Plant
 from tests.support.sim_driver import simulated
 
@@ -26,8 +27,7 @@ def same(x: object) -> object:
 def test_equals_the_oracle(case: KeyCase) -> None:
     with simulated(2) as target:
         check(case, same, np.asarray)
-        read = [] if case.e2m1 else ["mla_indexer_prepare_gather_keys"]
-        assert target.launched == ["mla_indexer_prepare_quantize", *read]
+        assert target.launched == ["mla_indexer_prepare_quantize", "mla_indexer_prepare_gather_keys"]
 
 
 @pytest.mark.parametrize("e2m1", [False, True])
@@ -53,6 +53,38 @@ def test_groups_of_e2m1() -> None:
     assert codes[16:20].tolist() == [0x07, 0x22, 0x64, 0x9E]
     assert codes[32:34].tolist() == [0x07, 0]
     assert not codes[48:].any()
+
+
+def test_keys_in_e2m1_as_e4m3() -> None:
+    """Each group times its scale over the largest: exact to 2^14, zeros beyond; NaN is none of the largest."""
+    cache = np.zeros((1, 4, 68), np.uint8)
+    page = cache.reshape(-1)
+    page[:256] = np.arange(256)
+    page[256:260], page[260:264] = (127, 126, 113, 112), (10, 0xFF, 9, 0)
+    page[264:268], page[268:272] = 0xFF, (0, 0, 1, 0)
+    slots = np.array([3, 0, 1, 2, 4])
+    with simulated(1):
+        codes, k_scale = mla_cupy.indexer_cache_gather(cache, slots, d=128)
+    assert k_scale.tolist() == [2.0**-132, 2.0**-6, 2.0**-123, 2.0**-133, 0]
+    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    exact = reference.indexer_records.e2m1_keys(cache)[0]
+    np.testing.assert_array_equal(values[1] * 2.0**-6, np.where(np.arange(128) < 96, exact[0], 0))
+    np.testing.assert_array_equal(values[2] * 2.0**-123, exact[1])
+    np.testing.assert_array_equal(values[0] * 2.0**-132, exact[3])
+    assert np.isnan(values[3]).all()
+    assert not values[4].any()
+
+
+def test_gathered_keys_score_as_those_in_pages() -> None:
+    """Contiguous logits of keys that were gathered are those of the pages."""
+    inputs = paged_inputs(PagedCase(b=1, h=3, page_size=16, seqlens=(40,), e2m1=True))
+    slots = (inputs["block_table"][0, :3, None].astype(np.int64) * 16 + np.arange(16)).reshape(-1)[:40]
+    with simulated(1):
+        codes, k_scale = mla_cupy.indexer_cache_gather(inputs["cache"], slots, d=128)
+        rows = {"q": inputs["q"][0], "weights": inputs["weights"][0], "kernel": GENERIC}
+        plain = mla_cupy.indexer_logits(rows.pop("q"), codes, rows.pop("weights"), k_scale=k_scale, **rows)
+        paged = mla_cupy.indexer_logits_paged(**inputs, kernel=GENERIC)
+    np.testing.assert_allclose(plain, paged[0, :, :40], rtol=1e-5, atol=1e-6)
 
 
 def test_only_powers_of_2_scale_e2m1() -> None:
@@ -127,6 +159,9 @@ E2M1_MUTANTS = [
         "keys_are_e2m1(p) ? kE2m1KeyBytes : kHeadDim",
         "kHeadDim",
     ),
+    Mutant("a scale for all groups", "indexer/prepare/gather_keys.cu", "lane * kChunkBytes / kE2m1Group", "0"),
+    Mutant("scales of a neighbour", "indexer/prepare/gather_keys.cu", "kE2m1KeyBytes)[at]", "kE2m1KeyBytes)[at ^ 1]"),
+    Mutant("slots outside are read", "indexer/prepare/gather_keys.cu", "if (found) {", "if (true) {"),
 ]
 
 

@@ -207,6 +207,7 @@ class GatherKeysPipeline(Pipeline[None]):
             page_size=cache.shape[1],
             d=d,
             slots_are_64=slots_are_64(call),
+            keys_are_e2m1=holds_e2m1(cache, d),
         )
         blocks = -(-n // KEYS_PER_BLOCK)
         return [Launch(KERNEL, PLAIN[0], (blocks, 1, 1), LaunchArgs(params))]
