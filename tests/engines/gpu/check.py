@@ -73,6 +73,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", default="16")
     parser.add_argument("--batch", type=int, default=64, help="requests of `speed`")
     parser.add_argument("--context", type=int, default=8192, help="tokens of each of them")
+    parser.add_argument("--layers", type=int, default=0, help="of the model (default: 2, of `speed` 24)")
     parser.add_argument("--new", type=int, default=48, help="tokens that `tokens` generates")
     parser.add_argument("--longest", type=int, default=max(LENGTHS), help="tokens of the longest prompt")
     parser.add_argument("--cache", type=int, default=0, metavar="GIB", help="of cache (default: what is free)")
@@ -87,7 +88,7 @@ def label(options: argparse.Namespace, backend: str, heads: int) -> str:
     """A name for a run's files that says what is special about it."""
     flags = ("sparse", "graphs", "compiled", "older_runner", "no_prefix_cache")
     parts = [options.what, backend.replace(":", "-"), f"h{heads}", options.kv, options.dtype]
-    parts += [f"b{options.batch}"] * (options.what == "speed")
+    parts += [f"b{options.batch}"] * (options.what == "speed") + [f"l{options.layers}"] * bool(options.layers)
     parts += [f"block{options.block}"] * bool(options.block) + [f"drafts{options.drafts}"] * bool(options.drafts)
     return "-".join(parts + [flag for flag in flags if getattr(options, flag)])
 
@@ -116,12 +117,13 @@ def engine(options: argparse.Namespace, backend: str, heads: int, longest: int, 
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0" if options.older_runner else "1"
     from vllm import LLM
 
-    layers = 2 if options.what == "tokens" else 8
+    layers = options.layers or (2 if options.what == "tokens" else 24)
     name = f"h{heads}-l{layers}" + "-drafting" * bool(options.drafts) + "-sparse" * options.sparse
     model = build(
         options.out / "models" / name,
         drafting=bool(options.drafts),
         sparse=options.sparse,
+        empty=options.what == "speed",
         num_attention_heads=heads,
         num_hidden_layers=layers,
         torch_dtype=options.dtype,
@@ -135,6 +137,7 @@ def engine(options: argparse.Namespace, backend: str, heads: int, longest: int, 
         max_model_len=longest,
         max_num_seqs=sequences,
         max_num_batched_tokens=8192 if options.what == "speed" else 1024,
+        load_format="dummy" if options.what == "speed" else "auto",
         seed=0,
         **engine_options(options, sequences),
     )

@@ -42,6 +42,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--speed", action="store_true", help="times of steps instead of tokens")
     parser.add_argument("--batch", type=int, default=64, help="requests of --speed")
     parser.add_argument("--context", type=int, default=8192, help="tokens of each of them")
+    parser.add_argument("--layers", type=int, default=0, help="of the model (default: 2, of --speed 24)")
     parser.add_argument("--new", type=int, default=48, help="tokens that are generated")
     parser.add_argument("--timeout", type=int, default=200, metavar="SECONDS")
     parser.add_argument("--out", type=Path, default=Path("engines-out"))
@@ -102,9 +103,10 @@ def one(options: argparse.Namespace) -> None:
     """Run one backend, in this process and its children."""
     import sglang
 
-    layers = 8 if options.speed else 2
+    layers = options.layers or (24 if options.speed else 2)
     model = build(
         options.out.parent / "models" / f"h{options.heads}-l{layers}",
+        empty=options.speed,
         num_attention_heads=options.heads,
         num_hidden_layers=layers,
     )
@@ -112,6 +114,7 @@ def one(options: argparse.Namespace) -> None:
         model_path=str(model),
         skip_tokenizer_init=True,
         dtype="bfloat16",
+        load_format="dummy" if options.speed else "auto",
         mem_fraction_static=0.5,
         random_seed=0,
         log_level="info",
@@ -146,8 +149,9 @@ def process(options: argparse.Namespace, given: list[str], backend: str, number:
                 child.wait(options.timeout)
             except subprocess.TimeoutExpired:
                 print(f"{name}: more than {options.timeout} s")
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
+            finally:  # also when this process is interrupted
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
     if not result.exists():
         lines = [x for x in log.read_text().splitlines() if x.strip()]
         errors = [x for x in lines if "Error" in x or "error:" in x]
