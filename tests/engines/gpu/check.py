@@ -9,7 +9,11 @@
     python -m tests.engines.gpu.check speed --graphs --heads 16,128 --backends FLASH_ATTN_MLA,FLASHMLA,CUSTOM
 
 A backend's name may be followed by a colon and a variant of ours: `engine-prefill`, `fp8-math`, or `ours`, which puts
-ours in the place of FLASHMLA_SPARSE.
+ours in the place of FLASHMLA_SPARSE; of any backend `alone`, which gives it one request at a time: other shapes, other
+roundings, and nothing else.
+
+With --by-position what a query of a sparse model attends to is chosen by its position, not by the indexer's scores:
+near scores fall either way from run to run, and selections would be compared, not what is made of them.
 
 With vLLM before 0.28 take --older-runner or --no-prefix-cache: its second runner loses cached prefixes, whatever the
 backend.
@@ -47,6 +51,7 @@ VARIANTS = {
     "engine-prefill": {"MLA_CUPY_ENGINE_PREFILL": "engine"},
     "fp8-math": {"MLA_CUPY_ENGINE_MATH": "fp8"},
     "ours": {"MLA_CUPY_VLLM": "sparse"},
+    "alone": {},
 }
 """What follows a backend's name, and the environment that it stands for."""
 PREFILLED = 65536
@@ -67,6 +72,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compiled", action="store_true", help="vLLM's own default: compiled, both kinds of graphs")
     parser.add_argument("--block", type=int, default=0, help="page size (default: what vLLM asks the backend for)")
     parser.add_argument("--sparse", action="store_true", help="a model with an indexer and sparse attention (DSA)")
+    parser.add_argument("--by-position", action="store_true", help="the indexer's selection is put aside")
+    parser.add_argument("--topk", type=int, default=0, help="tokens that the indexer selects (default: 512)")
     parser.add_argument("--drafts", type=int, default=0, help="tokens that the model drafts")
     parser.add_argument("--older-runner", action="store_true", help="vLLM's first model runner")
     parser.add_argument("--no-prefix-cache", action="store_true")
@@ -86,9 +93,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 def label(options: argparse.Namespace, backend: str, heads: int) -> str:
     """A name for a run's files that says what is special about it."""
-    flags = ("sparse", "graphs", "compiled", "older_runner", "no_prefix_cache")
+    flags = ("sparse", "by_position", "graphs", "compiled", "older_runner", "no_prefix_cache")
     parts = [options.what, backend.replace(":", "-"), f"h{heads}", options.kv, options.dtype]
     parts += [f"b{options.batch}"] * (options.what == "speed") + [f"l{options.layers}"] * bool(options.layers)
+    parts += [f"topk{options.topk}"] * bool(options.topk)
     parts += [f"block{options.block}"] * bool(options.block) + [f"drafts{options.drafts}"] * bool(options.drafts)
     return "-".join(parts + [flag for flag in flags if getattr(options, flag)])
 
@@ -119,6 +127,9 @@ def engine(options: argparse.Namespace, backend: str, heads: int, longest: int, 
 
     layers = options.layers or (2 if options.what == "tokens" else 24)
     name = f"h{heads}-l{layers}" + "-drafting" * bool(options.drafts) + "-sparse" * options.sparse
+    name += f"-topk{options.topk}" * bool(options.topk)
+    if options.by_position:
+        select_by_position()
     model = build(
         options.out / "models" / name,
         drafting=bool(options.drafts),
@@ -127,6 +138,7 @@ def engine(options: argparse.Namespace, backend: str, heads: int, longest: int, 
         num_attention_heads=heads,
         num_hidden_layers=layers,
         torch_dtype=options.dtype,
+        **({"index_topk": options.topk} if options.topk else {}),
     )
     return LLM(
         model=str(model),
@@ -141,6 +153,25 @@ def engine(options: argparse.Namespace, backend: str, heads: int, longest: int, 
         seed=0,
         **engine_options(options, sequences),
     )
+
+
+def select_by_position() -> None:
+    """Have the indexer, after its own work, select tokens that are evenly spread from the query's own backwards."""
+    import torch
+    from vllm.model_executor.models.deepseek_v2 import Indexer
+
+    scored = Indexer.forward
+
+    def forward(self: Any, hidden_states: Any, qr: Any, positions: Any, rotary_emb: Any) -> Any:
+        buffer = scored(self, hidden_states, qr, positions, rotary_emb)
+        count, seen = self.topk_tokens, positions.to(torch.int64)[:, None] + 1
+        number = torch.arange(count, device=positions.device)
+        steps = torch.maximum(seen, torch.full_like(seen, count))
+        chosen = seen - 1 - number * steps // count
+        buffer[: len(positions), :count] = chosen.clamp(min=-1).to(buffer.dtype)
+        return buffer
+
+    Indexer.forward = forward
 
 
 def facts(made: Any) -> dict[str, Any]:
@@ -175,7 +206,8 @@ def tokens(options: argparse.Namespace, backend: str, heads: int) -> dict[str, A
     made = engine(options, backend, heads, options.longest + options.new + 8, 32)
     wanted = SamplingParams(temperature=0, max_tokens=options.new, ignore_eos=True, logprobs=4, detokenize=False)
     given = [{"prompt_token_ids": x} for x in prompts(options.longest)]
-    rounds = [[told(x) for x in made.generate(given, wanted, use_tqdm=False)] for _ in range(2)]
+    batches = [[x] for x in given] if backend.endswith(":alone") else [given]
+    rounds = [[told(x) for batch in batches for x in made.generate(batch, wanted, use_tqdm=False)] for _ in range(2)]
     return {"facts": facts(made), "shapes": dict(shapes), "rounds": rounds}
 
 
