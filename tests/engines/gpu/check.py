@@ -8,9 +8,9 @@
     python -m tests.engines.gpu.check tokens --sparse --kv fp8_ds_mla --backends FLASHMLA_SPARSE,FLASHMLA_SPARSE:ours
     python -m tests.engines.gpu.check speed --graphs --heads 16,128 --backends FLASH_ATTN_MLA,FLASHMLA,CUSTOM
 
-A backend's name may be followed by a colon and a variant of ours: `engine-prefill`, `fp8-math`, or `ours`, which puts
-ours in the place of FLASHMLA_SPARSE; of any backend `alone`, which gives it one request at a time: other shapes, other
-roundings, and nothing else.
+A backend's name may be followed by a colon and a variant of ours: `engine-prefill`, `fp8-math`, `ours`, which puts
+ours in the place of FLASHMLA_SPARSE, `indexer`, which selects by ours, or `both`; of any backend `alone`, which gives
+it one request at a time: other shapes, other roundings, and nothing else.
 
 With --by-position what a query of a sparse model attends to is chosen by its position, not by the indexer's scores:
 near scores fall either way from run to run, and selections would be compared, not what is made of them.
@@ -51,6 +51,8 @@ VARIANTS = {
     "engine-prefill": {"MLA_CUPY_ENGINE_PREFILL": "engine"},
     "fp8-math": {"MLA_CUPY_ENGINE_MATH": "fp8"},
     "ours": {"MLA_CUPY_VLLM": "sparse"},
+    "indexer": {"MLA_CUPY_ENGINE_INDEXER": "mla_cupy"},
+    "both": {"MLA_CUPY_ENGINE_INDEXER": "mla_cupy", "MLA_CUPY_VLLM": "sparse"},
     "alone": {},
 }
 """What follows a backend's name, and the environment that it stands for."""
@@ -202,7 +204,8 @@ def tokens(options: argparse.Namespace, backend: str, heads: int) -> dict[str, A
     """Greedy tokens in two rounds: the second finds its prompts in the prefix cache."""
     from vllm import SamplingParams
 
-    shapes = count_our_calls() if backend.startswith("CUSTOM") or backend.endswith(":ours") else {}
+    counted = backend.startswith("CUSTOM") or backend.endswith((":ours", ":both", ":indexer"))
+    shapes = count_our_calls() if counted else {}
     made = engine(options, backend, heads, options.longest + options.new + 8, 32)
     wanted = SamplingParams(temperature=0, max_tokens=options.new, ignore_eos=True, logprobs=4, detokenize=False)
     given = [{"prompt_token_ids": x} for x in prompts(options.longest)]
