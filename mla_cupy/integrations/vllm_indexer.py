@@ -30,17 +30,17 @@ TAKEN = (
     *("scale_fmt", "topk_tokens", "head_dim", "max_model_len", "total_seq_lens", "topk_indices_buffer"),
     *("skip_k_cache_insert", "use_pcp"),
 )
-"""What vLLM's operator takes first: it runs where ours cannot."""
+"""Parameters that vLLM's operator takes first: it runs where ours cannot."""
 CHUNK = (
     *("block_table", "cu_seqlen_ks", "cu_seqlen_ke", "cu_seq_lens", "total_seq_lens", "token_start", "token_end"),
     "skip_kv_gather",
 )
 DECODE = ("block_table", "seq_lens", "decode_lens", "requires_padding")
-"""What is read of a step's description."""
+"""Fields that are read of what describes a step: of a chunk of prompts, and of decode."""
 
 
 class MlaCupyIndexer(SparseAttnIndexer):  # type: ignore[misc]
-    """Of each layer that selects."""
+    """Operator of each layer that selects."""
 
     def forward_cuda(self, hidden_states: torch.Tensor, q_quant: Any, k: torch.Tensor, weights: torch.Tensor) -> Any:
         """Select the tokens that each query attends to.
