@@ -44,6 +44,9 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
         If the cache or the drafts are of a kind that there is no kernel for.
     """
 
+    supports_ragged_verify_graph = False
+    """The base class's verification takes any number of draft tokens of each request, ours one number for all."""
+
     def __init__(
         self,
         model_runner: Any,

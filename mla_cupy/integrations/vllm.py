@@ -2,7 +2,8 @@
 
 vLLM loads it through the entry point `vllm.general_plugins`. It has one name for backends from outside, CUSTOM, which
 the dense backend has. With `MLA_CUPY_VLLM=sparse` models with sparse attention (DSA) that vLLM would serve by its
-backend FLASHMLA_SPARSE are served by ours, under that name.
+backend FLASHMLA_SPARSE are served by ours, under that name. With `MLA_CUPY_ENGINE_INDEXER=mla_cupy` our indexer selects
+for such models, whichever backend attends, where vLLM's models call an operator that others may replace.
 
 The interfaces move with most releases: if calls of the engine's own methods would not fit those that override them,
 the plugin logs what differs and declines.
@@ -28,6 +29,9 @@ def register() -> None:
     _offer("CUSTOM", dense_difference)
     if env.get("VLLM") == "sparse":
         _offer("FLASHMLA_SPARSE", sparse_difference)
+    if env.get("ENGINE_INDEXER") == "mla_cupy":
+        ours = "mla_cupy.integrations.vllm_indexer"
+        offer("vLLM", indexer_difference, lambda: attribute(ours, "register")())
 
 
 def _offer(name: str, difference: Any) -> None:
@@ -67,3 +71,12 @@ def sparse_difference() -> str:
         or overridden(ours.MlaCupySparseImpl, "_bf16_flash_mla_kernel", "_fp8_flash_mla_kernel")
         or str(ours.difference())
     )
+
+
+def indexer_difference() -> str:
+    """Say why the indexer has no place in this vLLM; "" if it has one."""
+    models: Any = importlib.import_module("vllm.model_executor.models.registry")
+    home = models._TEXT_GENERATION_MODELS["DeepseekV32ForCausalLM"][0]
+    if home != "deepseek_v2":
+        return f"the indexer of {home} is a function, which nothing can take the place of"
+    return str(importlib.import_module("mla_cupy.integrations.vllm_indexer").difference())

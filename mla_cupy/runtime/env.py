@@ -63,6 +63,12 @@ VARIABLES: Mapping[str, Variable] = {
             ("auto", "cuda", "numpy"),
         ),
         Variable(
+            "ENGINE_INDEXER",
+            "engine",
+            "indexer of sparse attention in vLLM: engine: its own, or mla_cupy: ours, where it has a place for it",
+            ("engine", "mla_cupy"),
+        ),
+        Variable(
             "ENGINE_MATH",
             "exact",
             "products of the engines' plugins over caches in FP8: exact, in 16 bits, or fp8, see `mla_decode`",

@@ -19,6 +19,8 @@ from tests.bindings.stand_in import install_modules
 class FlashMLABackend:
     """Notes what is left to it in `left`."""
 
+    supports_ragged_verify_graph = True
+
     def __init__(
         self, model_runner: Any, skip_prefill: Any = False, kv_indptr_buf: Any = None, kv_last_page_len_buf: Any = None
     ) -> None:

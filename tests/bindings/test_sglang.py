@@ -235,6 +235,11 @@ def test_defaults_of_a_server(
     assert (made.page_size, made.speculative_draft_attention_backend) == resolved
 
 
+def test_drafts_of_several_lengths_are_not_verified_in_one_graph(make: Any) -> None:
+    """The base class's kernels take them; ours take one number of tokens for all requests."""
+    assert make().supports_ragged_verify_graph is False
+
+
 def test_the_rest_is_left_to_sglang(torch: Any, make: Any) -> None:
     backend = make()
     forward = batch(torch, [9], "extend")

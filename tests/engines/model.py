@@ -152,21 +152,23 @@ def _rest(config: dict[str, Any], matrix: Any, ones: Any) -> dict[str, Any]:
     }
 
 
-def build(folder: Path, **options: Any) -> Path:
+def build(folder: Path, *, empty: bool = False, **options: Any) -> Path:
     """The checkpoint's folder; made only once.
 
     Parameters
     ----------
     folder : Path
+    empty : bool
+        Without weights, where only times count: an engine fills them in itself (`load_format="dummy"`).
     **options
         Of `configuration`.
     """
-    from safetensors.torch import save_file
+    config = configuration(**options)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    if not empty and not (folder / "model.safetensors").exists():
+        from safetensors.torch import save_file
 
-    if not (folder / "model.safetensors").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        config = configuration(**options)
-        (folder / "config.json").write_text(json.dumps(config, indent=1))
         written = folder / f"weights-{os.getpid()}"  # others may be at the same
         save_file(weights(config), written, metadata={"format": "pt"})
         written.replace(folder / "model.safetensors")

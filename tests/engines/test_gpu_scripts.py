@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.engines.gpu import check, parcel
+from tests.bindings.stand_in import install_modules
+from tests.engines import model
+from tests.engines.gpu import check, parcel, sglang_check
 from tests.engines.gpu.keep_sm90 import CONTAINER, ELF, PTX, containers, shortened
 
 
@@ -86,6 +90,42 @@ def test_what_vllm_is_asked_for() -> None:
     )
     assert check.engine_options(check.arguments(["tokens"]), 4)["enforce_eager"]
     assert "enforce_eager" not in check.engine_options(check.arguments(["speed", "--compiled"]), 4)
+
+
+def test_what_sglang_is_asked_for() -> None:
+    options = sglang_check.arguments(["--graphs", "--drafts", "3", "--chunk", "512", "--at-once", "2"])
+    made = sglang_check.engine_options(options, "mla_cupy:fp8-math")
+    assert (made["decode_attention_backend"], made["chunked_prefill_size"]) == ("mla_cupy", 512)
+    assert (made["speculative_num_draft_tokens"], made["speculative_attention_mode"]) == (4, "decode")
+    assert made["max_total_tokens"] > 32 * max(check.LENGTHS)
+    plain = sglang_check.engine_options(sglang_check.arguments([]), "triton")
+    assert not {"chunked_prefill_size", "speculative_algorithm", "max_total_tokens"} & set(plain)
+
+
+def test_a_model_without_weights(tmp_path: Path) -> None:
+    """Only its shape, which is written again if it was another."""
+    for layers in (3, 5):
+        folder = model.build(tmp_path / "model", empty=True, num_hidden_layers=layers)
+        assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == layers
+        assert [x.name for x in folder.iterdir()] == ["config.json"]
+
+
+def test_selection_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the query's own token backwards, no token twice; all that there are, where they are few; then -1."""
+    torch = pytest.importorskip("torch")
+
+    class Indexer:
+        topk_tokens = 4
+
+        def forward(self, hidden_states: Any, qr: Any, positions: Any, rotary_emb: Any) -> Any:
+            return torch.full((6, 5), 99, dtype=torch.int32)
+
+    install_modules(monkeypatch, {"vllm.model_executor.models.deepseek_v2": {"Indexer": Indexer}})
+    check.select_by_position()
+    chosen = Indexer().forward(None, None, torch.tensor([0, 2, 3, 9]), None)
+    assert chosen[:3].tolist() == [[0, -1, -1, -1, 99], [2, 1, 0, -1, 99], [3, 2, 1, 0, 99]]
+    assert chosen[3].tolist() == [9, 7, 4, 2, 99]
+    assert (chosen[4:] == 99).all()
 
 
 def test_prompts_share_their_starts() -> None:

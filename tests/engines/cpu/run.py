@@ -114,7 +114,22 @@ def count_our_calls() -> Counter[str]:
     ours.mla_decode, vllm_prefill.mla_prefill = counted, counted_prefill
     if env.get("VLLM") == "sparse":
         _count_sparse_calls(shapes)
+    if env.get("ENGINE_INDEXER") == "mla_cupy":
+        _count_selections(shapes)
     return shapes
+
+
+def _count_selections(shapes: Counter[str]) -> None:
+    """Count the calls of our indexer."""
+    import mla_cupy.integrations.vllm_indexer as ours
+
+    inner = ours._keep
+
+    def counted(indices: Any, logits: Any, count: int, **ranges: Any) -> None:
+        shapes["selection: " + ("prompts" if ranges.get("relative") else f"decode of {len(indices)} queries")] += 1
+        inner(indices, logits, count, **ranges)
+
+    ours._keep = counted
 
 
 def _count_sparse_calls(shapes: Counter[str]) -> None:

@@ -8,8 +8,12 @@
     python -m tests.engines.gpu.check tokens --sparse --kv fp8_ds_mla --backends FLASHMLA_SPARSE,FLASHMLA_SPARSE:ours
     python -m tests.engines.gpu.check speed --graphs --heads 16,128 --backends FLASH_ATTN_MLA,FLASHMLA,CUSTOM
 
-A backend's name may be followed by a colon and a variant of ours: `engine-prefill`, `fp8-math`, or `ours`, which puts
-ours in the place of FLASHMLA_SPARSE.
+A backend's name may be followed by a colon and a variant of ours: `engine-prefill`, `fp8-math`, `ours`, which puts
+ours in the place of FLASHMLA_SPARSE, `indexer`, which selects by ours, or `both`; of any backend `alone`, which gives
+it one request at a time: other shapes, other roundings, and nothing else.
+
+With --by-position what a query of a sparse model attends to is chosen by its position, not by the indexer's scores:
+near scores fall either way from run to run, and selections would be compared, not what is made of them.
 
 With vLLM before 0.28 take --older-runner or --no-prefix-cache: its second runner loses cached prefixes, whatever the
 backend.
@@ -47,6 +51,9 @@ VARIANTS = {
     "engine-prefill": {"MLA_CUPY_ENGINE_PREFILL": "engine"},
     "fp8-math": {"MLA_CUPY_ENGINE_MATH": "fp8"},
     "ours": {"MLA_CUPY_VLLM": "sparse"},
+    "indexer": {"MLA_CUPY_ENGINE_INDEXER": "mla_cupy"},
+    "both": {"MLA_CUPY_ENGINE_INDEXER": "mla_cupy", "MLA_CUPY_VLLM": "sparse"},
+    "alone": {},
 }
 """What follows a backend's name, and the environment that it stands for."""
 PREFILLED = 65536
@@ -67,12 +74,15 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compiled", action="store_true", help="vLLM's own default: compiled, both kinds of graphs")
     parser.add_argument("--block", type=int, default=0, help="page size (default: what vLLM asks the backend for)")
     parser.add_argument("--sparse", action="store_true", help="a model with an indexer and sparse attention (DSA)")
+    parser.add_argument("--by-position", action="store_true", help="the indexer's selection is put aside")
+    parser.add_argument("--topk", type=int, default=0, help="tokens that the indexer selects (default: 512)")
     parser.add_argument("--drafts", type=int, default=0, help="tokens that the model drafts")
     parser.add_argument("--older-runner", action="store_true", help="vLLM's first model runner")
     parser.add_argument("--no-prefix-cache", action="store_true")
     parser.add_argument("--heads", default="16")
     parser.add_argument("--batch", type=int, default=64, help="requests of `speed`")
     parser.add_argument("--context", type=int, default=8192, help="tokens of each of them")
+    parser.add_argument("--layers", type=int, default=0, help="of the model (default: 2, of `speed` 24)")
     parser.add_argument("--new", type=int, default=48, help="tokens that `tokens` generates")
     parser.add_argument("--longest", type=int, default=max(LENGTHS), help="tokens of the longest prompt")
     parser.add_argument("--cache", type=int, default=0, metavar="GIB", help="of cache (default: what is free)")
@@ -85,9 +95,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 def label(options: argparse.Namespace, backend: str, heads: int) -> str:
     """A name for a run's files that says what is special about it."""
-    flags = ("sparse", "graphs", "compiled", "older_runner", "no_prefix_cache")
+    flags = ("sparse", "by_position", "graphs", "compiled", "older_runner", "no_prefix_cache")
     parts = [options.what, backend.replace(":", "-"), f"h{heads}", options.kv, options.dtype]
-    parts += [f"b{options.batch}"] * (options.what == "speed")
+    parts += [f"b{options.batch}"] * (options.what == "speed") + [f"l{options.layers}"] * bool(options.layers)
+    parts += [f"topk{options.topk}"] * bool(options.topk)
     parts += [f"block{options.block}"] * bool(options.block) + [f"drafts{options.drafts}"] * bool(options.drafts)
     return "-".join(parts + [flag for flag in flags if getattr(options, flag)])
 
@@ -116,15 +127,20 @@ def engine(options: argparse.Namespace, backend: str, heads: int, longest: int, 
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0" if options.older_runner else "1"
     from vllm import LLM
 
-    layers = 2 if options.what == "tokens" else 8
+    layers = options.layers or (2 if options.what == "tokens" else 24)
     name = f"h{heads}-l{layers}" + "-drafting" * bool(options.drafts) + "-sparse" * options.sparse
+    name += f"-topk{options.topk}" * bool(options.topk)
+    if options.by_position:
+        select_by_position()
     model = build(
         options.out / "models" / name,
         drafting=bool(options.drafts),
         sparse=options.sparse,
+        empty=options.what == "speed",
         num_attention_heads=heads,
         num_hidden_layers=layers,
         torch_dtype=options.dtype,
+        **({"index_topk": options.topk} if options.topk else {}),
     )
     return LLM(
         model=str(model),
@@ -135,9 +151,29 @@ def engine(options: argparse.Namespace, backend: str, heads: int, longest: int, 
         max_model_len=longest,
         max_num_seqs=sequences,
         max_num_batched_tokens=8192 if options.what == "speed" else 1024,
+        load_format="dummy" if options.what == "speed" else "auto",
         seed=0,
         **engine_options(options, sequences),
     )
+
+
+def select_by_position() -> None:
+    """Have the indexer, after its own work, select tokens that are evenly spread from the query's own backwards."""
+    import torch
+    from vllm.model_executor.models.deepseek_v2 import Indexer
+
+    scored = Indexer.forward
+
+    def forward(self: Any, hidden_states: Any, qr: Any, positions: Any, rotary_emb: Any) -> Any:
+        buffer = scored(self, hidden_states, qr, positions, rotary_emb)
+        count, seen = self.topk_tokens, positions.to(torch.int64)[:, None] + 1
+        number = torch.arange(count, device=positions.device)
+        steps = torch.maximum(seen, torch.full_like(seen, count))
+        chosen = seen - 1 - number * steps // count
+        buffer[: len(positions), :count] = chosen.clamp(min=-1).to(buffer.dtype)
+        return buffer
+
+    Indexer.forward = forward
 
 
 def facts(made: Any) -> dict[str, Any]:
@@ -168,11 +204,13 @@ def tokens(options: argparse.Namespace, backend: str, heads: int) -> dict[str, A
     """Greedy tokens in two rounds: the second finds its prompts in the prefix cache."""
     from vllm import SamplingParams
 
-    shapes = count_our_calls() if backend.startswith("CUSTOM") or backend.endswith(":ours") else {}
+    counted = backend.startswith("CUSTOM") or backend.endswith((":ours", ":both", ":indexer"))
+    shapes = count_our_calls() if counted else {}
     made = engine(options, backend, heads, options.longest + options.new + 8, 32)
     wanted = SamplingParams(temperature=0, max_tokens=options.new, ignore_eos=True, logprobs=4, detokenize=False)
     given = [{"prompt_token_ids": x} for x in prompts(options.longest)]
-    rounds = [[told(x) for x in made.generate(given, wanted, use_tqdm=False)] for _ in range(2)]
+    batches = [[x] for x in given] if backend.endswith(":alone") else [given]
+    rounds = [[told(x) for batch in batches for x in made.generate(batch, wanted, use_tqdm=False)] for _ in range(2)]
     return {"facts": facts(made), "shapes": dict(shapes), "rounds": rounds}
 
 

@@ -2,11 +2,15 @@
 
     python -m tests.engines.gpu.sglang_check --backends triton,mla_cupy,flashmla [--graphs]
     python -m tests.engines.gpu.sglang_check --kv fp8_e4m3 --backends triton,mla_cupy
+    python -m tests.engines.gpu.sglang_check --graphs --drafts 3 --backends triton,mla_cupy --at-once 2
+    python -m tests.engines.gpu.sglang_check --chunk 512 --prefill mla_cupy --backends mla_cupy,flashmla
     python -m tests.engines.gpu.sglang_check --graphs --speed --heads 128 --backends mla_cupy,flashmla
 
-Each backend decodes in a process of its own, and Triton's prefills: FlashAttention is not in the parcel, and FlashInfer
-compiles itself for minutes. Triton's kernels of prefill take a minute at the first request. The first of the list is
-the reference. Two rounds: the second finds its prompts in the prefix cache. Results and logs are in --out.
+Each backend decodes in a process of its own, one after another, or several --at-once where only tokens count; Triton's
+prefills: FlashAttention is not in the parcel, and FlashInfer compiles itself for minutes. Triton's kernels of prefill
+take a minute at the first request. The first of the list is the reference. Two rounds: the second finds its prompts in
+the prefix cache. With --drafts the model's first layer drafts, on Triton's backend, and the backend verifies. A
+backend's name may be followed by `:fp8-math`. Results and logs are in --out.
 """
 
 from __future__ import annotations
@@ -20,11 +24,12 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from tests.engines.cpu.cases import NEAR, between_rounds, compared
-from tests.engines.gpu.check import LENGTHS, LONG, SHORT, VOCABULARY, prompts, step_times
+from tests.engines.gpu.check import LENGTHS, LONG, SHORT, VARIANTS, VOCABULARY, prompts, step_times
 from tests.engines.model import build
 
 
@@ -38,10 +43,14 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prefill", default="triton", help="backend that prefills")
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs of decode")
     parser.add_argument("--kv", default="auto", help="dtype of the cache")
+    parser.add_argument("--drafts", type=int, default=0, help="tokens that a model of one layer drafts")
+    parser.add_argument("--chunk", type=int, default=0, help="tokens of a chunk of prefill (default: SGLang's)")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="backends (default 1)")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--speed", action="store_true", help="times of steps instead of tokens")
     parser.add_argument("--batch", type=int, default=64, help="requests of --speed")
     parser.add_argument("--context", type=int, default=8192, help="tokens of each of them")
+    parser.add_argument("--layers", type=int, default=0, help="of the model (default: 2, of --speed 24)")
     parser.add_argument("--new", type=int, default=48, help="tokens that are generated")
     parser.add_argument("--timeout", type=int, default=200, metavar="SECONDS")
     parser.add_argument("--out", type=Path, default=Path("engines-out"))
@@ -52,13 +61,26 @@ def engine_options(options: argparse.Namespace, backend: str) -> dict[str, Any]:
     """Those of SGLang's engine that depend on what is asked for."""
     longest = options.context + LONG + SHORT if options.speed else max(LENGTHS) + options.new
     made = {
-        "decode_attention_backend": backend,
+        "decode_attention_backend": backend.partition(":")[0],
         "prefill_attention_backend": options.prefill,
         "kv_cache_dtype": options.kv,
         "context_length": longest + 8,
         "max_running_requests": options.batch if options.speed else 32,
         "page_size": 64,
     }
+    if options.chunk:
+        made["chunked_prefill_size"] = options.chunk
+    if options.at_once > 1:
+        made |= {"mem_fraction_static": 0.9, "max_total_tokens": 1 << 17}  # each believes that it is alone
+    if options.drafts:
+        made |= {
+            "speculative_algorithm": "STANDALONE",
+            "speculative_num_steps": options.drafts,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": options.drafts + 1,
+            "speculative_draft_attention_backend": "triton",
+            "speculative_attention_mode": "decode",  # who decodes verifies, too
+        }
     if options.graphs:
         return {**made, "disable_prefill_cuda_graph": True, "cuda_graph_max_bs_decode": made["max_running_requests"]}
     return {**made, "disable_cuda_graph": True}
@@ -102,21 +124,27 @@ def one(options: argparse.Namespace) -> None:
     """Run one backend, in this process and its children."""
     import sglang
 
-    layers = 8 if options.speed else 2
+    layers = options.layers or (24 if options.speed else 2)
     model = build(
         options.out.parent / "models" / f"h{options.heads}-l{layers}",
+        empty=options.speed,
         num_attention_heads=options.heads,
         num_hidden_layers=layers,
     )
+    asked = engine_options(options, options.one)
+    if options.drafts:
+        sizes = {"num_attention_heads": options.heads, "num_hidden_layers": 1}
+        drafter = build(options.out.parent / "models" / f"h{options.heads}-l1", **sizes)
+        asked["speculative_draft_model_path"] = str(drafter)
     engine = sglang.Engine(
         model_path=str(model),
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        mem_fraction_static=0.5,
+        load_format="dummy" if options.speed else "auto",
         random_seed=0,
         log_level="info",
         sampling_backend="pytorch",
-        **engine_options(options, options.one),
+        **{"mem_fraction_static": 0.5, **asked},
     )
     found = (speed if options.speed else tokens)(options, engine)
     info = engine.get_server_info()
@@ -126,6 +154,7 @@ def one(options: argparse.Namespace) -> None:
         "prefill_attention_backend",
         "kv_cache_dtype",
         "attention_backend",
+        "speculative_algorithm",
     )
     options.out.write_text(json.dumps({"facts": {x: info.get(x) for x in names}, **found}))
     engine.shutdown()
@@ -134,20 +163,24 @@ def one(options: argparse.Namespace) -> None:
 def process(options: argparse.Namespace, given: list[str], backend: str, number: int) -> Any:
     """Run one backend in a process of its own; its result, or None."""
     flags = [x for x in ("graphs", "speed") if getattr(options, x)]
-    name = "-".join(["sglang", backend, f"h{options.heads}", options.kv, *flags, str(number)])
+    flags += [f"{x}{getattr(options, x)}" for x in ("drafts", "chunk") if getattr(options, x)]
+    flags += [f"b{options.batch}"] * options.speed + [f"by-{options.prefill}"] * (options.prefill != "triton")
+    name = "-".join(["sglang", backend.replace(":", "-"), f"h{options.heads}", options.kv, *flags, str(number)])
     result, log = options.out / f"{name}.json", options.out / f"{name}.log"
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "tests.engines.gpu.sglang_check", *given, "--one", backend, "--out", str(result)]
     with log.open("w") as file:
         # A session of its own: SGLang's processes go with it, whatever becomes of the first.
-        where: Any = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
+        environment = {**os.environ, **VARIANTS[backend.partition(":")[2]]}
+        where: Any = {"stdout": file, "stderr": subprocess.STDOUT, "env": environment, "start_new_session": True}
         with subprocess.Popen(command, **where) as child:
             try:
                 child.wait(options.timeout)
             except subprocess.TimeoutExpired:
                 print(f"{name}: more than {options.timeout} s")
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
+            finally:  # also when this process is interrupted
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
     if not result.exists():
         lines = [x for x in log.read_text().splitlines() if x.strip()]
         errors = [x for x in lines if "Error" in x or "error:" in x]
@@ -166,7 +199,9 @@ def main(given: list[str]) -> int:
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     names = options.backends.split(",")
-    results = [process(options, given, name, number) for number, name in enumerate(names)]
+    with ThreadPoolExecutor(options.at_once) as pool:
+        runs = [pool.submit(process, options, given, name, number) for number, name in enumerate(names)]
+    results = [run.result() for run in runs]
     status = any(x is None for x in results)
     for name, found in zip(names, results, strict=True):
         if found and options.speed:
