@@ -21,8 +21,8 @@
 #include "ptx/matrix.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/reduce.cuh"
+#include "sparse_backward/dkv_adder.cuh"
 #include "sparse_backward/params.cuh"
-#include "tile/binned_sum.cuh"
 #include "tile/fragment.cuh"
 #include "tile/warp.cuh"
 
@@ -236,27 +236,28 @@ MLA_DEVICE void run_weights(const Block& block, i32 step) {
 }
 
 // ---- Products --------------------------------------------------------------------------------------------------
-// What a warp has of some rows: 64 columns, and 8 of the RoPE columns.
+// What a warp has of 16 rows: 64 columns, and of the RoPE columns kRopeTiles times 8.
+template <i32 kRopeTiles>
 struct Columns {
-    float x[kValueTiles][4], rope[4];
+    float x[kValueTiles][4], rope[kRopeTiles][4];
 
     MLA_DEVICE void clear() {
 #pragma unroll
         for (i32 i = 0; i < kValueTiles * 4; ++i) (&x[0][0])[i] = 0.f;
 #pragma unroll
-        for (i32 i = 0; i < 4; ++i) rope[i] = 0.f;
+        for (i32 i = 0; i < kRopeTiles * 4; ++i) (&rope[0][0])[i] = 0.f;
     }
 };
 
-// The warp's columns of 16 rows, transposed, as B fragments; the chunks after `chunk`, too.
+// 16 columns of 16 rows, transposed, as B fragments.
 template <i32 kColumns>
 MLA_DEVICE void load_columns(u32 (&b)[4], const u8* rows, i32 row, i32 chunk, i32 lane) {
     ldmatrix_x4_trans(b, smem_addr(rows) + offset<kColumns>(row + lane % 16, chunk + lane / 16));
 }
 
 // Sums += weights * the warp's columns of 16 rows, for each tile of 16 rows of the sums.
-template <i32 kColumns, i32 kTiles>
-MLA_DEVICE void add_products(Columns (&sums)[kTiles], const u32 (&weights)[kTiles][4], const u8* rows, i32 row,
+template <i32 kColumns, class Sums, i32 kTiles>
+MLA_DEVICE void add_products(Sums (&sums)[kTiles], const u32 (&weights)[kTiles][4], const u8* rows, i32 row,
                              const Block& block) {
     const i32 segment = block.warp * kSegmentChunks;
 #pragma unroll
@@ -269,13 +270,11 @@ MLA_DEVICE void add_products(Columns (&sums)[kTiles], const u32 (&weights)[kTile
             mma_m16n8k16(Element{}, sums[tile].x[n + 1], weights[tile], b[2], b[3]);
         }
     }
-    if constexpr (kColumns > kHeadDimV) {
-        u32 b[4];  // of two tiles: one is a neighbour's, or nobody's
-        load_columns<kColumns>(b, rows, row, kHeadDimV / kChunkElems + (block.warp & ~1), block.lane);
-        const u32 b0 = block.warp % 2 ? b[2] : b[0], b1 = block.warp % 2 ? b[3] : b[1];
-#pragma unroll
-        for (i32 tile = 0; tile < kTiles; ++tile) mma_m16n8k16(Element{}, sums[tile].rope, weights[tile], b0, b1);
-    }
+}
+
+// The 16 RoPE columns of the warp and its neighbour.
+MLA_DEVICE void load_rope(u32 (&b)[4], const u8* rows, i32 row, const Block& block) {
+    load_columns<kHeadDimQk>(b, rows, row, kHeadDimV / kChunkElems + (block.warp & ~1), block.lane);
 }
 
 // dS of 16 heads and 16 keys, as an A fragment.
@@ -289,69 +288,110 @@ MLA_DEVICE void load_weights_trans(u32 (&a)[4], const u8* weights, i32 head, i32
     ldmatrix_x4_trans(a, smem_addr(weights) + (u32)(row * kWeightBytes + chunk * kChunkBytes));
 }
 
-MLA_DEVICE void run_dq(const Block& block, Columns (&dq)[kHeadTiles], i32 step) {
+using Dq = Columns<1>;
+
+MLA_DEVICE void run_dq(const Block& block, Dq (&dq)[kHeadTiles], i32 step) {
+    const u8* keys = block.s.k[step % kStages][0];
 #pragma unroll
     for (i32 key_step = 0; key_step < kKeySteps; ++key_step) {
+        const i32 key = key_step * kMmaDepth;
         u32 ds[kHeadTiles][4];
 #pragma unroll
         for (i32 tile = 0; tile < kHeadTiles; ++tile) {
             load_weights(ds[tile], block.s.ds[0], tile * kMmaRows, key_step, block.lane);
         }
-        add_products<kHeadDimQk>(dq, ds, block.s.k[step % kStages][0], key_step * kMmaDepth, block);
+        add_products<kHeadDimQk>(dq, ds, keys, key, block);
+        if (!kHasRope) continue;
+        u32 b[4];
+        load_rope(b, keys, key, block);
+        const u32 b0 = block.warp % 2 ? b[2] : b[0], b1 = block.warp % 2 ? b[3] : b[1];
+#pragma unroll
+        for (i32 tile = 0; tile < kHeadTiles; ++tile) mma_m16n8k16(Element{}, dq[tile].rope[0], ds[tile], b0, b1);
     }
 }
 
 // ---- dKV -------------------------------------------------------------------------------------------------------
-// Neighbouring elements; deterministic ones go to the bin of the larger one.
-MLA_DEVICE void add_pair(const BackwardParams& p, i32 row, i32 column, float x, float y) {
-    float* to = p.dkv + (i64)row * kHeadDimQk + column;
-    if (kDeterministic) {
-        const Bins bins{__float_as_int(p.extractors[p.s_kv]), __float_as_int(p.extractors[row])};
-        float pair[2] = {x, y};
-        to += bins.round(pair) * ((i64)p.s_kv * kHeadDimQk);
-        x = pair[0], y = pair[1];
-    }
-    red_add_x2(to, x, y);
-}
+// Of 16 keys. Two warps take turns at 16 RoPE columns, so that a thread has four numbers of a row, as of the others.
+using Dkv = Columns<2>;
+using Adder = DkvAdder<kDeterministic, kHeadDimQk>;
 
-MLA_DEVICE void add_rows(const Block& block, const Columns& sums, const i32* rows) {
+// From sm_90 on a thread adds four numbers at once, in the order of dkv_position.
+#if __CUDA_ARCH__ >= 900
+// Quads exchange halves of 32 columns: one instruction adds 128 bytes to each of four rows.
+MLA_DEVICE void add_rows(const Block& block, const Dkv& sums, const i32* rows, bool with_rope) {
+    const Adder adder(block.p);
+    const i32 quad = block.lane / 4, column = block.lane % 4 * 4;
+    float x[kValueTiles / 4][kFragmentRows][2][4];
+#pragma unroll
+    for (i32 n = 0; n < kValueTiles / 4; ++n) exchange_quads(x[n], sums.x[4 * n], quad % 2);
+#pragma unroll
+    for (i32 i = 0; i < kFragmentRows * 2; ++i) {
+        const i32 row = rows[i / 2 * 8 + quad / 2 * 2 + i % 2];
+        if (row == kNoRow) continue;
+        const i32 extractor = adder.extractor(row);
+        float* to = adder.at(row, block.warp * kWarpColumns + quad % 2 * 16 + column);
+#pragma unroll
+        for (i32 n = 0; n < kValueTiles / 4; ++n) adder.add(to + n * 32, extractor, x[n][i / 2][i % 2]);
+    }
+    if (!with_rope) return;
+#pragma unroll
+    for (i32 r = 0; r < kFragmentRows; ++r) {
+        const i32 row = rows[r * 8 + quad];
+        if (row == kNoRow) continue;
+        float four[4] = {sums.rope[0][2 * r], sums.rope[0][2 * r + 1], sums.rope[1][2 * r], sums.rope[1][2 * r + 1]};
+        adder.add(adder.at(row, kHeadDimV + block.warp / 2 * 16 + column), adder.extractor(row), four);
+    }
+}
+#else
+MLA_DEVICE void add_rows(const Block& block, const Dkv& sums, const i32* rows, bool with_rope) {
+    const Adder adder(block.p);
     const i32 column = block.lane % 4 * 2;
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
         const i32 row = rows[block.lane / 4 + 8 * r];
         if (row == kNoRow) continue;
+        const i32 extractor = adder.extractor(row);
+        float* to = adder.at(row, column);
 #pragma unroll
-        for (i32 n = 0; n < kValueTiles; ++n) {
-            const i32 at = block.warp * kWarpColumns + n * kMmaColumns + column;
-            add_pair(block.p, row, at, sums.x[n][2 * r], sums.x[n][2 * r + 1]);
-        }
-        if (kHasRope) {
-            const i32 at = kHeadDimV + block.warp * kMmaColumns + column;
-            add_pair(block.p, row, at, sums.rope[2 * r], sums.rope[2 * r + 1]);
+        for (i32 n = 0; n < kValueTiles + 2; ++n) {
+            const bool is_rope = n >= kValueTiles;
+            if (is_rope && !with_rope) break;
+            const float (&d)[4] = is_rope ? sums.rope[n % 2] : sums.x[n % kValueTiles];
+            const i32 at = is_rope ? kHeadDimV + block.warp / 2 * 16 + n % 2 * 8 : block.warp * kWarpColumns + n * 8;
+            float two[2] = {d[2 * r], d[2 * r + 1]};
+            adder.add(to + at, extractor, two);
         }
     }
 }
+#endif
 
 MLA_DEVICE void run_dkv(const Block& block, i32 step) {
     const Storage& s = block.s;
 #pragma unroll 1
     for (i32 key_step = 0; key_step < kKeySteps; ++key_step) {
-        Columns sums[1];
+        const bool with_rope = kHasRope && ((block.warp ^ (step * kKeySteps + key_step)) & 1) == 0;
+        Dkv sums[1];
         sums[0].clear();
 #pragma unroll
         for (i32 head = 0; head < kBlockHeads; head += kMmaDepth) {
             u32 weights[1][4];
             load_weights_trans(weights[0], s.ds[0], head, key_step, block.lane);
             add_products<kHeadDimQk>(sums, weights, s.q[0], head, block);
+            if (with_rope) {
+                u32 b[4];
+                load_rope(b, s.q[0], head, block);
+                mma_m16n8k16(Element{}, sums[0].rope[0], weights[0], b[0], b[1]);
+                mma_m16n8k16(Element{}, sums[0].rope[1], weights[0], b[2], b[3]);
+            }
             load_weights_trans(weights[0], s.p[0], head, key_step, block.lane);
             add_products<kHeadDimV>(sums, weights, s.dout[0], head, block);
         }
-        add_rows(block, sums[0], &s.rows[step % 2][key_step * kMmaDepth]);
+        add_rows(block, sums[0], &s.rows[step % 2][key_step * kMmaDepth], with_rope);
     }
 }
 
 // ---- dq --------------------------------------------------------------------------------------------------------
-MLA_DEVICE void store_dq(const Block& block, const Columns (&dq)[kHeadTiles]) {
+MLA_DEVICE void store_dq(const Block& block, const Dq (&dq)[kHeadTiles]) {
     const BackwardParams& p = block.p;
     const i32 lane = block.lane;
 #pragma unroll
@@ -361,7 +401,7 @@ MLA_DEVICE void store_dq(const Block& block, const Columns (&dq)[kHeadTiles]) {
         const bool stored = head < block.heads;
         const float keep = block.is_live(head) ? 1.f : 0.f;
         u16* to = p.dq + block.query * p.dq_stride_s_elems + (block.head0 + head) * p.dq_stride_h_elems;
-        float x[kValueTiles * 4], rope[2] = {dq[tile].rope[2 * r], dq[tile].rope[2 * r + 1]};
+        float x[kValueTiles * 4], rope[2] = {dq[tile].rope[0][2 * r], dq[tile].rope[0][2 * r + 1]};
 #pragma unroll
         for (i32 j = 0; j < kValueTiles * 4; ++j) x[j] = keep == 0.f ? 0.f : dq[tile].x[j / 4][j % 4];
         store_row(Element{}, to + block.warp * kWarpColumns, x, r, 1.f, stored, lane);
@@ -374,7 +414,7 @@ MLA_DEVICE void store_dq(const Block& block, const Columns (&dq)[kHeadTiles]) {
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 // One step, and the copies of the next one, if there is one. Copies of this one have been asked for.
-MLA_DEVICE void run_step(const Block& block, KeyCopy& copy, Columns (&dq)[kHeadTiles], i32 step, i32 count) {
+MLA_DEVICE void run_step(const Block& block, KeyCopy& copy, Dq (&dq)[kHeadTiles], i32 step, i32 count) {
     const bool more = (step + 1) * kStepKeys < count;
     cp_async_wait_all();
     __syncthreads();  // the keys are there; also, the last step's weights and the other stage have been read
@@ -412,7 +452,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (count > 0) copy.copy(block, 0);
     copy.look_up(1, count);
 
-    Columns dq[kHeadTiles];
+    Dq dq[kHeadTiles];
 #pragma unroll
     for (i32 tile = 0; tile < kHeadTiles; ++tile) dq[tile].clear();
 #pragma unroll 1
