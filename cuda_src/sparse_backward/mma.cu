@@ -236,16 +236,15 @@ MLA_DEVICE void run_weights(const Block& block, i32 step) {
 }
 
 // ---- Products --------------------------------------------------------------------------------------------------
-// What a warp has of 16 rows: 64 columns, and of the RoPE columns kRopeTiles times 8.
-template <i32 kRopeTiles>
-struct Columns {
-    float x[kValueTiles][4], rope[kRopeTiles][4];
+// What a warp has of dq of 16 heads: 64 columns, and 8 of the RoPE columns.
+struct Dq {
+    float x[kValueTiles][4], rope[4];
 
     MLA_DEVICE void clear() {
 #pragma unroll
         for (i32 i = 0; i < kValueTiles * 4; ++i) (&x[0][0])[i] = 0.f;
 #pragma unroll
-        for (i32 i = 0; i < kRopeTiles * 4; ++i) (&rope[0][0])[i] = 0.f;
+        for (i32 i = 0; i < 4; ++i) rope[i] = 0.f;
     }
 };
 
@@ -253,23 +252,6 @@ struct Columns {
 template <i32 kColumns>
 MLA_DEVICE void load_columns(u32 (&b)[4], const u8* rows, i32 row, i32 chunk, i32 lane) {
     ldmatrix_x4_trans(b, smem_addr(rows) + offset<kColumns>(row + lane % 16, chunk + lane / 16));
-}
-
-// Sums += weights * the warp's columns of 16 rows, for each tile of 16 rows of the sums.
-template <i32 kColumns, class Sums, i32 kTiles>
-MLA_DEVICE void add_products(Sums (&sums)[kTiles], const u32 (&weights)[kTiles][4], const u8* rows, i32 row,
-                             const Block& block) {
-    const i32 segment = block.warp * kSegmentChunks;
-#pragma unroll
-    for (i32 n = 0; n < kValueTiles; n += 2) {
-        u32 b[4];
-        load_columns<kColumns>(b, rows, row, segment + n, block.lane);
-#pragma unroll
-        for (i32 tile = 0; tile < kTiles; ++tile) {
-            mma_m16n8k16(Element{}, sums[tile].x[n], weights[tile], b[0], b[1]);
-            mma_m16n8k16(Element{}, sums[tile].x[n + 1], weights[tile], b[2], b[3]);
-        }
-    }
 }
 
 // The 16 RoPE columns of the warp and its neighbour.
@@ -288,106 +270,160 @@ MLA_DEVICE void load_weights_trans(u32 (&a)[4], const u8* weights, i32 head, i32
     ldmatrix_x4_trans(a, smem_addr(weights) + (u32)(row * kWeightBytes + chunk * kChunkBytes));
 }
 
-using Dq = Columns<1>;
-
 MLA_DEVICE void run_dq(const Block& block, Dq (&dq)[kHeadTiles], i32 step) {
     const u8* keys = block.s.k[step % kStages][0];
 #pragma unroll
     for (i32 key_step = 0; key_step < kKeySteps; ++key_step) {
         const i32 key = key_step * kMmaDepth;
-        u32 ds[kHeadTiles][4];
+        u32 ds[kHeadTiles][4], b[4];
 #pragma unroll
         for (i32 tile = 0; tile < kHeadTiles; ++tile) {
             load_weights(ds[tile], block.s.ds[0], tile * kMmaRows, key_step, block.lane);
         }
-        add_products<kHeadDimQk>(dq, ds, keys, key, block);
+#pragma unroll
+        for (i32 n = 0; n < kValueTiles; n += 2) {
+            load_columns<kHeadDimQk>(b, keys, key, block.warp * kSegmentChunks + n, block.lane);
+#pragma unroll
+            for (i32 tile = 0; tile < kHeadTiles; ++tile) {
+                mma_m16n8k16(Element{}, dq[tile].x[n], ds[tile], b[0], b[1]);
+                mma_m16n8k16(Element{}, dq[tile].x[n + 1], ds[tile], b[2], b[3]);
+            }
+        }
         if (!kHasRope) continue;
-        u32 b[4];
         load_rope(b, keys, key, block);
         const u32 b0 = block.warp % 2 ? b[2] : b[0], b1 = block.warp % 2 ? b[3] : b[1];
 #pragma unroll
-        for (i32 tile = 0; tile < kHeadTiles; ++tile) mma_m16n8k16(Element{}, dq[tile].rope[0], ds[tile], b0, b1);
+        for (i32 tile = 0; tile < kHeadTiles; ++tile) mma_m16n8k16(Element{}, dq[tile].rope, ds[tile], b0, b1);
     }
 }
 
 // ---- dKV -------------------------------------------------------------------------------------------------------
-// Of 16 keys. Two warps take turns at 16 RoPE columns, so that a thread has four numbers of a row, as of the others.
-using Dkv = Columns<2>;
+// 32 columns at a time, of all keys: a fragment of q or dO serves them all, and additions mix with products.
+constexpr i32 kGroupTiles = 4, kGroupColumns = kGroupTiles * kMmaColumns;
+using Group = float[kGroupTiles][4];  // of 16 keys
 using Adder = DkvAdder<kDeterministic, kHeadDimQk>;
+
+// The step's weights, transposed: rows are keys.
+struct Weights {
+    u32 p[kHeadTiles][kKeySteps][4], ds[kHeadTiles][kKeySteps][4];
+
+    MLA_DEVICE explicit Weights(const Block& block) {
+#pragma unroll
+        for (i32 tile = 0; tile < kHeadTiles; ++tile) {
+#pragma unroll
+            for (i32 key_step = 0; key_step < kKeySteps; ++key_step) {
+                load_weights_trans(p[tile][key_step], block.s.p[0], tile * kMmaRows, key_step, block.lane);
+                load_weights_trans(ds[tile][key_step], block.s.ds[0], tile * kMmaRows, key_step, block.lane);
+            }
+        }
+    }
+};
 
 // From sm_90 on a thread adds four numbers at once, in the order of dkv_position.
 #if __CUDA_ARCH__ >= 900
-// Quads exchange halves of 32 columns: one instruction adds 128 bytes to each of four rows.
-MLA_DEVICE void add_rows(const Block& block, const Dkv& sums, const i32* rows, bool with_rope) {
-    const Adder adder(block.p);
-    const i32 quad = block.lane / 4, column = block.lane % 4 * 4;
-    float x[kValueTiles / 4][kFragmentRows][2][4];
-#pragma unroll
-    for (i32 n = 0; n < kValueTiles / 4; ++n) exchange_quads(x[n], sums.x[4 * n], quad % 2);
+// Quads exchange halves: one instruction adds 128 bytes to each of four rows.
+MLA_DEVICE void add_group(const Adder& adder, const Group& sums, const i32* rows, i32 column, i32 lane) {
+    const i32 quad = lane / 4;
+    float x[kFragmentRows][2][4];
+    exchange_quads(x, sums[0], quad % 2);
 #pragma unroll
     for (i32 i = 0; i < kFragmentRows * 2; ++i) {
         const i32 row = rows[i / 2 * 8 + quad / 2 * 2 + i % 2];
         if (row == kNoRow) continue;
-        const i32 extractor = adder.extractor(row);
-        float* to = adder.at(row, block.warp * kWarpColumns + quad % 2 * 16 + column);
-#pragma unroll
-        for (i32 n = 0; n < kValueTiles / 4; ++n) adder.add(to + n * 32, extractor, x[n][i / 2][i % 2]);
+        adder.add(adder.at(row, column + quad % 2 * 16 + lane % 4 * 4), adder.extractor(row), x[i / 2][i % 2]);
     }
-    if (!with_rope) return;
+}
+
+MLA_DEVICE void add_rope(const Adder& adder, const float (&sums)[2][4], const i32* rows, i32 column, i32 lane) {
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
-        const i32 row = rows[r * 8 + quad];
+        const i32 row = rows[r * 8 + lane / 4];
         if (row == kNoRow) continue;
-        float four[4] = {sums.rope[0][2 * r], sums.rope[0][2 * r + 1], sums.rope[1][2 * r], sums.rope[1][2 * r + 1]};
-        adder.add(adder.at(row, kHeadDimV + block.warp / 2 * 16 + column), adder.extractor(row), four);
+        float four[4] = {sums[0][2 * r], sums[0][2 * r + 1], sums[1][2 * r], sums[1][2 * r + 1]};
+        adder.add(adder.at(row, column + lane % 4 * 4), adder.extractor(row), four);
     }
 }
 #else
-MLA_DEVICE void add_rows(const Block& block, const Dkv& sums, const i32* rows, bool with_rope) {
-    const Adder adder(block.p);
-    const i32 column = block.lane % 4 * 2;
+template <i32 kTiles>
+MLA_DEVICE void add_tiles(const Adder& adder, const float (&sums)[kTiles][4], const i32* rows, i32 column, i32 lane) {
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
-        const i32 row = rows[block.lane / 4 + 8 * r];
+        const i32 row = rows[r * 8 + lane / 4];
         if (row == kNoRow) continue;
         const i32 extractor = adder.extractor(row);
-        float* to = adder.at(row, column);
 #pragma unroll
-        for (i32 n = 0; n < kValueTiles + 2; ++n) {
-            const bool is_rope = n >= kValueTiles;
-            if (is_rope && !with_rope) break;
-            const float (&d)[4] = is_rope ? sums.rope[n % 2] : sums.x[n % kValueTiles];
-            const i32 at = is_rope ? kHeadDimV + block.warp / 2 * 16 + n % 2 * 8 : block.warp * kWarpColumns + n * 8;
-            float two[2] = {d[2 * r], d[2 * r + 1]};
-            adder.add(to + at, extractor, two);
+        for (i32 n = 0; n < kTiles; ++n) {
+            float two[2] = {sums[n][2 * r], sums[n][2 * r + 1]};
+            adder.add(adder.at(row, column + n * kMmaColumns + lane % 4 * 2), extractor, two);
         }
     }
 }
+
+MLA_DEVICE void add_group(const Adder& adder, const Group& sums, const i32* rows, i32 column, i32 lane) {
+    add_tiles(adder, sums, rows, column, lane);
+}
+
+MLA_DEVICE void add_rope(const Adder& adder, const float (&sums)[2][4], const i32* rows, i32 column, i32 lane) {
+    add_tiles(adder, sums, rows, column, lane);
+}
 #endif
+
+// Sums of 16 columns, from tile n on, += weights * rows of 16 heads, for all keys.
+template <i32 kColumns>
+MLA_DEVICE void add_heads(Group (&sums)[kKeySteps], i32 n, const u32 (&weights)[kKeySteps][4], const u8* heads,
+                          i32 head, i32 chunk, i32 lane) {
+    u32 b[4];
+    load_columns<kColumns>(b, heads, head, chunk + n, lane);
+#pragma unroll
+    for (i32 key_step = 0; key_step < kKeySteps; ++key_step) {
+        mma_m16n8k16(Element{}, sums[key_step][n], weights[key_step], b[0], b[1]);
+        mma_m16n8k16(Element{}, sums[key_step][n + 1], weights[key_step], b[2], b[3]);
+    }
+}
+
+// Two warps take turns at 16 RoPE columns, so that a thread has four numbers of a row, as of the other columns: one has
+// the first 16 keys of two times 16, the other one the second.
+MLA_DEVICE void run_dkv_rope(const Block& block, const Adder& adder, const Weights& weights, const i32* rows, i32 step) {
+#pragma unroll
+    for (i32 key_step = 0; key_step < kKeySteps; ++key_step) {
+        if ((block.warp ^ (step * kKeySteps + key_step)) & 1) continue;
+        float sums[2][4] = {};
+#pragma unroll
+        for (i32 tile = 0; tile < kHeadTiles; ++tile) {
+            u32 b[4];
+            load_rope(b, block.s.q[0], tile * kMmaRows, block);
+            mma_m16n8k16(Element{}, sums[0], weights.ds[tile][key_step], b[0], b[1]);
+            mma_m16n8k16(Element{}, sums[1], weights.ds[tile][key_step], b[2], b[3]);
+        }
+        const i32 column = kHeadDimV + block.warp / 2 * 2 * kMmaColumns;
+        add_rope(adder, sums, rows + key_step * kMmaDepth, column, block.lane);
+    }
+}
 
 MLA_DEVICE void run_dkv(const Block& block, i32 step) {
     const Storage& s = block.s;
-#pragma unroll 1
-    for (i32 key_step = 0; key_step < kKeySteps; ++key_step) {
-        const bool with_rope = kHasRope && ((block.warp ^ (step * kKeySteps + key_step)) & 1) == 0;
-        Dkv sums[1];
-        sums[0].clear();
+    const Adder adder(block.p);
+    const Weights weights(block);
+    const i32* rows = s.rows[step % 2];
 #pragma unroll
-        for (i32 head = 0; head < kBlockHeads; head += kMmaDepth) {
-            u32 weights[1][4];
-            load_weights_trans(weights[0], s.ds[0], head, key_step, block.lane);
-            add_products<kHeadDimQk>(sums, weights, s.q[0], head, block);
-            if (with_rope) {
-                u32 b[4];
-                load_rope(b, s.q[0], head, block);
-                mma_m16n8k16(Element{}, sums[0].rope[0], weights[0], b[0], b[1]);
-                mma_m16n8k16(Element{}, sums[0].rope[1], weights[0], b[2], b[3]);
+    for (i32 first = 0; first < kValueTiles; first += kGroupTiles) {
+        Group sums[kKeySteps] = {};
+        const i32 chunk = block.warp * kSegmentChunks + first;
+#pragma unroll
+        for (i32 n = 0; n < kGroupTiles; n += 2) {
+#pragma unroll
+            for (i32 tile = 0; tile < kHeadTiles; ++tile) {
+                const i32 head = tile * kMmaRows;
+                add_heads<kHeadDimQk>(sums, n, weights.ds[tile], s.q[0], head, chunk, block.lane);
+                add_heads<kHeadDimV>(sums, n, weights.p[tile], s.dout[0], head, chunk, block.lane);
             }
-            load_weights_trans(weights[0], s.p[0], head, key_step, block.lane);
-            add_products<kHeadDimV>(sums, weights, s.dout[0], head, block);
         }
-        add_rows(block, sums[0], &s.rows[step % 2][key_step * kMmaDepth], with_rope);
+#pragma unroll
+        for (i32 key_step = 0; key_step < kKeySteps; ++key_step) {
+            add_group(adder, sums[key_step], rows + key_step * kMmaDepth, chunk * kChunkElems, block.lane);
+        }
     }
+    if (kHasRope) run_dkv_rope(block, adder, weights, rows, step);
 }
 
 // ---- dq --------------------------------------------------------------------------------------------------------
@@ -401,7 +437,7 @@ MLA_DEVICE void store_dq(const Block& block, const Dq (&dq)[kHeadTiles]) {
         const bool stored = head < block.heads;
         const float keep = block.is_live(head) ? 1.f : 0.f;
         u16* to = p.dq + block.query * p.dq_stride_s_elems + (block.head0 + head) * p.dq_stride_h_elems;
-        float x[kValueTiles * 4], rope[2] = {dq[tile].rope[0][2 * r], dq[tile].rope[0][2 * r + 1]};
+        float x[kValueTiles * 4], rope[2] = {dq[tile].rope[2 * r], dq[tile].rope[2 * r + 1]};
 #pragma unroll
         for (i32 j = 0; j < kValueTiles * 4; ++j) x[j] = keep == 0.f ? 0.f : dq[tile].x[j / 4][j % 4];
         store_row(Element{}, to + block.warp * kWarpColumns, x, r, 1.f, stored, lane);
