@@ -162,10 +162,10 @@ struct KeyCopy {
 template <i32 kColumns>
 constexpr i32 kPartSteps = kColumns / kMmaDepth / kHalves;
 // Fragments of q and dO that stay in registers: as many as there is room for.
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ == 900
 constexpr i32 kMostHeldSteps = 16;
 #else
-constexpr i32 kMostHeldSteps = 12;  // additions of pairs need more registers
+constexpr i32 kMostHeldSteps = 12;
 #endif
 constexpr i32 kHeldSteps = kTwoStages ? kMostHeldSteps : kPartSteps<kHeadDimQk>;
 
@@ -446,24 +446,22 @@ MLA_DEVICE void add_heads(Group (&sums)[kKeySteps], i32 n, const u32 (&weights)[
     }
 }
 
-// Two warps take turns at 16 RoPE columns, so that a thread has four numbers of a row, as of the other columns: one has
-// the first 16 keys of two times 16, the other one the second.
-MLA_DEVICE void run_dkv_rope(const Block& block, const Adder& adder, const Weights& weights, const i32* rows, i32 step,
-                             i32 lane) {
+// Of 16 keys and 16 RoPE columns, so that a thread has four numbers of a row, as of the other columns. Of two warps one
+// has the first 16 of 32 keys, and the other one the second; or they take turns at 16.
+MLA_DEVICE void run_dkv_rope(const Block& block, const Adder& adder, i32 step, i32 lane) {
+    const i32 key_step = (block.warp + step * (2 - kKeySteps)) % 2;
+    if (key_step >= kKeySteps) return;
+    float sums[2][4] = {};
 #pragma unroll
-    for (i32 key_step = 0; key_step < kKeySteps; ++key_step) {
-        if ((block.warp ^ (step * kKeySteps + key_step)) & 1) continue;
-        float sums[2][4] = {};
-#pragma unroll
-        for (i32 tile = 0; tile < kHeadTiles; ++tile) {
-            u32 b[4];
-            load_rope(b, block.s.q[0], tile * kMmaRows, block, lane);
-            mma_m16n8k16(Element{}, sums[0], weights.ds[tile][key_step], b[0], b[1]);
-            mma_m16n8k16(Element{}, sums[1], weights.ds[tile][key_step], b[2], b[3]);
-        }
-        const i32 column = kHeadDimV + block.warp / 2 * 2 * kMmaColumns;
-        add_rope(adder, sums, rows + key_step * kMmaDepth, column, lane);
+    for (i32 tile = 0; tile < kHeadTiles; ++tile) {
+        u32 ds[4], b[4];
+        load_weights_trans(ds, block.s.ds[0], tile * kMmaRows, key_step, lane);
+        load_rope(b, block.s.q[0], tile * kMmaRows, block, lane);
+        mma_m16n8k16(Element{}, sums[0], ds, b[0], b[1]);
+        mma_m16n8k16(Element{}, sums[1], ds, b[2], b[3]);
     }
+    const i32* rows = &block.s.rows[step % 2][key_step * kMmaDepth];
+    add_rope(adder, sums, rows, kHeadDimV + block.warp / 2 * 2 * kMmaColumns, lane);
 }
 
 MLA_DEVICE void run_dkv(const Block& block, i32 step) {
@@ -492,7 +490,7 @@ MLA_DEVICE void run_dkv(const Block& block, i32 step) {
             add_group(adder, sums[key_step], rows + key_step * kMmaDepth, column, lane);
         }
     }
-    if (kHasRope) run_dkv_rope(block, adder, weights, rows, step, lane);
+    if (kHasRope) run_dkv_rope(block, adder, step, lane);
 }
 
 // ---- dq --------------------------------------------------------------------------------------------------------
