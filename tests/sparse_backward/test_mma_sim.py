@@ -74,7 +74,9 @@ MUTANTS = [
     Mutant("RoPE columns of one warp of two", SOURCE, "(block.warp + step *", "(step *"),
     Mutant("16 keys for 32", SOURCE, "rows[step % 2][key_step * kMmaDepth]", "rows[step % 2][0]", kernel=WIDE_KB),
     Mutant("the other quad's row", SOURCE, "quad / 2 * 2 + i % 2]", "quad / 2 * 2 + 1 - i % 2]", cc=(12, 0)),
-    Mutant("rows of the plain order", SOURCE, "quad % 2 * 16 + lane % 4 * 4", "quad % 2 * 4 + lane % 4 * 8", cc=(12, 0)),
+    Mutant(
+        "rows of the plain order", SOURCE, "quad % 2 * 16 + lane % 4 * 4", "quad % 2 * 4 + lane % 4 * 8", cc=(12, 0)
+    ),
     Mutant("the first 32 columns", SOURCE, "+ first * kMmaColumns;", ";", cc=(12, 0)),
     Mutant("statistics are not waited for", SOURCE, *mutants.steps("bar.sync", 0, of=6)),
 ]
