@@ -163,7 +163,7 @@ template <i32 kColumns>
 constexpr i32 kPartSteps = kColumns / kMmaDepth / kHalves;
 // Fragments of q and dO that stay in registers: as many as there is room for.
 #if __CUDA_ARCH__ == 900
-constexpr i32 kMostHeldSteps = 16;
+constexpr i32 kMostHeldSteps = kDeterministic ? 16 : 18;
 #else
 constexpr i32 kMostHeldSteps = 12;
 #endif
