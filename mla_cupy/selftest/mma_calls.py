@@ -170,7 +170,9 @@ def _prefill(sizes: Sizes, dtype: str, d_qk: int) -> Problem:
     """One sequence of two heads, whose queries are its last tokens."""
     rng, kind = random(f"prefill {sizes} {dtype} {d_qk}"), dtypes.numpy_dtype(dtype)
     shapes = {"q": (sizes.queries, 2, d_qk), "k": (sizes.keys, 2, d_qk), "v": (sizes.keys, 2, 128)}
-    arguments = {name: rng.standard_normal(shape, np.float32).astype(kind) for name, shape in shapes.items()}
+    arguments: dict[str, Any] = {
+        name: rng.standard_normal(shape, np.float32).astype(kind) for name, shape in shapes.items()
+    }
     return Problem(arguments, reference.mla_prefill(**arguments)[0])
 
 
