@@ -35,5 +35,17 @@ struct DkvAdder {
             red_add_v2(to, x[0], x[1], wanted);
         }
     }
+
+    // The same without a condition; pairs on any GPU.
+    template <i32 kCount>
+    MLA_DEVICE void add(float* to, i32 extractor, float (&x)[kCount]) const {
+        static_assert(kCount == 2 || kCount == 4, "8 or 16 bytes");
+        if (kDeterministic) to += Bins{bound, extractor}.round(x) * bin_elems;
+        if constexpr (kCount == 4) {
+            red_add_v4(to, x[0], x[1], x[2], x[3]);
+        } else {
+            red_add_x2(to, x[0], x[1]);
+        }
+    }
 };
 }  // namespace mla::sparse_backward

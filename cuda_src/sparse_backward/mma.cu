@@ -21,8 +21,8 @@
 #include "ptx/matrix.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/reduce.cuh"
+#include "sparse_backward/dkv_adder.cuh"
 #include "sparse_backward/params.cuh"
-#include "tile/binned_sum.cuh"
 #include "tile/fragment.cuh"
 #include "tile/warp.cuh"
 
@@ -81,6 +81,14 @@ struct Block {
     i32 warp = uniform_warp(), lane = threadIdx.x % kWarpThreads;
 
     // A head has no gradient if its lse is infinite, whatever its rows contain.
+    // The lane, of which the compiler does not know that it was the same in the phase before: addresses are made anew,
+    // since none is worth a register across the loop.
+    MLA_DEVICE i32 opaque_lane() const {
+        i32 same = lane;
+        opaque(same);
+        return same;
+    }
+
     MLA_DEVICE bool is_live(i32 head) const { return s.lse2[head] != -negative_infinity(); }
 };
 
@@ -151,18 +159,66 @@ struct KeyCopy {
 };
 
 // ---- Scores ----------------------------------------------------------------------------------------------------
-// A part of q k^T or dO v^T: kColumns / kHalves columns of 16 heads, with all keys of the step.
 template <i32 kColumns>
-MLA_DEVICE void score(const Block& block, const u8* heads, i32 head_tile, i32 half, const u8* keys) {
-    constexpr i32 kSteps = kColumns / kMmaDepth / kHalves;
-    const i32 lane = block.lane;
-    float sums[kChains][kKeyTiles][4] = {};
-    const i32 head = head_tile * kMmaRows + lane % 16, key = lane / 16 * kMmaColumns + lane % 8;
+constexpr i32 kPartSteps = kColumns / kMmaDepth / kHalves;
+// Fragments of q and dO that stay in registers: as many as there is room for.
+#if __CUDA_ARCH__ == 900
+constexpr i32 kMostHeldSteps = kDeterministic ? 16 : 18;
+#else
+constexpr i32 kMostHeldSteps = 12;
+#endif
+constexpr i32 kHeldSteps = kTwoStages ? kMostHeldSteps : kPartSteps<kHeadDimQk>;
+
+// A warp computes half of the columns of q k^T or dO v^T, for 16 heads and all keys of the step.
+struct Part {
+    i32 head_tile, half;
+    bool of_dout;
+    u32 held[kHeldSteps][4];  // of q or dO, over all steps
+
+    MLA_DEVICE explicit Part(i32 warp)
+        : head_tile(warp % kHeadTiles), half(warp / (2 * kHeadTiles)), of_dout(warp / kHeadTiles % 2) {}
+
+    // Fragment `step` of the part.
+    template <i32 kColumns>
+    MLA_DEVICE void load(u32 (&a)[4], const u8* heads, i32 step, i32 lane) const {
+        const i32 chunk = 2 * (half * kPartSteps<kColumns> + step);
+        ldmatrix_x4(a, smem_addr(heads) + offset<kColumns>(head_tile * kMmaRows + lane % 16, chunk + lane / 16));
+    }
+
+    template <i32 kColumns>
+    MLA_DEVICE void get(u32 (&a)[4], const u8* heads, i32 step, i32 lane) const {
+        if (step >= kHeldSteps) return load<kColumns>(a, heads, step, lane);
 #pragma unroll
-    for (i32 step = 0; step < kSteps; ++step) {
-        const i32 chunk = 2 * (half * kSteps + step);
+        for (i32 i = 0; i < 4; ++i) a[i] = held[step][i];
+    }
+
+    template <i32 kColumns>
+    MLA_DEVICE void hold(const u8* heads, i32 lane) {
+#pragma unroll
+        for (i32 step = 0; step < min(kHeldSteps, kPartSteps<kColumns>); ++step) {
+            load<kColumns>(held[step], heads, step, lane);
+        }
+    }
+
+    MLA_DEVICE void hold(const Storage& s, i32 lane) {
+        if (of_dout) {
+            hold<kHeadDimV>(s.dout[0], lane);
+        } else {
+            hold<kHeadDimQk>(s.q[0], lane);
+        }
+    }
+};
+
+template <i32 kColumns>
+MLA_DEVICE void score(const Block& block, const Part& part, const u8* heads, const u8* keys) {
+    const i32 lane = block.opaque_lane();
+    float sums[kChains][kKeyTiles][4] = {};
+    const i32 key = lane / 16 * kMmaColumns + lane % 8;
+#pragma unroll
+    for (i32 step = 0; step < kPartSteps<kColumns>; ++step) {
+        const i32 chunk = 2 * (part.half * kPartSteps<kColumns> + step);
         u32 a[4];
-        ldmatrix_x4(a, smem_addr(heads) + offset<kColumns>(head, chunk + lane / 16));
+        part.get<kColumns>(a, heads, step, lane);
 #pragma unroll
         for (i32 n = 0; n < kKeyTiles; n += 2) {
             u32 b[4];
@@ -183,26 +239,24 @@ MLA_DEVICE void score(const Block& block, const u8* heads, i32 head_tile, i32 ha
     }
 }
 
-// Which part a warp computes.
-MLA_DEVICE constexpr i32 part_of(i32 head_tile, bool of_dout, i32 half) {
-    return head_tile + kHeadTiles * of_dout + 2 * kHeadTiles * half;
+MLA_DEVICE void run_scores(const Block& block, const Part& part, i32 step) {
+    const u8* keys = block.s.k[step % kStages][0];
+    if (part.of_dout) {
+        score<kHeadDimV>(block, part, block.s.dout[0], keys);
+    } else {
+        score<kHeadDimQk>(block, part, block.s.q[0], keys);
+    }
 }
 
-MLA_DEVICE void run_scores(const Block& block, i32 step) {
-    const Storage& s = block.s;
-    const i32 head_tile = block.warp % kHeadTiles, half = block.warp / (2 * kHeadTiles);
-    const u8* keys = s.k[step % kStages][0];
-    if (block.warp / kHeadTiles % 2 == 0) {
-        score<kHeadDimQk>(block, s.q[0], head_tile, half, keys);
-    } else {
-        score<kHeadDimV>(block, s.dout[0], head_tile, half, keys);
-    }
+// The warp that computes a part.
+MLA_DEVICE constexpr i32 warp_of(i32 head_tile, bool of_dout, i32 half) {
+    return head_tile + kHeadTiles * of_dout + 2 * kHeadTiles * half;
 }
 
 // ---- Weights ---------------------------------------------------------------------------------------------------
 MLA_DEVICE float2 sum_of_parts(const Storage& s, i32 head_tile, bool of_dout, i32 n, i32 lane, i32 r) {
-    const float2* low = reinterpret_cast<const float2*>(&s.parts[part_of(head_tile, of_dout, 0)][n][lane]);
-    const float2* high = reinterpret_cast<const float2*>(&s.parts[part_of(head_tile, of_dout, 1)][n][lane]);
+    const float2* low = reinterpret_cast<const float2*>(&s.parts[warp_of(head_tile, of_dout, 0)][n][lane]);
+    const float2* high = reinterpret_cast<const float2*>(&s.parts[warp_of(head_tile, of_dout, 1)][n][lane]);
     return make_float2(low[r].x + high[r].x, low[r].y + high[r].y);
 }
 
@@ -236,8 +290,8 @@ MLA_DEVICE void run_weights(const Block& block, i32 step) {
 }
 
 // ---- Products --------------------------------------------------------------------------------------------------
-// What a warp has of some rows: 64 columns, and 8 of the RoPE columns.
-struct Columns {
+// What a warp has of dq of 16 heads: 64 columns, and 8 of the RoPE columns.
+struct Dq {
     float x[kValueTiles][4], rope[4];
 
     MLA_DEVICE void clear() {
@@ -248,34 +302,24 @@ struct Columns {
     }
 };
 
-// The warp's columns of 16 rows, transposed, as B fragments; the chunks after `chunk`, too.
+// Where a lane reads the first 16 of a warp's columns, transposed, of the first 16 rows. Further columns of the segment
+// are at the same address but for some bits.
 template <i32 kColumns>
-MLA_DEVICE void load_columns(u32 (&b)[4], const u8* rows, i32 row, i32 chunk, i32 lane) {
-    ldmatrix_x4_trans(b, smem_addr(rows) + offset<kColumns>(row + lane % 16, chunk + lane / 16));
+MLA_DEVICE SmemAddr columns_of(const Block& block, const u8* rows, i32 lane) {
+    return smem_addr(rows) + offset<kColumns>(lane % 16, block.warp * kSegmentChunks + lane / 16);
 }
 
-// Sums += weights * the warp's columns of 16 rows, for each tile of 16 rows of the sums.
-template <i32 kColumns, i32 kTiles>
-MLA_DEVICE void add_products(Columns (&sums)[kTiles], const u32 (&weights)[kTiles][4], const u8* rows, i32 row,
-                             const Block& block) {
-    const i32 segment = block.warp * kSegmentChunks;
-#pragma unroll
-    for (i32 n = 0; n < kValueTiles; n += 2) {
-        u32 b[4];
-        load_columns<kColumns>(b, rows, row, segment + n, block.lane);
-#pragma unroll
-        for (i32 tile = 0; tile < kTiles; ++tile) {
-            mma_m16n8k16(Element{}, sums[tile].x[n], weights[tile], b[0], b[1]);
-            mma_m16n8k16(Element{}, sums[tile].x[n + 1], weights[tile], b[2], b[3]);
-        }
-    }
-    if constexpr (kColumns > kHeadDimV) {
-        u32 b[4];  // of two tiles: one is a neighbour's, or nobody's
-        load_columns<kColumns>(b, rows, row, kHeadDimV / kChunkElems + (block.warp & ~1), block.lane);
-        const u32 b0 = block.warp % 2 ? b[2] : b[0], b1 = block.warp % 2 ? b[3] : b[1];
-#pragma unroll
-        for (i32 tile = 0; tile < kTiles; ++tile) mma_m16n8k16(Element{}, sums[tile].rope, weights[tile], b0, b1);
-    }
+// B fragments of columns 8 n to 8 n + 15, of 16 rows from `row` on.
+template <i32 kColumns>
+MLA_DEVICE void load_columns(u32 (&b)[4], SmemAddr columns, i32 row, i32 n) {
+    const SmemAddr from{columns.value ^ (u32)(n * kChunkBytes)};
+    ldmatrix_x4_trans(b, from + row * kColumns * (i32)sizeof(u16));
+}
+
+// The 16 RoPE columns of the warp and its neighbour.
+MLA_DEVICE void load_rope(u32 (&b)[4], const u8* rows, i32 row, const Block& block, i32 lane) {
+    const i32 chunk = kHeadDimV / kChunkElems + (block.warp & ~1) + lane / 16;
+    ldmatrix_x4_trans(b, smem_addr(rows) + offset<kHeadDimQk>(row + lane % 16, chunk));
 }
 
 // dS of 16 heads and 16 keys, as an A fragment.
@@ -289,69 +333,168 @@ MLA_DEVICE void load_weights_trans(u32 (&a)[4], const u8* weights, i32 head, i32
     ldmatrix_x4_trans(a, smem_addr(weights) + (u32)(row * kWeightBytes + chunk * kChunkBytes));
 }
 
-MLA_DEVICE void run_dq(const Block& block, Columns (&dq)[kHeadTiles], i32 step) {
+MLA_DEVICE void run_dq(const Block& block, Dq (&dq)[kHeadTiles], i32 step) {
+    const i32 lane = block.opaque_lane();
+    const u8* keys = block.s.k[step % kStages][0];
+    const SmemAddr columns = columns_of<kHeadDimQk>(block, keys, lane);
 #pragma unroll
     for (i32 key_step = 0; key_step < kKeySteps; ++key_step) {
-        u32 ds[kHeadTiles][4];
+        const i32 key = key_step * kMmaDepth;
+        u32 ds[kHeadTiles][4], b[4];
 #pragma unroll
         for (i32 tile = 0; tile < kHeadTiles; ++tile) {
-            load_weights(ds[tile], block.s.ds[0], tile * kMmaRows, key_step, block.lane);
+            load_weights(ds[tile], block.s.ds[0], tile * kMmaRows, key_step, lane);
         }
-        add_products<kHeadDimQk>(dq, ds, block.s.k[step % kStages][0], key_step * kMmaDepth, block);
+#pragma unroll
+        for (i32 n = 0; n < kValueTiles; n += 2) {
+            load_columns<kHeadDimQk>(b, columns, key, n);
+#pragma unroll
+            for (i32 tile = 0; tile < kHeadTiles; ++tile) {
+                mma_m16n8k16(Element{}, dq[tile].x[n], ds[tile], b[0], b[1]);
+                mma_m16n8k16(Element{}, dq[tile].x[n + 1], ds[tile], b[2], b[3]);
+            }
+        }
+        if (!kHasRope) continue;
+        load_rope(b, keys, key, block, lane);
+        const u32 b0 = block.warp % 2 ? b[2] : b[0], b1 = block.warp % 2 ? b[3] : b[1];
+#pragma unroll
+        for (i32 tile = 0; tile < kHeadTiles; ++tile) mma_m16n8k16(Element{}, dq[tile].rope, ds[tile], b0, b1);
     }
 }
 
 // ---- dKV -------------------------------------------------------------------------------------------------------
-// Neighbouring elements; deterministic ones go to the bin of the larger one.
-MLA_DEVICE void add_pair(const BackwardParams& p, i32 row, i32 column, float x, float y) {
-    float* to = p.dkv + (i64)row * kHeadDimQk + column;
-    if (kDeterministic) {
-        const Bins bins{__float_as_int(p.extractors[p.s_kv]), __float_as_int(p.extractors[row])};
-        float pair[2] = {x, y};
-        to += bins.round(pair) * ((i64)p.s_kv * kHeadDimQk);
-        x = pair[0], y = pair[1];
+// 32 columns at a time, of all keys: a fragment of q or dO serves them all, and additions mix with products.
+constexpr i32 kGroupTiles = 4;
+using Group = float[kGroupTiles][4];  // of 16 keys
+using Adder = DkvAdder<kDeterministic, kHeadDimQk>;
+
+// The step's weights, transposed: rows are keys.
+struct Weights {
+    u32 p[kHeadTiles][kKeySteps][4], ds[kHeadTiles][kKeySteps][4];
+
+    MLA_DEVICE Weights(const Block& block, i32 lane) {
+#pragma unroll
+        for (i32 tile = 0; tile < kHeadTiles; ++tile) {
+#pragma unroll
+            for (i32 key_step = 0; key_step < kKeySteps; ++key_step) {
+                load_weights_trans(p[tile][key_step], block.s.p[0], tile * kMmaRows, key_step, lane);
+                load_weights_trans(ds[tile][key_step], block.s.ds[0], tile * kMmaRows, key_step, lane);
+            }
+        }
     }
-    red_add_x2(to, x, y);
+};
+
+// From sm_90 on a thread adds four numbers at once, in the order of dkv_position.
+#if __CUDA_ARCH__ >= 900
+// Quads exchange halves: one instruction adds 128 bytes to each of four rows.
+MLA_DEVICE void add_group(const Adder& adder, const Group& sums, const i32* rows, i32 column, i32 lane) {
+    const i32 quad = lane / 4;
+    float x[kFragmentRows][2][4];
+    exchange_quads(x, sums[0], quad % 2);
+#pragma unroll
+    for (i32 i = 0; i < kFragmentRows * 2; ++i) {
+        const i32 row = rows[i / 2 * 8 + quad / 2 * 2 + i % 2];
+        if (row == kNoRow) continue;
+        adder.add(adder.at(row, column + quad % 2 * 16 + lane % 4 * 4), adder.extractor(row), x[i / 2][i % 2]);
+    }
 }
 
-MLA_DEVICE void add_rows(const Block& block, const Columns& sums, const i32* rows) {
-    const i32 column = block.lane % 4 * 2;
+MLA_DEVICE void add_rope(const Adder& adder, const float (&sums)[2][4], const i32* rows, i32 column, i32 lane) {
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
-        const i32 row = rows[block.lane / 4 + 8 * r];
+        const i32 row = rows[r * 8 + lane / 4];
         if (row == kNoRow) continue;
+        float four[4] = {sums[0][2 * r], sums[0][2 * r + 1], sums[1][2 * r], sums[1][2 * r + 1]};
+        adder.add(adder.at(row, column + lane % 4 * 4), adder.extractor(row), four);
+    }
+}
+#else
+template <i32 kTiles>
+MLA_DEVICE void add_tiles(const Adder& adder, const float (&sums)[kTiles][4], const i32* rows, i32 column, i32 lane) {
 #pragma unroll
-        for (i32 n = 0; n < kValueTiles; ++n) {
-            const i32 at = block.warp * kWarpColumns + n * kMmaColumns + column;
-            add_pair(block.p, row, at, sums.x[n][2 * r], sums.x[n][2 * r + 1]);
-        }
-        if (kHasRope) {
-            const i32 at = kHeadDimV + block.warp * kMmaColumns + column;
-            add_pair(block.p, row, at, sums.rope[2 * r], sums.rope[2 * r + 1]);
+    for (i32 r = 0; r < kFragmentRows; ++r) {
+        const i32 row = rows[r * 8 + lane / 4];
+        if (row == kNoRow) continue;
+        const i32 extractor = adder.extractor(row);
+#pragma unroll
+        for (i32 n = 0; n < kTiles; ++n) {
+            float two[2] = {sums[n][2 * r], sums[n][2 * r + 1]};
+            adder.add(adder.at(row, column + n * kMmaColumns + lane % 4 * 2), extractor, two);
         }
     }
+}
+
+MLA_DEVICE void add_group(const Adder& adder, const Group& sums, const i32* rows, i32 column, i32 lane) {
+    add_tiles(adder, sums, rows, column, lane);
+}
+
+MLA_DEVICE void add_rope(const Adder& adder, const float (&sums)[2][4], const i32* rows, i32 column, i32 lane) {
+    add_tiles(adder, sums, rows, column, lane);
+}
+#endif
+
+// Sums of 16 columns, from tile n on, += weights * rows of 16 heads, for all keys.
+template <i32 kColumns>
+MLA_DEVICE void add_heads(Group (&sums)[kKeySteps], i32 n, const u32 (&weights)[kKeySteps][4], SmemAddr columns,
+                          i32 head, i32 first) {
+    u32 b[4];
+    load_columns<kColumns>(b, columns, head, first + n);
+#pragma unroll
+    for (i32 key_step = 0; key_step < kKeySteps; ++key_step) {
+        mma_m16n8k16(Element{}, sums[key_step][n], weights[key_step], b[0], b[1]);
+        mma_m16n8k16(Element{}, sums[key_step][n + 1], weights[key_step], b[2], b[3]);
+    }
+}
+
+// Of 16 keys and 16 RoPE columns, so that a thread has four numbers of a row, as of the other columns. Of two warps one
+// has the first 16 of 32 keys, and the other one the second; or they take turns at 16.
+MLA_DEVICE void run_dkv_rope(const Block& block, const Adder& adder, i32 step, i32 lane) {
+    const i32 key_step = (block.warp + step * (2 - kKeySteps)) % 2;
+    if (key_step >= kKeySteps) return;
+    float sums[2][4] = {};
+#pragma unroll
+    for (i32 tile = 0; tile < kHeadTiles; ++tile) {
+        u32 ds[4], b[4];
+        load_weights_trans(ds, block.s.ds[0], tile * kMmaRows, key_step, lane);
+        load_rope(b, block.s.q[0], tile * kMmaRows, block, lane);
+        mma_m16n8k16(Element{}, sums[0], ds, b[0], b[1]);
+        mma_m16n8k16(Element{}, sums[1], ds, b[2], b[3]);
+    }
+    const i32* rows = &block.s.rows[step % 2][key_step * kMmaDepth];
+    add_rope(adder, sums, rows, kHeadDimV + block.warp / 2 * 2 * kMmaColumns, lane);
 }
 
 MLA_DEVICE void run_dkv(const Block& block, i32 step) {
     const Storage& s = block.s;
-#pragma unroll 1
-    for (i32 key_step = 0; key_step < kKeySteps; ++key_step) {
-        Columns sums[1];
-        sums[0].clear();
+    const i32 lane = block.opaque_lane();
+    const Adder adder(block.p);
+    const Weights weights(block, lane);
+    const SmemAddr q = columns_of<kHeadDimQk>(block, s.q[0], lane),
+                   dout = columns_of<kHeadDimV>(block, s.dout[0], lane);
+    const i32* rows = s.rows[step % 2];
 #pragma unroll
-        for (i32 head = 0; head < kBlockHeads; head += kMmaDepth) {
-            u32 weights[1][4];
-            load_weights_trans(weights[0], s.ds[0], head, key_step, block.lane);
-            add_products<kHeadDimQk>(sums, weights, s.q[0], head, block);
-            load_weights_trans(weights[0], s.p[0], head, key_step, block.lane);
-            add_products<kHeadDimV>(sums, weights, s.dout[0], head, block);
+    for (i32 first = 0; first < kValueTiles; first += kGroupTiles) {
+        Group sums[kKeySteps] = {};
+#pragma unroll
+        for (i32 n = 0; n < kGroupTiles; n += 2) {
+#pragma unroll
+            for (i32 tile = 0; tile < kHeadTiles; ++tile) {
+                const i32 head = tile * kMmaRows;
+                add_heads<kHeadDimQk>(sums, n, weights.ds[tile], q, head, first);
+                add_heads<kHeadDimV>(sums, n, weights.p[tile], dout, head, first);
+            }
         }
-        add_rows(block, sums[0], &s.rows[step % 2][key_step * kMmaDepth]);
+#pragma unroll
+        for (i32 key_step = 0; key_step < kKeySteps; ++key_step) {
+            const i32 column = block.warp * kWarpColumns + first * kMmaColumns;
+            add_group(adder, sums[key_step], rows + key_step * kMmaDepth, column, lane);
+        }
     }
+    if (kHasRope) run_dkv_rope(block, adder, step, lane);
 }
 
 // ---- dq --------------------------------------------------------------------------------------------------------
-MLA_DEVICE void store_dq(const Block& block, const Columns (&dq)[kHeadTiles]) {
+MLA_DEVICE void store_dq(const Block& block, const Dq (&dq)[kHeadTiles]) {
     const BackwardParams& p = block.p;
     const i32 lane = block.lane;
 #pragma unroll
@@ -374,7 +517,8 @@ MLA_DEVICE void store_dq(const Block& block, const Columns (&dq)[kHeadTiles]) {
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 // One step, and the copies of the next one, if there is one. Copies of this one have been asked for.
-MLA_DEVICE void run_step(const Block& block, KeyCopy& copy, Columns (&dq)[kHeadTiles], i32 step, i32 count) {
+MLA_DEVICE void run_step(const Block& block, const Part& part, KeyCopy& copy, Dq (&dq)[kHeadTiles], i32 step,
+                         i32 count) {
     const bool more = (step + 1) * kStepKeys < count;
     cp_async_wait_all();
     __syncthreads();  // the keys are there; also, the last step's weights and the other stage have been read
@@ -382,7 +526,7 @@ MLA_DEVICE void run_step(const Block& block, KeyCopy& copy, Columns (&dq)[kHeadT
         copy.copy(block, step + 1);
         copy.look_up(step + 2, count);
     }
-    run_scores(block, step);
+    run_scores(block, part, step);
     __syncthreads();
     run_weights(block, step);
     __syncthreads();
@@ -412,11 +556,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (count > 0) copy.copy(block, 0);
     copy.look_up(1, count);
 
-    Columns dq[kHeadTiles];
+    cp_async_wait_all();
+    __syncthreads();
+    Part part(block.warp);
+    part.hold(s, block.lane);
+    Dq dq[kHeadTiles];
 #pragma unroll
     for (i32 tile = 0; tile < kHeadTiles; ++tile) dq[tile].clear();
 #pragma unroll 1
-    for (i32 step = 0; step * kStepKeys < count; ++step) run_step(block, copy, dq, step, count);
+    for (i32 step = 0; step * kStepKeys < count; ++step) run_step(block, part, copy, dq, step, count);
     store_dq(block, dq);
     griddepcontrol_launch_dependents();
 }

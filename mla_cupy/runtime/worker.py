@@ -184,7 +184,7 @@ def start(requests: Sequence[BuildRequest]) -> None:
     try:
         missing = [request for request in requests if cached(request) is None]
         if missing and cache.cache_dir() is not None:
-            jobs = min(4, len(missing), max(1, len(os.sched_getaffinity(0)) // 4))
+            jobs = min(4, len(missing), -(-len(os.sched_getaffinity(0)) // 3))
             for job in range(jobs):
                 _background.append(Worker(missing[job::jobs], inline=False))
     except Exception as error:  # a warning too, where those are errors

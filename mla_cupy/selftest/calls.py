@@ -11,7 +11,7 @@ import numpy as np
 
 import mla_cupy
 from mla_cupy import dtypes, reference
-from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
+from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD, mma
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime.build import BuildRequest
@@ -26,6 +26,7 @@ DIRECTION = 1e-4
 CALL_SECONDS = 600.0
 _MAIN = {kernel.name: kernel for kernel in SPARSE_BACKWARD.kernels}
 _FAMILY = {"sm_90a": "sm90", "sm_100a": "sm100", "sm_103a": "sm100"}
+_MMA = {kernel.name: kernel for kernel in mma.KERNELS}
 _INSTRUCTIONS = ("tmem/*", "mma/*", "copy/*", "reduce/*", "stmatrix/*")
 
 
@@ -174,7 +175,7 @@ def _problem(size: Size, h_q: int, d_qk: int, dtype: str) -> tuple[list[Array], 
 
 
 def _probes_of(kernel: str, archs: tuple[str, ...]) -> Iterator[CallProbe]:
-    needs = (*_INSTRUCTIONS, "mma.ws/*") if kernel.endswith("_ws") else _INSTRUCTIONS
+    needs = (*_INSTRUCTIONS, "mma.ws/*") if kernel.endswith("_ws") else () if kernel in _MMA else _INSTRUCTIONS
     for name, dtype, d_qk in (
         ("bfloat16", "bfloat16", D_QK),
         ("float16", "float16", D_QK),
@@ -227,7 +228,7 @@ def probes() -> list[CallProbe]:
     """Probes of every main kernel that is registered for a family of GPUs with probes."""
     found: list[CallProbe] = []
     for kernel in _MAIN:
-        archs = tuple(arch for arch in TMA_ARCHS if _FAMILY[arch] in kernel)
+        archs = _MMA[kernel].archs if kernel in _MMA else tuple(arch for arch in TMA_ARCHS if _FAMILY[arch] in kernel)
         if archs:
             found.extend(_probes_of(kernel, archs))
     return found

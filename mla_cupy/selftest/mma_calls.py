@@ -1,6 +1,6 @@
-"""Probes of forward kernels: dense decode and the indexer's logits against the oracle, small, then larger.
+"""Probes of forward kernels: decode, prefill and the indexer's logits against the oracle, small, then larger.
 
-Those of the kernels with mma.sync, and of dense decode and the logits with tcgen05.
+Those of the kernels with mma.sync, but for lists of tokens, and of dense decode and the logits with tcgen05.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.records import DENSE_RECORDS
 from mla_cupy.kernels.decode import records, sm100, sm100_fp8
+from mla_cupy.kernels.dense import table as dense
 from mla_cupy.kernels.indexer.logits import sm100 as logits_sm100
 from mla_cupy.kernels.indexer.logits.mma import KERNEL as LOGITS
 from mla_cupy.reference.indexer_records import SCALE_BYTES, page_parts
@@ -170,6 +171,17 @@ def _logits_paged(sizes: Sizes, heads: int, tokens: int) -> Problem:
     return Problem(arguments, reference.indexer_logits_paged(**arguments))
 
 
+@functools.lru_cache(maxsize=2)
+def _prefill(sizes: Sizes, dtype: str, d_qk: int) -> Problem:
+    """One sequence of two heads, whose queries are its last tokens."""
+    rng, kind = random(f"prefill {sizes} {dtype} {d_qk}"), dtypes.numpy_dtype(dtype)
+    shapes = {"q": (sizes.queries, 2, d_qk), "k": (sizes.keys, 2, d_qk), "v": (sizes.keys, 2, 128)}
+    arguments: dict[str, Any] = {
+        name: rng.standard_normal(shape, np.float32).astype(kind) for name, shape in shapes.items()
+    }
+    return Problem(arguments, reference.mla_prefill(**arguments)[0])
+
+
 def _decode_probes(kernel: AttentionKernel[Any]) -> Iterator[MmaProbe]:
     heads = kernel.block_rows if kernel.block_rows in mma.SMALL_ROWS else WIDE_HEADS
     for stage, dtype, on_gpu in (
@@ -281,6 +293,50 @@ def _tcgen05_fp8_probes() -> Iterator[MmaProbe]:
             )
 
 
+def _records_probes() -> Iterator[MmaProbe]:
+    """Each record and each number of rows of a block; then several blocks, which a schedule cuts."""
+    builds = [("v32", "bfloat16", 16), ("fp8", "bfloat16", 32), ("v4", "float16", 32)]
+    for kernel in (records.MMA_163KB, records.MMA):
+        for stage, variants, on_gpu, simulated in (
+            ("block", builds, Sizes(1, 200), Sizes(1, 40)),
+            ("kernel", builds[:1], Sizes(32, 4096), Sizes(2, 70)),
+        ):
+            for record, dtype, rows in variants:
+                yield MmaProbe(
+                    f"{stage}/{kernel.name}/{record}-{dtype}-{rows}rows",
+                    f"mla_decode of {record}, {rows} rows, {on_gpu.queries} requests of {on_gpu.keys} tokens, "
+                    "against the oracle",
+                    kernel.name,
+                    mla_cupy.mla_decode,
+                    functools.partial(_decode_records, heads=rows, dtype=dtype, record=record),
+                    on_gpu,
+                    simulated,
+                    kernel.archs,
+                    (f"block/{kernel.name}/*",) if stage == "kernel" else (),
+                )
+
+
+def _prefill_probes() -> Iterator[MmaProbe]:
+    """Keys with and without RoPE columns; then several tiles of queries."""
+    for kernel in (dense.MMA_163KB, dense.MMA):
+        for stage, dtype, d_qk, on_gpu, simulated in (
+            ("block", "bfloat16", 192, Sizes(100, 300), Sizes(20, 70)),
+            ("block", "float16", 128, Sizes(100, 300), Sizes(20, 70)),
+            ("kernel", "bfloat16", 192, Sizes(1024, 2048), Sizes(140, 150)),
+        ):
+            yield MmaProbe(
+                f"{stage}/{kernel.name}/{dtype}-{d_qk}",
+                f"mla_prefill, {on_gpu.queries} queries, {on_gpu.keys} keys of {d_qk} columns, against the oracle",
+                kernel.name,
+                mla_cupy.mla_prefill,
+                functools.partial(_prefill, dtype=dtype, d_qk=d_qk),
+                on_gpu,
+                simulated,
+                kernel.archs,
+                (f"block/{kernel.name}/*",) if stage == "kernel" else (),
+            )
+
+
 def _logits_probes() -> Iterator[MmaProbe]:
     for stage, dtype, on_gpu in (
         ("block", "float8_e4m3fn", Sizes(1, 40)),
@@ -340,7 +396,8 @@ def _tcgen05_logits_probes() -> Iterator[MmaProbe]:
 
 def probes() -> list[MmaProbe]:
     """Probes of every kernel, first of one block."""
-    with_mma = (probe for kernel in mma.KERNELS for probe in _decode_probes(kernel))
+    of_decode = (probe for kernel in mma.KERNELS for probe in _decode_probes(kernel))
+    with_mma = (*of_decode, *_records_probes(), *_prefill_probes())
     with_tcgen05 = (*_tcgen05_decode_probes(), *_tcgen05_records_probes(), *_tcgen05_fp8_probes())
     with_tcgen05 += tuple(_tcgen05_logits_probes())
     return [*with_mma, *with_tcgen05, *_logits_probes()]

@@ -1,4 +1,7 @@
-"""Probes of the sparse forward and sparse decode on Blackwell: calls against the oracle, small, then of real sizes."""
+"""Probes of the sparse forward and sparse decode against the oracle: small calls, then of real sizes.
+
+Of the kernels for Blackwell, and of those with mma.sync.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import numpy as np
 import mla_cupy
 from mla_cupy import dtypes, reference
 from mla_cupy.cache_formats import FORMATS
+from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.sparse_decode import records
 from mla_cupy.kernels.sparse_forward import sm100
@@ -82,4 +86,14 @@ def probes() -> list[MmaProbe]:
         *_probes_of(sm100.PAIR, "sparse_mla_forward", (128,)),
         *_probes_of(sm100.JOINT, "sparse_mla_forward", (128,), _OF_A_PAIR),
         *_probes_of(records.SM100, "sparse_mla_decode", records.BLACKWELL_BLOCK_ROWS),
+        *(
+            probe
+            for kernel in (mma.WIDE_163KB, mma.WIDE)
+            for probe in _probes_of(kernel, "sparse_mla_forward", (64,), ())
+        ),
+        *(
+            probe
+            for kernel in (records.MMA_163KB, records.MMA)
+            for probe in _probes_of(kernel, "sparse_mla_decode", mma.SMALL_ROWS, ())
+        ),
     ]

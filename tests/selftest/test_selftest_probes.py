@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from mla_cupy.kernels import KERNELS
 from mla_cupy.selftest import catalog, trial
 from mla_cupy.selftest.mma_calls import MmaProbe
 from mla_cupy.selftest.place import Place, opened
@@ -23,7 +24,7 @@ RUNS = (
 )
 #: A call on Hopper, so that those are tried too.
 ONE_CALL = ("sm_90a", "block/sparse_backward_sm90/bfloat16")
-#: Of forward kernels.
+#: Of forward kernels, and of all with mma.sync.
 MMA_CALLS = (
     ("sm_80", "block/attention_mma_163kb/bfloat16"),
     ("sm_89", "block/attention_mma/float16"),
@@ -43,6 +44,13 @@ MMA_CALLS = (
     ("sm_103a", "kernel/indexer_logits_sm100/128codes-64heads"),
     ("sm_100a", "block/indexer_logits_sm100_paged/4tokens-20heads"),
     ("sm_100a", "kernel/indexer_logits_sm100_paged/2tokens-64heads"),
+    ("sm_89", "block/decode_mma_records/fp8-bfloat16-32rows"),
+    ("sm_89", "kernel/decode_mma_records/v32-bfloat16-16rows"),
+    ("sm_80", "block/sparse_decode_mma_163kb/float16-16heads"),
+    ("sm_120", "block/dense_mma/float16-128"),
+    ("sm_80", "block/attention_mma_163kb/float16-64heads"),
+    ("sm_80", "block/sparse_backward_mma_163kb/float16"),
+    ("sm_120", "kernel/sparse_backward_mma/64heads"),
 )
 
 
@@ -55,7 +63,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for arch, mode, with_calls in RUNS
         for i, probe in enumerate(catalog.probes(arch))
         if full
-        or (with_calls and not isinstance(probe, MmaProbe))
+        or (with_calls and not isinstance(probe, MmaProbe) and "_mma" not in probe.name)
         or catalog.stage(probe.name) not in CALLS
         or (arch, probe.name) == ONE_CALL
     ]
@@ -138,6 +146,16 @@ def test_what_there_must_be() -> None:
             assert {f"tmem/{op}/{shape}-lane0", f"tmem/{op}/{shape}-lane16"} <= about.keys()
         assert {f"tmem/{op}/32x32b.x16-lane0", f"tmem/{op}/32x32b.x32-lane0"} <= about.keys()
     assert sum(name.startswith("copy/gather4/") for name in about) >= 5
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_120"])
+def test_every_kernel_with_mma_sync(arch: str) -> None:
+    """One block of it, and a whole call; but for narrow keys, whose build is one of a kernel that has both."""
+    names = {tuple(probe.name.split("/")[:2]) for probe in catalog.probes(arch)}
+    kernels = [name for name, kernel in KERNELS.items() if "_mma" in name and arch in kernel.archs]
+    assert len(kernels) >= 7
+    for kernel in set(kernels) - {"attention_mma_small_narrow"}:
+        assert {("block", kernel), ("kernel", kernel)} <= names
 
 
 def test_hopper_has_no_probe_of_blackwell() -> None:

@@ -14,7 +14,7 @@ from mla_cupy import ArgumentError, UnsupportedDeviceError
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import row_lists
 from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD, mma, sm90
-from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
+from mla_cupy.kernels.sparse_backward.problem import DkvOrder, SparseBackwardProblem
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.simulation import fake_gpu
 from tests.support.gradients import problem_of, reason_against
@@ -57,6 +57,17 @@ def test_the_order_of_the_kernels(recorder: Recorder, kernel: str) -> None:
     delta = [] if BACKWARD_KERNELS[kernel].makes_delta else ["sparse_backward_delta"]
     assert recorder.entries == ["attention_row_lists", *delta, name_of(kernel), "sparse_backward_dkv"]
     assert records(recorder, "sparse_backward_dkv")[0]["order"] == BACKWARD_KERNELS[kernel].dkv_order
+
+
+@pytest.mark.parametrize(
+    ("cc", "order"),
+    [((8, 0), DkvOrder.PLAIN), ((8, 9), DkvOrder.PLAIN), ((9, 0), DkvOrder.SM90), ((12, 0), DkvOrder.SM90)],
+)
+def test_order_of_the_sums_by_gpu(recorder: Recorder, cc: tuple[int, int], order: DkvOrder) -> None:
+    """Four numbers at once, in an order of their own, are added from compute capability 9.0 on."""
+    recorder.gpu = dataclasses.replace(H200, cc=cc)
+    backward(make(SparseCase(h_q=20)), kernel="sparse_backward_mma")
+    assert records(recorder, "sparse_backward_dkv")[0]["order"] == order
 
 
 @pytest.mark.parametrize("kernel", MAIN)

@@ -10,6 +10,7 @@ from mla_cupy.kernels.sparse_backward.problem import (
     CORE,
     VARIANTS,
     BackwardKernel,
+    DkvOrder,
     SparseBackwardProblem,
     plain_variant,
 )
@@ -51,6 +52,7 @@ def _kernel(name: str, smem_kb: int) -> BackwardKernel:
         unsupported=partial(unsupported, smem_kb=smem_kb),
         grid=grid,
         heads_per_addition=BLOCK_HEADS,
+        dkv_order=DkvOrder.SM90,
         variant=partial(variant, smem_kb=smem_kb),
     )
 

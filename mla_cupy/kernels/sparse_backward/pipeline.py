@@ -19,7 +19,12 @@ from mla_cupy.kernels.params import BackwardParams, PiecesParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
 from mla_cupy.kernels.sparse_backward import generic, mma, passes, pieces, sm90, sm90_pair, sm100
 from mla_cupy.kernels.sparse_backward.pieces import Pieces
-from mla_cupy.kernels.sparse_backward.problem import BackwardKernel, SparseBackwardOptions, SparseBackwardProblem
+from mla_cupy.kernels.sparse_backward.problem import (
+    BackwardKernel,
+    DkvOrder,
+    SparseBackwardOptions,
+    SparseBackwardProblem,
+)
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.launching import Dim3
 
@@ -37,6 +42,8 @@ class SparseBackwardConfig:
     ----------
     ordered : bool
         Whether the lists of rows are sorted, so that queries that run together touch the same part of kv.
+    dkv_order : DkvOrder
+        Of the elements of a row of the sums.
     pieces : Pieces, optional
         The last queries, if they are cut into pieces; `grid` is of the others.
     """
@@ -45,6 +52,7 @@ class SparseBackwardConfig:
     kernel: BackwardKernel
     grid: Dim3
     ordered: bool
+    dkv_order: DkvOrder
     pieces: Pieces | None = None
 
     @property
@@ -86,7 +94,9 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
         ordered = _FLOAT * problem.s_kv * problem.d_qk > device.l2_bytes
         cut = pieces.cut(chosen, problem, device)
         whole = replace(problem, s_q=cut.first_query) if cut else problem
-        return SparseBackwardConfig(problem, chosen, chosen.grid(whole, device), ordered, cut)
+        return SparseBackwardConfig(
+            problem, chosen, chosen.grid(whole, device), ordered, chosen.dkv_order_on(device), cut
+        )
 
     def workspace(self, config: SparseBackwardConfig) -> Layout:
         """The lists, the statistics, and the sums of dkv, which with the counters before them start as zeros."""
@@ -136,7 +146,7 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
                 steps += self._bin(config, call)
             steps += self._main(config, call)
         if problem.s_kv > 0:
-            steps.append(passes.launch_dkv(problem, call, config.num_bins, config.kernel.dkv_order))
+            steps.append(passes.launch_dkv(problem, call, config.num_bins, config.dkv_order))
         if problem.has_sink:
             steps.append(passes.launch_sink(problem, call))
         return steps

@@ -78,6 +78,8 @@ class BackwardKernel(KernelSpec[SparseBackwardProblem]):
     heads_per_addition : int
         Heads whose contributions to a row of kv are summed before they are added to it.
     dkv_order : DkvOrder
+        On GPUs with vector reductions, from compute capability 9.0 on; before, those kernels that run there have
+        `PLAIN`.
     variant : callable
         `variant(problem)`: the build that it takes.
     makes_delta : bool
@@ -96,6 +98,10 @@ class BackwardKernel(KernelSpec[SparseBackwardProblem]):
     makes_delta: bool = False
     pieces_variant: Callable[[SparseBackwardProblem], Variant | None] | None = None
     maps: Callable[[SparseBackwardProblem, Call], tuple[tuple[str, TensorMapSpec], ...]] | None = None
+
+    def dkv_order_on(self, device: DeviceInfo) -> DkvOrder:
+        """Order in which it keeps the elements of a row of dkv on a GPU."""
+        return self.dkv_order if device.cc >= (9, 0) else DkvOrder.PLAIN
 
     def additions(self, problem: SparseBackwardProblem) -> int:
         """Number of additions to an element of dkv per index that selects its row."""
