@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import mla_cupy
 
@@ -14,6 +15,7 @@ from ...core.recorders import Call
 from ..sparse.inputs import SparseInputs
 from ..sparse_forward.cases import SparseForwardCase
 from ..sparse_forward.own import SparseForward
+from .cases import Fp8ForwardCase
 from .inputs import Fp8ForwardInputs
 
 DIRECT = "sparse_forward_sm90_records"  # converts what a query gathers
@@ -27,7 +29,10 @@ class Fp8Forward(SparseForward):
         super().__init__(kernel, name)
 
     def prepare(self, case: SparseForwardCase, dtype: str, sets: Sequence[SparseInputs], device: Device) -> Prepared:
-        return super().prepare(case, dtype, [_over_records(inputs) for inputs in sets], device)
+        prepared = super().prepare(case, dtype, [_over_records(inputs) for inputs in sets], device)
+        if not (isinstance(case, Fp8ForwardCase) and case.fp8_math):
+            return prepared
+        return replace(prepared, calls=[partial(cast("Callable[..., object]", call), math="fp8") for call in prepared.calls])
 
 
 class GatheredForward(SparseForward):
