@@ -65,9 +65,9 @@ def sparse_mla_decode(
         Absorbed queries: d_qk is 576 for the records "v32" and "fp8", 512 for "v4" and "v41". The last axis is
         contiguous, and the first two step evenly.
     kv_cache : array, (num_pages, page_size, 656, 584, 528 or 576) or with a head axis of size 1, uint8
-        Pages of "v32", "v4", "v41" or, with math="fp8" only, "fp8": see `cache_append`. The values are the first 512 elements of the keys; with "v4"
-        and "v41" these include the RoPE part. Pages start at, and step by, multiples of 16 bytes: pages of "v4" with an
-        odd number of tokens need a gap of 8 bytes between them.
+        Pages of "v32", "v4", "v41" or, with math="fp8" only, "fp8": see `cache_append`. The values are the first 512
+        elements of the keys; with "v4" and "v41" these include the RoPE part. Pages start at, and step by, multiples of
+        16 bytes: pages of "v4" with an odd number of tokens need a gap of 8 bytes between them.
     indices : array, (b, s_q, topk), int32
         Slots, page * page_size + token, in any order. Any topk, any strides. Slots outside of the cache are skipped,
         -1 being the usual mark; duplicates are counted as often as they occur.
@@ -128,8 +128,8 @@ def sparse_mla_decode(
     Notes
     -----
     Any number of heads. Tokens that a query does not select never reach its result. The result does not change from run
-    to run. Workspace: the pieces of split queries and, with math="fp8", 4 * topk bytes per query for lists of the entries
-    that are slots.
+    to run. Workspace: the pieces of split queries and, with math="fp8", lists of the entries that are slots, of
+    4 * topk bytes for each query.
 
     On tensor cores keys are rounded to 16 bits: latents of "v32" to float16, whatever the dtype of q, and all of "v4"
     and "v41" to the dtype of q. Latents are exact then if scales are powers of two, in float16 from 2^-15 to 2^7; those

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import mla_cupy
 
@@ -28,11 +27,11 @@ class Fp8Forward(SparseForward):
     def __init__(self, kernel: str | None = None, name: str = OWN) -> None:
         super().__init__(kernel, name)
 
+    def call_options(self, case: SparseForwardCase) -> dict[str, str]:
+        return {"math": "fp8"} if isinstance(case, Fp8ForwardCase) and case.fp8_math else {}
+
     def prepare(self, case: SparseForwardCase, dtype: str, sets: Sequence[SparseInputs], device: Device) -> Prepared:
-        prepared = super().prepare(case, dtype, [_over_records(inputs) for inputs in sets], device)
-        if not (isinstance(case, Fp8ForwardCase) and case.fp8_math):
-            return prepared
-        return replace(prepared, calls=[partial(cast("Callable[..., object]", call), math="fp8") for call in prepared.calls])
+        return super().prepare(case, dtype, [_over_records(inputs) for inputs in sets], device)
 
 
 class GatheredForward(SparseForward):
