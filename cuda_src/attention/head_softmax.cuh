@@ -191,14 +191,14 @@ struct HeadState {
     }
 
     // Takes the maxima of a tile as stored by the warps; returns the factors by which to rescale the accumulators.
-    template <class Maxima>
+    template <i32 kRaisedLog2 = 0, class Maxima>
     MLA_DEVICE HeadValues<kHeads> move_max(const Maxima& warps, float scale_log2, i32 thread) {
         HeadValues<kHeads> scale;
 #pragma unroll
         for (i32 k = 0; k < kHeadsOfThread<kHeads>; ++k) {
             const float tile = max_of_warps(warps, kth_head(k, thread)) * scale_log2;
             row_max.value[k] = fmaxf(row_max.value[k], tile);
-            const float to = tile > max.value[k] + kLazyMaxLog2 ? tile : max.value[k];
+            const float to = followed_max<kRaisedLog2>(max.value[k], tile);
             scale.value[k] = ex2_approx(max.value[k] - to);
             sum.value[k] *= scale.value[k];
             max.value[k] = to;

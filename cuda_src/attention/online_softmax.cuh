@@ -9,6 +9,21 @@ constexpr float kLowestMax = -3.0e38f;
 // It follows the true maximum only when that is more than 2^8 larger. After normalisation the result is the same,
 // accumulators are rarely rescaled, and P is at most 256, well within fp16.
 constexpr float kLazyMaxLog2 = 8.f;
+// With kRaisedLog2 the running maximum is that much below the maximum that it follows, so P, its sum and what is
+// accumulated are 2^kRaisedLog2 times as large: the quotient is the same, the log-sum-exp, too, and a P in float16 is 0
+// from 2^-32 of the maximum on instead of 2^-25. The largest P is 2^15.
+constexpr i32 kRaisedWeightsLog2 = 7;
+
+// The running maximum after a tile with this maximum.
+template <i32 kRaisedLog2>
+MLA_DEVICE float followed_max(float max, float tile) {
+    if constexpr (kRaisedLog2 == 0) {
+        return tile > max + kLazyMaxLog2 ? tile : max;
+    } else {
+        const float raised = tile - kRaisedLog2;
+        return raised > max + kLazyMaxLog2 ? raised : max;
+    }
+}
 
 // The factor by which a new running maximum rescales what was accumulated under the old one.
 struct RowScale {
@@ -91,10 +106,11 @@ MLA_DEVICE void tile_max(float (&to)[kFragmentRows], const float (&scores)[kCoun
 }
 
 // The running maximum after a tile.
+template <i32 kRaisedLog2 = 0>
 MLA_DEVICE void lazy_max(float (&to)[kFragmentRows], RowState& rows, const float (&tile)[kFragmentRows]) {
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
-        to[r] = tile[r] > rows.max[r] + kLazyMaxLog2 ? tile[r] : rows.max[r];
+        to[r] = followed_max<kRaisedLog2>(rows.max[r], tile[r]);
         rows.row_max[r] = fmaxf(rows.row_max[r], tile[r]);
     }
 }

@@ -114,7 +114,8 @@ MLA_DEVICE Query resolve_query(const SparseRowsParams& p, Storage& storage, i32 
     }
     // A causal query does not see what belongs to the queries after it.
     const i64 limit = end - start - (p.causal ? end_q - 1 - i : 0);
-    const i32 length = p.topk_length == nullptr ? p.topk : p.topk_length[i / p.queries_of_length * p.topk_length_stride_elems];
+    const i32 length =
+        p.topk_length == nullptr ? p.topk : p.topk_length[i / p.queries_of_length * p.topk_length_stride_elems];
     return Query{(i32)start, (i32)max(0ll, limit), max(0, min(length, p.topk))};
 }
 

@@ -69,6 +69,7 @@ struct SeesawRecords : RecordTile<TokenRecord_> {
     static constexpr i32 kResidentSwTile = kNothingResident;
 
     static constexpr bool kScaledQueries = !kSameFormat<Element, Latent>;
+    static constexpr i32 kRaisedLog2 = kRaisedWeights<Latent>;
     using Extra = RecordExtra<TokenRecord>;
 
     // The halves: SW128 tiles 0..3, and the others. RoPE columns are written last.

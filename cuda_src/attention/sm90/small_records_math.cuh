@@ -124,7 +124,8 @@ MLA_DEVICE void process_tile(SmallBlock<C>& block, SmallMath<C>& math, const Wor
     const bool last = tile + C::kMathGroups >= item.tile_end;
     if (last) release(s.q_empty[math.q_stage], thread);
     mask_tile(block, math, present, item, tile, thread);
-    update_maxima</*kByHalves=*/true>(math, s.warp_values[math.group], scale_log2, MathOnly + math.group, thread);
+    update_maxima</*kByHalves=*/true, kRaisedWeights<typename C::Latent>>(math, s.warp_values[math.group], scale_log2,
+                                                                          MathOnly + math.group, thread);
     sanitize_v(block, math, item, tile, thread);
     store_p(typename C::Latent{}, math.heads, math.scores, smem_addr(s.p[math.group]), scale_log2, thread);
     bar_sync(MathOnly + math.group, kWarpgroupThreads);
