@@ -196,9 +196,10 @@ struct HeadState {
         HeadValues<kHeads> scale;
 #pragma unroll
         for (i32 k = 0; k < kHeadsOfThread<kHeads>; ++k) {
-            const float tile = max_of_warps(warps, kth_head(k, thread)) * scale_log2;
-            row_max.value[k] = fmaxf(row_max.value[k], tile);
-            const float to = followed_max<kRaisedLog2>(max.value[k], tile);
+            const float score = max_of_warps(warps, kth_head(k, thread));
+            row_max.value[k] = fmaxf(row_max.value[k], score * scale_log2);
+            const float tile = lowered_max<kRaisedLog2>(score, scale_log2);
+            const float to = tile > max.value[k] + kLazyMaxLog2 ? tile : max.value[k];
             scale.value[k] = ex2_approx(max.value[k] - to);
             sum.value[k] *= scale.value[k];
             max.value[k] = to;

@@ -70,6 +70,7 @@ struct SeesawRecords : RecordTile<TokenRecord_> {
 
     static constexpr bool kScaledQueries = !kSameFormat<Element, Latent>;
     static constexpr i32 kRaisedLog2 = kRaisedWeights<Latent>;
+    static_assert(!kWithRowMax, "largest scores would be less by that");
     using Extra = RecordExtra<TokenRecord>;
 
     // The halves: SW128 tiles 0..3, and the others. RoPE columns are written last.
