@@ -17,7 +17,8 @@ constexpr i32 kRaisedWeightsLog2 = 7;
 // A tile's maximum in base 2, as the running one follows it.
 template <i32 kRaisedLog2>
 MLA_DEVICE float lowered_max(float score, float scale_log2) {
-    return kRaisedLog2 == 0 ? score * scale_log2 : fmaf(score, scale_log2, -(float)kRaisedLog2);
+    const float max = score * scale_log2;
+    return kRaisedLog2 == 0 ? max : __fadd_rn(max, -(float)kRaisedLog2);  // not fused: that spills, NVRTC 12.9
 }
 
 // The factor by which a new running maximum rescales what was accumulated under the old one.
