@@ -10,7 +10,7 @@ MOST_SHARED_TILES = 8
 SMALL_BLOCK_TILES = 5
 """Tiles of records per split of blocks of 32 rows up to which these are faster than the seesaw."""
 SMALL_FP8_TILES = 4
-"""The same of products in FP8, where blocks have 64 rows else: with 4 tiles they are faster, with 15 not."""
+"""Tiles per split of blocks of 32 rows up to which these are faster than 64, in FP8: with 15 they are not."""
 MAX_CLUSTERS = 32
 """Most clusters that may share requests."""
 MIN_TILES_PER_BLOCK = 2

@@ -49,7 +49,7 @@ class SparseDecodeConfig:
 
     @property
     def listed(self) -> bool:
-        """Whether the kernel reads lists of tokens, and not the caller's indices."""
+        """True if the kernel reads lists of tokens, and not the caller's indices."""
         return self.kernel is records.FP8
 
     @property
