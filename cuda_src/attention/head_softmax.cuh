@@ -191,14 +191,13 @@ struct HeadState {
     }
 
     // Takes the maxima of a tile as stored by the warps; returns the factors by which to rescale the accumulators.
-    template <i32 kRaisedLog2 = 0, class Maxima>
+    template <class Maxima>
     MLA_DEVICE HeadValues<kHeads> move_max(const Maxima& warps, float scale_log2, i32 thread) {
         HeadValues<kHeads> scale;
 #pragma unroll
         for (i32 k = 0; k < kHeadsOfThread<kHeads>; ++k) {
-            const float score = max_of_warps(warps, kth_head(k, thread));
-            row_max.value[k] = fmaxf(row_max.value[k], score * scale_log2);
-            const float tile = lowered_max<kRaisedLog2>(score, scale_log2);
+            const float tile = max_of_warps(warps, kth_head(k, thread)) * scale_log2;
+            row_max.value[k] = fmaxf(row_max.value[k], tile);
             const float to = tile > max.value[k] + kLazyMaxLog2 ? tile : max.value[k];
             scale.value[k] = ex2_approx(max.value[k] - to);
             sum.value[k] *= scale.value[k];

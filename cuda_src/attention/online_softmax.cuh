@@ -9,17 +9,6 @@ constexpr float kLowestMax = -3.0e38f;
 // It follows the true maximum only when that is more than 2^8 larger. After normalisation the result is the same,
 // accumulators are rarely rescaled, and P is at most 256, well within fp16.
 constexpr float kLazyMaxLog2 = 8.f;
-// With kRaisedLog2 what it follows is that much below the true maximum, so P, its sum and what is accumulated are
-// 2^kRaisedLog2 times as large: the quotient is the same, the log-sum-exp, too, and a P in float16 is 0 below 2^-32 of
-// the maximum instead of 2^-25. The largest P is 2^15.
-constexpr i32 kRaisedWeightsLog2 = 7;
-
-// A tile's maximum in base 2, as the running one follows it.
-template <i32 kRaisedLog2>
-MLA_DEVICE float lowered_max(float score, float scale_log2) {
-    const float max = score * scale_log2;
-    return kRaisedLog2 == 0 ? max : __fadd_rn(max, -(float)kRaisedLog2);  // not fused: that spills, NVRTC 12.9
-}
 
 // The factor by which a new running maximum rescales what was accumulated under the old one.
 struct RowScale {
@@ -89,9 +78,8 @@ MLA_DEVICE void mask_before(float (&scores)[kCount], i32 r, i32 first, i32 threa
     }
 }
 
-// The rows' maxima over the tile, in base 2 after `scale_log2` of each row, or kRaisedLog2 less; equal in the four
-// lanes of a quad.
-template <i32 kRaisedLog2 = 0, i32 kCount>
+// The rows' maxima over the tile, in base 2 after `scale_log2` of each row; equal in the four lanes of a quad.
+template <i32 kCount>
 MLA_DEVICE void tile_max(float (&to)[kFragmentRows], const float (&scores)[kCount],
                          const float (&scale_log2)[kFragmentRows]) {
 #pragma unroll
@@ -99,7 +87,7 @@ MLA_DEVICE void tile_max(float (&to)[kFragmentRows], const float (&scores)[kCoun
 #pragma unroll
     for (i32 i = 0; i < kCount; ++i) to[fragment_half(i)] = fmaxf(to[fragment_half(i)], scores[i]);
 #pragma unroll
-    for (i32 r = 0; r < kFragmentRows; ++r) to[r] = lowered_max<kRaisedLog2>(quad_max(to[r]), scale_log2[r]);
+    for (i32 r = 0; r < kFragmentRows; ++r) to[r] = quad_max(to[r]) * scale_log2[r];
 }
 
 // The running maximum after a tile.

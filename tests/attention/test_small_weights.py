@@ -90,10 +90,10 @@ def test_small_weights_count_in_each_kernel(case: tuple[str, str, str, int]) -> 
     assert verdict(case) == ""
 
 
-SOFTMAX = "attention/online_softmax.cuh"
+RAISED = "attention/sm90/raised_weights.cuh"
 MUTANTS = (
-    Mutant("weights that are not raised", SOFTMAX, "kRaisedWeightsLog2 = 7", "kRaisedWeightsLog2 = 0"),
-    Mutant("weights that overflow", SOFTMAX, "kRaisedWeightsLog2 = 7", "kRaisedWeightsLog2 = 8"),
+    Mutant("weights that are not raised", RAISED, "kRaisedWeightsLog2 = 7", "kRaisedWeightsLog2 = 0"),
+    Mutant("weights that overflow", RAISED, "kRaisedWeightsLog2 = 7", "kRaisedWeightsLog2 = 8"),
 )
 
 

@@ -3,7 +3,6 @@
 // bf16 queries beside f16 keys are multiplied by a power of two per row, which puts the row's largest element between
 // 2^14 and 2^15: what is down to 2^-31 of it then has all of its bits in f16. Scores are multiplied by the inverse.
 #pragma once
-#include "attention/online_softmax.cuh"
 #include "attention/sm90/record_keys.cuh"
 #include "tile/elements.cuh"
 
@@ -12,10 +11,6 @@ template <class A, class B>
 constexpr bool kSameFormat = false;
 template <class A>
 constexpr bool kSameFormat<A, A> = true;
-
-// By how much weights are raised, in base 2, whose format this is: bf16 has no need of it.
-template <class Weights>
-constexpr i32 kRaisedWeights = kSameFormat<Weights, float16> ? kRaisedWeightsLog2 : 0;
 
 // A warp's copy of one row: lane i has chunks i, i + 32, i + 64 of eight elements.
 template <class Tile>

@@ -13,6 +13,7 @@
 //   scouts   where the rows of K0' are             ... of K1'
 #pragma once
 #include "attention/record_tokens.cuh"
+#include "attention/sm90/raised_weights.cuh"
 #include "attention/sm90/record_query.cuh"
 #include "attention/sm90/seesaw.cuh"
 #include "attention/sm90/turns.cuh"

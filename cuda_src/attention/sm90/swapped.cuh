@@ -33,7 +33,7 @@ struct SwappedMath {
 // Updates the heads' running maxima and rescales the accumulators where a maximum moved. `warps` is in shared memory,
 // `barrier` the warpgroup's own. PERF(H200, 2026-11-23, by halves: from FP8 records -1 %, with 32 query rows of dense
 // decode -4 %; sparse forward from 16-bit rows +3 %, dense decode at batch 1 +1 %)
-template <bool kByHalves = false, i32 kRaisedLog2 = 0, i32 kHeads, i32 kSwTiles>
+template <bool kByHalves = false, i32 kHeads, i32 kSwTiles>
 MLA_DEVICE void update_maxima(SwappedMath<kHeads, kSwTiles>& math, float (&warps)[kWarpgroupWarps][kHeads],
                               float scale_log2, i32 barrier, i32 thread) {
     if constexpr (kByHalves) {
@@ -42,7 +42,7 @@ MLA_DEVICE void update_maxima(SwappedMath<kHeads, kSwTiles>& math, float (&warps
         store_warp_maxima<kHeads>(warps[thread / kWarpThreads], math.scores, thread);
     }
     bar_sync(barrier, kWarpgroupThreads);
-    const HeadValues<kHeads> scale = math.heads.template move_max<kRaisedLog2>(warps, scale_log2, thread);
+    const HeadValues<kHeads> scale = math.heads.move_max(warps, scale_log2, thread);
     if (!scale.any_but_one()) return;
 #pragma unroll
     for (auto& columns : math.out) scale.multiply(columns);
