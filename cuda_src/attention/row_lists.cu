@@ -2,6 +2,8 @@
 //
 //   rows[i] = [start + j  for j in indices[i, :length]  if 0 <= j < limit],  sorted by bucket, stable
 //
+// Sparse decode's indices have an axis of sequences, n queries each: i is then (i / n, i % n).
+//
 // A bucket is a 256th of kv: with lists in this order, queries that run at the same time read the same part of kv at
 // about the same time. Unordered lists have one bucket, so the entries keep their order.
 //
@@ -38,21 +40,22 @@ static_assert(kThreads >= kTileTokens, "each thread pads one place");
 // ---- Params ----------------------------------------------------------------------------------------------------
 // Strides are in elements.
 struct SparseRowsParams {
-    const i32* indices;        // (s_q, topk)
-    const i32* topk_length;    // (s_q,), or null: every entry counts
+    const i32* indices;        // (s_q / n, n, topk)
+    const i32* topk_length;    // (s_q / n,), or null: every entry counts
     const i32* cu_seqlens_q;   // (b + 1,), or null: one sequence
     const i32* cu_seqlens_kv;  // (b + 1,), or null
     i32* rows;                 // (s_q, rows_stride): valid rows, then kNoRow to the end of the tile
     i32* counts;               // (s_q,): how many are valid
     u32* selected;             // (s_kv,), zeroed: how many entries select the row; or null
-    i64 indices_stride_s_elems, indices_stride_k_elems, topk_length_stride_elems;
+    i64 indices_stride_b_elems, indices_stride_s_elems, indices_stride_k_elems, topk_length_stride_elems;
     i64 cu_seqlens_q_stride_elems, cu_seqlens_kv_stride_elems;
     i64 rows_stride_elems;  // a multiple of kTileTokens, at least topk
     i32 s_q, s_kv, topk, b;
     i32 causal, ordered;
+    i32 queries_of_length;  // n: queries of one topk_length
 };
 
-MLA_FACT_LIST(params_layout, MLA_OFFSET(SparseRowsParams, indices_stride_s_elems), MLA_OFFSET(SparseRowsParams, s_q),
+MLA_FACT_LIST(params_layout, MLA_OFFSET(SparseRowsParams, indices_stride_b_elems), MLA_OFFSET(SparseRowsParams, s_q),
               (int)sizeof(SparseRowsParams));
 MLA_FACT(threads, kThreads);
 MLA_FACT(rows_per_tile, kTileTokens);
@@ -111,7 +114,8 @@ MLA_DEVICE Query resolve_query(const SparseRowsParams& p, Storage& storage, i32 
     }
     // A causal query does not see what belongs to the queries after it.
     const i64 limit = end - start - (p.causal ? end_q - 1 - i : 0);
-    const i32 length = p.topk_length == nullptr ? p.topk : p.topk_length[i * p.topk_length_stride_elems];
+    const i32 length =
+        p.topk_length == nullptr ? p.topk : p.topk_length[i / p.queries_of_length * p.topk_length_stride_elems];
     return Query{(i32)start, (i32)max(0ll, limit), max(0, min(length, p.topk))};
 }
 
@@ -212,7 +216,9 @@ MLA_DEVICE void make_list(const SparseRowsParams& p, Storage& storage, i32 i, i3
     // uniform it emits no reconvergence code.
     const i32 steps = ((u32)p.topk + kThreads - 1) / kThreads;
     const u32 first = (u32)warp * steps * kWarpThreads + lane;
-    const TopkEntries entries{p.indices + i * p.indices_stride_s_elems, p.indices_stride_k_elems, query};
+    const i32 sequence = i / p.queries_of_length, in_sequence = i - sequence * p.queries_of_length;
+    const i32* indices = p.indices + sequence * p.indices_stride_b_elems + in_sequence * p.indices_stride_s_elems;
+    const TopkEntries entries{indices, p.indices_stride_k_elems, query};
     i32* counts = storage.counts[warp] + kFirstBucket;
     i32 rows[kItems], places[kItems];
 

@@ -97,6 +97,11 @@ SITUATIONS = (
     ("`merge_project`", MERGE_PROJECT, ProjectProblem(128, 128, "bfloat16", 1)),
     ("`sparse_mla_decode`, 16 heads", SPARSE_DECODE, SparseDecodeProblem(64, 16, 2048, "bfloat16", "v32")),
     ("`sparse_mla_decode`, 128 heads", SPARSE_DECODE, SparseDecodeProblem(64, 128, 2048, "bfloat16", "v32")),
+    (
+        'the same, records "fp8", math="fp8"',
+        SPARSE_DECODE,
+        SparseDecodeProblem(64, 128, 2048, "bfloat16", "fp8", math="fp8"),
+    ),
     ("the same, V4.1's records", SPARSE_DECODE, SparseDecodeProblem(64, 128, 2048, "bfloat16", "v41", compact=True)),
     ("`sparse_mla_forward`, 16 heads", SPARSE_FORWARD, _forward(16)),
     ("`sparse_mla_forward`, 32 heads", SPARSE_FORWARD, _forward(32)),

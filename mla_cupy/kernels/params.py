@@ -157,7 +157,7 @@ class SparseRowsParams(Params):
     rows: Address
     counts: Address
     selected: Address
-    indices_stride_s_k_elems: tuple[I64, I64]
+    indices_stride_b_s_k_elems: tuple[I64, I64, I64]
     topk_length_stride_elems: I64
     cu_seqlens_q_stride_elems: I64
     cu_seqlens_kv_stride_elems: I64
@@ -168,6 +168,7 @@ class SparseRowsParams(Params):
     b: I32
     causal: I32
     ordered: I32
+    queries_of_length: I32
 
 
 class DecodeScheduleParams(Params):

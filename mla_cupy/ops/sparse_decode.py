@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
+from math import inf
 from typing import Any
 
-from mla_cupy.cache_formats import BYTE_DTYPES, format_of
+from mla_cupy.cache_formats import BYTE_DTYPES, FP8, format_of
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.attention.records import COMPACT, READ_SPARSE
@@ -14,7 +14,16 @@ from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
 from mla_cupy.ops.cache import INDEX_DTYPES, check_layout, record_read
 from mla_cupy.ops.call import Invocation, run
-from mla_cupy.ops.checks import check_all_or_none, check_empty_lse, check_lse_base, resolve_scale
+from mla_cupy.ops.checks import (
+    check_all_or_none,
+    check_empty_lse,
+    check_factor,
+    check_kv_scale_of_record,
+    check_lse_base,
+    check_math,
+    check_math_of_record,
+    resolve_scale,
+)
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32, present
 from mla_cupy.ops.projection import GATE, W_UV, check_projection
 from mla_cupy.ops.schema import check_even, steps_by_16_bytes
@@ -37,8 +46,10 @@ def sparse_mla_decode(
     w_uv: Any = None,
     gate: Any = None,
     scale: float | None = None,
+    kv_scale: float = 1.0,
+    math: str = "exact",
     lse_base: str = "e",
-    empty_lse: float = -math.inf,
+    empty_lse: float = -inf,
     out: Any = None,
     lse: Any = None,
     workspace: Any = None,
@@ -51,12 +62,12 @@ def sparse_mla_decode(
     Parameters
     ----------
     q : array, (b, s_q, h_q, d_qk), bfloat16 or float16
-        Absorbed queries: d_qk is 576 for the record "v32", 512 for "v4" and "v41". The last axis is contiguous, and the
-        first two step evenly.
-    kv_cache : array, (num_pages, page_size, 656, 584 or 528) or with a head axis of size 1, uint8
-        Pages of "v32", "v4" or "v41": see `cache_append`. The values are the first 512 elements of the keys; with "v4"
-        and "v41" these include the RoPE part. Pages start at, and step by, multiples of 16 bytes: pages of "v4" with an
-        odd number of tokens need a gap of 8 bytes between them.
+        Absorbed queries: d_qk is 576 for the records "v32" and "fp8", 512 for "v4" and "v41". The last axis is
+        contiguous, and the first two step evenly.
+    kv_cache : array, (num_pages, page_size, 656, 584, 528 or 576) or with a head axis of size 1, uint8
+        Pages of "v32", "v4", "v41" or, with math="fp8" only, "fp8": see `cache_append`. The values are the first 512
+        elements of the keys; with "v4" and "v41" these include the RoPE part. Pages start at, and step by, multiples of
+        16 bytes: pages of "v4" with an odd number of tokens need a gap of 8 bytes between them.
     indices : array, (b, s_q, topk), int32
         Slots, page * page_size + token, in any order. Any topk, any strides. Slots outside of the cache are skipped,
         -1 being the usual mark; duplicates are counted as often as they occur.
@@ -66,7 +77,7 @@ def sparse_mla_decode(
         Logits of a key without a value, which only lowers `out`. -inf has no effect, +inf makes `out` 0.
     extra_kv_cache, extra_indices, extra_topk_length : array, optional
         A second cache of the same record, or of "v41-fp4" beside "v41", with pages of any size, and lists of more keys
-        in it under the same softmax. Cache and indices are given together.
+        in it under the same softmax. Cache and indices are given together. Not with "fp8".
     out_cos, out_sin : array, (max_position, 32), float32, optional
         Turn the last 64 columns of `out` back, as for `mla_decode`, where the values include the key's RoPE part: "v4"
         and "v41". Not with a `w_uv`. In 16 bits these columns are rounded once more: they are turned in place, by a
@@ -78,6 +89,11 @@ def sparse_mla_decode(
         axes of a gate step evenly.
     scale : float, optional
         Factor of the scores: finite, above 0. Default: d_qk**-0.5.
+    kv_scale : float
+        Scale of the record "fp8": keys and values are its codes times this. Finite, above 0; 1 for all others.
+    math : str
+        Arithmetic of both products: "exact", of 16-bit elements, or "fp8" for the record "fp8", on the FP8 tensor cores
+        of Hopper: queries and weights are rounded to e4m3, see the notes of `mla_decode`.
     lse_base : str
         "e" or "2": base of the logarithm in `lse`.
     empty_lse : float
@@ -112,7 +128,8 @@ def sparse_mla_decode(
     Notes
     -----
     Any number of heads. Tokens that a query does not select never reach its result. The result does not change from run
-    to run. Workspace: the pieces of split queries.
+    to run. Workspace: the pieces of split queries and, with math="fp8", lists of the entries that are slots, of
+    4 * topk bytes for each query.
 
     On tensor cores keys are rounded to 16 bits: latents of "v32" to float16, whatever the dtype of q, and all of "v4"
     and "v41" to the dtype of q. Latents are exact then if scales are powers of two, in float16 from 2^-15 to 2^7; those
@@ -130,7 +147,7 @@ def sparse_mla_decode(
     >>> out.shape, float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
     ((1, 1, 8, 512), 1.0, 22.026)
     """
-    options = (scale, lse_base, empty_lse, out_dtype, kernel)
+    options = (scale, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
     selection = (q, kv_cache, indices, topk_length, attn_sink, extra_kv_cache, extra_indices, extra_topk_length)
     turning = (out_cos, out_sin, out_positions)
     out, lse = run(Invocation(OPERATION, (*selection, *turning, w_uv, gate, out, lse), options, workspace, stream))
@@ -145,6 +162,9 @@ def _check_extra(views: Views, record: str) -> bool:
         raise ArgumentError(explain("extra_topk_length", "an array", "None: there are no extra_indices"))
     if cache is None:
         return False
+    if record == FP8.name:
+        remedy = "append its tokens to kv_cache"
+        raise ArgumentError(explain("extra_kv_cache", "an array", f"None beside a kv_cache of {record}", remedy))
     extra = format_of(cache.dtype, cache.shape[2], "extra_kv_cache")
     allowed = [name for name in (record, COMPACT.get(record)) if name]
     if extra.name not in allowed:
@@ -152,6 +172,17 @@ def _check_extra(views: Views, record: str) -> bool:
         raise ShapeError(explain("extra_kv_cache", f"pages of {extra.name}", expected))
     check_layout(extra, cache, "extra_kv_cache")
     return extra.name != record
+
+
+def _check_arithmetic(options: SparseDecodeOptions, record: str) -> None:
+    """Check that a cache of this record can be multiplied so, with this scale."""
+    check_kv_scale_of_record(options.kv_scale, record)
+    check_math_of_record(options.math, record)
+    if record == FP8.name and options.math == "exact":
+        remedy = "or read its rows by cache_gather, for sparse_mla_forward"
+        raise ArgumentError(explain("math", repr(options.math), '"fp8" for the record fp8', remedy))
+    if options.kv_scale != 1:
+        check_factor("scale * kv_scale", options.scale * options.kv_scale)
 
 
 def _check_turning(views: Views, d_qk: int, d_head: int) -> None:
@@ -168,23 +199,26 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
     q, cache, indices = (present(views, name) for name in ("q", "kv_cache", "indices"))
     extra = views["extra_indices"]
     b, s_q, h_q, d_qk = q.shape
-    record = record_read(cache, d_qk, READ_SPARSE, "kv_cache", "read 16-bit rows with sparse_mla_forward")
+    record = record_read(cache, d_qk, (*READ_SPARSE, FP8.name), "kv_cache", "read 16-bit rows with sparse_mla_forward")
     check_layout(record, cache, "kv_cache")
+    options = given._replace(
+        scale=resolve_scale(given.scale, d_qk),
+        kv_scale=check_factor("kv_scale", given.kv_scale),
+        math=check_math(given.math),
+        lse_base=check_lse_base(given.lse_base),
+        empty_lse=check_empty_lse(given.empty_lse),
+    )
+    _check_arithmetic(options, record.name)
     compact = _check_extra(views, record.name)
     check_even("q", q)
     topk = indices.shape[2] + (0 if extra is None else extra.shape[2])
     if topk > MAX_TOKENS or b * s_q > MAX_TOKENS:
         raise ShapeError(explain("indices.shape", indices.shape, f"at most {MAX_TOKENS} queries, and keys of each"))
-    options = given._replace(
-        scale=resolve_scale(given.scale, d_qk),
-        lse_base=check_lse_base(given.lse_base),
-        empty_lse=check_empty_lse(given.empty_lse),
-    )
     ragged = any(views[name] is not None for name in ("topk_length", "extra_topk_length"))
     d_head = check_projection(views, q.dtype)
     _check_turning(views, d_qk, d_head)
     sizes = (b * s_q, h_q, topk, q.dtype, record.name)
-    problem = SparseDecodeProblem(*sizes, steps_by_16_bytes(q), ragged, d_head, compact)
+    problem = SparseDecodeProblem(*sizes, steps_by_16_bytes(q), ragged, d_head, compact, options.math)
     return Examined(problem, options, {"d_head": d_head or D_V})
 
 

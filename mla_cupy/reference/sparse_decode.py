@@ -11,6 +11,7 @@ from mla_cupy.dtypes import round_to
 from mla_cupy.reference.attend import attend
 from mla_cupy.reference.cache import cache_gather
 from mla_cupy.reference.dense_decode import turned_back
+from mla_cupy.reference.fp8_queries import dequantised
 from mla_cupy.reference.lse import log_of_base
 from mla_cupy.reference.projection import projected
 
@@ -34,6 +35,8 @@ def sparse_mla_decode(
     w_uv: npt.ArrayLike | None = None,
     gate: npt.ArrayLike | None = None,
     scale: float | None = None,
+    kv_scale: float = 1.0,
+    math: str = "exact",
     lse_base: str = "e",
     empty_lse: float = -np.inf,
     rounding: str | None = None,
@@ -44,7 +47,7 @@ def sparse_mla_decode(
     ----------
     q : array, (b, s_q, h_q, d_qk)
     kv_cache : array
-        Pages of "v32", "v4" or "v41": see `cache_append`.
+        Pages of "v32", "v4", "v41" or "fp8": see `cache_append`.
     indices : array, (b, s_q, topk), integers
         Slots: page * page_size + token. Those outside of the cache are skipped, duplicates counted as often as they
         occur.
@@ -58,7 +61,7 @@ def sparse_mla_decode(
         Tables and rows of them, (b, s_q), by which results are turned back: see `turned_back`.
     w_uv, gate : array, optional
         What results are multiplied by, see `projected`.
-    scale, lse_base, empty_lse
+    scale, kv_scale, math, lse_base, empty_lse
         As for `mla_decode`.
     rounding : str, optional
         "bfloat16" or "float16" rounds as the kernels with tensor cores do: keys and weights in that format, float32
@@ -70,18 +73,22 @@ def sparse_mla_decode(
     lse : array, (b, s_q, h_q), float64
         Without the sink.
     """
-    q = np.asarray(q).astype(np.float64)
-    b, s_q, h_q, d_qk = q.shape
+    queries = dequantised(np.asarray(q)) if math == "fp8" else np.asarray(q).astype(np.float64)
+    b, s_q, h_q, d_qk = queries.shape
     scale = d_qk**-0.5 if scale is None else scale
+    weights, factor = rounding, 1.0
+    if math == "fp8" and rounding is not None:  # the kernel multiplies the numbers as they are stored
+        weights, factor, kv_scale, scale = "float8_e4m3fn", kv_scale, 1.0, scale * kv_scale
     sources = [(kv_cache, indices, topk_length)]
     if extra_kv_cache is not None and extra_indices is not None:
         sources.append((extra_kv_cache, extra_indices, extra_topk_length))
     out, lse = np.zeros((b, s_q, h_q, 512)), np.full((b, s_q, h_q), -np.inf)
     for i, s in np.ndindex(b, s_q):
-        keys = np.concatenate([_selected(*source, i, s) for source in sources]).astype(np.float64)
+        keys = np.concatenate([_selected(*source, i, s, kv_scale) for source in sources]).astype(np.float64)
         if rounding is not None:
             keys = round_to(keys, rounding)
-        out[i, s], lse[i, s], _ = attend(q[i, s], keys, 512, scale, rounding)
+        row_out, lse[i, s], _ = attend(queries[i, s].astype(keys.dtype), keys, 512, scale, weights)
+        out[i, s] = factor * row_out
     if attn_sink is not None:
         sink = np.asarray(attn_sink, np.float64)
         out *= np.where(lse == -np.inf, 1.0, 1 / (1 + np.exp(sink - lse)))[..., None]
@@ -92,10 +99,12 @@ def sparse_mla_decode(
     return out, np.where(lse == -np.inf, empty_lse, lse / log_of_base(lse_base))
 
 
-def _selected(cache: Array, indices: npt.ArrayLike, lengths: npt.ArrayLike | None, i: int, s: int) -> Array:
+def _selected(
+    cache: Array, indices: npt.ArrayLike, lengths: npt.ArrayLike | None, i: int, s: int, kv_scale: float
+) -> Array:
     """The keys that a list names."""
     entries = np.asarray(indices)[i, s]
     length = len(entries) if lengths is None else int(np.clip(np.asarray(lengths)[i], 0, len(entries)))
     slots = entries[:length]
     slots = slots[(slots >= 0) & (slots < cache.shape[0] * cache.shape[1])]
-    return cache_gather(cache, slots)[0]
+    return cache_gather(cache, slots, kv_scale=kv_scale)[0]

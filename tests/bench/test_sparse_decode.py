@@ -24,6 +24,7 @@ SMALL = (
     "b1-sq1-hq2-topk4-extra3-v4-pool64",
     "b1-sq1-hq2-topk4-extra3-v41-pool64",
     "b1-sq1-hq2-topk4-extra3-v41-fp4-pool64",
+    "b1-sq2-hq2-topk4-fp8-pool64",
 )
 
 
@@ -36,7 +37,15 @@ def test_names_round_trip():
 
 
 @pytest.mark.parametrize(
-    "name", ["", "b1-sq1-hq1", "b0-sq1-hq1-topk1", "b1-sq1-hq1-topk1-pool65", "b1-sq1-hq1-topk1-v5"]
+    "name",
+    [
+        "",
+        "b1-sq1-hq1",
+        "b0-sq1-hq1-topk1",
+        "b1-sq1-hq1-topk1-pool65",
+        "b1-sq1-hq1-topk1-v5",
+        "b1-sq1-hq1-topk1-extra1-fp8",
+    ],
 )
 def test_a_bad_name_is_refused(name):
     with pytest.raises(BenchError, match="case"):

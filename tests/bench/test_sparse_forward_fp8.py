@@ -20,7 +20,7 @@ def test_names_round_trip():
     assert SPARSE_FORWARD_FP8.parse(SMALL) == Fp8ForwardCase(3, 128, 2, 20)
 
 
-@pytest.mark.parametrize("name", ["", "sq3-skv100-hq2-topk20"])
+@pytest.mark.parametrize("name", ["", "sq3-skv100-hq2-topk20", "sq3-skv128-hq2-topk20-dqk512-fp8-math"])
 def test_a_bad_name_is_refused(name):
     with pytest.raises(BenchError, match="case"):
         SPARSE_FORWARD_FP8.parse(name)
@@ -30,7 +30,7 @@ def test_bytes_are_those_of_records():
     case = CASES[0]
     assert case.cost.l2_bytes == 4096 * 2048 * 656
     assert case.cost.nbytes == 8192 * 656 + 2 * 4096 * 128 * 1088 + 4 * 4096 * 2048
-    assert CASES[-1].cost.l2_bytes == 4096 * 2048 * 584
+    assert [case.cost.l2_bytes for case in CASES[-3:]] == [4096 * 2048 * 584, *[4096 * 2048 * 576] * 2]
 
 
 @pytest.mark.parametrize("name", [SMALL, SMALL + "-dqk512"])
@@ -40,6 +40,13 @@ def test_rows_are_the_numbers_of_the_records(device, numpy_backend, name):
     exact = reference.cache_gather(inputs.records, np.arange(case.s_kv))[0]
     np.testing.assert_array_equal(inputs.kv.astype(np.float32), exact)
     assert np.abs(exact).max() > 2
+
+
+def test_products_in_fp8(rows_of):
+    """Queries are numbers of e4m3, so rows of 16 bits give the same results."""
+    rows = rows_of(SPARSE_FORWARD_FP8, SMALL + "-fp8-math", ["rows"])
+    assert [(row["status"], row["reason"]) for row in rows.values()] == [("ok", "")] * 2
+    assert SPARSE_FORWARD_FP8.parse(SMALL + "-fp8-math") == Fp8ForwardCase(3, 128, 2, 20, fp8_math=True)
 
 
 @pytest.mark.parametrize("name", [SMALL, SMALL + "-dqk512"])

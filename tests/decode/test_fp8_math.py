@@ -13,7 +13,7 @@ import pytest
 import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, PlanError, UnsupportedDeviceError, dtypes, reference
 from mla_cupy.kernels.decode import DECODE
-from mla_cupy.kernels.decode.problem import DecodeProblem
+from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
 from mla_cupy.kernels.decode.sm90_fp8 import kv_maps
 from mla_cupy.reference.fp8_queries import dequantised, quantise_queries
 from tests.decode.test_tree_mask import tree_inputs
@@ -60,6 +60,23 @@ MORE_CASES = (
     fp8(b=2, seqlens=(700, 130), h_q=64, dtype="float16", page_size=1),
     fp8(b=1, seqlens=1100, h_q=64, page_size=65, strides="dense"),
 )
+
+
+def test_small_batches_have_blocks_of_32_rows() -> None:
+    """Up to four tiles for each split; not with a tree of drafts, nor where nothing is known of the batch."""
+    problem = DecodeProblem(1, 128, 1, "bfloat16", record="fp8", math="fp8")
+
+    def blocks(problem: DecodeProblem) -> tuple[int, int, Any]:
+        config = DECODE.configure(problem, H200)
+        return config.row_blocks, config.num_splits, config.kernel.variant(config.problem).block_rows
+
+    assert blocks(replace(problem, batch=Batch(1, 132 * 64))) == (4, 33, 32)
+    assert blocks(replace(problem, batch=Batch(1, 133 * 64))) == (2, 66, 64)
+    assert blocks(replace(problem, h_q=33, batch=Batch(4, 64 * 66))) == (2, 66, 32)
+    assert blocks(replace(problem, h_q=32, batch=Batch(1, 64))) == (1, 132, 32)
+    assert blocks(replace(problem, h_q=9, batch=Batch(1, 64))) == (1, 132, 16)
+    assert blocks(replace(problem, tree_mask=True, batch=Batch(1, 64))) == (2, 66, 64)
+    assert blocks(problem) == (2, 66, 64)
 
 
 # ---- Queries ---------------------------------------------------------------------------------------------------

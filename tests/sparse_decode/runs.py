@@ -81,8 +81,8 @@ MORE_CASES = (
 )
 #: The kernels with mma.sync.
 SINCE_AMPERE = tuple(kernel.name for kernel in SPARSE_DECODE.kernels if "mma" in kernel.name)
-#: The kernels with WGMMA.
-ON_HOPPER = tuple(kernel.name for kernel in SPARSE_DECODE.kernels if "sm90" in kernel.name)
+#: The kernels with WGMMA, and products of 16 bits.
+ON_HOPPER = tuple(k.name for k in SPARSE_DECODE.kernels if "sm90" in k.name and k.math == "exact")
 
 
 def fitting(case: SparseDecodeCase, kernel: str) -> SparseDecodeCase:

@@ -32,7 +32,7 @@ def test_the_lists_are_made_from_the_caller_s_arrays(recorder: Recorder, strides
     record = recorder.launches[0].params
     for name in ("indices", "topk_length", "cu_seqlens_q", "cu_seqlens_kv"):
         assert record[name] == getattr(inputs, name).ctypes.data
-    strides_of = {"indices_stride_s": (inputs.indices, 0), "indices_stride_k": (inputs.indices, -1)}
+    strides_of = {"indices_stride_b": (inputs.indices, 0), "indices_stride_k": (inputs.indices, -1)}
     for name in ("topk_length", "cu_seqlens_q", "cu_seqlens_kv"):
         strides_of[f"{name}_stride"] = (getattr(inputs, name), 0)
     for name, (x, axis) in strides_of.items():

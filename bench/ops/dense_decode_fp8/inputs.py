@@ -51,10 +51,13 @@ def _queries(case: Fp8DecodeCase, dtype: str, seed: int, device: Device) -> Any:
     queries = device.normal(shape, dtype, seed)
     if not case.one_scale:
         return queries
-    rows = case.b * case.s_q * case.h_q
-    flat = queries.reshape(rows, D_QK)
-    records = device.empty((rows, 1, D_QK), "uint8")
-    slots = device.upload(np.arange(rows, dtype=np.int32))
+    return e4m3_numbers(queries.reshape(-1, D_QK), dtype, device).reshape(shape)
+
+
+def e4m3_numbers(rows: Any, dtype: str, device: Device) -> Any:
+    """Rows of 576 numbers, rounded as the tokens of a cache of the record "fp8" are."""
+    records = device.empty((len(rows), 1, D_QK), "uint8")
+    slots = device.upload(np.arange(len(rows), dtype=np.int32))
     with device.current():
-        mla_cupy.cache_append(flat[:, :D_V], flat[:, D_V:], records, slots, record="fp8")
-        return mla_cupy.cache_gather(records, slots, record="fp8", out_dtype=dtype).reshape(shape)
+        mla_cupy.cache_append(rows[:, :D_V], rows[:, D_V:], records, slots, record="fp8")
+        return mla_cupy.cache_gather(records, slots, record="fp8", out_dtype=dtype)

@@ -12,11 +12,14 @@ from mla_cupy.cache_formats import FORMATS
 from ...core.cost import D_V, ELEMENT_BYTES, SINGLE_BYTES, Cost
 from ...core.errors import BenchError
 
-FORM = "b<N>-sq<N>-hq<N>-topk<N>[-extra<N>][-v4|-v41|-v41-fp4][-pool<N>]"
+FORM = "b<N>-sq<N>-hq<N>-topk<N>[-extra<N>][-v4|-v41|-v41-fp4|-fp8][-pool<N>]"
 PAGE_SIZE = 64
 POOL_TOKENS = 1 << 20  # 688 MB of the larger record: far more than an L2 holds
-# Records of the two caches. Cases of V4.1 have a sink, too, as its layers do.
-KINDS = {"v32": ("v32", "v32"), "v4": ("v4", "v4"), "v41": ("v41", "v41"), "v41-fp4": ("v41", "v41-fp4")}
+# Records of the two caches. Cases of V4.1 have a sink, too, as its layers do; of "fp8" both products are in FP8.
+KINDS = {
+    **{name: (name, name) for name in ("v32", "v4", "v41", "fp8")},
+    "v41-fp4": ("v41", "v41-fp4"),
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,11 @@ class SparseDecodeCase:
         return KINDS[self.kind][1]
 
     @property
+    def math(self) -> str:
+        """Arithmetic of our own call, and of the oracle."""
+        return "fp8" if self.record == "fp8" else "exact"
+
+    @property
     def has_sink(self) -> bool:
         """True of calls with a sink."""
         return self.record == "v41"
@@ -98,6 +106,7 @@ class SparseDecodeCase:
         """The sizes as plain data, for the records."""
         names = ("b", "s_q", "h_q", "topk", "extra", "record", "pool", "d_qk")
         mixed = {} if self.extra_record == self.record else {"extra_record": self.extra_record}
+        mixed |= {"math": self.math} if self.math != "exact" else {}
         return {**{name: getattr(self, name) for name in names}, "d_v": D_V, **mixed}
 
 
@@ -119,9 +128,19 @@ CASES: tuple[SparseDecodeCase, ...] = (
 MIXED = tuple(
     SparseDecodeCase(128, 1, h_q, 128, 1024, kind) for kind in ("v41-fp4", "v41", "v4") for h_q in (64, 16, 128)
 )
-SUITES: Mapping[str, tuple[SparseDecodeCase, ...]] = {"targets": CASES, "quick": CASES[:4], "mixed": MIXED}
+# Products in FP8, of the shapes whose records are converted above.
+CODED = tuple(
+    SparseDecodeCase(b, s_q, h_q, kind="fp8")
+    for b, s_q, h_q in ((128, 2, 128), (128, 1, 64), (128, 1, 16), (4, 1, 128))
+)
+SUITES: Mapping[str, tuple[SparseDecodeCase, ...]] = {
+    "targets": CASES,
+    "quick": CASES[:4],
+    "mixed": MIXED,
+    "fp8": CODED,
+}
 
-_PATTERN = re.compile(r"b(\d+)-sq(\d+)-hq(\d+)-topk(\d+)(?:-extra(\d+))?(?:-(v4|v41|v41-fp4))?(?:-pool(\d+))?")
+_PATTERN = re.compile(r"b(\d+)-sq(\d+)-hq(\d+)-topk(\d+)(?:-extra(\d+))?(?:-(v4|v41|v41-fp4|fp8))?(?:-pool(\d+))?")
 
 
 def parse(name: str) -> SparseDecodeCase:
@@ -132,6 +151,8 @@ def parse(name: str) -> SparseDecodeCase:
     b, s_q, h_q, topk, extra, kind, pool = match.groups()
     sizes = (int(b), int(s_q), int(h_q), int(topk))
     case = SparseDecodeCase(*sizes, int(extra or 0), kind or "v32", int(pool or POOL_TOKENS))
+    if case.kind == "fp8" and case.extra:
+        raise BenchError(f"case {name!r}: fp8 has one cache")
     if min(*sizes, case.pool) < 1 or case.pool % PAGE_SIZE:
         raise BenchError(f"case {name!r}: every size must be at least 1, and the pool whole pages of {PAGE_SIZE}")
     return next((known for known in CASES if known == case), case)

@@ -26,6 +26,7 @@ def expect(case: SparseDecodeCase, dtype: str, inputs: SparseDecodeInputs, devic
         call[prefix + "indices"] = lists
     if case.has_sink:
         call["attn_sink"] = device.to_host(inputs.sink)
+    call["math"] = case.math
     want, near = (
         [x[:, 0] for x in reference.sparse_mla_decode(**call, scale=case.scale, rounding=rounding)]
         for rounding in (None, dtype)

@@ -26,7 +26,7 @@ class SparseDecode:
         self.name, self._kernel = name, kernel
 
     def unsupported(self, case: SparseDecodeCase, dtype: str) -> str | None:
-        return None
+        return "converts" if case.math != "exact" and self._kernel in (GENERIC, *NAMED) else None
 
     def prepare(
         self, case: SparseDecodeCase, dtype: str, sets: Sequence[SparseDecodeInputs], device: Device
@@ -40,6 +40,8 @@ class SparseDecode:
             extra = {"extra_kv_cache": more[0].cache, "extra_indices": more[0].indices} if more else {}
             if inputs.sink is not None:
                 extra["attn_sink"] = inputs.sink
+            if case.math != "exact":  # older trees know one
+                extra["math"] = case.math
             return partial(decode, inputs.q, first.cache, first.indices, **extra, scale=case.scale, out=out, lse=lse)
 
         calls = [call(inputs, *result) for inputs, result in zip(sets, results, strict=True)]

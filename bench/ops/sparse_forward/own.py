@@ -27,6 +27,10 @@ class SparseForward:
     def unsupported(self, case: SparseForwardCase, dtype: str) -> str | None:
         return None
 
+    def call_options(self, case: SparseForwardCase) -> dict[str, str]:
+        """Further arguments of the call."""
+        return {}
+
     def prepare(self, case: SparseForwardCase, dtype: str, sets: Sequence[SparseInputs], device: Device) -> Prepared:
         rows = case.s_q, case.h_q
         results = [
@@ -39,7 +43,15 @@ class SparseForward:
         ]
         forward = with_kernel(mla_cupy.sparse_mla_forward, self._kernel)
         calls: list[Call] = [
-            partial(forward, inputs.q, inputs.kv, inputs.indices, scale=case.scale, **vars(result))
+            partial(
+                forward,
+                inputs.q,
+                inputs.kv,
+                inputs.indices,
+                scale=case.scale,
+                **self.call_options(case),
+                **vars(result),
+            )
             for inputs, result in zip(sets, results, strict=True)
         ]
         return Prepared(

@@ -6,16 +6,17 @@ from ...core.implementation import OWN, Choices, Known
 from ...core.operation import BenchOperation
 from ...core.samples import judge
 from ...peers.flashmla_sparse import FlashMlaSparse
-from ..sparse import check
-from ..sparse.cases import CASE_OPTIONS, FORM
+from ..sparse.cases import CASE_OPTIONS
 from ..sparse_forward.own import SparseForward
 from . import cases, inputs
+from . import check as own_check
 from .own import DIRECT, GENERIC, Fp8Forward, GatheredForward
 
 EXAMPLES = """examples:
   run sparse-forward-fp8 --peers-dir peers                 all cases, our own over rows, FlashMLA
   run sparse-forward-fp8 --quick --peers rows,gathered,direct
   run sparse-forward-fp8 --case sq512-skv4096-hq16-topk512 any other shape, named in the same form
+  run sparse-forward-fp8 --case sq4096-skv8192-hq128-topk2048-fp8-math --peers rows    products in FP8
 """
 
 
@@ -39,10 +40,10 @@ SPARSE_FORWARD_FP8 = BenchOperation(
     "direct (the kernel that converts whatever a query gathers), flashmla "
     "(imports torch and needs --peers-dir), generic; or none. Default: rows, and flashmla where --peers-dir is given",
     suites=cases.SUITES,
-    case_form=FORM,
+    case_form=cases.FORM,
     parse=cases.parse,
     inputs=inputs.make_inputs,
-    expect=check.expect_forward,
+    expect=own_check.expect,
     judge=judge,
     results=("out",),
     implementations=implementations,

@@ -14,6 +14,7 @@ from ...core.recorders import Call
 from ..sparse.inputs import SparseInputs
 from ..sparse_forward.cases import SparseForwardCase
 from ..sparse_forward.own import SparseForward
+from .cases import Fp8ForwardCase
 from .inputs import Fp8ForwardInputs
 
 DIRECT = "sparse_forward_sm90_records"  # converts what a query gathers
@@ -25,6 +26,9 @@ class Fp8Forward(SparseForward):
 
     def __init__(self, kernel: str | None = None, name: str = OWN) -> None:
         super().__init__(kernel, name)
+
+    def call_options(self, case: SparseForwardCase) -> dict[str, str]:
+        return {"math": "fp8"} if isinstance(case, Fp8ForwardCase) and case.fp8_math else {}
 
     def prepare(self, case: SparseForwardCase, dtype: str, sets: Sequence[SparseInputs], device: Device) -> Prepared:
         return super().prepare(case, dtype, [_over_records(inputs) for inputs in sets], device)

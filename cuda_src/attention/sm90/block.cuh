@@ -31,6 +31,7 @@ struct Config : KeyTile<kHeadDimQk_> {
     static constexpr bool kScaledQueries = false;
     static constexpr bool kValueScale = false;  // one for all values, in the parameters
     struct Extra {};
+    static constexpr i32 kRaisedLog2 = 0;  // of weights: see attention/sm90/raised_weights.cuh
 
     // Where keys come late: the right warpgroup adds the even tile's values before it scores the odd tile, and so frees
     // half a stage before it waits.

@@ -51,6 +51,17 @@ MLA_DEVICE void load_q_resident(Storage<C>& s, Math& math, i32 thread) {
     if constexpr (C::kResidentSwTile != kNothingResident) load_sw128(math.q_resident, s.q_resident(), thread);
 }
 
+// The rows' maxima over a tile, as the running ones follow them. Not fused with the scale: that spills (NVRTC 12.9).
+template <class C, i32 kCount>
+MLA_DEVICE void followed_max(float (&to)[kFragmentRows], const float (&scores)[kCount],
+                             const float (&scale_log2)[kFragmentRows]) {
+    tile_max(to, scores, scale_log2);
+    if constexpr (C::kRaisedLog2 != 0) {
+#pragma unroll
+        for (i32 r = 0; r < kFragmentRows; ++r) to[r] = __fadd_rn(to[r], -(float)C::kRaisedLog2);
+    }
+}
+
 // What takes the scores of the thread's rows to base 2, and back to the queries' unit where these were scaled: by a
 // power of two, so the product is exact.
 template <class C>

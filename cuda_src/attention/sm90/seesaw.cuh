@@ -35,7 +35,7 @@ MLA_DEVICE void left_pair(Block<C>& block, Math& math, const WorkItem& item, i32
     finish(math);
     mask_tile(block, math, item, tile, 0, thread);
     score_scales(scale_log2, block, thread);
-    tile_max(tile_maxima, math.scores, scale_log2);
+    followed_max<C>(tile_maxima, math.scores, scale_log2);
     lazy_max(maxima, math.rows, tile_maxima);
     store_rows(s.running_max[0], maxima, thread);
     bar_arrive(MaxReady, kMathThreads);
@@ -99,7 +99,7 @@ MLA_DEVICE void right_pair(Block<C>& block, Math& math, const WorkItem& item, i3
     finish(math);
     mask_tile(block, math, item, tile + 1, 1, thread);
     score_scales(scale_log2, block, thread);
-    tile_max(tile_maxima, math.scores, scale_log2);
+    followed_max<C>(tile_maxima, math.scores, scale_log2);
     if constexpr (!C::kEvenValuesFirst) even_scale = take_even_max(s, math, thread);
     lazy_max(maxima, math.rows, tile_maxima);
     store_rows(s.running_max[1], maxima, thread);

@@ -13,6 +13,7 @@
 //   scouts   where the rows of K0' are             ... of K1'
 #pragma once
 #include "attention/record_tokens.cuh"
+#include "attention/sm90/raised_weights.cuh"
 #include "attention/sm90/record_query.cuh"
 #include "attention/sm90/seesaw.cuh"
 #include "attention/sm90/turns.cuh"
@@ -69,6 +70,8 @@ struct SeesawRecords : RecordTile<TokenRecord_> {
     static constexpr i32 kResidentSwTile = kNothingResident;
 
     static constexpr bool kScaledQueries = !kSameFormat<Element, Latent>;
+    static constexpr i32 kRaisedLog2 = kRaisedWeights<Latent>;
+    static_assert(!kWithRowMax, "largest scores would be less by that");
     using Extra = RecordExtra<TokenRecord>;
 
     // The halves: SW128 tiles 0..3, and the others. RoPE columns are written last.

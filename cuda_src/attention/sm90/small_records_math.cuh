@@ -1,6 +1,7 @@
 // Attention to FP8 records for few query rows: the mathematics. See attention/sm90/small_records.cuh.
 #pragma once
 #include "attention/sm90/nonfinite_values.cuh"
+#include "attention/sm90/raised_weights.cuh"
 #include "attention/sm90/record_query.cuh"
 #include "attention/sm90/small_records_storage.cuh"
 
@@ -46,6 +47,37 @@ MLA_DEVICE u64 score(SmallStorage<C>& s, SmallMath<C>& math, i32 thread) {
     pin(math.scores);
     if constexpr (kScaled) factors.multiply(math.scores);
     return present;
+}
+
+// What HeadState::move_max does, of raised weights.
+template <i32 kRaisedLog2, i32 kHeads>
+MLA_DEVICE HeadValues<kHeads> move_raised_max(HeadState<kHeads>& heads, const float (&warps)[kWarpgroupWarps][kHeads],
+                                              float scale_log2, i32 thread) {
+    HeadValues<kHeads> scale;
+#pragma unroll
+    for (i32 k = 0; k < kHeadsOfThread<kHeads>; ++k) {
+        const float top = max_of_warps(warps, kth_head(k, thread)) * scale_log2;
+        heads.row_max.value[k] = fmaxf(heads.row_max.value[k], top);
+        const float tile = __fadd_rn(top, -(float)kRaisedLog2), max = heads.max.value[k];
+        const float to = tile > max + kLazyMaxLog2 ? tile : max;
+        scale.value[k] = ex2_approx(max - to);
+        heads.sum.value[k] *= scale.value[k];
+        heads.max.value[k] = to;
+    }
+    return scale;
+}
+
+// The same steps as update_maxima's.
+template <class C>
+MLA_DEVICE void update_raised_maxima(SmallMath<C>& math, float (&warps)[kWarpgroupWarps][C::kBlockRows],
+                                     float scale_log2, i32 barrier, i32 thread) {
+    store_warp_maxima_by_halves<C::kBlockRows>(warps[thread / kWarpThreads], math.scores, thread);
+    bar_sync(barrier, kWarpgroupThreads);
+    const HeadValues<C::kBlockRows> scale =
+        move_raised_max<kRaisedWeights<typename C::Latent>>(math.heads, warps, scale_log2, thread);
+    if (!scale.any_but_one()) return;
+#pragma unroll
+    for (auto& columns : math.out) scale.multiply(columns);
 }
 
 // O^T += V^T P^T; each group of the stage is released as soon as it has been multiplied.
@@ -124,7 +156,11 @@ MLA_DEVICE void process_tile(SmallBlock<C>& block, SmallMath<C>& math, const Wor
     const bool last = tile + C::kMathGroups >= item.tile_end;
     if (last) release(s.q_empty[math.q_stage], thread);
     mask_tile(block, math, present, item, tile, thread);
-    update_maxima</*kByHalves=*/true>(math, s.warp_values[math.group], scale_log2, MathOnly + math.group, thread);
+    if constexpr (kRaisedWeights<typename C::Latent> != 0) {
+        update_raised_maxima<C>(math, s.warp_values[math.group], scale_log2, MathOnly + math.group, thread);
+    } else {
+        update_maxima</*kByHalves=*/true>(math, s.warp_values[math.group], scale_log2, MathOnly + math.group, thread);
+    }
     sanitize_v(block, math, item, tile, thread);
     store_p(typename C::Latent{}, math.heads, math.scores, smem_addr(s.p[math.group]), scale_log2, thread);
     bar_sync(MathOnly + math.group, kWarpgroupThreads);

@@ -78,7 +78,7 @@ MLA_DEVICE void add_own_tile(Block<C>& block, Math& math, const WorkItem& item, 
 
     mask_tile(block, math, item, tile, kStage, thread);
     score_scales(scale_log2, block, thread);
-    tile_max(tile_maxima, math.scores, scale_log2);
+    followed_max<C>(tile_maxima, math.scores, scale_log2);
     lazy_max(maxima, math.rows, tile_maxima);
     store_rows(s.running_max[kStage], maxima, thread);
     const RowScale scale = math.rows.move_max(maxima);

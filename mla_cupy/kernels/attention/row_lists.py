@@ -39,11 +39,16 @@ def launch(
 
     `selected`, if given, is an array of (s_kv,) zeros: how many entries select each row is added to it. `ordered`
     lists are sorted by the 256th of kv that a row is in; the others keep the order of the indices. `keys` is the array
-    that the rows are of, as many as `s_kv` if that is not the size of its first axis.
+    that the rows are of, as many as `s_kv` if that is not the size of its first axis. Indices of three axes are those
+    of sequences, each of which has one `topk_length`.
     """
-    s_q, topk = call.view("indices").shape
+    indices = call.view("indices")
+    *of_axes, topk = indices.shape
+    sequences, of_length = of_axes if len(of_axes) > 1 else (*of_axes, 1)
+    stride_b, *stride_s, stride_k = indices.strides
+    s_q = sequences * of_length
     s_kv = call.view(keys).shape[0] if s_kv < 0 else s_kv
-    starts = call.views["cu_seqlens_q"]
+    starts = call.views.get("cu_seqlens_q")
     params = SparseRowsParams(
         indices="indices",
         topk_length=call.name("topk_length"),
@@ -52,7 +57,7 @@ def launch(
         rows="rows",
         counts="counts",
         selected=selected,
-        indices_stride_s_k_elems=call.strides("indices", 2),
+        indices_stride_b_s_k_elems=(stride_b, sum(stride_s), stride_k),
         topk_length_stride_elems=call.stride("topk_length"),
         cu_seqlens_q_stride_elems=call.stride("cu_seqlens_q"),
         cu_seqlens_kv_stride_elems=call.stride("cu_seqlens_kv"),
@@ -63,5 +68,6 @@ def launch(
         b=0 if starts is None else starts.shape[0] - 1,
         causal=causal,
         ordered=ordered,
+        queries_of_length=of_length,
     )
     return Launch(KERNEL, PLAIN[0], (min(s_q, heuristics.MAX_ROW_LIST_BLOCKS), 1, 1), LaunchArgs(params))

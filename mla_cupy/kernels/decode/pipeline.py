@@ -137,6 +137,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
     def configure(self, problem: DecodeProblem, device: DeviceInfo, kernel: str | None = None) -> DecodeConfig:
         """See `Pipeline.configure`."""
         chosen = choice.choose("decode", choice.of_math(self.kernels, problem.math, kernel), problem, device, kernel)
+        chosen = sm90_fp8.sized(chosen, problem, device)
         groups = _groups(problem, chosen)
         rows = groups.queries * problem.h_q if groups else problem.rows
         splits = chosen.splits(rows, device, problem.h_kv)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import READS_RECORDS, SINK, AttentionKernel, narrowest
+from mla_cupy.kernels.decode.heuristics import SMALL_FP8_TILES
 from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.kernels.params import DecodeFp8Params
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_cc, variants
@@ -81,3 +84,23 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     math="fp8",
     forms=SINK,
 )
+
+SMALL_BLOCKS = 32
+_SMALL = replace(
+    KERNEL,
+    variant=lambda problem: Variant(dtype=problem.dtype, block_rows=min(SMALL_BLOCKS, variant(problem).block_rows)),
+    block_rows=SMALL_BLOCKS,
+)
+
+
+def sized(
+    chosen: AttentionKernel[DecodeProblem], problem: DecodeProblem, device: DeviceInfo
+) -> AttentionKernel[DecodeProblem]:
+    """The kernel, in blocks of 32 rows where these get few tiles each: half as many partial results per row.
+
+    Other kernels are left as they are.
+    """
+    if chosen is not KERNEL or problem.batch is None or problem.tree_mask or problem.rows <= SMALL_BLOCKS:
+        return chosen
+    row_blocks = problem.h_kv * -(-problem.rows // SMALL_BLOCKS)
+    return _SMALL if problem.batch.tiles * row_blocks <= SMALL_FP8_TILES * device.sm_count else chosen

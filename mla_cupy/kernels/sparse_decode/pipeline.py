@@ -1,6 +1,7 @@
 """Sparse decode: attention over the splits of the lists, then a merge of the queries that were split.
 
-To the schedule a query is a request whose tokens are the entries of its lists: see `attention/record_tokens.cuh`.
+To the schedule a query is a request whose tokens are the entries of its lists: see `attention/record_tokens.cuh`. With
+products in FP8 a launch before makes lists of the entries that are slots, and all that follows is the sparse forward's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import cast
 from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import format_of
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.attention import combine, combine_project, record_layout
+from mla_cupy.kernels.attention import combine, combine_project, record_layout, row_lists
 from mla_cupy.kernels.attention import schedule as attention_schedule
 from mla_cupy.kernels.attention.heuristics import merge_cost
 from mla_cupy.kernels.attention.kernel import AttentionKernel
@@ -20,7 +21,7 @@ from mla_cupy.kernels.attention.records import rows_variant
 from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
 from mla_cupy.kernels.param_layout import NULL
-from mla_cupy.kernels.params import DecodeParams, ExtraAddresses, SparseDecodeParams
+from mla_cupy.kernels.params import DecodeFp8Params, DecodeParams, ExtraAddresses, Fp8ScaleAddresses, SparseDecodeParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.kernels.sparse_decode import records, schedule, turn_results
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
@@ -47,6 +48,11 @@ class SparseDecodeConfig:
     projection: Build | None = None
 
     @property
+    def listed(self) -> bool:
+        """True if the kernel reads lists of tokens, and not the caller's indices."""
+        return self.kernel is records.FP8
+
+    @property
     def row_blocks(self) -> int:
         """Blocks side by side, for all heads."""
         return -(-self.problem.h_q // self.block_rows)
@@ -61,14 +67,15 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         self, problem: SparseDecodeProblem, device: DeviceInfo, kernel: str | None = None
     ) -> SparseDecodeConfig:
         """See `Pipeline.configure`."""
-        chosen = choice.choose("sparse decode", self.kernels, problem, device, kernel)
+        computing = choice.of_math(self.kernels, problem.math, kernel)
+        chosen = choice.choose("sparse decode", computing, problem, device, kernel)
         block_rows, variant = chosen.block_rows, chosen.variant(problem)
         if chosen is records.SMALL:
             block_rows = records.small_block_rows(problem, device)
             variant = records.with_compact(rows_variant(problem, block_rows), problem)
         resident = chosen.blocks_per_sm * device.sm_count
         most = min(MAX_SPLITS, max(1, resident // -(-problem.h_q // block_rows)))
-        if problem.ragged:
+        if problem.ragged or chosen is records.FP8:
             cuts, split = Cuts(most, 0, 0), most > 1
         else:
             cuts = schedule.even_cuts(problem, block_rows, most)
@@ -82,13 +89,14 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         return SparseDecodeConfig(problem, chosen, variant, block_rows, cuts, blocks, projection)
 
     def workspace(self, config: SparseDecodeConfig) -> Layout:
-        """The schedule, if it is in memory, then two partial results per split, and results to be projected."""
+        """Lists and schedule, if they are in memory, two partial results per split, and results to be projected."""
         problem, splits = config.problem, config.cuts.num_splits
         partial_rows = 2 * splits * problem.h_q if config.combine_blocks else 0
         latents = problem.queries * problem.h_q if config.projection else 0
         return Layout(
             {
-                "schedule": attention_schedule.nbytes(splits) if problem.ragged else 0,
+                **(row_lists.list_sizes(problem.queries, problem.topk) if config.listed else {}),
+                "schedule": attention_schedule.nbytes(splits) if problem.ragged or config.listed else 0,
                 "partial_lse": 4 * partial_rows,
                 "partial_out": 4 * D_V * partial_rows,
                 **({combine_project.LATENTS: combine_project.latents_nbytes(latents)} if latents else {}),
@@ -101,12 +109,17 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         if problem.queries == 0:
             return []
         params = self._params(config, call)
-        with_extra = LaunchArgs(_with_extra(params, call))
+        args = LaunchArgs(_with_scales(params) if config.listed else _with_extra(params, call))
+        cost = merge_cost(min(problem.h_q, config.block_rows))
         steps: list[Step] = []
-        if problem.ragged:
-            cost = merge_cost(min(problem.h_q, config.block_rows))
+        if config.listed:
+            slots = params.num_pages * params.page_size
+            steps.append(row_lists.launch(call, causal=False, ordered=False, s_kv=slots))
+            longest = row_lists.rows_stride(problem.topk)
+            steps.append(attention_schedule.launch("counts", 1, longest, problem.queries, splits, cost))
+        elif problem.ragged:
             steps.append(schedule.launch(call, problem, splits, cost))
-        steps.append(Launch(config.kernel, config.variant, (config.row_blocks, splits, 1), with_extra))
+        steps.append(Launch(config.kernel, config.variant, (config.row_blocks, splits, 1), args))
         if config.projection:
             steps.append(combine_project.combine(config.projection, call, params, by_query=True))
         elif config.combine_blocks:
@@ -122,12 +135,13 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         indices, cache = call.view("indices"), call.view("kv_cache")
         projects = config.projection is not None
         of_latents = combine_project.latents_strides(1, problem.h_q)
+        longest = row_lists.rows_stride(problem.topk) if config.listed else indices.shape[2]
         return DecodeParams(
             q="q",
             kv="kv_cache",
-            block_table="indices",
-            seqlens=call.name("topk_length"),
-            schedule="schedule" if problem.ragged else NULL,
+            block_table="rows" if config.listed else "indices",
+            seqlens="counts" if config.listed else call.name("topk_length"),
+            schedule="schedule" if problem.ragged or config.listed else NULL,
             out=combine_project.LATENTS if projects else "out",
             lse="lse",
             attn_sink=call.name("attn_sink"),
@@ -139,8 +153,8 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             tree_mask=NULL,
             q_stride_b_s_h_elems=(call.stride("q", of_query), 0, call.stride("q", 2)),
             kv_stride_page_token_h_elems=(*_strides(cache), 0),
-            table_stride_b_page_elems=(indices.strides[0], indices.strides[2]),
-            seqlens_stride_elems=call.stride("topk_length"),
+            table_stride_b_page_elems=(longest, 1) if config.listed else (indices.strides[0], indices.strides[2]),
+            seqlens_stride_elems=1 if config.listed else call.stride("topk_length"),
             out_stride_b_s_h_elems=of_latents if projects else (call.stride("out", of_query), 0, call.stride("out", 2)),
             lse_stride_b_h_s_elems=(call.stride("lse", of_query), call.stride("lse", 2), 0),
             max_stride_b_h_s_elems=(0, 0, 0),
@@ -152,7 +166,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             h_kv=1,
             num_pages=cache.shape[0],
             page_size=cache.shape[1],
-            max_pages=indices.shape[2],
+            max_pages=longest,
             num_splits=cuts.num_splits,
             causal=False,
             out_is_fp32=projects or call.view("out").dtype == "float32",
@@ -161,11 +175,20 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             unit_tiles=cuts.unit_tiles,
             cp_world=1,
             cp_rank=0,
-            scale_log2=options.scale * LOG2_E,
+            scale_log2=options.scale * options.kv_scale * LOG2_E,
             lse_factor=from_log2(options.lse_base),
             empty_lse=options.empty_lse,
-            value_scale=1.0,
+            value_scale=options.kv_scale,
         )
+
+
+def _with_scales(params: DecodeParams) -> DecodeFp8Params:
+    """Parameters of the kernel with products in FP8, which could have scales on the device."""
+    return DecodeFp8Params(
+        fp8_scale_addresses=Fp8ScaleAddresses(q_scales=NULL, kv_scales=NULL),
+        decode_params=params,
+        q_scales_stride_b_s_h_elems=(0, 0, 0),
+    )
 
 
 def _with_extra(params: DecodeParams, call: Call) -> SparseDecodeParams:

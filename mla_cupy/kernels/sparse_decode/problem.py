@@ -14,7 +14,7 @@ class SparseDecodeProblem:
 
     `topk` is that of both lists together. `aligned` says that q starts at, and steps by, multiples of 16 bytes;
     `ragged` that the lengths of lists are in memory; `compact` that the second cache has the compact record beside
-    `record`. `d_head` is the width that W_UV gives results, 0 without it.
+    `record`. `d_head` is the width that W_UV gives results, 0 without it. `math` is "exact" or "fp8".
     """
 
     queries: int
@@ -26,6 +26,7 @@ class SparseDecodeProblem:
     ragged: bool = False
     d_head: int = 0
     compact: bool = False
+    math: str = "exact"
 
     @property
     def tiles(self) -> int:
@@ -37,6 +38,8 @@ class SparseDecodeOptions(NamedTuple):
     """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
 
     scale: float
+    kv_scale: float
+    math: str
     lse_base: str
     empty_lse: float
     out_dtype: str | None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.generic import from_records
@@ -17,6 +19,7 @@ from mla_cupy.kernels.attention.records import (
 from mla_cupy.kernels.params import SparseDecodeParams
 from mla_cupy.kernels.sparse_decode.heuristics import SMALL_BLOCK_TILES
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
+from mla_cupy.kernels.sparse_forward import sm90_fp8
 from mla_cupy.kernels.spec import BLACKWELL, HOPPER, Reason, Variant, needs_alignment, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
@@ -134,4 +137,7 @@ GENERIC = from_records(
 )
 
 
-KERNELS = (SEESAW, SMALL, SM100, MMA_163KB, MMA, GENERIC)
+#: The sparse forward's, over lists of the tokens that are there.
+FP8 = cast("AttentionKernel[SparseDecodeProblem]", sm90_fp8.KERNEL)
+
+KERNELS = (SEESAW, SMALL, SM100, MMA_163KB, MMA, GENERIC, FP8)

@@ -33,6 +33,8 @@ def sparse_mla_decode(
     w_uv: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
     scale: float | None = None,
+    kv_scale: float = 1,
+    math: str = "exact",
     lse_base: str = "e",
     empty_lse: float = -math.inf,
     out: torch.Tensor | None = None,
@@ -48,12 +50,12 @@ def sparse_mla_decode(
     Parameters
     ----------
     q : tensor, (b, s_q, h_q, d_qk), bfloat16 or float16
-        Absorbed queries: d_qk is 576 for the record "v32", 512 for "v4" and "v41". The last axis is contiguous, and the
-        first two step evenly.
-    kv_cache : tensor, (num_pages, page_size, 656, 584 or 528) or with a head axis of size 1, uint8
-        Pages of "v32", "v4" or "v41": see `cache_append`. The values are the first 512 elements of the keys; with "v4"
-        and "v41" these include the RoPE part. Pages start at, and step by, multiples of 16 bytes: pages of "v4" with an
-        odd number of tokens need a gap of 8 bytes between them.
+        Absorbed queries: d_qk is 576 for the records "v32" and "fp8", 512 for "v4" and "v41". The last axis is
+        contiguous, and the first two step evenly.
+    kv_cache : tensor, (num_pages, page_size, 656, 584, 528 or 576) or with a head axis of size 1, uint8
+        Pages of "v32", "v4", "v41" or, with math="fp8" only, "fp8": see `cache_append`. The values are the first 512
+        elements of the keys; with "v4" and "v41" these include the RoPE part. Pages start at, and step by, multiples of
+        16 bytes: pages of "v4" with an odd number of tokens need a gap of 8 bytes between them.
     indices : tensor, (b, s_q, topk), int32
         Slots, page * page_size + token, in any order. Any topk, any strides. Slots outside of the cache are skipped, -1
         being the usual mark; duplicates are counted as often as they occur.
@@ -63,7 +65,7 @@ def sparse_mla_decode(
         Logits of a key without a value, which only lowers `out`. -inf has no effect, +inf makes `out` 0.
     extra_kv_cache, extra_indices, extra_topk_length : tensor, optional
         A second cache of the same record, or of "v41-fp4" beside "v41", with pages of any size, and lists of more keys
-        in it under the same softmax. Cache and indices are given together.
+        in it under the same softmax. Cache and indices are given together. Not with "fp8".
     out_cos, out_sin : tensor, (max_position, 32), float32, optional
         Turn the last 64 columns of `out` back, as for `mla_decode`, where the values include the key's RoPE part: "v4"
         and "v41". Not with a `w_uv`. In 16 bits these columns are rounded once more: they are turned in place, by a
@@ -75,6 +77,11 @@ def sparse_mla_decode(
         axes of a gate step evenly.
     scale : float, optional
         Factor of the scores: finite, above 0. Default: d_qk**-0.5.
+    kv_scale : float
+        Scale of the record "fp8": keys and values are its codes times this. Finite, above 0; 1 for all others.
+    math : str
+        Arithmetic of both products: "exact", of 16-bit elements, or "fp8" for the record "fp8", on the FP8 tensor cores
+        of Hopper: queries and weights are rounded to e4m3, see the notes of `mla_decode`.
     lse_base : str
         "e" or "2": base of the logarithm in `lse`.
     empty_lse : float
@@ -137,7 +144,7 @@ def sparse_mla_decode(
         out,
         lse,
     )
-    options = (scale, lse_base, empty_lse, out_dtype, kernel)
+    options = (scale, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
     if is_plain_call(q) and (out is None) is (lse is None):
         out, lse = run(Invocation(OPERATION, arrays, options, workspace))
     else:
