@@ -136,11 +136,11 @@ MERGE_MUTANTS = [
     Mutant(f"merge of equal pieces: {name}", "attention/combine.cu", old, new)
     for name, old, new in (
         ("all as if they began splits", "(piece == 0 ? p.continued_index : 0)", "0"),
-        ("pieces of the first query", "(request * pieces + piece", "(piece"),
-        ("pieces that there are not weigh", "return piece < pieces ? ", "return true ? "),
+        ("pieces of the first query", "request * pieces + piece", "piece"),
+        ("pieces that there are not weigh", " && piece < pieces", ""),
         ("all but the last one", "add_weighted(totals[0], totals[2], 1.f);", ""),
-        ("no sink", "final_factor(p, head, max.low, sum.low)", "1.f / sum.low"),
-        ("lse of another row", "+ head * p.lse_stride_h_elems", ""),
+        ("no sink", "final_factor(p, my_head, row_max, row_sum)", "1.f / row_sum"),
+        ("lse of another row", "+ my_head * p.lse_stride_h_elems", ""),
     )
 ]
 
@@ -155,9 +155,11 @@ def merge_equal_pieces(pieces: int) -> None:
     assert driver.launched[-1] == "mla_attention_combine"
 
 
-@pytest.mark.parametrize("pieces", [pytest.param(n, marks=[pytest.mark.slow] if n != 5 else []) for n in (2, 5, 8, 9)])
+@pytest.mark.parametrize(
+    "pieces", [pytest.param(n, marks=[pytest.mark.slow] if n != 5 else []) for n in (2, 5, 8, 9, 17)]
+)
 def test_equal_pieces(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to eight of each query are merged without a list."""
+    """They are merged without a list."""
     monkeypatch.setattr("mla_cupy.kernels.sparse_decode.schedule.even_cuts", lambda *_: Cuts(2 * pieces, pieces, 1))
     merge_equal_pieces(pieces)
 
