@@ -48,8 +48,9 @@ template <class Element, i32 kRowShift, i32 kGroupShift>
 MLA_DEVICE void merge_even_pieces(const DecodeParams& p, Team& team, i32 pieces) {
     constexpr UnitShape kShape{kRowShift, kGroupShift};
     const i32 thread = threadIdx.x % kTeamThreads, lane = thread % kWarpThreads;
-    const i32 group = kShape.group_of(thread), share = (pieces + kShape.groups() - 1) >> kGroupShift;
-    const i32 units = kShape.units(p.h_q);                                // of a request
+    const i32 share = (pieces + kShape.groups() - 1) >> kGroupShift, first_piece = kShape.group_of(thread) * share;
+    const i32 count = min(share, pieces - first_piece);  // of this thread's group
+    const i32 units = kShape.units(p.h_q);               // of a request
     bool waited = false;
 #pragma unroll 1
     for (i32 unit = blockIdx.x * kCombineTeams + threadIdx.x / kTeamThreads; unit < p.b * units;
@@ -57,11 +58,11 @@ MLA_DEVICE void merge_even_pieces(const DecodeParams& p, Team& team, i32 pieces)
         const i32 request = unit / units, number = unit - request * units;
         const i32 first_row = number >> kGroupShift << kRowShift, column = number & (kShape.groups() - 1);
         // A request's first piece ended a split, every other one began one.
+        const i32 first_index = request * pieces + first_piece, continued = first_piece == 0 ? p.continued_index : 0;
         const auto row_of = [&](i32 slot) {
-            const i32 row = first_row + kShape.row(slot), piece = group * share + kShape.piece(slot);
-            const bool present = row < p.h_q && kShape.piece(slot) < share && piece < pieces;
-            const i32 index = request * pieces + piece + (piece == 0 ? p.continued_index : 0);
-            return present ? index * p.h_q + row : kAbsent;
+            const i32 row = first_row + kShape.row(slot), piece = kShape.piece(slot);
+            const i32 index = first_index + piece + (piece == 0 ? continued : 0);
+            return row < p.h_q && piece < count ? index * p.h_q + row : kAbsent;
         };
         if (!waited) griddepcontrol_wait();
         if (waited && kGroupShift > 0) Team::sync();  // the sums of the unit before have been read

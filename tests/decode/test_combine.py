@@ -215,10 +215,14 @@ EVEN_MUTANTS = tuple(
     for name, change in (
         ("sums written while those of the unit before are read", steps("bar.sync", 0, of=10)),
         ("groups merged before they have their sums", steps("bar.sync", 1, of=10)),
-        ("all as if they began splits", ("(piece == 0 ? p.continued_index : 0)", "0")),
-        ("pieces of the first request", ("request * pieces + piece", "piece")),
-        ("pieces of the next group, too", ("kShape.piece(slot) < share && ", "")),
-        ("pieces of the next request, too", (" && piece < pieces", "")),
+        ("all as if they began splits", ("(piece == 0 ? continued : 0)", "0")),
+        (
+            "every group's first piece as the request's",
+            ("first_piece == 0 ? p.continued_index : 0", "p.continued_index"),
+        ),
+        ("pieces of the first request", ("request * pieces + first_piece", "first_piece")),
+        ("pieces of the next group, too", ("min(share, pieces - first_piece)", "pieces - first_piece")),
+        ("pieces of the next request, too", ("min(share, pieces - first_piece)", "share")),
         ("rows past the last one stored", ("if (first_row + row >= p.h_q) continue;", "")),
         ("one row of several", ("const i32 row = first_row + kShape.row(slot)", "const i32 row = first_row")),
         ("a row's statistics for all", ("sum.any(my_row << kShape.slot_shift())", "sum.low")),

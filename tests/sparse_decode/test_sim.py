@@ -135,9 +135,8 @@ def test_cuts_may_be_anywhere(kernel: str, monkeypatch: pytest.MonkeyPatch) -> N
 MERGE_MUTANTS = [
     Mutant(f"merge of equal pieces: {name}", "attention/combine.cu", old, new)
     for name, old, new in (
-        ("all as if they began splits", "(piece == 0 ? p.continued_index : 0)", "0"),
-        ("pieces of the first query", "request * pieces + piece", "piece"),
-        ("pieces that there are not weigh", " && piece < pieces", ""),
+        ("all as if they began splits", "(piece == 0 ? continued : 0)", "0"),
+        ("pieces of the first query", "request * pieces + first_piece", "first_piece"),
         ("all but the last one", "add_weighted(totals[0], totals[2], 1.f);", ""),
         ("no sink", "final_factor(p, my_head, row_max, row_sum)", "1.f / row_sum"),
         ("lse of another row", "+ my_head * p.lse_stride_h_elems", ""),
