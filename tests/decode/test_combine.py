@@ -110,7 +110,7 @@ def check_cuts(cuts: list[Point], b: int, dtype: str, blocks: int, mode: tuple[s
     lse[num_splits, 0] = -np.inf  # the first piece of the first request sees nothing, its last head nothing at all
     out[num_splits, 0] = 0
     splits = split_requests(cuts)
-    for index in splits[0]:
+    for index in splits.get(0, []):
         lse[index, -1], out[index, -1] = -np.inf, 0
     result, result_lse = merged(cuts, b, lse, out, dtype, blocks, mode)
     for request in range(b):
@@ -145,8 +145,8 @@ def test_pieces_are_merged(pieces: list[int], num_splits: int, dtype: str) -> No
     check_merge(pieces, num_splits, dtype)
 
 
-#: Splits of requests that are all cut into as many pieces: 2 to 16 of them are merged without a list.
-EVEN = [(2, 0), (3, 1), (4, 0), (7, 0), (8, 1), (9, 0), (16, 1), (17, 0)]
+#: Pieces of each request, and splits without any: what is merged without a list.
+EVEN = [(2, 0), (3, 1), (4, 0), (8, 1), (9, 0), (17, 0), (64, 4), (84, 0)]
 
 
 @pytest.mark.sampled
@@ -178,6 +178,10 @@ def test_equal_pieces_have_the_bits_of_the_list(pieces: int, empty: int) -> None
 NEARLY_EVEN = [(0, 0), (0, 1), (1, 1), (1, 2), (2, 0)]
 
 
+#: As many splits as there may be hold two pieces of each of 128 requests, the last one two whole requests as well.
+CUT_AND_WHOLE = [*[(request, tile) for request in range(128) for tile in range(2)], (130, 0)]
+
+
 def test_a_schedule_that_is_nearly_even_is_listed() -> None:
     """As many splits as two equal requests would have."""
     check_merge([5, 3], 8, "float32")
@@ -188,8 +192,8 @@ def test_a_schedule_that_is_nearly_even_is_listed() -> None:
 MERGE, COMBINE = "attention/merge_partials.cuh", "attention/combine.cuh"
 MODES = (("late", 0), ("early", 0), ("random", 1), ("random", 2), ("random", 3))
 MUTANTS = (
-    Mutant("a unit used before it is prepared", "attention/combine.cu", *steps("bar.sync", 8, of=10)),
-    Mutant("groups merged before they have their sums", "attention/combine.cu", *steps("bar.sync", 9, of=10)),
+    Mutant("a unit used before it is prepared", "attention/combine.cu", *steps("bar.sync", 5, of=7)),
+    Mutant("groups merged before they have their sums", "attention/combine.cu", *steps("bar.sync", 6, of=7)),
     Mutant("absent pieces read", MERGE, "present ? index", "true ? index"),
     Mutant("rows past the last one stored", MERGE, " || row >= team.num_rows", ""),
     Mutant(
@@ -203,31 +207,23 @@ MUTANTS = (
     Mutant(
         "units not waited for",
         "attention/combine.cu",
-        *steps("bar.sync", 6, of=10),
+        *steps("bar.sync", 3, of=7),
     ),
-    Mutant("units found while those before are read", "attention/combine.cu", *steps("bar.sync", 5, of=10)),
+    Mutant("units found while those before are read", "attention/combine.cu", *steps("bar.sync", 2, of=7)),
 )
 
 
 #: Of requests that are all cut into as many pieces.
 EVEN_MUTANTS = tuple(
-    Mutant(f"equal pieces: {name}", "attention/combine.cu", *change)
-    for name, change in (
-        ("sums written while those of the unit before are read", steps("bar.sync", 0, of=10)),
-        ("groups merged before they have their sums", steps("bar.sync", 1, of=10)),
-        ("all as if they began splits", ("(piece == 0 ? continued : 0)", "0")),
-        (
-            "every group's first piece as the request's",
-            ("first_piece == 0 ? p.continued_index : 0", "p.continued_index"),
-        ),
-        ("pieces of the first request", ("request * pieces + first_piece", "first_piece")),
-        ("pieces of the next group, too", ("min(share, pieces - first_piece)", "pieces - first_piece")),
-        ("pieces of the next request, too", ("min(share, pieces - first_piece)", "share")),
-        ("rows past the last one stored", ("if (first_row + row >= p.h_q) continue;", "")),
-        ("one row of several", ("const i32 row = first_row + kShape.row(slot)", "const i32 row = first_row")),
-        ("a row's statistics for all", ("sum.any(my_row << kShape.slot_shift())", "sum.low")),
-        ("lse of another row", ("+ my_head * p.lse_stride_h_elems", "")),
-        ("a split with pieces of two requests", (" && (at.tile > 0) == cut", "")),
+    Mutant(f"equal pieces: {name}", COMBINE, old, new)
+    for name, old, new in (
+        ("another request's pieces", "request * even, even,", "request, even,"),
+        ("another row", "first + team - request * of_request", "0"),
+        ("one piece too few", "FoundUnit{request * even, even,", "FoundUnit{request * even, even - 1,"),
+        ("a split with pieces of two requests", "(begin.tile > 0) == within", "true"),
+        ("whole requests", "&& pieces > 1 ", ""),
+        ("more pieces than splits", " && cuts <= p.num_splits", ""),
+        ("units of one request", "return p.b * UnitShape", "return UnitShape"),
     )
 )
 
@@ -243,9 +239,10 @@ def test_in_every_order(mode: tuple[str, int]) -> None:
 
 def check_even(mode: tuple[str, int]) -> None:
     """Two groups with a piece to spare, several rows of one unit, and a schedule that is nearly even."""
-    for pieces in ([11, 11, 11], [3, 3], [2, 2]):
+    for pieces in ([11, 11, 11], [3, 3], [2, 2], [1, 1]):
         check_merge(pieces, sum(pieces), "float32", 1, mode)
     check_cuts(NEARLY_EVEN, 2, "float32", 1, mode)
+    check_cuts(CUT_AND_WHOLE, 130, "float32", 8, mode)
 
 
 @pytest.mark.sampled
