@@ -15,6 +15,8 @@ KERNEL = "decode_sm90_seesaw_boxes"
 SOURCE, TILE = "decode/sm90_seesaw_boxes.cu", "attention/sm90/tile.cuh"
 #: An even number of tiles and an odd one; the last tokens are not seen by all rows.
 PAGES_OF_16 = DecodeCase(b=2, seqlens=(130, 61), s_q=2, h_q=8, page_size=16, missing_pages=1)
+#: In 35 boxes of 8 tokens, three to a page: a lane knows two of them.
+PAGES_OF_24 = DecodeCase(b=1, seqlens=275, s_q=2, h_q=4, page_size=24)
 #: In boxes of 4 tokens.
 PAGES_OF_12 = DecodeCase(b=1, seqlens=70, h_q=8, page_size=12)
 
@@ -30,7 +32,7 @@ def verdict(case: DecodeCase) -> None:
     check(got, inputs.exact, inputs.rounded, case.dtype)
 
 
-@pytest.mark.parametrize("case", [PAGES_OF_16, PAGES_OF_12], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [PAGES_OF_16, PAGES_OF_24, PAGES_OF_12], ids=lambda case: case.id)
 def test_as_it_is(case: DecodeCase) -> None:
     assert verdict(case) == ""
 
@@ -51,5 +53,24 @@ def test_as_it_is(case: DecodeCase) -> None:
     ids=str,
 )
 def test_is_caught(case: DecodeCase, mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    assert verdict(case), f"nothing shows that {mutant.name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "mutant"),
+    [
+        (case, Mutant(name, SOURCE, old, new))
+        for case, name, old, new in (
+            (PAGES_OF_16, "one page for all boxes", "boxes.lane == place % kWarpThreads", "boxes.lane == 0"),
+            (PAGES_OF_24, "the first box of each page", "mine ? token / Layout::kRowsInAtom : 0", "0"),
+            (PAGES_OF_24, "pages of the first 32 boxes", ": boxes.window.page[1];", ": boxes.window.page[0];"),
+            (PAGES_OF_24, "places of the first 32 boxes", ": boxes.window.offset[1];", ": boxes.window.offset[0];"),
+        )
+    ],
+    ids=str,
+)
+def test_a_box_of_another_place_is_caught(case: DecodeCase, mutant: Mutant, plant: Plant) -> None:
     plant(mutant)
     assert verdict(case), f"nothing shows that {mutant.name}"
