@@ -8,7 +8,6 @@
 // One KV head. Pages that are no multiples of 8 tokens come in boxes of one SW128 tile and up to 4 rows.
 #include "common/limits.cuh"
 #include "decode/sm90_seesaw.cuh"
-#include "tile/uniform.cuh"
 
 #ifndef MLA_HEAD_DIM_QK
 #define MLA_HEAD_DIM_QK 576
@@ -41,28 +40,17 @@ struct HalfFetch {
     }
     MLA_DEVICE i32 most_tokens() const { return in_groups ? kTileTokens : Layout::kRowsInAtom; }
 
-    // By the warp. What a copy needs in uniform registers the compiler takes from one lane after the other, in a loop
-    // around each; so numbers of groups come there from their lanes, and one thread issues all.
     template <bool kRight>
     MLA_DEVICE void half(const TileBoxes& boxes, SmemAddr to, MBarrier& full) const {
-        if (in_groups) {
-#pragma unroll 1
-            for (i32 box = 0; box < boxes.count; ++box) {
-                const i32 place = boxes.first + box, i = place / kWarpThreads;
-                const bool mine = boxes.lane == place % kWarpThreads;
-                const i32 page = i == 0 ? boxes.window.page[0] : boxes.window.page[1];
-                const i32 token = i == 0 ? boxes.window.offset[0] : boxes.window.offset[1];
-                const i32 its_page = in_uniform(mine ? page : 0);
-                const i32 its_group = in_uniform(mine ? token / Layout::kRowsInAtom : 0);
-                if (elect_one()) fetch_groups<kRight>(boxes, to, full, box * boxes.rows, its_page, its_group);
-            }
-            return;
-        }
 #pragma unroll
         for (i32 i = 0; i < 2; ++i) {
             if (!boxes.contains(boxes.box(i))) continue;
-            fetch_rows<kRight>(boxes, to, full, boxes.box(i) * boxes.rows, boxes.window.page[i],
-                               boxes.window.offset[i]);
+            const i32 first = boxes.box(i) * boxes.rows, page = boxes.window.page[i], token = boxes.window.offset[i];
+            if (in_groups) {
+                fetch_groups<kRight>(boxes, to, full, first, page, token / Layout::kRowsInAtom);
+            } else {
+                fetch_rows<kRight>(boxes, to, full, first, page, token);
+            }
         }
     }
 

@@ -55,22 +55,3 @@ def test_as_it_is(case: DecodeCase) -> None:
 def test_is_caught(case: DecodeCase, mutant: Mutant, plant: Plant) -> None:
     plant(mutant)
     assert verdict(case), f"nothing shows that {mutant.name}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "mutant"),
-    [
-        (case, Mutant(name, SOURCE, old, new))
-        for case, name, old, new in (
-            (PAGES_OF_16, "one page for all boxes", "boxes.lane == place % kWarpThreads", "boxes.lane == 0"),
-            (PAGES_OF_24, "the first box of each page", "mine ? token / Layout::kRowsInAtom : 0", "0"),
-            (PAGES_OF_24, "pages of the first 32 boxes", ": boxes.window.page[1];", ": boxes.window.page[0];"),
-            (PAGES_OF_24, "places of the first 32 boxes", ": boxes.window.offset[1];", ": boxes.window.offset[0];"),
-        )
-    ],
-    ids=str,
-)
-def test_a_box_of_another_place_is_caught(case: DecodeCase, mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    assert verdict(case), f"nothing shows that {mutant.name}"
