@@ -15,6 +15,8 @@ KERNEL = "decode_sm90_seesaw_boxes"
 SOURCE, TILE = "decode/sm90_seesaw_boxes.cu", "attention/sm90/tile.cuh"
 #: An even number of tiles and an odd one; the last tokens are not seen by all rows.
 PAGES_OF_16 = DecodeCase(b=2, seqlens=(130, 61), s_q=2, h_q=8, page_size=16, missing_pages=1)
+#: In 35 boxes of 8 tokens, three to a page: a lane knows two of them.
+PAGES_OF_24 = DecodeCase(b=1, seqlens=275, s_q=2, h_q=4, page_size=24)
 #: In boxes of 4 tokens.
 PAGES_OF_12 = DecodeCase(b=1, seqlens=70, h_q=8, page_size=12)
 
@@ -30,7 +32,7 @@ def verdict(case: DecodeCase) -> None:
     check(got, inputs.exact, inputs.rounded, case.dtype)
 
 
-@pytest.mark.parametrize("case", [PAGES_OF_16, PAGES_OF_12], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [PAGES_OF_16, PAGES_OF_24, PAGES_OF_12], ids=lambda case: case.id)
 def test_as_it_is(case: DecodeCase) -> None:
     assert verdict(case) == ""
 

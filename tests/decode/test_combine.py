@@ -98,18 +98,23 @@ def check_merge(
     pieces: list[int], num_splits: int, dtype: str, blocks: int = 3, mode: tuple[str, int] = ("early", 0)
 ) -> None:
     """Random partial results of a batch, merged, against the mean in float64."""
+    check_cuts(cuts_of(pieces, num_splits), len(pieces), dtype, blocks, mode)
+
+
+def check_cuts(cuts: list[Point], b: int, dtype: str, blocks: int, mode: tuple[str, int]) -> None:
+    """The same of any schedule whose first request is cut."""
+    num_splits = len(cuts) - 1
     rng = np.random.default_rng(num_splits)
-    cuts = cuts_of(pieces, num_splits)
     lse = rng.normal(0, 4, (2 * num_splits, H_Q))
     out = rng.standard_normal((2 * num_splits, H_Q, D_V)).astype(np.float32).astype(float)
     lse[num_splits, 0] = -np.inf  # the first piece of the first request sees nothing, its last head nothing at all
     out[num_splits, 0] = 0
     splits = split_requests(cuts)
-    for index in splits[0]:
+    for index in splits.get(0, []):
         lse[index, -1], out[index, -1] = -np.inf, 0
-    result, result_lse = merged(cuts, len(pieces), lse, out, dtype, blocks, mode)
-    for request, count in enumerate(pieces):
-        if count == 1:
+    result, result_lse = merged(cuts, b, lse, out, dtype, blocks, mode)
+    for request in range(b):
+        if request not in splits:
             assert np.isnan(result_lse[request]).all()  # not the merge's business
             continue
         mean, total = expected(lse[splits[request]], out[splits[request]])
@@ -140,11 +145,55 @@ def test_pieces_are_merged(pieces: list[int], num_splits: int, dtype: str) -> No
     check_merge(pieces, num_splits, dtype)
 
 
+#: Pieces of each request, and splits without any: what is merged without a list.
+EVEN = [(2, 0), (3, 1), (4, 0), (8, 1), (9, 0), (17, 0), (64, 4), (84, 0)]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("pieces", "empty"), EVEN, ids=str)
+def test_equal_pieces_have_the_bits_of_the_list(pieces: int, empty: int) -> None:
+    """Beside a request that is cut otherwise a list of all is made; `empty` splits follow the last piece."""
+    rng = np.random.default_rng(pieces)
+    lse, out = rng.normal(0, 4, (2, pieces, H_Q)), rng.standard_normal((2, pieces, H_Q, D_V))
+    lse[1, 0] = -np.inf
+    found = []
+    for more in ([], [pieces + 1]):
+        counts = [pieces, pieces, *more]
+        num_splits = sum(counts) + empty
+        cuts = cuts_of(counts, num_splits)
+        all_lse, all_out = np.full((2 * num_splits, H_Q), np.nan), np.full((2 * num_splits, H_Q, D_V), np.nan)
+        for request, indices in list(split_requests(cuts).items())[:2]:
+            all_lse[indices], all_out[indices] = lse[request], out[request]
+        result, result_lse = merged(cuts, len(counts), all_lse, all_out, "float32", blocks=1)
+        found.append((result[:2], result_lse[:2]))
+    for even, listed in zip(*found, strict=True):
+        np.testing.assert_array_equal(even, listed)
+    for request in range(2):
+        mean, total = expected(lse[request], out[request])
+        np.testing.assert_allclose(found[0][0][request, 0].view(np.float32), mean, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(found[0][1][request, :, 0], total, rtol=1e-5, atol=1e-5)
+
+
+#: Two splits begin in each of two requests, but the second one holds a piece of both.
+NEARLY_EVEN = [(0, 0), (0, 1), (1, 1), (1, 2), (2, 0)]
+
+
+#: As many splits as there may be hold two pieces of each of 128 requests, the last one two whole requests as well.
+CUT_AND_WHOLE = [*[(request, tile) for request in range(128) for tile in range(2)], (130, 0)]
+
+
+def test_a_schedule_that_is_nearly_even_is_listed() -> None:
+    """As many splits as two equal requests would have."""
+    check_merge([5, 3], 8, "float32")
+    check_merge([3, 5], 8, "float32")
+    check_cuts(NEARLY_EVEN, 2, "float32", 1, ("early", 0))
+
+
 MERGE, COMBINE = "attention/merge_partials.cuh", "attention/combine.cuh"
 MODES = (("late", 0), ("early", 0), ("random", 1), ("random", 2), ("random", 3))
 MUTANTS = (
-    Mutant("a unit used before it is prepared", "attention/combine.cu", *steps("bar.sync", 6, of=8)),
-    Mutant("groups merged before they have their sums", "attention/combine.cu", *steps("bar.sync", 7, of=8)),
+    Mutant("a unit used before it is prepared", "attention/combine.cu", *steps("bar.sync", 5, of=7)),
+    Mutant("groups merged before they have their sums", "attention/combine.cu", *steps("bar.sync", 6, of=7)),
     Mutant("absent pieces read", MERGE, "present ? index", "true ? index"),
     Mutant("rows past the last one stored", MERGE, " || row >= team.num_rows", ""),
     Mutant(
@@ -158,9 +207,24 @@ MUTANTS = (
     Mutant(
         "units not waited for",
         "attention/combine.cu",
-        *steps("bar.sync", 4, of=8),
+        *steps("bar.sync", 3, of=7),
     ),
-    Mutant("units found while those before are read", "attention/combine.cu", *steps("bar.sync", 3, of=8)),
+    Mutant("units found while those before are read", "attention/combine.cu", *steps("bar.sync", 2, of=7)),
+)
+
+
+#: Of requests that are all cut into as many pieces.
+EVEN_MUTANTS = tuple(
+    Mutant(f"equal pieces: {name}", COMBINE, old, new)
+    for name, old, new in (
+        ("another request's pieces", "request * even, even,", "request, even,"),
+        ("another row", "first + team - request * of_request", "0"),
+        ("one piece too few", "FoundUnit{request * even, even,", "FoundUnit{request * even, even - 1,"),
+        ("a split with pieces of two requests", "(begin.tile > 0) == within", "true"),
+        ("whole requests", "&& pieces > 1 ", ""),
+        ("more pieces than splits", " && cuts <= p.num_splits", ""),
+        ("units of one request", "return p.b * UnitShape", "return UnitShape"),
+    )
 )
 
 
@@ -171,6 +235,22 @@ PIECES, NUM_SPLITS = [3, 20, 2, 7, 12], 46
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_in_every_order(mode: tuple[str, int]) -> None:
     check_merge(PIECES, NUM_SPLITS, "float32", 2, mode)
+
+
+def check_even(mode: tuple[str, int]) -> None:
+    """Two groups with a piece to spare, several rows of one unit, and a schedule that is nearly even."""
+    for pieces in ([11, 11, 11], [3, 3], [2, 2], [1, 1]):
+        check_merge(pieces, sum(pieces), "float32", 1, mode)
+    check_cuts(NEARLY_EVEN, 2, "float32", 1, mode)
+    check_cuts(CUT_AND_WHOLE, 130, "float32", 8, mode)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("mutant", EVEN_MUTANTS, ids=lambda mutant: mutant.id)
+def test_bugs_of_equal_pieces_are_caught(mutant: Mutant, plant: Plant) -> None:
+    verdict = as_verdict(check_even)
+    plant(mutant)
+    assert any(verdict(mode) for mode in MODES)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
