@@ -638,6 +638,7 @@ MLA_DEVICE void run_projection(const ProjectionBlock<C>& block, const Source& so
     if constexpr (Source::kWeightsAreOlder) {
         fetch_w_uv(block);
     } else {
+        source.prefetch(block);
         prefetch_w_uv(block);
     }
     if (merges) {

@@ -5,7 +5,7 @@ To the schedule a query is a request whose tokens are the entries of its lists: 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from mla_cupy.arrays.view import View
@@ -15,13 +15,15 @@ from mla_cupy.kernels.attention import combine, combine_project, record_layout
 from mla_cupy.kernels.attention import schedule as attention_schedule
 from mla_cupy.kernels.attention.heuristics import merge_cost
 from mla_cupy.kernels.attention.kernel import AttentionKernel
-from mla_cupy.kernels.attention.projection import Build
+from mla_cupy.kernels.attention.projection import Build, is_apart
 from mla_cupy.kernels.attention.records import rows_variant
 from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import DecodeParams, ExtraAddresses, SparseDecodeParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
+from mla_cupy.kernels.projection import results
+from mla_cupy.kernels.projection.pipeline import STATES
 from mla_cupy.kernels.sparse_decode import records, schedule, turn_results
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
 from mla_cupy.kernels.sparse_decode.schedule import Cuts
@@ -35,7 +37,7 @@ class SparseDecodeConfig:
     """Everything about a call that does not depend on pointers or strides.
 
     `combine_blocks` is 0 where no query can be split. Of lists with lengths in memory, `cuts` say the splits alone.
-    `projection` is the kernel that takes the combine's place where there is a W_UV.
+    `projection` is the kernel that takes the combine's place where there is a W_UV, or with `apart` the one after it.
     """
 
     problem: SparseDecodeProblem
@@ -45,6 +47,7 @@ class SparseDecodeConfig:
     cuts: Cuts
     combine_blocks: int
     projection: Build | None = None
+    apart: bool = False
 
     @property
     def row_blocks(self) -> int:
@@ -74,12 +77,13 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             cuts = schedule.even_cuts(problem, block_rows, most)
             split = cuts.request_units > 1 and cuts.num_splits > 1
         blocks = combine.blocks(cuts.num_splits, device) if split else 0
-        projection = None
-        if problem.d_head:
-            projection = combine_project.PROJECTION.build(
-                problem.dtype, problem.h_q, problem.d_head, problem.queries, device
-            )
-        return SparseDecodeConfig(problem, chosen, variant, block_rows, cuts, blocks, projection)
+        config = SparseDecodeConfig(problem, chosen, variant, block_rows, cuts, blocks)
+        if not problem.d_head:
+            return config
+        apart = is_apart(problem.h_q, problem.queries)
+        product = STATES if apart else combine_project.PROJECTION
+        build = product.build(problem.dtype, problem.h_q, problem.d_head, problem.queries, device)
+        return replace(config, projection=build, apart=apart)
 
     def workspace(self, config: SparseDecodeConfig) -> Layout:
         """The schedule, if it is in memory, then two partial results per split, and results to be projected."""
@@ -91,7 +95,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
                 "schedule": attention_schedule.nbytes(splits) if problem.ragged else 0,
                 "partial_lse": 4 * partial_rows,
                 "partial_out": 4 * D_V * partial_rows,
-                **({combine_project.LATENTS: combine_project.latents_nbytes(latents)} if latents else {}),
+                **({combine_project.LATENTS: combine_project.latents_nbytes(latents, config.apart)} if latents else {}),
             }
         )
 
@@ -107,11 +111,14 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             cost = merge_cost(min(problem.h_q, config.block_rows))
             steps.append(schedule.launch(call, problem, splits, cost))
         steps.append(Launch(config.kernel, config.variant, (config.row_blocks, splits, 1), with_extra))
-        if config.projection:
+        if config.projection and not config.apart:
             steps.append(combine_project.combine(config.projection, call, params, by_query=True))
         elif config.combine_blocks:
             blocks = combine.needed_blocks(config.combine_blocks, problem.queries, problem.h_q, splits)
             steps.append(combine.launch(problem.dtype, blocks, LaunchArgs(params)))
+        if config.projection and config.apart:
+            strides = combine_project.latents_strides(1, problem.h_q)
+            steps.append(results.project(config.projection, call, strides, by_query=True))
         if call.name("out_cos"):
             steps.append(turn_results.launch(call, 1 if call.view("q").shape[1] > 1 else 0))
         return steps
@@ -155,7 +162,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             max_pages=indices.shape[2],
             num_splits=cuts.num_splits,
             causal=False,
-            out_is_fp32=projects or call.view("out").dtype == "float32",
+            out_is_fp32=not config.apart and (projects or call.view("out").dtype == "float32"),
             continued_index=cuts.num_splits,
             request_units=cuts.request_units,
             unit_tiles=cuts.unit_tiles,
