@@ -14,7 +14,8 @@ import pytest
 import mla_cupy
 from mla_cupy import dtypes, reference
 from mla_cupy.kernels.attention import combine_project, projection
-from mla_cupy.kernels.projection.pipeline import ABSORB, STATES
+from mla_cupy.kernels.cache.absorb import ABSORB
+from mla_cupy.kernels.projection.pipeline import STATES
 from tests.projection.inputs import States, kv_b_proj, states
 from tests.support.calls import Array
 from tests.support.cases import DecodeCase, make
@@ -256,7 +257,7 @@ def check_absorb(
     memory = np.full((t, h, 576), 7, whole.dtype)
     with simulated(sm_count, mode=mode[0], seed=mode[1]) as driver:
         mla_cupy.absorb(q_nope, w_uk, q_rope=q_rope, out=memory if rope else memory[..., :512])
-    assert driver.launched == ["mla_projection_absorb"]
+    assert driver.launched == ["mla_cache_absorb"]
     (exact,) = reference.absorb(q_nope, w_uk, q_rope)
     got = (memory if rope else memory[..., :512]).astype(float)
     np.testing.assert_allclose(got, exact, rtol=1.01 * dtypes.TABLE[dtype].unit_roundoff, atol=1e-4)
@@ -293,7 +294,7 @@ def test_decode_takes_absorbed_queries_without_a_copy() -> None:
 # ---- Planted bugs ----------------------------------------------------------------------------------------------
 
 PROJECTION, SPLITS, STATE_ROWS = "attention/projection.cuh", "attention/combine_project.cu", "projection/states.cu"
-ABSORBED = "projection/absorb.cu"
+ABSORBED = "cache/absorb.cu"
 FEW = states(3, b=35, h=1, d_head=64)
 SOME = states(9, b=2, h=1, d_head=64)  # more pieces than are on their way at first
 MANY = states(35, b=2, s_q=2, h=1)

@@ -107,7 +107,9 @@ class DecodeConfig:
             return {}
         assert self.pieces or self.problem.batch
         b = self.pieces.max_b if self.pieces else self.problem.batch.b if self.problem.batch else 0
-        return {combine_project.LATENTS: combine_project.latents_nbytes(b * self.problem.s_q * self.problem.h_q, self.apart)}
+        return {
+            combine_project.LATENTS: combine_project.latents_nbytes(b * self.problem.s_q * self.problem.h_q, self.apart)
+        }
 
 
 class DecodePipeline(Pipeline[DecodeConfig]):
