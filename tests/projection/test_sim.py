@@ -145,9 +145,14 @@ def test_a_nan_stays_in_its_row() -> None:
 
 
 def check_decode(
-    case: DecodeCase, sm_count: int, mode: tuple[str, int] = ("early", 0), plan: Any = None, **options: Any
+    case: DecodeCase,
+    sm_count: int,
+    mode: tuple[str, int] = ("early", 0),
+    plan: Any = None,
+    last: str = "mla_attention_combine_project",
+    **options: Any,
 ) -> list[str]:
-    """With W_UV and a gate, in the dtype of the queries; `plan` are its options."""
+    """With W_UV and a gate, in the dtype of the queries; `plan` are its options, `last` is the kernel that projects."""
     inputs, rng = make(case), np.random.default_rng(3)
     _, w_uv = kv_b_proj(rng, case.h_q, 128, 128, case.dtype)
     gate = rng.standard_normal((case.b, case.s_q, case.h_q, 128)).astype(w_uv.dtype)
@@ -163,8 +168,8 @@ def check_decode(
             options["plan"] = mla_cupy.plan_decode(max_b=case.b + 1, **sizes, **plan)
             options["plan"].update(inputs.seqlens)
         got = mla_cupy.mla_decode(*inputs.arguments, **weights, **case.options, **options)
-    assert driver.launched[-1] == "mla_attention_combine_project"
-    assert "mla_attention_combine" not in driver.launched
+    assert driver.launched[-1] == last
+    assert last == "mla_projection_states" or "mla_attention_combine" not in driver.launched
     check(got, exact, rounded, case.dtype)
     return driver.launched
 
@@ -185,6 +190,34 @@ def check_decode(
 )
 def test_decode(case: DecodeCase, sm_count: int, options: dict[str, Any]) -> None:
     check_decode(case, sm_count, **options)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("case", "sm_count", "options", "launches"),
+    [
+        (DecodeCase(b=2, seqlens=(300, 70), h_q=16), 4, {}, 4),  # one split, one not
+        (DecodeCase(b=3, seqlens=(66, 5, 131), s_q=4, h_q=12, h_kv=2, dtype="float16"), 2, {}, 3),
+        (DecodeCase(b=2, seqlens=(700, 0), h_q=16), 3, {"kernel": "decode_sm90_small_cluster8"}, 2),
+        (DecodeCase(b=2, seqlens=(300, 70), h_q=16), 4, {"plan": {}}, 4),
+        (DecodeCase(b=1, seqlens=100, h_q=16), 1, {}, 3),  # a single split
+    ],
+    ids=str,
+)
+def test_decode_of_many_rows(
+    case: DecodeCase, sm_count: int, options: dict[str, Any], launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W_UV after the combine, or in clusters after attention, in 16 bits."""
+    monkeypatch.setattr(projection, "LEAST_ROWS_APART", case.b * case.s_q * case.h_q)
+    launched = check_decode(case, sm_count, last="mla_projection_states", **options)
+    assert len(launched) == launches
+
+
+def test_a_batch_invariant_plan_has_one_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of a row's sums must not depend on how many rows there are."""
+    monkeypatch.setattr(projection, "LEAST_ROWS_APART", 1)
+    case = DecodeCase(b=2, seqlens=(300, 70), h_q=16)
+    check_decode(case, 4, plan={"batch_invariant": True, "split_tokens": 64})
 
 
 @pytest.mark.sampled
@@ -218,7 +251,11 @@ def test_a_plan_without_w_uv_refuses_it() -> None:
 
 
 @pytest.mark.parametrize(("sm_count", "lengths"), [(4, None), (2, (200, 3, 0))])
-def test_sparse_decode(sm_count: int, lengths: tuple[int, ...] | None) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_sparse_decode(
+    sm_count: int, lengths: tuple[int, ...] | None, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(projection, "LEAST_ROWS_APART", 1 if apart else 1000)
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((256, 576)).astype(dtypes.numpy_dtype("bfloat16"))
     cache, b = np.zeros((4, 64, 656), np.uint8), len(lengths or (1, 1))
@@ -235,7 +272,7 @@ def test_sparse_decode(sm_count: int, lengths: tuple[int, ...] | None) -> None:
     }
     with simulated(sm_count) as driver:
         got = mla_cupy.sparse_mla_decode(**call)
-    assert driver.launched[-1] == "mla_attention_combine_project"
+    assert driver.launched[-1] == ("mla_projection_states" if apart else "mla_attention_combine_project")
     exact, rounded = (reference.sparse_mla_decode(**call, rounding=x) for x in (None, "bfloat16"))
     error = np.abs(got[0].astype(float) - exact[0]).max()
     assert error < 2 * np.abs(rounded[0] - exact[0]).max() + 2**-8 * np.abs(exact[0]).max()
@@ -468,6 +505,11 @@ def test_blocks_of_a_head(h: int, d_head: int, tokens: int, share: int) -> None:
 )
 def test_shares_of_the_tokens(tokens: int, blocks: int, shares: int) -> None:
     assert projection.token_shares(tokens, projection.LEAST_TOKENS, blocks, 2 * H200.sm_count) == shares
+
+
+@pytest.mark.parametrize(("h", "tokens", "apart"), [(16, 64, False), (128, 1, False), (128, 64, True), (64, 64, True)])
+def test_where_w_uv_is_multiplied(h: int, tokens: int, apart: bool) -> None:
+    assert projection.is_apart(h, tokens) == apart
 
 
 def test_gpus_without_clusters_have_builds() -> None:
