@@ -981,6 +981,14 @@ class MergeStatesParams(Params):
     empty_lse: F32
 
 
+class ResultsParams(Params):
+    """Struct of `projection/sm90_results.cu`."""
+
+    projection_addresses: ProjectionAddresses
+    projection_sizes: ProjectionSizes
+    s_q: I32
+
+
 class StatesAddresses(Params):
     """Struct of `projection/states.cu`."""
 

@@ -169,7 +169,7 @@ def check_decode(
             options["plan"].update(inputs.seqlens)
         got = mla_cupy.mla_decode(*inputs.arguments, **weights, **case.options, **options)
     assert driver.launched[-1] == last
-    assert last == "mla_projection_states" or "mla_attention_combine" not in driver.launched
+    assert last == "mla_projection_sm90_results" or "mla_attention_combine" not in driver.launched
     check(got, exact, rounded, case.dtype)
     return driver.launched
 
@@ -209,7 +209,7 @@ def test_decode_of_many_rows(
 ) -> None:
     """W_UV after the combine, or in clusters after attention, in 16 bits."""
     monkeypatch.setattr(projection, "LEAST_ROWS_APART", case.b * case.s_q * case.h_q)
-    launched = check_decode(case, sm_count, last="mla_projection_states", **options)
+    launched = check_decode(case, sm_count, last="mla_projection_sm90_results", **options)
     assert len(launched) == launches
 
 
@@ -272,7 +272,7 @@ def test_sparse_decode(
     }
     with simulated(sm_count) as driver:
         got = mla_cupy.sparse_mla_decode(**call)
-    assert driver.launched[-1] == ("mla_projection_states" if apart else "mla_attention_combine_project")
+    assert driver.launched[-1] == ("mla_projection_sm90_results" if apart else "mla_attention_combine_project")
     exact, rounded = (reference.sparse_mla_decode(**call, rounding=x) for x in (None, "bfloat16"))
     error = np.abs(got[0].astype(float) - exact[0]).max()
     assert error < 2 * np.abs(rounded[0] - exact[0]).max() + 2**-8 * np.abs(exact[0]).max()

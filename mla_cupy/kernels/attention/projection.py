@@ -113,10 +113,11 @@ def share_tokens(call: Call, build: Build) -> int:
     return -(-b * s_q // shares)
 
 
-def sizes(call: Call, build: Build, by_query: bool = False) -> ProjectionSizes:
+def sizes(call: Call, build: Build, by_query: bool = False, tokens_of_block: int = 0) -> ProjectionSizes:
     """Sizes and strides of what is at the addresses.
 
-    With `by_query` the kernel takes the axes b and s_q, which step evenly, as one.
+    With `by_query` the kernel takes the axes b and s_q, which step evenly, as one. `tokens_of_block` are those that
+    `share_tokens` finds unless they are given.
     """
     d_head, (b, s_q, _, _) = call.view("w_uv").shape[1], call.view("out").shape
 
@@ -131,7 +132,7 @@ def sizes(call: Call, build: Build, by_query: bool = False) -> ProjectionSizes:
         projected_stride_b_s_h_elems=strides("out"),
         tokens=b * s_q,
         d_head=d_head,
-        share_tokens=share_tokens(call, build),
+        share_tokens=tokens_of_block or share_tokens(call, build),
         projected_is_fp32=call.view("out").dtype == "float32",
     )
 

@@ -51,7 +51,6 @@ from mla_cupy.kernels.params import (
 )
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
 from mla_cupy.kernels.projection import results
-from mla_cupy.kernels.projection.pipeline import STATES
 from mla_cupy.kernels.spec import PLAIN, KernelSpec, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V
@@ -200,8 +199,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         if config.combine_blocks and config.merged:
             steps.append(self._combine(config, _requests(config, call), args))
         if config.projection:
-            strides = combine_project.latents_strides(s_q, config.problem.h_q)
-            steps.append(results.project(config.projection, call, strides))
+            steps.append(results.project(config.projection, call))
         return steps
 
     def _combine(self, config: DecodeConfig, b: int, args: LaunchArgs) -> Launch:
@@ -329,8 +327,8 @@ def _groups(problem: DecodeProblem, kernel: AttentionKernel[DecodeProblem]) -> G
 def _projecting(config: DecodeConfig, tokens: int, device: DeviceInfo) -> DecodeConfig:
     """The configuration with a W_UV, for so many tokens."""
     problem, apart = config.problem, is_apart(config.problem.h_q, tokens)
-    kernel = STATES if apart else combine_project.PROJECTION
-    build = kernel.build(problem.half, problem.h_q, problem.d_head, tokens, device)
+    chosen = results.build if apart else combine_project.PROJECTION.build
+    build = chosen(problem.half, problem.h_q, problem.d_head, tokens, device)
     return replace(config, projection=build, apart=apart)
 
 

@@ -7,25 +7,18 @@ from typing import Any, NamedTuple
 
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import projection
-from mla_cupy.kernels.attention.projection import Projection
 from mla_cupy.kernels.cache import absorb, prepare
 from mla_cupy.kernels.numbers import from_log2, to_log2
 from mla_cupy.kernels.params import MergeProjectParams, StatesAddresses
 from mla_cupy.kernels.pipeline import Call, Layout, Pipeline, Step
+from mla_cupy.kernels.projection import results
+from mla_cupy.kernels.projection.results import STATES
 from mla_cupy.kernels.spec import KernelSpec, Variant
 from mla_cupy.runtime.device import DeviceInfo
 
 MAX_STATES = 256
 """Partial results that one call merges."""
-STATES = Projection(
-    ("projection_states", "projection_states_clusters"),
-    "merges partial results over disjoint sets of keys, and multiplies them by W_UV",
-    "projection/states.cu",
-    MergeProjectParams,
-    {"max_states": MAX_STATES},
-)
-
-KERNELS = STATES.kernels
+KERNELS = (*STATES.kernels, results.RESULTS)
 
 
 class MergeProjectOptions(NamedTuple):

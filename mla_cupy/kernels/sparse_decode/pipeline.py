@@ -23,7 +23,6 @@ from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import DecodeParams, ExtraAddresses, SparseDecodeParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.kernels.projection import results
-from mla_cupy.kernels.projection.pipeline import STATES
 from mla_cupy.kernels.sparse_decode import records, schedule, turn_results
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
 from mla_cupy.kernels.sparse_decode.schedule import Cuts
@@ -81,8 +80,8 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         if not problem.d_head:
             return config
         apart = is_apart(problem.h_q, problem.queries)
-        product = STATES if apart else combine_project.PROJECTION
-        build = product.build(problem.dtype, problem.h_q, problem.d_head, problem.queries, device)
+        chosen_build = results.build if apart else combine_project.PROJECTION.build
+        build = chosen_build(problem.dtype, problem.h_q, problem.d_head, problem.queries, device)
         return replace(config, projection=build, apart=apart)
 
     def workspace(self, config: SparseDecodeConfig) -> Layout:
@@ -117,8 +116,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             blocks = combine.needed_blocks(config.combine_blocks, problem.queries, problem.h_q, splits)
             steps.append(combine.launch(problem.dtype, blocks, LaunchArgs(params)))
         if config.projection and config.apart:
-            strides = combine_project.latents_strides(1, problem.h_q)
-            steps.append(results.project(config.projection, call, strides, by_query=True))
+            steps.append(results.project(config.projection, call, by_query=True))
         if call.name("out_cos"):
             steps.append(turn_results.launch(call, 1 if call.view("q").shape[1] > 1 else 0))
         return steps
