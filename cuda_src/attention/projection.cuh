@@ -158,10 +158,8 @@ MLA_DEVICE void wait_for_w_uv(const ProjectionBlock<C>& block) {
 template <class C>
 MLA_DEVICE void prefetch_w_uv(const ProjectionBlock<C>& block) {
 #if __CUDA_ARCH__ >= 900
-    constexpr i32 kLine = 64, kRowLines = kHeadDimV / kLine;
-#pragma unroll 1
-    for (i32 i = threadIdx.x; i < block.columns * kRowLines; i += kProjectionThreads) {
-        prefetch_global_l2(block.w_uv(i / kRowLines) + i % kRowLines * kLine);
+    for (i32 row = threadIdx.x; row < block.columns; row += kProjectionThreads) {
+        cp_async_bulk_prefetch_l2(block.w_uv(row), kWeightRowBytes);
     }
 #endif
 }

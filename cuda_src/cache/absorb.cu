@@ -104,12 +104,9 @@ struct Block {
 // To the L2 alone: an earlier kernel may still be writing it.
 MLA_DEVICE void prefetch_w_uk(const Block& block) {
 #if __CUDA_ARCH__ >= 900
-    constexpr i32 kLine = 64;
 #pragma unroll 1
     for (i32 row = threadIdx.x; row < block.p.d_nope; row += kThreads) {
-        const u16* const from = block.w_uk(row);
-#pragma unroll 1
-        for (i32 column = 0; column < block.columns; column += kLine) prefetch_global_l2(from + column);
+        cp_async_bulk_prefetch_l2(block.w_uk(row), 2 * block.columns);
     }
 #endif
 }

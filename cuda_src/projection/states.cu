@@ -80,9 +80,10 @@ struct StateRows {
         __syncwarp();
     }
 
-    // To the L2 alone: what the block merges of its first tokens.
+    // To the L2 alone: what the block merges of its first tokens, where few blocks have little to ask for.
     MLA_DEVICE void prefetch(const ProjectionBlock<Projected>& block) const {
 #if __CUDA_ARCH__ >= 900
+        if constexpr (Projected::kShare <= 2) return;
         constexpr i32 kLine = 128, kWideLines = kHeadDimV * sizeof(float) / Projected::kShare / kLine;
         const i32 lines = p.outs_are_fp32 ? kWideLines : kWideLines / 2, rows_at_once = kProjectionThreads / lines;
         const i32 pieces = min(Projected::kTokens, block.end - block.first) * p.states;

@@ -9,7 +9,7 @@ COMBINE_UNITS_PER_BLOCK = 2
 """Units of work, some columns of a row each, that a block of the combine works at side by side."""
 PROJECTION_BLOCKS_PER_SM = 2
 """Blocks that project which are resident on an SM at once."""
-LEAST_ROWS_APART = 2048
+LEAST_ROWS_APART = 4096
 """Rows of all heads from which on results are merged before they are multiplied by W_UV, by launches of their own."""
 MAX_ROW_LIST_BLOCKS = 1 << 16
 """Blocks take the queries in turn; a grid of this size keeps any GPU busy to the end."""
