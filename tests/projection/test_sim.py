@@ -150,12 +150,13 @@ def check_decode(
     mode: tuple[str, int] = ("early", 0),
     plan: Any = None,
     last: str = "mla_attention_combine_project",
+    d_head: int = 128,
     **options: Any,
 ) -> list[str]:
     """With W_UV and a gate, in the dtype of the queries; `plan` are its options, `last` is the kernel that projects."""
     inputs, rng = make(case), np.random.default_rng(3)
-    _, w_uv = kv_b_proj(rng, case.h_q, 128, 128, case.dtype)
-    gate = rng.standard_normal((case.b, case.s_q, case.h_q, 128)).astype(w_uv.dtype)
+    _, w_uv = kv_b_proj(rng, case.h_q, 128, d_head, case.dtype)
+    gate = rng.standard_normal((case.b, case.s_q, case.h_q, d_head)).astype(w_uv.dtype)
     weights = {"w_uv": w_uv, "gate": gate}
     exact, rounded = (
         reference.mla_decode(*inputs.arguments, **weights, **case.options, rounding=rounding)
@@ -164,7 +165,7 @@ def check_decode(
     with simulated(sm_count, mode=mode[0], seed=mode[1]) as driver:
         if plan is not None:
             sizes = {"s_q": case.s_q, "h_q": case.h_q, "h_kv": case.h_kv, "page_size": case.page_size}
-            sizes |= {"max_pages": inputs.block_table.shape[1], "dtype": case.dtype, "device": 0, "d_head": 128}
+            sizes |= {"max_pages": inputs.block_table.shape[1], "dtype": case.dtype, "device": 0, "d_head": d_head}
             options["plan"] = mla_cupy.plan_decode(max_b=case.b + 1, **sizes, **plan)
             options["plan"].update(inputs.seqlens)
         got = mla_cupy.mla_decode(*inputs.arguments, **weights, **case.options, **options)
@@ -211,6 +212,20 @@ def test_decode_of_many_rows(
     monkeypatch.setattr(projection, "LEAST_ROWS_APART", case.b * case.s_q * case.h_q)
     launched = check_decode(case, sm_count, last="mla_projection_sm90_results", **options)
     assert len(launched) == launches
+
+
+def check_many_rows(mode: tuple[str, int] = ("early", 0), **options: Any) -> None:
+    """More tokens than a block takes at a time, two blocks of a head's columns, and none for the last ones."""
+    least, projection.LEAST_ROWS_APART = projection.LEAST_ROWS_APART, 1
+    try:
+        check_decode(TWO_TILES, 1, mode, last="mla_projection_sm90_results", d_head=192, **options)
+    finally:
+        projection.LEAST_ROWS_APART = least
+
+
+@pytest.mark.parametrize("mode", MODES[:3], ids=str)
+def test_many_rows_in_every_order(mode: tuple[str, int]) -> None:
+    check_many_rows(mode, **({"out_dtype": "float32"} if mode[0] == "late" else {}))
 
 
 def test_a_batch_invariant_plan_has_one_form(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,6 +353,7 @@ MANY = states(35, b=2, s_q=2, h=1)
 NARROW = states(2, b=1, s_q=3, h=1, d_head=64)  # eight columns of a block
 ONE = states(1, b=37, h=1, d_head=64, outs_dtype="bfloat16")
 SPLIT = DecodeCase(b=2, seqlens=(2300, 130), h_q=2)  # more cuts than a warp has threads
+TWO_TILES = DecodeCase(b=2, s_q=35, seqlens=(50, 40), h_q=1)
 
 OF_STATES = (
     Mutant("W_UV not waited for", STATE_ROWS, *steps("mbarrier.try_wait", 0, 1, of=2)),
@@ -420,13 +436,24 @@ OF_DECODE = (
     Mutant("cuts of each lane's own request", SPLITS, "__shfl_sync(kFullWarp, request, i)", "request"),
     Mutant("the first cut among 32", SPLITS, "? index * kWarpThreads + __ffs(found) - 1 :", "? __ffs(found) - 1 :"),
 )
+ROWS = "projection/sm90_results.cu"
+OF_MANY_ROWS = (
+    Mutant("W_UV not waited for", ROWS, "            mbarrier_wait(s.w_uv_full[piece], 0);\n", ""),
+    Mutant("tokens not waited for", ROWS, "            mbarrier_wait(s.full[piece], parity);\n", ""),
+    Mutant("tokens overwritten while they are read", ROWS, "            mbarrier_wait(s.empty[piece], parity);\n", ""),
+    Mutant("pieces released before they are read", ROWS, "            wgmma_wait_group<0>();\n", ""),
+    Mutant("columns of the next head", ROWS, "if (column < p.d_head) store", "store"),
+    Mutant("columns of the first part", ROWS, "blockIdx.x % parts * kColumns", "0"),
+    Mutant("tokens of the next share", ROWS, "if (token >= block.end) continue;", ""),
+    Mutant("rows eight apart exchanged", ROWS, "fragment_row(thread) + 8 * r;", "fragment_row(thread) + 8 * (1 - r);"),
+    Mutant("the gate of another query", ROWS, "query * p.gate_stride_s_elems", "0 * p.gate_stride_s_elems"),
+)
 OF_ABSORPTION = (
     Mutant("W_UK and queries read before others' copies are there", ABSORBED, *steps("bar.sync", 0, of=3)),
     Mutant("queries read while the next are fetched", ABSORBED, *steps("bar.sync", 1, of=3)),
     Mutant("the next queries read before others' copies are there", ABSORBED, *steps("bar.sync", 2, of=3)),
     Mutant("first copies not waited for", ABSORBED, *steps("cp.async.wait_group", 0, of=2)),
     Mutant("next copies not waited for", ABSORBED, *steps("cp.async.wait_group", 1, of=2)),
-    Mutant("the block's columns of RoPE left where they are", ABSORBED, "kHeadDimV + column", "kHeadDimV"),
     Mutant("rows past the last one stored", ABSORBED, "if (row + 8 * half < count) {", "if (row < count) {"),
     Mutant("lanes trade with one neighbour only", ABSORBED, "step < 4; step *= 2", "step < 2; step *= 2"),
     Mutant("one buffer for the next queries too", ABSORBED, "kStages = 2", "kStages = 1"),
@@ -463,6 +490,13 @@ def test_bugs_of_decode_are_caught(mutant: Mutant, plant: Plant) -> None:
     verdict = as_verdict(check_decode)
     plant(mutant)
     assert any(verdict(SPLIT, 40, mode) for mode in MODES)
+
+
+@pytest.mark.parametrize("mutant", OF_MANY_ROWS, ids=lambda mutant: mutant.id)
+def test_bugs_of_many_rows_are_caught(mutant: Mutant, plant: Plant) -> None:
+    verdict = as_verdict(check_many_rows)
+    plant(mutant)
+    assert any(verdict(mode) for mode in MODES)
 
 
 @pytest.mark.parametrize("mutant", OF_ABSORPTION, ids=lambda mutant: mutant.id)
