@@ -98,16 +98,45 @@ MLA_DEVICE void run_load_role(Storage& s, const TensorMap& w_uv, const TensorMap
 }
 
 // ---- Math role -------------------------------------------------------------------------------------------------
-// Two neighbouring columns of one token's result.
-MLA_DEVICE void store_columns(const ResultsParams& p, i64 request, i64 query, i32 head, i32 column, float x, float y) {
+// A thread's two rows of a tile; `exists` of those that are there.
+struct Rows {
+    i64 request[kFragmentRows], query[kFragmentRows];
+    bool exists[kFragmentRows];
+
+    MLA_DEVICE Rows(const ResultsParams& p, const Block& block, i32 first) {
+#pragma unroll
+        for (i32 r = 0; r < kFragmentRows; ++r) {
+            const i32 token = first + fragment_row(threadIdx.x) + 8 * r;
+            exists[r] = token < block.end;
+            request[r] = p.s_q == 1 ? token : token / p.s_q;
+            query[r] = token - request[r] * p.s_q;
+        }
+    }
+};
+
+// Pairs of neighbouring columns of the gates, as they lie in the accumulator: on their way during the product.
+struct Gates {
+    u32 of[kColumns / 4];
+
+    MLA_DEVICE Gates(const ResultsParams& p, const Block& block, const Rows& rows) {
+#pragma unroll
+        for (i32 i = 0; i < kColumns / 4; ++i) {
+            const i32 r = i % 2, column = block.first_column + fragment_column(threadIdx.x, 2 * i);
+            const u16* const from = p.gate + rows.request[r] * p.gate_stride_b_elems +
+                                    rows.query[r] * p.gate_stride_s_elems + block.head * p.gate_stride_h_elems + column;
+            of[i] = ld_global_4(from, p.gate != nullptr && rows.exists[r] && column < p.d_head);
+        }
+    }
+};
+
+// Two neighbouring columns.
+MLA_DEVICE void store_columns(const ResultsParams& p, const Rows& rows, i32 r, i32 head, i32 column, float x, float y,
+                              u32 gate) {
     if (p.gate != nullptr) {
-        const u16* const from = p.gate + request * p.gate_stride_b_elems + query * p.gate_stride_s_elems +
-                                head * p.gate_stride_h_elems + column;
-        const u32 gate = *reinterpret_cast<const u32*>(from);
         x *= sigmoid(Element::to_float((u16)gate));
         y *= sigmoid(Element::to_float((u16)(gate >> 16)));
     }
-    const i64 to = request * p.projected_stride_b_elems + query * p.projected_stride_s_elems +
+    const i64 to = rows.request[r] * p.projected_stride_b_elems + rows.query[r] * p.projected_stride_s_elems +
                    head * p.projected_stride_h_elems + column;
     if (p.projected_is_fp32) {
         *reinterpret_cast<float2*>(static_cast<float*>(p.projected) + to) = make_float2(x, y);
@@ -123,6 +152,8 @@ MLA_DEVICE void run_math_role(const ResultsParams& p, Storage& s, const Block& b
     u32 parity = 0;
 #pragma unroll 1
     for (i32 first = block.first; first < block.end; first += kTileTokens, parity ^= 1) {
+        const Rows rows(p, block, first);
+        const Gates gates(p, block, rows);
         float d[kColumns / 2];
 #pragma unroll
         for (float& x : d) x = 0.f;
@@ -140,15 +171,10 @@ MLA_DEVICE void run_math_role(const ResultsParams& p, Storage& s, const Block& b
             release(s.empty[piece], thread);
         }
 #pragma unroll
-        for (i32 r = 0; r < kFragmentRows; ++r) {
-            const i32 token = first + fragment_row(thread) + 8 * r;
-            if (token >= block.end) continue;
-            const i32 request = p.s_q == 1 ? token : token / p.s_q, query = token - request * p.s_q;
-#pragma unroll
-            for (i32 i = 2 * r; i < kColumns / 2; i += 4) {
-                const i32 column = block.first_column + fragment_column(thread, i);
-                if (column < p.d_head) store_columns(p, request, query, block.head, column, d[i], d[i + 1]);
-            }
+        for (i32 i = 0; i < kColumns / 4; ++i) {
+            const i32 column = block.first_column + fragment_column(thread, 2 * i);
+            if (!rows.exists[i % 2] || column >= p.d_head) continue;
+            store_columns(p, rows, i % 2, block.head, column, d[2 * i], d[2 * i + 1], gates.of[i]);
         }
     }
 }

@@ -219,11 +219,11 @@ def mla_decode(
     one query token, or of 32 of several; each converts for itself, so that with 128 heads 16-bit rows are faster. "v41"
     has the plain kernel so far.
 
-    With `w_uv`, results of attention are rounded to 16 bits for the product, whose terms are added in float32. Of up to
-    4,095 rows of all heads (b * s_q * h_q; of a plan as many as it has room for), and with a batch-invariant plan
-    always, the kernel that merges results multiplies them, too; with more rows the product is a launch of its own,
-    after the merge, which is then faster. Results of several ranks, of which each has part of the tokens, may be merged
-    after it as before it.
+    With `w_uv`, results of attention are rounded to 16 bits for the product, whose terms are added in float32. From
+    5,120 rows of all heads on (b * s_q * h_q; of a plan as many as it has room for), or 64 where d_head is above 128,
+    the product is a launch of its own, after the merge. With fewer rows that is slower, and the kernel that merges
+    results multiplies them, too; with a batch-invariant plan it always does. Results of several ranks, of which each
+    has part of the tokens, may be merged after it as before it.
 
     With math="fp8", queries in e4m3 are multiplied as they are. A row of q in 16 bits is divided by the smallest power
     of two, of at least 2^-100, that brings its largest magnitude to 448 or below, and rounded to e4m3, ties to even;

@@ -442,11 +442,16 @@ OF_MANY_ROWS = (
     Mutant("tokens not waited for", ROWS, "            mbarrier_wait(s.full[piece], parity);\n", ""),
     Mutant("tokens overwritten while they are read", ROWS, "            mbarrier_wait(s.empty[piece], parity);\n", ""),
     Mutant("pieces released before they are read", ROWS, "            wgmma_wait_group<0>();\n", ""),
-    Mutant("columns of the next head", ROWS, "if (column < p.d_head) store", "store"),
+    Mutant("columns of the next head", ROWS, "|| column >= p.d_head) continue;", ") continue;"),
     Mutant("columns of the first part", ROWS, "blockIdx.x % parts * kColumns", "0"),
-    Mutant("tokens of the next share", ROWS, "if (token >= block.end) continue;", ""),
-    Mutant("rows eight apart exchanged", ROWS, "fragment_row(thread) + 8 * r;", "fragment_row(thread) + 8 * (1 - r);"),
-    Mutant("the gate of another query", ROWS, "query * p.gate_stride_s_elems", "0 * p.gate_stride_s_elems"),
+    Mutant("tokens of the next share", ROWS, "exists[r] = token < block.end;", "exists[r] = true;"),
+    Mutant(
+        "rows eight apart exchanged",
+        ROWS,
+        "fragment_row(threadIdx.x) + 8 * r;",
+        "fragment_row(threadIdx.x) + 8 * (1 - r);",
+    ),
+    Mutant("the gate of another query", ROWS, "rows.query[r] * p.gate_stride_s_elems", "0 * p.gate_stride_s_elems"),
 )
 OF_ABSORPTION = (
     Mutant("W_UK and queries read before others' copies are there", ABSORBED, *steps("bar.sync", 0, of=3)),
@@ -541,9 +546,19 @@ def test_shares_of_the_tokens(tokens: int, blocks: int, shares: int) -> None:
     assert projection.token_shares(tokens, projection.LEAST_TOKENS, blocks, 2 * H200.sm_count) == shares
 
 
-@pytest.mark.parametrize(("h", "tokens", "apart"), [(16, 64, False), (128, 1, False), (128, 64, True), (64, 64, True)])
-def test_where_w_uv_is_multiplied(h: int, tokens: int, apart: bool) -> None:
-    assert projection.is_apart(h, tokens) == apart
+@pytest.mark.parametrize(
+    ("h", "d_head", "tokens", "apart"),
+    [
+        (16, 128, 64, False),
+        (128, 128, 39, False),
+        (128, 64, 40, True),
+        (96, 128, 64, True),
+        (64, 256, 1, True),
+        (16, 192, 3, False),
+    ],
+)
+def test_where_w_uv_is_multiplied(h: int, d_head: int, tokens: int, apart: bool) -> None:
+    assert projection.is_apart(h, d_head, tokens) == apart
 
 
 def test_gpus_without_clusters_have_builds() -> None:

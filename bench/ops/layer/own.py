@@ -12,7 +12,7 @@ from ...core.device import Device
 from ...core.implementation import OWN, Prepared
 from .cases import LayerCase
 from .inputs import LayerInputs
-from .steps import Buffers, Steps, attention, prepared_layer, selection, tables
+from .steps import Buffers, Steps, attention, columns_of_rope, prepared_layer, selection, tables
 
 
 class FewLaunches:
@@ -37,7 +37,9 @@ class FewLaunches:
         token = (inputs.latent, inputs.rope, inputs.cache, inputs.slots)
         steps: dict[str, Any] = {}
         if not model.absorbs:
-            steps["prepare"] = partial(mla_cupy.mla_prepare, inputs.q, *token, **turns, out=buffers.queries)
+            buffers.queries[...] = inputs.q  # once: a layer would turn them in place
+            source, target = columns_of_rope(case, inputs, buffers)
+            steps["prepare"] = partial(mla_cupy.mla_prepare, source, *token, **turns, out=target)
             return {**steps, "attention": attention(case, dtype, inputs, buffers, device)}
         w_uk, w_uv = inputs.kv_b_proj[:, : model.d_nope], inputs.kv_b_proj[:, model.d_nope :]
         if model.has_rope:

@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention.heuristics import LEAST_ROWS_APART, PROJECTION_BLOCKS_PER_SM
+from mla_cupy.kernels.attention.heuristics import (
+    LEAST_ROWS_APART,
+    LEAST_WIDE_ROWS_APART,
+    PROJECTION_BLOCKS_PER_SM,
+)
 from mla_cupy.kernels.param_layout import Params
 from mla_cupy.kernels.params import ProjectionAddresses, ProjectionSizes
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs
@@ -85,9 +89,9 @@ def share(h_q: int, d_head: int, tokens: int, device: DeviceInfo) -> int:
     return max(fits, default=least[0])
 
 
-def is_apart(h_q: int, tokens: int) -> bool:
+def is_apart(h_q: int, d_head: int, tokens: int) -> bool:
     """True if W_UV is faster as a launch of its own, after the combine, than in its place: see `LEAST_ROWS_APART`."""
-    return h_q * tokens >= LEAST_ROWS_APART
+    return h_q * tokens >= (LEAST_ROWS_APART if d_head <= 128 else LEAST_WIDE_ROWS_APART)
 
 
 def token_shares(tokens: int, least: int, blocks: int, resident: int) -> int:

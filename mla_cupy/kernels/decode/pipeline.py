@@ -326,7 +326,7 @@ def _groups(problem: DecodeProblem, kernel: AttentionKernel[DecodeProblem]) -> G
 
 def _projecting(config: DecodeConfig, tokens: int, device: DeviceInfo) -> DecodeConfig:
     """The configuration with a W_UV, for so many tokens."""
-    problem, apart = config.problem, is_apart(config.problem.h_q, tokens)
+    problem, apart = config.problem, is_apart(config.problem.h_q, config.problem.d_head, tokens)
     chosen = results.build if apart else combine_project.PROJECTION.build
     build = chosen(problem.half, problem.h_q, problem.d_head, tokens, device)
     return replace(config, projection=build, apart=apart)

@@ -30,7 +30,7 @@ PROJECTED = (
     DecodeCase(b=2, h_q=4, seqlens=(130, 0)),
     DecodeCase(b=1, s_q=3, h_q=7, seqlens=400, dtype="float16"),  # split
     DecodeCase(b=3, h_q=64, seqlens=(70, 3, 66)),
-    DecodeCase(b=33, h_q=64, seqlens="ragged-300"),  # W_UV after the combine
+    DecodeCase(b=41, h_q=128, seqlens="ragged-100"),  # W_UV after the combine
 )
 
 
