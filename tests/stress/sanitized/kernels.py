@@ -182,6 +182,7 @@ LAUNCHED = {
         "decode_sm90_small_cluster8",
         "decode_sm90_small_forms",
         "indexer_prepare_quantize",
+        "projection_sm90_results",
         "projection_states_clusters",
     ),
 }
