@@ -13,6 +13,7 @@ import mla_cupy
 from ..core.cost import D_V
 from ..core.device import Device
 from ..core.implementation import Prepared
+from ..core.recorders import Call
 from ..ops.layer.cases import D_INDEX, D_ROPE, LayerCase
 from ..ops.layer.inputs import IndexInputs, LayerInputs
 from ..ops.layer.steps import Buffers, Steps, attention, columns_of_rope, prepared_layer, selection, tables
@@ -88,13 +89,27 @@ class SeparateCalls:
         kernels = {name: cupy.RawKernel(source, f"bench_{name}", ("-std=c++17",)) for name in ("rope", "norm", "gate")}
 
         def make(inputs: LayerInputs, buffers: Buffers) -> Steps:
-            return _steps(case, dtype, inputs, buffers, device, library, kernels)
+            return _steps(
+                case, self.attend(case, dtype, inputs, buffers, device), inputs, buffers, device, library, kernels
+            )
 
         return prepared_layer(make, case, dtype, sets, device)
 
+    def attend(
+        self, case: LayerCase, dtype: str, inputs: LayerInputs, buffers: Buffers, device: Device
+    ) -> tuple[Call, Call]:
+        """The attention, and a function that returns its results where they are projected."""
+        return attention(case, dtype, inputs, buffers, device), lambda: buffers.latents[:, 0]
+
 
 def _steps(
-    case: LayerCase, dtype: str, inputs: LayerInputs, buffers: Buffers, device: Device, library: Cublas, kernels: Any
+    case: LayerCase,
+    attend: tuple[Call, Call],
+    inputs: LayerInputs,
+    buffers: Buffers,
+    device: Device,
+    library: Cublas,
+    kernels: Any,
 ) -> Steps:
     model, rows = case.model, case.b * case.h_q
     turns = tables(inputs)
@@ -104,14 +119,14 @@ def _steps(
     rope, turned = (inputs.rope, turns) if model.has_rope else (None, {})
     steps["append"] = partial(mla_cupy.cache_append, inputs.latent, rope, inputs.cache, inputs.slots, **turned)
     if not model.absorbs:
-        return {**steps, "attention": attention(case, dtype, inputs, buffers, device)}
+        return {**steps, "attention": attend[0]}
     w_uk, w_uv = inputs.kv_b_proj[:, : model.d_nope], inputs.kv_b_proj[:, model.d_nope :]
-    q_nope, latents, out = inputs.q[..., : model.d_nope], buffers.latents[:, 0], buffers.out[:, 0]
+    q_nope, out = inputs.q[..., : model.d_nope], buffers.out[:, 0]
     steps["W_UK"] = partial(library.by_heads, q_nope, w_uk, buffers.queries[..., :D_V], transposed=False)
     if inputs.index is not None:
         steps |= _indexer(case, inputs, inputs.index, buffers, device, kernels["norm"])
-    steps["attention"] = attention(case, dtype, inputs, buffers, device)
-    steps["W_UV"] = partial(library.by_heads, latents, w_uv, out, transposed=True)
+    steps["attention"] = attend[0]
+    steps["W_UV"] = lambda: library.by_heads(attend[1](), w_uv, out, transposed=True)
     if model.has_gate:
         count = rows * model.d_head
         steps["gate"] = partial(

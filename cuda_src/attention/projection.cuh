@@ -158,10 +158,8 @@ MLA_DEVICE void wait_for_w_uv(const ProjectionBlock<C>& block) {
 template <class C>
 MLA_DEVICE void prefetch_w_uv(const ProjectionBlock<C>& block) {
 #if __CUDA_ARCH__ >= 900
-    constexpr i32 kLine = 64, kRowLines = kHeadDimV / kLine;
-#pragma unroll 1
-    for (i32 i = threadIdx.x; i < block.columns * kRowLines; i += kProjectionThreads) {
-        prefetch_global_l2(block.w_uv(i / kRowLines) + i % kRowLines * kLine);
+    for (i32 row = threadIdx.x; row < block.columns; row += kProjectionThreads) {
+        cp_async_bulk_prefetch_l2(block.w_uv(row), kWeightRowBytes);
     }
 #endif
 }
@@ -638,6 +636,7 @@ MLA_DEVICE void run_projection(const ProjectionBlock<C>& block, const Source& so
     if constexpr (Source::kWeightsAreOlder) {
         fetch_w_uv(block);
     } else {
+        source.prefetch(block);
         prefetch_w_uv(block);
     }
     if (merges) {

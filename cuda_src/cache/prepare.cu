@@ -11,7 +11,7 @@
 //
 //   position | angles | load row | turn | largest of the row | round | store
 #include "attention/query_codes.cuh"
-#include "cache/append.cuh"
+#include "cache/prepare.cuh"
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
 
@@ -21,92 +21,18 @@ namespace mla::cache {
 constexpr bool kCodes = MLA_CODES;  // queries become e4m3
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
-constexpr i32 kRowLanes = kRopePieces;
-constexpr i32 kRows = kAppendThreads / kRowLanes;  // of a block
-constexpr i32 kLaneStepBytes = kRowLanes * kPieceBytes;
 constexpr i32 kMovedPieces = 4;  // of a lane, in flight together
 // Blocks per SM. All rows of 128 tokens with 128 heads are one wave of 8.
 constexpr i32 kBlocks = kCodes ? 5 : 8;
 
 // ---- Params ----------------------------------------------------------------------------------------------------
-struct CachePrepareParams {
-    const u8* q;       // (n, h, 64 pieces), `element`; with its RoPE part, 64 elements more, unless q_rope is given
-    const u8* q_rope;  // (n, h, 64), `element`; or null
-    u8* out;           // (n, h, 64 pieces + 64): `element`, or e4m3
-    float* q_scales;   // (n, h), or null without codes
-    u8* rope_out;      // (n, 64), `element`; or null
-    const u8* latent;  // from here on as in CacheAppendParams; `cache` may be null
-    const u8* rope;
-    u8* cache;
-    const u8* slots;
-    const float* cos;
-    const float* sin;
-    const u8* positions;
-    i64 frequencies[kRopePairs];  // of RoPE without tables, in 2^-64 turns
-    i64 q_stride_n_bytes, q_stride_h_bytes;
-    i64 q_rope_stride_n_bytes, q_rope_stride_h_bytes;
-    i64 out_stride_n_bytes, out_stride_h_bytes;
-    i64 q_scales_stride_n_elems, q_scales_stride_h_elems;
-    i64 rope_out_stride_bytes;
-    i64 latent_stride_bytes, rope_stride_bytes, slots_stride_bytes, positions_stride_bytes;
-    i64 cos_stride_elems, sin_stride_elems;
-    i64 page_stride_bytes, token_stride_bytes;
-    i32 n, num_pages, page_size, max_position;
-    i32 element, slots_are_64, positions_are_64, interleaved, power_of_2;
-    i32 kind, rope_kind, latent_chunks, rope_chunks, group_chunks, scale_kind;
-    i32 rope_offset, scales_offset, scales_stride;
-    i32 h, pieces;     // query heads; a lane's pieces of a row beside the RoPE part
-    i32 token_blocks;  // of the grid
-    i32 own_scale;     // of each row; else `q_scale`
-    float kv_scale, q_scale;
-};
-
 MLA_FACT_LIST(params_layout, MLA_OFFSET(CachePrepareParams, frequencies), MLA_OFFSET(CachePrepareParams, n),
               MLA_OFFSET(CachePrepareParams, kv_scale), (int)sizeof(CachePrepareParams));
 MLA_FACT(threads, kAppendThreads);
 MLA_FACT(tokens_per_block, kAppendWarps* kTokens);
 MLA_FACT(rows_per_block, kRows);
 
-// ---- RoPE ------------------------------------------------------------------------------------------------------
-struct AnyRotation : TableRotation {
-    const i64* frequencies;
-
-    MLA_DEVICE bool turns() const { return positions != nullptr; }
-    // Called by whole warps.
-    MLA_DEVICE void load(PieceAngles& angles, i64 token, i32 piece) const {
-        if (cos == nullptr) {
-            angles.compute(position(token), frequencies, piece, interleaved);
-        } else {
-            load_row(angles, position(token), piece);
-        }
-    }
-};
-
 // ---- Queries ---------------------------------------------------------------------------------------------------
-
-// A row of queries, and where it goes; null without one.
-struct QueryRow {
-    const u8 *q, *rope;
-    u8* out;
-    i32 token, head;
-
-    MLA_DEVICE QueryRow(const CachePrepareParams& p, i64 at) {
-        const bool exists = at < (i64)p.n * p.h;
-        const u32 row = exists ? (u32)at : 0;
-        token = (i32)(row / (u32)p.h), head = (i32)(row - (u32)token * (u32)p.h);
-        q = p.q + token * p.q_stride_n_bytes + head * p.q_stride_h_bytes;
-        rope = p.q_rope == nullptr ? q + p.pieces * kLaneStepBytes
-                                   : p.q_rope + token * p.q_rope_stride_n_bytes + head * p.q_rope_stride_h_bytes;
-        out = exists ? p.out + token * p.out_stride_n_bytes + head * p.out_stride_h_bytes : nullptr;
-    }
-};
-
-MLA_DEVICE bool queries_are_aligned(const CachePrepareParams& p) {
-    const u64 q = reinterpret_cast<u64>(p.q) | p.q_stride_n_bytes | p.q_stride_h_bytes;
-    const u64 rope = reinterpret_cast<u64>(p.q_rope) | p.q_rope_stride_n_bytes | p.q_rope_stride_h_bytes;
-    return (q | rope) % kPieceBytes == 0;
-}
-
 // Eight codes, to any address.
 MLA_DEVICE void store_eight_codes(u8* to, const uint2& codes) {
     if (reinterpret_cast<u64>(to) % sizeof(uint2) == 0) {
@@ -125,19 +51,6 @@ MLA_DEVICE uint2 codes_of_tensor(const uint4& piece, const Scale& scale) {
 #pragma unroll
     for (float& value : x) value = quotient(value, scale);
     return codes_of(x);
-}
-
-// A lane's piece of the RoPE part, turned if it is to be. Called by whole warps.
-template <class Element, bool kAligned>
-MLA_DEVICE uint4 turned_piece(const AnyRotation& rotation, const QueryRow& row, i32 lane) {
-    const uint4 piece = load_piece(row.rope + lane * kPieceBytes, kAligned, true);
-    if (!rotation.turns()) return piece;
-    PieceAngles angles;
-    rotation.load(angles, row.token, lane);
-    float x[kPieceElems];
-    unpack_piece<Element>(x, piece);
-    angles.turn(x, lane, rotation.interleaved);
-    return pack_piece<Element>(x);
 }
 
 // A row in 16 bits. Called by whole warps.
@@ -232,12 +145,7 @@ extern "C" __global__ void __launch_bounds__(kAppendThreads, kBlocks)
     mla_cache_prepare(const __grid_constant__ CachePrepareParams p) {
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
-    AnyRotation rotation;
-    rotation.cos = p.cos, rotation.sin = p.sin, rotation.positions = p.positions;
-    rotation.cos_stride_elems = p.cos_stride_elems, rotation.sin_stride_elems = p.sin_stride_elems;
-    rotation.positions_stride_bytes = p.positions_stride_bytes, rotation.max_position = p.max_position;
-    rotation.positions_are_64 = p.positions_are_64, rotation.interleaved = p.interleaved;
-    rotation.frequencies = p.frequencies;
+    const AnyRotation rotation(p);
     if ((i32)blockIdx.x < p.token_blocks) {
         const i64 first = ((i64)blockIdx.x * kAppendWarps + threadIdx.x / kWarpThreads) * kTokens;
         append_tokens(p, rotation, RopeRows{p.rope_out, p.rope_out_stride_bytes}, first, threadIdx.x % kWarpThreads);

@@ -79,6 +79,23 @@ struct StateRows {
         }
         __syncwarp();
     }
+
+    // To the L2 alone: what the block merges of its first tokens, where few blocks have little to ask for.
+    MLA_DEVICE void prefetch(const ProjectionBlock<Projected>& block) const {
+#if __CUDA_ARCH__ >= 900
+        if constexpr (Projected::kShare <= 2) return;
+        constexpr i32 kLine = 128, kWideLines = kHeadDimV * sizeof(float) / Projected::kShare / kLine;
+        const i32 lines = p.outs_are_fp32 ? kWideLines : kWideLines / 2, rows_at_once = kProjectionThreads / lines;
+        const i32 pieces = min(Projected::kTokens, block.end - block.first) * p.states;
+        const i32 line = (block.part * lines + threadIdx.x % lines) * kLine;
+#pragma unroll 1
+        for (i32 i = threadIdx.x / lines; i < pieces; i += rows_at_once) {
+            const i32 token = i / p.states, state = i - token * p.states;
+            const i64 from = (at(block.head, block.first + token) + state * p.outs_stride_n_elems) * bytes();
+            prefetch_global_l2(static_cast<const u8*>(p.outs) + from + line);
+        }
+#endif
+    }
 };
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------

@@ -186,6 +186,35 @@ class DecodeScheduleParams(Params):
     cp_rank: I32
 
 
+class AbsorbAddresses(Params):
+    """Struct of `cache/absorb.cu`."""
+
+    q_nope: Address
+    w_uk: Address
+    absorbed: Address
+
+
+class AbsorbSizes(Params):
+    """Struct of `cache/absorb.cu`."""
+
+    q_nope_stride_t_h_elems: tuple[I64, I64]
+    w_uk_stride_h_d_elems: tuple[I64, I64]
+    absorbed_stride_t_h_elems: tuple[I64, I64]
+    t: I32
+    d_nope: I32
+    parts_log2: I32
+    share_tokens: I32
+
+
+class AbsorbParams(Params):
+    """Struct of `cache/absorb.cu`."""
+
+    absorb_addresses: AbsorbAddresses
+    cache_prepare_params: CachePrepareParams
+    absorb_sizes: AbsorbSizes
+    has_rope: I32
+
+
 class CacheAppendParams(Params):
     """Struct of `cache/append.cu`."""
 
@@ -269,7 +298,7 @@ class CacheGatherParams(Params):
 
 
 class CachePrepareParams(Params):
-    """Struct of `cache/prepare.cu`."""
+    """Struct of `cache/prepare.cuh`."""
 
     q: Address
     q_rope: Address
@@ -954,21 +983,12 @@ class MergeStatesParams(Params):
     empty_lse: F32
 
 
-class AbsorbParams(Params):
-    """Struct of `projection/absorb.cu`."""
+class ResultsParams(Params):
+    """Struct of `projection/sm90_results.cu`."""
 
-    q_nope: Address
-    w_uk: Address
-    q_rope: Address
-    out: Address
-    q_nope_stride_t_h_elems: tuple[I64, I64]
-    w_uk_stride_h_d_elems: tuple[I64, I64]
-    q_rope_stride_t_h_elems: tuple[I64, I64]
-    out_stride_t_h_elems: tuple[I64, I64]
-    t: I32
-    d_nope: I32
-    parts_log2: I32
-    share_tokens: I32
+    projection_addresses: ProjectionAddresses
+    projection_sizes: ProjectionSizes
+    s_q: I32
 
 
 class StatesAddresses(Params):

@@ -130,8 +130,8 @@ def mla_decode(
         The queries' rows of these, clamped to them; (total_q,) with `cu_seqlens_q`. Given with these, or not at all.
     w_uv : array, (h_q, d_head, 512), bfloat16 or float16, optional
         The values' half of kv_b_proj, as it lies in the weights: `kv_b_proj.reshape(h_q, -1, 512)[:, d_nope:]`. Results
-        are then multiplied by it, out[.., h, d] = sum_c out[.., h, c] * w_uv[h, d, c], where they would be merged. Of
-        the dtype that `out` has without it; d_head is 64, 128, 192 or 256. A contiguous last axis, a start and other
+        are then multiplied by it, out[.., h, d] = sum_c out[.., h, c] * w_uv[h, d, c], where they are merged, or after.
+        Of the dtype that `out` has without it; d_head is 64, 128, 192 or 256. A contiguous last axis, a start and other
         strides that are multiples of 16 bytes. Not with `cu_seqlens_q` or a `window`.
     gate : array, (b, s_q, h_q, d_head), dtype of w_uv, optional
         Its sigmoid is a factor of each element of the result of `w_uv`. Strides as for w_uv.
@@ -219,9 +219,11 @@ def mla_decode(
     one query token, or of 32 of several; each converts for itself, so that with 128 heads 16-bit rows are faster. "v41"
     has the plain kernel so far.
 
-    With `w_uv`, results of attention are kept in float32, in the workspace, until they are rounded to 16 bits for the
-    product, whose terms are added in float32. The weights are read once, whatever the number of tokens. Results of
-    several ranks, of which each has part of the tokens, may be merged after it as before it.
+    With `w_uv`, results of attention are rounded to 16 bits for the product, whose terms are added in float32. From
+    5,120 rows of all heads on (b * s_q * h_q; of a plan as many as it has room for), or 64 where d_head is above 128,
+    the product is a launch of its own, after the merge. With fewer rows that is slower, and the kernel that merges
+    results multiplies them, too; with a batch-invariant plan it always does. Results of several ranks, of which each
+    has part of the tokens, may be merged after it as before it.
 
     With math="fp8", queries in e4m3 are multiplied as they are. A row of q in 16 bits is divided by the smallest power
     of two, of at least 2^-100, that brings its largest magnitude to 448 or below, and rounded to e4m3, ties to even;

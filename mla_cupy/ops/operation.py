@@ -119,6 +119,8 @@ class Output:
         The option that chooses the dtype, if there is one.
     layout : str
         "wide" starts at, and steps by, multiples of 16 bytes; "rows" has a contiguous last axis; "any" is free.
+    wide_with : str
+        An optional input with which its layout is "wide".
     like : str
         An input whose shape, with the axes that may be missing, it has.
     needs : str
@@ -142,6 +144,7 @@ class Output:
     dtypes: Callable[[str], tuple[str, ...]] = only_float32
     dtype_option: str = ""
     layout: Literal["wide", "rows", "any"] = "any"
+    wide_with: str = ""
     like: str = ""
     needs: str = ""
     even: bool = False

@@ -12,7 +12,8 @@ from mla_cupy.ops.cache import CACHE_AXES, CACHE_DTYPES, INDEX_DTYPES, check_pai
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import check_all_or_none, check_base, check_factor, check_flag
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, only_like_first, present
-from mla_cupy.shapes import D_ROPE, MAX_INT32
+from mla_cupy.ops.schema import check_wide
+from mla_cupy.shapes import D_HEADS, D_QK, D_ROPE, D_V, MAX_INT32
 
 WIDTHS = (576, 512, 192, 64)
 """Widths of queries with their RoPE part: absorbed, with RoPE inside, before W_UK is absorbed, the part alone."""
@@ -26,6 +27,7 @@ def mla_prepare(
     slots: Any = None,
     *,
     q_rope: Any = None,
+    w_uk: Any = None,
     cos: Any = None,
     sin: Any = None,
     positions: Any = None,
@@ -44,7 +46,7 @@ def mla_prepare(
 ) -> tuple[Any, Any, Any]:
     """Make queries and keys ready for decode, in one launch: RoPE of both, queries in e4m3, tokens in the cache.
 
-    Each part is optional; `cache_append` is the form for keys alone.
+    Each part is optional; `cache_append` is the form for keys alone. With `w_uk` the launch is that of `absorb`, too.
 
     Parameters
     ----------
@@ -61,6 +63,10 @@ def mla_prepare(
         As for `cache_append`: a token whose slot is outside of the cache is skipped.
     q_rope : array, (n, h, 64), dtype of q, optional
         The queries' RoPE part where it lies elsewhere, as beside absorbed queries.
+    w_uk : array, (h, d_nope, 512), dtype of q, optional
+        The keys' half of kv_b_proj, as for `absorb`: the queries without their RoPE part are multiplied by it. Then d
+        is d_nope + 64, or with `q_rope` d_nope, of 64, 128, 192 or 256; q, w_uk, q_rope and out start at, and step by,
+        multiples of 16 bytes; and queries stay in 16 bits.
     cos, sin : array, (max_position, 32), float32, optional
         As for `cache_append`, for q and `rope`. The last axis is contiguous.
     positions : array, (n,), int32 or int64, optional
@@ -77,7 +83,7 @@ def mla_prepare(
         Return the turned RoPE part of the tokens, too.
     record, scales, kv_scale
         As for `cache_append`.
-    out : array, (n, h, d) or (n, h, d + 64), dtype of q; or uint8 or float8_e4m3fn, optional
+    out : array, (n, h, d) or (n, h, d + 64), or (n, h, 576) with w_uk, dtype of q; or uint8 or float8_e4m3fn, optional
         Where the queries go. It may be `q` itself, of which only the RoPE part is then touched. The last axis is
         contiguous.
     q_scales : array, (n, h), float32, optional
@@ -89,7 +95,7 @@ def mla_prepare(
 
     Returns
     -------
-    out : array, (n, h, d) or (n, h, d + 64)
+    out : array, (n, h, d) or (n, h, d + 64), or (n, h, 576) with w_uk
         Queries for `mla_decode`: with `quantise` uint8, the bits of e4m3.
     q_scales : array, (n, h), float32, or None
         With `quantise`: what each row's codes are to be multiplied by.
@@ -109,10 +115,13 @@ def mla_prepare(
     with NaN or infinity is NaN, and so is its scale. With `q_scale` NaN stays where it is, and what is larger than 448
     of its units saturates.
 
-    With tables results do not depend on the GPU, and equal `mla_cupy.reference.mla_prepare` byte by byte. Angles by
-    `theta` are right to 2^-24 turns for positions of 31 bits, and cos and sin to 2^-21; those of tables that were made
-    of a float32 product of position and frequency differ by up to 2^-23 of the angle, which is more. NumPy arrays are
-    computed by a GPU if there is one, which copies the cache there and back, else by the oracle.
+    Products with `w_uk` are added in float32, as by `absorb`, with the same bits. With many tokens a matrix product of
+    your own is faster: "Around attention" in the documentation says from how many on.
+
+    With tables results do not depend on the GPU, but for those products, and equal `mla_cupy.reference.mla_prepare`
+    byte by byte. Angles by `theta` are right to 2^-24 turns for positions of 31 bits, and cos and sin to 2^-21; those
+    of tables that were made of a float32 product of position and frequency differ by up to 2^-23 of the angle, which is
+    more. NumPy arrays are computed by a GPU if there is one, which copies the cache there and back, else by the oracle.
 
     Examples
     --------
@@ -124,7 +133,7 @@ def mla_prepare(
     >>> out is q, float(q[0, 0, 511]), round(float(q[0, 0, 512]), 3)
     (True, 1.0, 1.239)
     """
-    arrays = (q, latent, rope, cache, slots, q_rope, cos, sin, positions, out, q_scales, rope_out)
+    arrays = (q, latent, rope, cache, slots, q_rope, w_uk, cos, sin, positions, out, q_scales, rope_out)
     options = (theta, interleaved, quantise, q_scale, return_rope, record, scales, kv_scale)
     out, q_scales, rope_out = run(Invocation(OPERATION, arrays, options, stream=stream))
     return out, q_scales, rope_out
@@ -136,7 +145,10 @@ def mla_prepare(
 def _examine(views: Views, given: MlaPrepareOptions) -> Examined:
     n, h, d = present(views, "q").shape
     width = d + (0 if views["q_rope"] is None else D_ROPE)
-    if width not in WIDTHS:
+    if views["w_uk"] is not None:
+        _check_absorbed(views, width - D_ROPE, given)
+        width = D_QK
+    elif width not in WIDTHS:
         allowed = WIDTHS if views["q_rope"] is None else [each - D_ROPE for each in WIDTHS[:-1]]
         with_rope = "" if views["q_rope"] is None else " with q_rope"
         raise ShapeError(explain("q.shape[-1]", d, " or ".join(map(str, allowed)) + with_rope))
@@ -153,6 +165,23 @@ def _examine(views: Views, given: MlaPrepareOptions) -> Examined:
         raise ArgumentError(explain("q_scale", given.q_scale, "None without quantise", "it is the scale of e4m3 codes"))
     _check_angles(views, options)
     return Examined(None, _with_record(views, options), sizes={"d_out": width})
+
+
+def _check_absorbed(views: Views, d_nope: int, given: MlaPrepareOptions) -> None:
+    """Check the width of queries before W_UK, of which d_nope columns are no RoPE part, and where they lie."""
+    own = views["q_rope"] is None
+    if d_nope not in D_HEADS:
+        allowed = " or ".join(str(width + own * D_ROPE) for width in sorted(D_HEADS))
+        beside = "w_uk" if own else "w_uk and q_rope"
+        raise ShapeError(explain("q.shape[-1]", d_nope + own * D_ROPE, f"{allowed} with {beside}"))
+    w_uk = present(views, "w_uk")
+    if w_uk.shape[1] != d_nope:
+        raise ShapeError(explain("w_uk.shape[1]", w_uk.shape[1], f"{d_nope}, as q has beside its RoPE part"))
+    if given.quantise:
+        raise ArgumentError(explain("quantise", True, "False with w_uk", "absorbed queries stay in 16 bits"))
+    for name in ("q", "q_rope"):
+        if (view := views[name]) is not None:
+            check_wide(name, view)
 
 
 def _check_angles(views: Views, options: MlaPrepareOptions) -> None:
@@ -197,16 +226,17 @@ OPERATION = Operation(
         Input("cache", CACHE_AXES, CACHE_DTYPES, optional=True, contiguous=True, written=True),
         Input("slots", "n", INDEX_DTYPES, optional=True),
         Input("q_rope", "n h d_rope", ("=q",), optional=True, contiguous=True),
+        Input("w_uk", "h d_nope d_v", ("=q",), optional=True, wide=True),
         Input("cos", "max_position pairs", ("float32",), optional=True, contiguous=True),
         Input("sin", "max_position pairs", ("float32",), optional=True, contiguous=True),
         Input("positions", "n", INDEX_DTYPES, optional=True),
     ),
     outputs=(
-        Output("out", "n h d_out", only_like_first, layout="rows", may_be="q", coded="quantise"),
+        Output("out", "n h d_out", only_like_first, layout="rows", wide_with="w_uk", may_be="q", coded="quantise"),
         Output("q_scales", "n h", when="quantise"),
         Output("rope_out", "n d_rope", only_like_first, layout="rows", when="return_rope", may_be="rope"),
     ),
-    sizes={"d_rope": (D_ROPE,)},
+    sizes={"d_rope": (D_ROPE,), "d_v": (D_V,)},
     min_sizes={"h": 1, "max_position": 1},
     options=MlaPrepareOptions,
     examine=_examine,

@@ -50,7 +50,7 @@ def check_inputs(operation: Operation, given: Views) -> tuple[dict[str, View | N
         if array.even and len(view.shape) > 1:
             check_even(array.name, view)
         if array.wide:
-            _check_wide(array.name, view)
+            check_wide(array.name, view)
     for array, view in present:
         if view.device != first.device:
             like = operation.inputs[0].name
@@ -93,6 +93,8 @@ def check_outputs(
             view = contiguous_view(shape, dtype, first.device)
         else:
             _check_output(operation, output, view, shape, first)
+            if output.wide_with and given[output.wide_with] is not None:
+                check_wide(output.name, view)
         views[output.name] = view
     return views, missing
 
@@ -299,7 +301,7 @@ def _check_output(operation: Operation, output: Output, view: View, shape: tuple
         like = operation.inputs[0].name
         raise DeviceError(explain(f"{output.name}'s device", view.device, f"{first.device}, like {like}", "move it"))
     if output.layout == "wide":
-        _check_wide(output.name, view)
+        check_wide(output.name, view)
     if output.even:
         check_even(output.name, view)
     if output.layout == "rows" and not contiguous_along_last(view):
@@ -307,7 +309,8 @@ def _check_output(operation: Operation, output: Output, view: View, shape: tuple
         raise ShapeError(explain(f"{output.name}.strides[-1]", view.strides[-1], "1 element", remedy))
 
 
-def _check_wide(argument: str, view: View) -> None:
+def check_wide(argument: str, view: View) -> None:
+    """Check that the last axis is contiguous, and that start and other strides are multiples of 16 bytes."""
     if not (contiguous_along_last(view) and steps_by_16_bytes(view)):
         expected = "a contiguous last axis, and a start and further strides that are multiples of 16 bytes"
         raise ShapeError(explain(f"{argument}.strides", view.strides, expected, "pass a contiguous array"))

@@ -85,8 +85,8 @@ def sparse_mla_decode(
     out_positions : array, (b, s_q), int32 or int64, optional
         The queries' rows of these, clamped to them. Given with these, or not at all.
     w_uv, gate : array, optional
-        W_UV and a gate, as for `mla_decode`: results are multiplied by them where they would be merged. The first two
-        axes of a gate step evenly.
+        W_UV and a gate, as for `mla_decode`: results are multiplied by them where they would be merged, or after that.
+        The first two axes of a gate step evenly.
     scale : float, optional
         Factor of the scores: finite, above 0. Default: d_qk**-0.5.
     kv_scale : float

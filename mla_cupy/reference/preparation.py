@@ -10,6 +10,7 @@ import numpy.typing as npt
 from mla_cupy.dtypes import dtype_name, round_to
 from mla_cupy.reference.cache import cache_append, from_e4m3, rotate, to_e4m3
 from mla_cupy.reference.fp8_queries import quantise_queries
+from mla_cupy.reference.projection import absorb
 from mla_cupy.shapes import D_ROPE
 
 Array = npt.NDArray[Any]
@@ -24,6 +25,7 @@ def mla_prepare(
     slots: npt.ArrayLike | None = None,
     *,
     q_rope: npt.ArrayLike | None = None,
+    w_uk: npt.ArrayLike | None = None,
     cos: npt.ArrayLike | None = None,
     sin: npt.ArrayLike | None = None,
     positions: npt.ArrayLike | None = None,
@@ -46,6 +48,8 @@ def mla_prepare(
         As for `cache_append`. Without a cache there may be `rope` alone.
     q_rope : array, (n, h, 64), optional
         Columns behind those of q.
+    w_uk : array, (h, d_nope, 512), optional
+        What the queries without their RoPE part are multiplied by, as by `absorb`.
     cos, sin : array, (max_position, 32), float32, optional
         Rows are clamped positions: see `rotate`.
     positions : array, (n,), integers, optional
@@ -63,7 +67,7 @@ def mla_prepare(
 
     Returns
     -------
-    out : array, (n, h, d) or, with q_rope, (n, h, d + 64), float64
+    out : array, (n, h, d) or, with q_rope, (n, h, d + 64), or with w_uk (n, h, 576), float64
     q_scales : array, (n, h), float64, or None
         What the e4m3 numbers are to be multiplied by.
     rope_out : array, (n, 64), float64, or None
@@ -82,6 +86,9 @@ def mla_prepare(
         of_rows = {**rotation, "positions": np.repeat(np.asarray(rotation["positions"]), h)}
         turned = rotate(whole[..., -D_ROPE:].reshape(n * h, D_ROPE), **of_rows, interleaved=interleaved)
         out[..., -D_ROPE:] = round_to(turned, dtype).reshape(n, h, D_ROPE)
+    if w_uk is not None:
+        (absorbed,) = absorb(whole[..., :-D_ROPE], w_uk)
+        out = np.concatenate([absorbed, out[..., -D_ROPE:]], axis=2)
     if cache is not None and latent is not None and slots is not None:
         of_tokens: dict[str, Any] = {"record": record, "scales": scales, "kv_scale": kv_scale}
         of_tokens |= {} if rope is None else {**rotation, "interleaved": interleaved}

@@ -355,6 +355,7 @@ def _mla_prepare(
     cache: Any = None,
     slots: Any = None,
     q_rope: Any = None,
+    w_uk: Any = None,
     cos: Any = None,
     sin: Any = None,
     positions: Any = None,
@@ -372,7 +373,7 @@ def _mla_prepare(
     rope_out: Any = None,
     workspace: Any = None,
 ) -> Invocation:
-    arrays = (q, latent, rope, cache, slots, q_rope, cos, sin, positions, out, q_scales, rope_out)
+    arrays = (q, latent, rope, cache, slots, q_rope, w_uk, cos, sin, positions, out, q_scales, rope_out)
     options = (theta, interleaved, quantise, q_scale, return_rope, record, scales, kv_scale)
     return Invocation(BOUND_OPERATIONS["mla_prepare"], arrays, options, workspace)
 
@@ -382,9 +383,9 @@ MLA_PREPARE = Operators(
     _mla_prepare,
     arguments=(
         "Tensor q, Tensor? latent=None, Tensor? rope=None, Tensor(n!)? cache=None, Tensor? slots=None, "
-        "Tensor? q_rope=None, Tensor? cos=None, Tensor? sin=None, Tensor? positions=None, float? theta=None, "
-        "bool interleaved=True, bool quantise=False, float? q_scale=None, bool return_rope=False, "
-        "str? record=None, str? scales=None, float kv_scale=1.0"
+        "Tensor? q_rope=None, Tensor? w_uk=None, Tensor? cos=None, Tensor? sin=None, Tensor? positions=None, "
+        "float? theta=None, bool interleaved=True, bool quantise=False, float? q_scale=None, "
+        "bool return_rope=False, str? record=None, str? scales=None, float kv_scale=1.0"
     ),
     results="Tensor(a!) out, Tensor(b!)? q_scales=None, Tensor(c!)? rope_out=None",
     returns="(Tensor, Tensor, Tensor)",

@@ -54,7 +54,7 @@ def test_an_indexer_selects(device, numpy_backend, monkeypatch):
     prepared = make([], LAYER.implementations(Choices()))[0].prepare(case, "bfloat16", [inputs], device)
     prepared.calls[0]()
     assert LAYER.judge([], prepared.outputs(0), "bfloat16", device).ok
-    assert list(prepared.figures) == ["prepare", "absorb", "index q and k", "select", "attention and W_UV"]
+    assert list(prepared.figures) == ["prepare and absorb", "index q and k", "select", "attention and W_UV"]
 
 
 @pytest.mark.parametrize("name", SMALL.values())

@@ -69,7 +69,8 @@ def test_angles_are_exact_whatever_the_position(base: float) -> None:
     np.testing.assert_allclose(np.array(frequencies(base), np.float64) / 2.0**64, exact, rtol=1e-15, atol=2.0**-64)
 
 
-PREPARE, APPEND, ROPE, CODES = "cache/prepare.cu", "cache/append.cuh", "tile/rope.cuh", "attention/query_codes.cuh"
+PREPARE, ROWS, APPEND = "cache/prepare.cu", "cache/prepare.cuh", "cache/append.cuh"
+ROPE, CODES = "tile/rope.cuh", "attention/query_codes.cuh"
 IN_PLACE, QUANTISED = CASES[1], CASES[8]
 TOKENS, COMPUTED = PrepareCase(d=64, h=1, record="bf16", n=11, return_rope=True), CASES[4]
 PLANTED: tuple[tuple[Mutant, PrepareCase], ...] = (
@@ -96,7 +97,7 @@ PLANTED: tuple[tuple[Mutant, PrepareCase], ...] = (
     (Mutant("scales of another head", PREPARE, "row.head * p.q_scales_stride_h_elems",
             "(row.head ^ 1) * p.q_scales_stride_h_elems"),
      QUANTISED),
-    (Mutant("rows past the end", PREPARE, "at < (i64)p.n * p.h", "at < (i64)p.n * p.h + 1"), CASES[0]),
+    (Mutant("rows past the end", ROWS, "at < (i64)p.n * p.h", "at < (i64)p.n * p.h + 1"), CASES[0]),
     (Mutant("the last pieces are left", PREPARE, "first < moved; first += kMovedPieces",
             "first < 0; first += kMovedPieces"),
      CASES[0]),

@@ -105,6 +105,26 @@ def test_decode(gpu: object, b: int, h: int, plan: dict[str, Any] | None) -> Non
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
+    ("b", "s_q", "h", "d_head"), [(64, 1, 128, 128), (67, 1, 64, 256), (23, 3, 96, 192), (140, 1, 48, 64)]
+)
+def test_decode_of_many_rows(gpu: object, b: int, s_q: int, h: int, d_head: int, dtype: str) -> None:
+    """W_UV after the combine; a result with gaps."""
+    case = DecodeCase(b=b, s_q=s_q, h_q=h, seqlens="ragged-300", dtype=dtype)
+    inputs, rng = make(case), np.random.default_rng(0)
+    _, w_uv = kv_b_proj(rng, h, 128, d_head, dtype)
+    gate = rng.standard_normal((b, s_q, h, d_head)).astype(w_uv.dtype)
+    weights = {"w_uv": w_uv, "gate": gate}
+    exact, rounded = (reference.mla_decode(*inputs.arguments, **weights, rounding=x) for x in (None, dtype))
+    out = upload(np.zeros((b, s_q, h, d_head + 8), w_uv.dtype))[..., :d_head]
+    arrays, options = [upload(x) for x in inputs.arguments], {name: upload(x) for name, x in weights.items()}
+    got = on_host(mla_cupy.mla_decode(*arrays, **options, out=out))
+    check(got, exact, rounded, dtype)
+    again = on_host(mla_cupy.mla_decode(*arrays, **options, out=out))
+    assert again[0].tobytes() == got[0].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
     ("t", "h", "d_nope"),
     [(1, 128, 128), (16, 128, 128), (300, 16, 192), (33, 96, 64), (7, 5, 256), (131, 128, 128), (64, 16, 128)],
 )

@@ -14,7 +14,8 @@ import pytest
 import mla_cupy
 from mla_cupy import dtypes, reference
 from mla_cupy.kernels.attention import combine_project, projection
-from mla_cupy.kernels.projection.pipeline import ABSORB, STATES
+from mla_cupy.kernels.cache.absorb import ABSORB
+from mla_cupy.kernels.projection.pipeline import STATES
 from tests.projection.inputs import States, kv_b_proj, states
 from tests.support.calls import Array
 from tests.support.cases import DecodeCase, make
@@ -144,12 +145,18 @@ def test_a_nan_stays_in_its_row() -> None:
 
 
 def check_decode(
-    case: DecodeCase, sm_count: int, mode: tuple[str, int] = ("early", 0), plan: Any = None, **options: Any
+    case: DecodeCase,
+    sm_count: int,
+    mode: tuple[str, int] = ("early", 0),
+    plan: Any = None,
+    last: str = "mla_attention_combine_project",
+    d_head: int = 128,
+    **options: Any,
 ) -> list[str]:
-    """With W_UV and a gate, in the dtype of the queries; `plan` are its options."""
+    """With W_UV and a gate, in the dtype of the queries; `plan` are its options, `last` is the kernel that projects."""
     inputs, rng = make(case), np.random.default_rng(3)
-    _, w_uv = kv_b_proj(rng, case.h_q, 128, 128, case.dtype)
-    gate = rng.standard_normal((case.b, case.s_q, case.h_q, 128)).astype(w_uv.dtype)
+    _, w_uv = kv_b_proj(rng, case.h_q, 128, d_head, case.dtype)
+    gate = rng.standard_normal((case.b, case.s_q, case.h_q, d_head)).astype(w_uv.dtype)
     weights = {"w_uv": w_uv, "gate": gate}
     exact, rounded = (
         reference.mla_decode(*inputs.arguments, **weights, **case.options, rounding=rounding)
@@ -158,12 +165,12 @@ def check_decode(
     with simulated(sm_count, mode=mode[0], seed=mode[1]) as driver:
         if plan is not None:
             sizes = {"s_q": case.s_q, "h_q": case.h_q, "h_kv": case.h_kv, "page_size": case.page_size}
-            sizes |= {"max_pages": inputs.block_table.shape[1], "dtype": case.dtype, "device": 0, "d_head": 128}
+            sizes |= {"max_pages": inputs.block_table.shape[1], "dtype": case.dtype, "device": 0, "d_head": d_head}
             options["plan"] = mla_cupy.plan_decode(max_b=case.b + 1, **sizes, **plan)
             options["plan"].update(inputs.seqlens)
         got = mla_cupy.mla_decode(*inputs.arguments, **weights, **case.options, **options)
-    assert driver.launched[-1] == "mla_attention_combine_project"
-    assert "mla_attention_combine" not in driver.launched
+    assert driver.launched[-1] == last
+    assert last == "mla_projection_sm90_results" or "mla_attention_combine" not in driver.launched
     check(got, exact, rounded, case.dtype)
     return driver.launched
 
@@ -184,6 +191,48 @@ def check_decode(
 )
 def test_decode(case: DecodeCase, sm_count: int, options: dict[str, Any]) -> None:
     check_decode(case, sm_count, **options)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("case", "sm_count", "options", "launches"),
+    [
+        (DecodeCase(b=2, seqlens=(300, 70), h_q=16), 4, {}, 4),  # one split, one not
+        (DecodeCase(b=3, seqlens=(66, 5, 131), s_q=4, h_q=12, h_kv=2, dtype="float16"), 2, {}, 3),
+        (DecodeCase(b=2, seqlens=(700, 0), h_q=16), 3, {"kernel": "decode_sm90_small_cluster8"}, 2),
+        (DecodeCase(b=2, seqlens=(300, 70), h_q=16), 4, {"plan": {}}, 4),
+        (DecodeCase(b=1, seqlens=100, h_q=16), 1, {}, 3),  # a single split
+    ],
+    ids=str,
+)
+def test_decode_of_many_rows(
+    case: DecodeCase, sm_count: int, options: dict[str, Any], launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W_UV after the combine, or in clusters after attention, in 16 bits."""
+    monkeypatch.setattr(projection, "LEAST_ROWS_APART", case.b * case.s_q * case.h_q)
+    launched = check_decode(case, sm_count, last="mla_projection_sm90_results", **options)
+    assert len(launched) == launches
+
+
+def check_many_rows(mode: tuple[str, int] = ("early", 0), **options: Any) -> None:
+    """More tokens than a block takes at a time, two blocks of a head's columns, and none for the last ones."""
+    least, projection.LEAST_ROWS_APART = projection.LEAST_ROWS_APART, 1
+    try:
+        check_decode(TWO_TILES, 1, mode, last="mla_projection_sm90_results", d_head=192, **options)
+    finally:
+        projection.LEAST_ROWS_APART = least
+
+
+@pytest.mark.parametrize("mode", MODES[:3], ids=str)
+def test_many_rows_in_every_order(mode: tuple[str, int]) -> None:
+    check_many_rows(mode, **({"out_dtype": "float32"} if mode[0] == "late" else {}))
+
+
+def test_a_batch_invariant_plan_has_one_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of a row's sums must not depend on how many rows there are."""
+    monkeypatch.setattr(projection, "LEAST_ROWS_APART", 1)
+    case = DecodeCase(b=2, seqlens=(300, 70), h_q=16)
+    check_decode(case, 4, plan={"batch_invariant": True, "split_tokens": 64})
 
 
 @pytest.mark.sampled
@@ -217,7 +266,11 @@ def test_a_plan_without_w_uv_refuses_it() -> None:
 
 
 @pytest.mark.parametrize(("sm_count", "lengths"), [(4, None), (2, (200, 3, 0))])
-def test_sparse_decode(sm_count: int, lengths: tuple[int, ...] | None) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_sparse_decode(
+    sm_count: int, lengths: tuple[int, ...] | None, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(projection, "LEAST_ROWS_APART", 1 if apart else 1000)
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((256, 576)).astype(dtypes.numpy_dtype("bfloat16"))
     cache, b = np.zeros((4, 64, 656), np.uint8), len(lengths or (1, 1))
@@ -234,7 +287,7 @@ def test_sparse_decode(sm_count: int, lengths: tuple[int, ...] | None) -> None:
     }
     with simulated(sm_count) as driver:
         got = mla_cupy.sparse_mla_decode(**call)
-    assert driver.launched[-1] == "mla_attention_combine_project"
+    assert driver.launched[-1] == ("mla_projection_sm90_results" if apart else "mla_attention_combine_project")
     exact, rounded = (reference.sparse_mla_decode(**call, rounding=x) for x in (None, "bfloat16"))
     error = np.abs(got[0].astype(float) - exact[0]).max()
     assert error < 2 * np.abs(rounded[0] - exact[0]).max() + 2**-8 * np.abs(exact[0]).max()
@@ -256,7 +309,7 @@ def check_absorb(
     memory = np.full((t, h, 576), 7, whole.dtype)
     with simulated(sm_count, mode=mode[0], seed=mode[1]) as driver:
         mla_cupy.absorb(q_nope, w_uk, q_rope=q_rope, out=memory if rope else memory[..., :512])
-    assert driver.launched == ["mla_projection_absorb"]
+    assert driver.launched == ["mla_cache_absorb"]
     (exact,) = reference.absorb(q_nope, w_uk, q_rope)
     got = (memory if rope else memory[..., :512]).astype(float)
     np.testing.assert_allclose(got, exact, rtol=1.01 * dtypes.TABLE[dtype].unit_roundoff, atol=1e-4)
@@ -293,13 +346,14 @@ def test_decode_takes_absorbed_queries_without_a_copy() -> None:
 # ---- Planted bugs ----------------------------------------------------------------------------------------------
 
 PROJECTION, SPLITS, STATE_ROWS = "attention/projection.cuh", "attention/combine_project.cu", "projection/states.cu"
-ABSORBED = "projection/absorb.cu"
+ABSORBED = "cache/absorb.cu"
 FEW = states(3, b=35, h=1, d_head=64)
 SOME = states(9, b=2, h=1, d_head=64)  # more pieces than are on their way at first
 MANY = states(35, b=2, s_q=2, h=1)
 NARROW = states(2, b=1, s_q=3, h=1, d_head=64)  # eight columns of a block
 ONE = states(1, b=37, h=1, d_head=64, outs_dtype="bfloat16")
 SPLIT = DecodeCase(b=2, seqlens=(2300, 130), h_q=2)  # more cuts than a warp has threads
+TWO_TILES = DecodeCase(b=2, s_q=35, seqlens=(50, 40), h_q=1)
 
 OF_STATES = (
     Mutant("W_UV not waited for", STATE_ROWS, *steps("mbarrier.try_wait", 0, 1, of=2)),
@@ -382,13 +436,29 @@ OF_DECODE = (
     Mutant("cuts of each lane's own request", SPLITS, "__shfl_sync(kFullWarp, request, i)", "request"),
     Mutant("the first cut among 32", SPLITS, "? index * kWarpThreads + __ffs(found) - 1 :", "? __ffs(found) - 1 :"),
 )
+ROWS = "projection/sm90_results.cu"
+OF_MANY_ROWS = (
+    Mutant("W_UV not waited for", ROWS, "            mbarrier_wait(s.w_uv_full[piece], 0);\n", ""),
+    Mutant("tokens not waited for", ROWS, "            mbarrier_wait(s.full[piece], parity);\n", ""),
+    Mutant("tokens overwritten while they are read", ROWS, "            mbarrier_wait(s.empty[piece], parity);\n", ""),
+    Mutant("pieces released before they are read", ROWS, "            wgmma_wait_group<0>();\n", ""),
+    Mutant("columns of the next head", ROWS, "|| column >= p.d_head) continue;", ") continue;"),
+    Mutant("columns of the first part", ROWS, "blockIdx.x % parts * kColumns", "0"),
+    Mutant("tokens of the next share", ROWS, "exists[r] = token < block.end;", "exists[r] = true;"),
+    Mutant(
+        "rows eight apart exchanged",
+        ROWS,
+        "fragment_row(threadIdx.x) + 8 * r;",
+        "fragment_row(threadIdx.x) + 8 * (1 - r);",
+    ),
+    Mutant("the gate of another query", ROWS, "rows.query[r] * p.gate_stride_s_elems", "0 * p.gate_stride_s_elems"),
+)
 OF_ABSORPTION = (
     Mutant("W_UK and queries read before others' copies are there", ABSORBED, *steps("bar.sync", 0, of=3)),
     Mutant("queries read while the next are fetched", ABSORBED, *steps("bar.sync", 1, of=3)),
     Mutant("the next queries read before others' copies are there", ABSORBED, *steps("bar.sync", 2, of=3)),
     Mutant("first copies not waited for", ABSORBED, *steps("cp.async.wait_group", 0, of=2)),
     Mutant("next copies not waited for", ABSORBED, *steps("cp.async.wait_group", 1, of=2)),
-    Mutant("the block's columns of RoPE left where they are", ABSORBED, "kHeadDimV + column", "kHeadDimV"),
     Mutant("rows past the last one stored", ABSORBED, "if (row + 8 * half < count) {", "if (row < count) {"),
     Mutant("lanes trade with one neighbour only", ABSORBED, "step < 4; step *= 2", "step < 2; step *= 2"),
     Mutant("one buffer for the next queries too", ABSORBED, "kStages = 2", "kStages = 1"),
@@ -425,6 +495,13 @@ def test_bugs_of_decode_are_caught(mutant: Mutant, plant: Plant) -> None:
     verdict = as_verdict(check_decode)
     plant(mutant)
     assert any(verdict(SPLIT, 40, mode) for mode in MODES)
+
+
+@pytest.mark.parametrize("mutant", OF_MANY_ROWS, ids=lambda mutant: mutant.id)
+def test_bugs_of_many_rows_are_caught(mutant: Mutant, plant: Plant) -> None:
+    verdict = as_verdict(check_many_rows)
+    plant(mutant)
+    assert any(verdict(mode) for mode in MODES)
 
 
 @pytest.mark.parametrize("mutant", OF_ABSORPTION, ids=lambda mutant: mutant.id)
@@ -467,6 +544,21 @@ def test_blocks_of_a_head(h: int, d_head: int, tokens: int, share: int) -> None:
 )
 def test_shares_of_the_tokens(tokens: int, blocks: int, shares: int) -> None:
     assert projection.token_shares(tokens, projection.LEAST_TOKENS, blocks, 2 * H200.sm_count) == shares
+
+
+@pytest.mark.parametrize(
+    ("h", "d_head", "tokens", "apart"),
+    [
+        (16, 128, 64, False),
+        (128, 128, 39, False),
+        (128, 64, 40, True),
+        (96, 128, 64, True),
+        (64, 256, 1, True),
+        (16, 192, 3, False),
+    ],
+)
+def test_where_w_uv_is_multiplied(h: int, d_head: int, tokens: int, apart: bool) -> None:
+    assert projection.is_apart(h, d_head, tokens) == apart
 
 
 def test_gpus_without_clusters_have_builds() -> None:

@@ -8,9 +8,10 @@ import pytest
 
 from mla_cupy.kernels.attention import combine_project
 from mla_cupy.kernels.cache import table
+from mla_cupy.kernels.cache.absorb import ABSORB
 from mla_cupy.kernels.decode import forms
 from mla_cupy.kernels.indexer.prepare import quantize
-from mla_cupy.kernels.projection.pipeline import ABSORB, STATES
+from mla_cupy.kernels.projection.pipeline import STATES
 from tests.stress.sanitized import ends
 from tests.stress.sanitized.families import FAMILIES
 from tests.support.sim_driver import simulated

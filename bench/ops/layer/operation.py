@@ -9,6 +9,7 @@ from typing import Any
 from ...core.implementation import OWN, Choices, Known
 from ...core.operation import BenchOperation, Ratio
 from ...peers.layer_calls import SEPARATE, SeparateCalls
+from ...peers.layer_flashmla import FlashMlaLayer
 from . import cases, check, inputs
 from .own import FewLaunches
 
@@ -21,8 +22,12 @@ TIME, LAUNCHES = 0.75, 2 / 3
 
 
 def implementations(choices: Choices) -> Known:
-    """Ours with few launches, and of separate calls."""
-    return {OWN: FewLaunches, SEPARATE: SeparateCalls}
+    """Ours with few launches, and of separate calls, with our attention or FlashMLA's."""
+    return {
+        OWN: FewLaunches,
+        SEPARATE: SeparateCalls,
+        "flashmla": lambda: FlashMlaLayer(choices.directory("flashmla")),
+    }
 
 
 def ratios(rows: Sequence[Mapping[str, Any]]) -> list[Ratio]:
@@ -46,8 +51,8 @@ LAYER = BenchOperation(
     name="layer",
     title="one decode layer between its projections and the output projection",
     examples=EXAMPLES,
-    peers="separate (RoPE, LayerNorm and gate by kernels of their own, cache_append, both products by cuBLAS); or "
-    "none. Default: separate",
+    peers="separate (RoPE, LayerNorm and gate by kernels of their own, cache_append, both products by cuBLAS); "
+    "flashmla (the same with its attention; --peers-dir); or none. Default: separate, and flashmla with --peers-dir",
     suites=cases.SUITES,
     case_form=cases.FORM,
     parse=cases.parse,
@@ -56,6 +61,7 @@ LAYER = BenchOperation(
     judge=check.judge,
     results=("out",),
     implementations=implementations,
-    default_peers=lambda choices: [SEPARATE],
+    default_peers=lambda choices: [SEPARATE, *(["flashmla"] if choices.peers_dir else [])],
+    peers_dir=True,
     ratios=ratios,
 )

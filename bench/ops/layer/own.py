@@ -1,4 +1,4 @@
-"""A layer with few launches: `mla_prepare`, `absorb`, and decode with W_UV."""
+"""A layer with few launches: `mla_prepare` with W_UK, and decode with W_UV."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import mla_cupy
 
-from ...core.cost import D_V
 from ...core.device import Device
 from ...core.implementation import OWN, Prepared
 from .cases import LayerCase
@@ -17,7 +16,7 @@ from .steps import Buffers, Steps, attention, columns_of_rope, prepared_layer, s
 
 
 class FewLaunches:
-    """RoPE of queries and keys with the append; W_UK; maybe the indexer; attention, merge, W_UV and gate."""
+    """W_UK, RoPE of queries and keys, and the append; maybe the indexer; attention, merge, W_UV and gate."""
 
     name = OWN
 
@@ -37,18 +36,18 @@ class FewLaunches:
         turns = tables(inputs)
         token = (inputs.latent, inputs.rope, inputs.cache, inputs.slots)
         steps: dict[str, Any] = {}
-        if not model.has_rope:
-            steps["append"] = partial(mla_cupy.cache_append, inputs.latent, None, inputs.cache, inputs.slots)
-        elif model.absorbs:
+        if not model.absorbs:
+            buffers.queries[...] = inputs.q  # once: a layer would turn them in place
             source, target = columns_of_rope(case, inputs, buffers)
             steps["prepare"] = partial(mla_cupy.mla_prepare, source, *token, **turns, out=target)
-        else:
-            steps["prepare"] = partial(mla_cupy.mla_prepare, inputs.q, *token, **turns, out=buffers.queries)
-        if not model.absorbs:
             return {**steps, "attention": attention(case, dtype, inputs, buffers, device)}
         w_uk, w_uv = inputs.kv_b_proj[:, : model.d_nope], inputs.kv_b_proj[:, model.d_nope :]
-        q_nope = inputs.q[..., : model.d_nope]
-        steps["absorb"] = partial(mla_cupy.absorb, q_nope, w_uk, out=buffers.queries[..., :D_V])
+        if model.has_rope:
+            options: dict[str, Any] = {**turns, "w_uk": w_uk, "out": buffers.queries}
+            steps["prepare and absorb"] = partial(mla_cupy.mla_prepare, inputs.q, *token, **options)
+        else:
+            steps["append"] = partial(mla_cupy.cache_append, inputs.latent, None, inputs.cache, inputs.slots)
+            steps["absorb"] = partial(mla_cupy.absorb, inputs.q, w_uk, out=buffers.queries)
         if inputs.index is not None:
             index = inputs.index
             arrays = (index.q, index.weights, index.k, *turns.values(), index.cache, inputs.slots)

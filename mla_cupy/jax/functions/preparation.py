@@ -19,6 +19,7 @@ def mla_prepare(
     slots: jax.Array | None = None,
     *,
     q_rope: jax.Array | None = None,
+    w_uk: jax.Array | None = None,
     cos: jax.Array | None = None,
     sin: jax.Array | None = None,
     positions: jax.Array | None = None,
@@ -37,7 +38,7 @@ def mla_prepare(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     """Make queries and keys ready for decode, in one launch: RoPE of both, queries in e4m3, tokens in the cache.
 
-    Each part is optional; `cache_append` is the form for keys alone.
+    Each part is optional; `cache_append` is the form for keys alone. With `w_uk` the launch is that of `absorb`, too.
 
     For arrays of JAX: the notes of `mla_cupy.mla_prepare` hold here, too.
 
@@ -56,6 +57,10 @@ def mla_prepare(
         As for `cache_append`: a token whose slot is outside of the cache is skipped.
     q_rope : array, (n, h, 64), dtype of q, optional
         The queries' RoPE part where it lies elsewhere, as beside absorbed queries.
+    w_uk : array, (h, d_nope, 512), dtype of q, optional
+        The keys' half of kv_b_proj, as for `absorb`: the queries without their RoPE part are multiplied by it. Then d
+        is d_nope + 64, or with `q_rope` d_nope, of 64, 128, 192 or 256; q, w_uk, q_rope and out start at, and step by,
+        multiples of 16 bytes; and queries stay in 16 bits.
     cos, sin : array, (max_position, 32), float32, optional
         As for `cache_append`, for q and `rope`. The last axis is contiguous.
     positions : array, (n,), int32 or int64, optional
@@ -72,7 +77,7 @@ def mla_prepare(
         Return the turned RoPE part of the tokens, too.
     record, scales, kv_scale
         As for `cache_append`.
-    out : array, (n, h, d) or (n, h, d + 64), dtype of q; or uint8 or float8_e4m3fn, optional
+    out : array, (n, h, d) or (n, h, d + 64), or (n, h, 576) with w_uk, dtype of q; or uint8 or float8_e4m3fn, optional
         Whose memory the result takes over.
     q_scales : array, (n, h), float32, optional
         Whose memory the result takes over.
@@ -83,7 +88,7 @@ def mla_prepare(
 
     Returns
     -------
-    out : array, (n, h, d) or (n, h, d + 64)
+    out : array, (n, h, d) or (n, h, d + 64), or (n, h, 576) with w_uk
         Queries for `mla_decode`: with `quantise` uint8, the bits of e4m3.
     q_scales : array, (n, h), float32, or None
         With `quantise`: what each row's codes are to be multiplied by.
@@ -101,7 +106,7 @@ def mla_prepare(
     -----
     It has no gradient.
     """
-    arrays = (q, latent, rope, cache, slots, q_rope, cos, sin, positions, out, q_scales, rope_out)
+    arrays = (q, latent, rope, cache, slots, q_rope, w_uk, cos, sin, positions, out, q_scales, rope_out)
     options = (theta, interleaved, quantise, q_scale, return_rope, record, scales, kv_scale)
     out, q_scales, rope_out, cache = run(OPERATION, arrays, options, exportable)
     return out, q_scales, rope_out, cache

@@ -1,4 +1,4 @@
-"""Host side of `attention/combine_project.cu`: W_UV in the place of a combine."""
+"""Host side of `attention/combine_project.cu`: W_UV in the place of a combine, or after it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ PROJECTION = Projection(
 KERNELS = PROJECTION.kernels
 
 LATENTS = "latents"
-"""The part of the workspace with results of attention that need no merge, in float32."""
+"""The part of the workspace with results of attention: in float32 those that need no merge; in 16 bits all of them,
+where the product has a launch of its own."""
 
 
-def latents_nbytes(rows: int) -> int:
+def latents_nbytes(rows: int, apart: bool) -> int:
     """Size of that part, for so many rows of all heads."""
-    return 4 * D_V * rows
+    return (2 if apart else 4) * D_V * rows
 
 
 def latents_strides(s_q: int, h_q: int) -> tuple[int, int, int]:

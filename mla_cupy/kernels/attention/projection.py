@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention.heuristics import PROJECTION_BLOCKS_PER_SM
+from mla_cupy.kernels.attention.heuristics import (
+    LEAST_ROWS_APART,
+    LEAST_WIDE_ROWS_APART,
+    PROJECTION_BLOCKS_PER_SM,
+)
 from mla_cupy.kernels.param_layout import Params
 from mla_cupy.kernels.params import ProjectionAddresses, ProjectionSizes
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs
@@ -85,6 +89,11 @@ def share(h_q: int, d_head: int, tokens: int, device: DeviceInfo) -> int:
     return max(fits, default=least[0])
 
 
+def is_apart(h_q: int, d_head: int, tokens: int) -> bool:
+    """True if W_UV is faster as a launch of its own, after the combine, than in its place: see `LEAST_ROWS_APART`."""
+    return h_q * tokens >= (LEAST_ROWS_APART if d_head <= 128 else LEAST_WIDE_ROWS_APART)
+
+
 def token_shares(tokens: int, least: int, blocks: int, resident: int) -> int:
     """Shares of the tokens, each by its own blocks: as many as are resident at once, of at least so many tokens."""
     return max(1, min(-(-tokens // least), resident // blocks))
@@ -108,10 +117,11 @@ def share_tokens(call: Call, build: Build) -> int:
     return -(-b * s_q // shares)
 
 
-def sizes(call: Call, build: Build, by_query: bool = False) -> ProjectionSizes:
+def sizes(call: Call, build: Build, by_query: bool = False, tokens_of_block: int = 0) -> ProjectionSizes:
     """Sizes and strides of what is at the addresses.
 
-    With `by_query` the kernel takes the axes b and s_q, which step evenly, as one.
+    With `by_query` the kernel takes the axes b and s_q, which step evenly, as one. `tokens_of_block` are those that
+    `share_tokens` finds unless they are given.
     """
     d_head, (b, s_q, _, _) = call.view("w_uv").shape[1], call.view("out").shape
 
@@ -126,7 +136,7 @@ def sizes(call: Call, build: Build, by_query: bool = False) -> ProjectionSizes:
         projected_stride_b_s_h_elems=strides("out"),
         tokens=b * s_q,
         d_head=d_head,
-        share_tokens=share_tokens(call, build),
+        share_tokens=tokens_of_block or share_tokens(call, build),
         projected_is_fp32=call.view("out").dtype == "float32",
     )
 

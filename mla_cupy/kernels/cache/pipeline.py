@@ -89,9 +89,10 @@ class TokenMembers(TypedDict):
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """The blocks that a GPU runs at once, where that matters."""
+    """The GPU, and the blocks that it runs at once where that matters."""
 
     resident: int
+    device: DeviceInfo
 
 
 class CachePipeline(Pipeline[CacheConfig]):
@@ -102,7 +103,7 @@ class CachePipeline(Pipeline[CacheConfig]):
     def configure(self, problem: Any, device: DeviceInfo, kernel: str | None = None) -> CacheConfig:
         """See `Pipeline.configure`. There is nothing to choose."""
         choice.choose(self.name, self.kernels, problem, device, kernel)
-        return CacheConfig(table.COPY_BLOCKS_PER_SM * device.sm_count)
+        return CacheConfig(table.COPY_BLOCKS_PER_SM * device.sm_count, device)
 
     def workspace(self, config: CacheConfig) -> Layout:
         """See `Pipeline.workspace`: a call needs none."""

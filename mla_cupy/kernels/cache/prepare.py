@@ -1,4 +1,4 @@
-"""Pipeline of `mla_prepare`: one launch for queries and keys."""
+"""Pipeline of `mla_prepare`: one launch for queries and keys, with W_UK or without."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels.attention import record_layout
-from mla_cupy.kernels.cache import table
+from mla_cupy.kernels.cache import absorb, table
 from mla_cupy.kernels.cache.pipeline import CacheConfig, CachePipeline, rotation_members, token_members
+from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import CachePrepareParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Step
 from mla_cupy.kernels.spec import Variant
@@ -41,17 +42,21 @@ def frequencies(theta: float | None) -> tuple[int, ...]:
     return tuple(round(theta ** (-2 * i / D_ROPE) / (2 * math.pi) * 2.0**64) for i in range(D_ROPE // 2))
 
 
+_no_frequencies: Any = frequencies(None)
+
+
 class MlaPreparePipeline(CachePipeline):
     """The kernel of `mla_prepare`."""
 
     name = "preparation before decode"
-    kernels = (table.PREPARE,)
+    kernels = (table.PREPARE, absorb.ABSORB)
 
     def steps(self, config: CacheConfig, call: Call) -> list[Step]:
         """One launch, unless there is no token."""
         options: MlaPrepareOptions = call.options
         n, h, d = call.view("q").shape
         own_rope = call.views["q_rope"] is None
+        w_uk = call.views["w_uk"]
         has_tokens = call.views["cache"] is not None or call.views["rope_out"] is not None
         token_blocks = -(-n // table.PREPARED_PER_BLOCK) if has_tokens else 0
         turns: Any = frequencies(options.theta)  # as many as the struct has
@@ -80,6 +85,10 @@ class MlaPreparePipeline(CachePipeline):
             **token_members(call, n, options.scales),
             **_record_members(call, options),
         )
+        if w_uk is not None and n:
+            d_nope = w_uk.shape[1]
+            build = absorb.build(w_uk.dtype, d_nope, config.device)
+            return [absorb.launch(build, call, absorb.Queries("q", "out", d_nope, has_rope=True), params)]
         blocks = token_blocks + -(-n * h // table.QUERY_ROWS_PER_BLOCK)
         variant = Variant(codes=int(options.quantise))
         return [Launch(table.PREPARE, variant, (blocks, 1, 1), LaunchArgs(params))] if blocks else []
@@ -89,6 +98,36 @@ def _row_bytes(call: Call, name: str) -> tuple[int, int]:
     view = call.views[name]
     nbytes = 0 if view is None else TABLE[view.dtype].nbytes
     return call.stride(name, 0) * nbytes, call.stride(name, 1) * nbytes
+
+
+def queries_alone(call: Call) -> CachePrepareParams:
+    """The members of a call without tokens or angles, whose queries have `q_rope` for their RoPE part, or none."""
+    n, h, _ = call.view("out").shape
+    nothing: Any = dict.fromkeys(("q_scales", "rope_out", "latent", "rope", "cache", "slots"), NULL)
+    nothing |= dict.fromkeys(("cos", "sin", "positions"), NULL)
+    strides = ("rope_out", "latent", "rope", "slots", "positions", "page", "token")
+    nothing |= dict.fromkeys((f"{name}_stride_bytes" for name in strides), 0)
+    nothing |= dict.fromkeys(("cos_stride_elems", "sin_stride_elems", "num_pages", "page_size", "max_position"), 0)
+    nothing |= dict.fromkeys(("element", "slots_are_64", "positions_are_64", "interleaved", "power_of_2"), 0)
+    nothing |= dict.fromkeys(("kind", "rope_kind", "latent_chunks", "rope_chunks", "group_chunks", "scale_kind"), 0)
+    nothing |= dict.fromkeys(
+        ("rope_offset", "scales_offset", "scales_stride", "pieces", "token_blocks", "own_scale"), 0
+    )
+    return CachePrepareParams(
+        q=call.name("q_rope"),
+        q_rope=call.name("q_rope"),
+        out="out",
+        frequencies=_no_frequencies,
+        q_stride_n_h_bytes=(0, 0),
+        q_rope_stride_n_h_bytes=_row_bytes(call, "q_rope"),
+        out_stride_n_h_bytes=_row_bytes(call, "out"),
+        q_scales_stride_n_h_elems=(0, 0),
+        n=n,
+        h=h,
+        kv_scale=1.0,
+        q_scale=1.0,
+        **nothing,
+    )
 
 
 def _record_members(call: Call, options: MlaPrepareOptions) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mla_cupy.cache_formats import HEADER_WORDS
+from mla_cupy.kernels.cache import absorb
 from mla_cupy.kernels.params import (
     CacheAppendParams,
     CacheCopyPagesParams,
@@ -82,4 +83,4 @@ SLOTS: KernelSpec[object] = KernelSpec(
 )
 
 
-KERNELS = (APPEND, PREPARE, GATHER, COPY_PAGES, UPDATE, SLOTS)
+KERNELS = (APPEND, PREPARE, absorb.ABSORB, GATHER, COPY_PAGES, UPDATE, SLOTS)

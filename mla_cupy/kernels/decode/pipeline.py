@@ -21,7 +21,7 @@ from mla_cupy.kernels.attention import (
     schedule,
 )
 from mla_cupy.kernels.attention.kernel import AttentionKernel, SplitGrid
-from mla_cupy.kernels.attention.projection import Build
+from mla_cupy.kernels.attention.projection import Build, is_apart
 from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
 from mla_cupy.kernels.decode import (
     clusters,
@@ -51,6 +51,7 @@ from mla_cupy.kernels.params import (
     Fp8ScaleAddresses,
 )
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
+from mla_cupy.kernels.projection import results
 from mla_cupy.kernels.spec import PLAIN, KernelSpec, Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V
@@ -63,7 +64,7 @@ class DecodeConfig:
     `combine_blocks` is 0 where nothing is split; `pieces` are those of a batch-invariant plan, `groups` are of queries
     whose number varies or that have a window, up to `max_groups`. Of a kernel that runs in clusters, `num_splits` are
     the clusters that are resident at once. With `merged` False partial results stay in the workspace. `projection` is
-    the kernel that takes the combine's place where there is a W_UV.
+    the kernel that takes the combine's place where there is a W_UV, or with `apart` the one after the combine.
     """
 
     problem: DecodeProblem
@@ -74,6 +75,7 @@ class DecodeConfig:
     pieces: Pieces | None = None
     merged: bool = True
     projection: Build | None = None
+    apart: bool = False
     groups: Groups | None = None
     max_groups: int = 0
 
@@ -105,7 +107,9 @@ class DecodeConfig:
             return {}
         assert self.pieces or self.problem.batch
         b = self.pieces.max_b if self.pieces else self.problem.batch.b if self.problem.batch else 0
-        return {combine_project.LATENTS: combine_project.latents_nbytes(b * self.problem.s_q * self.problem.h_q)}
+        return {
+            combine_project.LATENTS: combine_project.latents_nbytes(b * self.problem.s_q * self.problem.h_q, self.apart)
+        }
 
 
 class DecodePipeline(Pipeline[DecodeConfig]):
@@ -142,12 +146,10 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         rows = groups.queries * problem.h_q if groups else problem.rows
         splits = chosen.splits(rows, device, problem.h_kv)
         blocks = 0 if chosen.cluster_blocks > 1 else combine.blocks(splits.num_splits, device)
-        projection = None
+        config = DecodeConfig(problem, chosen, splits.row_blocks, splits.num_splits, blocks)
         if problem.d_head:
             batch = problem.batch or Batch(1, 0)
-            tokens = batch.queries or batch.b * problem.s_q
-            projection = combine_project.PROJECTION.build(problem.half, problem.h_q, problem.d_head, tokens, device)
-        config = DecodeConfig(problem, chosen, splits.row_blocks, splits.num_splits, blocks, projection=projection)
+            config = _projecting(config, batch.queries or batch.b * problem.s_q, device)
         if groups is None:
             return config
         batch = problem.batch or Batch(1, 0)
@@ -156,7 +158,11 @@ class DecodePipeline(Pipeline[DecodeConfig]):
 
     def in_pieces(self, config: DecodeConfig, pieces: Pieces, device: DeviceInfo) -> DecodeConfig:
         """Configuration of a batch-invariant call, in pieces."""
-        return replace(config, pieces=pieces, combine_blocks=combine.blocks(pieces.max_pieces, device))
+        config = replace(config, pieces=pieces, combine_blocks=combine.blocks(pieces.max_pieces, device))
+        if not config.apart:
+            return config
+        # The order of a row's sums must not depend on the batch: the kernel in the combine's place has one of its own.
+        return _projecting(config, 0, device)
 
     def workspace(self, config: DecodeConfig) -> Layout:
         """The schedule, then the partial results; what has to be zeros is last."""
@@ -190,11 +196,13 @@ class DecodePipeline(Pipeline[DecodeConfig]):
                 steps[:0] = self.schedule_groups(config, step)
             else:
                 steps[:0] = self.schedule(config, stride, max_tokens, b, shard)
-        if config.projection:
+        if config.projection and not config.apart:
             params, has_pieces = self._params(config, call, splits), config.pieces is not None
-            steps.append(combine_project.combine(config.projection, call, params, has_pieces=has_pieces))
-        elif config.combine_blocks and config.merged:
+            return [*steps, combine_project.combine(config.projection, call, params, has_pieces=has_pieces)]
+        if config.combine_blocks and config.merged:
             steps.append(self._combine(config, _requests(config, call), args))
+        if config.projection:
+            steps.append(results.project(config.projection, call))
         return steps
 
     def _combine(self, config: DecodeConfig, b: int, args: LaunchArgs) -> Launch:
@@ -220,9 +228,9 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         found: list[tuple[KernelSpec[Any], Variant]] = [(config.kernel, config.kernel.variant(problem))]
         if not config.in_clusters:
             found.insert(0, (cut, PLAIN[0]))
-        if config.projection:
-            return [*found, config.projection[:2]]
-        return [*found, (merge, combine.build(problem.half, problem.d_v))] if config.combine_blocks else found
+        if config.combine_blocks and (config.apart or not config.projection):
+            found.append((merge, combine.build(problem.half, problem.d_v)))
+        return [*found, config.projection[:2]] if config.projection else found
 
     def schedule(
         self, config: DecodeConfig, stride: int, max_tokens: int, b: int, shard: tuple[int, int] = (1, 0)
@@ -297,7 +305,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             max_pages=call.view("block_table").shape[1],
             num_splits=splits,
             causal=options.causal,
-            out_is_fp32=projects or call.view("out").dtype == "float32",
+            out_is_fp32=not config.apart and (projects or call.view("out").dtype == "float32"),
             continued_index=0 if config.pieces else config.num_splits,
             request_units=0,
             unit_tiles=0,
@@ -317,6 +325,14 @@ def _groups(problem: DecodeProblem, kernel: AttentionKernel[DecodeProblem]) -> G
         return None
     heads = problem.h_q // problem.h_kv
     return Groups(max(1, min(problem.s_q, kernel.block_rows // heads)), wanted.cu_seqlens_q, wanted.window)
+
+
+def _projecting(config: DecodeConfig, tokens: int, device: DeviceInfo) -> DecodeConfig:
+    """The configuration with a W_UV, for so many tokens."""
+    problem, apart = config.problem, is_apart(config.problem.h_q, config.problem.d_head, tokens)
+    chosen = results.build if apart else combine_project.PROJECTION.build
+    build = chosen(problem.half, problem.h_q, problem.d_head, tokens, device)
+    return replace(config, projection=build, apart=apart)
 
 
 def _with_forms(

@@ -6,7 +6,7 @@ products in FP8 a launch before makes lists of the entries that are slots, and a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from mla_cupy.arrays.view import View
@@ -16,13 +16,14 @@ from mla_cupy.kernels.attention import combine, combine_project, record_layout, 
 from mla_cupy.kernels.attention import schedule as attention_schedule
 from mla_cupy.kernels.attention.heuristics import merge_cost
 from mla_cupy.kernels.attention.kernel import AttentionKernel
-from mla_cupy.kernels.attention.projection import Build
+from mla_cupy.kernels.attention.projection import Build, is_apart
 from mla_cupy.kernels.attention.records import rows_variant
 from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.numbers import LOG2_E, from_log2
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import DecodeFp8Params, DecodeParams, ExtraAddresses, Fp8ScaleAddresses, SparseDecodeParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
+from mla_cupy.kernels.projection import results
 from mla_cupy.kernels.sparse_decode import records, schedule, turn_results
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
 from mla_cupy.kernels.sparse_decode.schedule import Cuts
@@ -36,7 +37,7 @@ class SparseDecodeConfig:
     """Everything about a call that does not depend on pointers or strides.
 
     `combine_blocks` is 0 where no query can be split. Of lists with lengths in memory, `cuts` say the splits alone.
-    `projection` is the kernel that takes the combine's place where there is a W_UV.
+    `projection` is the kernel that takes the combine's place where there is a W_UV, or with `apart` the one after it.
     """
 
     problem: SparseDecodeProblem
@@ -46,6 +47,7 @@ class SparseDecodeConfig:
     cuts: Cuts
     combine_blocks: int
     projection: Build | None = None
+    apart: bool = False
 
     @property
     def listed(self) -> bool:
@@ -81,12 +83,13 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             cuts = schedule.even_cuts(problem, block_rows, most)
             split = cuts.request_units > 1 and cuts.num_splits > 1
         blocks = combine.blocks(cuts.num_splits, device) if split else 0
-        projection = None
-        if problem.d_head:
-            projection = combine_project.PROJECTION.build(
-                problem.dtype, problem.h_q, problem.d_head, problem.queries, device
-            )
-        return SparseDecodeConfig(problem, chosen, variant, block_rows, cuts, blocks, projection)
+        config = SparseDecodeConfig(problem, chosen, variant, block_rows, cuts, blocks)
+        if not problem.d_head:
+            return config
+        apart = is_apart(problem.h_q, problem.d_head, problem.queries)
+        chosen_build = results.build if apart else combine_project.PROJECTION.build
+        build = chosen_build(problem.dtype, problem.h_q, problem.d_head, problem.queries, device)
+        return replace(config, projection=build, apart=apart)
 
     def workspace(self, config: SparseDecodeConfig) -> Layout:
         """Lists and schedule, if they are in memory, two partial results per split, and results to be projected."""
@@ -99,7 +102,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
                 "schedule": attention_schedule.nbytes(splits) if problem.ragged or config.listed else 0,
                 "partial_lse": 4 * partial_rows,
                 "partial_out": 4 * D_V * partial_rows,
-                **({combine_project.LATENTS: combine_project.latents_nbytes(latents)} if latents else {}),
+                **({combine_project.LATENTS: combine_project.latents_nbytes(latents, config.apart)} if latents else {}),
             }
         )
 
@@ -120,11 +123,13 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         elif problem.ragged:
             steps.append(schedule.launch(call, problem, splits, cost))
         steps.append(Launch(config.kernel, config.variant, (config.row_blocks, splits, 1), args))
-        if config.projection:
+        if config.projection and not config.apart:
             steps.append(combine_project.combine(config.projection, call, params, by_query=True))
         elif config.combine_blocks:
             blocks = combine.needed_blocks(config.combine_blocks, problem.queries, problem.h_q, splits)
             steps.append(combine.launch(problem.dtype, blocks, LaunchArgs(params)))
+        if config.projection and config.apart:
+            steps.append(results.project(config.projection, call, by_query=True))
         if call.name("out_cos"):
             steps.append(turn_results.launch(call, 1 if call.view("q").shape[1] > 1 else 0))
         return steps
@@ -169,7 +174,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             max_pages=longest,
             num_splits=cuts.num_splits,
             causal=False,
-            out_is_fp32=projects or call.view("out").dtype == "float32",
+            out_is_fp32=not config.apart and (projects or call.view("out").dtype == "float32"),
             continued_index=cuts.num_splits,
             request_units=cuts.request_units,
             unit_tiles=cuts.unit_tiles,

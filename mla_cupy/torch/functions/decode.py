@@ -103,8 +103,8 @@ def mla_decode(
         The queries' rows of these, clamped to them; (total_q,) with `cu_seqlens_q`. Given with these, or not at all.
     w_uv : tensor, (h_q, d_head, 512), bfloat16 or float16, optional
         The values' half of kv_b_proj, as it lies in the weights: `kv_b_proj.reshape(h_q, -1, 512)[:, d_nope:]`. Results
-        are then multiplied by it, out[.., h, d] = sum_c out[.., h, c] * w_uv[h, d, c], where they would be merged. Of
-        the dtype that `out` has without it; d_head is 64, 128, 192 or 256. A contiguous last axis, a start and other
+        are then multiplied by it, out[.., h, d] = sum_c out[.., h, c] * w_uv[h, d, c], where they are merged, or after.
+        Of the dtype that `out` has without it; d_head is 64, 128, 192 or 256. A contiguous last axis, a start and other
         strides that are multiples of 16 bytes. Not with `cu_seqlens_q` or a `window`.
     gate : tensor, (b, s_q, h_q, d_head), dtype of w_uv, optional
         Its sigmoid is a factor of each element of the result of `w_uv`. Strides as for w_uv.

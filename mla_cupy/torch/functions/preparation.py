@@ -22,6 +22,7 @@ def mla_prepare(
     slots: torch.Tensor | None = None,
     *,
     q_rope: torch.Tensor | None = None,
+    w_uk: torch.Tensor | None = None,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
@@ -39,7 +40,7 @@ def mla_prepare(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Make queries and keys ready for decode, in one launch: RoPE of both, queries in e4m3, tokens in the cache.
 
-    Each part is optional; `cache_append` is the form for keys alone.
+    Each part is optional; `cache_append` is the form for keys alone. With `w_uk` the launch is that of `absorb`, too.
 
     For tensors of PyTorch: the notes of `mla_cupy.mla_prepare` hold here, too.
 
@@ -58,6 +59,10 @@ def mla_prepare(
         As for `cache_append`: a token whose slot is outside of the cache is skipped.
     q_rope : tensor, (n, h, 64), dtype of q, optional
         The queries' RoPE part where it lies elsewhere, as beside absorbed queries.
+    w_uk : tensor, (h, d_nope, 512), dtype of q, optional
+        The keys' half of kv_b_proj, as for `absorb`: the queries without their RoPE part are multiplied by it. Then d
+        is d_nope + 64, or with `q_rope` d_nope, of 64, 128, 192 or 256; q, w_uk, q_rope and out start at, and step by,
+        multiples of 16 bytes; and queries stay in 16 bits.
     cos, sin : tensor, (max_position, 32), float32, optional
         As for `cache_append`, for q and `rope`. The last axis is contiguous.
     positions : tensor, (n,), int32 or int64, optional
@@ -74,7 +79,7 @@ def mla_prepare(
         Return the turned RoPE part of the tokens, too.
     record, scales, kv_scale
         As for `cache_append`.
-    out : tensor, (n, h, d) or (n, h, d + 64), dtype of q; or uint8 or float8_e4m3fn, optional
+    out : tensor, (n, h, d) or (n, h, d + 64), or (n, h, 576) with w_uk, dtype of q; or uint8 or float8_e4m3fn, optional
         Where the queries go. It may be `q` itself, of which only the RoPE part is then touched. The last axis is
         contiguous.
     q_scales : tensor, (n, h), float32, optional
@@ -84,7 +89,7 @@ def mla_prepare(
 
     Returns
     -------
-    out : tensor, (n, h, d) or (n, h, d + 64)
+    out : tensor, (n, h, d) or (n, h, d + 64), or (n, h, 576) with w_uk
         Queries for `mla_decode`: with `quantise` uint8, the bits of e4m3.
     q_scales : tensor, (n, h), float32, or None
         With `quantise`: what each row's codes are to be multiplied by.
@@ -100,7 +105,7 @@ def mla_prepare(
     -----
     It has no gradient: decode serves inference. Tensors for the results are given all or none.
     """
-    arrays = (q, latent, rope, cache, slots, q_rope, cos, sin, positions, out, q_scales, rope_out)
+    arrays = (q, latent, rope, cache, slots, q_rope, w_uk, cos, sin, positions, out, q_scales, rope_out)
     options = (theta, interleaved, quantise, q_scale, return_rope, record, scales, kv_scale)
     if (
         is_plain_call(q)

@@ -10,7 +10,7 @@ import numpy as np
 
 import mla_cupy
 from mla_cupy import dtypes, reference
-from tests.cache import prepare_runs
+from tests.cache import absorbed_runs, prepare_runs
 from tests.decode.test_forms import CASES as FORMS
 from tests.decode.test_forms import SINKS, FormCase, form_inputs
 from tests.indexer.prepare.prepare_cases import both, expected
@@ -30,6 +30,7 @@ PROJECTED = (
     DecodeCase(b=2, h_q=4, seqlens=(130, 0)),
     DecodeCase(b=1, s_q=3, h_q=7, seqlens=400, dtype="float16"),  # split
     DecodeCase(b=3, h_q=64, seqlens=(70, 3, 66)),
+    DecodeCase(b=41, h_q=128, seqlens="ragged-100"),  # W_UV after the combine
 )
 
 
@@ -37,6 +38,8 @@ def calls(to: To = upload, back: Back = fetch) -> Iterator[Call]:
     """Each operation, with gaps and strides that are none; `to` and `back` take arrays to where they are computed."""
     for case in prepare_runs.CASES:
         yield Call(f"prepare {case}", partial(prepare_runs.check_prepare, case, to, back))
+    for absorbed in absorbed_runs.CASES:
+        yield Call(f"prepare and absorb {absorbed}", partial(absorbed_runs.check_absorbed, absorbed, to, back))
     for d in (32, 64, 128):
         yield Call(f"index {d}", partial(index, d, to, back))
     for sizes in ABSORBED:

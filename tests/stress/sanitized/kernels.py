@@ -168,6 +168,7 @@ LAUNCHED = {
         "attention_generic",
         "attention_generic_forms",
         "attention_schedule",
+        "cache_absorb",
         "cache_prepare",
         "decode_generic_records",
         "decode_schedule_groups",
@@ -181,7 +182,7 @@ LAUNCHED = {
         "decode_sm90_small_cluster8",
         "decode_sm90_small_forms",
         "indexer_prepare_quantize",
-        "projection_absorb",
+        "projection_sm90_results",
         "projection_states_clusters",
     ),
 }

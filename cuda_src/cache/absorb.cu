@@ -1,14 +1,18 @@
-// Before attention: the part of queries without RoPE, multiplied by a head's W_UK, to the columns of absorbed queries.
+// Before attention: the part of queries without RoPE, multiplied by a head's W_UK, to the columns of absorbed queries,
+// beside them RoPE's columns, turned or as they are, and tokens to a paged cache.
 //
-//   q[t, :512] = q_nope[t, head] W_UK[head],   q[t, 512:] = q_rope[t, head]
+//   q[t, :512] = q_nope[t, head] W_UK[head],   q[t, 512:] = RoPE(q_rope[t, head])
+//   cache[slot] = record of (latent, rope)                                            cache/append.cuh
 //
-// Grid: x = heads, each by 2^parts_log2 blocks of as many of the 512 columns, which also copy their part of RoPE's; y =
-// shares of the tokens. A block reads its part of W_UK once, asks for it before anything else, and keeps it in
-// registers: a warp has 32 columns. It goes through its tokens, kStep at a time, while the next ones are on their way;
-// where it has fewer columns than its warps, tiles of 16 tokens are shared out, too.
+// Grid: x = blocks for tokens, eight each, then heads, each by 2^parts_log2 blocks of as many of the 512 columns, which
+// also have the RoPE part of some of their tokens; y = shares of the tokens. A block reads its part of W_UK once, asks
+// for it before anything else, and keeps it in registers: a warp has 32 columns. It goes through its tokens, kStep at a
+// time, while the next ones are on their way; where it has fewer columns than its warps, tiles of 16 tokens are shared
+// out, too.
 //
 //   W_UK, first and next tokens on their way | RoPE | W_UK to registers | product, store | product, store | ...
 #include "attention/shapes.cuh"
+#include "cache/prepare.cuh"
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
@@ -18,14 +22,13 @@
 #include "tile/copies.cuh"
 #include "tile/warp.cuh"
 
-namespace mla::projection {
-using namespace attention;
+namespace mla::cache {
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = MLA_DTYPE;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
-constexpr i32 kThreads = 128;
+constexpr i32 kThreads = kAppendThreads;
 constexpr i32 kWarps = kThreads / kWarpThreads;
 constexpr i32 kMaxDNope = MLA_MAX_D_NOPE;                                   // rows of W_UK
 constexpr i32 kWarpColumns = 32;                                            // whose weights a warp keeps
@@ -40,22 +43,27 @@ constexpr i32 kBlocksPerSm = kMaxDNope <= 128 ? 4 : 2;
 static_assert(kMaxColumns <= kWarpColumns * kWarps, "a warp has its columns");
 
 // ---- Params ----------------------------------------------------------------------------------------------------
-struct AbsorbParams {
+struct AbsorbAddresses {
     const u16* q_nope;  // (t, h_q, d_nope)
     const u16* w_uk;    // (h_q, d_nope, 512)
-    const u16* q_rope;  // (t, h_q, 64), or null
-    u16* out;           // (t, h_q, 512), or with RoPE's columns (t, h_q, 576)
+    u16* absorbed;      // (t, h_q, 512), or with RoPE's columns (t, h_q, 576)
+};
+struct AbsorbSizes {
     i64 q_nope_stride_t_elems, q_nope_stride_h_elems;
     i64 w_uk_stride_h_elems, w_uk_stride_d_elems;
-    i64 q_rope_stride_t_elems, q_rope_stride_h_elems;
-    i64 out_stride_t_elems, out_stride_h_elems;
+    i64 absorbed_stride_t_elems, absorbed_stride_h_elems;
     i32 t, d_nope;
     i32 parts_log2;    // blocks of a head: no division stands before the first load
     i32 share_tokens;  // a multiple of kTile
 };
+struct AbsorbParams : AbsorbAddresses, CachePrepareParams, AbsorbSizes {
+    i32 has_rope;  // whether queries have a RoPE part, as in CachePrepareParams; `out` is `absorbed`
+    i32 padding;
+};
 
-MLA_FACT_LIST(params_layout, MLA_OFFSET(AbsorbParams, q_nope_stride_t_elems), MLA_OFFSET(AbsorbParams, t),
-              (int)sizeof(AbsorbParams));
+MLA_FACT_LIST(params_layout, MLA_OFFSET(AbsorbParams, frequencies), MLA_OFFSET(AbsorbParams, n),
+              MLA_OFFSET(AbsorbParams, kv_scale), MLA_OFFSET(AbsorbParams, q_nope_stride_t_elems),
+              MLA_OFFSET(AbsorbParams, t), (int)sizeof(AbsorbParams));
 MLA_FACT(threads, kThreads);
 MLA_FACT(tile_tokens, kTile);
 MLA_FACT(min_columns, kMinColumns);
@@ -78,15 +86,17 @@ struct Block {
     MLA_DEVICE Block(const AbsorbParams& p, Storage& s)
         : p(p),
           s(s),
-          head(blockIdx.x >> p.parts_log2),
-          part(blockIdx.x & ((1 << p.parts_log2) - 1)),
+          head((blockIdx.x - p.token_blocks) >> p.parts_log2),
+          part((blockIdx.x - p.token_blocks) & ((1 << p.parts_log2) - 1)),
           columns(kHeadDimV >> p.parts_log2),
           first(blockIdx.y * p.share_tokens),
           end(min(p.t, first + p.share_tokens)) {}
     MLA_DEVICE const u16* w_uk(i32 row) const {
         return p.w_uk + head * p.w_uk_stride_h_elems + row * p.w_uk_stride_d_elems + part * columns;
     }
-    MLA_DEVICE u16* out(i32 token) const { return p.out + token * p.out_stride_t_elems + head * p.out_stride_h_elems; }
+    MLA_DEVICE u16* out(i32 token) const {
+        return p.absorbed + token * p.absorbed_stride_t_elems + head * p.absorbed_stride_h_elems;
+    }
     MLA_DEVICE u16* queries(i32 first_token) const { return s.q[(first_token - first) / kStep % kStages][0]; }
 };
 
@@ -94,12 +104,9 @@ struct Block {
 // To the L2 alone: an earlier kernel may still be writing it.
 MLA_DEVICE void prefetch_w_uk(const Block& block) {
 #if __CUDA_ARCH__ >= 900
-    constexpr i32 kLine = 64;
 #pragma unroll 1
     for (i32 row = threadIdx.x; row < block.p.d_nope; row += kThreads) {
-        const u16* const from = block.w_uk(row);
-#pragma unroll 1
-        for (i32 column = 0; column < block.columns; column += kLine) prefetch_global_l2(from + column);
+        cp_async_bulk_prefetch_l2(block.w_uk(row), 2 * block.columns);
     }
 #endif
 }
@@ -140,20 +147,29 @@ MLA_DEVICE void fetch_queries(const Block& block, i32 first) {
     }
 }
 
-// RoPE's columns stay as they are; a block has some of them.
-MLA_DEVICE void copy_rope(const Block& block) {
+// RoPE's columns: the parts of a head share the tokens out, eight lanes a row. Called by whole warps.
+MLA_DEVICE void prepare_rope(const Block& block) {
     const AbsorbParams& p = block.p;
-    if (p.q_rope == nullptr) return;
-    constexpr i32 kRopePieces = 3;  // 2^3 pieces of 16 bytes are a row
-    const i32 pieces_log2 = kRopePieces - p.parts_log2;
-    const i32 column = (block.part << pieces_log2 | (threadIdx.x & ((1 << pieces_log2) - 1))) * 8;
-    const i32 tokens = kThreads >> pieces_log2;
-#pragma unroll 2
-    for (i32 token = block.first + (threadIdx.x >> pieces_log2); token < block.end; token += tokens) {
-        const u16* const from = p.q_rope + token * p.q_rope_stride_t_elems + block.head * p.q_rope_stride_h_elems;
-        *reinterpret_cast<uint4*>(block.out(token) + kHeadDimV + column) =
-            *reinterpret_cast<const uint4*>(from + column);
+    if (!p.has_rope) return;
+    const AnyRotation rotation(p);
+    const i32 lane = threadIdx.x % kRowLanes, row = threadIdx.x / kRowLanes << p.parts_log2 | block.part;
+#pragma unroll 1
+    for (i32 first = block.first; first < block.end; first += kRows << p.parts_log2) {
+        const bool exists = first + row < block.end;
+        const QueryRow query(p, exists ? first + row : first, block.head, exists);
+        const uint4 piece = turned_piece<Element, true>(rotation, query, lane);
+        if (!exists) continue;
+        *reinterpret_cast<uint4*>(query.out + kHeadDimV * sizeof(u16) + lane * kPieceBytes) = piece;
     }
+}
+
+// Eight tokens to the cache, by one share of the blocks for them.
+MLA_DEVICE void append(const AbsorbParams& p) {
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    if (blockIdx.y > 0) return;
+    const i64 first = ((i64)blockIdx.x * kAppendWarps + threadIdx.x / kWarpThreads) * kTokens;
+    append_tokens(p, AnyRotation(p), RopeRows{p.rope_out, p.rope_out_stride_bytes}, first, threadIdx.x % kWarpThreads);
 }
 
 // ---- Product ---------------------------------------------------------------------------------------------------
@@ -207,7 +223,7 @@ MLA_DEVICE void multiply(const Block& block, const Weights& w, i32 first) {
     constexpr i32 kColumnTiles = kWarpColumns / 8;
     const i32 lane = threadIdx.x % kWarpThreads, count = min(kStep, block.end - first);
     const i32 column = block.part * block.columns + w.column + lane % 4 * 8;
-    const i64 step = block.p.out_stride_t_elems;
+    const i64 step = block.p.absorbed_stride_t_elems;
     i32 row = w.tile + lane / 4;  // and eight rows on
     u16* to = block.out(first + row) + column;
     SmemAddr from = smem_addr(block.queries(first) + (w.tile + lane % 16) * kNopePitch + lane / 16 * 8);
@@ -267,9 +283,10 @@ MLA_DEVICE void multiply(const Block& block, const Weights&, i32 first) {
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    mla_projection_absorb(const __grid_constant__ AbsorbParams p) {
+    mla_cache_absorb(const __grid_constant__ AbsorbParams p) {
     extern __shared__ __align__(16) u8 smem[];
     const Block block(p, *reinterpret_cast<Storage*>(smem));
+    if ((i32)blockIdx.x < p.token_blocks) return append(p);
     prefetch_w_uk(block);
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
@@ -278,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     commit_copies();
     fetch_queries(block, block.first + kStep);
     commit_copies();
-    copy_rope(block);
+    prepare_rope(block);
     wait_for_copies<1>();  // but for the next queries
     __syncthreads();
     const Weights weights(block);
@@ -292,4 +309,4 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         __syncthreads();
     }
 }
-}  // namespace mla::projection
+}  // namespace mla::cache

@@ -1,0 +1,117 @@
+// What kernels that prepare queries share: their parameters, angles, and rows.
+#pragma once
+#include "cache/append.cuh"
+
+namespace mla::cache {
+// ---- Budget ----------------------------------------------------------------------------------------------------
+constexpr i32 kRowLanes = kRopePieces;             // of a row of queries
+constexpr i32 kRows = kAppendThreads / kRowLanes;  // of a block
+constexpr i32 kLaneStepBytes = kRowLanes * kPieceBytes;
+
+// ---- Params ----------------------------------------------------------------------------------------------------
+struct CachePrepareParams {
+    const u8* q;       // (n, h, 64 pieces), `element`; with its RoPE part, 64 elements more, unless q_rope is given
+    const u8* q_rope;  // (n, h, 64), `element`; or null
+    u8* out;           // (n, h, 64 pieces + 64): `element`, or e4m3
+    float* q_scales;   // (n, h), or null without codes
+    u8* rope_out;      // (n, 64), `element`; or null
+    const u8* latent;  // from here on as in CacheAppendParams; `cache` may be null
+    const u8* rope;
+    u8* cache;
+    const u8* slots;
+    const float* cos;
+    const float* sin;
+    const u8* positions;
+    i64 frequencies[kRopePairs];  // of RoPE without tables, in 2^-64 turns
+    i64 q_stride_n_bytes, q_stride_h_bytes;
+    i64 q_rope_stride_n_bytes, q_rope_stride_h_bytes;
+    i64 out_stride_n_bytes, out_stride_h_bytes;
+    i64 q_scales_stride_n_elems, q_scales_stride_h_elems;
+    i64 rope_out_stride_bytes;
+    i64 latent_stride_bytes, rope_stride_bytes, slots_stride_bytes, positions_stride_bytes;
+    i64 cos_stride_elems, sin_stride_elems;
+    i64 page_stride_bytes, token_stride_bytes;
+    i32 n, num_pages, page_size, max_position;
+    i32 element, slots_are_64, positions_are_64, interleaved, power_of_2;
+    i32 kind, rope_kind, latent_chunks, rope_chunks, group_chunks, scale_kind;
+    i32 rope_offset, scales_offset, scales_stride;
+    i32 h, pieces;     // query heads; a lane's pieces of a row beside the RoPE part
+    i32 token_blocks;  // of the grid
+    i32 own_scale;     // of each row; else `q_scale`
+    float kv_scale, q_scale;
+};
+
+// ---- RoPE ------------------------------------------------------------------------------------------------------
+// By tables, or computed.
+struct AnyRotation : TableRotation {
+    const i64* frequencies;
+
+    MLA_DEVICE explicit AnyRotation(const CachePrepareParams& p)
+        : TableRotation{p.cos,
+                        p.sin,
+                        p.positions,
+                        p.cos_stride_elems,
+                        p.sin_stride_elems,
+                        p.positions_stride_bytes,
+                        p.max_position,
+                        p.positions_are_64,
+                        p.interleaved},
+          frequencies(p.frequencies) {}
+    MLA_DEVICE bool turns() const { return positions != nullptr; }
+    // Called by whole warps.
+    MLA_DEVICE void load(PieceAngles& angles, i64 token, i32 piece) const {
+        if (cos == nullptr) {
+            angles.compute(position(token), frequencies, piece, interleaved);
+        } else {
+            load_row(angles, position(token), piece);
+        }
+    }
+};
+
+// ---- Queries ---------------------------------------------------------------------------------------------------
+
+// A row of queries, and where it goes; null without one.
+struct QueryRow {
+    const u8 *q, *rope;
+    u8* out;
+    i32 token, head;
+
+    MLA_DEVICE QueryRow(const CachePrepareParams& p, i64 at) {
+        const bool exists = at < (i64)p.n * p.h;
+        const u32 row = exists ? (u32)at : 0;
+        const i32 of = (i32)(row / (u32)p.h);
+        locate(p, of, (i32)(row - (u32)of * (u32)p.h), exists);
+    }
+    MLA_DEVICE QueryRow(const CachePrepareParams& p, i32 token, i32 head, bool exists) {
+        locate(p, token, head, exists);
+    }
+
+   private:
+    MLA_DEVICE void locate(const CachePrepareParams& p, i32 of_token, i32 of_head, bool exists) {
+        token = of_token, head = of_head;
+        q = p.q + token * p.q_stride_n_bytes + head * p.q_stride_h_bytes;
+        rope = p.q_rope == nullptr ? q + p.pieces * kLaneStepBytes
+                                   : p.q_rope + token * p.q_rope_stride_n_bytes + head * p.q_rope_stride_h_bytes;
+        out = exists ? p.out + token * p.out_stride_n_bytes + head * p.out_stride_h_bytes : nullptr;
+    }
+};
+
+MLA_DEVICE bool queries_are_aligned(const CachePrepareParams& p) {
+    const u64 q = reinterpret_cast<u64>(p.q) | p.q_stride_n_bytes | p.q_stride_h_bytes;
+    const u64 rope = reinterpret_cast<u64>(p.q_rope) | p.q_rope_stride_n_bytes | p.q_rope_stride_h_bytes;
+    return (q | rope) % kPieceBytes == 0;
+}
+
+// A lane's piece of the RoPE part, turned if it is to be. Called by whole warps.
+template <class Element, bool kAligned>
+MLA_DEVICE uint4 turned_piece(const AnyRotation& rotation, const QueryRow& row, i32 lane) {
+    const uint4 piece = load_piece(row.rope + lane * kPieceBytes, kAligned, true);
+    if (!rotation.turns()) return piece;
+    PieceAngles angles;
+    rotation.load(angles, row.token, lane);
+    float x[kPieceElems];
+    unpack_piece<Element>(x, piece);
+    angles.turn(x, lane, rotation.interleaved);
+    return pack_piece<Element>(x);
+}
+}  // namespace mla::cache

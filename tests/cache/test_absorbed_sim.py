@@ -1,0 +1,122 @@
+"""Preparation before decode with W_UK in the simulator, and bugs planted in its kernel."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mla_cupy
+from tests.cache.absorbed_runs import CASES, AbsorbedCase, check_absorbed, make
+from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.sim_driver import simulated
+
+MODES = (("late", 0), ("early", 0), ("random", 1))
+
+
+def same(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+def check(case: AbsorbedCase, mode: tuple[str, int] = ("early", 0), sm_count: int = 2) -> None:
+    with simulated(sm_count, mode=mode[0], seed=mode[1]) as target:
+        check_absorbed(case, same, np.asarray)
+        assert target.launched == ["mla_cache_absorb"]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_equals_the_oracle(case: AbsorbedCase) -> None:
+    check(case, MODES[case.n % 3], sm_count=1 + case.n % 2)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_in_every_order(mode: tuple[str, int]) -> None:
+    check(AbsorbedCase(n=3, h=1, d_nope=64, record="v32", interleaved=False), mode)
+
+
+def test_on_older_gpus() -> None:
+    with simulated(2, (7, 5)):
+        check_absorbed(AbsorbedCase(n=3, h=1, d_nope=64, dtype="float16"), same, np.asarray)
+
+
+def test_bits_are_those_of_two_calls() -> None:
+    """Of `absorb`, and of `mla_prepare` for the RoPE part and the tokens."""
+    arrays, options = make(AbsorbedCase(n=9, h=1, d_nope=64))
+    apart = {name: x.copy() if name == "cache" else x for name, x in arrays.items() if name != "w_uk"}
+    with simulated(2):
+        out, _, _ = mla_cupy.mla_prepare(**arrays, **options)
+        turned, _, _ = mla_cupy.mla_prepare(**{**apart, "q": arrays["q"][..., 64:]}, **options)
+        absorbed = mla_cupy.absorb(arrays["q"][..., :64], arrays["w_uk"])
+    assert out.tobytes() == np.concatenate([absorbed, turned], axis=2).tobytes()
+    assert (arrays["cache"].view(np.uint16) == apart["cache"].view(np.uint16)).all()
+
+
+def test_nothing_to_do_is_no_launch() -> None:
+    arrays, options = make(AbsorbedCase())
+    given = {name: x if name in ("cache", "cos", "sin", "w_uk") else x[:0] for name, x in arrays.items()}
+    with simulated(1) as target:
+        out, _, _ = mla_cupy.mla_prepare(**given, **options)
+        assert (out.shape, target.launched) == ((0, 2, 576), [])
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"q": (5, 2, 160)}, "q.shape[-1]: got 160, expected 128 or 192 or 256 or 320 with w_uk"),
+        (
+            {"q": (5, 2, 96), "q_rope": (5, 2, 64)},
+            "q.shape[-1]: got 96, expected 64 or 128 or 192 or 256 with w_uk and q_rope",
+        ),
+        ({"w_uk": (2, 64, 512)}, "w_uk.shape[1]: got 64, expected 128, as q has beside its RoPE part"),
+        ({"w_uk": (3, 128, 512)}, "w_uk.shape"),
+        ({"w_uk": (2, 128, 448)}, "w_uk.shape"),
+        ({"quantise": True}, "quantise: got True, expected False with w_uk"),
+        ({"odd": "q"}, "q.strides"),
+        ({"odd": "out"}, "out.strides"),
+        ({"out": (5, 2, 192)}, "out.shape"),
+    ],
+    ids=str,
+)
+def test_bad_input(changed: dict[str, Any], expected: str) -> None:
+    arrays, options = make(AbsorbedCase(record=""))
+    for name, x in changed.items():
+        if name == "quantise":
+            options[name] = x
+        elif name == "odd":
+            wide = np.zeros((5, 2, 577 if x == "out" else 193), ml_dtypes.bfloat16)
+            arrays[x] = wide[..., 1:]
+        else:
+            arrays[name] = np.zeros(x, ml_dtypes.bfloat16)
+    with simulated(1) as target, pytest.raises(mla_cupy.MlaError, match=re.escape(expected)):
+        mla_cupy.mla_prepare(**arrays, **options)
+    assert target.launched == []
+
+
+ABSORB = "cache/absorb.cu"
+FEW = AbsorbedCase(n=11, h=2, d_nope=64, return_rope=True)
+MANY = AbsorbedCase(n=134, h=1, d_nope=64, record="")  # more than a share's blocks turn at once
+PLANTED = (
+    Mutant("RoPE of the next part's tokens", ABSORB, "<< p.parts_log2 | block.part;", "<< p.parts_log2;"),
+    Mutant("RoPE of the first tokens only", ABSORB, "first < block.end; first += kRows << p.parts_log2",
+           "first == block.first; first += kRows << p.parts_log2"),
+    Mutant("RoPE's columns over the absorbed ones", ABSORB, "query.out + kHeadDimV * sizeof(u16) +", "query.out +"),
+    Mutant("heads counted with the blocks of tokens", ABSORB, "head((blockIdx.x - p.token_blocks) >>",
+           "head(blockIdx.x >>"),
+    Mutant("RoPE of the first head", ABSORB, ": first, block.head,", ": first, 0,"),
+    Mutant("RoPE of tokens past the end", ABSORB, "const bool exists = first + row < block.end;",
+           "const bool exists = first + row <= block.end;"),
+    Mutant("tokens of the first block again", ABSORB, "((i64)blockIdx.x * kAppendWarps", "(0 * kAppendWarps"),
+    Mutant("tokens appended by no share", ABSORB, "if (blockIdx.y > 0) return;", "return;"),
+)  # fmt: skip
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("mutant", PLANTED, ids=lambda mutant: mutant.id)
+def test_mutants_are_caught(mutant: Mutant, plant: Plant) -> None:
+    verdict = as_verdict(check)
+    plant(mutant)
+    assert any(verdict(case, ("early", 0), sm_count) for case, sm_count in ((FEW, 2), (MANY, 1)))
