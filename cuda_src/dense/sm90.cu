@@ -30,6 +30,7 @@
 #include "tile/prologue.cuh"
 #include "tile/ring.cuh"
 #include "tile/sw128.cuh"
+#include "tile/sw128_fragments.cuh"
 #include "tile/warp.cuh"
 
 // A mask says which keys a query sees, if a variant says so.
@@ -64,6 +65,10 @@ constexpr i32 kPanelsQk = kHeadDimQk / kSw128Columns, kPanelsV = kHeadDimV / kSw
 constexpr u32 kQueryPanelBytes = kTileQueries * kSw128RowBytes, kKeyPanelBytes = kTileKeys * kSw128RowBytes;
 constexpr i32 kScores = kTileKeys / 2, kOut = kHeadDimV / 2;  // of a thread
 constexpr i32 kKeySteps = kTileKeys / kMmaK;
+// Whether math threads hold the queries' last panel in registers, if those suffice: its products then read nothing but
+// keys from shared memory.
+constexpr bool kHoldsPanel = kHeadDimV <= 128 && !kHasMask;
+constexpr i32 kSharedPanels = kPanelsQk - kHoldsPanel;
 static_assert(kTileQueries == kMathWarpgroups * kSw128Rows, "64 queries per warpgroup");
 static_assert(kTileKeys >= kSw128Rows, "a warpgroup leaves out one tile at most");
 static_assert(kKeyPanelBytes % kSwizzleAtomBytes == 0 && kTileKeys % kMmaK == 0, "whole swizzle atoms and steps");
@@ -309,7 +314,8 @@ MLA_DEVICE void run_clean_role(const PrefillParams& p, Storage& s, i32 thread) {
 struct Math {
     float scores[kScores];
     float out[kOut];
-    u32 weights[kKeySteps][4];  // P
+    u32 weights[kKeySteps][4];          // P
+    u32 last_panel[kSw128MmaSteps][4];  // of the queries, if held
     attention::RowState rows;
     RingPosition<kWorkSlots> work;
     Ring<1> q;
@@ -328,7 +334,10 @@ MLA_DEVICE void start_scores(Storage& s, Math& math) {
     opaque(a.bits), opaque(b.bits);
     pin(math.scores);
     wgmma_fence();
-    multiply_abt<kHeadDimQk / kMmaK, kQueryPanelBytes, kKeyPanelBytes>(Element{}, math.scores, a, b);
+    multiply_abt<kSharedPanels * kSw128MmaSteps, kQueryPanelBytes, kKeyPanelBytes>(Element{}, math.scores, a, b);
+    if constexpr (kHoldsPanel) {
+        multiply_abt(Element{}, math.scores, math.last_panel, advance(b, kSharedPanels * kKeyPanelBytes), true);
+    }
     wgmma_commit_group();
 }
 
@@ -490,6 +499,9 @@ MLA_DEVICE void attend(const PrefillParams& p, Storage& s, Math& math, const Que
     math.q.advance(0);
     const i32 seen = seen_by_rows(tile, math.warpgroup * kSw128Rows, kSw128Rows);
     if (seen == 0) return stand_by(s, math, keys.count);
+    if constexpr (kHoldsPanel) {
+        load_sw128(math.last_panel, s.q[kSharedPanels] + math.warpgroup * kSw128Bytes, math.thread);
+    }
     const bool skips = seen <= (keys.count - 1) * kTileKeys;  // one, as there are no more rows than keys in a tile
     i32 i = keys.count - 1 - skips;
     if (skips) skip_keys(s, math);

@@ -46,6 +46,10 @@ MUTANTS = [
     Mutant("keys of another head", SOURCE, "i32 kv_head = head / (p.h_q / p.h_kv);", "i32 kv_head = 0;", PIECES),
     Mutant("rows of the next sequence", SOURCE, "math.row(kRow) < tile.queries", "true"),
     Mutant("an empty state is read", SOURCE, "stored && result.earlier != 0.f", "stored && p.state_lse", STATE),
+    Mutant(
+        "the first warpgroup's last panel", SOURCE, "s.q[kSharedPanels] + math.warpgroup * kSw128Bytes", "s.q[2]", LONG
+    ),
+    Mutant("the last panel by the keys' first", SOURCE, "advance(b, kSharedPanels * kKeyPanelBytes)", "b", LONG),
     Mutant("keys are not waited for", SOURCE, *mutants.steps("mbarrier.try_wait", 5, 7, of=19), LONG, LATE),
     Mutant(
         "values are not waited for",
