@@ -220,7 +220,7 @@ def mla_decode(
     has the plain kernel so far.
 
     With `w_uv`, results of attention are rounded to 16 bits for the product, whose terms are added in float32. From
-    5,120 rows of all heads on (b * s_q * h_q; of a plan as many as it has room for), or 64 where d_head is above 128,
+    5,120 rows of all heads on (b * s_q * h_q; of a plan as many as it has room for), or 65 where d_head is above 128,
     the product is a launch of its own, after the merge. With fewer rows that is slower, and the kernel that merges
     results multiplies them, too; with a batch-invariant plan it always does. Results of several ranks, of which each
     has part of the tokens, may be merged after it as before it.

@@ -553,7 +553,8 @@ def test_shares_of_the_tokens(tokens: int, blocks: int, shares: int) -> None:
         (128, 128, 39, False),
         (128, 64, 40, True),
         (96, 128, 64, True),
-        (64, 256, 1, True),
+        (64, 256, 1, False),
+        (64, 256, 2, True),
         (16, 192, 3, False),
     ],
 )

@@ -9,7 +9,7 @@ COMBINE_UNITS_PER_BLOCK = 2
 """Units of work, some columns of a row each, that a block of the combine works at side by side."""
 PROJECTION_BLOCKS_PER_SM = 2
 """Blocks that project which are resident on an SM at once."""
-LEAST_ROWS_APART, LEAST_WIDE_ROWS_APART = 5120, 64
+LEAST_ROWS_APART, LEAST_WIDE_ROWS_APART = 5120, 65
 """Rows of all heads from which on results are merged before they are multiplied by W_UV, by launches of their own: with
 heads up to 128 wide, and with wider ones. Layers on an H200 say so: "Around attention" in the documentation."""
 MAX_ROW_LIST_BLOCKS = 1 << 16
