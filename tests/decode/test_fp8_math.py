@@ -63,15 +63,15 @@ MORE_CASES = (
 
 
 def test_small_batches_have_blocks_of_32_rows() -> None:
-    """Up to four tiles for each split; not with a tree of drafts, nor where nothing is known of the batch."""
+    """Up to eight tiles for each split; not with a tree of drafts, nor where nothing is known of the batch."""
     problem = DecodeProblem(1, 128, 1, "bfloat16", record="fp8", math="fp8")
 
     def blocks(problem: DecodeProblem) -> tuple[int, int, Any]:
         config = DECODE.configure(problem, H200)
         return config.row_blocks, config.num_splits, config.kernel.variant(config.problem).block_rows
 
-    assert blocks(replace(problem, batch=Batch(1, 132 * 64))) == (4, 33, 32)
-    assert blocks(replace(problem, batch=Batch(1, 133 * 64))) == (2, 66, 64)
+    assert blocks(replace(problem, batch=Batch(1, 264 * 64))) == (4, 33, 32)
+    assert blocks(replace(problem, batch=Batch(1, 265 * 64))) == (2, 66, 64)
     assert blocks(replace(problem, h_q=33, batch=Batch(4, 64 * 66))) == (2, 66, 32)
     assert blocks(replace(problem, h_q=32, batch=Batch(1, 64))) == (1, 132, 32)
     assert blocks(replace(problem, h_q=9, batch=Batch(1, 64))) == (1, 132, 16)
