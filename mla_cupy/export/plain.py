@@ -225,7 +225,7 @@ def sparse_decode(
         SPARSE_DECODE,
         {**sizes, "topk": topk, "d_v": D_V, "d_head": D_V},
         {**arrays, "topk_length": "int32", "out": dtype, "lse": "float32"},
-        fixed={"lse_base": "e", "out_dtype": None, "kernel": None},
+        fixed={"kv_scale": 1.0, "math": "exact", "lse_base": "e", "out_dtype": None, "kernel": None},
         free={"scale": "real", "empty_lse": "real"},
         defaults={"scale": record.d_qk**-0.5, "empty_lse": -math.inf},
         notes={"record": record.name},

@@ -14,9 +14,10 @@ from mla_cupy.simulation import simulated
 @pytest.mark.parametrize(
     ("dtype", "record", "score", "kept"),
     [
-        ("float16", True, 18, False),
-        ("bfloat16", True, 18, False),
-        ("bfloat16", True, 9, True),
+        ("float16", True, 18, True),
+        ("bfloat16", True, 18, True),
+        ("float16", True, 24, False),
+        ("bfloat16", True, 24, False),
         ("bfloat16", False, 18, True),
     ],
 )

@@ -289,6 +289,7 @@ SINKS = (
     (replace(SINGLE, record="v4", d_qk=512, h_q=4, seqlens=(70, 3, 30)), "decode_sm100_records"),
     (replace(SINGLE, record="v32", h_q=4, seqlens=(70, 3, 30)), "decode_generic_records"),
     (replace(SINGLE, record="fp8", math="fp8", kv_scale=0.5), "decode_sm90_fp8"),
+    (replace(SINGLE, record="fp8", math="fp8", kv_scale=0.5, h_q=4, seqlens=(70, 3, 30)), "decode_sm100_fp8"),
 )
 
 

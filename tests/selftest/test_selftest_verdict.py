@@ -70,7 +70,8 @@ def test_each_unproven_kernel_can_be_admitted(name: str, arch: str) -> None:
         pytest.skip(f"not for {arch}")
     stages = {catalog.stage(probe.name) for probe in verdict.needed(name, catalog.probes(arch))}
     assert {"block", "kernel", "tmem"} <= stages
-    products = "mma.pair" if name.endswith("_joint") else "mma.f8f6f4" if name.startswith("indexer_") else "mma"
+    codes = name.startswith("indexer_") or name.endswith("_fp8")
+    products = "mma.pair" if name.endswith("_joint") else "mma.f8f6f4" if codes else "mma"
     assert products in stages
 
 
