@@ -14,7 +14,7 @@ namespace mla::decode::sm100 {
 // role     warps    does
 // softmax  0..3     P, re-scaling of O, results
 // load     4        KV tiles:   decode/sm90_load.cuh
-// query    5..7     query rows: the same
+// query    5..7     query rows: the same, or in e4m3 decode/sm100_codes.cuh
 // scores   8        one thread issues S^T = K Q^T; the warp owns tensor memory
 // values   9        one thread issues O^T += V^T P^T
 constexpr i32 kLoadWarp = kWarpgroupWarps, kQueryWarp = kLoadWarp + 1, kScoresWarp = 8, kValuesWarp = 9;
@@ -162,18 +162,19 @@ MLA_DEVICE void store_fragment(TmemAddr to, float (&x)[kCount]) {
 // Tile j, counted over all work items of the block, is phase j of a barrier, unless it says otherwise.
 //
 // barrier         arrives (count)        carries              waits             first phase
-// kv_full[s][g]   load (1)               1 or 2 SW128 tiles   scores, softmax   blocked, a phase per kStagesKV tiles
+// kv_full[s][g]   load (1)               1 or 2 SW128 tiles   scores, softmax   blocked, a phase per C::kStages tiles
 // kv_empty[s][g]  products (1)           -                    load              free
 // q_full[s]       query threads (96)     -                    scores            blocked, a work item each
 // q_empty[s]      products (1)           -                    query             free
-// s_full[s]       products (1)           -                    softmax           blocked, a phase per kStagesKV tiles
+// s_full[s]       products (1)           -                    softmax           blocked, a phase per kStagesS tiles
 // s_empty[s]      softmax warps (4)      -                    scores            free
 // p_full          softmax (128)          -                    values            blocked
 // out_done        products (1)           -                    softmax           blocked
 //
 // "products" is a commit: it arrives when everything that its thread issued before is done. RoPE columns and Q are
 // released by the scores, the other columns by the values. out_done of a tile also means that P may be overwritten, and
-// O read or re-scaled: its next products wait for p_full.
+// O read or re-scaled: its next products wait for p_full. In e4m3 the softmax reads the factors of Q's rows: it waits
+// for q_full, too, and its warps (4) arrive at q_empty.
 template <class C>
 struct Storage : CodeRows<C> {
     alignas(kSwizzleAtomBytes) u8 kv[C::kStages][C::kTileBytes];

@@ -57,9 +57,10 @@ struct CodeQueryPlace {
     }
 };
 
-// Rows [first, first + kTogether * kWarps) of a warp, kWarps apart: all are in flight before the first one is stored.
+// So many rows of a warp are in flight before the first one is stored.
 constexpr i32 kQueryRowsTogether = 4;
 
+// A warp's rows from `first` on, `warps` apart.
 template <class Query, class Block>
 MLA_DEVICE void store_query_rows(const Block& block, i32 request, i32 stage, i32 first, i32 warps, i32 lane) {
     constexpr i32 kRows = Block::kRows;
