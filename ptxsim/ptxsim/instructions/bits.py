@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from ..parsing.ir import Instr
+from ..parsing.ir import Imm, Instr
 from ..translation.codegen import Codegen
 from ..translation.registry import Mods, op
 
@@ -173,17 +175,25 @@ def _szext(cg: Codegen, ins: Instr, mods: Mods) -> None:
     cg.out(dst, type_name, f"{cg.bind(run)}({cg.src(a, type_name)}, {cg.src(b, 'u32')})")
 
 
+_NIBBLES = np.arange(0, 16, 4, dtype=np.uint32)
+_FIRST_BYTES = np.arange(0, 8 * 32, 8, dtype=np.uint32)[:, None]
+
+
 def byte_permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
     """PTX prmt in its default mode."""
-    pool = np.stack([a, b], 1).view("u1")
-    result = np.empty((len(a), 4), "u1")
-    rows = np.arange(len(a))
-    for k in range(4):
-        pick = selector >> np.uint32(4 * k)
-        byte = pool[rows, pick & 7]
-        sign = np.where(byte & 128, 255, 0).astype("u1")
-        result[:, k] = np.where(pick & 8, sign, byte)
+    picks = selector[:, None] >> _NIBBLES
+    pool = np.stack([a, b], 1).view("u1").reshape(-1)
+    result = pool[(picks & 7) + _FIRST_BYTES[: len(a)]]
+    signs = picks & 8
+    if signs.any():
+        result = np.where(signs, np.where(result & 128, np.uint8(255), np.uint8(0)), result)
     return result.view("u4")[:, 0]
+
+
+def byte_choice(selector: int) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """PTX prmt by a literal selector that replicates no sign."""
+    picks = np.array([selector >> at & 7 for at in (0, 4, 8, 12)])
+    return lambda a, b: np.stack([a, b], 1).view("u1").take(picks, axis=1).view("u4")[:, 0]
 
 
 _PRMT_TABLES = {
@@ -207,6 +217,9 @@ def _prmt(cg: Codegen, ins: Instr, mods: Mods) -> None:
         codes = np.array([sum(s << 4 * (3 - i) for i, s in enumerate(row)) for row in _PRMT_TABLES[mode]], "u4")
         return byte_permute(x, y, codes[selector & 3])
 
+    if not mode and isinstance(c, Imm) and not c.value & 0x8888:
+        cg.out(dst, "b32", f"{cg.bind(byte_choice(c.value))}({cg.src(a, 'b32')}, {cg.src(b, 'b32')})")
+        return
     name = cg.bind(special if mode else byte_permute)
     cg.out(dst, "b32", f"{name}({cg.src(a, 'b32')}, {cg.src(b, 'b32')}, {cg.src(c, 'b32')})")
 
