@@ -1,21 +1,26 @@
 """What a run of the tests says of itself: how long it takes when it starts, what was skipped and why when it ends.
 
-Reasons are counted, since thousands of tests are skipped for the same one: that there is no GPU. `-ra` lists each test.
+Reasons are counted, since many tests are skipped for the same one. `-ra` lists each test. Thousands that need a GPU are
+not even collected where there is none: to skip them took as long as 4,000 others take.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
+from mla_cupy.runtime import device
 from tests import durations
 
 _PARTICULARS = re.compile(r"\d[\d.,]*( [KMGT]iB)?|'[^']*'|0x[0-9a-f]+")
 MAX_REASONS = 25
+NO_GPU = "There is no GPU, so tests that need one are left out; with `-m gpu` they are skipped one by one."
 
 
 def whole_run() -> str:
@@ -23,6 +28,16 @@ def whole_run() -> str:
     measured = durations.table_in(durations.PAGE.read_text())[durations.ALL]
     minutes = math.ceil(measured.seconds / 2 / 60)
     return f"All tests: some {minutes} minutes on two idle cores without a GPU; tests/README.md has it by folder."
+
+
+def without_gpu(config: pytest.Config) -> bool:
+    """Return whether tests that need a GPU are left out: there is none, and nothing is said of them."""
+    return "gpu" not in config.getoption("markexpr") and _gpus() == 0
+
+
+@functools.cache
+def _gpus() -> int:
+    return device.gpu_count()
 
 
 def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
@@ -55,7 +70,7 @@ def lines_of(reasons: Iterable[str]) -> list[str]:
 
 
 class Skips:
-    """A plugin of pytest, for the process that reports: with xdist, the one that distributes the tests."""
+    """A plugin of pytest. With xdist, the process that distributes the tests reports, and the others collect."""
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:
@@ -63,6 +78,22 @@ class Skips:
         terminal = session.config.pluginmanager.get_plugin("terminalreporter")  # not in processes of xdist
         if terminal is not None and session.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
             terminal.write_line(whole_run())
+            if without_gpu(session.config):
+                terminal.write_line(NO_GPU)
+
+    def pytest_ignore_collect(self, collection_path: Path, config: pytest.Config) -> bool | None:
+        """All tests of files of this name need a GPU; a file that the command line names is collected."""
+        return True if collection_path.name.endswith("gpu.py") and without_gpu(config) else None
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Those of other files are told by their mark."""
+        if not without_gpu(config):
+            return
+        left_out = [item for item in items if item.get_closest_marker("gpu") and not item.path.name.endswith("gpu.py")]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            gone = set(map(id, left_out))
+            items[:] = [item for item in items if id(item) not in gone]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Count what was skipped by reason."""

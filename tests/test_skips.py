@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,8 @@ def test_large(): pass
 @pytest.mark.skipif(True, reason="needs 6 GiB, there are 3")
 def test_larger(): pass
 def test_here(): pass
+@pytest.mark.gpu
+def test_there(): assert False
 """
 
 
@@ -47,10 +50,11 @@ def test_the_list_is_short() -> None:
 def test_a_run_counts_its_skips(tmp_path: Path, processes: tuple[str, ...]) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_it.py").write_text(TESTS)
-    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = .\n")
+    (tmp_path / "test_decode_gpu.py").write_text("raise RuntimeError('not to be imported where there is no GPU')")
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = .\nmarkers = gpu\n")
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *processes]  # as in the README
-    environment["PYTHONPATH"] = str(REPOSITORY)
+    environment |= {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("no CUDA GPU") == 1
@@ -58,8 +62,17 @@ def test_a_run_counts_its_skips(tmp_path: Path, processes: tuple[str, ...]) -> N
     assert ["40", "no CUDA GPU"] in said
     assert ["2", "needs 12 GiB, there are 3"] in said or ["2", "needs 6 GiB, there are 3"] in said
     assert "42 tests skipped" in done.stdout
-    assert done.stdout.count(skips.whole_run()) == 1
+    assert done.stdout.count(skips.NO_GPU) == done.stdout.count(skips.whole_run()) == 1
+    assert done.stdout.splitlines()[-1].startswith("1 passed, 42 skipped")
     assert done.stdout.index(skips.whole_run()) < done.stdout.index("no CUDA GPU")
+
+
+def test_files_that_are_not_collected_without_a_gpu_need_one() -> None:
+    """Their name says so; each has the mark for all of its tests."""
+    files = list((REPOSITORY / "tests").rglob("test_*gpu.py"))
+    assert len(files) > 20
+    for file in files:
+        assert re.search(r"^pytestmark = \[?\s*pytest\.mark\.gpu\b", file.read_text(), re.MULTILINE), file
 
 
 def test_how_long_it_takes_is_that_of_the_table() -> None:
