@@ -34,11 +34,23 @@ class Item:
         self.slow = True
 
 
+def changed(file: str) -> bool:
+    """No kernel is as it was."""
+    return False
+
+
 def test_an_ordinary_run_plants_all_steps_and_one_text_of_twelve() -> None:
     texts = [Mutant(f"text {i}", "a.cu", f"{i}", "") for i in range(13)]
     items = [Item(None), *map(Item, [texts[0], Mutant("step", "a.cu", *steps("bar.sync", 0, of=1)), *texts[1:]])]
     twice = [Item(texts[1]), Item(texts[12])]
     other = [Item(texts[1], "other"), Item(texts[2], "chooses itself", slow=True), Item(texts[3], "chooses itself")]
-    mutants.thin_out([*items, *twice, *other])
+    mutants.thin_out([*items, *twice, *other], changed)
     assert [item.slow for item in items] == [False, False, False, *11 * [True], False]
     assert [item.slow for item in (*twice, *other)] == [True, False, False, True, False]
+
+
+def test_of_a_kernel_that_has_not_changed_one_step_of_four() -> None:
+    left_out = [Mutant(f"step {i}", f"{'ab'[i % 2]}.cu", *steps("bar.sync", i, of=12)) for i in range(12)]
+    items = [*map(Item, left_out), Item(left_out[2], "another")]
+    mutants.thin_out(items, lambda file: file == "a.cu")
+    assert [i for i, item in enumerate(items) if not item.slow] == [0, 1, 3, 5, 7, 8, 9, 11, 12]
