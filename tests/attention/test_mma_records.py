@@ -116,6 +116,7 @@ def row_of(record: str, latent: Any) -> Any:
     return cache
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize(("record", "dtype"), [("fp8", "float16"), ("v4", "bfloat16")])
 @pytest.mark.parametrize("gpu", [DENSE[0], DENSE[1]], ids=str)
 def test_every_number_is_read_exactly(record: str, dtype: str, gpu: Gpu) -> None:
@@ -143,6 +144,7 @@ def test_nan_is_nan(gpu: Gpu, code: int) -> None:
     assert np.isnan(lse).all()
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize(("dtype", "gpu"), [("bfloat16", SPARSE[0]), ("float16", SPARSE[1])], ids=str)
 def test_every_number_of_v41_is_read_exactly(dtype: str, gpu: Gpu) -> None:
     """Of either record, each number beside different scales: a list of one token has its value."""
@@ -274,6 +276,7 @@ def test_is_caught(gpu: Gpu, case: DecodeCase, mutant: Mutant, plant: Plant) -> 
     assert any(verdict(gpu, case, mode) for mode in MODES[:2]), f"nothing shows that {mutant.name}"
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize(
     ("gpu", "case"),
     [(TWO_TILES, CASE), (ONE_TILE, CONVERTED), (TWO_TILES, CONVERTED), (ONE_TILE, LONG)],

@@ -34,11 +34,13 @@ def _ids(case: DecodeCase | SparseCase) -> str:
     return case.id
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize(("kernel", "case"), [(SMALL[i % 2], case) for i, case in enumerate(FEW)], ids=str)
 def test_few_rows(kernel: str, case: DecodeCase) -> None:
     decode(make(case), kernel)
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize(("kernel", "case"), [(WIDE[i % 2], case) for i, case in enumerate(MANY)], ids=str)
 def test_many_rows(kernel: str, case: DecodeCase) -> None:
     decode(make(case), kernel)

@@ -61,6 +61,7 @@ def _run(inputs: DecodeInputs, chosen: list[int], kernel: str | None, sm_count: 
 
 
 # Builds of one kernel with other boxes, or with forms, cut the batch as it does.
+@pytest.mark.settled
 @pytest.mark.parametrize(
     "kernel",
     [

@@ -85,6 +85,7 @@ def _pytest_cases() -> list[Any]:
     return chosen + [pytest.param(*case, id=case[0].id, marks=pytest.mark.slow) for case in MORE_CASES]
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize(("case", "sm_count"), _pytest_cases())
 def test_against_the_oracle(case: DecodeCase, sm_count: int, pytestconfig: pytest.Config) -> None:
     inputs = uneven(case)

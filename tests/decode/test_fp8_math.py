@@ -389,6 +389,7 @@ def test_every_code_of_a_query() -> None:
     assert (np.isnan(out[0, 0].astype(np.float32)).any(axis=-1) == np.isnan(E4M3)).all()
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_numbers_of_e4m3_give_the_same_bits_in_16_bits(dtype: str) -> None:
     """Where a row's largest number is 448, its scale is 1."""
@@ -421,6 +422,7 @@ def test_what_only_later_queries_see_does_not_reach_earlier_ones() -> None:
     check(*first, "bfloat16")
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("rising", [True, False])
 def test_scores_of_all_sizes(rising: bool) -> None:
     """Each tile's scores lie 90 above, or below, those of the tile before: beyond where references stay."""
@@ -449,6 +451,7 @@ def test_trees_of_drafts() -> None:
         check(got, inputs.exact, inputs.rounded, case.dtype)
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("queries", ["", "float8_e4m3fn"])
 def test_a_plan_gives_the_same_bits_in_any_batch(queries: str) -> None:
     """Pieces of 64 tokens, three of the same sequence in different batches."""
@@ -467,6 +470,7 @@ def test_a_plan_gives_the_same_bits_in_any_batch(queries: str) -> None:
     assert (got[0].tobytes(), got[1].tobytes()) == (out[2:].tobytes(), lse[2:].tobytes())
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("queries", ["", "float8_e4m3fn", "uint8"])
 def test_a_shared_prefix(queries: str) -> None:
     """With two query tokens, whose sequences do not step evenly: queries of the group are copied."""

@@ -85,6 +85,7 @@ def test_a_split_request_is_merged() -> None:
     assert "mla_attention_combine" in _run(case, HOPPER[0], 12, ("early", 0))
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("kernel", HOPPER)
 def test_results_in_float32(kernel: str) -> None:
     """They are not rounded to 16 bits on the way."""

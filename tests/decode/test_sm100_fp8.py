@@ -70,6 +70,7 @@ def check_case(case: DecodeCase, *run_options: Any) -> None:
     check(run(inputs, *run_options), inputs.exact, (exact + ROUNDED_MORE * (rounded - exact), lse), case.dtype)
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_matches_oracle(case: DecodeCase) -> None:
     number = CASES.index(case)
@@ -114,6 +115,7 @@ def random_case(seed: int) -> DecodeCase:
     )
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize(
     "seed", [pytest.param(i, marks=() if i < QUICK_SEEDS else pytest.mark.slow) for i in range(ALL_SEEDS)]
 )
@@ -309,6 +311,7 @@ def test_is_caught(mutant: Mutant, plant: Plant) -> None:
     assert any(verdict(mode, case) for case in (CASE, LONG) for mode in MODES), f"nothing shows that {mutant.name}"
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("case", [CASE, LONG], ids=lambda case: case.id)
 @pytest.mark.parametrize("mode", MODES[1:2], ids=str)
 def test_the_kernel_as_it_is(case: DecodeCase, mode: tuple[str, int]) -> None:

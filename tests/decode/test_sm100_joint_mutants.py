@@ -148,6 +148,7 @@ def test_is_caught(mutant: Mutant, plant: Plant) -> None:
     assert any(verdict(mode, mutant.pieces) for mode in MODES[1:] + MODES[:1]), f"nothing shows that {mutant.name}"
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize(
     "mode", [pytest.param(mode, marks=[pytest.mark.slow] if i > 1 else []) for i, mode in enumerate(MODES)], ids=str
 )

@@ -70,6 +70,7 @@ def check_case(inputs: DecodeInputs, *run_options: Any) -> None:
     check(run(inputs, *run_options), inputs.exact, inputs.rounded, inputs.case.dtype)
 
 
+@pytest.mark.settled
 def test_matches_oracle(case: DecodeCase, kernel: str, mode: tuple[str, int], sm_count: int) -> None:
     check_case(make(case), 2 * sm_count, mode)
 

@@ -69,6 +69,7 @@ def check_case(case: DecodeCase, *run_options: Any) -> None:
     check(run(inputs, *run_options), inputs.exact, inputs.rounded, case.dtype)
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_matches_oracle(case: DecodeCase) -> None:
     number = CASES.index(case)
@@ -229,6 +230,7 @@ def test_is_caught(mutant: Mutant, plant: Plant) -> None:
     assert any(verdict(mode, case) for case in (CASE, PLAIN) for mode in MODES), f"nothing shows that {mutant.name}"
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("case", [CASE, PLAIN], ids=lambda case: case.id)
 @pytest.mark.parametrize("mode", MODES[1:2], ids=str)
 def test_the_kernel_as_it_is(case: DecodeCase, mode: tuple[str, int]) -> None:

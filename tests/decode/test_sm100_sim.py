@@ -110,6 +110,7 @@ def test_random_cases(seed: int) -> None:
     check_case(make(random_case(seed)), 1 + seed % 6, mode)
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("h_q", [16, 64])
 def test_maxima_that_grow(h_q: int) -> None:
     """Each tile outweighs the one before, so that O is re-scaled again and again."""
@@ -166,6 +167,7 @@ def test_out_of_the_caller_keeps_its_gaps() -> None:
     assert (whole == 7).all()
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("cuts", [{}, {"batch_invariant": True, "split_tokens": 64}], ids=["even", "pieces"])
 def test_a_plan_serves_other_lengths(cuts: dict[str, Any]) -> None:
     case = DecodeCase(b=2, seqlens=(150, 65), h_q=4)

@@ -228,6 +228,7 @@ def test_kernels_in_all_modes(case: DecodeCase, kernel: str, mode: tuple[str, in
         check(run(inputs, kernel, sm_count, mode), inputs.exact, inputs.rounded, case.dtype)
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("kernel", [SEESAW, SMALL, BLACKWELL])
 def test_what_a_row_does_not_see_does_not_reach_it(kernel: str) -> None:
     """NaN and infinity in drafts: rows of other paths stay finite, and those that see it are NaN or infinite."""
@@ -241,6 +242,7 @@ def test_what_a_row_does_not_see_does_not_reach_it(kernel: str) -> None:
     assert not np.isfinite(out[0, :2, :, 300].astype(np.float32)).any()
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("cuts", [{}, {"batch_invariant": True, "split_tokens": 64}], ids=["even", "pieces"])
 def test_a_plan_serves_masks(cuts: dict[str, Any]) -> None:
     inputs = tree_inputs(CASES[0])

@@ -30,6 +30,7 @@ SMALL = (
 )
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize(
     ("case", "options", "cc"),
     [(*SMALL[0], (7, 5)), (*SMALL[1], (9, 0)), (*SMALL[2], (10, 0))],
@@ -44,6 +45,7 @@ def test_two_tiles() -> None:
     run(make_gradients(DenseCase(((2, 131), (130, 2)), d_qk=128, d_v=128)), GENERIC)
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_what_one_query_sees_stays_with_it(kernel: str, deterministic: bool) -> None:

@@ -131,6 +131,7 @@ def test_hostile_starts(kernel: str) -> None:
     run(inputs, kernel)
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize(("kernel", "count"), [(HOPPER_FP8, 5), (GENERIC_FP8, 34)])
 def test_each_sequence_and_head_has_its_scales(kernel: str, count: int) -> None:
     """Some sequences have no queries; a stride of the scales is negative."""

@@ -54,6 +54,7 @@ def test_large_cases(case: DenseCase, mode: tuple[str, int]) -> None:
     run(make(case), HOPPER, 3, mode)
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("case", [ENDS, LONG, WIDE], ids=["ends", "long", "wide"])
 def test_mask(case: DenseCase) -> None:
     """No item comes again."""

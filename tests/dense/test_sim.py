@@ -52,6 +52,7 @@ def test_hopper_kernel(case: DenseCase, kernel: str, mode: tuple[str, int], sm_c
     run(make(case), kernel, sm_count, mode)
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize(
     ("case", "cc"), [(SMALL[0], (7, 5)), (SMALL[1], (9, 0)), (SMALL[2], (10, 0))], ids=["merged", "wide", "narrow"]
 )
@@ -59,6 +60,7 @@ def test_generic_kernel(case: DenseCase, cc: tuple[int, int]) -> None:
     run(make(case), GENERIC, 1, ("random", 3), cc)
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_results_in_float32(kernel: str) -> None:
     """They are not rounded to 16 bits on the way."""

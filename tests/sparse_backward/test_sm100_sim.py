@@ -106,6 +106,7 @@ def make_consistent(inputs: SparseInputs) -> SparseInputs:
     return inputs
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("cc", [(10, 0), (10, 3)], ids=str)
 def test_default_kernel(cc: tuple[int, int]) -> None:
     """Tiles of 32 keys, for every call that has 16-byte steps; the cubin is that of the GPU."""

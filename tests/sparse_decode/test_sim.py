@@ -88,6 +88,7 @@ def test_all_cases_on_tensor_cores(case: SparseDecodeCase, mode: str, kernel: st
             check(case, lambda x: x, np.asarray, kernel, out_dtype)
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("kernel", ON_HOPPER)
 def test_rows_of_any_size_keep_to_themselves(kernel: str) -> None:
     """Queries in bfloat16 reach far beyond float16, in which the keys are; Inf and NaN concern their own rows only."""
@@ -121,6 +122,7 @@ def test_pieces_may_have_no_token(kernel: str, held: int) -> None:
     assert "mla_attention_combine" in driver.launched
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("kernel", ON_HOPPER)
 def test_cuts_may_be_anywhere(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three splits of four queries of two tiles each: the first ends within a query, and so does the second."""
@@ -183,6 +185,7 @@ def test_even_cuts() -> None:
     assert even_cuts(replace(problem, topk=0), 16, 132) == Cuts(128, 1, 1)
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("h_q", [2, 33])
 def test_queries_may_start_anywhere(h_q: int) -> None:
     """One kernel needs them at multiples of 16 bytes; the other takes any number of heads."""

@@ -135,6 +135,7 @@ def test_a_launch(recorder: Recorder) -> None:
 # ---- The kernel in the simulator -------------------------------------------------------------------------------
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_kernel(case: RecordCase) -> None:
     inputs, number = inputs_of(case), CASES.index(case)

@@ -291,6 +291,7 @@ def test_launches_of_converted_records(recorder: Recorder, case: RecordCase) -> 
     assert [reads[name] for name in strides] == [d_qk, 0, tokens, 1]
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("case", CONVERTED, ids=lambda case: case.id)
 def test_converted_records(case: RecordCase) -> None:
     inputs, number = make(case), CONVERTED.index(case)
@@ -325,6 +326,7 @@ def test_hopper_kernel_in_all_modes(case: RecordCase, mode: tuple[str, int], sm_
         check_all(run(inputs, HOPPER), inputs)
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("case", GENERIC_CASES, ids=lambda case: case.id)
 def test_generic_kernel_computes_in_float32(case: RecordCase) -> None:
     inputs = make(case)

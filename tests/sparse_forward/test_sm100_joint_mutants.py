@@ -252,6 +252,7 @@ def test_is_caught(mutant: Mutant, plant: mutants.Plant) -> None:
     assert any(verdict(mode, mutant.strangers) for mode in MODES), f"nothing shows that {mutant.name}"
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize(
     "mode", [pytest.param(mode, marks=[pytest.mark.slow] if i > 1 else []) for i, mode in enumerate(MODES)], ids=str
 )

@@ -154,6 +154,7 @@ def test_random_cases(case: SparseCase, kernel: str, mode: tuple[str, int], sm_c
     run(make(case), kernel, mode, sm_count)
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize(
     ("case", "mode", "sm_count"),
     [
@@ -175,6 +176,7 @@ def test_joint_products_of_random_cases(seed: int) -> None:
     run(make(joint_case(seed)), JOINT, MODES[seed % len(MODES)], (1, 4, 2)[seed % 3])
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_blocks_side_by_side(kernel: str) -> None:
     """They share global memory alone; each has the tensor memory of an SM, and gives it back."""
@@ -190,6 +192,7 @@ def test_results_in_float32() -> None:
     assert (out != out.astype(inputs.q.dtype).astype(np.float32)).mean() > 0.5
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize(("kernel", "h_q"), [(ALONE, 3), (PAIR, 67), (JOINT, 67)])
 def test_what_one_query_selects_stays_with_it(kernel: str, h_q: int) -> None:
     """NaN in the values, infinity in the RoPE columns; `max_logits` tells of NaN too."""
@@ -202,6 +205,7 @@ def test_what_one_query_selects_stays_with_it(kernel: str, h_q: int) -> None:
     assert np.isnan(max_logits[2]).all()
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize(
     ("kernel", "h_q", "growth"), [(ALONE, 9, 4.0), (ALONE, 9, 400.0), (PAIR, 65, 400.0), (JOINT, 65, 400.0)], ids=str
 )
@@ -216,6 +220,7 @@ def test_maxima_that_grow_from_tile_to_tile(kernel: str, h_q: int, growth: float
     run(inputs, kernel, ("late", 0))
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_nan_behind_the_last_head(kernel: str) -> None:
     """Boxes end at the array's heads: what lies behind them in memory is another query."""
@@ -227,6 +232,7 @@ def test_nan_behind_the_last_head(kernel: str) -> None:
     np.testing.assert_allclose(out[0].astype(np.float64), expected[0], rtol=0, atol=2e-2 * np.abs(expected[0]).max())
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize(("kernel", "h_q"), [(ALONE, 3), (PAIR, 70), pytest.param(JOINT, 70, marks=pytest.mark.slow)])
 def test_gradients_end_to_end(kernel: str, h_q: int) -> None:
     """The backward takes what this forward gives: `out` and `lse` are its own, not the oracle's.

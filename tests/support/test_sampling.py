@@ -84,6 +84,16 @@ def test_of_few_cases_every_other_kernel_that_has_not_changed() -> None:
     assert alone.runs
 
 
+def test_settled_cases_all_run_where_the_kernel_has_changed() -> None:
+    items = {(kernel, case): Item("one", "settled", kernel=kernel, case=case) for kernel in "ab" for case in range(6)}
+    sampling.thin_out(items.values(), lambda item: item.callspec.params["kernel"] == "a")
+    assert [case for kernel, case in items if items[kernel, case].runs and kernel == "b"] == [*range(6)]
+    assert [case for kernel, case in items if items[kernel, case].runs and kernel == "a"] == [0, 5]
+    none = [Item("one", "settled", case=case) for case in range(5)]
+    sampling.thin_out(none, lambda item: True)
+    assert [item.runs for item in none] == [True, False, False, False, True]
+
+
 def test_which_kernels_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Told by the fingerprints of a test's kernel, or of its family and of what families share."""
     monkeypatch.setattr(unchanged.builds, "fingerprint", lambda name: name)

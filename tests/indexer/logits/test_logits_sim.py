@@ -109,6 +109,7 @@ def test_mma_in_every_mode(case: LogitsCase, mode: tuple[str, int], cc: tuple[in
     run(case, MMA, 2, mode, cc)
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("cc", AMPERE_ON)
 def test_all_codes(cc: tuple[int, int]) -> None:
     """Each one with each other one: exact, and NaN counts as 0."""
@@ -205,6 +206,7 @@ def test_weights_of_all_sizes_in_float16() -> None:
         check_logits(got[t : t + 1], part, reference.indexer_logits(**part), IN_FLOAT16)
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("kernel", [GENERIC, HOPPER])
 def test_other_kernels_add_up_in_float32(kernel: str) -> None:
     inputs = logits_inputs(LogitsCase(s_q=3, s_kv=70, h=3, d=32, dtype="uint8", float16=True))
@@ -220,6 +222,7 @@ def test_float16_is_for_codes() -> None:
             mla_cupy.indexer_logits(**inputs, accumulate="fp16")
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize(
     "case", [LogitsCase(s_q=2, s_kv=140, h=17, d=64), LogitsCase(s_q=3, s_kv=20, h=2, d=32, dtype="bfloat16")],
     ids=lambda case: case.id,
@@ -346,6 +349,7 @@ def test_shares_of_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuts.tolist() == [*map(list, (line[i] for i in places)), [19, 0]]
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("schedule", [True, False])
 def test_many_sequences(schedule: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a warp has lanes, empty ones among them: with a schedule, and without."""
@@ -476,6 +480,7 @@ def test_paged_and_prefill_have_the_same_bits() -> None:
 # ---- Keys in e2m1 ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize(
     ("case", "kernel", "launched"),
     [

@@ -126,11 +126,13 @@ def run_hopper(case: LossCase, mode: tuple[str, int], **options: Any) -> tuple[A
     return got
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=lambda case: case.id)
 def test_hopper(case: LossCase) -> None:
     run_hopper(case, MODES[HOPPER_CASES.index(case)])
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("case", HEAD_CASES, ids=lambda case: case.id)
 def test_heads_on_hopper(case: LossCase) -> None:
     run_hopper(case, MODES[HEAD_CASES.index(case)])

@@ -63,6 +63,7 @@ def run_hopper(case: SparseLossCase, mode: tuple[str, int], **options: Any) -> t
     return got
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=lambda case: case.id)
 def test_hopper(case: SparseLossCase) -> None:
     at = HOPPER_CASES.index(case)

@@ -23,6 +23,7 @@ def same(x: object) -> object:
     return x
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_oracle(case: KeyCase) -> None:
     with simulated(2) as target:

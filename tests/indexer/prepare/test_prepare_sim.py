@@ -40,6 +40,7 @@ def check(name: str, inputs: dict[str, Array], cc: tuple[int, int] = (9, 0), **o
         assert_same(x, wanted)
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("cc", PLACES, ids=str)
 @pytest.mark.parametrize("d", [32, 64, 128])
 def test_queries(d: int, cc: tuple[int, int]) -> None:
@@ -79,6 +80,7 @@ def test_widths_of_rope(d: int, pairs: int, interleaved: bool) -> None:
     check("prepare_k", arrays("prepare_k", d, pairs), interleaved=interleaved)
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("cc", PLACES, ids=str)
 @pytest.mark.parametrize(("d", "pairs"), [(128, 0), (128, 16), (64, 0), (32, 4)])
 def test_keys_with_their_norm(d: int, pairs: int, cc: tuple[int, int]) -> None:
