@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
 from mla_cupy.kernels import KERNELS
+from mla_cupy.runtime import worker
 from mla_cupy.selftest import catalog, trial
 from mla_cupy.selftest.mma_calls import MmaProbe
 from mla_cupy.selftest.place import Place, opened
@@ -92,7 +94,8 @@ def takes_turns(arch: str, mode: str, index: int, calls: bool) -> bool:
 @pytest.fixture(scope="module")
 def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     arch, mode = request.param
-    with opened(Place(arch, "", "none", "a test", mode)) as found:
+    here = mock.patch.object(worker, "can_spawn", return_value=False)  # to start a compiler takes as long as some compile
+    with here, opened(Place(arch, "", "none", "a test", mode)) as found:
         yield found
 
 
