@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
-import types
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -13,59 +10,21 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bench.core.errors import BenchError
 from bench.core.implementation import Choices, make
 from bench.core.table import show
-from bench.operations import DECODE, DENSE_DECODE_FP8
-from bench.ops.dense_decode_fp8.cases import CASES, Fp8DecodeCase
+from bench.operations import DENSE_DECODE_FP8
+from bench.ops.dense_decode_fp8.cases import Fp8DecodeCase
 from mla_cupy import reference
 from mla_cupy.reference.fp8_queries import dequantised
+from tests.bench import fake_torch
+from tests.bench.small import DECODE as SMALL
 
-SMALL = "b2-sq2-hq3-skv20-page16"
 
-
-def test_names_round_trip():
-    assert DENSE_DECODE_FP8.select([], "targets") == CASES
-    for case in CASES:
-        assert DENSE_DECODE_FP8.parse(case.name) is case
+def test_names_say_the_record():
     assert DENSE_DECODE_FP8.parse(SMALL) == Fp8DecodeCase(2, 2, 3, 20, page_size=16)
     assert DENSE_DECODE_FP8.parse(SMALL + "-fp8") == Fp8DecodeCase(2, 2, 3, 20, page_size=16, one_scale=True)
     both = Fp8DecodeCase(2, 2, 3, 20, page_size=16, one_scale=True, fp8_math=True)
     assert DENSE_DECODE_FP8.parse(SMALL + "-fp8-math") == both
-    assert both.name == SMALL + "-fp8-math"
-
-
-@pytest.mark.parametrize("name", ["", "b1-sq1-hq2-skv20-hkv2", "b1-sq1-hq2-skv20-dqk512"])
-def test_a_bad_name_is_refused(name):
-    with pytest.raises(BenchError, match="case"):
-        DENSE_DECODE_FP8.parse(name)
-
-
-def test_bytes_are_those_of_records():
-    case = CASES[0]
-    assert case.cost.nbytes == 128 * 8192 * 656 + 2 * 128 * 16 * 1088
-    assert case.cost.flops == 2 * 128 * 8192 * 16 * 1088
-    assert DENSE_DECODE_FP8.parse(case.name + "-fp8").cost.nbytes == 128 * 8192 * 576 + 2 * 128 * 16 * 1088
-
-
-@pytest.mark.parametrize("name", [SMALL, SMALL + "-fp8"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_rows_are_the_numbers_of_the_records(device, numpy_backend, dtype, name):
-    case = DENSE_DECODE_FP8.parse(name)
-    inputs = DENSE_DECODE_FP8.inputs(case, dtype, 1, device)
-    slots = np.arange(case.num_pages * case.page_size)
-    exact = reference.cache_gather(inputs.records, slots, record=case.record.name)[0].reshape(inputs.kv_cache.shape)
-    assert inputs.kv_cache.dtype == inputs.q.dtype
-    np.testing.assert_array_equal(inputs.kv_cache[..., :512].astype(np.float32), exact[..., :512])
-    np.testing.assert_allclose(inputs.kv_cache[..., 512:].astype(np.float32), exact[..., 512:], rtol=1e-3)
-    assert np.abs(exact).max() > 2
-
-
-@pytest.mark.parametrize("name", [SMALL, SMALL + "-fp8"])
-def test_ours_and_ours_over_rows(rows_of, name):
-    rows = rows_of(DENSE_DECODE_FP8, name, ["rows"])
-    assert [(row["status"], row["reason"]) for row in rows.values()] == [("ok", "")] * 2
-    assert list(rows) == ["mla_cupy", "rows"]
 
 
 def test_products_in_fp8_beside_conversion(rows_of, device, numpy_backend):
@@ -92,13 +51,6 @@ def test_latents_of_mean_1(device, numpy_backend):
 # ---- FlashMLA in FP8 -------------------------------------------------------------------------------------------
 
 
-class Tensor(np.ndarray):
-    """NumPy's array with the methods of PyTorch's that the adapter calls."""
-
-    def to(self, dtype):
-        return self.astype(dtype)
-
-
 @pytest.fixture
 def flashmla(monkeypatch, tmp_path):
     """A fake of PyTorch whose operator is the oracle, its result times `calls.factor`."""
@@ -117,15 +69,11 @@ def flashmla(monkeypatch, tmp_path):
         out, lse = reference.mla_decode(np.asarray(q).astype(np.float64), pages, table, seqlens, scale=scale)
         return (calls.factor * out).astype(ml_dtypes.bfloat16), lse.astype(np.float32)
 
-    torch = types.ModuleType("torch")
-    torch.float8_e4m3fn, torch.from_dlpack = ml_dtypes.float8_e4m3fn, lambda x: np.asarray(x).view(Tensor)
-    torch.cuda = SimpleNamespace(ExternalStream=int, stream=lambda stream: nullcontext())
-    operators = SimpleNamespace(get_mla_decoding_metadata_dense_fp8=metadata, fwd_kvcache_mla_fp8=decode)
-    torch.ops = SimpleNamespace(load_library=lambda path: None, _flashmla_extension_C=operators)
-    cupy = types.ModuleType("cupy")
-    cupy.from_dlpack = np.asarray
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    torch = fake_torch.install(monkeypatch)
+    torch.float8_e4m3fn = ml_dtypes.float8_e4m3fn
+    torch.ops._flashmla_extension_C = SimpleNamespace(
+        get_mla_decoding_metadata_dense_fp8=metadata, fwd_kvcache_mla_fp8=decode
+    )
     (tmp_path / "_flashmla_extension_C.abi3.so").touch()
     return calls
 
@@ -178,14 +126,3 @@ def test_what_flashmla_in_fp8_cannot_do(flashmla, tmp_path, name, dtype, reason)
 def test_default_peers(tmp_path):
     assert DENSE_DECODE_FP8.default_peers(Choices()) == ["rows"]
     assert DENSE_DECODE_FP8.default_peers(Choices(tmp_path)) == ["rows", "flashmla", "flashmla_fp8", "fa3"]
-
-
-@pytest.mark.slow
-def test_forms_that_change_no_result(rows_of):
-    """A sink of -inf, and results that are turned back by an angle of 0."""
-    records = rows_of(DENSE_DECODE_FP8, "b2-sq1-hq3-skv20-page16", ["attn_sink"])
-    assert records["attn_sink"]["check"]["out_max"] == records["mla_cupy"]["check"]["out_max"]
-    rows = rows_of(DECODE, "b2-sq1-hq3-skv20-page16-dqk512", ["out_cos"])
-    assert rows["out_cos"]["check"]["out_max"] == rows["mla_cupy"]["check"]["out_max"]
-    row = rows_of(DECODE, "b2-sq1-hq3-skv20-page16", ["out_cos"])["out_cos"]
-    assert (row["status"], "keys of 512" in row["reason"]) == ("unsupported", True)

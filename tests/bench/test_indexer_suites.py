@@ -1,9 +1,8 @@
-"""The benchmarks of the indexer's top-k and preparation on the NumPy device, and torch.topk by a stand-in."""
+"""The benchmark of the indexer's top-k on the NumPy device, and torch.topk by a stand-in."""
 
 from __future__ import annotations
 
 import sys
-import types
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,43 +10,10 @@ import pytest
 
 from bench.core.errors import BenchError
 from bench.core.implementation import Choices, make
-from bench.operations import INDEXER_PREPARE, INDEXER_TOPK
+from bench.operations import INDEXER_TOPK
 from bench.ops.indexer_topk.inputs import DIGIT_SHIFT, DIGIT_STEP, HOT_DIGITS, Selection
 from mla_cupy import reference
-
-SMALL = {
-    INDEXER_TOPK: ("sq5-skv40-k7", "sq300-skv90-k90-hot", "sq1-skv33-k1"),
-    INDEXER_PREPARE: ("sq5-h3-d32", "sq2-h1-d64", "sq1-h2", "sq5-h3-d32-keys"),
-}
-NAMES = [(operation, name) for operation, names in SMALL.items() for name in names]
-
-
-@pytest.mark.parametrize("operation", SMALL, ids=lambda operation: operation.name)
-def test_names_round_trip(operation):
-    cases = operation.select([], "targets")
-    assert cases[0].name in ("sq4096-skv32768-k2048", "sq4096-h64")
-    for case in cases:
-        assert operation.parse(case.name) is case
-    for name in SMALL[operation]:
-        assert operation.parse(name).name == name
-
-
-@pytest.mark.parametrize(
-    ("operation", "name"),
-    [(INDEXER_TOPK, name) for name in ("", "sq1-skv9", "sq0-skv9-k1", "sq1-skv9-k10", "sq1-skv9000-k8193")]
-    + [(INDEXER_PREPARE, name) for name in ("", "sq1", "sq0-h1", "sq1-h1-d48")],
-)
-def test_a_bad_name_is_refused(operation, name):
-    with pytest.raises(BenchError, match="case"):
-        operation.parse(name)
-
-
-def test_costs():
-    """One read of the logits; of the preparation, what it reads and writes, counted from the arrays."""
-    assert INDEXER_TOPK.parse("sq3-skv50-k2").cost.nbytes == 3 * 50 * 4
-    case = INDEXER_PREPARE.parse("sq5-h3-d32")
-    tables = 2 * 5 * 8 * 4  # the rows of cos and sin that five positions take
-    assert case.cost.nbytes == 5 * 3 * (32 * 2 + 32 + 4 + 4) + tables + 5 * 4
+from tests.bench import fake_torch
 
 
 def test_hot_logits_have_few_digits(device):
@@ -57,15 +23,6 @@ def test_hot_logits_have_few_digits(device):
     assert (digits % DIGIT_STEP == 0).all()
     assert np.isfinite(inputs.host).all()
     assert len(np.unique(inputs.host[0])) > 2900, "lower bits decide"
-
-
-@pytest.mark.parametrize(("operation", "name"), NAMES, ids=lambda x: getattr(x, "name", x))
-def test_our_own(rows_of, operation, name):
-    row = rows_of(operation, name)["mla_cupy"]
-    assert (row["status"], row["reason"]) == ("ok", "")
-    figure = "by_value" if operation is INDEXER_TOPK else "copy"
-    assert row["figures_us"][figure] > 0
-    assert row["share_copy"] == pytest.approx(row["bytes"] / row["timing"]["us_median"] / 1e6 / 4.0)
 
 
 @pytest.mark.parametrize("spoil", ["another", "twice", "outside", "not written"])
@@ -96,23 +53,6 @@ def test_equal_logits_may_be_any_of_a_peer_s(device):
         assert found.ok != lowest_ties
 
 
-@pytest.mark.parametrize("name", ["codes", "folded"])
-def test_a_wrong_byte_is_found(device, numpy_backend, name):
-    import mla_cupy
-
-    case = INDEXER_PREPARE.parse("sq5-h3-d32")
-    inputs = INDEXER_PREPARE.inputs(case, "bfloat16", 0, device)
-    samples = INDEXER_PREPARE.expect(case, "bfloat16", inputs, device)
-    codes, folded = mla_cupy.indexer_prepare_q(inputs.q, **inputs.arguments)
-    outputs = SimpleNamespace(codes=codes, folded=folded)
-    assert INDEXER_PREPARE.judge(samples, outputs, "bfloat16", device).ok
-    array = getattr(outputs, name)
-    array[4, 1] = np.nextafter(array[4, 1], np.float32(9)) if name == "folded" else array[4, 1] ^ 1
-    verdict = INDEXER_PREPARE.judge(samples, outputs, "bfloat16", device)
-    assert not verdict.ok
-    assert name in verdict.reason
-
-
 @pytest.fixture
 def torch_topk(monkeypatch):
     """torch.topk by a partition, in no order."""
@@ -122,10 +62,7 @@ def torch_topk(monkeypatch):
         indices = np.argpartition(-np.asarray(logits), k - 1, axis=1)[:, :k][:, ::-1].astype(np.int64)
         return SimpleNamespace(values=np.take_along_axis(np.asarray(logits), indices, axis=1), indices=indices)
 
-    torch, cupy = types.ModuleType("torch"), types.ModuleType("cupy")
-    torch.topk, torch.from_dlpack, cupy.from_dlpack = topk, np.asarray, np.asarray
-    for name, module in (("torch", torch), ("cupy", cupy)):
-        monkeypatch.setitem(sys.modules, name, module)
+    fake_torch.install(monkeypatch).topk = topk
     monkeypatch.setattr("bench.peers.torch_topk.recorder_for", lambda torch, device: device.recorder())
     monkeypatch.setattr("bench.peers.torch_topk.peak_bytes", lambda torch, call, results: 77)
 

@@ -43,12 +43,6 @@ def made_up(**facts: object) -> Kernel:
     return Kernel.from_facts("made_up", {**sizes, "products": products, **facts})
 
 
-def test_a_missing_fact_is_zero() -> None:
-    kernel = made_up()
-    assert (kernel.weight_stationary, kernel.tmem_columns_used) == (0, 0)
-    assert made_up(weight_stationary=1).weight_stationary == 1
-
-
 def test_weight_stationary_products_have_their_own_law() -> None:
     plain, stationary = (prediction.tile_cycles(made_up(weight_stationary=ws), 64, B200) for ws in (0, 1))
     assert plain.operands == stationary.operands == plain.products
@@ -130,13 +124,32 @@ def test_json(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     assert data["repro"].startswith("python -m bench model sparse-backward")
 
 
+@pytest.mark.parametrize("model", ["sparse-backward", "forward"])
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["--arch", "sm_90a"], "--arch: got sm_90a, expected sm_100a"),
+        (["--json", "/nowhere/x.json"], "--json: got /nowhere/x.json, expected"),
+    ],
+)
+def test_what_no_model_can_predict(model, arguments, text, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model", model, *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--topk", "--s-q", "--s-kv", "--heads"])
+def test_options_of_this_model_are_refused_by_the_other(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["model", "forward", option, "32"])
+    assert stop.value.code == 2
+    assert f"{option}: `model forward` has cases of its own" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
         (["--arch", "sm_103a"], "--arch: got sm_103a, expected sm_100a"),
         (["--kernel", "sparse_backward_sm90"], "--kernel: got sparse_backward_sm90, expected one of " + KERNEL),
-        (["--kernel", KERNEL, "--json", "/nowhere/x.json"], "--json: got /nowhere/x.json, expected"),
     ],
 )
 def test_what_cannot_be_predicted_says_why(arguments, text, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,15 +174,6 @@ def test_bad_options_of_the_model_are_refused(bad, capsys: pytest.CaptureFixture
         main(["model", "sparse-backward", *bad])
     assert stop.value.code == 2
     assert bad[0] in capsys.readouterr().err
-
-
-def test_help_of_the_model(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["model", "--help"])
-    text = capsys.readouterr().out
-    assert "predicted, not measured" in text
-    for option in ("--arch", "--kernel", "--heads", "--topk", "--s-q", "--s-kv", "--d-qk", "--json"):
-        assert option in text
 
 
 def test_the_page_on_the_original_plan() -> None:

@@ -106,13 +106,6 @@ def test_every_case_is_named_and_every_implementation_has_its_own_marker():
     assert "mla_decode" in axes.get_title()
 
 
-def test_a_second_dtype_is_named():
-    rows = rows_of(DECODE[0], {"mla_cupy": 100.0})
-    rows += [{**row, "dtype": "float16"} for row in rows]
-    _, axes = drawn(plot.roofline, rows)
-    assert {text.get_text().split()[-1] for text in axes.texts} == {"bfloat16", "float16"}
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.name)
 def test_labels_of_the_kept_results_do_not_overlap(path):
@@ -164,17 +157,6 @@ def test_the_roofs_of_many_runs_are_a_band():
     (band,) = axes.collections
     right = max(x for x, _ in band.get_paths()[0].vertices)
     assert min(y for x, y in band.get_paths()[0].vertices if x == right) == 650.0
-
-
-def test_implementations_and_operations_can_be_told_apart():
-    rows = rows_of(DECODE[0], {"mla_cupy": 100.0, "some": 90.0, "other": 80.0})
-    rows += [{**row, "op": "another"} for row in rows]
-    figure, axes = drawn(plot.roofline, rows)
-    looks = [(line.get_marker(), line.get_color(), line.get_fillstyle()) for line in axes.lines[1:]]
-    assert len(set(looks)) == len(looks) == 6
-    assert {f"some, {op}" for op in ("mla_decode", "another")} < {
-        text.get_text() for text in figure.legends[0].get_texts()
-    }
 
 
 def test_labels_move_no_further_than_they_must():

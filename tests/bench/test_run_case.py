@@ -17,6 +17,7 @@ from bench.operations import OPERATIONS
 from bench.ops.decode.cases import DecodeCase
 from bench.ops.decode.check import expect, judge
 from bench.ops.decode.inputs import Outputs, make_inputs
+from tests.bench.small import SMALL
 
 DECODE = OPERATIONS["decode"]
 
@@ -118,21 +119,7 @@ def briefly(options, monkeypatch):
 def test_host_times_of_every_operation(device, briefly, numpy_backend, operation):
     """A repeated call is one with the same arrays; the empty launch is measured beside it."""
     options, asked = briefly
-    small = {
-        "absorption": "sq3-skv70-hq2",
-        "cache": "append-v32-n70",
-        "cascade": "b2-hq3-prefix64-suffix64",
-        "decode": "b1-sq1-hq2-skv20",
-        "dense-decode-fp8": "b1-sq1-hq2-skv20",
-        "indexer-logits": "sq3-skv8-h2-d32",
-        "prefill": "b2-sq3-skv8-hq2",
-        "prefill-backward": "b2-sq3-skv8-hq2",
-        "sparse-forward-fp8": "sq3-skv64-hq2-topk4",
-    }
-    small |= {"indexer-topk": "sq3-skv40-k4", "indexer-prepare": "sq5-h2-d32"}
-    small |= {"layer": "v3-hq4-b1-skv70", "prepare": "inplace-bf16-n3-h2", "projection": "absorb-t2-hq2"}
-    small |= {"sparse-decode": "b1-sq1-hq2-topk4-pool64", "indexer-loss": "b2-s7-h3x8-i2x32"}
-    case = operation.parse(small.get(operation.name, "sq3-skv8-hq2-topk4"))
+    case = operation.parse(SMALL[operation.name][0])
     device.watch = WallClock()
     (row,) = run_case(operation, case, make([], operation.implementations(Choices())), device, options)
     assert row["status"] == "ok", row["reason"]

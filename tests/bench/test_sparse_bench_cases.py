@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from bench.core.cost import Cost
-from bench.core.errors import BenchError
 from bench.operations import SPARSE_BACKWARD, SPARSE_FORWARD
 from bench.ops.sparse.cases import with_indices
 from bench.ops.sparse.inputs import NEIGHBOURS, RECENT_TOKENS, SINK_TOKENS, choose_indices
@@ -14,18 +13,6 @@ from bench.ops.sparse_forward.cases import CASES as FORWARD
 from bench.ops.sparse_forward.cases import SparseForwardCase
 
 OPERATIONS = {"forward": (SPARSE_FORWARD, FORWARD), "backward": (SPARSE_BACKWARD, BACKWARD)}
-
-
-@pytest.mark.parametrize(
-    ("case", "tflops"),
-    [
-        # Times measured on one H200 by another program, with the rates that it printed for them.
-        *zip(FORWARD[:3], (586, 562, 551), strict=True),
-        *zip(BACKWARD, (442, 424, 334, 247, 114), strict=True),
-    ],
-)
-def test_rates_agree_with_the_peers_own_count(case, tflops):
-    assert case.cost.tflops(case.peer_us) == pytest.approx(tflops, rel=0.005)
 
 
 def test_cost_of_two_slots_by_hand():
@@ -51,12 +38,9 @@ def test_a_narrower_head_costs_less():
 
 
 @pytest.mark.parametrize("kind", OPERATIONS)
-def test_names_round_trip(kind):
+def test_names_with_indices(kind):
     operation, built_in = OPERATIONS[kind]
-    assert operation.select([], "targets") == built_in
-    assert len({case.name for case in built_in}) == len(built_in)
     for case in built_in:
-        assert operation.parse(case.name) is case
         clustered = operation.parse(with_indices(case.name, "clustered"))
         assert (clustered.indices, clustered.peer_us) == ("clustered", None)
         assert with_indices(clustered.name, "clustered") == clustered.name
@@ -65,12 +49,6 @@ def test_names_round_trip(kind):
     assert (odd.s_q, odd.s_kv, odd.h_q, odd.topk, odd.d_qk, odd.indices) == (3, 70, 5, 100, 512, "clustered")
     assert odd.name == "sq3-skv70-hq5-topk100-dqk512-clustered"
     assert odd.shape() == {**odd.shape(), "d_v": 512, "indices": "clustered"}
-
-
-@pytest.mark.parametrize("name", ["", "sq1-skv1-hq1", "sq1-skv0-hq1-topk1", "sq1-skv1-hq1-topk1-dqk64", "b1-sq1"])
-def test_a_bad_name_is_refused(name):
-    with pytest.raises(BenchError, match="case"):
-        SPARSE_FORWARD.parse(name)
 
 
 @pytest.mark.parametrize("indices", ["random", "clustered"])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,67 +9,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bench.core.errors import BenchError
 from bench.core.implementation import Choices, make
 from bench.operations import SPARSE_DECODE
-from bench.ops.sparse_decode.cases import CASES, SparseDecodeCase
 from bench.ops.sparse_decode.inputs import host_cache, host_pages
 from mla_cupy import reference
-
-SMALL = (
-    "b2-sq2-hq3-topk5-pool128",
-    "b1-sq1-hq2-topk4-extra3-v4-pool64",
-    "b1-sq1-hq2-topk4-extra3-v41-pool64",
-    "b1-sq1-hq2-topk4-extra3-v41-fp4-pool64",
-    "b1-sq2-hq2-topk4-fp8-pool64",
-)
-
-
-def test_names_round_trip():
-    assert SPARSE_DECODE.select([], "targets") == CASES
-    for case in CASES:
-        assert SPARSE_DECODE.parse(case.name) is case
-    for name in SMALL:
-        assert SPARSE_DECODE.parse(name).name == name
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "b1-sq1-hq1",
-        "b0-sq1-hq1-topk1",
-        "b1-sq1-hq1-topk1-pool65",
-        "b1-sq1-hq1-topk1-v5",
-        "b1-sq1-hq1-topk1-extra1-fp8",
-    ],
-)
-def test_a_bad_name_is_refused(name):
-    with pytest.raises(BenchError, match="case"):
-        SPARSE_DECODE.parse(name)
-
-
-def test_rates_agree_with_the_peer_s_own_count():
-    """TFLOP/s that another program printed for this time."""
-    assert CASES[0].cost.tflops(CASES[0].peer_us) == pytest.approx(352, rel=0.005)
-    mixed = SparseDecodeCase(2, 3, 4, 5, 6, "v41-fp4")
-    assert mixed.cost.nbytes == 6 * (5 * 528 + 6 * 288) + 2 * 6 * 4 * 1024 + 4 * 6 * 11
-    small = SparseDecodeCase(2, 3, 4, 5, 6, "v4")
-    assert small.cost.flops == 2 * 6 * 4 * 11 * 1024
-    assert small.cost.nbytes == 6 * 11 * 584 + 2 * 6 * 4 * 1024 + 4 * 6 * 11
+from tests.bench import fake_torch
 
 
 @pytest.fixture
 def run(rows_of):
     return partial(rows_of, SPARSE_DECODE)
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_our_own(run, name):
-    row = run(name)["mla_cupy"]
-    assert (row["status"], row["reason"]) == ("ok", "")
-    assert row["check"]["errors"].keys() == {"out", "lse"}
-    assert "attention" in row["includes"]
 
 
 def test_sets_share_the_pool_and_differ_in_all_else(device):
@@ -96,29 +42,6 @@ def test_mixed_cases_have_two_records_and_a_sink(device):
     assert case.shape()["extra_record"] == "v41-fp4"
 
 
-@pytest.mark.parametrize(("name", "place"), [("out", (3, 1, 7)), ("lse", (0, 2))])
-def test_a_wrong_result_is_found(device, numpy_backend, name, place):
-    case = SPARSE_DECODE.parse(SMALL[0])
-    inputs = SPARSE_DECODE.inputs(case, "bfloat16", 0, device)
-    samples = SPARSE_DECODE.expect(case, "bfloat16", inputs, device)
-    source = inputs.sources[0]
-    out, lse = reference.sparse_mla_decode(inputs.q, source.cache, source.indices, scale=case.scale)
-    results = {"out": out.reshape(4, 3, 512), "lse": lse.reshape(4, 3)}
-    assert SPARSE_DECODE.judge(samples, SimpleNamespace(**results), "bfloat16", device).ok
-    results[name][place] += 0.5
-    assert not SPARSE_DECODE.judge(samples, SimpleNamespace(**results), "bfloat16", device).ok
-
-
-class Tensor(np.ndarray):
-    """As much of a tensor as the adapter asks for."""
-
-    def unsqueeze(self, axis):
-        return np.expand_dims(self, axis)
-
-    def view(self, kind=None, *more):
-        return super().view(ml_dtypes.float8_e4m3fn if kind == "float8" else kind or Tensor, *more)
-
-
 @pytest.fixture
 def calls(monkeypatch, tmp_path):
     """FlashMLA by the oracle: the order of arguments and results, and lse's axes, are its own."""
@@ -137,17 +60,7 @@ def calls(monkeypatch, tmp_path):
         result, lse = reference.sparse_mla_decode(np.asarray(q), pages, indices, scale=scale, **more)
         return result.astype(q.dtype), lse.transpose(0, 2, 1).astype("f4"), "metadata", "splits"
 
-    torch = types.ModuleType("torch")
-    torch.float8_e4m3fn, torch.from_dlpack = "float8", lambda x: np.asarray(x).view(Tensor)
-    torch.cuda = SimpleNamespace(ExternalStream=int, stream=lambda stream: nullcontext())
-    pad = lambda x, widths: np.pad(x, ((0, 0), (0, 0), widths[2:], widths[:2])).view(Tensor)  # noqa: E731
-    torch.nn = SimpleNamespace(functional=SimpleNamespace(pad=pad))
-    operators = SimpleNamespace(sparse_decode_fwd=decode)
-    torch.ops = SimpleNamespace(load_library=lambda path: None, _flashmla_C=operators)
-    cupy = types.ModuleType("cupy")
-    cupy.from_dlpack = np.asarray
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    fake_torch.install(monkeypatch).ops._flashmla_C = SimpleNamespace(sparse_decode_fwd=decode)
     (tmp_path / "_flashmla_C.abi3.so").touch()
     return seen
 

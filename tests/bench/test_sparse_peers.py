@@ -17,22 +17,11 @@ from bench.ops.sparse_backward.cases import SparseBackwardCase
 from bench.ops.sparse_forward.cases import SparseForwardCase
 from bench.peers.torch_ops import peak_bytes
 from mla_cupy import reference
+from tests.bench import fake_torch
+from tests.bench.fake_torch import Tensor, tensor
 
 FORWARD = SparseForwardCase(s_q=2, s_kv=140, h_q=3, topk=128)
 BACKWARD = SparseBackwardCase(s_q=6, s_kv=30, h_q=3, topk=8)
-
-
-class Tensor(np.ndarray):
-    """As much of a tensor as the adapters ask for."""
-
-    def unsqueeze(self, axis):
-        return np.expand_dims(self, axis)
-
-    def numel(self):
-        return self.size
-
-    def element_size(self):
-        return self.itemsize
 
 
 class FakeCuda:
@@ -64,30 +53,12 @@ class FakeCuda:
         self.used += kept
 
 
-def tensor(array):
-    return np.asarray(array).view(Tensor)
-
-
-def pad(array, widths):
-    last, (before, after) = widths[:2], widths[2:]
-    assert tuple(last) == (0, 0)
-    return tensor(np.pad(array, ((0, 0), (before, after), (0, 0))))
-
-
 @pytest.fixture
 def torch(monkeypatch):
     """PyTorch and CuPy, as far as the adapters use them."""
-    fake = types.ModuleType("torch")
-    fake.__version__ = "0"
-    fake.cuda = FakeCuda()
-    fake.from_dlpack = tensor
+    fake = fake_torch.install(monkeypatch)
+    fake.cuda, fake.ops._flashmla_C = FakeCuda(), SimpleNamespace()
     fake.full = lambda shape, value, device: tensor(np.full(shape, value, np.float32))
-    fake.nn = SimpleNamespace(functional=SimpleNamespace(pad=pad))
-    fake.ops = SimpleNamespace(load_library=lambda path: None, _flashmla_C=SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "torch", fake)
-    cupy = types.ModuleType("cupy")
-    cupy.from_dlpack = np.asarray
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
     return fake
 
 

@@ -15,29 +15,11 @@ from bench.core.errors import BenchError
 from bench.operations import DECODE, OPERATIONS, SPARSE_BACKWARD
 from bench.trees import child, command, parent
 from bench.trees.process import Process
+from tests.bench import small
 
 ROOT = Path(__file__).resolve().parents[2]
-CASE = DECODE.parse("b1-sq1-hq2-skv20-page16")
-SMALL = {
-    "absorption": "sq3-skv70-hq2",
-    "cache": "append-v32-n70",
-    "cascade": "b2-hq3-prefix64-suffix64",
-    "decode": CASE.name,
-    "dense-decode-fp8": CASE.name,
-    "sparse-forward": "sq3-skv8-hq2-topk4",
-    "sparse-forward-fp8": "sq3-skv64-hq2-topk4",
-    "sparse-backward": "sq3-skv8-hq2-topk4",
-    "indexer-logits": "sq3-skv8-h2-d32",
-    "sparse-decode": "b1-sq1-hq2-topk4-pool64",
-    "indexer-loss": "b2-s7-h3x8-i2x32",
-    "indexer-topk": "sq3-skv40-k4",
-    "prefill": "b1-sq2-skv9-hq2",
-    "prefill-backward": "b1-sq2-skv9-hq2",
-    "indexer-prepare": "sq5-h2-d32",
-    "layer": "v3-hq4-b1-skv70",
-    "prepare": "inplace-bf16-n3-h2",
-    "projection": "absorb-t2-hq2",
-}
+CASE = DECODE.parse(small.SMALL["decode"][0])
+SMALL = {name: cases[0] for name, cases in small.SMALL.items()}
 #: What the processes run in place of the GPU.
 SERVE = f"""
 import sys, time
