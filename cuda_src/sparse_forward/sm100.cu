@@ -22,7 +22,7 @@
 
 namespace mla::sparse_forward::sm100 {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-using C = Config<MLA_DTYPE, MLA_HEAD_DIM_QK, MLA_BLOCK_HEADS, /*kBlocks=*/1>;
+using C = Config<MLA_DTYPE, MLA_HEAD_DIM_QK, MLA_BLOCK_HEADS>;
 MLA_FORWARD_SM100_FACTS(C);
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------

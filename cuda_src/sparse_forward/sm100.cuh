@@ -1,13 +1,11 @@
 // The sparse forward on Blackwell: barriers, and the roles that load. Products and softmax are those of
 // attention/sm100/swapped.cuh.
 //
-// A block multiplies its heads by tile after tile of 64 listed rows; two blocks of a pair share the tiles, of which
-// each gathers half for both.
+// A block multiplies its heads by tile after tile of 64 listed rows.
 #pragma once
 #include "attention/row_list.cuh"
 #include "attention/sm100/swapped.cuh"
 #include "common/limits.cuh"
-#include "ptx/cluster.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/gather4.cuh"
 
@@ -27,15 +25,14 @@ constexpr i32 kRegsSoftmax = 232, kRegsIssue = 136;
 static_assert(kRegsSoftmax + 2 * kRegsIssue <= 3 * regs_at_entry(kThreads), "what the block has at entry");
 
 // What a kernel chooses, and the sizes that follow.
-template <class Element_, i32 kHeadDimQk_, i32 kHeads_, i32 kBlocks_>
+template <class Element_, i32 kHeadDimQk_, i32 kHeads_>
 struct Config {
     using Element = Element_;
     using Latent = Element;
     using Rope = Element;
-    static constexpr i32 kHeadDimQk = kHeadDimQk_, kHeads = kHeads_, kBlocks = kBlocks_;
+    static constexpr i32 kHeadDimQk = kHeadDimQk_, kHeads = kHeads_;
     static_assert(is_head_dim_qk(kHeadDimQk), "with or without RoPE columns");
     static_assert(kHeads == 16 || kHeads == 32 || kHeads == 64, "heads");
-    static_assert(kBlocks == 1 || kBlocks == 2, "alone, or a pair");
 
     static constexpr i32 kSwTilesQk = kHeadDimQk / kSw128Columns, kLatentSwTiles = kSwTilesV;
     // K comes and goes in groups of SW128 tiles: the columns that a sum of 128 dims needs, and those of RoPE.
@@ -50,7 +47,7 @@ struct Config {
 // q_full          query (1)                    Q                      mma        blocked, a phase per work item
 // q_empty         products (1)                 -                      query      free, the same
 // kv_full[s][g]   gather (1)                   1 or 2 SW128 tiles     mma        blocked, a phase per kStages tiles
-// kv_empty[s][g]  products (1 of each block)   -                      gather     free, the same
+// kv_empty[s][g]  products (1)                 -                      gather     free, the same
 //
 // The others are in attention/sm100/swapped.cuh.
 template <class C>
@@ -73,7 +70,7 @@ MLA_DEVICE void init_storage(Storage<C>& s) {
     mbarrier_init(s.q_empty, 1);
     for (i32 stage = 0; stage < kStages; ++stage) {
         for (MBarrier& barrier : s.kv_full[stage]) mbarrier_init(barrier, 1);
-        for (MBarrier& barrier : s.kv_empty[stage]) mbarrier_init(barrier, C::kBlocks);
+        for (MBarrier& barrier : s.kv_empty[stage]) mbarrier_init(barrier, 1);
         mbarrier_init(s.s_full[stage], 1);
         mbarrier_init(s.p_full[stage], kWarpgroupThreads);
         mbarrier_init(s.out_full[stage], 1);
@@ -121,24 +118,13 @@ MLA_DEVICE void run_query_role(const Block<C>& block) {
     });
 }
 
-// A lane gathers four keys. Entries past the end of the list are kNoRow, and become zeros. Of a pair each block gathers
-// half of the keys, for both.
+// A lane gathers four keys. Entries past the end of the list are kNoRow, and become zeros.
 constexpr i32 kKeysOfLane = 4;
 constexpr u32 kGatherBytes = kKeysOfLane * kSw128RowBytes;
 
 template <class C>
-MLA_DEVICE void gather_four(SmemAddr to, const TensorMap& kv, MBarrier& full, i32 column, const int4& rows) {
-    if constexpr (C::kBlocks == 1) {
-        cp_async_bulk_tensor_gather4(to, kv, full, column, rows, kEvictLast);
-    } else {
-        cp_async_bulk_tensor_gather4_multicast(to, kv, full, column, rows, (1 << C::kBlocks) - 1, kEvictLast);
-    }
-}
-
-template <class C>
 MLA_DEVICE void run_gather_role(const Block<C>& block, i32 warp, i32 lane) {
-    constexpr i32 kLanes = kTileKeys / kKeysOfLane / C::kBlocks;
-    const i32 own = (C::kBlocks == 1 ? 0 : (i32)cluster_rank() * kLanes) + lane;  // of the lanes that share a tile
+    constexpr i32 kLanes = kTileKeys / kKeysOfLane;
     const DecodeParams& p = block.p;
     Storage<C>& s = block.s;
     RingCount<kStages> ring;
@@ -147,7 +133,7 @@ MLA_DEVICE void run_gather_role(const Block<C>& block, i32 warp, i32 lane) {
         for (i32 tile = item.tile_begin; tile < item.tile_end; ++tile) {
             const i32 stage = ring.stage();
             int4 rows = make_int4(kNoRow, kNoRow, kNoRow, kNoRow);
-            if (lane < kLanes) rows = reinterpret_cast<const int4*>(list + tile * kTileKeys)[own];
+            if (lane < kLanes) rows = reinterpret_cast<const int4*>(list + tile * kTileKeys)[lane];
             for (i32 group = warp; group < C::kGroups; group += kGatherWarps) {
                 MBarrier& full = s.kv_full[stage][group];
                 const i32 first = group * C::kGroupSwTiles, last = min(first + C::kGroupSwTiles, C::kSwTilesQk);
@@ -155,8 +141,8 @@ MLA_DEVICE void run_gather_role(const Block<C>& block, i32 warp, i32 lane) {
                 if (lane == 0) mbarrier_arrive_expect_tx(full, (last - first) * kSw128Bytes);
                 __syncwarp();
                 for (i32 sw_tile = first; lane < kLanes && sw_tile < last; ++sw_tile) {
-                    gather_four<C>(smem_addr(s.kv[stage]) + (sw_tile * kSw128Bytes + own * kGatherBytes), block.maps.kv,
-                                   full, sw_tile * kSw128Columns, rows);
+                    cp_async_bulk_tensor_gather4(smem_addr(s.kv[stage]) + (sw_tile * kSw128Bytes + lane * kGatherBytes),
+                                                 block.maps.kv, full, sw_tile * kSw128Columns, rows, kEvictLast);
                 }
             }
             ring.advance();

@@ -171,7 +171,6 @@ OUR_KERNELS = {
     "decode_sm100": ("block_rows", plans.SWAPPED_64),
     "decode_sm100_joint": ("", plans.JOINT),
     "sparse_forward_sm100": ("block_heads", plans.SWAPPED_64_ALONE),
-    "sparse_forward_sm100_pair": ("", plans.SWAPPED_64_GATHERED),
     "sparse_forward_sm100_joint": ("", plans.JOINT_GATHERED),
 }
 

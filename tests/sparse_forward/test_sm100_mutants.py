@@ -25,21 +25,16 @@ LOADS = "sparse_forward/sm100.cuh"
 ROLES = "attention/sm100/swapped.cuh"
 RESULTS = "attention/head_results.cuh"
 SOURCE = "sparse_forward/sm100.cu"
-PAIR_SOURCE = "sparse_forward/sm100_pair.cu"
-ALONE, PAIR = "sparse_forward_sm100", "sparse_forward_sm100_pair"
-#: One block has both queries, of four tiles each, the last one short; heads of a pair are as few as it takes.
-HEADS = {ALONE: 15, PAIR: 65}
+KERNEL = "sparse_forward_sm100"
+#: One block has both queries, of four tiles each, the last one short.
+HEADS = 15
 
 
 @dataclass(frozen=True)
 class Mutant(mutants.Mutant):
-    """`kernel` runs."""
+    """Queries of `heads` heads show it."""
 
-    kernel: str = ALONE
-
-    @property
-    def id(self) -> str:
-        return f"{self.kernel.removeprefix('sparse_forward_')}-{self.name.replace(' ', '_')}"
+    heads: int = HEADS
 
 
 AFTER, BEFORE = "tcgen05.fence::after_thread_sync", "tcgen05.fence::before_thread_sync"
@@ -156,8 +151,8 @@ MUTANTS = [
     Mutant(
         "rows of the next lane",
         LOADS,
-        "sw_tile * kSw128Bytes + own * kGatherBytes",
-        "sw_tile * kSw128Bytes + (own ^ 1) * kGatherBytes",
+        "sw_tile * kSw128Bytes + lane * kGatherBytes",
+        "sw_tile * kSw128Bytes + (lane ^ 1) * kGatherBytes",
     ),
     Mutant(
         "the next query's heads",
@@ -171,33 +166,15 @@ MUTANTS = [
     Mutant(
         "dims of the next tile", ROLES, "x, factors, t * kTileDims, thread", "x, factors, (t ^ 1) * kTileDims, thread"
     ),
-    # The pair
-    Mutant("pair ends alone", PAIR_SOURCE, *steps("barrier.cluster", 2, 3, of=4), PAIR),
-    Mutant("pair begins alone", PAIR_SOURCE, *steps("barrier.cluster", 0, 1, of=4), PAIR),
-    Mutant("columns released for one block", PAIR_SOURCE, *steps("tcgen05.commit", 2, of=8), PAIR),
-    Mutant(
-        "released by one block of the pair",
-        LOADS,
-        "mbarrier_init(barrier, C::kBlocks);",
-        "mbarrier_init(barrier, 1);",
-        PAIR,
-    ),
-    Mutant(
-        "rows for one block",
-        LOADS,
-        "column, rows, (1 << C::kBlocks) - 1, kEvictLast",
-        "column, rows, 1 << cluster_rank(), kEvictLast",
-        PAIR,
-    ),
-    Mutant("both gather the same half", LOADS, "(i32)cluster_rank() * kLanes) + lane", "0) + lane", PAIR),
-    Mutant("heads of the first block", LOADS, "return (i32)blockIdx.x * C::kHeads;", "return 0;", PAIR),
+    # The grid
+    Mutant("heads of the first block", LOADS, "return (i32)blockIdx.x * C::kHeads;", "return 0;", 65),
 ]
 
 
 @cache
-def inputs_of(kernel: str) -> SparseInputs:
+def inputs_of(heads: int) -> SparseInputs:
     """Maxima grow by more than 2^8 within a pair of tiles, from pair to pair, and from query to query."""
-    inputs = make(SparseCase(s_q=2, s_kv=300, h_q=HEADS[kernel], topk=197, invalid=0.0, seed=3))
+    inputs = make(SparseCase(s_q=2, s_kv=300, h_q=heads, topk=197, invalid=0.0, seed=3))
     rows = np.concatenate(inputs.rows)
     inputs.q[...] = np.abs(inputs.q.astype(np.float32)) / 2
     place = {int(row): i % 197 // 64 for i, row in reversed(list(enumerate(rows)))}
@@ -207,11 +184,11 @@ def inputs_of(kernel: str) -> SparseInputs:
 
 
 @mutants.as_verdict
-def verdict(kernel: str, mode: tuple[str, int]) -> None:
+def verdict(heads: int, mode: tuple[str, int]) -> None:
     """What a run shows; empty if nothing."""
-    inputs = inputs_of(kernel)
+    inputs = inputs_of(heads)
     with simulated(1, (10, 0), *mode):
-        got = mla_cupy.sparse_mla_forward(*inputs.arguments, **inputs.options, kernel=kernel)
+        got = mla_cupy.sparse_mla_forward(*inputs.arguments, **inputs.options, kernel=KERNEL)
     check(got[:2], inputs.exact[:2], inputs.rounded[:2], inputs.case.dtype)
     check_lse(got[2], inputs.exact[2], inputs.rounded[2])
 
@@ -220,11 +197,11 @@ def verdict(kernel: str, mode: tuple[str, int]) -> None:
 def test_is_caught(mutant: Mutant, plant: mutants.Plant) -> None:
     """In one of the modes: deadlocks and late completion show most."""
     plant(mutant)
-    assert any(verdict(mutant.kernel, mode) for mode in MODES), f"nothing shows that {mutant.name}"
+    assert any(verdict(mutant.heads, mode) for mode in MODES), f"nothing shows that {mutant.name}"
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("kernel", [ALONE, PAIR])
+@pytest.mark.parametrize("heads", [HEADS, 65])
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_kernels_as_they_are(kernel: str, mode: tuple[str, int]) -> None:
-    assert verdict(kernel, mode) == ""
+def test_kernel_as_it_is(heads: int, mode: tuple[str, int]) -> None:
+    assert verdict(heads, mode) == ""

@@ -27,7 +27,7 @@ from tests.support.sparse_gpu import problem_of
 from tests.support.tolerance import check, check_lse
 
 KERNELS = on_blackwell(FORWARD_KERNELS)
-ALONE, PAIR, JOINT = "sparse_forward_sm100", "sparse_forward_sm100_pair", "sparse_forward_sm100_joint"
+ALONE, JOINT = "sparse_forward_sm100", "sparse_forward_sm100_joint"
 MODES = (("early", 0), ("late", 0), *(("random", seed) for seed in range(1, 21)))
 RANDOM_CASES, SLOW_CASES = 10, 200
 
@@ -193,7 +193,7 @@ def test_results_in_float32() -> None:
 
 
 @pytest.mark.settled
-@pytest.mark.parametrize(("kernel", "h_q"), [(ALONE, 3), (PAIR, 67), (JOINT, 67)])
+@pytest.mark.parametrize(("kernel", "h_q"), [(ALONE, 3), (JOINT, 67)])
 def test_what_one_query_selects_stays_with_it(kernel: str, h_q: int) -> None:
     """NaN in the values, infinity in the RoPE columns; `max_logits` tells of NaN too."""
     inputs = make(SparseCase(s_q=4, s_kv=900, h_q=h_q, topk=100, invalid=0.0))
@@ -207,7 +207,7 @@ def test_what_one_query_selects_stays_with_it(kernel: str, h_q: int) -> None:
 
 @pytest.mark.settled
 @pytest.mark.parametrize(
-    ("kernel", "h_q", "growth"), [(ALONE, 9, 4.0), (ALONE, 9, 400.0), (PAIR, 65, 400.0), (JOINT, 65, 400.0)], ids=str
+    ("kernel", "h_q", "growth"), [(ALONE, 9, 4.0), (ALONE, 9, 400.0), (JOINT, 65, 400.0)], ids=str
 )
 def test_maxima_that_grow_from_tile_to_tile(kernel: str, h_q: int, growth: float) -> None:
     """By less than 2^8 they are kept, by more the sums are rescaled, in both tiles of a pair and in the next one."""
@@ -233,7 +233,7 @@ def test_nan_behind_the_last_head(kernel: str) -> None:
 
 
 @pytest.mark.settled
-@pytest.mark.parametrize(("kernel", "h_q"), [(ALONE, 3), (PAIR, 70), pytest.param(JOINT, 70, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kernel", "h_q"), [(ALONE, 3), (JOINT, 70)])
 def test_gradients_end_to_end(kernel: str, h_q: int) -> None:
     """The backward takes what this forward gives: `out` and `lse` are its own, not the oracle's.
 
@@ -266,10 +266,8 @@ def test_default_where_the_self_test_has_admitted_them(cc: tuple[int, int], h_q:
 
 
 def test_products_of_one_block_where_only_those_are_admitted() -> None:
-    """The pair that gathers for each other is kept to compare with, and runs where it is named."""
-    gpu = replace(fake_gpu(148, (10, 0)), admitted=frozenset({ALONE, PAIR}))
+    gpu = replace(fake_gpu(148, (10, 0)), admitted=frozenset({ALONE}))
     assert SPARSE_FORWARD.configure(_problem(128), gpu).kernel.name == ALONE
-    assert SPARSE_FORWARD.configure(_problem(128), gpu, PAIR).kernel.name == PAIR
 
 
 def _problem(h_q: int, **changes: Any) -> SparseForwardProblem:
@@ -290,11 +288,10 @@ def test_build_for_the_heads(h_q: int, heads: int, blocks: int) -> None:
         (ALONE, _problem(64), fake_gpu(4, (9, 0)), r"compute capability 10\.0 or 10\.3"),
         (ALONE, _problem(64, aligned=False), fake_gpu(4, (10, 0)), "multiples of 16 bytes"),
         (ALONE, _problem(64, record="v32"), fake_gpu(4, (10, 0)), "16-bit rows"),
-        (PAIR, _problem(64), fake_gpu(4, (10, 0)), "takes 65 to 128 heads"),
-        (PAIR, _problem(129), fake_gpu(4, (10, 0)), "takes 65 to 128 heads"),
         (JOINT, _problem(64), fake_gpu(4, (10, 0)), "takes 65 to 128 heads"),
+        (JOINT, _problem(129), fake_gpu(4, (10, 0)), "takes 65 to 128 heads"),
         (JOINT, _problem(128, aligned=False), fake_gpu(4, (10, 0)), "multiples of 16 bytes"),
-        (PAIR, _problem(128), fake_gpu(4, (12, 0)), r"compute capability 10\.0 or 10\.3"),
+        (JOINT, _problem(128), fake_gpu(4, (12, 0)), r"compute capability 10\.0 or 10\.3"),
     ],
 )
 def test_refusals_say_why(kernel: str, problem: SparseForwardProblem, device: DeviceInfo, reason: str) -> None:

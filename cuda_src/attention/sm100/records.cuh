@@ -30,7 +30,7 @@ struct RecordConfig : sm90::SmallRecords<Element_, Record, Tokens, kHeads_> {
     static constexpr bool kTensorMemory = true;
     static constexpr bool kStaged = false, kScouted = false, kFencedByReaders = false;
     static constexpr i32 kMathGroups = 1, kStagesQ = 1;
-    static constexpr i32 kHeads = kHeads_, kBlocks = 1;
+    static constexpr i32 kHeads = kHeads_;
     static constexpr bool kWithRowMax = Tokens::kWithRowMax;
     static constexpr bool kScaled = !sm90::kSameFormat<Element_, typename Base::Latent>;
 };

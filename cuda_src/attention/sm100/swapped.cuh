@@ -5,7 +5,7 @@
 // which other roles fill. These are the roles of the products and of the softmax, for kernels that differ in where keys
 // come from. What they choose is a type C:
 //
-//   kHeads, kBlocks             heads of a block; blocks that share tiles of keys (a pair), or one
+//   kHeads                      heads of a block
 //   kSwTilesQk, kLatentSwTiles  SW128 tiles of a key's columns, and those before the RoPE columns
 //   kGroupSwTiles, kGroups      so many SW128 tiles come and go together
 //   kQSwTileBytes               of an SW128 tile of Q
@@ -16,7 +16,7 @@
 //
 // barrier         arrives (count)              waits      first phase
 // kv_full[s][g]   the kernel's                 mma        blocked, a phase per kStages tiles
-// kv_empty[s][g]  products (1 of each block)   kernel     free, the same
+// kv_empty[s][g]  products (1)                 kernel     free, the same
 // q_empty         products (1), the kernel's   kernel     free, a phase per work item
 // s_full[s]       products (1)                 softmax    blocked, a phase per kStages tiles
 // p_full[s]       softmax (128)                mma        blocked, the same
@@ -28,7 +28,6 @@
 // a tile also means that its S^T has been read and, of a work item's first one, the last item's O^T.
 #pragma once
 #include "attention/head_results.cuh"
-#include "ptx/cluster.cuh"
 #include "ptx/control.cuh"
 #include "tile/tmem_product.cuh"
 #include "tile/warp.cuh"
@@ -138,14 +137,8 @@ struct Products {
         tcgen05_commit(s.s_full[stage]);
     }
 
-    // The stage's columns of a group may be fetched anew, by both blocks of a pair.
-    MLA_DEVICE void release_group(i32 stage, i32 group) const {
-        if constexpr (C::kBlocks == 1) {
-            tcgen05_commit(s.kv_empty[stage][group]);
-        } else {
-            tcgen05_commit_multicast(s.kv_empty[stage][group], (1 << C::kBlocks) - 1);
-        }
-    }
+    // The stage's columns of a group may be fetched anew.
+    MLA_DEVICE void release_group(i32 stage, i32 group) const { tcgen05_commit(s.kv_empty[stage][group]); }
 
     // O^T, dims x heads: sums over keys.
     MLA_DEVICE void issue_values(RingCount<kStages> ring, bool accumulate) const {
@@ -317,16 +310,6 @@ MLA_DEVICE void run_softmax_role(const DecodeParams& p, i32 split, const BlockHe
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-// All blocks that share tiles.
-template <class C>
-MLA_DEVICE void sync_blocks() {
-    if constexpr (C::kBlocks == 1) {
-        __syncthreads();
-    } else {
-        cluster_sync();
-    }
-}
-
 // Calls roles(warp, tensor memory) in every thread, after `init` in one, which initialises the barriers; all roles
 // reach the end.
 template <class C, class Storage, class Init, class Roles>
@@ -339,14 +322,14 @@ MLA_DEVICE void run_with_tensor_memory(Storage& s, i32 mma_warp, Init init, Role
         tcgen05_relinquish_alloc_permit();
     }
     tcgen05_fence_before_thread_sync();
-    sync_blocks<C>();
+    __syncthreads();
     tcgen05_fence_after_thread_sync();
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
     const TmemAddr tmem = s.tmem;
     roles(warp, tmem);
     __syncwarp();
     tcgen05_fence_before_thread_sync();
-    sync_blocks<C>();  // of a pair the peer may still send to this block
+    __syncthreads();
     if (warp == mma_warp) {
         tcgen05_fence_after_thread_sync();
         tcgen05_dealloc<kAllocated>(tmem);

@@ -14,7 +14,7 @@ from mla_cupy.shapes import TILE_TOKENS
 
 BLOCK_HEADS = (16, 32, 64)
 """Heads of a block, a build each."""
-PAIR_BLOCKS = 2
+JOINT_BLOCKS = 2
 
 
 def unsupported(problem: SparseForwardProblem, device: DeviceInfo) -> Reason | None:
@@ -62,29 +62,13 @@ KERNEL = MappedKernel(
 )
 
 
-def _not_by_pair(problem: SparseForwardProblem, device: DeviceInfo) -> Reason | None:
+def _not_jointly(problem: SparseForwardProblem, device: DeviceInfo) -> Reason | None:
     """Reason that the kernel cannot take the problem; None if it can."""
     if reason := unsupported(problem, device):
         return reason
-    least, most = BLOCK_HEADS[-1] + 1, PAIR_BLOCKS * BLOCK_HEADS[-1]
+    least, most = BLOCK_HEADS[-1] + 1, JOINT_BLOCKS * BLOCK_HEADS[-1]
     return None if least <= problem.h_q <= most else Reason(f"takes {least} to {most} heads")
 
-
-PAIR = MappedKernel(
-    "sparse_forward_sm100_pair",
-    "sparse forward with tcgen05 for 65 to 128 heads: two blocks gather for each other; simulated, not yet run",
-    "sparse_forward/sm100_pair.cu",
-    DecodeParams,
-    BLACKWELL,
-    variants(dtype=HALF, head_dim_qk=HEAD_DIMS_QK),
-    facts={"tile_tokens": TILE_TOKENS, "block_heads": BLOCK_HEADS[-1], "cluster": PAIR_BLOCKS},
-    unsupported=_not_by_pair,
-    variant=lambda problem: Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk),
-    block_rows=BLOCK_HEADS[-1],
-    on_request=True,
-    unproven=True,
-    maps=maps,
-)
 
 JOINT = MappedKernel(
     "sparse_forward_sm100_joint",
@@ -93,8 +77,8 @@ JOINT = MappedKernel(
     DecodeParams,
     BLACKWELL,
     variants(dtype=HALF, head_dim_qk=HEAD_DIMS_QK),
-    facts={"tile_tokens": TILE_TOKENS, "block_heads": BLOCK_HEADS[-1], "cluster": PAIR_BLOCKS},
-    unsupported=_not_by_pair,
+    facts={"tile_tokens": TILE_TOKENS, "block_heads": BLOCK_HEADS[-1], "cluster": JOINT_BLOCKS},
+    unsupported=_not_jointly,
     variant=lambda problem: Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk),
     block_rows=BLOCK_HEADS[-1],
     unproven=True,
@@ -102,4 +86,4 @@ JOINT = MappedKernel(
 )
 
 
-KERNELS = (JOINT, PAIR, KERNEL)
+KERNELS = (JOINT, KERNEL)
