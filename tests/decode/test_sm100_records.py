@@ -8,6 +8,7 @@ No GPU has run it. Bugs of the products and of the softmax, which the sparse for
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,16 @@ import mla_cupy
 from mla_cupy.errors import UnsupportedDeviceError
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import DecodeProblem
+from tests.decode import blackwell
+from tests.decode.blackwell import BLACKWELL
 from tests.support.calls import plan_of
-from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.cases import DecodeCase, make
 from tests.support.mutants import Mutant, Plant, as_verdict, sampled
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.sim_modes import MODES
 from tests.support.tolerance import check
 
 KERNEL = "decode_sm100_records"
-BLACKWELL = (10, 0)
-QUICK_SEEDS, ALL_SEEDS = 2, 200
 
 
 def case_of(record: str, **changes: Any) -> DecodeCase:
@@ -57,11 +58,7 @@ MORE_CASES = (
 )
 
 
-def run(inputs: DecodeInputs, sm_count: int = 1, mode: tuple[str, int] = ("early", 0), **options: Any) -> Any:
-    with simulated(sm_count, BLACKWELL, *mode) as target:
-        got = mla_cupy.mla_decode(*inputs.arguments, **inputs.case.options, kernel=KERNEL, **options)
-    assert f"mla_{KERNEL}" in target.launched
-    return got
+run = partial(blackwell.run, KERNEL)
 
 
 def check_case(case: DecodeCase, *run_options: Any) -> None:
@@ -70,52 +67,33 @@ def check_case(case: DecodeCase, *run_options: Any) -> None:
 
 
 @pytest.mark.settled
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_matches_oracle(case: DecodeCase) -> None:
-    number = CASES.index(case)
-    check_case(case, (1, 3)[number % 2], MODES[number % len(MODES)])
+@blackwell.in_turns(CASES)
+def test_matches_oracle(case: DecodeCase, sm_count: int, mode: tuple[str, int]) -> None:
+    check_case(case, sm_count, mode)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=lambda case: case.id)
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("sm_count", [1, 3, 5])
+@blackwell.in_all_modes([*CASES, *MORE_CASES])
 def test_matches_oracle_in_all_modes(case: DecodeCase, mode: tuple[str, int], sm_count: int) -> None:
     check_case(case, sm_count, mode)
 
 
 def random_case(seed: int) -> DecodeCase:
-    """Sizes that the tests of all kernels do not name, too."""
-    rng = np.random.default_rng([seed, 584])
-
-    def one_of(*choices: Any) -> Any:
-        return choices[int(rng.integers(len(choices)))]
-
-    h_q = one_of(1, 3, 8, 16, 21, 32, 33, 64, 65)
-    shard = int(rng.integers(3)) if rng.random() < 0.2 else None
-    lengths = tuple(int(n) for n in rng.integers(0, rng.choice([5, 70, 200]), int(rng.integers(1, 4))))
+    one_of, sizes = blackwell.random_sizes(seed, 584, 200)
     return case_of(
         one_of("v32", "v4", "fp8"),
-        b=len(lengths),
-        seqlens=lengths,
-        s_q=one_of(1, 1, 2, 3) if h_q <= 33 else 1,
-        h_q=h_q,
+        s_q=one_of(1, 1, 2, 3) if sizes["h_q"] <= 33 else 1,
         page_size=one_of(1, 8, 16, 24, 64, 128),
         dtype=one_of("bfloat16", "float16"),
-        causal=bool(rng.integers(2)),
+        causal=one_of(False, True),
         missing_pages=one_of(0, 0, 1),
-        cp_world=1 if shard is None else 3,
-        cp_rank=shard or 0,
-        seed=seed,
+        **sizes,
     )
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(i, marks=() if i < QUICK_SEEDS else pytest.mark.slow) for i in range(ALL_SEEDS)]
-)
+@pytest.mark.settled
+@blackwell.SEEDS
 def test_random_cases(seed: int) -> None:
-    mode = ("random", seed) if seed % 3 else (("early", "late")[seed // 3 % 2], 0)
-    check_case(random_case(seed), 1 + seed % 6, mode)
+    check_case(random_case(seed), *blackwell.turn_of(seed))
 
 
 @pytest.mark.parametrize("record", ["v4", "fp8"])
