@@ -22,6 +22,7 @@ from mla_cupy.kernels.decode import records, sm100, sm100_fp8
 from mla_cupy.kernels.dense import table as dense
 from mla_cupy.kernels.indexer.logits import sm100 as logits_sm100
 from mla_cupy.kernels.indexer.logits.mma import KERNEL as LOGITS
+from mla_cupy.kernels.spec import KernelSpec
 from mla_cupy.reference.indexer_records import SCALE_BYTES, page_parts
 from mla_cupy.runtime.build import BuildRequest
 from mla_cupy.selftest.calls import CALL_SECONDS, D_QK, D_V, compare
@@ -182,6 +183,24 @@ def _prefill(sizes: Sizes, dtype: str, d_qk: int) -> Problem:
     return Problem(arguments, reference.mla_prefill(**arguments)[0])
 
 
+def _probe(
+    kernel: KernelSpec[Any],
+    stage: str,
+    label: str,
+    about: str,
+    function: Callable[..., Any],
+    problem: Callable[[Sizes], Problem],
+    on_gpu: Sizes,
+    simulated: Sizes,
+    needs: tuple[str, ...] = (),
+) -> MmaProbe:
+    """One call of one block, or a whole one, which needs the kernel's blocks."""
+    if stage == "kernel":
+        needs = (f"block/{kernel.name}/*",)
+    name, about = f"{stage}/{kernel.name}/{label}", f"{about}, against the oracle"
+    return MmaProbe(name, about, kernel.name, function, problem, on_gpu, simulated, kernel.archs, needs)
+
+
 def _decode_probes(kernel: AttentionKernel[Any]) -> Iterator[MmaProbe]:
     heads = kernel.block_rows if kernel.block_rows in mma.SMALL_ROWS else WIDE_HEADS
     for stage, dtype, on_gpu in (
@@ -189,16 +208,15 @@ def _decode_probes(kernel: AttentionKernel[Any]) -> Iterator[MmaProbe]:
         ("block", "float16", Sizes(1, 90)),
         ("kernel", "bfloat16", Sizes(32, 4096)),
     ):
-        yield MmaProbe(
-            f"{stage}/{kernel.name}/{dtype}",
-            f"mla_decode, {heads} heads, {on_gpu.queries} requests of {on_gpu.keys} tokens, against the oracle",
-            kernel.name,
+        yield _probe(
+            kernel,
+            stage,
+            dtype,
+            f"mla_decode, {heads} heads, {on_gpu.queries} requests of {on_gpu.keys} tokens",
             mla_cupy.mla_decode,
             functools.partial(_decode, heads=heads, dtype=dtype),
             on_gpu,
             Sizes(1, 90) if stage == "block" else Sizes(2, 140),
-            kernel.archs,
-            (f"block/{kernel.name}/*",) if stage == "kernel" else (),
         )
 
 
@@ -223,22 +241,21 @@ def _tcgen05_decode_probes_of(
     calls: list[tuple[str, str, int, int]],
     instructions: tuple[str, ...],
 ) -> Iterator[MmaProbe]:
-    name = kernel.name
-    for stage, variants, on_gpu, simulated, needs in (
-        ("block", blocks, Sizes(1, 200), Sizes(1, 130), instructions),
-        ("kernel", calls, Sizes(32, 4096), Sizes(2, 140), (f"block/{name}/*",)),
+    for stage, variants, on_gpu, simulated in (
+        ("block", blocks, Sizes(1, 200), Sizes(1, 130)),
+        ("kernel", calls, Sizes(32, 4096), Sizes(2, 140)),
     ):
         for label, dtype, heads, d_qk in variants:
-            yield MmaProbe(
-                f"{stage}/{name}/{label}",
-                f"mla_decode, {heads} heads, {on_gpu.queries} requests of {on_gpu.keys} tokens, against the oracle",
-                name,
+            yield _probe(
+                kernel,
+                stage,
+                label,
+                f"mla_decode, {heads} heads, {on_gpu.queries} requests of {on_gpu.keys} tokens",
                 mla_cupy.mla_decode,
                 functools.partial(_decode, heads=heads, dtype=dtype, d_qk=d_qk),
                 on_gpu,
                 simulated,
-                kernel.archs,
-                needs,
+                instructions,
             )
 
 
@@ -251,22 +268,21 @@ def _tcgen05_records_probes() -> Iterator[MmaProbe]:
         for dtype in dtypes.HALF
         for rows in records.BLACKWELL_BLOCK_ROWS
     ]
-    for stage, variants, on_gpu, simulated, needs in (
-        ("block", builds, Sizes(1, 200), Sizes(1, 70), ("tmem/*", "mma/*", "stmatrix/*")),
-        ("kernel", [one for one in builds if one[1] == "bfloat16"], Sizes(32, 4096), Sizes(2, 70), None),
+    for stage, variants, on_gpu, simulated in (
+        ("block", builds, Sizes(1, 200), Sizes(1, 70)),
+        ("kernel", [one for one in builds if one[1] == "bfloat16"], Sizes(32, 4096), Sizes(2, 70)),
     ):
         for record, dtype, rows in variants:
-            yield MmaProbe(
-                f"{stage}/{kernel.name}/{record}-{dtype}-{rows}rows",
-                f"mla_decode of {record}, {rows} rows, {on_gpu.queries} requests of {on_gpu.keys} tokens, "
-                "against the oracle",
-                kernel.name,
+            yield _probe(
+                kernel,
+                stage,
+                f"{record}-{dtype}-{rows}rows",
+                f"mla_decode of {record}, {rows} rows, {on_gpu.queries} requests of {on_gpu.keys} tokens",
                 mla_cupy.mla_decode,
                 functools.partial(_decode_records, heads=rows, dtype=dtype, record=record),
                 on_gpu,
                 simulated,
-                kernel.archs,
-                needs or (f"block/{kernel.name}/*",),
+                ("tmem/*", "mma/*", "stmatrix/*"),
             )
 
 
@@ -274,22 +290,22 @@ def _tcgen05_fp8_probes() -> Iterator[MmaProbe]:
     """One block of each build for queries in 16 bits, then several blocks, with sums over thousands of tokens."""
     kernel = sm100_fp8.KERNEL
     builds = [(dtype, rows) for dtype in dtypes.HALF for rows in sm100_fp8.BLOCK_ROWS]
-    for stage, variants, on_gpu, simulated, needs in (
-        ("block", builds, Sizes(1, 200), Sizes(1, 70), ("tmem/*", "mma.f8f6f4/*", "copy/load/*")),
-        ("kernel", builds[:1], Sizes(32, 8192), Sizes(2, 70), (f"block/{kernel.name}/*",)),
+    for stage, variants, on_gpu, simulated in (
+        ("block", builds, Sizes(1, 200), Sizes(1, 70)),
+        ("kernel", builds[:1], Sizes(32, 8192), Sizes(2, 70)),
     ):
         for dtype, rows in variants:
-            yield MmaProbe(
-                f"{stage}/{kernel.name}/{dtype}-{rows}rows",
+            yield _probe(
+                kernel,
+                stage,
+                f"{dtype}-{rows}rows",
                 f'mla_decode with math="fp8", {rows} rows, {on_gpu.queries} requests of {on_gpu.keys} tokens whose '
-                "values have a mean, against the oracle",
-                kernel.name,
+                "values have a mean",
                 functools.partial(mla_cupy.mla_decode, math="fp8"),
                 functools.partial(_decode_records, heads=rows, dtype=dtype, record="fp8", math="fp8"),
                 on_gpu,
                 simulated,
-                kernel.archs,
-                needs,
+                ("tmem/*", "mma.f8f6f4/*", "copy/load/*"),
             )
 
 
@@ -302,17 +318,15 @@ def _records_probes() -> Iterator[MmaProbe]:
             ("kernel", builds[:1], Sizes(32, 4096), Sizes(2, 70)),
         ):
             for record, dtype, rows in variants:
-                yield MmaProbe(
-                    f"{stage}/{kernel.name}/{record}-{dtype}-{rows}rows",
-                    f"mla_decode of {record}, {rows} rows, {on_gpu.queries} requests of {on_gpu.keys} tokens, "
-                    "against the oracle",
-                    kernel.name,
+                yield _probe(
+                    kernel,
+                    stage,
+                    f"{record}-{dtype}-{rows}rows",
+                    f"mla_decode of {record}, {rows} rows, {on_gpu.queries} requests of {on_gpu.keys} tokens",
                     mla_cupy.mla_decode,
                     functools.partial(_decode_records, heads=rows, dtype=dtype, record=record),
                     on_gpu,
                     simulated,
-                    kernel.archs,
-                    (f"block/{kernel.name}/*",) if stage == "kernel" else (),
                 )
 
 
@@ -324,16 +338,15 @@ def _prefill_probes() -> Iterator[MmaProbe]:
             ("block", "float16", 128, Sizes(100, 300), Sizes(20, 70)),
             ("kernel", "bfloat16", 192, Sizes(1024, 2048), Sizes(140, 150)),
         ):
-            yield MmaProbe(
-                f"{stage}/{kernel.name}/{dtype}-{d_qk}",
-                f"mla_prefill, {on_gpu.queries} queries, {on_gpu.keys} keys of {d_qk} columns, against the oracle",
-                kernel.name,
+            yield _probe(
+                kernel,
+                stage,
+                f"{dtype}-{d_qk}",
+                f"mla_prefill, {on_gpu.queries} queries, {on_gpu.keys} keys of {d_qk} columns",
                 mla_cupy.mla_prefill,
                 functools.partial(_prefill, dtype=dtype, d_qk=d_qk),
                 on_gpu,
                 simulated,
-                kernel.archs,
-                (f"block/{kernel.name}/*",) if stage == "kernel" else (),
             )
 
 
@@ -343,16 +356,15 @@ def _logits_probes() -> Iterator[MmaProbe]:
         ("block", "bfloat16", Sizes(1, 40)),
         ("kernel", "float8_e4m3fn", Sizes(64, 8192)),
     ):
-        yield MmaProbe(
-            f"{stage}/{LOGITS.name}/{dtype}",
-            f"indexer_logits, 64 heads, {on_gpu.queries} tokens and {on_gpu.keys} keys, against the oracle",
-            LOGITS.name,
+        yield _probe(
+            LOGITS,
+            stage,
+            dtype,
+            f"indexer_logits, 64 heads, {on_gpu.queries} tokens and {on_gpu.keys} keys",
             mla_cupy.indexer_logits,
             functools.partial(_logits, heads=64, dtype=dtype),
             on_gpu,
             Sizes(1, 40),
-            LOGITS.archs,
-            (f"block/{LOGITS.name}/*",) if stage == "kernel" else (),
         )
 
 
@@ -366,31 +378,30 @@ def _tcgen05_logits_probes() -> Iterator[MmaProbe]:
         ("block", Sizes(3, 300), Sizes(2, 140)),
         ("kernel", Sizes(64, 8192), Sizes(9, 140)),
     ):
-        needs = {one: instructions if stage == "block" else (f"block/{one.name}/*",) for one in (kernel, paged)}
         for label, heads, d in of_keys if stage == "block" else of_keys[:1]:
-            yield MmaProbe(
-                f"{stage}/{kernel.name}/{label}",
-                f"indexer_logits, {heads} heads, {on_gpu.queries} tokens and {on_gpu.keys} keys, against the oracle",
-                kernel.name,
+            yield _probe(
+                kernel,
+                stage,
+                label,
+                f"indexer_logits, {heads} heads, {on_gpu.queries} tokens and {on_gpu.keys} keys",
                 mla_cupy.indexer_logits,
                 functools.partial(_logits, heads=heads, dtype="float8_e4m3fn", d=d),
                 on_gpu,
                 simulated,
-                kernel.archs,
-                needs[kernel],
+                instructions,
             )
         for label, heads, tokens in of_pages if stage == "block" else of_pages[:1]:
-            yield MmaProbe(
-                f"{stage}/{paged.name}/{label}",
+            yield _probe(
+                paged,
+                stage,
+                label,
                 f"indexer_logits_paged, {heads} heads, {tokens} next tokens of {on_gpu.queries} sequences of "
-                f"{on_gpu.keys} keys, against the oracle",
-                paged.name,
+                f"{on_gpu.keys} keys",
                 mla_cupy.indexer_logits_paged,
                 functools.partial(_logits_paged, heads=heads, tokens=tokens),
                 on_gpu,
                 simulated,
-                paged.archs,
-                needs[paged],
+                instructions,
             )
 
 
