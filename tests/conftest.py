@@ -8,9 +8,6 @@ import sys
 
 import pytest
 
-# Images of containers often set it. Then each of hundreds of processes compiles every module that it imports once more.
-sys.dont_write_bytecode = False
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("MLA_CUPY_JIT", "lazy")  # the import must not start compilers beside the tests
 if "PYTEST_XDIST_WORKER" in os.environ:
     # The threads of NumPy's matrix products spin while they wait for one another: where not all of them have a core of
@@ -32,6 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Images of containers often set it: then each of hundreds of processes compiles every module it imports once more.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     config.pluginmanager.register(skips.Skips())
     if file := config.getoption("--cpu-times"):
         config.pluginmanager.register(durations.Recorder(file))

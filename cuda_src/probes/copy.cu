@@ -1,26 +1,21 @@
 // Self-test: where TMA puts what it copies. Slabs are 64 rows of 64 columns in the 128-byte swizzle (tile/sw128.cuh).
 //
 //   gather   rows of a matrix by index, four at a time and 512 bytes apart, into an SW128 tile (sm_100a)
-//   pair     the same by two blocks of a cluster, each half of the rows, for both; and a commit of tcgen05 for both
 //   load     a box of 64 columns x 64 heads of one query into an SW128 tile
 //   store    an SW128 tile to such a box
 //
-// One block, or a pair. Bytes that no copy should write have known contents, so that an excess byte shows.
+// One block. Bytes that no copy should write have known contents, so that an excess byte shows.
 #include "common/facts.cuh"
-#include "ptx/cluster.cuh"
 #include "ptx/control.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/gather4.cuh"
-#include "ptx/tcgen05.cuh"
 #include "tile/ring.cuh"
 #include "tile/sw128.cuh"
 
 namespace mla::probes {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-enum class Copy { gather, pair, load, store };
+enum class Copy { gather, load, store };
 constexpr Copy kCopy = Copy::MLA_COPY;
-constexpr i32 kBlocks = kCopy == Copy::pair ? 2 : 1;
-constexpr u16 kAllBlocks = (1 << kBlocks) - 1;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = kWarpgroupThreads;
@@ -31,21 +26,19 @@ constexpr i32 kSwTileChunks = kSw128Bytes / 16;
 struct ProbeCopyParams {
     const int4* rows;  // of each gather
     const uint4* in;   // the SW128 tile at first
-    uint4* out;        // and at last, one for each block
+    uint4* out;        // and at last
     i32 gathers;
     i32 c0, c1, c2;  // of the box; a gather uses c0
 };
 MLA_FACT_LIST(params_layout, MLA_OFFSET(ProbeCopyParams, gathers), (int)sizeof(ProbeCopyParams));
 MLA_FACT(threads, kThreads);
-MLA_FACT(cluster, kBlocks);
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier   arrives (count)   carries               waits   first phase
 // full      thread 0 (1)      what a copy loads     all     blocked
-// done      blocks (kBlocks)  -                     all     blocked, of a pair
 struct Storage {
     alignas(kSwizzleAtomBytes) uint4 sw_tile[kSwTileChunks];
-    MBarrier full, done;
+    MBarrier full;
 };
 MLA_FACT(smem_bytes, sizeof(Storage));
 
@@ -56,14 +49,6 @@ MLA_DEVICE void start(Storage& s, const ProbeCopyParams& p, const TensorMap& map
         for (i32 i = 0; i < p.gathers; ++i) {
             cp_async_bulk_tensor_gather4(sw_tile + i * kGatherBytes, map, s.full, p.c0, p.rows[i], kEvictLast);
         }
-    } else if (kCopy == Copy::pair) {
-        const i32 half = p.gathers / kBlocks, first = (i32)cluster_rank() * half;
-        mbarrier_arrive_expect_tx(s.full, p.gathers * kGatherBytes);
-        for (i32 i = first; i < first + half; ++i) {
-            cp_async_bulk_tensor_gather4_multicast(sw_tile + i * kGatherBytes, map, s.full, p.c0, p.rows[i], kAllBlocks,
-                                                   kEvictLast);
-        }
-        tcgen05_commit_multicast(s.done, kAllBlocks);
     } else if (kCopy == Copy::load) {
         mbarrier_arrive_expect_tx(s.full, kSw128Bytes);
         cp_async_bulk_tensor_3d(sw_tile, map, s.full, p.c0, p.c1, p.c2, kEvictFirst);
@@ -83,17 +68,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) {
         prefetch_tensormap(map);
         mbarrier_init(s.full, 1);
-        mbarrier_init(s.done, kBlocks);
         fence_mbarrier_init();
     }
     for (i32 i = threadIdx.x; i < kSwTileChunks; i += kThreads) s.sw_tile[i] = p.in[i];
     fence_proxy_async();
     __syncthreads();
-    if (kCopy == Copy::pair) cluster_sync();  // the peer's memory and barriers are ready
     if (threadIdx.x == 0) start(s, p, map);
     if (kCopy != Copy::store) mbarrier_wait(s.full, 0);
-    if (kCopy == Copy::pair) mbarrier_wait(s.done, 0);
-    uint4* out = p.out + blockIdx.x * kSwTileChunks;
-    for (i32 i = threadIdx.x; i < kSwTileChunks; i += kThreads) out[i] = s.sw_tile[i];
+    for (i32 i = threadIdx.x; i < kSwTileChunks; i += kThreads) p.out[i] = s.sw_tile[i];
 }
 }  // namespace mla::probes

@@ -15,16 +15,4 @@ MLA_DEVICE void cp_async_bulk_tensor_gather4(SmemAddr to, const TensorMap& map, 
         "l"(l2_policy)
         : "memory");
 }
-
-// The same to the same place in the blocks of the cluster in `blocks` (bit = rank), and to the same barrier of each.
-// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
-MLA_DEVICE void cp_async_bulk_tensor_gather4_multicast(SmemAddr to, const TensorMap& map, MBarrier& full, i32 column,
-                                                       const int4& rows, u16 blocks, u64 l2_policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile::gather4.mbarrier::complete_tx::bytes"
-        ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8, %9;" ::"r"(to.value),
-        "l"(&map), "r"(smem_addr(&full).value), "r"(column), "r"(rows.x), "r"(rows.y), "r"(rows.z), "r"(rows.w),
-        "h"(blocks), "l"(l2_policy)
-        : "memory");
-}
 }  // namespace mla

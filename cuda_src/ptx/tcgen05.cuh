@@ -58,15 +58,6 @@ MLA_DEVICE void tcgen05_commit(MBarrier& barrier) {
         : "memory");
 }
 
-// The same at the same place in each block of the cluster in `blocks` (bit = rank).
-MLA_DEVICE void tcgen05_commit_multicast(MBarrier& barrier, u16 blocks) {
-    asm volatile(
-        "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%0], %1;" ::"r"(
-            smem_addr(&barrier).value),
-        "h"(blocks)
-        : "memory");
-}
-
 // Waits for this thread's loads: their registers may be used (see pin_loaded).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#tcgen05-tensor-memory-ld-st
 MLA_DEVICE void tcgen05_wait_ld() { asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory"); }

@@ -23,7 +23,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
     "probes/copy.cu",
     ProbeCopyParams,
     TMA_ARCHS,
-    variants=variants(copy=("gather", "pair", "load", "store")),
+    variants=variants(copy=("gather", "load", "store")),
 )
 
 S_KV = 101
@@ -50,9 +50,7 @@ def _sw_tile(rng: np.random.Generator) -> Array:
     return rng.integers(0, 2**16, ROWS * SW128_COLUMNS, np.uint16)
 
 
-def _gather_case(
-    name: str, blocks: int, rows: int, column: int, mixed: tuple[int, ...], stride: int, dtype: str
-) -> Case:
+def _gather_case(name: str, rows: int, column: int, mixed: tuple[int, ...], stride: int, dtype: str) -> Case:
     rng = random(name)
     kv = rng.integers(0, 2**16, (S_KV, stride), np.uint16)
     numbers = rng.integers(0, S_KV, rows)
@@ -67,11 +65,10 @@ def _gather_case(
             "kv": kv,
             "rows": numbers.astype(np.int32),
             "before": sw_tile,
-            "sw_tile": np.tile(np.zeros_like(by_rows(sw_tile)), (blocks, 1)),
+            "sw_tile": np.zeros_like(by_rows(sw_tile)),
         },
         ProbeCopyParams(rows="rows", in_="before", out="sw_tile", gathers=rows // 4, c0=column, c1=0, c2=0),
-        {"sw_tile": np.tile(by_rows(after), (blocks, 1))},
-        grid=(blocks, 1, 1),
+        {"sw_tile": by_rows(after)},
         box_map=BoxMap("kv", dtype, (DIMS, S_KV), (stride,), (SW128_COLUMNS, 1)),
     )
 
@@ -102,16 +99,8 @@ def _gather(label: str) -> InstructionProbe:
     rows, column, mixed, stride, dtype = GATHERS[label]
     outside = ", some outside of the tensor" if mixed else ""
     about = f"{rows // 4} gather4 of 4 rows x 128 bytes, columns {column} to {column + 63}{outside}, 512 bytes apart"
-    case = partial(_gather_case, name, 1, rows, column, mixed, stride, dtype)
+    case = partial(_gather_case, name, rows, column, mixed, stride, dtype)
     return InstructionProbe(name, about, KERNEL, Variant(copy="gather"), case, BLACKWELL)
-
-
-def _pair(label: str) -> InstructionProbe:
-    name = f"copy/multicast/{label}"
-    rows, column, mixed, stride, dtype = GATHERS[label]
-    about = f"{rows // 4} gather4, half of them by each block of a pair, for both; and a commit of each for both"
-    case = partial(_gather_case, name, 2, rows, column, mixed, stride, dtype)
-    return InstructionProbe(name, about, KERNEL, Variant(copy="pair"), case, BLACKWELL)
 
 
 def _box(copy: str, label: str) -> InstructionProbe:
@@ -124,6 +113,5 @@ def _box(copy: str, label: str) -> InstructionProbe:
 
 PROBES = (
     *(_gather(label) for label in GATHERS),
-    *(_pair(label) for label in ("32rows", "64rows-outside")),
     *(_box(copy, label) for copy in ("load", "store") for label in BOXES),
 )

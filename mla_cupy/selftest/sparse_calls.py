@@ -83,7 +83,6 @@ def probes() -> list[MmaProbe]:
     """Probes of every kernel, with the heads of each of its builds."""
     return [
         *_probes_of(sm100.KERNEL, "sparse_mla_forward", sm100.BLOCK_HEADS),
-        *_probes_of(sm100.PAIR, "sparse_mla_forward", (128,)),
         *_probes_of(sm100.JOINT, "sparse_mla_forward", (128,), _OF_A_PAIR),
         *_probes_of(records.SM100, "sparse_mla_decode", records.BLACKWELL_BLOCK_ROWS),
         *(

@@ -89,6 +89,7 @@ def check_results(given: States, sm_count: int, mode: tuple[str, int] = ("early"
     assert (whole == 7).all()
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize(
     ("given", "sm_count"),
     [
@@ -110,6 +111,7 @@ def test_without_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     check_results(ONE, 2)
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_in_every_order(mode: tuple[str, int]) -> None:
     check_states(FEW, 2, mode)
@@ -223,6 +225,7 @@ def check_many_rows(mode: tuple[str, int] = ("early", 0), **options: Any) -> Non
         projection.LEAST_ROWS_APART = least
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize("mode", MODES[:3], ids=str)
 def test_many_rows_in_every_order(mode: tuple[str, int]) -> None:
     check_many_rows(mode, **({"out_dtype": "float32"} if mode[0] == "late" else {}))
@@ -265,6 +268,7 @@ def test_a_plan_without_w_uv_refuses_it() -> None:
             mla_cupy.mla_decode(*inputs.arguments, w_uv=w_uv, plan=plan)
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize(("sm_count", "lengths"), [(4, None), (2, (200, 3, 0))])
 @pytest.mark.parametrize("apart", [False, True])
 def test_sparse_decode(
@@ -317,6 +321,7 @@ def check_absorb(
     return memory
 
 
+@pytest.mark.settled
 @pytest.mark.parametrize(
     ("t", "h", "d_nope", "dtype", "rope"),
     [

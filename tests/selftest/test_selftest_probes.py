@@ -94,7 +94,7 @@ def takes_turns(arch: str, mode: str, index: int, calls: bool) -> bool:
 @pytest.fixture(scope="module")
 def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
     arch, mode = request.param
-    here = mock.patch.object(worker, "can_spawn", return_value=False)  # to start a compiler takes as long as some compile
+    here = mock.patch.object(worker, "can_spawn", return_value=False)  # a process takes longer
     with here, opened(Place(arch, "", "none", "a test", mode)) as found:
         yield found
 

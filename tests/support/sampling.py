@@ -1,12 +1,12 @@
-"""Which cases of a test an ordinary run has, where they differ in sizes, the mode or the kernel and not in what they show.
+"""Which cases of a test an ordinary run has, where they differ in sizes, the mode or the kernel, not in what they show.
 
-A test with the mark `sampled` has one of each four of its cases: first the first, then the last, the third and the second,
-so that what takes turns over the cases (modes, dtypes, numbers of multiprocessors) goes on to do so. Of each kernel it
-has others: where there are four, every case is run. Of a kernel that has not changed (`unchanged.py`) it has one of each
-eight, and of each two such kernels with less than eight cases one takes part: the other one in other tests.
+A test with the mark `sampled` has one of each four of its cases: first the first, then the last, the third and the
+second, so that what takes turns over the cases (modes, dtypes, numbers of multiprocessors) goes on to do so. Of each
+kernel it has others: where there are four, every case is run. Of a kernel that has not changed (`unchanged.py`) it has
+one of each eight, and of each two such kernels with less than eight cases one takes part: the other one in other tests.
 
-A test with the mark `settled` has all cases of a kernel that has changed. Of one that has not, it has one of each four, and
-of each two such kernels with less than four one takes part.
+A test with the mark `settled` has all cases of a kernel that has changed. Of one that has not, it has one of each four,
+and of each two such kernels with less than four one takes part.
 
 `-m slow` has the rest, and `--sim=full` all at once.
 """

@@ -101,7 +101,8 @@ def test_which_kernels_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
         function.cache_clear()
     known = {name: name for name in unchanged.KERNELS} | {"decode_sm100": "before"}
     monkeypatch.setattr(unchanged.builds, "verified", lambda: known)
-    assert [unchanged.kernel(name) for name in ("decode_sm100", "sparse_decode_sm100", "no_kernel")] == [False, True, False]
+    names = ("decode_sm100", "sparse_decode_sm100", "no_kernel")
+    assert [unchanged.kernel(name) for name in names] == [False, True, False]
     assert [unchanged.source(f"{name}.cu") for name in ("decode/sm100", "sparse_decode/sm100")] == [False, True]
     folders = ("decode", "sparse_decode", "operations")
     assert [unchanged.family(folder) for folder in folders] == [False, True, False]
