@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.budgets import builds
 from tests.support import sampling, unchanged
 
 
@@ -96,11 +97,11 @@ def test_settled_cases_all_run_where_the_kernel_has_changed() -> None:
 
 def test_which_kernels_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Told by the fingerprints of a test's kernel, or of its family and of what families share."""
-    monkeypatch.setattr(unchanged.builds, "fingerprint", lambda name: name)
+    monkeypatch.setattr(builds, "fingerprint", lambda name: name)
     for function in (unchanged.source, unchanged.family):
         function.cache_clear()
-    known = {name: name for name in unchanged.KERNELS} | {"decode_sm100": "before"}
-    monkeypatch.setattr(unchanged.builds, "verified", lambda: known)
+    known = {name: name for name in builds.KERNELS} | {"decode_sm100": "before"}
+    monkeypatch.setattr(builds, "verified", lambda: known)
     names = ("decode_sm100", "sparse_decode_sm100", "no_kernel")
     assert [unchanged.kernel(name) for name in names] == [False, True, False]
     assert [unchanged.source(f"{name}.cu") for name in ("decode/sm100", "sparse_decode/sm100")] == [False, True]
