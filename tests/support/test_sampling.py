@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from mla_cupy.kernels import KERNELS
 from tests.budgets import builds
 from tests.support import sampling, unchanged
 
@@ -100,7 +101,7 @@ def test_which_kernels_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builds, "fingerprint", lambda name: name)
     for function in (unchanged.source, unchanged.family):
         function.cache_clear()
-    known = {name: name for name in builds.KERNELS} | {"decode_sm100": "before"}
+    known = {name: name for name in KERNELS} | {"decode_sm100": "before"}
     monkeypatch.setattr(builds, "verified", lambda: known)
     names = ("decode_sm100", "sparse_decode_sm100", "no_kernel")
     assert [unchanged.kernel(name) for name in names] == [False, True, False]
