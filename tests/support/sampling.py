@@ -28,7 +28,12 @@ _NONE = SimpleNamespace(params={})
 
 
 def as_it_was(item: Any) -> bool:
-    """Whether the kernel of a case has not changed; of a case that names none, any kernel of the tests' family."""
+    """Whether the kernel of a case has not changed; of a case that names none, any kernel of the tests' family.
+
+    Never on a GPU, which may be another one, or have another driver.
+    """
+    if item.get_closest_marker("gpu"):
+        return False
     kernel = getattr(item, "callspec", _NONE).params.get("kernel")
     if isinstance(kernel, str):
         return unchanged.kernel(kernel)

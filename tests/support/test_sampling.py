@@ -109,7 +109,9 @@ def test_which_kernels_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     folders = ("decode", "sparse_decode", "operations")
     assert [unchanged.family(folder) for folder in folders] == [False, True, False]
     for folder, still in zip(folders, (False, True, False), strict=True):
-        item = SimpleNamespace(nodeid=f"tests/{folder}/logits/test_sim.py::test_it")
-        assert sampling.as_it_was(item) == still
+        for gpu in (False, True):
+            nodeid = f"tests/{folder}/logits/test_sim.py::test_it"
+            item = SimpleNamespace(nodeid=nodeid, get_closest_marker={"gpu": gpu}.get)
+            assert sampling.as_it_was(item) == (still and not gpu)
     for function in (unchanged.source, unchanged.family):
         function.cache_clear()
