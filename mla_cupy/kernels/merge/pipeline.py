@@ -13,6 +13,9 @@ from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, KernelSpec, Variant
 from mla_cupy.runtime.device import DeviceInfo
 
+THREADS, LANE_COLUMNS = 128, 8
+"""Threads of a block, and columns of a row that one has."""
+
 KERNEL: KernelSpec[object] = KernelSpec(
     "merge_states",
     "merges partial results over disjoint sets of keys",
@@ -20,6 +23,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
     MergeStatesParams,
     variants=DTYPE_VARIANTS,
     core=DTYPE_VARIANTS,
+    facts={"threads": THREADS, "lane_columns": LANE_COLUMNS},
 )
 
 
@@ -59,6 +63,7 @@ class MergePipeline(Pipeline[MergeProblem]):
         if b * s_q * h_q == 0:
             return []
         kinds = (config.outs_dtype, call.view("out").dtype)
+        lanes = row_lanes(d)
         params = MergeStatesParams(
             outs="outs",
             lses="lses",
@@ -73,6 +78,7 @@ class MergePipeline(Pipeline[MergeProblem]):
             s_q=s_q,
             h_q=h_q,
             d=d,
+            row_lanes=lanes,
             outs_are_fp32=config.outs_dtype == "float32",
             out_is_fp32=call.view("out").dtype == "float32",
             to_log2=to_log2(options.lse_base),
@@ -80,7 +86,12 @@ class MergePipeline(Pipeline[MergeProblem]):
             empty_lse=options.empty_lse,
         )
         half = next((kind for kind in kinds if kind in HALF), HALF[0])  # where all is float32, any will do
-        return [Launch(KERNEL, Variant(dtype=half), (b * s_q * h_q, 1, 1), LaunchArgs(params))]
+        return [Launch(KERNEL, Variant(dtype=half), (-(-b * s_q * h_q * lanes // THREADS), 1, 1), LaunchArgs(params))]
+
+
+def row_lanes(d: int) -> int:
+    """Threads of a row: a power of two, enough for all its columns if a block has as many."""
+    return int(min(THREADS, 1 << (-(-d // LANE_COLUMNS) - 1).bit_length()))
 
 
 MERGE = MergePipeline()
