@@ -16,7 +16,7 @@ using Element = MLA_DTYPE;
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 128;
 constexpr i32 kColumns = 8;   // of a lane
-constexpr i32 kTogether = 4;  // states whose outputs are on their way at once
+constexpr i32 kTogether = 2;  // states whose outputs are on their way at once
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct MergeStatesParams {
