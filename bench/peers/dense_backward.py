@@ -1,8 +1,8 @@
 """The backward of attention with keys and values per head: cuDNN through PyTorch, or its deterministic algorithm.
 
-PyTorch's call has no way to ask for that; a graph of cudnn-frontend's has. Both take whole keys and return whole gradients
-of them. The figure `with_concatenation` is of calls that make the keys first, and the gradient of the columns that all
-heads share, a sum over them, after.
+PyTorch's call has no way to ask for that; a graph of cudnn-frontend's has. Both take whole keys and return whole
+gradients of them. The figure `with_concatenation` is of calls that make the keys first, and the gradient of the columns
+that all heads share, a sum over them, after.
 """
 
 from __future__ import annotations

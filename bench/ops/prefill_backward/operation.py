@@ -41,5 +41,6 @@ PREFILL_BACKWARD = BenchOperation(
     results=("dq", "dk", "dv", "dk_rope"),
     implementations=implementations,
     default_peers=lambda choices: [],
+    single_calls=True,
     deterministic=True,
 )
