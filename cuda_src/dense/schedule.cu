@@ -16,7 +16,6 @@ namespace mla::dense {
 constexpr i32 kThreads = 512;
 constexpr i32 kWarps = kThreads / kWarpThreads;
 constexpr i32 kBins = kThreads;
-constexpr i32 kNear = 64;  // sequences that fit into shared memory, where they are found sooner
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct DenseScheduleParams {
@@ -38,11 +37,6 @@ struct Storage {
     i32 most_queries, most_keys;  // of a sequence
     i32 count[kBins];             // tiles of a bin; then, where its next tile goes
     i32 warp_sums[kWarps];
-    Sequence near[kNear];
-
-    MLA_DEVICE const Sequence* sequences(const DenseScheduleParams& p) const {
-        return p.b + 2 <= kNear ? near : p.sequences;
-    }
 };
 
 MLA_FACT_LIST(params_layout, MLA_OFFSET(DenseScheduleParams, cu_seqlens_q_stride_elems),
@@ -96,10 +90,8 @@ MLA_DEVICE void find_sequences(const DenseScheduleParams& p, Storage& s, i32 lan
         const i32 key_tiles_end = next.first_key_tile + warp_inclusive_sum(key_tiles);
         const i32 rows_end = next.first_row + warp_inclusive_sum(rows);
         if (n < p.b + 2) {
-            const Sequence found{begin,          queries, key_begin, keys, tiles_end - tiles, key_tiles_end - key_tiles,
-                                 rows_end - rows};
-            p.sequences[n] = found;
-            if (n < kNear) s.near[n] = found;
+            p.sequences[n] = Sequence{
+                begin, queries, key_begin, keys, tiles_end - tiles, key_tiles_end - key_tiles, rows_end - rows};
         }
         most_queries = max(most_queries, inclusive_max(queries, lane));
         most_keys = max(most_keys, inclusive_max(keys, lane));
@@ -122,11 +114,11 @@ MLA_DEVICE void find_sequences(const DenseScheduleParams& p, Storage& s, i32 lan
 // ---- Tiles -----------------------------------------------------------------------------------------------------
 // The last sequence whose `first` is at or before a tile, with those that have none left out: they share their
 // successor's.
-MLA_DEVICE i32 sequence_of(const Sequence* sequences, i32 count, i32 Sequence::* first, i32 tile) {
-    i32 low = 0, high = count;
+MLA_DEVICE i32 sequence_of(const DenseScheduleParams& p, i32 Sequence::* first, i32 tile) {
+    i32 low = 0, high = p.b + 2;
     while (high - low > 1) {
         const i32 middle = (low + high) / 2;
-        (sequences[middle].*first <= tile ? low : high) = middle;
+        (p.sequences[middle].*first <= tile ? low : high) = middle;
     }
     return low;
 }
@@ -139,9 +131,9 @@ struct Queries {
     MLA_DEVICE static i32 most_work(const Storage& s) { return s.most_keys; }
     MLA_DEVICE static i32 work(const Tile& tile) { return tile.seen_by_any(); }
 
-    MLA_DEVICE static Tile tile(const DenseScheduleParams& p, const Sequence* sequences, i32 index) {
-        const i32 n = sequence_of(sequences, p.b + 2, &Sequence::first_tile, index);
-        const Sequence all = sequences[n];
+    MLA_DEVICE static Tile tile(const DenseScheduleParams& p, i32 index) {
+        const i32 n = sequence_of(p, &Sequence::first_tile, index);
+        const Sequence all = p.sequences[n];
         const i32 first = (index - all.first_tile) * kTileQueries, keys = is_callers(p, n) ? all.keys : 0;
         const i32 diagonal = p.causal ? keys - all.queries + first : keys;
         return Tile{all.first_query + first,
@@ -162,9 +154,9 @@ struct Keys {
     MLA_DEVICE static i32 most_work(const Storage& s) { return s.most_queries; }
     MLA_DEVICE static i32 work(const Tile& tile) { return tile.seers(); }
 
-    MLA_DEVICE static Tile tile(const DenseScheduleParams& p, const Sequence* sequences, i32 index) {
-        const i32 n = sequence_of(sequences, p.b + 2, &Sequence::first_key_tile, index);
-        const Sequence all = sequences[n];
+    MLA_DEVICE static Tile tile(const DenseScheduleParams& p, i32 index) {
+        const i32 n = sequence_of(p, &Sequence::first_key_tile, index);
+        const Sequence all = p.sequences[n];
         const i32 first = (index - all.first_key_tile) * kKeyTileKeys, queries = is_callers(p, n) ? all.queries : 0;
         const i32 diagonal = p.causal ? first - (all.keys - queries) : -kKeyTileKeys;
         return Tile{all.first_key + first,
@@ -198,19 +190,15 @@ MLA_DEVICE void scan_bins(Storage& s, i32 thread) {
 template <class Kind>
 MLA_DEVICE void list_tiles(const DenseScheduleParams& p, Storage& s, i32 thread) {
     const i32 count = Kind::count(s), most_work = Kind::most_work(s);
-    const Sequence* sequences = s.sequences(p);
-    typename Kind::Tile first = {};  // is kept for the second pass
     s.count[thread] = 0;
     __syncthreads();
     for (i32 i = thread; i < count; i += kThreads) {
-        const auto tile = Kind::tile(p, sequences, i);
-        if (i == thread) first = tile;
-        atomicAdd(&s.count[bin_of(Kind::work(tile), most_work)], 1);
+        atomicAdd(&s.count[bin_of(Kind::work(Kind::tile(p, i)), most_work)], 1);
     }
     __syncthreads();
     scan_bins(s, thread);
     for (i32 i = thread; i < count; i += kThreads) {
-        const auto tile = i == thread ? first : Kind::tile(p, sequences, i);
+        const auto tile = Kind::tile(p, i);
         Kind::tiles(p)[atomicAdd(&s.count[bin_of(Kind::work(tile), most_work)], 1)] = tile;
     }
     __syncthreads();

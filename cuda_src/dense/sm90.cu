@@ -69,8 +69,6 @@ constexpr i32 kKeySteps = kTileKeys / kMmaK;
 // keys from shared memory.
 constexpr bool kHoldsPanel = kHeadDimV <= 128 && !kHasMask;
 constexpr i32 kSharedPanels = kPanelsQk - kHoldsPanel;
-// Whether the earlier state is read where the last scores were, beside the last product.
-constexpr bool kReadsEarly = kHoldsPanel && kScores >= kOut;
 static_assert(kTileQueries == kMathWarpgroups * kSw128Rows, "64 queries per warpgroup");
 static_assert(kTileKeys >= kSw128Rows, "a warpgroup leaves out one tile at most");
 static_assert(kKeyPanelBytes % kSwizzleAtomBytes == 0 && kTileKeys % kMmaK == 0, "whole swizzle atoms and steps");
@@ -319,7 +317,6 @@ struct Math {
     u32 weights[kKeySteps][4];          // P
     u32 last_panel[kSw128MmaSteps][4];  // of the queries, if held
     attention::RowState rows;
-    float earlier_lse[kFragmentRows];  // if read early
     RingPosition<kWorkSlots> work;
     Ring<1> q;
     RingPosition<1> mask;
@@ -496,32 +493,12 @@ MLA_DEVICE void stand_by(Storage& s, Math& math, i32 tiles) {
     for (i32 i = 0; i < tiles; ++i) skip_keys(s, math), skip_values(s, math);
 }
 
-// The earlier state of the thread's rows. An empty one's output has no meaning, and no use.
-MLA_DEVICE void read_state(const PrefillParams& p, Math& math, const QueryTile& tile, i32 head) {
-#pragma unroll
-    for (i32 r = 0; r < kFragmentRows; ++r) {
-        const i64 query = tile.first_query + math.row(r);
-        const bool there = p.state_lse != nullptr && math.row(r) < tile.queries;
-        math.earlier_lse[r] = there ? earlier_lse(p, query, head) : negative_infinity();
-        if (!there) continue;
-        const i64 from = query * p.state_out_stride_s_elems + head * p.state_out_stride_h_elems;
-#pragma unroll
-        for (i32 i = 2 * r; i < kOut; i += 4) {
-            const float2 x = state_pair<Element>(p, from + fragment_column(math.thread, i));
-            math.scores[i] = x.x, math.scores[i + 1] = x.y;
-        }
-    }
-}
-
 MLA_DEVICE void attend(const PrefillParams& p, Storage& s, Math& math, const QueryTile& tile,
-                       const KeyTiles<kTileKeys>& keys, i32 head) {
+                       const KeyTiles<kTileKeys>& keys) {
     mbarrier_wait(s.q_full[math.warpgroup], math.q.full_parity(0));
     math.q.advance(0);
     const i32 seen = seen_by_rows(tile, math.warpgroup * kSw128Rows, kSw128Rows);
-    if (seen == 0) {
-        if constexpr (kReadsEarly) read_state(p, math, tile, head);
-        return stand_by(s, math, keys.count);
-    }
+    if (seen == 0) return stand_by(s, math, keys.count);
     if constexpr (kHoldsPanel) {
         load_sw128(math.last_panel, s.q[kSharedPanels] + math.warpgroup * kSw128Bytes, math.thread);
     }
@@ -536,7 +513,6 @@ MLA_DEVICE void attend(const PrefillParams& p, Storage& s, Math& math, const Que
     for (; i >= 0; --i) step<false>(p, s, math, tile, i);
     math.v.wait_full(s.v_full);
     start_values(s, math);
-    if constexpr (kReadsEarly) read_state(p, math, tile, head);
     finish_values(s, math);
 }
 
@@ -578,20 +554,15 @@ template <i32 kRow>
 MLA_DEVICE void store_result(const PrefillParams& p, Math& math, const QueryTile& tile, i32 head) {
     const bool stored = math.row(kRow) < tile.queries;
     const i64 query = tile.first_query + math.row(kRow);
-    float lse_before = math.earlier_lse[kRow];
-    if (!kReadsEarly) lse_before = stored ? earlier_lse(p, query, head) : negative_infinity();
-    const RowResult result = row_result(math.rows.max[kRow], quad_sum(math.rows.sum[kRow]), lse_before);
+    const RowResult result = row_result(math.rows.max[kRow], quad_sum(math.rows.sum[kRow]),
+                                        stored ? earlier_lse(p, query, head) : negative_infinity());
     const i64 from = query * p.state_out_stride_s_elems + head * p.state_out_stride_h_elems;
     const i64 to = query * p.out_stride_s_elems + head * p.out_stride_h_elems;
     const bool merges = stored && result.earlier != 0.f;
 #pragma unroll
     for (i32 i = 2 * kRow; i < kOut; i += 4) {
         float2 x = make_float2(0.f, 0.f);
-        if (kReadsEarly) {
-            x = make_float2(math.scores[i], math.scores[i + 1]);
-        } else if (merges) {
-            x = state_pair<Element>(p, from + fragment_column(math.thread, i));
-        }
+        if (merges) x = state_pair<Element>(p, from + fragment_column(math.thread, i));
 #pragma unroll
         for (i32 j = 0; j < 2; ++j) {
             const float own = result.own == 0.f ? 0.f : result.own * math.out[i + j];
@@ -626,12 +597,8 @@ MLA_DEVICE void run_math_role(const PrefillParams& p, Storage& s, i32 warpgroup,
         math.rows.reset();
 #pragma unroll
         for (i32 i = 0; i < kOut; ++i) math.out[i] = 0.f;
+        if (keys.count > 0) attend(p, s, math, tile, keys);
         const i32 head = slot.head;
-        if (keys.count > 0) {
-            attend(p, s, math, tile, keys, head);
-        } else if constexpr (kReadsEarly) {
-            read_state(p, math, tile, head);
-        }
         if (!kHasMask || !stores_nothing(s, math, tile)) {
             if (slot.nonfinite) add_nonfinite(p, s, math, tile, head / (p.h_q / p.h_kv));
             store_result<0>(p, math, tile, head);

@@ -20,10 +20,6 @@ RISING = DenseCase(((8, 300),), scale=1.0)
 ITEMS = DenseCase(((70, 300), (9, 200)), h_q=3)  # a warpgroup has no row
 HEADS = DenseCase(((3, 5), (4, 4)), h_q=7)  # more than the last group has
 STATE = DenseCase(((4, 6),), h_q=2, state="float32")
-NO_KEYS = DenseCase(((3, 0),), state="float32")
-IDLE = DenseCase(((70, 3),), state="float32")  # the first warpgroup sees no key
-ROWS_APART = DenseCase(((9, 9),), state="bfloat16")
-MANY = DenseCase(((1, 0),) * 63)
 LATE = ("late", 0)
 
 
@@ -86,28 +82,6 @@ MUTANTS = [
     Mutant(
         "starts as they are", SCHEDULE, "return max(0, min(starts[n * stride], total));", "return starts[n * stride];"
     ),
-    Mutant(
-        "no state without keys",
-        SOURCE,
-        "} else if constexpr (kReadsEarly) {\n            read_state(p, math, tile, head);",
-        "} else {",
-        NO_KEYS,
-    ),
-    Mutant(
-        "no state of idle warpgroups",
-        SOURCE,
-        "if (seen == 0) {\n        if constexpr (kReadsEarly)",
-        "if (seen == 0) {\n        if constexpr (false)",
-        IDLE,
-    ),
-    Mutant(
-        "the state of the first row of two",
-        SOURCE,
-        "query = tile.first_query + math.row(r);",
-        "query = tile.first_query + math.row(0);",
-        ROWS_APART,
-    ),
-    Mutant("no more sequences than are near", SCHEDULE, "p.b + 2 <= kNear ? near : p.sequences", "near", MANY),
     Mutant("each head of the first group", "dense/tiles.cuh", "first_head + within %", "within %", HEADS),
 ]
 

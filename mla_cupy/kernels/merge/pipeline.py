@@ -12,6 +12,7 @@ from mla_cupy.kernels.params import MergeStatesParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, KernelSpec, Variant
 from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.shapes import MAX_INT32
 
 THREADS, LANE_COLUMNS = 128, 8
 """Threads of a block, and columns of a row that one has."""
@@ -63,7 +64,9 @@ class MergePipeline(Pipeline[MergeProblem]):
         if b * s_q * h_q == 0:
             return []
         kinds = (config.outs_dtype, call.view("out").dtype)
-        lanes = row_lanes(d)
+        rows, lanes = b * s_q * h_q, row_lanes(d)
+        # Of more rows than a launch takes, too many blocks: the launch is refused.
+        blocks = rows if rows > MAX_INT32 else -(-min(rows, MAX_INT32) // (THREADS // lanes))
         params = MergeStatesParams(
             outs="outs",
             lses="lses",
@@ -86,12 +89,15 @@ class MergePipeline(Pipeline[MergeProblem]):
             empty_lse=options.empty_lse,
         )
         half = next((kind for kind in kinds if kind in HALF), HALF[0])  # where all is float32, any will do
-        return [Launch(KERNEL, Variant(dtype=half), (-(-b * s_q * h_q * lanes // THREADS), 1, 1), LaunchArgs(params))]
+        return [Launch(KERNEL, Variant(dtype=half), (blocks, 1, 1), LaunchArgs(params))]
 
 
 def row_lanes(d: int) -> int:
     """Threads of a row: a power of two, enough for all its columns if a block has as many."""
-    return int(min(THREADS, 1 << (-(-d // LANE_COLUMNS) - 1).bit_length()))
+    lanes = 1
+    while lanes < THREADS and lanes * LANE_COLUMNS < d:
+        lanes *= 2
+    return lanes
 
 
 MERGE = MergePipeline()
