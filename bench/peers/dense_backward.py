@@ -173,6 +173,6 @@ class CudnnDeterministicBackward(CudnnBackward):
 
 
 def _packed_strides(shape: Sequence[int]) -> list[int]:
-    """Of (b, h, s, d), which lie as (b, s, h, d)."""
+    """Strides of (b, h, s, d), which lie as (b, s, h, d)."""
     _, h, s, d = shape
     return [s * h * d, d, h * d, 1]
