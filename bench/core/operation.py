@@ -93,6 +93,8 @@ class BenchOperation:
         Names of the peers that run if none are named.
     method : str
         The default of `--method`: one of `recorders.METHODS`.
+    single_calls : bool
+        Whether single calls between two events are timed, too, beside replays.
     peers_dir, deterministic : bool
         Whether `run` takes `--peers-dir` and `--deterministic`.
     case_options : mapping
@@ -115,6 +117,7 @@ class BenchOperation:
     implementations: Callable[[Choices], Known]
     default_peers: Callable[[Choices], list[str]]
     method: str = GRAPH
+    single_calls: bool = False
     peers_dir: bool = False
     deterministic: bool = False
     case_options: Mapping[str, CaseOption] = field(default_factory=dict)

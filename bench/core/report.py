@@ -60,6 +60,8 @@ SCHEMA: dict[str, tuple[type, ...]] = {
     "env": (dict,),
     "repro": (str,),
 }
+SINGLE_CALL = "single_call"
+"""The figure of one call between two events, where an operation has it: a column of its own."""
 TIMING_KEYS = ("method", "cold_l2", "sets", "us_median", "us_p20", "us_p80", "replays", "calls", "spread")
 
 

@@ -13,7 +13,7 @@ from .implementation import Implementation, Prepared
 from .limits import Limits
 from .operation import BenchOperation, Case, Verdict
 from .recorders import Call
-from .report import ERROR, INEXACT, OK, UNSUPPORTED, WRONG, make_row, relate
+from .report import ERROR, INEXACT, OK, SINGLE_CALL, UNSUPPORTED, WRONG, make_row, relate
 from .timer import host_us, rotation, sample, set_count, summarise
 
 ROUNDS = 4  # the implementations take turns, so that clock drift affects all alike
@@ -184,6 +184,8 @@ def _finish(entry: Entry, run: _Run) -> None:
         entry.host_us["call"] = _host_us(entry.prepared.calls, us, run.device)
         entry.host_us["repeated_call"] = _host_us(entry.prepared.calls[:1], us, run.device)
         entry.host_us["empty_launch"] = host_us([run.device.launch_empty], run.device.synchronize)
+        if run.operation.single_calls:
+            entry.figures_us[SINGLE_CALL] = _single_us(entry.prepared.calls, run)
         for name, figure in entry.prepared.figures.items():
             try:
                 entry.figures_us[name], entry.host_us[name] = _figure(entry.prepared, figure, run)
@@ -194,6 +196,13 @@ def _finish(entry: Entry, run: _Run) -> None:
                 entry.workspace_bytes = entry.prepared.workspace_bytes()
             except Exception as error:
                 entry.reason = f"workspace: {type(error).__name__}: {error}"
+
+
+def _single_us(calls: Sequence[Call], run: _Run) -> float:
+    """Microseconds between two events around one call, its launches included, over cold inputs."""
+    order, clock = rotation(len(run.sets)), run.device.clock()
+    samples = [us for at in range(run.options.replays) for us in sample(clock, calls[order[at % len(order)]], 1, 1)]
+    return summarise(samples, 1).us_median
 
 
 def _figure(prepared: Prepared, figure: Sequence[Call], run: _Run) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .report import TIMED
+from .report import SINGLE_CALL, TIMED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +28,7 @@ COLUMNS = (
     "method",
 )
 SPARSE_COLUMNS = ("L2 TB/s", "workspace MB")
+SINGLE_COLUMNS = ("single call us",)
 ERROR_COLUMNS = ("rms error", "bias")
 
 
@@ -38,18 +39,25 @@ def show(console: Console, rows: Sequence[Mapping[str, Any]], ratios: Sequence[R
     table = Table(title=f"{rows[0]['op']} {rows[0]['case']} {rows[0]['dtype']}", title_justify="left")
     sparse = rows[0]["l2_bytes"] is not None
     errors = any("out_rms" in (row["check"] or ()) for row in rows)
-    columns = COLUMNS + (SPARSE_COLUMNS if sparse else ()) + (ERROR_COLUMNS if errors else ())
+    single = any(SINGLE_CALL in row["figures_us"] for row in rows)
+    known = (
+        (sparse, SPARSE_COLUMNS, sparse_cells),
+        (single, SINGLE_COLUMNS, single_cells),
+        (errors, ERROR_COLUMNS, error_cells),
+    )
+    further = [(names, make) for wanted, names, make in known if wanted]
+    columns = [*COLUMNS, *(name for names, _ in further for name in names)]
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
     for row in rows:
-        table.add_row(*cells(row), *(sparse_cells(row) if sparse else ()), *(error_cells(row) if errors else ()))
+        table.add_row(*cells(row), *(cell for _, make in further for cell in make(row)))
     console.print(table)
     for row in rows:
         if row["reason"]:
             console.print(f"  {row['implementation']}: {row['status']}: {row['reason']}", markup=False)
         if row["includes"]:
             console.print(f"  {row['implementation']}: times {row['includes']}", markup=False)
-        for name, us in row["figures_us"].items():
+        for name, us in ((name, us) for name, us in row["figures_us"].items() if name != SINGLE_CALL):
             host = row["host_us"].get(name)
             console.print(f"  {row['implementation']}: {name} {us:.2f} us" + (f", host {host:.1f} us" if host else ""))
     for text, value, aim in ratios:
@@ -79,6 +87,12 @@ def sparse_cells(row: Mapping[str, Any]) -> list[str]:
     """The further columns of a sparse case."""
     rate, workspace = row["l2_tbps"], row["workspace_bytes"]
     return ["" if rate is None else f"{rate:.2f}", "" if workspace is None else f"{workspace / 1e6:.1f}"]
+
+
+def single_cells(row: Mapping[str, Any]) -> list[str]:
+    """The further column of an operation whose single calls are timed, too."""
+    us = row["figures_us"].get(SINGLE_CALL)
+    return ["" if us is None else f"{us:.2f}"]
 
 
 def error_cells(row: Mapping[str, Any]) -> list[str]:

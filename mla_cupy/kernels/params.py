@@ -976,6 +976,7 @@ class MergeStatesParams(Params):
     s_q: I32
     h_q: I32
     d: I32
+    row_lanes: I32
     outs_are_fp32: I32
     out_is_fp32: I32
     to_log2: F32

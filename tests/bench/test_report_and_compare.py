@@ -150,6 +150,19 @@ def test_the_table_shows_every_row(capsys):
         assert piece in text
 
 
+def test_single_calls_have_a_column(capsys):
+    from rich.console import Console
+
+    rows = [make(us=100.0), make(implementation="fa3", us=80.0)]
+    rows[0]["figures_us"] = {"single_call": 123.25, "without_mask": 3.5}
+    report.relate(rows)
+    table.show(Console(width=200), rows)
+    text = capsys.readouterr().out
+    for piece in ("single call us", "123.25", "without_mask 3.50 us"):
+        assert piece in text
+    assert "single_call" not in text
+
+
 def test_compare_matches_rows_by_key_and_keeps_the_last():
     other = DecodeCase(1, 1, 16, 1024)
     before = [make(us=50.0), make(us=100.0), make(other, us=10.0), make(implementation="fa3", us=90.0)]

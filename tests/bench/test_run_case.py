@@ -65,6 +65,14 @@ def test_times_and_ratios(device, options, fake):
     assert (row["l2_bytes"], row["l2_tbps"]) == (None, None)
 
 
+def test_single_calls_are_timed_where_an_operation_wants_them(device, options, fake):
+    """Each between two looks at the clock; a replay of several calls is none."""
+    operation = replace(DECODE, single_calls=True)
+    rows = run_case(operation, CASE, [fake("mla_cupy", 10.0), fake("flashmla", 8.0)], device, options)
+    assert [row["figures_us"]["single_call"] for row in rows] == pytest.approx([10.0, 8.0])
+    assert [row["timing"]["us_median"] for row in rows] == pytest.approx([10.0, 8.0])
+
+
 def test_batch_invariant_plans_are_asked_for(device, numpy_backend, monkeypatch):
     asked, plan_decode = [], mla_cupy.plan_decode
 
@@ -324,5 +332,5 @@ def test_prefill_of_a_selection(device, options, numpy_backend):
     device.watch = WallClock()
     (row,) = run_case(operation, case, make([], operation.implementations(Choices())), device, options)
     assert row["status"] == "ok", row["reason"]
-    assert row["figures_us"].keys() == {"mask_given", "without_mask", "sparse_forward"}
+    assert row["figures_us"].keys() == {"single_call", "mask_given", "without_mask", "sparse_forward"}
     assert row["shape"]["topk"] == 4

@@ -113,6 +113,12 @@ def test_many_sequences() -> None:
     run(make(DenseCase(sequences)), sm_count=3)
 
 
+@pytest.mark.slow
+def test_more_tiles_than_threads_of_the_schedule() -> None:
+    """Without keys, so that only the schedule has work."""
+    run(make(DenseCase(((128 * 513, 0),), state="float32")), sm_count=3)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_no_keys(kernel: str) -> None:
     inputs = make(DenseCase(((3, 0),), state="float32", starts=False))

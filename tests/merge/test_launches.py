@@ -31,4 +31,16 @@ def test_merge(recorder: Recorder, lse_base: str, dtype: str, out_dtype: str | N
     assert p["to_log2"] == pytest.approx(1 / math.log(2) if lse_base == "e" else 1)
     assert p["lse_factor"] * p["to_log2"] == pytest.approx(1)
     assert (p["empty_lse"], launch.stream) == (2.0, 3)
-    assert launch.grid[0] * 4 >= 2 * 3 * 4
+    assert p["row_lanes"] == 8  # of eight columns each
+    assert launch.grid == (-(-2 * 3 * 4 * 8 // 128), 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("d", "lanes"), [(1, 1), (8, 1), (9, 2), (24, 4), (128, 16), (512, 64), (1024, 128), (4096, 128)]
+)
+def test_lanes_of_a_row(recorder: Recorder, d: int, lanes: int) -> None:
+    """A power of two, enough for eight columns each, or a block's; the grid covers all rows."""
+    mla_cupy.merge_states(np.zeros((2, 1, 5, 7, d), np.float32), np.zeros((2, 1, 7, 5), np.float32))
+    (launch,) = recorder.launches
+    assert launch.params["row_lanes"] == lanes
+    assert (launch.grid[0] - 1) * 128 < 35 * lanes <= launch.grid[0] * 128

@@ -46,5 +46,6 @@ PREFILL = BenchOperation(
     results=("out",),
     implementations=implementations,
     default_peers=lambda choices: ["fa3"] if choices.peers_dir else [],
+    single_calls=True,
     peers_dir=True,
 )

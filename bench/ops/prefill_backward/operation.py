@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...core.implementation import OWN, Choices, Known
 from ...core.operation import BenchOperation
 from ...core.samples import judge
-from ...peers.dense_backward import CudnnBackward
+from ...peers.dense_backward import CudnnBackward, CudnnDeterministicBackward
 from . import cases, check, inputs
 from .own import DETERMINISTIC, GENERIC, PrefillBackward
 
@@ -23,6 +23,7 @@ def implementations(choices: Choices) -> Known:
         DETERMINISTIC: lambda: PrefillBackward(choices.kernel, DETERMINISTIC, deterministic=True),
         "generic": lambda: PrefillBackward(GENERIC, "generic"),
         "cudnn": CudnnBackward,
+        "cudnn_deterministic": CudnnDeterministicBackward,
     }
 
 
@@ -30,7 +31,7 @@ PREFILL_BACKWARD = BenchOperation(
     name="prefill-backward",
     title="prefill, un-absorbed, backward: the whole call, statistics and sums included",
     examples=EXAMPLES,
-    peers="cudnn (through torch), generic. Default: none",
+    peers="cudnn (through torch), cudnn_deterministic (through cudnn-frontend), generic. Default: none",
     suites=cases.SUITES,
     case_form=cases.FORM,
     parse=cases.parse,
@@ -40,5 +41,6 @@ PREFILL_BACKWARD = BenchOperation(
     results=("dq", "dk", "dv", "dk_rope"),
     implementations=implementations,
     default_peers=lambda choices: [],
+    single_calls=True,
     deterministic=True,
 )

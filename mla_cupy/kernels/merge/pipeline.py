@@ -12,6 +12,10 @@ from mla_cupy.kernels.params import MergeStatesParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, KernelSpec, Variant
 from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.shapes import MAX_INT32
+
+THREADS, LANE_COLUMNS = 128, 8
+"""Threads of a block, and columns of a row that one has."""
 
 KERNEL: KernelSpec[object] = KernelSpec(
     "merge_states",
@@ -20,6 +24,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
     MergeStatesParams,
     variants=DTYPE_VARIANTS,
     core=DTYPE_VARIANTS,
+    facts={"threads": THREADS, "lane_columns": LANE_COLUMNS},
 )
 
 
@@ -59,6 +64,9 @@ class MergePipeline(Pipeline[MergeProblem]):
         if b * s_q * h_q == 0:
             return []
         kinds = (config.outs_dtype, call.view("out").dtype)
+        rows, lanes = b * s_q * h_q, row_lanes(d)
+        # Of more rows than a launch takes, too many blocks: the launch is refused.
+        blocks = rows if rows > MAX_INT32 else -(-min(rows, MAX_INT32) // (THREADS // lanes))
         params = MergeStatesParams(
             outs="outs",
             lses="lses",
@@ -73,6 +81,7 @@ class MergePipeline(Pipeline[MergeProblem]):
             s_q=s_q,
             h_q=h_q,
             d=d,
+            row_lanes=lanes,
             outs_are_fp32=config.outs_dtype == "float32",
             out_is_fp32=call.view("out").dtype == "float32",
             to_log2=to_log2(options.lse_base),
@@ -80,7 +89,15 @@ class MergePipeline(Pipeline[MergeProblem]):
             empty_lse=options.empty_lse,
         )
         half = next((kind for kind in kinds if kind in HALF), HALF[0])  # where all is float32, any will do
-        return [Launch(KERNEL, Variant(dtype=half), (b * s_q * h_q, 1, 1), LaunchArgs(params))]
+        return [Launch(KERNEL, Variant(dtype=half), (blocks, 1, 1), LaunchArgs(params))]
+
+
+def row_lanes(d: int) -> int:
+    """Threads of a row: a power of two, enough for all its columns if a block has as many."""
+    lanes = 1
+    while lanes < THREADS and lanes * LANE_COLUMNS < d:
+        lanes *= 2
+    return lanes
 
 
 MERGE = MergePipeline()
