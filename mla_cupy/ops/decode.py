@@ -18,6 +18,7 @@ from mla_cupy.kernels.decode.problem import Batch, DecodeOptions, DecodeProblem,
 from mla_cupy.ops.cache import INDEX_DTYPES, check_layout, record_read
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import (
+    MATH_OF_DENSE_DECODE,
     STARTS,
     check_all_or_none,
     check_count,
@@ -295,7 +296,7 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
         cp_rank=cp_rank,
         kv_scale=check_factor("kv_scale", given.kv_scale),
         q_scale=check_factor("q_scale", given.q_scale),
-        math=check_math(given.math),
+        math=check_math(given.math, MATH_OF_DENSE_DECODE),
     )
     if h_q % h_kv:
         raise ShapeError(
@@ -391,7 +392,7 @@ def _check_scale_arrays(views: Views, options: DecodeOptions) -> None:
     if views["q_scales"] is not None and present(views, "q").dtype not in BYTE_DTYPES:
         expected = f"None for queries in {present(views, 'q').dtype}"
         raise ArgumentError(explain("q_scales", "an array", expected, "it is of queries in e4m3"))
-    if views["kv_scales"] is not None and options.math != "fp8":
+    if views["kv_scales"] is not None and options.math == "exact":
         raise ArgumentError(explain("kv_scales", "an array", 'None with math="exact"', "pass the number as kv_scale"))
     for name in ("q_scale", "kv_scale"):
         if views[f"{name}s"] is not None and getattr(options, name) != 1:

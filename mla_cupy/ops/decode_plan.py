@@ -26,6 +26,7 @@ from mla_cupy.kernels.pipeline import Prepared, Step, load
 from mla_cupy.ops import backend
 from mla_cupy.ops.call import MAX_ENTRIES
 from mla_cupy.ops.checks import (
+    MATH_OF_DENSE_DECODE,
     check_count,
     check_drafts,
     check_flag,
@@ -501,7 +502,7 @@ def examine_plan(
     masked = check_flag("tree_mask", tree_mask)
     check_drafts(masked, s_q)
     chosen = _record(record, d_qk, h_kv)
-    arithmetic = check_math(math)
+    arithmetic = check_math(math, MATH_OF_DENSE_DECODE)
     queries = _dtype(dtype)
     check_math_of_queries(arithmetic, queries)
     check_math_of_record(arithmetic, chosen)
