@@ -279,6 +279,7 @@ struct Fp8Math {
         if (active()) {
             if (lane % 4 == 0) s.tile_max[side][score_row()] = tops[0], s.tile_max[side][score_row() + 8] = tops[1];
             store_byte_words(smem_addr(s.p[side]), words[0], warp, lane);
+            fence_proxy_async();  // of all terms
         }
         release(s.p_full[side], lane);
         RowSums sums;
