@@ -94,7 +94,12 @@ def parse(name: str) -> Fp8DecodeCase:
     rest = shape.removesuffix(_MATH_SUFFIX)
     fp8_math = rest != shape
     rest = rest.removesuffix(_SUFFIX)
-    kind = {"one_scale": rest != shape, "fp8_math": fp8_math, "mean1": shape != numbers, "wide_queries": numbers != name}
+    kind = {
+        "one_scale": rest != shape,
+        "fp8_math": fp8_math,
+        "mean1": shape != numbers,
+        "wide_queries": numbers != name,
+    }
     case = Fp8DecodeCase(**vars(rows.parse(rest)), **kind)
     if case.h_kv != 1 or case.d_qk != D_QK:
         raise BenchError(f"case {name!r}: records have one KV head, and keys of {D_QK}; expected {FORM}")
