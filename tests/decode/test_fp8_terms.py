@@ -32,7 +32,7 @@ Array = npt.NDArray[Any]
 
 
 def terms(**changes: Any) -> DecodeCase:
-    return fp8(**{"math": "fp8x2", "h_q": 33, **changes})
+    return fp8(**{"math": "fp8x2", "h_q": 17, **changes})
 
 
 CASES = (
@@ -42,7 +42,7 @@ CASES = (
     terms(b=1, seqlens=189, cp_world=3, cp_rank=1, causal=False, h_q=40),
 )
 CODED = (
-    terms(b=1, seqlens=390, queries="float8_e4m3fn", q_scale=0.1),  # five stages, seven tiles
+    terms(b=1, seqlens=390, h_q=64, queries="float8_e4m3fn", q_scale=0.1),  # five stages, seven tiles
     terms(b=2, seqlens=(3, 130), s_q=3, h_q=12, page_size=16, missing_pages=1, queries="uint8"),
     terms(b=1, seqlens=66, page_size=1, strides="odd", queries="float8_e4m3fn"),
     terms(b=1, seqlens=200, h_q=80, queries="float8_e4m3fn", kv_scale=1.0),  # two blocks
@@ -146,7 +146,7 @@ def test_other_caches_are_refused(case: DecodeCase, match: str, recorder: Record
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"h_q": 32}, r"takes 33 and more, not 32 query rows .*pass math=\"fp8\", or leave math out"),
+        ({"h_q": 16}, r"takes 17 and more, not 16 query rows .*pass math=\"fp8\", or leave math out"),
         ({"s_q": 2, "h_q": 64, "tree_mask": True}, r"takes no tree_mask with math='fp8x2': pass math=\"fp8\""),
     ],
 )
@@ -381,6 +381,7 @@ ON_GPU = (
     *(terms(b=len(EDGES), seqlens=EDGES, h_q=h_q, dtype=d) for h_q, d in ((64, "bfloat16"), (128, "float16"))),
     *(terms(b=len(EDGES), seqlens=EDGES, h_q=h_q, queries="float8_e4m3fn") for h_q in (64, 128)),
     *(terms(page_size=page_size, s_q=3, h_q=40, b=5, seqlens="ragged-500") for page_size in (1, 2, 16, 65, 256)),
+    terms(b=20, h_q=17, seqlens="ragged-300"),
     terms(b=1, h_q=64, seqlens=9000),
     terms(b=300, h_q=64, seqlens="ragged-200", kv_scale=1.0),
     terms(b=4, h_q=128, missing_pages=2, page_size=16, seqlens="ragged-300", queries="uint8"),

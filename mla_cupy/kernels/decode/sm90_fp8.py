@@ -21,8 +21,8 @@ BLOCK_ROWS = (16, 32, 64)
 """Rows of the builds; with a tree of drafts, which has rows enough, the widest alone."""
 TERMS = "fp8x2"
 """The arithmetic of the builds whose weights, and queries in 16 bits, are sums of two numbers in e4m3."""
-LEAST_ROWS_OF_TERMS = 33
-"""Query rows from which these are used: they have blocks of 64, and with fewer rows conversion is faster."""
+LEAST_ROWS_OF_TERMS = 17
+"""Query rows from which these are used: their blocks have 64, and with fewer rows conversion is faster."""
 PANEL_COLUMNS = 128
 """Columns of one TMA box of latent columns: the span of the swizzle."""
 
