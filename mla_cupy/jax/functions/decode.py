@@ -136,7 +136,7 @@ def mla_decode(
     math : str
         "exact" converts the numbers of FP8 records, and multiplies in 16 bits. "fp8", for the record "fp8" on Hopper
         and Blackwell, multiplies in e4m3: weights, and queries in 16 bits, are rounded to it, see the notes. "fp8x2",
-        on Hopper, for more than 32 rows (s_q * h_q / h_kv) and without a `tree_mask`, does so with sums of two numbers
+        on Hopper, for more than 16 rows (s_q * h_q / h_kv) and without a `tree_mask`, does so with sums of two numbers
         in e4m3 in place of each, which have about eight bits, as bfloat16 has.
     out : array, (b, s_q, h_q, 512), dtype of q (bfloat16 where that is e4m3) or float32, optional
         Whose memory the result takes over.
