@@ -103,7 +103,8 @@ def two_terms(weights: Array) -> Array:
     """The numbers of two e4m3 terms: of the weights in float16, and of what the first one leaves of that."""
     halves = round_to(weights, "float16")
     first = round_to(halves, "float8_e4m3fn")
-    return first + round_to(halves - first, "float8_e4m3fn")
+    both: Array = first + round_to(halves - first, "float8_e4m3fn")
+    return both
 
 
 def _fp8_products(rows: Array, keys: Array) -> Array:

@@ -39,7 +39,7 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
 
 
 def _unsupported_terms(problem: DecodeProblem) -> Reason | None:
-    """The same of two terms."""
+    """Reason that two terms are not for the problem; None if they are."""
     other = 'pass math="fp8", or leave math out'
     if problem.tree_mask:
         return Reason(f"takes no tree_mask with math={TERMS!r}: {other}")
