@@ -161,7 +161,7 @@ struct Fp8Math {
         }
     }
 
-    // ---- Weights -----------------------------------------------------------------------------------------------
+    // ---- TermsOfP -----------------------------------------------------------------------------------------------
     // The rows' maxima over the tile, in base 2: `tile_max` with four chains a row, and both rows' shuffles in turn.
     // Those of one chain are what the whole of `publish` would wait for.
     MLA_DEVICE void find_tops(float (&tops)[kFragmentRows], const float (&scale_log2)[kFragmentRows]) const {
@@ -384,10 +384,10 @@ struct Fp8Math {
     }
 
     // Where the terms of a tile's P lie.
-    using Weights = SmemDesc[kTerms];
+    using TermsOfP = SmemDesc[kTerms];
 
     // Starts a tile's sum for 64 columns, with the smaller term: see `start_scores`.
-    MLA_DEVICE void start_sum(float (&sums)[kSums], u32 (&a)[2][4], const Weights& p) {
+    MLA_DEVICE void start_sum(float (&sums)[kSums], u32 (&a)[2][4], const TermsOfP& p) {
         pin(sums);
         wgmma_fence();
 #pragma unroll
@@ -436,7 +436,7 @@ struct Fp8Math {
         const u32 offset = stage * block.ring.tile_bytes + side * kFp8PanelsOfSide * kSw128Bytes;
         sanitize(item, tile, of, s.kv + offset);
         const SmemAddr values = smem_addr(s.kv) + offset + byte_matrix_offset(warp, own_lane());
-        Weights p;
+        TermsOfP p;
         p[0] = uniform(sw64_desc(smem_addr(s.p[of])));
         if constexpr (kTerms > 1) p[1] = uniform(sw64_desc(s.tile(block.ring, stage) + kFp8LatentBytes));
         float narrow[2][kSums];
