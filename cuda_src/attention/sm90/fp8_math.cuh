@@ -161,7 +161,7 @@ struct Fp8Math {
         }
     }
 
-    // ---- TermsOfP -----------------------------------------------------------------------------------------------
+    // ---- Weights -----------------------------------------------------------------------------------------------
     // The rows' maxima over the tile, in base 2: `tile_max` with four chains a row, and both rows' shuffles in turn.
     // Those of one chain are what the whole of `publish` would wait for.
     MLA_DEVICE void find_tops(float (&tops)[kFragmentRows], const float (&scale_log2)[kFragmentRows]) const {
