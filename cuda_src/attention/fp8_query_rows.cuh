@@ -1,7 +1,7 @@
 // Query rows in e4m3, for products in FP8: as they come, or from 16 bits by the rule of attention/query_codes.cuh.
 //
 // A kernel says where they lie in shared memory, by a type `Place`: its offset(row, at) is that of the row's chunk `at`
-// of eight codes, two of which are 16 bytes.
+// of eight codes, two of which are 16 bytes; a second term, where there is one, lies kTermBytes on.
 #pragma once
 #include "attention/fp8_scales.cuh"
 #include "attention/query_codes.cuh"
@@ -43,14 +43,19 @@ struct Fp8QueryRow {
     }
 
     // Stores the row, rounded, as row `row` of the operand; returns the factor of its scores.
-    template <class Element>
+    template <class Element, i32 kTerms = 1>
     MLA_DEVICE float store(u8* q, i32 row, i32 lane) const {
         const QueryScale scale = query_scale(largest<Element>());
 #pragma unroll
         for (i32 i = 0; i < kOfLane; ++i) {
             const i32 at = lane + i * kWarpThreads;
             if (at >= kChunks) continue;
-            *reinterpret_cast<uint2*>(q + Place::offset(row, at)) = query_codes<Element>(chunk[i], scale.down);
+            const uint2 codes = query_codes<Element>(chunk[i], scale.down);
+            *reinterpret_cast<uint2*>(q + Place::offset(row, at)) = codes;
+            if constexpr (kTerms > 1) {
+                *reinterpret_cast<uint2*>(q + Place::kTermBytes + Place::offset(row, at)) =
+                    query_remainders<Element>(chunk[i], scale.down, codes);
+            }
         }
         return scale.up;
     }
@@ -83,8 +88,9 @@ struct Fp8CodedRow {
     }
 
     // Stores the row as row `row` of the operand; the codes themselves give its scores no factor.
-    template <class Query>
+    template <class Query, i32 kTerms = 1>
     MLA_DEVICE float store(u8* q, i32 row, i32 lane) const {
+        static_assert(kTerms == 1, "codes need no second term");
 #pragma unroll
         for (i32 i = 0; i < kOfLane; ++i) {
             const i32 at = lane + i * kWarpThreads;

@@ -54,4 +54,20 @@ MLA_DEVICE uint2 query_codes(const uint4& chunk, float down) {
     }
     return make_uint2(codes[0], codes[1]);
 }
+
+// What the codes of a chunk leave, rounded to e4m3 as well: a second term.
+template <class Element>
+MLA_DEVICE uint2 query_remainders(const uint4& chunk, float down, const uint2& of) {
+    u32 codes[2];
+    const u32* words = &chunk.x;
+#pragma unroll
+    for (i32 j = 0; j < 2; ++j) {
+        const float2 low = unpack<Element>(words[2 * j]), high = unpack<Element>(words[2 * j + 1]);
+        const u32 first = j == 0 ? of.x : of.y;
+        const float2 less_low = cvt_f32_x2_e4m3(first), less_high = cvt_f32_x2_e4m3(first >> 16);
+        codes[j] = cvt_e4m3_x2(fmaf(low.x, down, -less_low.x), fmaf(low.y, down, -less_low.y)) |
+                   cvt_e4m3_x2(fmaf(high.x, down, -less_high.x), fmaf(high.y, down, -less_high.y)) << 16;
+    }
+    return make_uint2(codes[0], codes[1]);
+}
 }  // namespace mla::attention

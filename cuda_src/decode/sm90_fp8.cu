@@ -21,11 +21,16 @@
 #ifndef MLA_TREE_MASK
 #define MLA_TREE_MASK 0
 #endif
+// Terms in e4m3 whose sum is a weight, and a query that came in 16 bits: one, or two if a variant says so.
+#ifndef MLA_TERMS
+#define MLA_TERMS 1
+#endif
 
 namespace mla::decode {
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Query = MLA_DTYPE;
-using BlockStorage = Fp8Storage<MLA_BLOCK_ROWS, MLA_TREE_MASK>;
+using BlockStorage =
+    Fp8Storage<MLA_BLOCK_ROWS, MLA_TREE_MASK, /*kListed=*/false, MLA_TERMS, kIsCoded<Query> ? 1 : MLA_TERMS>;
 using OwnBlock = Fp8Block<BlockStorage>;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------

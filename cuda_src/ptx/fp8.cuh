@@ -50,6 +50,22 @@ MLA_DEVICE u32 cvt_e4m3_x2(float lo, float hi) {
 #endif
 }
 
+// Two f16 numbers, the first one in the low half, to two e4m3 numbers (sm_89 and later).
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
+MLA_DEVICE u32 cvt_e4m3_x2_f16(u32 halves) {
+    u16 packed;
+    asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(packed) : "r"(halves));
+    return packed;
+}
+
+// Differences of two pairs of f16 numbers.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#half-precision-floating-point-instructions-sub
+MLA_DEVICE u32 sub_f16_x2(u32 x, u32 y) {
+    u32 difference;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(x), "r"(y));
+    return difference;
+}
+
 // Products of two pairs of f16 numbers.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#half-precision-floating-point-instructions-mul
 MLA_DEVICE u32 mul_f16_x2(u32 x, u32 y) {

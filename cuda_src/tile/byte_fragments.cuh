@@ -38,7 +38,7 @@ MLA_DEVICE void load_bytes_transposed(u32 (&fragment)[4], SmemAddr from, i32 ste
 
 // Stores a warp's 16 rows of 64 bytes to a half SW128 tile. Word 2 i + r of a thread are the four bytes of its row r
 // (two, eight apart) at positions 16 i + 4 (lane % 4): columns 16 i + 2 (lane % 4) + {0, 1, 8, 9} of an accumulator.
-// For WGMMA to read after a barrier.
+// For WGMMA to read after a proxy fence and a barrier.
 MLA_DEVICE void store_byte_words(SmemAddr tile, const u32 (&words)[8], i32 warp, i32 lane) {
     const i32 row = warp * 16 + lane % 16;
 #pragma unroll
@@ -46,6 +46,5 @@ MLA_DEVICE void store_byte_words(SmemAddr tile, const u32 (&words)[8], i32 warp,
         stmatrix_x4(tile + sw64_offset(row, 2 * i + lane / 16),
                     {words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]});
     }
-    fence_proxy_async();
 }
 }  // namespace mla

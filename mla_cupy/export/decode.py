@@ -37,6 +37,7 @@ from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.pipeline import DecodeConfig
 from mla_cupy.kernels.pipeline import Layout
 from mla_cupy.ops.call import examine
+from mla_cupy.ops.checks import MATH_OF_DENSE_DECODE
 from mla_cupy.ops.decode import OPERATION
 from mla_cupy.ops.decode_plan import DecodePlan, examine_plan
 from mla_cupy.shapes import D_QK, D_ROPE, D_V
@@ -69,8 +70,8 @@ def subject(
     s_q, h_kv, dtype, math = s_q or 1, h_kv or 1, dtype or HALF[0], math or "exact"
     record = choice("--records", records, (None, *FORMATS_READ))
     d_qk = d_qk or (FORMATS[record].d_qk if record else D_QK)
-    choice("--math", math, ("exact", "fp8"))
-    choice("--dtype", dtype, (*HALF, CODES) if math == "fp8" else HALF)
+    choice("--math", math, MATH_OF_DENSE_DECODE)
+    choice("--dtype", dtype, HALF if math == "exact" else (*HALF, CODES))
     half = dtype if dtype in HALF else HALF[0]
     choice("--out-dtype", out_dtype, (None, half, "float32"))
     sizes = {"s_q": s_q, "h_q": h_q, "d_qk": d_qk, "page_size": page_size, "h_kv": h_kv, "d_v": D_V}

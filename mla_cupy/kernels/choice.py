@@ -31,12 +31,17 @@ def check_kernel(kernels: Sequence[KernelSpec[ProblemT]], name: object) -> None:
 def of_math(kernels: Sequence[KernelT], math: str, name: str | None) -> tuple[KernelT, ...]:
     """The attention kernels whose products have this arithmetic; `name`, if given, must be of one of them."""
     check_kernel(kernels, name)
-    found = tuple(kernel for kernel in kernels if getattr(kernel, "math", "exact") == math)
+    found = tuple(kernel for kernel in kernels if math in _maths(kernel))
     names = [kernel.name for kernel in found]
     if name is not None and name not in names:
         expected = f"for math={math!r} one of " + ", ".join(names)
         raise ArgumentError(explain("kernel", repr(name), expected, "leave kernel or math out"))
     return found
+
+
+def _maths(kernel: KernelT) -> tuple[str, ...]:
+    """The arithmetic of its builds; a kernel of 16-bit elements need not say so."""
+    return getattr(kernel, "math", "exact"), *getattr(kernel, "other_math", ())
 
 
 def choose(

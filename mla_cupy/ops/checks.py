@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -87,11 +88,16 @@ def check_lse_base(lse_base: Any) -> str:
     return lse_base
 
 
-def check_math(math: Any) -> str:
-    """Check the arithmetic of the products."""
-    if not (isinstance(math, str) and math in ("exact", "fp8")):
-        raise ArgumentError(explain("math", repr(math), '"exact" or "fp8"'))
+def check_math(math: Any, known: Sequence[str] = ("exact", "fp8")) -> str:
+    """Check the arithmetic of the products, one of those that the operation has."""
+    if not (isinstance(math, str) and math in known):
+        names = [f'"{name}"' for name in known]
+        raise ArgumentError(explain("math", repr(math), f"{', '.join(names[:-1])} or {names[-1]}"))
     return math
+
+
+MATH_OF_DENSE_DECODE = "exact", "fp8", "fp8x2"
+"""The arithmetic of the products in dense decode."""
 
 
 def check_math_of_record(math: str, record: str) -> None:

@@ -18,6 +18,7 @@ from mla_cupy.kernels.decode.problem import Batch, DecodeOptions, DecodeProblem,
 from mla_cupy.ops.cache import INDEX_DTYPES, check_layout, record_read
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import (
+    MATH_OF_DENSE_DECODE,
     STARTS,
     check_all_or_none,
     check_count,
@@ -92,8 +93,8 @@ def mla_decode(
         Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part; or 320 (Mistral Small 4) or 288 (MiniCPM3),
         of which 256 are the latent. With `q_rope`, their first 512 columns. With
         `cu_seqlens_q` those of all sequences, (total_q, h_q, d_qk). The last axis is contiguous; other strides are free
-        (multiples of 16 bytes are fastest). In e4m3 with math="fp8" only; uint8 holds e4m3 codes, for libraries without
-        that dtype.
+        (multiples of 16 bytes are fastest). In e4m3 with math="fp8" or "fp8x2" only; uint8 holds e4m3 codes, for
+        libraries without that dtype.
     kv_cache : array, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk), dtype of q; or uint8
         The pool of pages; the values are the first `d_v` elements of the keys. Query head h reads KV head
         h // (h_q // h_kv). Any page size; strides as for q. Or the pages of an FP8 record, see `cache_append`:
@@ -139,8 +140,8 @@ def mla_decode(
         In place of `q_scale`, for queries in e4m3: a scale for each row, such as `mla_prepare` makes; any strides, so
         that one number may serve all rows. (total_q, h_q) with `cu_seqlens_q`.
     kv_scales : array, (1,), float32, optional
-        In place of `kv_scale`, with math="fp8": the number on the device, where it may change between replays of a
-        CUDA graph.
+        In place of `kv_scale`, with math="fp8" or "fp8x2": the number on the device, where it may change between
+        replays of a CUDA graph.
     d_v : int
         Width of the values: 512, or 256 of keys that are 320 or 288 wide. Those are of 16 bits, and have the plain
         kernel so far: no `w_uv`, `q_rope`, `cu_seqlens_q` or `window`, and no batch-invariant plan.
@@ -167,7 +168,9 @@ def mla_decode(
         Scale of queries in e4m3, by which they are multiplied.
     math : str
         "exact" converts the numbers of FP8 records, and multiplies in 16 bits. "fp8", for the record "fp8" on Hopper
-        and Blackwell, multiplies in e4m3: weights, and queries in 16 bits, are rounded to it, see the notes.
+        and Blackwell, multiplies in e4m3: weights, and queries in 16 bits, are rounded to it, see the notes. "fp8x2",
+        on Hopper, for more than 16 rows (s_q * h_q / h_kv) and without a `tree_mask`, does so with sums of two numbers
+        in e4m3 in place of each, which have about eight bits, as bfloat16 has.
     plan : DecodePlan, optional
         From `plan_decode`, updated for these `seqlens`: saves the scheduling and the allocations of a call.
     out : array, (b, s_q, h_q, 512), dtype of q (bfloat16 where that is e4m3) or float32, optional
@@ -233,6 +236,11 @@ def mla_decode(
     the tensor cores, so each tile's is added in float32: `out` is up to 0.06 % too small or too large, and scores lose
     up to 0.1 %. On Blackwell weights are rounded against a running maximum: those below 2^-14 of it become 0.
 
+    With math="fp8x2" what the first e4m3 number leaves is rounded to e4m3 as well, in the same units, and both are
+    multiplied. Of queries that is exact for elements of bfloat16 down to 2^-9 of the row's largest, else within 2^-9 of
+    an element or 2^-17 of the largest. Weights are rounded to float16 before; their two numbers are within 2^-8 of
+    them, or 2^-18 of the tile's largest one. The sums lose what those of one number lose.
+
     Examples
     --------
     >>> import numpy as np, mla_cupy
@@ -295,7 +303,7 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
         cp_rank=cp_rank,
         kv_scale=check_factor("kv_scale", given.kv_scale),
         q_scale=check_factor("q_scale", given.q_scale),
-        math=check_math(given.math),
+        math=check_math(given.math, MATH_OF_DENSE_DECODE),
     )
     if h_q % h_kv:
         raise ShapeError(
@@ -391,7 +399,7 @@ def _check_scale_arrays(views: Views, options: DecodeOptions) -> None:
     if views["q_scales"] is not None and present(views, "q").dtype not in BYTE_DTYPES:
         expected = f"None for queries in {present(views, 'q').dtype}"
         raise ArgumentError(explain("q_scales", "an array", expected, "it is of queries in e4m3"))
-    if views["kv_scales"] is not None and options.math != "fp8":
+    if views["kv_scales"] is not None and options.math == "exact":
         raise ArgumentError(explain("kv_scales", "an array", 'None with math="exact"', "pass the number as kv_scale"))
     for name in ("q_scale", "kv_scale"):
         if views[f"{name}s"] is not None and getattr(options, name) != 1:

@@ -26,6 +26,7 @@ from mla_cupy.kernels.pipeline import Prepared, Step, load
 from mla_cupy.ops import backend
 from mla_cupy.ops.call import MAX_ENTRIES
 from mla_cupy.ops.checks import (
+    MATH_OF_DENSE_DECODE,
     check_count,
     check_drafts,
     check_flag,
@@ -364,7 +365,8 @@ def plan_decode(
     max_pages, page_size : int
         As in the calls' `block_table` and `kv_cache`.
     dtype : str or dtype
-        Of the calls' queries: "bfloat16" or "float16", or a dtype of that name; with math="fp8" "float8_e4m3fn", too.
+        Of the calls' queries: "bfloat16" or "float16", or a dtype of that name; for products in FP8 "float8_e4m3fn" as
+        well.
     cp_world, cp_rank : int
         As in the calls.
     q_rope, cu_seqlens_q, tree_mask, attn_sink, out_cos : bool
@@ -374,7 +376,7 @@ def plan_decode(
     d_head : int
         Width of heads after W_UV if the calls pass a `w_uv`; 0 if they do not.
     math : str
-        "fp8" if the calls have it.
+        "fp8" or "fp8x2" if the calls have it.
     batch_invariant : bool
         Give `out` and `lse` of a sequence the same bits whatever else is in the batch, and wherever in the batch the
         sequence is. Every sequence is then cut alone, into pieces of `split_tokens`, each for one thread block, and the
@@ -501,7 +503,7 @@ def examine_plan(
     masked = check_flag("tree_mask", tree_mask)
     check_drafts(masked, s_q)
     chosen = _record(record, d_qk, h_kv)
-    arithmetic = check_math(math)
+    arithmetic = check_math(math, MATH_OF_DENSE_DECODE)
     queries = _dtype(dtype)
     check_math_of_queries(arithmetic, queries)
     check_math_of_record(arithmetic, chosen)

@@ -17,6 +17,9 @@ BLOCK_TOKENS = 64
 LAZY_MAX_LOG2 = np.float32(8.0)
 
 
+#: Rounding of weights to sums of two numbers in e4m3: of what is nearest in float16, and of what that leaves.
+E4M3_PAIRS = "float8_e4m3fn x 2"
+
 #: Columns of a score whose sum is the tensor cores' own, of products of e4m3 numbers.
 _FP8_SUM_COLUMNS = 192
 
@@ -41,8 +44,8 @@ def attend_values(
 
     Weights in e4m3 have a maximum for each `fp8_block` keys.
     """
-    if rounding == "float8_e4m3fn":
-        return _attend_fp8(rows, keys, values, scale, fp8_block)
+    if rounding in ("float8_e4m3fn", E4M3_PAIRS):
+        return _attend_fp8(rows, keys, values, scale, fp8_block, pairs=rounding == E4M3_PAIRS)
     if rounding is not None:
         return _attend_rounded(rows, keys, values, scale, rounding)
     if len(keys) == 0:
@@ -77,8 +80,8 @@ def _attend_rounded(rows: Array, keys: Array, values: Array, scale: float, round
     return Attended(_normalise(out, total), (_shift(top) + np.log2(total)) * ln2, largest * ln2)
 
 
-def _attend_fp8(rows: Array, keys: Array, values: Array, scale: float, block_tokens: int) -> Attended:
-    """Attention with weights in e4m3, of which the largest of each `block_tokens` is 2^8.
+def _attend_fp8(rows: Array, keys: Array, values: Array, scale: float, block_tokens: int, pairs: bool) -> Attended:
+    """Attention with weights in e4m3, or `pairs` of it, of which the largest of each `block_tokens` is 2^8.
 
     `out` is divided by the sum of the rounded weights; the log-sum-exp is of the weights before that.
     """
@@ -89,11 +92,19 @@ def _attend_fp8(rows: Array, keys: Array, values: Array, scale: float, block_tok
         block = scores[:, start : start + block_tokens]
         largest = _shift(block.max(axis=1))
         weights = np.exp2(block - largest[:, None] + 8)
-        kept = round_to(weights, "float8_e4m3fn")
+        kept = two_terms(weights) if pairs else round_to(weights, "float8_e4m3fn")
         factor = np.exp2(largest - _shift(top) - 8)
         sums += [weights.sum(axis=1) * factor, kept.sum(axis=1) * factor]
         out += kept @ values[start : start + block_tokens] * factor[:, None]
     return Attended(_normalise(out, sums[1]), (_shift(top) + np.log2(sums[0])) * np.log(2.0), top * np.log(2.0))
+
+
+def two_terms(weights: Array) -> Array:
+    """The numbers of two e4m3 terms: of the weights in float16, and of what the first one leaves of that."""
+    halves = round_to(weights, "float16")
+    first = round_to(halves, "float8_e4m3fn")
+    both: Array = first + round_to(halves - first, "float8_e4m3fn")
+    return both
 
 
 def _fp8_products(rows: Array, keys: Array) -> Array:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.dtypes import dtype_name, round_to
 from mla_cupy.errors import ShapeError, explain
-from mla_cupy.reference.attend import attend
+from mla_cupy.reference.attend import E4M3_PAIRS, attend
 from mla_cupy.reference.cache import cache_gather
 from mla_cupy.reference.fp8_queries import dequantised
 from mla_cupy.reference.lse import log_of_base
@@ -113,7 +113,8 @@ def mla_decode(
     q_scale : float
         Scale of queries in e4m3.
     math : str
-        "exact", or "fp8": queries that are no e4m3 codes as `quantise_queries` leaves them.
+        "exact"; or "fp8": queries that are no e4m3 codes as `quantise_queries` leaves them; or "fp8x2": the same as
+        sums of two terms, see `quantise_query_terms`.
     lse_base : str
         "e" or "2".
     empty_lse : float
@@ -122,7 +123,7 @@ def mla_decode(
         "bfloat16" or "float16" rounds as the kernels do: float32 scores and sums, weights rounded to that format
         against the running maximum, and `out` to the dtype of `q`, or of e4m3 codes to bfloat16; of records the keys,
         too. The difference from the exact result is the error that a correct kernel may have. With math="fp8" weights
-        are rounded to e4m3, whatever the name.
+        are rounded to e4m3, whatever the name, and with "fp8x2" to two terms in it.
 
     Returns
     -------
@@ -151,15 +152,16 @@ def mla_decode(
         raise ShapeError(explain("q", f"{h_q} heads", f"a multiple of the cache's {h_kv}"))
     group = h_q // h_kv
     scale = d_qk**-0.5 if scale is None else scale
-    queries = dequantised(q) if math == "fp8" or coded else q
+    queries = q if math == "exact" and not coded else dequantised(q, terms=2 if math == "fp8x2" else 1)
     if q_scales is not None:
         queries = queries * np.asarray(q_scales, np.float64).reshape(q.shape[:3])[..., None]
     if kv_scales is not None:
         kv_scale *= float(np.asarray(kv_scales).reshape(()))
     scale *= q_scale
     weights, factor = rounding, 1.0
-    if math == "fp8" and rounding is not None:  # the kernel multiplies the numbers as they are stored
-        weights, factor, kv_scale, scale = "float8_e4m3fn", kv_scale, 1.0, scale * kv_scale
+    if math != "exact" and rounding is not None:  # the kernel multiplies the numbers as they are stored
+        weights = E4M3_PAIRS if math == "fp8x2" else "float8_e4m3fn"
+        factor, kv_scale, scale = kv_scale, 1.0, scale * kv_scale
 
     out = np.zeros((*q.shape[:-1], d_v))
     lse = np.full((len(q), h_q, s_q), -np.inf)

@@ -34,6 +34,34 @@ def quantise_queries(q: npt.ArrayLike) -> tuple[Array, Array]:
         What they are to be multiplied by: the smallest power of two, from 2^-100 on, with which the row's largest
         magnitude is at most 448 of its units. Of a row of zeros 2^-100, of one with NaN or infinity NaN.
     """
+    scaled, scales = _scaled(q)
+    return _codes(scaled), scales
+
+
+def quantise_query_terms(q: npt.ArrayLike) -> tuple[Array, Array, Array]:
+    """Round rows to sums of two e4m3 numbers each.
+
+    Parameters
+    ----------
+    q : array, (..., d)
+        Rows of 16-bit elements.
+
+    Returns
+    -------
+    codes : array of uint8, (..., d)
+        Those of `quantise_queries`.
+    remainders : array of uint8, (..., d)
+        What the numbers of these leave of the elements, in the same units, rounded in the same way.
+    scales : array of float64, (...)
+        Those of `quantise_queries`.
+    """
+    scaled, scales = _scaled(q)
+    codes = _codes(scaled)
+    return codes, _codes(scaled - _values()[codes].astype(np.float32)), scales
+
+
+def _scaled(q: npt.ArrayLike) -> tuple[Array, Array]:
+    """Rows in units of their scales, as float32, and these."""
     rows = np.asarray(q).astype(np.float64)
     with np.errstate(invalid="ignore"):
         largest = np.abs(rows).max(axis=-1, initial=0.0)
@@ -42,24 +70,27 @@ def quantise_queries(q: npt.ArrayLike) -> tuple[Array, Array]:
         exponent = np.where(largest == 0, LEAST_EXPONENT, exponent)
         scales = np.ldexp(1.0, np.maximum(exponent, LEAST_EXPONENT))
         scales = np.where(np.isfinite(largest), scales, np.nan)
-        scaled = (rows / scales[..., None]).astype(np.float32)  # exact, or below what counts
-    return np.where(np.isnan(scaled), np.uint8(0x7F), _nearest(scaled)), scales
+        return (rows / scales[..., None]).astype(np.float32), scales  # exact, or below what counts
 
 
-def dequantised(q: npt.ArrayLike) -> Array:
-    """Return the rows that products in FP8 multiply, in float64: the numbers of e4m3 codes, or rounded ones."""
+def dequantised(q: npt.ArrayLike, *, terms: int = 1) -> Array:
+    """Return the rows that products in FP8 multiply, in float64: the numbers of e4m3 codes, or rounded ones.
+
+    With two `terms` rounded ones are sums of two numbers of e4m3.
+    """
     rows = np.asarray(q)
     if rows.dtype.name in BYTE_DTYPES:
         return _values()[rows.view(np.uint8)]
-    codes, scales = quantise_queries(rows)
-    rounded: Array = _values()[codes] * scales[..., None]
+    codes, remainders, scales = quantise_query_terms(rows)
+    numbers = _values()[codes] if terms == 1 else _values()[codes] + _values()[remainders]
+    rounded: Array = numbers * scales[..., None]
     return rounded
 
 
-def _nearest(x: Array) -> Array:
-    """The e4m3 codes of numbers of magnitude up to 448, ties to even."""
+def _codes(x: Array) -> Array:
+    """The e4m3 codes of numbers of magnitude up to 448, ties to even; of NaN 0x7F."""
     with np.errstate(invalid="ignore"):
-        return x.astype(_E4M3).view(np.uint8)
+        return np.where(np.isnan(x), np.uint8(0x7F), x.astype(_E4M3).view(np.uint8))
 
 
 def _values() -> Array:

@@ -19,6 +19,8 @@ WRONG = {
     (*DECODE, "--d-head", "128"): "--d-head: got 128, expected none without --with w_uv",
     (*DECODE, "--d-head", "99", "--with", "w_uv"): "--d-head: got 99, expected one of ",
     (*DECODE, "--math", "fp8"): "math: got 'fp8', expected \"exact\" for 16-bit rows",
+    (*DECODE, "--math", "fp8x3"): "--math: got 'fp8x3', expected one of exact, fp8, fp8x2",
+    (*DECODE, "--math", "fp8x2"): "math: got 'fp8x2', expected \"exact\" for 16-bit rows",
     (*DECODE, "--dtype", "float8_e4m3fn"): "--dtype: got 'float8_e4m3fn', expected one of bfloat16, float16",
     (*DECODE, "--window", "64", "--with", "tree_mask"): "window: got one, with a tree_mask, expected None",
     ("--op", "mla_prepare", "--h-q", "16", "--page-size", "64"): "--page-size: got 64, expected a value with --records",

@@ -50,6 +50,11 @@ class DecodeCase:
         return "exact"
 
     @property
+    def expected_math(self) -> str:
+        """Arithmetic of the results that errors are beside."""
+        return self.math
+
+    @property
     def name(self) -> str:
         """The canonical name, which `parse` reads; fields at their default are left out."""
         name = f"b{self.b}-sq{self.s_q}-hq{self.h_q}-skv{self.s_kv}"

@@ -62,9 +62,9 @@ def expect(case: DecodeCase, dtype: str, inputs: InputSet, device: Device) -> li
             pages = device.take(inputs.kv_cache, inputs.host_table[batch])[:, :, kv_head]
             table = np.arange(len(pages), dtype=np.int32)[None]
             arguments = q[:, :, heads], pages, table, length
-            options = {"scale": case.scale, "math": case.math, **case.options}
-            out, lse = reference.mla_decode(*arguments, **options)
-            rounded_out, rounded_lse = reference.mla_decode(*arguments, **options, rounding=dtype)
+            options = {"scale": case.scale, **case.options}
+            out, lse = reference.mla_decode(*arguments, math=case.expected_math, **options)
+            rounded_out, rounded_lse = reference.mla_decode(*arguments, math=case.math, **options, rounding=dtype)
             errors = distance(rounded_out, out), distance(rounded_lse, lse)
             expected.append(Expected(batch, heads, out[0], lse[0], *errors))
     return expected

@@ -13,10 +13,10 @@ from ...core.errors import BenchError
 from ..decode import cases as rows
 from ..decode.cases import DecodeCase
 
-FORM = "b<N>-sq<N>-hq<N>-skv<N>[-page<N>][-mix<N>][-fp8[-math]][-mean1]"
+FORM = "b<N>-sq<N>-hq<N>-skv<N>[-page<N>][-mix<N>][-fp8[-math]][-mean1][-q16]"
 
 _SUFFIX, _MATH_SUFFIX = f"-{FP8.name}", f"-{FP8.name}-math"
-_MEAN_SUFFIX = "-mean1"
+_MEAN_SUFFIX, _QUERY_SUFFIX = "-mean1", "-q16"
 
 
 @dataclass(frozen=True)
@@ -24,18 +24,24 @@ class Fp8DecodeCase(DecodeCase):
     """Case over records; the peers read 16-bit rows of the same numbers. `one_scale`: "fp8", 576 bytes a token.
 
     With `fp8_math`, too, our own call has both products in FP8. The queries of `one_scale` are numbers of e4m3, so that
-    all compute the same. `mean1`: the latents have mean 1 and deviation 0.5, which shows what sums lose of terms of one
-    sign.
+    all compute the same, but for `wide_queries`, which 16 bits hold: errors of these are beside the result without any
+    rounding. `mean1`: the latents have mean 1 and deviation 0.5, which shows what sums lose of terms of one sign.
     """
 
     one_scale: bool = False
     fp8_math: bool = False
     mean1: bool = False
+    wide_queries: bool = False
 
     @property
     def math(self) -> str:
         """Arithmetic of our own call, and of the oracle."""
         return "fp8" if self.fp8_math else "exact"
+
+    @property
+    def expected_math(self) -> str:
+        """Arithmetic of the result that errors are beside."""
+        return "exact" if self.wide_queries else self.math
 
     @property
     def record(self) -> CacheFormat:
@@ -45,7 +51,7 @@ class Fp8DecodeCase(DecodeCase):
     @property
     def name(self) -> str:
         suffix = _MATH_SUFFIX if self.fp8_math else _SUFFIX * self.one_scale
-        return super().name + suffix + _MEAN_SUFFIX * self.mean1
+        return super().name + suffix + _MEAN_SUFFIX * self.mean1 + _QUERY_SUFFIX * self.wide_queries
 
     @property
     def cost(self) -> Cost:
@@ -56,6 +62,7 @@ class Fp8DecodeCase(DecodeCase):
 
     def shape(self) -> dict[str, Any]:
         special = {**({"math": self.math} if self.fp8_math else {}), **({"mean": 1} if self.mean1 else {})}
+        special |= {"query_bits": 16} if self.wide_queries else {}
         return {**super().shape(), "record": self.record.name, **special}
 
 
@@ -82,11 +89,17 @@ SUITES: Mapping[str, tuple[Fp8DecodeCase, ...]] = {"targets": CASES, "quick": CA
 
 def parse(name: str) -> Fp8DecodeCase:
     """The case of that name: one of `CASES`, or any other shape written in the same form."""
-    shape = name.removesuffix(_MEAN_SUFFIX)
+    numbers = name.removesuffix(_QUERY_SUFFIX)
+    shape = numbers.removesuffix(_MEAN_SUFFIX)
     rest = shape.removesuffix(_MATH_SUFFIX)
     fp8_math = rest != shape
     rest = rest.removesuffix(_SUFFIX)
-    kind = {"one_scale": rest != shape, "fp8_math": fp8_math, "mean1": shape != name}
+    kind = {
+        "one_scale": rest != shape,
+        "fp8_math": fp8_math,
+        "mean1": shape != numbers,
+        "wide_queries": numbers != name,
+    }
     case = Fp8DecodeCase(**vars(rows.parse(rest)), **kind)
     if case.h_kv != 1 or case.d_qk != D_QK:
         raise BenchError(f"case {name!r}: records have one KV head, and keys of {D_QK}; expected {FORM}")

@@ -46,10 +46,10 @@ def make_inputs(case: Fp8DecodeCase, dtype: str, seed: int, device: Device) -> F
 
 
 def _queries(case: Fp8DecodeCase, dtype: str, seed: int, device: Device) -> Any:
-    """Random queries; over "fp8" numbers of e4m3, rounded as the tokens of a cache are."""
+    """Random queries; over "fp8" numbers of e4m3, rounded as the tokens of a cache are, unless they are `wide`."""
     shape = (case.b, case.s_q, case.h_q, D_QK)
     queries = device.normal(shape, dtype, seed)
-    if not case.one_scale:
+    if not case.one_scale or case.wide_queries:
         return queries
     return e4m3_numbers(queries.reshape(-1, D_QK), dtype, device).reshape(shape)
 

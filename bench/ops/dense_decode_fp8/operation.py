@@ -12,7 +12,18 @@ from ..decode.check import expect
 from ..decode.own import NAMED as NAMED_ROWS
 from ..decode.own import SINK, Decode
 from . import cases, check, inputs
-from .own import E4M3, EXACT, GENERIC, NAMED, CodedQueries, Fp8Decode, Fp8WithSink
+from .own import (
+    CODED_TERMS,
+    E4M3,
+    EXACT,
+    GENERIC,
+    NAMED,
+    TERMS,
+    CodedQueries,
+    Fp8Decode,
+    Fp8WithSink,
+    TwoTerms,
+)
 
 EXAMPLES = """examples:
   run dense-decode-fp8 --peers-dir peers               all cases, FlashMLA, FlashAttention-3, our own over rows
@@ -33,6 +44,8 @@ def implementations(choices: Choices) -> Known:
         "rows": lambda: Decode(None, "rows"),
         **{name: partial(Decode, name, name) for name in NAMED_ROWS},
         E4M3: CodedQueries,
+        TERMS: TwoTerms,
+        CODED_TERMS: lambda: CodedQueries(CODED_TERMS),
         EXACT: lambda: Fp8Decode(None, EXACT),
         SINK: lambda: Fp8WithSink(None, SINK),
         "generic": lambda: Fp8Decode(GENERIC, "generic"),
@@ -50,7 +63,7 @@ DENSE_DECODE_FP8 = BenchOperation(
     peers="rows (our own over 16-bit rows), flashmla, flashmla_fp8 (of records with one scale), fa3 (the three import "
     "torch and need --peers-dir), "
     "exact (our own with conversion, of cases with products in FP8), e4m3_queries (our own with queries in e4m3, of "
-    "the same cases), attn_sink, generic, "
+    "the same cases), fp8x2 and fp8x2_e4m3_queries (the same with two terms), attn_sink, generic, "
     f"{', '.join((*NAMED, *NAMED_ROWS))}; or none. "
     f"Default: rows, and {','.join(PEERS)} where --peers-dir is given",
     suites=cases.SUITES,

@@ -9,6 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from mla_cupy.kernels.decode.sm90_fp8 import LEAST_ROWS_OF_TERMS
+
 from ...core.device import Device
 from ...core.implementation import OWN, Prepared
 from ..decode.cases import DecodeCase
@@ -18,6 +20,8 @@ from .cases import Fp8DecodeCase
 from .inputs import Fp8InputSet
 
 E4M3 = "e4m3_queries"  # our own with queries that are in e4m3 already
+#: Our own with weights, and queries in 16 bits, in two terms; and with queries that are in e4m3 already.
+TERMS, CODED_TERMS = "fp8x2", "fp8x2_e4m3_queries"
 EXACT = "exact"  # our own with conversion, where the case has products in FP8
 GENERIC = "decode_generic_records"  # without tensor cores
 NAMED = "decode_mma_records", "decode_mma_records_163kb"  # of GPUs without WGMMA
@@ -38,6 +42,8 @@ class Fp8Decode(Decode):
 
     def _math(self, case: DecodeCase) -> dict[str, Any]:
         """Arithmetic of a call: that of the case, but of a peer that converts; older trees know one."""
+        if self.name in (TERMS, CODED_TERMS):
+            return {"math": "fp8x2"}
         return {"math": case.math} if self.name in (OWN, E4M3) and case.math != "exact" else {}
 
     def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
@@ -52,16 +58,34 @@ class Fp8WithSink(Fp8Decode, WithSink):
     """Call with a sink without effect: the one form that kernels for records take."""
 
 
-class CodedQueries(Fp8Decode):
-    """Call with queries in e4m3, as FlashMLA in FP8 gets them."""
+class TwoTerms(Fp8Decode):
+    """Call with weights and queries in two terms."""
 
-    def __init__(self) -> None:
-        super().__init__(None, E4M3)
+    def __init__(self, name: str = TERMS) -> None:
+        super().__init__(None, name)
 
     def unsupported(self, case: DecodeCase, dtype: str) -> str | None:
         assert isinstance(case, Fp8DecodeCase)
         if not case.fp8_math:
             return "products in FP8 only: cases -fp8-math"
+        rows = case.s_q * case.h_q
+        return None if rows >= LEAST_ROWS_OF_TERMS else f"{LEAST_ROWS_OF_TERMS} and more query rows only"
+
+
+class CodedQueries(Fp8Decode):
+    """Call with queries in e4m3, as FlashMLA in FP8 gets them; `name` says with how many terms of weights."""
+
+    def __init__(self, name: str = E4M3) -> None:
+        super().__init__(None, name)
+
+    def unsupported(self, case: DecodeCase, dtype: str) -> str | None:
+        assert isinstance(case, Fp8DecodeCase)
+        if not case.fp8_math:
+            return "products in FP8 only: cases -fp8-math"
+        if case.wide_queries:
+            return "queries that e4m3 holds only: not of cases -q16"
+        if self.name == CODED_TERMS and (reason := TwoTerms().unsupported(case, dtype)):
+            return reason
         return None if dtype == "bfloat16" else "results are bfloat16"
 
     def plan_options(self, case: DecodeCase) -> dict[str, Any]:

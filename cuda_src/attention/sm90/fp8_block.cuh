@@ -20,8 +20,10 @@ constexpr i32 kFp8Panels = kHeadDimV / kSw128ByteColumns;         // 4: SW128 ti
 constexpr i32 kFp8PanelsOfSide = kFp8Panels / 2;                  // each warpgroup owns half of the values
 constexpr u32 kFp8LatentBytes = kFp8Panels * kSw128Bytes;         // 32 KB
 constexpr u32 kFp8TileBytes = kFp8LatentBytes + kSw64Bytes;       // 36 KB
+constexpr u32 kFp8QueryBytes = kFp8TileBytes;                     // of one term
 constexpr u32 kFp8WideTileBytes = kFp8LatentBytes + kSw128Bytes;  // 40 KB: with RoPE columns in an SW128 tile
 constexpr i32 kFp8Stages = 5, kFp8FewerStages = 4;                // of the ring
+constexpr i32 kFp8FewestStages = 3;                               // of wide tiles, beside queries in two terms
 constexpr i32 kFp8MathThreads = 2 * kWarpgroupThreads;
 static_assert(kHeadDimRope == kSw64ByteColumns, "RoPE columns are a half SW128 tile");
 static_assert(kFp8FewerStages * kFp8WideTileBytes <= kFp8Stages * kFp8TileBytes, "fit in its place");
@@ -44,9 +46,13 @@ struct Fp8Ring {
 
     MLA_DEVICE static Fp8Ring of_rows() { return {kFp8Stages, kFp8TileBytes, sw64_desc(SmemAddr{0}).bits}; }
 
+    // Beside queries in two terms there is room for four tiles, or three wide ones.
+    template <i32 kQueryTerms>
     MLA_DEVICE static Fp8Ring of(const DecodeParams& p, bool spare_a_stage) {
+        constexpr i32 kLess = kQueryTerms - 1;
         const bool wide = p.page_size % 2 != 0;
-        return {wide || spare_a_stage ? kFp8FewerStages : kFp8Stages, wide ? kFp8WideTileBytes : kFp8TileBytes,
+        return {(wide || spare_a_stage ? kFp8FewerStages : kFp8Stages) - kLess,
+                wide ? kFp8WideTileBytes : kFp8TileBytes,
                 wide ? k_major_desc(SmemAddr{0}).bits : sw64_desc(SmemAddr{0}).bits};
     }
 };
@@ -58,7 +64,8 @@ struct Fp8Ring {
 // p_full[side]     warps of the side (4) -         left, right      blocked
 // p_empty[side]    math warps (8)        -         the side         free
 //
-// The side that scores a tile leaves P and the tile's maxima.
+// The side that scores a tile leaves P and the tile's maxima. A second term of P lies in the tile, whose RoPE columns
+// nobody reads any more.
 template <i32 kRows>
 struct Fp8Stats {
     float reference[kRows];  // base 2
@@ -75,15 +82,20 @@ struct Fp8TreeWords<true, kRows> {
 };
 
 // With kListed_ tiles are rows of a list, which all rows of the block see, gathered by threads, and the results have
-// the rows' maxima.
-template <i32 kRows_, bool kTree_, bool kListed_ = false>
+// the rows' maxima. Weights and queries are sums of so many terms in e4m3: the second one of weights takes the place of
+// its tile's RoPE columns, that of queries a stage.
+template <i32 kRows_, bool kTree_, bool kListed_ = false, i32 kWeightTerms_ = 1, i32 kQueryTerms_ = 1>
 struct Fp8Storage {
     static constexpr i32 kRows = kRows_;
     static constexpr bool kTree = kTree_, kListed = kListed_;
-    static constexpr i32 kStages = kTree ? kFp8FewerStages : kFp8Stages;
-    static constexpr u32 kRingBytes = kTree ? kFp8FewerStages * kFp8WideTileBytes : kFp8Stages * kFp8TileBytes;
+    static constexpr i32 kWeightTerms = kWeightTerms_, kQueryTerms = kQueryTerms_;
+    static constexpr i32 kStages = kTree || kQueryTerms > 1 ? kFp8FewerStages : kFp8Stages;
+    static constexpr u32 kRingBytes = kTree ? kFp8FewerStages * kFp8WideTileBytes : kStages * kFp8TileBytes;
+    static_assert(kWeightTerms == 1 || kRows == kFp8MmaRows && !kTree && !kListed, "P fills the RoPE columns' place");
+    static_assert(kQueryTerms <= kWeightTerms && kWeightTerms <= 2, "forms that are built");
+    static_assert(kQueryTerms == 1 || kFp8FewestStages * kFp8WideTileBytes <= kRingBytes, "fit in their place");
 
-    alignas(kSwizzleAtomBytes) u8 q[kFp8LatentBytes + kSw64Bytes];
+    alignas(kSwizzleAtomBytes) u8 q[kQueryTerms * kFp8QueryBytes];
     alignas(kSwizzleAtomBytes) u8 kv[kRingBytes];
     alignas(kSwizzleAtomBytes) u8 p[2][kRows * kSw64RowBytes];
     // The first one of eight columns that P is multiplied by, for its sums: 16 ones for each 16 tokens. The others are
@@ -139,7 +151,7 @@ struct Fp8Block : RowBlock<Memory_::kRows, Memory_::kTree> {
     MLA_DEVICE Fp8Block(const DecodeFp8Params& p, Memory& s)
         : RowBlock<Memory::kRows, Memory::kTree>(p),
           s(s),
-          ring(Memory::kListed ? Fp8Ring::of_rows() : Fp8Ring::of(p, Memory::kTree)) {
+          ring(Memory::kListed ? Fp8Ring::of_rows() : Fp8Ring::of<Memory::kQueryTerms>(p, Memory::kTree)) {
         this->kv_head = in_uniform(this->kv_head), this->row0 = in_uniform(this->row0);
         this->hidden = in_uniform(this->hidden);
         if (Memory::kListed) this->kv_head = this->hidden = 0;  // one KV head, and requests of one token

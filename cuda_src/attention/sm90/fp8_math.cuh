@@ -31,6 +31,7 @@ struct Fp8Math {
     static constexpr i32 kBlocks = kFp8PanelsOfSide * 2;
     static constexpr i32 kSums = kFp8MmaRows * kRows / kWarpgroupThreads;  // of a block
     static constexpr i32 kRowsOfLane = ceil_div(kRows, kWarpThreads);      // lane, lane + 32
+    static constexpr i32 kTerms = Memory::kWeightTerms, kQueryTerms = Memory::kQueryTerms;
 
     // In `phases`: kv_full's come first, then p_full's of both sides and p_empty's of this one.
     static constexpr i32 kPFull = Memory::kStages, kPEmpty = kPFull + 2, kPhases = kPEmpty + 1;
@@ -92,10 +93,12 @@ struct Fp8Math {
         pin(to);
         wgmma_fence();
 #pragma unroll
-        for (i32 i = 0; i < kSteps; ++i) {
-            const i32 step = part * kSteps + i, rope_step = step - kLatentSteps;
+        for (i32 i = 0; i < kQueryTerms * kSteps; ++i) {  // smaller terms first: less of them is cut off
+            const u32 term = (kQueryTerms - 1 - i / kSteps) * kFp8QueryBytes;
+            const i32 step = part * kSteps + i % kSteps, rope_step = step - kLatentSteps;
             const u32 bytes = step / kOfPanel * kSw128Bytes + step % kOfPanel * kMmaKBytes;
-            const SmemDesc a = rope_step < 0 ? advance(of.q, bytes) : advance(of.q_rope, rope_step * kMmaKBytes);
+            const SmemDesc a =
+                rope_step < 0 ? advance(of.q, term + bytes) : advance(of.q_rope, term + rope_step * kMmaKBytes);
             const SmemDesc b = rope_step < 0 ? advance(of.k, bytes) : advance(of.k_rope, rope_step * kMmaKBytes);
             wgmma_mma_async(float8_e4m3fn{}, to, a, b, i > 0);
         }
@@ -183,8 +186,20 @@ struct Fp8Math {
         for (i32 r = 0; r < kFragmentRows; ++r) tops[r] = fmaxf(tops[r] * scale_log2[r], kLowestMax);
     }
 
+    // Four weights as four bytes, or the same of two terms: in e4m3 what is nearest in float16, and what that leaves.
+    MLA_DEVICE static void round_weights(u32 (&to)[kTerms][8], i32 word, const float (&x)[4]) {
+        if constexpr (kTerms == 1) {
+            to[0][word] = cvt_e4m3_x2(x[0], x[1]) | cvt_e4m3_x2(x[2], x[3]) << 16;
+        } else {
+            const u32 low = cvt_x2(float16{}, x[0], x[1]), high = cvt_x2(float16{}, x[2], x[3]);
+            const u32 codes = to[0][word] = cvt_e4m3_x2_f16(low) | cvt_e4m3_x2_f16(high) << 16;
+            to[1][word] = cvt_e4m3_x2_f16(sub_f16_x2(low, cvt_f16_x2_e4m3(codes))) |
+                          cvt_e4m3_x2_f16(sub_f16_x2(high, cvt_f16_x2_e4m3_high(codes))) << 16;
+        }
+    }
+
     // P of row r, four tokens a word. Returns the thread's sum of the weights before they are rounded.
-    MLA_DEVICE float weights(u32 (&words)[8], i32 r, float scale_log2, float top) const {
+    MLA_DEVICE float weights(u32 (&words)[kTerms][8], i32 r, float scale_log2, float top) const {
         const float shift = kFp8WeightLog2 - top;
         float sum[2] = {0.f, 0.f};
 #pragma unroll
@@ -195,7 +210,7 @@ struct Fp8Math {
                 x[k] = ex2_approx(fmaf(scores[8 * i + k / 2 * 4 + 2 * r + k % 2], scale_log2, shift));
             }
             sum[0] += x[0] + x[1], sum[1] += x[2] + x[3];
-            words[2 * i + r] = cvt_e4m3_x2(x[0], x[1]) | cvt_e4m3_x2(x[2], x[3]) << 16;
+            round_weights(words, 2 * i + r, x);
         }
         return sum[0] + sum[1];
     }
@@ -205,15 +220,17 @@ struct Fp8Math {
     static constexpr i32 kTileSteps = kTileTokens / kMmaKBytes;
     using RowSums = float[kTileSteps][4];
 
-    MLA_DEVICE void start_row_sums(RowSums& sums, const u32 (&words)[8]) {
+    MLA_DEVICE void start_row_sums(RowSums& sums, const u32 (&words)[kTerms][8]) {
         const SmemDesc ones = uniform(make_desc(smem_addr(s.ones), 0, 0, kNoSwizzle));
 #pragma unroll
         for (i32 step = 0; step < kTileSteps; ++step) pin(sums[step]);
         wgmma_fence();
 #pragma unroll
-        for (i32 step = 0; step < kTileSteps; ++step) {
-            const u32 a[4] = {words[4 * step], words[4 * step + 1], words[4 * step + 2], words[4 * step + 3]};
-            wgmma_mma_async(float8_e4m3fn{}, sums[step], a, ones, false);
+        for (i32 i = 0; i < kTerms * kTileSteps; ++i) {
+            const i32 step = i % kTileSteps, term = kTerms - 1 - i / kTileSteps;
+            const u32* const of = words[term] + 4 * step;
+            const u32 a[4] = {of[0], of[1], of[2], of[3]};
+            wgmma_mma_async(float8_e4m3fn{}, sums[step], a, ones, i >= kTileSteps);
         }
         wgmma_commit_group();
     }
@@ -240,7 +257,7 @@ struct Fp8Math {
     // Leaves P and the tile's maxima for both sides. What they do not wait for comes after.
     MLA_DEVICE void publish(const WorkItem& item, i32 tile, i32 stage) {
         const i32 lane = own_lane();
-        u32 words[8];
+        u32 words[kTerms][8];
         float tops[kFragmentRows], before[kFragmentRows];
         if (active()) {
             mask(item, tile, stage);
@@ -253,17 +270,22 @@ struct Fp8Math {
 #pragma unroll
             for (i32 r = 0; r < kFragmentRows; ++r) before[r] = weights(words, r, scale_log2[r], tops[r]);
         }
+        if constexpr (kTerms > 1) {
+            sync_side();  // all of its warps have scored the tile: P takes the place of RoPE columns
+            store_byte_words(s.tile(block.ring, stage) + kFp8LatentBytes, words[1], warp, lane);
+        }
         mbarrier_wait(s.p_empty[side], phases.empty_parity(kPEmpty));  // no earlier: the other side may still add it
         phases.advance(kPEmpty);
         if (active()) {
             if (lane % 4 == 0) s.tile_max[side][score_row()] = tops[0], s.tile_max[side][score_row() + 8] = tops[1];
-            store_byte_words(smem_addr(s.p[side]), words, warp, lane);
+            store_byte_words(smem_addr(s.p[side]), words[0], warp, lane);
+            fence_proxy_async();  // of all terms
         }
         release(s.p_full[side], lane);
         RowSums sums;
         if (!active()) {
 #pragma unroll
-            for (u32& word : words) word = 0;
+            for (u32& word : words[0]) word = 0;
         }
         start_row_sums(sums, words);
         wgmma_wait_group<0>();
@@ -361,13 +383,17 @@ struct Fp8Math {
         }
     }
 
-    // Starts a tile's sum for 64 columns.
-    MLA_DEVICE void start_sum(float (&sums)[kSums], u32 (&a)[2][4], SmemDesc p) {
+    // Where the terms of a tile's P lie.
+    using TermsOfP = SmemDesc[kTerms];
+
+    // Starts a tile's sum for 64 columns, with the smaller term: see `start_scores`.
+    MLA_DEVICE void start_sum(float (&sums)[kSums], u32 (&a)[2][4], const TermsOfP& p) {
         pin(sums);
         wgmma_fence();
 #pragma unroll
-        for (i32 step = 0; step < 2; ++step) {
-            wgmma_mma_async(float8_e4m3fn{}, sums, a[step], advance(p, step * kMmaKBytes), step > 0);
+        for (i32 i = 0; i < 2 * kTerms; ++i) {
+            const i32 step = i % 2;
+            wgmma_mma_async(float8_e4m3fn{}, sums, a[step], advance(p[kTerms - 1 - i / 2], step * kMmaKBytes), i > 0);
         }
         wgmma_commit_group();
     }
@@ -410,7 +436,9 @@ struct Fp8Math {
         const u32 offset = stage * block.ring.tile_bytes + side * kFp8PanelsOfSide * kSw128Bytes;
         sanitize(item, tile, of, s.kv + offset);
         const SmemAddr values = smem_addr(s.kv) + offset + byte_matrix_offset(warp, own_lane());
-        const SmemDesc p = uniform(sw64_desc(smem_addr(s.p[of])));
+        TermsOfP p;
+        p[0] = uniform(sw64_desc(smem_addr(s.p[of])));
+        if constexpr (kTerms > 1) p[1] = uniform(sw64_desc(s.tile(block.ring, stage) + kFp8LatentBytes));
         float narrow[2][kSums];
         auto sums_of = [&](i32 b) -> float (&)[kSums] {
             if constexpr (kSums == kScores) {

@@ -61,7 +61,7 @@ def mla_decode(
         Absorbed queries; d_qk is 576, or 512 where keys have no RoPE part; or 320 (Mistral Small 4) or 288 (MiniCPM3),
         of which 256 are the latent. With `q_rope`, their first 512 columns. With `cu_seqlens_q` those of all sequences,
         (total_q, h_q, d_qk). The last axis is contiguous; other strides are free (multiples of 16 bytes are fastest).
-        In e4m3 with math="fp8" only; uint8 holds e4m3 codes, for libraries without that dtype.
+        In e4m3 with math="fp8" or "fp8x2" only; uint8 holds e4m3 codes, for libraries without that dtype.
     kv_cache : array, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk), dtype of q; or uint8
         The pool of pages; the values are the first `d_v` elements of the keys. Query head h reads KV head h // (h_q //
         h_kv). Any page size; strides as for q. Or the pages of an FP8 record, see `cache_append`: (num_pages,
@@ -108,8 +108,8 @@ def mla_decode(
         In place of `q_scale`, for queries in e4m3: a scale for each row, such as `mla_prepare` makes; any strides, so
         that one number may serve all rows. (total_q, h_q) with `cu_seqlens_q`.
     kv_scales : array, (1,), float32, optional
-        In place of `kv_scale`, with math="fp8": the number on the device, where it may change between replays of a CUDA
-        graph.
+        In place of `kv_scale`, with math="fp8" or "fp8x2": the number on the device, where it may change between
+        replays of a CUDA graph.
     d_v : int
         Width of the values: 512, or 256 of keys that are 320 or 288 wide. Those are of 16 bits, and have the plain
         kernel so far: no `w_uv`, `q_rope`, `cu_seqlens_q` or `window`, and no batch-invariant plan.
@@ -135,7 +135,9 @@ def mla_decode(
         Scale of queries in e4m3, by which they are multiplied.
     math : str
         "exact" converts the numbers of FP8 records, and multiplies in 16 bits. "fp8", for the record "fp8" on Hopper
-        and Blackwell, multiplies in e4m3: weights, and queries in 16 bits, are rounded to it, see the notes.
+        and Blackwell, multiplies in e4m3: weights, and queries in 16 bits, are rounded to it, see the notes. "fp8x2",
+        on Hopper, for more than 16 rows (s_q * h_q / h_kv) and without a `tree_mask`, does so with sums of two numbers
+        in e4m3 in place of each, which have about eight bits, as bfloat16 has.
     out : array, (b, s_q, h_q, 512), dtype of q (bfloat16 where that is e4m3) or float32, optional
         Whose memory the result takes over.
     lse : array, (b, h_q, s_q), float32, optional

@@ -73,6 +73,8 @@ class AttentionKernel(KernelSpec[ProblemT]):
         neither a schedule nor a combine.
     math : str
         Arithmetic of its products: "exact" for those of 16-bit elements, or "fp8".
+    other_math : tuple of str
+        Further arithmetic, of some of its builds: "fp8x2".
     counts_partials : bool
         Whether its schedule counts partial results (`cuda_src/attention/split_schedule.cuh`): where that was measured.
     value_widths : tuple of int
@@ -87,6 +89,7 @@ class AttentionKernel(KernelSpec[ProblemT]):
     kv_maps: Callable[[View], tuple[TensorMapSpec, ...]] = lambda kv_cache: ()
     cluster_blocks: int = 1
     math: str = "exact"
+    other_math: tuple[str, ...] = ()
     counts_partials: bool = False
     value_widths: tuple[int, ...] = (D_V,)
     forms: tuple[str, ...] = ()

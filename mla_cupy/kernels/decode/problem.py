@@ -59,8 +59,9 @@ class DecodeProblem:
     """Sizes and dtypes that decide which kernels run and how: no pointers, no device. `dtype` is that of the queries.
 
     `aligned` says that q and the cache start at, and step by, multiples of 16 bytes, which TMA demands. `record` is the
-    FP8 record of the cache, "" for rows of `dtype`. `tree_mask` says that there is one. `math` is "exact" or "fp8". Of
-    queries of varying length `s_q` is what most have. `d_head` is the width that W_UV gives results, 0 without it.
+    FP8 record of the cache, "" for rows of `dtype`. `tree_mask` says that there is one.
+    `math` is "exact", "fp8" or "fp8x2".
+    Of queries of varying length `s_q` is what most have. `d_head` is the width that W_UV gives results, 0 without it.
 
     `batch` is for the choice among kernels alone, which does without where it is not known. Problems that differ in
     nothing else are equal, since a plan serves smaller batches than its own.

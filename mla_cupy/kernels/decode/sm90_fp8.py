@@ -19,6 +19,10 @@ QUERIES = (*HALF, "float8_e4m3fn")
 """Dtypes of queries: what is in 16 bits is rounded on its way into shared memory."""
 BLOCK_ROWS = (16, 32, 64)
 """Rows of the builds; with a tree of drafts, which has rows enough, the widest alone."""
+TERMS = "fp8x2"
+"""The arithmetic of the builds whose weights, and queries in 16 bits, are sums of two numbers in e4m3."""
+LEAST_ROWS_OF_TERMS = 17
+"""Query rows from which these are used: their blocks have 64, and with fewer rows conversion is faster."""
 PANEL_COLUMNS = 128
 """Columns of one TMA box of latent columns: the span of the swizzle."""
 
@@ -29,11 +33,26 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
         return Reason('reads the record "fp8"') if problem.record else READS_RECORDS
     if device.arch not in HOPPER:
         return Reason(f"{needs_cc(device, '9.0')}: leave math out for kernels that convert")
+    if problem.math == TERMS:
+        return _unsupported_terms(problem)
+    return None
+
+
+def _unsupported_terms(problem: DecodeProblem) -> Reason | None:
+    """Reason that two terms are not for the problem; None if they are."""
+    other = 'pass math="fp8", or leave math out'
+    if problem.tree_mask:
+        return Reason(f"takes no tree_mask with math={TERMS!r}: {other}")
+    if problem.rows < LEAST_ROWS_OF_TERMS:
+        rows = f"{problem.rows} query rows (s_q * h_q / h_kv)"
+        return Reason(f"takes {LEAST_ROWS_OF_TERMS} and more, not {rows}, with math={TERMS!r}: {other}")
     return None
 
 
 def variant(problem: DecodeProblem) -> Variant:
     """The narrowest build that holds the rows; more rows than the widest has are divided among blocks."""
+    if problem.math == TERMS:
+        return Variant(dtype=problem.dtype, block_rows=BLOCK_ROWS[-1], terms=2)
     if problem.tree_mask:
         return Variant(dtype=problem.dtype, block_rows=BLOCK_ROWS[-1], tree_mask=1)
     return Variant(dtype=problem.dtype, block_rows=narrowest(BLOCK_ROWS, problem.rows))
@@ -67,13 +86,14 @@ def kv_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
 
 KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_fp8",
-    'dense decode from records "fp8" with both products in FP8 (math="fp8"), promoted to float32 tile by tile',
+    'dense decode from records "fp8" with both products in FP8 (math="fp8", "fp8x2"), promoted to float32 tile by tile',
     "decode/sm90_fp8.cu",
     DecodeFp8Params,
     HOPPER,
     (
         *variants(dtype=QUERIES, block_rows=BLOCK_ROWS),
         *variants(dtype=QUERIES, block_rows=BLOCK_ROWS[-1:], tree_mask=(1,)),
+        *variants(dtype=QUERIES, block_rows=BLOCK_ROWS[-1:], terms=(2,)),
     ),
     facts={"tile_tokens": TILE_TOKENS},
     facts_of=lambda build: {"block_m": build.block_rows},
@@ -82,6 +102,7 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     block_rows=BLOCK_ROWS[-1],
     kv_maps=kv_maps,
     math="fp8",
+    other_math=(TERMS,),
     forms=SINK,
 )
 
@@ -101,6 +122,8 @@ def sized(
     Other kernels are left as they are.
     """
     if chosen is not KERNEL or problem.batch is None or problem.tree_mask or problem.rows <= SMALL_BLOCKS:
+        return chosen
+    if problem.math == TERMS:
         return chosen
     row_blocks = problem.h_kv * -(-problem.rows // SMALL_BLOCKS)
     return _SMALL if problem.batch.tiles * row_blocks <= SMALL_FP8_TILES * device.sm_count else chosen
