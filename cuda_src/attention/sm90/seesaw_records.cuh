@@ -4,7 +4,7 @@
 // (sparse_decode/sm90.cu) or in pages (decode/sm90_records_seesaw.cu). All rows of a block are of one query token, so
 // all of them see the same tokens.
 //
-// Two warpgroups score tiles in turn (attention/sm90/turns.cuh, or seesaw.cuh). The third one reads rows into registers
+// Two warpgroups score tiles in turn (attention/sm90/turns.cuh). The third one reads rows into registers
 // and writes 16-bit tiles; the fourth one finds the rows, a tile ahead:
 //
 //   left     S0_right | softmax 0 | O_L += P0 V0_L   | S0'_left | O_L += P1 V1_L | S0'_right | ...
@@ -15,7 +15,6 @@
 #include "attention/record_tokens.cuh"
 #include "attention/sm90/raised_weights.cuh"
 #include "attention/sm90/record_query.cuh"
-#include "attention/sm90/seesaw.cuh"
 #include "attention/sm90/turns.cuh"
 #include "common/limits.cuh"
 #include "ptx/control.cuh"
@@ -78,9 +77,6 @@ struct SeesawRecords : RecordTile<TokenRecord_> {
     static constexpr i32 kSwTilesLeft = kSwTilesHalf;
     MLA_DEVICE static constexpr i32 sw_tile_in_order(i32 i) { return i; }
 
-    // Half a tile at a time; but beside records of one scale, NVRTC 12.9 would spill registers of the scouts.
-    static constexpr bool kInTurns = !kValueScale;
-    static constexpr bool kEvenValuesFirst = true;
     static constexpr bool kHalvedProducts = true;  // for ptxas, a block of 512 threads has no 192 registers at entry
 
     // P of an odd tile takes the place of its RoPE columns, if those are no values. Only the right warpgroup scores the
@@ -520,27 +516,38 @@ MLA_DEVICE void run_seesaw_records(const DecodeParams& p, u8* smem) {
 
     const i32 warp = uniform_warp();
     const i32 thread = threadIdx.x % kWarpgroupThreads;
-    if (warp < kRightWarp) {
-        setmaxnreg_inc<kRegsMath>();
-        if constexpr (C::kInTurns) {
-            run_left_in_turns(block, thread);
-        } else {
-            run_left_role(block, thread);
-        }
-    } else if (warp < kLoaderWarp) {
-        setmaxnreg_inc<kRegsMath>();
-        if constexpr (C::kInTurns) {
-            run_right_in_turns(block, thread);
-        } else {
-            run_right_role(block, thread);
-        }
-    } else if (warp >= kScoutWarp) {
+    static_assert(kRegsDequant<C> + kRegsScout<C> <= kRegsOfOthers, "what is left of the SM");
+    const auto scouts = [&] {
         setmaxnreg_dec<kRegsScout<C>>();
         run_scout_role(block, warp - kScoutWarp);
-    } else {
-        static_assert(kRegsDequant<C> + kRegsScout<C> <= kRegsOfOthers, "what is left of the SM");
+    };
+    const auto dequant = [&] {
         setmaxnreg_dec<kRegsDequant<C>>();
         run_dequant_role(block, warp - kLoaderWarp, thread % kWarpThreads);
+    };
+    if constexpr (C::kValueScale) {  // in the other order NVRTC 12.9 spills registers of the scouts
+        if (warp >= kScoutWarp) {
+            scouts();
+        } else if (warp >= kLoaderWarp) {
+            dequant();
+        } else {
+            setmaxnreg_inc<kRegsMath>();
+            if (warp < kRightWarp) {
+                run_left_in_turns(block, thread);
+            } else {
+                run_right_in_turns(block, thread);
+            }
+        }
+    } else if (warp < kRightWarp) {
+        setmaxnreg_inc<kRegsMath>();
+        run_left_in_turns(block, thread);
+    } else if (warp < kLoaderWarp) {
+        setmaxnreg_inc<kRegsMath>();
+        run_right_in_turns(block, thread);
+    } else if (warp >= kScoutWarp) {
+        scouts();
+    } else {
+        dequant();
     }
     griddepcontrol_launch_dependents();
 }
