@@ -1,11 +1,13 @@
 // FP8 records as keys for Hopper's tensor cores: the formats of the operands, the tiles of a block's split in order,
 // and how a lane's bytes of a row become 16-bit elements of SW128 tiles.
 #pragma once
+#include "attention/query_groups.cuh"
 #include "attention/sm90/tile.cuh"
 #include "attention/token_record.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/load.cuh"
 #include "tile/sw128.cuh"
+#include "tile/uniform.cuh"
 
 namespace mla::attention::sm90 {
 // ---- Two records in one tile -----------------------------------------------------------------------------------
@@ -74,7 +76,8 @@ struct RecordTile : KeyTile<kKeyColumns<Record>> {
 // ---- Tiles of a split ------------------------------------------------------------------------------------------
 // The tiles of all work items of a split, one after the other.
 template <class Work>
-struct TileWalk : WorkItem {
+struct TileWalk : Work::HeldItem {
+    using Work::HeldItem::tile_begin, Work::HeldItem::tile_end;
     WorkIteratorOf<Work> walk;
     i32 tile;
     bool first;  // of its work item
@@ -91,6 +94,12 @@ struct TileWalk : WorkItem {
             first = true;
         }
         return true;
+    }
+
+    // What `query_row` of Tokens knows the item by.
+    MLA_DEVICE i32 queries() const {
+        if constexpr (Work::kForms) return walk.group - 1;
+        return this->request;
     }
 };
 
@@ -134,6 +143,82 @@ struct SlimTileWalk {
         if (request == end.request) tile_end = min(tile_end, end.tile);
         first = true;
         return true;
+    }
+
+    MLA_DEVICE i32 queries() const { return request; }
+
+    // Tells the compiler that all lanes have the same.
+    MLA_DEVICE void make_uniform() {
+        request = in_uniform(request);
+        tokens = in_uniform(tokens);
+        first_tokens = in_uniform(first_tokens);
+        tile = in_uniform(tile);
+        tile_end = in_uniform(tile_end);
+    }
+};
+
+template <>
+struct SlimTileWalk<GroupedWork> {
+    SchedulePoint end;
+    i32 hidden;
+    i32 group, request, tokens;  // without what is hidden from the group
+    i32 first_token;             // that its window leaves
+    i32 tile, tile_end, skipped;
+    bool first;
+
+    MLA_DEVICE SlimTileWalk(const DecodeParams& p, i32 split, i32 hidden = 0)
+        : end(p.schedule[split + 1]), hidden(hidden) {
+        const SchedulePoint begin = p.schedule[split];
+        group = begin.request - 1, skipped = begin.tile;
+        request = tokens = first_token = tile = tile_end = 0;
+        first = false;
+    }
+
+    MLA_DEVICE bool next(const DecodeParams& p) {
+        ++tile;
+        first = false;
+        while (tile >= tile_end) {
+            if (!open(p, group + 1)) return false;
+        }
+        return true;
+    }
+
+    MLA_DEVICE bool open(const DecodeParams& p, i32 next) {
+        if (next >= p.b || next > end.request || (next == end.request && end.tile == 0)) return false;
+        group = next;
+        const QueryGroup* const groups = forms_of(p).groups;
+        i32 of_request;
+        if (groups == nullptr) {
+            const RequestLength length = request_length(p, group);
+            request = group;
+            of_request = length.tokens;
+            tokens = of_request - (hidden == 0 ? 0 : hidden_here(p, hidden, length.behind_last));
+            first_token = 0;
+        } else {
+            const QueryGroup& of = groups[group];
+            request = of.request;
+            of_request = of.tokens;
+            tokens = of_request - (p.causal ? max(hidden + of.later_queries + of.queries - p.s_q, 0) : 0);
+            first_token = of.first_token;
+        }
+        const i32 first_tile = first_token / kTileTokens;
+        tile = first_tile + skipped;
+        skipped = 0;
+        tile_end = ceil_div(of_request, kTileTokens);
+        if (group == end.request) tile_end = min(tile_end, first_tile + end.tile);
+        first = true;
+        return true;
+    }
+
+    MLA_DEVICE i32 queries() const { return group; }
+
+    MLA_DEVICE void make_uniform() {
+        group = in_uniform(group);
+        request = in_uniform(request);
+        tokens = in_uniform(tokens);
+        first_token = in_uniform(first_token);
+        tile = in_uniform(tile);
+        tile_end = in_uniform(tile_end);
     }
 };
 

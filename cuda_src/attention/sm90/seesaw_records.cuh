@@ -123,7 +123,7 @@ constexpr i32 kNoQuery = -1;
 
 // The first of the 16 query rows of a warp; others follow head by head.
 template <class C>
-MLA_DEVICE const u16* first_query_row(const Block<C>& block, i32 request, i32 warp) {
+MLA_DEVICE auto first_query_row(const Block<C>& block, i32 request, i32 warp) {
     return C::Tokens::query_row(block.p, request, block.kv_head, block.row0 + warp * kRowsOfWarp);
 }
 
@@ -131,6 +131,24 @@ MLA_DEVICE const u16* first_query_row(const Block<C>& block, i32 request, i32 wa
 template <class C>
 MLA_DEVICE i32 query_rows_of_warp(const Block<C>& block, i32 warp) {
     return min(block.rows - block.row0 - warp * kRowsOfWarp, kRowsOfWarp);
+}
+
+// The row of the next head.
+MLA_DEVICE void to_next_head(const DecodeParams& p, const u16*& row) { row += p.q_stride_h_elems; }
+MLA_DEVICE i64 rope_stride(const DecodeParams& p) {
+    return forms_of(p).q_rope == nullptr ? p.q_stride_h_elems : forms_of(p).q_rope_stride_h_elems;
+}
+MLA_DEVICE void to_next_head(const DecodeParams& p, SplitRow& row) {
+    row.latent += p.q_stride_h_elems;
+    row.rope += rope_stride(p);
+}
+
+// Bits of the addresses of a row and of all that follow it.
+MLA_DEVICE u64 address_bits(const DecodeParams& p, const u16* row) {
+    return reinterpret_cast<u64>(row) | 2 * p.q_stride_h_elems;
+}
+MLA_DEVICE u64 address_bits(const DecodeParams& p, const SplitRow& row) {
+    return address_bits(p, row.latent) | reinterpret_cast<u64>(row.rope) | 2 * rope_stride(p);
 }
 
 // ---- Scouts ----------------------------------------------------------------------------------------------------
@@ -158,11 +176,7 @@ struct Scout {
     // The next tile, if there is one. The places of its rows are asked for.
     MLA_DEVICE void advance() {
         exists = in_uniform(walk.next(block.p));
-        walk.request = in_uniform(walk.request);
-        walk.tokens = in_uniform(walk.tokens);
-        walk.first_tokens = in_uniform(walk.first_tokens);
-        walk.tile = in_uniform(walk.tile);
-        walk.tile_end = in_uniform(walk.tile_end);
+        walk.make_uniform();
         place = exists ? Tokens::place(block.p, walk, token()) : Tokens::nowhere();
     }
 
@@ -180,8 +194,10 @@ struct Scout {
 #pragma unroll 1
         for (i32 i = 0; i < kRowsOfWarp; ++i) {
             const i32 row = block.row0 + warp * kRowsOfWarp + i;
-            const u16* from = row < block.rows ? Tokens::query_row(block.p, walk.request, block.kv_head, row) : nullptr;
-            if (from != nullptr && lane < C::kSwTilesQk) prefetch_global_l2(from + lane * kSw128Columns);
+            auto from = NoRow<Tokens>::value;
+            if (row < block.rows) from = Tokens::query_row(block.p, walk.queries(), block.kv_head, row);
+            const u16* const part = part_of_row(from, lane * kSw128Columns);
+            if (part != nullptr && lane < C::kSwTilesQk) prefetch_global_l2(part + lane * kSw128Columns);
         }
     }
 
@@ -240,8 +256,8 @@ MLA_DEVICE void run_scout_role(Block<C>& block, i32 warp) {
     Ring<1> ring;
     u32 bits = 0;  // of the tile before
     i32 query = kNoQuery;
-    const i32 first_query = scout.walk.request;  // comes before all tiles
-    bool second = false;                         // tile of its work item
+    const i32 first_query = scout.walk.queries();  // comes before all tiles
+    bool second = false;                           // tile of its work item
 #pragma unroll 1
     while (true) {
         const TokenBytes bytes = scout.find();
@@ -261,7 +277,7 @@ MLA_DEVICE void run_scout_role(Block<C>& block, i32 warp) {
         const auto& walk = scout.walk;
         const bool with_query = walk.first ? walk.tile + 1 == walk.tile_end : second;
         bits = (__ballot_sync(kFullWarp, present) & FoundTile::kRows) | (walk.first ? FoundTile::kFirst : 0);
-        query = with_query && walk.request != first_query ? walk.request : kNoQuery;
+        query = with_query && walk.queries() != first_query ? walk.queries() : kNoQuery;
         second = walk.first;
         scout.advance();
         if (scout.exists && walk.first) scout.prefetch_query();
@@ -354,13 +370,14 @@ struct Dequantiser {
     }
 
     // The warp's query rows where cp.async cannot copy them: their addresses are no multiples of 16.
-    MLA_DEVICE void copy_query(const u16* from) const {
+    template <class Row>
+    MLA_DEVICE void copy_query(Row from) const {
         using Element = typename C::Element;
         const i32 rows = query_rows_of_warp(block, warp);
 #pragma unroll 1
-        for (i32 i = 0; i < kRowsOfWarp; ++i, from += block.p.q_stride_h_elems) {
+        for (i32 i = 0; i < kRowsOfWarp; ++i, to_next_head(block.p, from)) {
             QueryRow<C> row;
-            row.load(i < rows ? from : nullptr, lane);
+            row.load(i < rows ? from : NoRow<typename C::Tokens>::value, lane);
             store_query_row<C, Element, Element>(block.s.q, kSw128Bytes, row, warp * kRowsOfWarp + i, lane);
         }
     }
@@ -370,22 +387,38 @@ struct Dequantiser {
         Storage<C>& s = block.s;
         mbarrier_wait(s.q_empty, ring.empty_parity(kQ));
         ring.advance(kQ);
+        const DecodeParams& p = block.p;
+        const auto row = first_query_row(block, query, warp);
+        if constexpr (C::Tokens::kQueriesAnywhere) {
+            if ((address_bits(p, row) & 15) != 0) return copy_query(row);
+        }
+        constexpr i32 kSteps = ceil_div(C::kSwTilesQk * kSw128Chunks, kWarpThreads);
+        if constexpr (C::Work::kForms) {
+            constexpr i32 kLatentSteps = kSwTilesV * kSw128Chunks / kWarpThreads;
+            start_steps<0, kLatentSteps>(row.latent, p.q_stride_h_elems);
+            if constexpr (kSteps > kLatentSteps) {
+                start_steps<kLatentSteps, kSteps>(part_of_row(row, kHeadDimV), rope_stride(p));
+            }
+        } else {
+            start_steps<0, kSteps>(row, p.q_stride_h_elems);
+        }
+    }
+
+    // ... in steps [kBegin, kEnd) of each row, a chunk per lane ...
+    template <i32 kBegin, i32 kEnd>
+    MLA_DEVICE void start_steps(const u16* row, i64 stride) const {
+        Storage<C>& s = block.s;
         constexpr i32 kChunks = C::kSwTilesQk * kSw128Chunks, kSwTilesOfStep = kWarpThreads / kSw128Chunks;
         const i32 first = warp * kRowsOfWarp;
-        const DecodeParams& p = block.p;
-        const u16* row = first_query_row(block, query, warp);
-        if constexpr (C::Tokens::kQueriesAnywhere) {
-            if (((reinterpret_cast<u64>(row) | 2 * p.q_stride_h_elems) & 15) != 0) return copy_query(row);
-        }
         row += lane * kChunkElems;
         const SmemAddr tiles = smem_addr(s.q) + lane / kSw128Chunks * kSw128Bytes;
 #pragma unroll 2
-        for (i32 i = 0; i < kRowsOfWarp; ++i, row += p.q_stride_h_elems) {
+        for (i32 i = 0; i < kRowsOfWarp; ++i, row += stride) {
             const bool present = block.row0 + first + i < block.rows;
-            const u16* from = present ? row : p.q;
+            const u16* from = present ? row : block.p.q;
             const SmemAddr to = tiles + sw128_offset(first + i, lane % kSw128Chunks);
 #pragma unroll
-            for (i32 step = 0; step < ceil_div(kChunks, kWarpThreads); ++step) {
+            for (i32 step = kBegin; step < kEnd; ++step) {
                 if (lane + step * kWarpThreads >= kChunks) continue;
                 cp_async_16(to + step * kSwTilesOfStep * kSw128Bytes,
                             from + (present ? step * kWarpThreads * kChunkElems : 0), present);
@@ -455,7 +488,7 @@ MLA_DEVICE void run_dequant_role(Block<C>& block, i32 warp, i32 lane) {
     {
         SlimTileWalk<typename C::Work> walk(block.p, block.split);
         if (!walk.next(block.p)) return;
-        dequantiser.start_query(walk.request);
+        dequantiser.start_query(walk.queries());
     }
     uint4 held[Pieces::kOfTile];
     bool compact[kRowsOfLane] = {};  // what is held

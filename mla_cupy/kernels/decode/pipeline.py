@@ -132,6 +132,8 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         sm100_fp8.KERNEL,
         records.SEESAW,
         records.SMALL,
+        records.SEESAW_FORMS,
+        records.SMALL_FORMS,
         records.SM100,
         records.MMA_163KB,
         records.MMA,
