@@ -29,7 +29,7 @@ struct FormAddresses {
 
 // `b` are the groups that there may be, `s_q` the queries of a full one.
 struct DecodeFormParams : FormAddresses, DecodeParams {
-    i64 q_rope_stride_b_elems, q_rope_stride_s_elems, q_rope_stride_h_elems;
+    i64 q_rope_stride_b_elems, q_rope_stride_s_elems, q_rope_stride_h_elems;  // those of q, if q has the columns
     i64 out_cos_stride_elems, out_sin_stride_elems;
     i64 out_positions_stride_b_bytes, out_positions_stride_s_bytes;
     i32 window;  // a query sees so many tokens, its own the last one; 0: all

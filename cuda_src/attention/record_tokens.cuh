@@ -214,6 +214,23 @@ struct GroupedTokens : PagedTokens {
     }
 };
 
+// The same with less to remember from `place` to `bytes`: where a token is in its page is divided out again.
+struct SlimGroupedTokens : GroupedTokens {
+    using Place = i32;
+
+    MLA_DEVICE static Place nowhere() { return kNoPage; }
+
+    template <class Item>
+    MLA_DEVICE static Place place(const DecodeParams& p, const Item& item, i32 token) {
+        return GroupedTokens::place(p, item, token).page;
+    }
+
+    template <class Record, class Item>
+    MLA_DEVICE static TokenBytes bytes(const DecodeParams& p, const Item& item, i32 token, Place page) {
+        return GroupedTokens::bytes<Record>(p, item, token, {page, (i32)((u32)token % (u32)p.page_size)});
+    }
+};
+
 // ---- Query rows ------------------------------------------------------------------------------------------------
 // A row as `query_row` of Tokens returns it: where column 0 would be, of the part with column `column`; null if there
 // is no such row.
@@ -231,6 +248,8 @@ template <>
 struct NoRow<GroupedTokens> {
     static constexpr SplitRow value{nullptr, nullptr};
 };
+template <>
+struct NoRow<SlimGroupedTokens> : NoRow<GroupedTokens> {};
 }  // namespace mla::attention
 
 // What a kernel that takes SparseDecodeParams tells the host, see MLA_DECODE_FACTS.

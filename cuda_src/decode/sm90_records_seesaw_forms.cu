@@ -11,7 +11,7 @@ using namespace attention;
 using namespace attention::sm90;
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
-using Records = SeesawRecords<MLA_DTYPE, MLA_RECORD, GroupedTokens>;
+using Records = SeesawRecords<MLA_DTYPE, MLA_RECORD, SlimGroupedTokens>;
 
 MLA_DECODE_FORM_FACTS();
 MLA_SEESAW_RECORDS_FACTS(Records);

@@ -341,7 +341,9 @@ MLA_DEVICE void store_result(const Block<C>& block, const WorkItem& item, const 
                              const float (&sums)[kFragmentRows], i32 thread) {
     const DecodeParams& p = block.p;
     const i32 lane = thread % kWarpThreads;
-    const i32 row = block.row0 + thread / kWarpThreads * kRowsPerWarp + lane % kRowsPerWarp;
+    i32 row0 = block.row0;
+    if constexpr (C::Work::kForms && C::kSparse) opaque(row0);  // or the row would be kept across the loop, and spilled
+    const i32 row = row0 + thread / kWarpThreads * kRowsPerWarp + lane % kRowsPerWarp;
     const i32 my_row = min(row, block.rows_of(item) - 1);
     const float my_max = of_my_row(math.rows.max, lane), my_sum = of_my_row(sums, lane);
     const float my_row_max = C::kWithRowMax && !kRight ? of_my_row(math.rows.row_max, lane) : 0.f;

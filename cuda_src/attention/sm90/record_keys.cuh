@@ -146,6 +146,9 @@ struct SlimTileWalk {
     }
 
     MLA_DEVICE i32 queries() const { return request; }
+    MLA_DEVICE bool ends() const { return tile + 1 == tile_end; }  // its work item, with this tile
+    MLA_DEVICE i32 at() const { return tile; }
+    MLA_DEVICE const SlimTileWalk& item() const { return *this; }  // what `place` of Tokens takes
 
     // Tells the compiler that all lanes have the same.
     MLA_DEVICE void make_uniform() {
@@ -157,69 +160,73 @@ struct SlimTileWalk {
     }
 };
 
+// Words that all lanes of a warp have alike, in one register: lane i has word i.
+struct LaneWords {
+    i32 words;
+
+    MLA_DEVICE i32 get(i32 word) const { return __shfl_sync(kFullWarp, words, word); }
+    MLA_DEVICE void set(i32 word, i32 value) {
+        if (own_lane() == word) words = value;
+    }
+};
+
+// Of a group there is more to remember than fits into 24 registers. The schedule is read again for each.
 template <>
-struct SlimTileWalk<GroupedWork> {
-    SchedulePoint end;
-    i32 hidden;
-    i32 group, request, tokens;  // without what is hidden from the group
-    i32 first_token;             // that its window leaves
-    i32 tile, tile_end, skipped;
+struct SlimTileWalk<GroupedWork> : LaneWords {
+    enum Word : i32 { kHidden, kGroup, kRequest, kTokens, kFirstToken, kTile, kTileEnd, kFreeWord };
     bool first;
 
-    MLA_DEVICE SlimTileWalk(const DecodeParams& p, i32 split, i32 hidden = 0)
-        : end(p.schedule[split + 1]), hidden(hidden) {
-        const SchedulePoint begin = p.schedule[split];
-        group = begin.request - 1, skipped = begin.tile;
-        request = tokens = first_token = tile = tile_end = 0;
-        first = false;
+    // What `place` of Tokens takes; `tokens` without what is hidden from the group.
+    struct Item {
+        i32 request, tokens, first_token;
+    };
+
+    MLA_DEVICE SlimTileWalk(const DecodeParams& p, i32 split, i32 hidden = 0) : LaneWords{0}, first(false) {
+        set(kHidden, hidden);
+        set(kGroup, p.schedule[split].request - 1);
     }
 
     MLA_DEVICE bool next(const DecodeParams& p) {
-        ++tile;
+        set(kTile, get(kTile) + 1);
         first = false;
-        while (tile >= tile_end) {
-            if (!open(p, group + 1)) return false;
+        while (in_uniform(get(kTile)) >= in_uniform(get(kTileEnd))) {
+            if (!open(p, in_uniform(get(kGroup)) + 1)) return false;
         }
         return true;
     }
 
-    MLA_DEVICE bool open(const DecodeParams& p, i32 next) {
-        if (next >= p.b || next > end.request || (next == end.request && end.tile == 0)) return false;
-        group = next;
-        const QueryGroup* const groups = forms_of(p).groups;
-        i32 of_request;
-        if (groups == nullptr) {
+    MLA_DEVICE bool open(const DecodeParams& p, i32 group) {
+        const SchedulePoint end = p.schedule[blockIdx.y + 1];
+        if (group >= p.b || group > end.request || (group == end.request && end.tile == 0)) return false;
+        set(kGroup, group);
+        i32 tokens, hidden = in_uniform(get(kHidden)), first_tile = 0;
+        if (forms_of(p).groups == nullptr) {
             const RequestLength length = request_length(p, group);
-            request = group;
-            of_request = length.tokens;
-            tokens = of_request - (hidden == 0 ? 0 : hidden_here(p, hidden, length.behind_last));
-            first_token = 0;
+            set(kRequest, group);
+            tokens = length.tokens;
+            if (hidden != 0) hidden = hidden_here(p, hidden, length.behind_last);
         } else {
-            const QueryGroup& of = groups[group];
-            request = of.request;
-            of_request = of.tokens;
-            tokens = of_request - (p.causal ? max(hidden + of.later_queries + of.queries - p.s_q, 0) : 0);
-            first_token = of.first_token;
+            const QueryGroup& of = forms_of(p).groups[group];
+            set(kRequest, of.request);
+            set(kFirstToken, of.first_token);
+            first_tile = of.first_token / kTileTokens;
+            tokens = of.tokens;
+            if (p.causal) hidden = max(hidden + of.later_queries + of.queries - p.s_q, 0);
         }
-        const i32 first_tile = first_token / kTileTokens;
-        tile = first_tile + skipped;
-        skipped = 0;
-        tile_end = ceil_div(of_request, kTileTokens);
-        if (group == end.request) tile_end = min(tile_end, first_tile + end.tile);
+        set(kTokens, tokens - hidden);
+        const SchedulePoint begin = p.schedule[blockIdx.y];
+        set(kTile, first_tile + (group == begin.request ? begin.tile : 0));
+        const i32 tiles = ceil_div(tokens, kTileTokens);
+        set(kTileEnd, group == end.request ? min(tiles, first_tile + end.tile) : tiles);
         first = true;
         return true;
     }
 
-    MLA_DEVICE i32 queries() const { return group; }
-
-    MLA_DEVICE void make_uniform() {
-        group = in_uniform(group);
-        request = in_uniform(request);
-        tokens = in_uniform(tokens);
-        first_token = in_uniform(first_token);
-        tile = in_uniform(tile);
-        tile_end = in_uniform(tile_end);
-    }
+    MLA_DEVICE i32 queries() const { return get(kGroup); }
+    MLA_DEVICE bool ends() const { return get(kTile) + 1 == get(kTileEnd); }
+    MLA_DEVICE i32 at() const { return get(kTile); }
+    MLA_DEVICE Item item() const { return {get(kRequest), get(kTokens), get(kFirstToken)}; }
+    MLA_DEVICE void make_uniform() {}
 };
 
 // ---- Rows ------------------------------------------------------------------------------------------------------

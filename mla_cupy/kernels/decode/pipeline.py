@@ -359,7 +359,7 @@ def _with_forms(
             out_positions=call.name("out_positions"),
         ),
         decode_params=params,
-        q_rope_stride_b_s_h_elems=_query_strides(call, "q_rope"),
+        q_rope_stride_b_s_h_elems=_query_strides(call, "q_rope" if config.problem.forms.q_rope else "q"),
         out_cos_stride_elems=call.stride("out_cos"),
         out_sin_stride_elems=call.stride("out_sin"),
         out_positions_stride_b_s_bytes=_position_strides(call),
