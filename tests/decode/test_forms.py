@@ -15,6 +15,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import dtypes, reference
+from mla_cupy.cache_formats import FORMATS
 from tests.support.calls import on_host
 from tests.support.cases import DecodeCase, DecodeInputs, as_read, make, poisoned, values
 from tests.support.gpu import upload
@@ -150,7 +151,20 @@ def _poison_before_windows(case: FormCase, arrays: dict[str, Array]) -> None:
         if first < length:
             page = table[i, first // page_size]
             if 0 <= page < len(cache):
-                cache[page, : first % page_size] = np.nan
+                _poison_tokens(case.base.record, cache[page], first % page_size)
+
+
+def _poison_tokens(record: str, page: Array, count: int) -> None:
+    """The first tokens of a page become NaN; of a record its codes, scales and RoPE columns are."""
+    if not record:
+        page[:count] = np.nan
+        return
+    layout, page_size = FORMATS[record], len(page)
+    memory = np.lib.stride_tricks.as_strided(page, (layout.page_bytes(page_size),), (1,))
+    for token in range(count):
+        for field in layout.fields:
+            at = layout.offset(field, page_size, token)
+            memory[at : at + field.nbytes] = 0xFF
 
 
 # ---- The oracle ------------------------------------------------------------------------------------------------
