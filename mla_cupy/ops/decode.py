@@ -319,8 +319,7 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
     check_math_of_queries(options.math, q.dtype)
     check_math_of_record(options.math, record)
     _check_scale_arrays(views, options)
-    given_rows = [view for view in (q, views["q_rope"], kv_cache) if view is not None]
-    aligned = bool(record) or (num_pages > 0 and all(map(steps_by_16_bytes, given_rows)))
+    aligned = _is_aligned(views, record, forms)
     dtype = "float8_e4m3fn" if q.dtype in BYTE_DTYPES else q.dtype
     batch = Batch(b, tokens)
     if forms.cu_seqlens_q:  # what most sequences have decides which kernel runs, and no more
@@ -360,6 +359,14 @@ def _forms_of(views: Views, options: DecodeOptions) -> Forms:
     """The forms of a call."""
     arrays = {name: views[name] is not None for name in ("attn_sink", "q_rope", "cu_seqlens_q", "out_cos")}
     return Forms(**arrays, window=options.window or 0)
+
+
+def _is_aligned(views: Views, record: str, forms: Forms) -> bool:
+    """True if TMA can fetch q and a cache of rows; beside records, forms alone need aligned queries."""
+    cache, rope = present(views, "kv_cache"), views["q_rope"]
+    if record and not forms.beyond_sink or not record and cache.shape[0] == 0:
+        return bool(record)
+    return all(map(steps_by_16_bytes, [present(views, "q"), *([rope] if rope else []), *([] if record else [cache])]))
 
 
 def _record(kv_cache: View, d_qk: int) -> str:

@@ -21,7 +21,7 @@ from mla_cupy.kernels.attention.records import (
 from mla_cupy.kernels.decode.heuristics import SMALL_BLOCK_TILES
 from mla_cupy.kernels.decode.problem import DecodeProblem, tree_record_variant
 from mla_cupy.kernels.params import DecodeFormParams, DecodeParams
-from mla_cupy.kernels.spec import BLACKWELL, HOPPER, Reason, needs_cc, variants
+from mla_cupy.kernels.spec import BLACKWELL, HOPPER, Reason, needs_alignment, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
@@ -122,6 +122,8 @@ SMALL_FORMS: AttentionKernel[DecodeProblem] = AttentionKernel(
 
 def _not_by_seesaw_forms(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
     """Reason that the kernel cannot take the problem; None if it can."""
+    if not problem.aligned:
+        return needs_alignment("q")
     if problem.forms.grouped and problem.h_q <= BLOCK_M // 2:
         return Reason(f"takes lengths that vary, and windows, with more than {BLOCK_M // 2} heads only")
     return _not_by_seesaw(replace(problem, s_q=1) if problem.forms.grouped else problem, device)
