@@ -28,6 +28,8 @@ from tests.support.tolerance import check
 Array = npt.NDArray[Any]
 
 SMALL, SEESAW, GENERIC = "decode_sm90_small_forms", "decode_sm90_seesaw_forms", "attention_generic_forms"
+FEW_RECORDS, MANY_RECORDS = "decode_sm90_records_forms", "decode_sm90_records_seesaw_forms"
+PLAIN_RECORDS = "decode_generic_records"
 D_V = 512
 
 
@@ -247,6 +249,28 @@ def test_results_are_turned_back() -> None:
 
 SINGLE = DecodeCase(b=3, seqlens=(200, 0, 70), h_q=16)
 MANY = DecodeCase(b=2, seqlens=(130, 3), s_q=3, h_q=24, page_size=16, missing_pages=1)
+V4 = replace(SINGLE, record="v4", d_qk=512)
+FP8 = replace(SINGLE, record="fp8", kv_scale=0.5)
+RECORDS = (
+    # Blocks of 16 and 32 rows: those of one query, of several, of fewer than there is room for.
+    (FormCase(replace(SINGLE, record="v32", dtype="float16"), pair=True), FEW_RECORDS),
+    (FormCase(replace(FP8, b=4, seqlens=(70, 130, 9, 200), strides="odd"), queries=(1, 3, 0, 2), around=(1, 2)),
+     FEW_RECORDS),
+    (FormCase(replace(FP8, h_q=8, seqlens=(130, 2, 66)), queries=(5, 4, 1), pair=True, sink=True), FEW_RECORDS),
+    (FormCase(replace(V4, seqlens=(200, 5, 129), s_q=3, h_q=7), window=66, turned=True), FEW_RECORDS),
+    (FormCase(replace(V4, s_q=2, cp_world=3, cp_rank=1, dtype="float16"), turned=True), FEW_RECORDS),
+    # Blocks of 64 rows: of one query each, of which there are several in groups or side by side.
+    (FormCase(replace(SINGLE, record="v32", h_q=64, s_q=2), pair=True), MANY_RECORDS),
+    (FormCase(replace(FP8, h_q=48, seqlens=(200, 66, 1)), queries=(2, 3, 1), around=(1, 1), window=70, pair=True,
+              sink=True), MANY_RECORDS),
+    (FormCase(replace(V4, h_q=72, b=2, seqlens=(260, 130), page_size=16, missing_pages=1, dtype="float16"), window=100,
+              turned=True), MANY_RECORDS),
+    (FormCase(replace(V4, h_q=40, seqlens=(300, 0, 65)), queries=(1, 2, 3), turned=True), MANY_RECORDS),
+    # Plain ones, of calls with groups and without.
+    (FormCase(replace(SINGLE, record="v32", h_q=3), queries=(4, 1, 5), around=(2, 0), pair=True, window=40),
+     PLAIN_RECORDS),
+    (FormCase(replace(V4, record="v41", h_q=3, s_q=2, cp_world=2), turned=True), PLAIN_RECORDS),
+)  # fmt: skip
 CASES = (
     (FormCase(SINGLE, pair=True), SMALL),
     (FormCase(replace(MANY, h_kv=2), pair=True), SEESAW),
@@ -288,6 +312,7 @@ CASES = (
         FormCase(replace(SINGLE, b=3, h_q=20, seqlens=(300, 70, 130)), queries=(4, 2, 6), window=33, pair=True),
         SEESAW,
     ),
+    *RECORDS,
 )
 #: A sink alone is a matter of every kernel.
 SINKS = (

@@ -122,11 +122,15 @@ SMALL_FORMS: AttentionKernel[DecodeProblem] = AttentionKernel(
 
 def _not_by_seesaw_forms(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
     """Reason that the kernel cannot take the problem; None if it can."""
+    grouped = problem.forms.grouped  # then a block has rows of one query, however many there are
+    reason = _not_by_seesaw(replace(problem, s_q=1) if grouped else problem, device)
+    if reason is not None:
+        return reason
     if not problem.aligned:
         return needs_alignment("q")
-    if problem.forms.grouped and problem.h_q <= BLOCK_M // 2:
+    if grouped and problem.h_q <= BLOCK_M // 2:
         return Reason(f"takes lengths that vary, and windows, with more than {BLOCK_M // 2} heads only")
-    return _not_by_seesaw(replace(problem, s_q=1) if problem.forms.grouped else problem, device)
+    return None
 
 
 SEESAW_FORMS: AttentionKernel[DecodeProblem] = AttentionKernel(
