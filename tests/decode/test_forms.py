@@ -413,6 +413,20 @@ def test_what_a_row_does_not_see_does_not_reach_it(kernel: str, token: int, seen
         assert finite[row][:, 300].any() == (row not in seen)
 
 
+@pytest.mark.parametrize("kernel", [FEW_RECORDS, MANY_RECORDS])
+@pytest.mark.parametrize(("token", "seen"), [(61, (0,)), (62, (0, 1)), (63, (0, 1, 2)), (129, (2,))])
+def test_a_code_that_a_row_does_not_see_does_not_reach_it(kernel: str, token: int, seen: tuple[int, ...]) -> None:
+    """NaN at both ends of windows, where it makes the whole rows of those that see it NaN, and no others."""
+    inputs = make(DecodeCase(b=1, s_q=3, h_q=4 if kernel == FEW_RECORDS else 34, seqlens=130, record="fp8"))
+    inputs.kv_cache[inputs.block_table[0, token // 64], token % 64, 0, 3] = 0x7F
+    with simulated(1, mode="late"):
+        out, lse = mla_cupy.mla_decode(*inputs.arguments, window=67, kernel=kernel)
+    for row in range(3):
+        assert np.isnan(out[0, row].astype(np.float32)).all() == (row in seen)
+        assert np.isfinite(out[0, row].astype(np.float32)).all() == (row not in seen)
+        assert np.isnan(lse[0, :, row]).all() == (row in seen)
+
+
 @pytest.mark.parametrize("kernel", [SMALL, SEESAW])
 def test_what_is_not_finite_is_turned_in_its_rows_only(kernel: str) -> None:
     """Values are whole keys here, so that the scores of whoever sees one are not finite, either."""
@@ -559,6 +573,62 @@ def test_kernel_as_it_is(case: FormCase) -> None:
     assert [verdict(case, sm_count) for sm_count in (1, 6)] == ["", ""]
 
 
+TOKENS, KEYS = "attention/record_tokens.cuh", "attention/sm90/record_keys.cuh"
+FEW_MATH, MANY_ROLES = "attention/sm90/small_records_math.cuh", "attention/sm90/seesaw_records.cuh"
+RECORD_MUTANTS = (
+    (MANY_RECORDS, Mutant("what lies before windows is read", TOKENS, "token < item.first_token ? nowhere()",
+                          "false ? nowhere()")),
+    (FEW_RECORDS, Mutant("queries of the request", TOKENS, "item.first_query = groups[group].first_query;", "")),
+    (MANY_RECORDS, Mutant("queries of the group's number", TOKENS, "item.request = groups[group].request;", "")),
+    (FEW_RECORDS, Mutant("RoPE columns of the latent array", TOKENS, "return row.rope - kHeadDimV;",
+                         "return row.latent;")),
+    (FEW_RECORDS, Mutant("the item's request for its group", KEYS, "return walk.group - 1;", "return this->request;")),
+    (MANY_RECORDS, Mutant("later queries forgotten", KEYS, "hidden + of.later_queries + of.queries - p.s_q",
+                          "hidden + of.queries - p.s_q")),
+    (MANY_RECORDS, Mutant("tiles counted from the sequence's start", KEYS,
+                          "first_tile + (group == begin.request ? begin.tile : 0)",
+                          "(group == begin.request ? begin.tile : 0)")),
+    (MANY_RECORDS, Mutant("the last tile counted from there", KEYS, "min(tiles, first_tile + end.tile)",
+                          "min(tiles, end.tile)")),
+    (MANY_RECORDS, Mutant("tokens that later queries see", KEYS, "set(kTokens, tokens - hidden);",
+                          "set(kTokens, tokens);")),
+    (FEW_RECORDS, Mutant("windows begin with the tile", FEW_MATH,
+                         "mask_keys_before(math.scores, k, seen_from - tile * kTileTokens, thread);", ";")),
+    (FEW_RECORDS, Mutant("a full group's mask", FEW_MATH, "visible_of<Work>(block.p, item,",
+                         "visible_tokens(block.p, item,")),
+    (FEW_RECORDS, Mutant("nothing is turned", FEW_MATH, "if constexpr (Held::kForms) turn_back", "if (false) turn_back")),
+    (FEW_RECORDS, Mutant("rows that are not there", FEW_MATH, "block.row0, block.rows_of(item)};",
+                         "block.row0, block.rows};")),
+    (MANY_RECORDS, Mutant("the first query of a split twice", MANY_ROLES,
+                          "with_query && query != walk.get(kFirstQuery) ?", "with_query ?")),
+    (MANY_RECORDS, Mutant("a query with its first tile", MANY_ROLES,
+                          "walk.first ? walk.ends() : (walk.get(kBits) & FoundTile::kFirst) != 0", "walk.first")),
+    (MANY_RECORDS, Mutant("bits of the tile after", MANY_ROLES, "{walk.get(kBits) |", "{0u |")),
+    (MANY_RECORDS, Mutant("RoPE rows as far apart as latent ones", MANY_ROLES,
+                          "forms_of(p).q_rope_stride_h_elems);", "p.q_stride_h_elems);")),
+    (MANY_RECORDS, Mutant("the scouts' round forgotten", MANY_ROLES, "scout.walk.set(Scout<C>::kRound, ring.phases);",
+                          ";")),
+    (PLAIN_RECORDS, Mutant("groups see whole sequences", "attention/generic_records.cuh",
+                           "if (forms_of(block.p).groups != nullptr)", "if (false)")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kernel", "mutant"),
+    [
+        pytest.param(kernel, mutant, id=mutant.id, marks=[] if i == 0 else [pytest.mark.slow])
+        for i, (kernel, mutant) in enumerate(RECORD_MUTANTS)
+    ],
+)
+def test_planted_bugs_of_records_show(kernel: str, mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    with pytest.raises(CAUGHT):
+        for case in (case for case, name in RECORDS if name == kernel):
+            inputs = form_inputs(case)
+            for sm_count in (1, 3):
+                check(run(inputs, kernel, sm_count, ("random", 1)), inputs.exact, inputs.rounded, case.base.dtype)
+
+
 # ---- On a GPU --------------------------------------------------------------------------------------------------
 
 
@@ -588,7 +658,23 @@ ON_GPU = (
     (FormCase(long(h_q=16, s_q=3, d_qk=512), window=1000), SEESAW),
     (FormCase(long(b=1, h_q=16, seqlens=40000), pair=True), SMALL),
     (FormCase(long(b=1, h_q=128, seqlens=40000), queries=(2,), window=9000), SEESAW),
-)
+    *(
+        (FormCase(long(h_q=h_q, page_size=page, dtype=dtype, record=record, d_qk=512 if record == "v4" else 576), **form),
+         kernel)
+        for h_q, page, dtype, kernel in (
+            (16, 64, "bfloat16", FEW_RECORDS),
+            (128, 64, "bfloat16", MANY_RECORDS),
+            (32, 16, "float16", FEW_RECORDS),
+            (8, 128, "bfloat16", PLAIN_RECORDS),
+        )
+        for record in ("v32", "v4", "fp8")
+        for form in (
+            {"queries": VARYING, "around": (2, 3), "window": 130, "sink": True},
+            {"turned": True, "queries": VARYING} if record == "v4" else {"pair": True, "queries": VARYING},
+            {"window": 700},
+        )
+    ),
+)  # fmt: skip
 
 
 @pytest.mark.gpu
