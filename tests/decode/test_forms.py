@@ -261,9 +261,9 @@ RECORDS = (
     (FormCase(replace(V4, s_q=2, cp_world=3, cp_rank=1, dtype="float16"), turned=True), FEW_RECORDS),
     # Blocks of 64 rows: of one query each, of which there are several in groups or side by side.
     (FormCase(replace(SINGLE, record="v32", h_q=64, s_q=2), pair=True), MANY_RECORDS),
-    (FormCase(replace(FP8, h_q=48, seqlens=(200, 66, 1)), queries=(2, 3, 1), around=(1, 1), window=70, pair=True,
+    (FormCase(replace(FP8, h_q=48, seqlens=(300, 66, 1)), queries=(2, 3, 1), around=(1, 1), window=150, pair=True,
               sink=True), MANY_RECORDS),
-    (FormCase(replace(V4, h_q=72, b=2, seqlens=(260, 130), page_size=16, missing_pages=1, dtype="float16"), window=100,
+    (FormCase(replace(V4, h_q=72, b=2, s_q=2, seqlens=(260, 130), page_size=16, missing_pages=1, dtype="float16"), window=100,
               turned=True), MANY_RECORDS),
     (FormCase(replace(V4, h_q=40, seqlens=(300, 0, 65)), queries=(1, 2, 3), turned=True), MANY_RECORDS),
     # Plain ones, of calls with groups and without.
@@ -367,8 +367,8 @@ TURN_MUTANTS = (
                    "kFullWarp, out[i], 8)")),
     (SEESAW, Mutant("angles of another row", MATH, "item, block.row0 + fragment_row(thread) + 8 * r)",
                     "item, block.row0 + fragment_row(thread))")),
-    (SEESAW, Mutant("columns of the left half", MATH, "if constexpr (kRight && C::Work::kForms) turn",
-                    "if constexpr (!kRight && C::Work::kForms) turn")),
+    (SEESAW, Mutant("columns of the left half", MATH, "if constexpr (kRight && kTurned) turn",
+                    "if constexpr (!kRight && kTurned) turn")),
 )  # fmt: skip
 
 
@@ -596,13 +596,11 @@ RECORD_MUTANTS = (
                          "mask_keys_before(math.scores, k, seen_from - tile * kTileTokens, thread);", ";")),
     (FEW_RECORDS, Mutant("a full group's mask", FEW_MATH, "visible_of<Work>(block.p, item,",
                          "visible_tokens(block.p, item,")),
-    (FEW_RECORDS, Mutant("nothing is turned", FEW_MATH, "if constexpr (Held::kForms) turn_back", "if (false) turn_back")),
+    (FEW_RECORDS, Mutant("nothing is turned", FEW_MATH, "if constexpr (kTurned) turn_back", "if (false) turn_back")),
     (FEW_RECORDS, Mutant("rows that are not there", FEW_MATH, "block.row0, block.rows_of(item)};",
                          "block.row0, block.rows};")),
     (MANY_RECORDS, Mutant("the first query of a split twice", MANY_ROLES,
                           "with_query && query != walk.get(kFirstQuery) ?", "with_query ?")),
-    (MANY_RECORDS, Mutant("a query with its first tile", MANY_ROLES,
-                          "walk.first ? walk.ends() : (walk.get(kBits) & FoundTile::kFirst) != 0", "walk.first")),
     (MANY_RECORDS, Mutant("bits of the tile after", MANY_ROLES, "{walk.get(kBits) |", "{0u |")),
     (MANY_RECORDS, Mutant("RoPE rows as far apart as latent ones", MANY_ROLES,
                           "forms_of(p).q_rope_stride_h_elems);", "p.q_stride_h_elems);")),

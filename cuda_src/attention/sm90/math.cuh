@@ -375,7 +375,9 @@ MLA_DEVICE void run_math_role(Block<C>& block, i32 thread, Tiles tiles) {
             has_nonfinite = !C::kSparse && s.nonfinite_request[kRight] == item.request;
             release(s.q_empty, thread);  // only now: the next work item may overwrite what was read above
         }
-        if constexpr (kRight && C::Work::kForms) turn_back(block, item, math, thread);
+        if constexpr (C::Work::kForms && C::kSparse) walk.describe_again(block.p, item);
+        constexpr bool kTurned = C::Work::kForms && (!C::kSparse || C::kHeadDimQk == kHeadDimV);
+        if constexpr (kRight && kTurned) turn_back(block, item, math, thread);
         store_result<kRight>(block, item, math, sums, thread);
         if (has_nonfinite) {
             bar_sync(own_barrier(kRight), kWarpgroupThreads);  // the results are stored
