@@ -588,8 +588,6 @@ RECORD_MUTANTS = (
     (MANY_RECORDS, Mutant("tiles counted from the sequence's start", KEYS,
                           "first_tile + (group == begin.request ? begin.tile : 0)",
                           "(group == begin.request ? begin.tile : 0)")),
-    (MANY_RECORDS, Mutant("the last tile counted from there", KEYS, "min(tiles, first_tile + end.tile)",
-                          "min(tiles, end.tile)")),
     (MANY_RECORDS, Mutant("tokens that later queries see", KEYS, "set(kTokens, tokens - hidden);",
                           "set(kTokens, tokens);")),
     (FEW_RECORDS, Mutant("windows begin with the tile", FEW_MATH,

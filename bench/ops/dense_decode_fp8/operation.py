@@ -10,9 +10,9 @@ from ...peers.fa3 import FlashAttention3
 from ...peers.flashmla import FlashMla, FlashMlaFp8
 from ..decode.check import expect
 from ..decode.own import NAMED as NAMED_ROWS
-from ..decode.own import SINK, Decode
+from ..decode.own import IN_PARTS, PACKED, SINK, VARYING, Decode
 from . import cases, check, inputs
-from .own import E4M3, EXACT, GENERIC, NAMED, CodedQueries, Fp8Decode, Fp8WithSink
+from .own import E4M3, EXACT, GENERIC, NAMED, CodedQueries, Fp8Decode, Fp8InParts, Fp8Packed, Fp8WithSink
 
 EXAMPLES = """examples:
   run dense-decode-fp8 --peers-dir peers               all cases, FlashMLA, FlashAttention-3, our own over rows
@@ -20,6 +20,7 @@ EXAMPLES = """examples:
   run dense-decode-fp8 --quick --peers rows
   run dense-decode-fp8 --case b128-sq1-hq16-skv8192-fp8   records with one scale for all
   run dense-decode-fp8 --case b128-sq1-hq128-skv8192-fp8-math --peers exact,rows   products in FP8 beside conversion
+  run dense-decode-fp8 --suite forms --peers q_rope,attn_sink,packed,varying
   run dense-decode-fp8 --case b64-sq1-hq24-skv4096     any other shape, named in the same form
 """
 
@@ -35,6 +36,9 @@ def implementations(choices: Choices) -> Known:
         E4M3: CodedQueries,
         EXACT: lambda: Fp8Decode(None, EXACT),
         SINK: lambda: Fp8WithSink(None, SINK),
+        IN_PARTS: lambda: Fp8InParts(None, IN_PARTS),
+        PACKED: lambda: Fp8Packed(PACKED, varying=False),
+        VARYING: lambda: Fp8Packed(VARYING, varying=True),
         "generic": lambda: Fp8Decode(GENERIC, "generic"),
         **{name: partial(Fp8Decode, name, name) for name in NAMED},
         "flashmla": lambda: FlashMla(choices.directory("flashmla")),
@@ -50,7 +54,7 @@ DENSE_DECODE_FP8 = BenchOperation(
     peers="rows (our own over 16-bit rows), flashmla, flashmla_fp8 (of records with one scale), fa3 (the three import "
     "torch and need --peers-dir), "
     "exact (our own with conversion, of cases with products in FP8), e4m3_queries (our own with queries in e4m3, of "
-    "the same cases), attn_sink, generic, "
+    "the same cases), attn_sink, q_rope, packed, varying, generic, "
     f"{', '.join((*NAMED, *NAMED_ROWS))}; or none. "
     f"Default: rows, and {','.join(PEERS)} where --peers-dir is given",
     suites=cases.SUITES,
