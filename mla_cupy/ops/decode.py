@@ -217,7 +217,7 @@ def mla_decode(
     FP8 records are read as they are: nothing is converted in memory. On tensor cores latents of "v32" are rounded to
     float16, see `sparse_mla_decode`; those of "fp8" are exact. More than 32 rows (s_q * h_q) are blocks of 64 rows of
     one query token, or of 32 of several; each converts for itself, so that with 128 heads 16-bit rows are faster. "v41"
-    has the plain kernel so far.
+    has the plain kernel so far. Of what a call may have beside, products in FP8 go with an `attn_sink` alone.
 
     With `w_uv`, results of attention are rounded to 16 bits for the product, whose terms are added in float32. From
     5,120 rows of all heads on (b * s_q * h_q; of a plan as many as it has room for), or 65 where d_head is above 128,
