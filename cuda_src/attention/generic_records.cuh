@@ -72,7 +72,8 @@ MLA_DEVICE void fetch_query(const GenericBlock<C>& block, const WorkItem& item, 
 }
 
 template <class C>
-MLA_DEVICE void fetch_keys(const GenericBlock<C>& block, const typename C::Tokens::Work::HeldItem& item, i32 first, i32 end, i32 warp, i32 lane) {
+MLA_DEVICE void fetch_keys(const GenericBlock<C>& block, const typename C::Tokens::Work::HeldItem& item, i32 first,
+                           i32 end, i32 warp, i32 lane) {
     using TokenRecord = typename C::TokenRecord;
     const RecordLayout usual = token_layout<TokenRecord>(), compact = token_layout<typename TokenRecord::Compact>();
     for (i32 i = warp; i < kGenericTokens && first + i < end; i += kGenericWarps) {
@@ -153,8 +154,8 @@ MLA_DEVICE void run_item(const GenericBlock<C>& block, const typename C::Tokens:
         __syncthreads();  // the previous step's keys have been read
         fetch_keys(block, item, first, end, warp, lane);
         __syncthreads();
-        const bool counts = first + token < end && sees(block, item, seen, block.row0 + warp, first + token) &&
-                            block.s.present[token];
+        const bool counts =
+            first + token < end && sees(block, item, seen, block.row0 + warp, first + token) && block.s.present[token];
         const float score = score_token(block.s, warp, token, half, counts) * block.p.scale_log2;
         float scale;
         const float p = row.add(counts && half == 0 ? score : negative_infinity(), scale);

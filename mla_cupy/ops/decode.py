@@ -282,7 +282,7 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
     q, kv_cache, block_table = (present(views, name) for name in ("q", "kv_cache", "block_table"))
     b, s_q, h_q, d_qk = _queries(views)
     d_v = check_d_v(given.d_v, d_qk)
-    num_pages, page_size, h_kv, _ = kv_cache.shape
+    _, page_size, h_kv, _ = kv_cache.shape
     cp_world, cp_rank = check_shard(given.cp_world, given.cp_rank)
     options = given._replace(
         scale=resolve_scale(given.scale, d_qk),
@@ -364,7 +364,7 @@ def _forms_of(views: Views, options: DecodeOptions) -> Forms:
 def _is_aligned(views: Views, record: str, forms: Forms) -> bool:
     """True if TMA can fetch q and a cache of rows; beside records, forms alone need aligned queries."""
     cache, rope = present(views, "kv_cache"), views["q_rope"]
-    if record and not forms.beyond_sink or not record and cache.shape[0] == 0:
+    if (record and not forms.beyond_sink) or (not record and cache.shape[0] == 0):
         return bool(record)
     return all(map(steps_by_16_bytes, [present(views, "q"), *([rope] if rope else []), *([] if record else [cache])]))
 

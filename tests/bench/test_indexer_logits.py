@@ -17,7 +17,14 @@ from bench.operations import INDEXER_LOGITS
 from bench.ops.indexer_logits.cases import CASES, LogitsCase
 from mla_cupy import reference
 
-SMALL = ("sq3-skv20-h2-d32", "sq5-skv9-h3-full", "sq4-skv10-h2-bf16", "sq3-skv20-h2-float16", "b2-sq2-skv70-h2", "b2-sq2-skv70-h2-e2m1")
+SMALL = (
+    "sq3-skv20-h2-d32",
+    "sq5-skv9-h3-full",
+    "sq4-skv10-h2-bf16",
+    "sq3-skv20-h2-float16",
+    "b2-sq2-skv70-h2",
+    "b2-sq2-skv70-h2-e2m1",
+)
 
 
 def test_names_round_trip():
@@ -29,7 +36,8 @@ def test_names_round_trip():
 
 
 @pytest.mark.parametrize(
-    "name", ["", "sq1-skv1", "sq0-skv1-h1", "sq1-skv1-h1-d48", "b0-sq1-skv1-h1", "b1-sq1-skv1-h1-full", "sq1-skv1-h1-e2m1"]
+    "name",
+    ["", "sq1-skv1", "sq0-skv1-h1", "sq1-skv1-h1-d48", "b0-sq1-skv1-h1", "b1-sq1-skv1-h1-full", "sq1-skv1-h1-e2m1"],
 )
 def test_a_bad_name_is_refused(name):
     with pytest.raises(BenchError, match="case"):

@@ -263,8 +263,8 @@ RECORDS = (
     (FormCase(replace(SINGLE, record="v32", h_q=64, s_q=2), pair=True), MANY_RECORDS),
     (FormCase(replace(FP8, h_q=48, seqlens=(300, 66, 1)), queries=(2, 3, 1), around=(1, 1), window=150, pair=True,
               sink=True), MANY_RECORDS),
-    (FormCase(replace(V4, h_q=72, b=2, s_q=2, seqlens=(260, 130), page_size=16, missing_pages=1, dtype="float16"), window=100,
-              turned=True), MANY_RECORDS),
+    (FormCase(replace(V4, h_q=72, b=2, s_q=2, seqlens=(260, 130), page_size=16, missing_pages=1, dtype="float16"),
+              window=100, turned=True), MANY_RECORDS),
     (FormCase(replace(V4, h_q=40, seqlens=(300, 0, 65)), queries=(1, 2, 3), turned=True), MANY_RECORDS),
     # Plain ones, of calls with groups and without.
     (FormCase(replace(SINGLE, record="v32", h_q=3), queries=(4, 1, 5), around=(2, 0), pair=True, window=40),
@@ -619,10 +619,14 @@ RECORD_MUTANTS = (
 def test_planted_bugs_of_records_show(kernel: str, mutant: Mutant, plant: Plant) -> None:
     plant(mutant)
     with pytest.raises(CAUGHT):
-        for case in (case for case, name in RECORDS if name == kernel):
-            inputs = form_inputs(case)
-            for sm_count in (1, 3):
-                check(run(inputs, kernel, sm_count, ("random", 1)), inputs.exact, inputs.rounded, case.base.dtype)
+        _check_records(kernel)
+
+
+def _check_records(kernel: str) -> None:
+    for case in (case for case, name in RECORDS if name == kernel):
+        inputs = form_inputs(case)
+        for sm_count in (1, 3):
+            check(run(inputs, kernel, sm_count, ("random", 1)), inputs.exact, inputs.rounded, case.base.dtype)
 
 
 # ---- On a GPU --------------------------------------------------------------------------------------------------
@@ -655,8 +659,12 @@ ON_GPU = (
     (FormCase(long(b=1, h_q=16, seqlens=40000), pair=True), SMALL),
     (FormCase(long(b=1, h_q=128, seqlens=40000), queries=(2,), window=9000), SEESAW),
     *(
-        (FormCase(long(h_q=h_q, page_size=page, dtype=dtype, record=record, d_qk=512 if record == "v4" else 576), **form),
-         kernel)
+        (
+            FormCase(
+                long(h_q=h_q, page_size=page, dtype=dtype, record=record, d_qk=512 if record == "v4" else 576), **form
+            ),
+            kernel,
+        )
         for h_q, page, dtype, kernel in (
             (16, 64, "bfloat16", FEW_RECORDS),
             (128, 64, "bfloat16", MANY_RECORDS),

@@ -9,8 +9,8 @@ from ...core.operation import BenchOperation
 from ...peers.fa3 import FlashAttention3
 from ...peers.flashmla import FlashMla, FlashMlaFp8
 from ..decode.check import expect
-from ..decode.own import NAMED as NAMED_ROWS
 from ..decode.own import IN_PARTS, PACKED, SINK, VARYING, Decode
+from ..decode.own import NAMED as NAMED_ROWS
 from . import cases, check, inputs
 from .own import E4M3, EXACT, GENERIC, NAMED, CodedQueries, Fp8Decode, Fp8InParts, Fp8Packed, Fp8WithSink
 

@@ -114,7 +114,13 @@ CASES: tuple[LogitsCase, ...] = (
 # Keys in e2m1 beside the same ones in e4m3.
 E2M1 = tuple(
     LogitsCase(s_q, s_kv, h, b=b, e2m1=e2m1)
-    for b, s_q, s_kv, h in ((64, 1, 32768, 64), (64, 2, 32768, 64), (64, 1, 32768, 32), (64, 1, 4096, 64), (1, 1, 131072, 64))
+    for b, s_q, s_kv, h in (
+        (64, 1, 32768, 64),
+        (64, 2, 32768, 64),
+        (64, 1, 32768, 32),
+        (64, 1, 4096, 64),
+        (1, 1, 131072, 64),
+    )
     for e2m1 in (False, True)
 )
 SUITES: Mapping[str, tuple[LogitsCase, ...]] = {"targets": CASES, "quick": CASES[:4], "e2m1": E2M1}
@@ -131,7 +137,12 @@ def parse(name: str) -> LogitsCase:
     b, s_q, s_kv, h, d = (
         int(text) if text else default for text, default in zip(texts, (0, 1, 1, 1, 128), strict=True)
     )
-    if min(s_q, s_kv, h) < 1 or d not in HEAD_DIMS or (texts[0] and b < 1) or (b and (full or kind not in (None, "-e2m1") or d != 128)):
+    if (
+        min(s_q, s_kv, h) < 1
+        or d not in HEAD_DIMS
+        or (texts[0] and b < 1)
+        or (b and (full or kind not in (None, "-e2m1") or d != 128))
+    ):
         raise BenchError(f"case {name!r}: every size must be at least 1, d one of {HEAD_DIMS}; paged only e4m3 of 128")
     if kind == "-e2m1" and not b:
         raise BenchError(f"case {name!r}: keys in e2m1 are those of pages, expected {FORM}")

@@ -311,8 +311,8 @@ MLA_DEVICE void run_scout_role(Block<C>& block, i32 warp) {
         ring.advance(0);
         if constexpr (C::Work::kForms) scout.walk.set(Scout<C>::kRound, ring.phases);
         scout.prefetch_rows(present ? bytes.data : kZeroRow);  // no earlier: PERF(H200, 2026-11-22, 336.6 not 345.1 us)
-        scout.pass_on(bytes, ring.full_parity(0));  // the parity counts where there are two records
-        if constexpr (C::Work::kForms) {  // all lanes have a part in what is said
+        scout.pass_on(bytes, ring.full_parity(0));             // the parity counts where there are two records
+        if constexpr (C::Work::kForms) {                       // all lanes have a part in what is said
             const FoundTile found = before.found(scout.walk, !scout.exists);
             if (own_lane() == 0) e.found[warp] = found;
         } else {
