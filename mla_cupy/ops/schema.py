@@ -264,7 +264,7 @@ def _bind_axis(
 
 
 def _instead_of_rows(operation: str, where: str, size: int, d: int) -> str:
-    """What to do with index keys in e2m1, of half a byte an element and four of scales, that lie side by side."""
+    """Remedy for index keys in e2m1, of half a byte an element and four of scales, that lie side by side."""
     if operation != "indexer_logits" or where != "k.shape[-1]" or size != d // 2 + 4:
         return ""
     return "keys in e2m1 are those of pages: indexer_cache_append, then indexer_logits_paged"

@@ -173,7 +173,7 @@ struct LaneWords {
 // Of a group there is more to remember than fits into 24 registers. The schedule is read again for each.
 template <>
 struct SlimTileWalk<GroupedWork> : LaneWords {
-    enum Word : i32 { kHidden, kGroup, kRequest, kTokens, kFirstToken, kTile, kTileEnd, kFreeWord };
+    enum Word : i32 { kHidden, kGroup, kRequest, kSeenTokens, kFirstToken, kAtTile, kTileEnd, kFreeWord };
     bool first;
 
     // What `place` of Tokens takes; `tokens` without what is hidden from the group.
@@ -187,9 +187,9 @@ struct SlimTileWalk<GroupedWork> : LaneWords {
     }
 
     MLA_DEVICE bool next(const DecodeParams& p) {
-        set(kTile, get(kTile) + 1);
+        set(kAtTile, get(kAtTile) + 1);
         first = false;
-        while (in_uniform(get(kTile)) >= in_uniform(get(kTileEnd))) {
+        while (in_uniform(get(kAtTile)) >= in_uniform(get(kTileEnd))) {
             if (!open(p, in_uniform(get(kGroup)) + 1)) return false;
         }
         return true;
@@ -213,9 +213,9 @@ struct SlimTileWalk<GroupedWork> : LaneWords {
             tokens = of.tokens;
             if (p.causal) hidden = max(hidden + of.later_queries + of.queries - p.s_q, 0);
         }
-        set(kTokens, tokens - hidden);
+        set(kSeenTokens, tokens - hidden);
         const SchedulePoint begin = p.schedule[blockIdx.y];
-        set(kTile, first_tile + (group == begin.request ? begin.tile : 0));
+        set(kAtTile, first_tile + (group == begin.request ? begin.tile : 0));
         const i32 tiles = ceil_div(tokens, kTileTokens);
         set(kTileEnd, group == end.request ? min(tiles, first_tile + end.tile) : tiles);
         first = true;
@@ -223,9 +223,9 @@ struct SlimTileWalk<GroupedWork> : LaneWords {
     }
 
     MLA_DEVICE i32 queries() const { return get(kGroup); }
-    MLA_DEVICE bool ends() const { return get(kTile) + 1 == get(kTileEnd); }
-    MLA_DEVICE i32 at() const { return get(kTile); }
-    MLA_DEVICE Item item() const { return {get(kRequest), get(kTokens), get(kFirstToken)}; }
+    MLA_DEVICE bool ends() const { return get(kAtTile) + 1 == get(kTileEnd); }
+    MLA_DEVICE i32 at() const { return get(kAtTile); }
+    MLA_DEVICE Item item() const { return {get(kRequest), get(kSeenTokens), get(kFirstToken)}; }
     MLA_DEVICE void make_uniform() {}
 };
 
