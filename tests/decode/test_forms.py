@@ -413,6 +413,7 @@ def test_what_a_row_does_not_see_does_not_reach_it(kernel: str, token: int, seen
         assert finite[row][:, 300].any() == (row not in seen)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", [FEW_RECORDS, MANY_RECORDS])
 @pytest.mark.parametrize(("token", "seen"), [(61, (0,)), (62, (0, 1)), (63, (0, 1, 2)), (129, (2,))])
 def test_a_code_that_a_row_does_not_see_does_not_reach_it(kernel: str, token: int, seen: tuple[int, ...]) -> None:
