@@ -37,7 +37,7 @@ class DeepGemm:
             raise BenchError(f"deep_gemm cannot be imported here: {error}") from error
 
     def unsupported(self, case: LogitsCase, dtype: str) -> str | None:
-        if case.bf16:
+        if case.bf16 or case.e2m1:
             return "takes e4m3 only"
         return None if case.h in HEADS else f"takes {HEADS[0]} or {HEADS[1]} heads"
 

@@ -46,23 +46,34 @@ struct GenericStorage {
 };
 
 template <class C>
-struct GenericBlock : RowBlock<kGenericRows> {
+struct GenericBlock : RowBlock<kGenericRows, /*kTree=*/false, typename C::Tokens::Work> {
+    using Rows = RowBlock<kGenericRows, /*kTree=*/false, typename C::Tokens::Work>;
     GenericStorage<C>& s;
 
-    MLA_DEVICE GenericBlock(const DecodeParams& p, GenericStorage<C>& s) : RowBlock<kGenericRows>(p), s(s) {}
+    MLA_DEVICE GenericBlock(const DecodeParams& p, GenericStorage<C>& s) : Rows(p), s(s) {}
 };
 
 // ---- One step --------------------------------------------------------------------------------------------------
 template <class C>
-MLA_DEVICE void fetch_query(const GenericBlock<C>& block, i32 request, i32 warp, i32 lane) {
+MLA_DEVICE void fetch_query(const GenericBlock<C>& block, const WorkItem& item, i32 warp, i32 lane) {
+    using Work = typename C::Tokens::Work;
     const DecodeParams& p = block.p;
     const i32 row = block.row0 + warp;
-    const u16* from = row < block.rows ? C::Tokens::query_row(p, request, block.kv_head, row) : nullptr;
-    copy_row<C::kHeadDimQk>(block.s.q[warp], from, lane);
+    const bool exists = row < block.rows_of(item);
+    if constexpr (Work::kForms) {
+        SplitRow from{nullptr, nullptr};
+        if (exists) from = split_query_row(p, Work::of(item), block.kv_head, row);
+        copy_row<kHeadDimV>(block.s.q[warp], from.latent, lane);
+        if constexpr (C::kHeadDimQk > kHeadDimV) copy_row<kHeadDimRope>(block.s.q[warp] + kHeadDimV, from.rope, lane);
+    } else {
+        const u16* from = exists ? C::Tokens::query_row(p, item.request, block.kv_head, row) : nullptr;
+        copy_row<C::kHeadDimQk>(block.s.q[warp], from, lane);
+    }
 }
 
 template <class C>
-MLA_DEVICE void fetch_keys(const GenericBlock<C>& block, const WorkItem& item, i32 first, i32 end, i32 warp, i32 lane) {
+MLA_DEVICE void fetch_keys(const GenericBlock<C>& block, const typename C::Tokens::Work::HeldItem& item, i32 first,
+                           i32 end, i32 warp, i32 lane) {
     using TokenRecord = typename C::TokenRecord;
     const RecordLayout usual = token_layout<TokenRecord>(), compact = token_layout<typename TokenRecord::Compact>();
     for (i32 i = warp; i < kGenericTokens && first + i < end; i += kGenericWarps) {
@@ -118,8 +129,17 @@ MLA_DEVICE void add_values(const GenericStorage<C>& s, float2 (&out)[kGenericRow
     }
 }
 
+// Whether the warp's row sees a token; `seen` is what it sees where no list says whose tokens these are.
 template <class C>
-MLA_DEVICE void run_item(const GenericBlock<C>& block, const WorkItem& item) {
+MLA_DEVICE bool sees(const GenericBlock<C>& block, const WorkItem& item, const SeenTokens& seen, i32 row, i32 token) {
+    if constexpr (C::Tokens::Work::kForms) {
+        if (forms_of(block.p).groups != nullptr) return row_sees_in_window(block.p, item, row, token);
+    }
+    return seen.contain(token);
+}
+
+template <class C>
+MLA_DEVICE void run_item(const GenericBlock<C>& block, const typename C::Tokens::Work::HeldItem& item) {
     const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
     const i32 token = lane % kGenericTokens, half = lane / kGenericTokens;
     Row row;
@@ -127,14 +147,15 @@ MLA_DEVICE void run_item(const GenericBlock<C>& block, const WorkItem& item) {
 #pragma unroll
     for (i32 i = 0; i < kGenericRows; ++i) out[i] = make_float2(0.f, 0.f);
 
-    fetch_query(block, item.request, warp, lane);
+    fetch_query(block, item, warp, lane);
     const SeenTokens seen = seen_tokens(block.p, item, block.row0 + warp);
     const i32 end = min(item.tile_end * kTileTokens, item.tokens);
     for (i32 first = item.tile_begin * kTileTokens; first < end; first += kGenericTokens) {
         __syncthreads();  // the previous step's keys have been read
         fetch_keys(block, item, first, end, warp, lane);
         __syncthreads();
-        const bool counts = first + token < end && seen.contain(first + token) && block.s.present[token];
+        const bool counts =
+            first + token < end && sees(block, item, seen, block.row0 + warp, first + token) && block.s.present[token];
         const float score = score_token(block.s, warp, token, half, counts) * block.p.scale_log2;
         float scale;
         const float p = row.add(counts && half == 0 ? score : negative_infinity(), scale);
@@ -147,7 +168,7 @@ MLA_DEVICE void run_item(const GenericBlock<C>& block, const WorkItem& item) {
 #pragma unroll
         for (float2& x : out) x = make_float2(x.x * block.p.value_scale, x.y * block.p.value_scale);
     }
-    store_result<typename C::Element>(block, item, row, out, warp, lane);
+    store_result<typename C::Element, typename C::Tokens::Work>(block, item, row, out, warp, lane);
     __syncthreads();  // the next work item may overwrite the storage
 }
 
@@ -156,7 +177,7 @@ template <class C>
 MLA_DEVICE void run_generic_records(const DecodeParams& p, GenericStorage<C>& s) {
     griddepcontrol_wait();
     const GenericBlock<C> block(p, s);
-    WorkItem item;
+    typename C::Tokens::Work::HeldItem item;
     for (WorkIteratorOf<typename C::Tokens::Work> walk(p, block.split); walk.next(p, item);) run_item(block, item);
     griddepcontrol_launch_dependents();
 }

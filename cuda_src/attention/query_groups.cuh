@@ -7,6 +7,7 @@
 // decode/schedule_groups.cu writes the list of groups; without a list each request is a group.
 #pragma once
 #include "attention/split_work.cuh"
+#include "ptx/control.cuh"
 
 namespace mla::attention {
 // ---- Params ----------------------------------------------------------------------------------------------------
@@ -29,7 +30,7 @@ struct FormAddresses {
 
 // `b` are the groups that there may be, `s_q` the queries of a full one.
 struct DecodeFormParams : FormAddresses, DecodeParams {
-    i64 q_rope_stride_b_elems, q_rope_stride_s_elems, q_rope_stride_h_elems;
+    i64 q_rope_stride_b_elems, q_rope_stride_s_elems, q_rope_stride_h_elems;  // those of q, if q has the columns
     i64 out_cos_stride_elems, out_sin_stride_elems;
     i64 out_positions_stride_b_bytes, out_positions_stride_s_bytes;
     i32 window;  // a query sees so many tokens, its own the last one; 0: all
@@ -71,6 +72,24 @@ struct WorkIteratorOf<GroupedWork> {
         const bool continues_previous = group == begin.request && begin.tile > 0;
         const bool continued_by_next = group == end.request;
         item.first_tokens = 0;
+        describe(p, group, item);
+        item.seen_by_all = item.tokens - hidden_here(p, max(hidden + item.more_hidden, 0), item.behind_last);
+        const i32 first_tile = item.first_token / kTileTokens, tiles = ceil_div(item.tokens, kTileTokens);
+        item.tile_begin = first_tile + (group == begin.request ? begin.tile : 0);
+        item.tile_end = continued_by_next ? min(first_tile + end.tile, tiles) : tiles;
+        item.partial_index = continues_previous ? split : continued_by_next ? p.continued_index + split : kNotSplit;
+        ++group;
+        return true;
+    }
+
+    // Whose queries an item has, once more: then that need not be known while its tiles are processed.
+    MLA_DEVICE void describe_again(const DecodeParams& p, GroupItem& item) const {
+        i32 of = group - 1;
+        opaque(of);
+        describe(p, of, item);
+    }
+
+    MLA_DEVICE static void describe(const DecodeParams& p, i32 group, GroupItem& item) {
         if (forms_of(p).groups == nullptr) {
             const RequestLength length = request_length(p, group);
             item.request = group;
@@ -80,13 +99,6 @@ struct WorkIteratorOf<GroupedWork> {
         } else {
             take(p, forms_of(p).groups[group], item);
         }
-        item.seen_by_all = item.tokens - hidden_here(p, max(hidden + item.more_hidden, 0), item.behind_last);
-        const i32 first_tile = item.first_token / kTileTokens, tiles = ceil_div(item.tokens, kTileTokens);
-        item.tile_begin = first_tile + (group == begin.request ? begin.tile : 0);
-        item.tile_end = continued_by_next ? min(first_tile + end.tile, tiles) : tiles;
-        item.partial_index = continues_previous ? split : continued_by_next ? p.continued_index + split : kNotSplit;
-        ++group;
-        return true;
     }
 
     MLA_DEVICE static void take(const DecodeParams& p, const QueryGroup& of, GroupItem& item) {

@@ -4,6 +4,7 @@
 // `place` only loads, and is called a tile ahead; `bytes` computes on what has been loaded, for the same token. An item
 // has the members `request`, `tokens` and `first_tokens` of WorkItem.
 #pragma once
+#include "attention/query_groups.cuh"
 #include "attention/row_list.cuh"
 #include "attention/split_work.cuh"
 #include "attention/token_record.cuh"
@@ -188,6 +189,67 @@ struct PagedTokens {
                (i64)(kv_head * group + row % group) * p.q_stride_h_elems;
     }
 };
+// The same for the forms of attention/query_groups.cuh: a split holds groups of queries, whose number in the list takes
+// the place of a request's, and what lies before all windows of a group is not read.
+struct GroupedTokens : PagedTokens {
+    using Work = GroupedWork;
+
+    template <class Item>
+    MLA_DEVICE static Place place(const DecodeParams& p, const Item& item, i32 token) {
+        return token < item.first_token ? nowhere() : PagedTokens::place(p, item, token);
+    }
+
+    // Null where the group has no such row.
+    MLA_DEVICE static SplitRow query_row(const DecodeParams& p, i32 group, i32 kv_head, i32 row) {
+        const QueryGroup* const groups = forms_of(p).groups;
+        GroupItem item;
+        item.request = group;
+        item.first_query = 0;
+        if (groups != nullptr) {
+            if (row / (p.h_q / p.h_kv) >= groups[group].queries) return {nullptr, nullptr};
+            item.request = groups[group].request;
+            item.first_query = groups[group].first_query;
+        }
+        return split_query_row(p, item, kv_head, row);
+    }
+};
+
+// The same with less to remember from `place` to `bytes`: where a token is in its page is divided out again.
+struct SlimGroupedTokens : GroupedTokens {
+    using Place = i32;
+
+    MLA_DEVICE static Place nowhere() { return kNoPage; }
+
+    template <class Item>
+    MLA_DEVICE static Place place(const DecodeParams& p, const Item& item, i32 token) {
+        return GroupedTokens::place(p, item, token).page;
+    }
+
+    template <class Record, class Item>
+    MLA_DEVICE static TokenBytes bytes(const DecodeParams& p, const Item& item, i32 token, Place page) {
+        return GroupedTokens::bytes<Record>(p, item, token, {page, (i32)((u32)token % (u32)p.page_size)});
+    }
+};
+
+// ---- Query rows ------------------------------------------------------------------------------------------------
+// A row as `query_row` of Tokens returns it: where column 0 would be, of the part with column `column`; null if there
+// is no such row.
+MLA_DEVICE const u16* part_of_row(const u16* row, i32) { return row; }
+MLA_DEVICE const u16* part_of_row(const SplitRow& row, i32 column) {
+    if (column < kHeadDimV || row.latent == nullptr) return row.latent;
+    return row.rope - kHeadDimV;
+}
+
+template <class Tokens>
+struct NoRow {
+    static constexpr const u16* value = nullptr;
+};
+template <>
+struct NoRow<GroupedTokens> {
+    static constexpr SplitRow value{nullptr, nullptr};
+};
+template <>
+struct NoRow<SlimGroupedTokens> : NoRow<GroupedTokens> {};
 }  // namespace mla::attention
 
 // What a kernel that takes SparseDecodeParams tells the host, see MLA_DECODE_FACTS.

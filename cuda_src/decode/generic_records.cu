@@ -2,21 +2,22 @@
 //
 //   s = q k^T * scale,   p = exp2(s log2(e) - m),   o = sum p v / sum p,   lse = ln 2 (m + log2 sum p)
 //
-// Grid: x = blocks of 8 query rows, y = splits (attention/split_work.cuh). See attention/generic_records.cuh.
+// Grid: x = blocks of 8 query rows, y = splits (attention/split_work.cuh). See attention/generic_records.cuh. It takes
+// all forms of attention/query_groups.cuh: speed is not what it is for.
 #include "attention/generic_records.cuh"
 
 namespace mla::decode {
 using namespace attention;
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
-using Records = GenericRecords<MLA_DTYPE, MLA_RECORD, PagedTokens>;
+using Records = GenericRecords<MLA_DTYPE, MLA_RECORD, GroupedTokens>;
 
-MLA_DECODE_FACTS();
+MLA_DECODE_FORM_FACTS();
 MLA_GENERIC_RECORDS_FACTS(Records);
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kGenericThreads, 2)
-    mla_decode_generic_records(const __grid_constant__ DecodeParams p) {
+    mla_decode_generic_records(const __grid_constant__ DecodeFormParams p) {
     __shared__ GenericStorage<Records> s;
     run_generic_records(p, s);
 }

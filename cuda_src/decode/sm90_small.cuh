@@ -22,7 +22,7 @@ struct SmallTile<kHeadDimQk_, kBlockRows, true> {
     static constexpr i32 kSwTilesQk = ceil_div(kHeadDimQk, kSw128Columns);
     static constexpr i32 kSwTilesV = head_dim_v(kHeadDimQk) / kSw128Columns;
     static constexpr u32 kTileBytes = kSwTilesQk * kSw128Bytes;
-    static constexpr i32 kStages = kBlockRows > 32 ? 3 : 4;
+    static constexpr i32 kStages = kBlockRows > 40 ? 3 : 4;
 };
 
 // SW128 tiles of a tile of keys arrive in the order of their columns, in groups: three of three, two of four, or one of

@@ -51,6 +51,7 @@ MLA_DEVICE void pin(u32 (&d)[kCount]) {
 #define MLA_REGS8 MLA_REGS4 ", %4, %5, %6, %7"
 #define MLA_REGS12 MLA_REGS8 ", %8, %9, %10, %11"
 #define MLA_REGS16 MLA_REGS12 ", %12, %13, %14, %15"
+#define MLA_REGS20 MLA_REGS16 ", %16, %17, %18, %19"
 #define MLA_REGS32 MLA_REGS16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define MLA_REGS40 MLA_REGS32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define MLA_REGS48 MLA_REGS40 ", %40, %41, %42, %43, %44, %45, %46, %47"
@@ -68,6 +69,7 @@ MLA_DEVICE void pin(u32 (&d)[kCount]) {
 #define MLA_D8(C, d, i) MLA_D4(C, d, i), MLA_D4(C, d, i + 4)
 #define MLA_D12(C, d, i) MLA_D8(C, d, i), MLA_D4(C, d, i + 8)
 #define MLA_D16(C, d, i) MLA_D8(C, d, i), MLA_D8(C, d, i + 8)
+#define MLA_D20(C, d, i) MLA_D16(C, d, i), MLA_D4(C, d, i + 16)
 #define MLA_D32(C, d, i) MLA_D16(C, d, i), MLA_D16(C, d, i + 16)
 #define MLA_D40(C, d, i) MLA_D32(C, d, i), MLA_D8(C, d, i + 32)
 #define MLA_D48(C, d, i) MLA_D40(C, d, i), MLA_D8(C, d, i + 40)
@@ -126,6 +128,7 @@ MLA_WGMMA_SUMS_F32(8, MLA_REGS4, MLA_D4, 4, 5, 6, 7, 8, 9, 10)
 MLA_WGMMA_SUMS_F32(16, MLA_REGS8, MLA_D8, 8, 9, 10, 11, 12, 13, 14)
 MLA_WGMMA_SUMS_F32(24, MLA_REGS12, MLA_D12, 12, 13, 14, 15, 16, 17, 18)
 MLA_WGMMA_SUMS_F32(32, MLA_REGS16, MLA_D16, 16, 17, 18, 19, 20, 21, 22)
+MLA_WGMMA_SUMS_F32(40, MLA_REGS20, MLA_D20, 20, 21, 22, 23, 24, 25, 26)
 MLA_WGMMA_SUMS_F32(64, MLA_REGS32, MLA_D32, 32, 33, 34, 35, 36, 37, 38)
 MLA_WGMMA_SUMS_F32(80, MLA_REGS40, MLA_D40, 40, 41, 42, 43, 44, 45, 46)
 MLA_WGMMA_SUMS_F32(96, MLA_REGS48, MLA_D48, 48, 49, 50, 51, 52, 53, 54)
@@ -138,6 +141,7 @@ MLA_WGMMA_SUMS_F16(256, MLA_REGS64, MLA_D64, 64, 65, 66, 67, 68, 69, 70)
 #undef MLA_REGS8
 #undef MLA_REGS12
 #undef MLA_REGS16
+#undef MLA_REGS20
 #undef MLA_REGS32
 #undef MLA_REGS40
 #undef MLA_REGS48
@@ -148,6 +152,7 @@ MLA_WGMMA_SUMS_F16(256, MLA_REGS64, MLA_D64, 64, 65, 66, 67, 68, 69, 70)
 #undef MLA_D8
 #undef MLA_D12
 #undef MLA_D16
+#undef MLA_D20
 #undef MLA_D32
 #undef MLA_D40
 #undef MLA_D48

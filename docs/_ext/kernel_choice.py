@@ -91,6 +91,14 @@ SITUATIONS = (
         DecodeProblem(1, 16, 1, "bfloat16", forms=Forms(q_rope=True)),
     ),
     ("`mla_decode`, 128 heads, a window", DECODE, DecodeProblem(1, 128, 1, "bfloat16", forms=Forms(window=4096))),
+    *(
+        (
+            f"`mla_decode`, {h_q} heads, a window, FP8 records",
+            DECODE,
+            DecodeProblem(1, h_q, 1, "bfloat16", record="v32", forms=Forms(window=4096)),
+        )
+        for h_q in (16, 128)
+    ),
     ("`mla_decode`, 32 heads, keys of 320", DECODE, DecodeProblem(1, 32, 1, "bfloat16", d_qk=320)),
     ("`mla_decode`, 40 heads, keys of 288", DECODE, DecodeProblem(1, 40, 1, "bfloat16", d_qk=288)),
     ("`mla_decode`, strides not of 16 bytes", DECODE, DecodeProblem(1, 128, 1, "bfloat16", aligned=False)),

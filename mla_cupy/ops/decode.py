@@ -220,7 +220,7 @@ def mla_decode(
     FP8 records are read as they are: nothing is converted in memory. On tensor cores latents of "v32" are rounded to
     float16, see `sparse_mla_decode`; those of "fp8" are exact. More than 32 rows (s_q * h_q) are blocks of 64 rows of
     one query token, or of 32 of several; each converts for itself, so that with 128 heads 16-bit rows are faster. "v41"
-    has the plain kernel so far.
+    has the plain kernel so far. Of what a call may have beside, products in FP8 go with an `attn_sink` alone.
 
     With `w_uv`, results of attention are rounded to 16 bits for the product, whose terms are added in float32. From
     5,120 rows of all heads on (b * s_q * h_q; of a plan as many as it has room for), or 65 where d_head is above 128,
@@ -290,7 +290,7 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
     q, kv_cache, block_table = (present(views, name) for name in ("q", "kv_cache", "block_table"))
     b, s_q, h_q, d_qk = _queries(views)
     d_v = check_d_v(given.d_v, d_qk)
-    num_pages, page_size, h_kv, _ = kv_cache.shape
+    _, page_size, h_kv, _ = kv_cache.shape
     cp_world, cp_rank = check_shard(given.cp_world, given.cp_rank)
     options = given._replace(
         scale=resolve_scale(given.scale, d_qk),
@@ -327,8 +327,7 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
     check_math_of_queries(options.math, q.dtype)
     check_math_of_record(options.math, record)
     _check_scale_arrays(views, options)
-    given_rows = [view for view in (q, views["q_rope"], kv_cache) if view is not None]
-    aligned = bool(record) or (num_pages > 0 and all(map(steps_by_16_bytes, given_rows)))
+    aligned = _is_aligned(views, record, forms)
     dtype = "float8_e4m3fn" if q.dtype in BYTE_DTYPES else q.dtype
     batch = Batch(b, tokens)
     if forms.cu_seqlens_q:  # what most sequences have decides which kernel runs, and no more
@@ -368,6 +367,14 @@ def _forms_of(views: Views, options: DecodeOptions) -> Forms:
     """The forms of a call."""
     arrays = {name: views[name] is not None for name in ("attn_sink", "q_rope", "cu_seqlens_q", "out_cos")}
     return Forms(**arrays, window=options.window or 0)
+
+
+def _is_aligned(views: Views, record: str, forms: Forms) -> bool:
+    """True if TMA can fetch q and a cache of rows; beside records, forms alone need aligned queries."""
+    cache, rope = present(views, "kv_cache"), views["q_rope"]
+    if (record and not forms.beyond_sink) or (not record and cache.shape[0] == 0):
+        return bool(record)
+    return all(map(steps_by_16_bytes, [present(views, "q"), *([rope] if rope else []), *([] if record else [cache])]))
 
 
 def _record(kv_cache: View, d_qk: int) -> str:

@@ -299,7 +299,8 @@ class DecodePlan(Plan):
         """Check that arrays are aligned as those that the plan is for."""
         if problem.aligned or not self._problem.aligned:
             return
-        given = {name: view for name in ("q", "q_rope", "kv_cache") if (view := views[name]) is not None}
+        names = ("q", "q_rope") if problem.record else ("q", "q_rope", "kv_cache")
+        given = {name: view for name in names if (view := views[name]) is not None}
         for name, view in given.items():
             if got := misstep(view):
                 expected = "with a plan, a start and steps that are multiples of 16 bytes"

@@ -259,7 +259,15 @@ def _bind_axis(
             raise ShapeError(explain(where, f"{name}={size}", f"at least {least}"))
         sizes[name], owners[name] = size, owner
     elif size != sizes[name]:
-        raise ShapeError(explain(where, size, f"{name}={sizes[name]}, as in {owners[name]}"))
+        remedy = _instead_of_rows(operation.name, where, size, sizes[name])
+        raise ShapeError(explain(where, size, f"{name}={sizes[name]}, as in {owners[name]}", remedy))
+
+
+def _instead_of_rows(operation: str, where: str, size: int, d: int) -> str:
+    """Remedy for index keys in e2m1, of half a byte an element and four of scales, that lie side by side."""
+    if operation != "indexer_logits" or where != "k.shape[-1]" or size != d // 2 + 4:
+        return ""
+    return "keys in e2m1 are those of pages: indexer_cache_append, then indexer_logits_paged"
 
 
 def _shape(operation: Operation, output: Output, given: Views, sizes: Mapping[str, int]) -> tuple[int, ...]:

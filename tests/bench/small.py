@@ -17,6 +17,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "dense-decode-fp8": ("b1-sq1-hq2-skv20-page16", DECODE, f"{DECODE}-fp8"),
     "indexer-logits": (
         "sq3-skv20-h2-d32", "sq5-skv9-h3-full", "sq4-skv10-h2-bf16", "sq3-skv20-h2-float16", "b2-sq2-skv70-h2",
+        "b2-sq2-skv70-h2-e2m1",
     ),
     "indexer-loss": (
         LOSS, f"{LOSS}-k4", "b2-s7-h2x8-i2x32-perhead", f"{LOSS}-k4-fp8", "b2-s7-h3x72-i2x32-mha-fp8",
@@ -45,7 +46,10 @@ BAD: dict[str, tuple[str, ...]] = {
     "cascade": ("b2-hq3-prefix64", "b2-hq3-prefix65-suffix64", "b0-hq3-prefix64-suffix64"),
     "decode": ("b1", "b1-sq1-hq128", "b0-sq1-hq1-skv1", "b1-sq1-hq3-skv9-hkv2", "xb1-sq1-hq1-skv1"),
     "dense-decode-fp8": ("b1-sq1-hq2-skv20-hkv2", "b1-sq1-hq2-skv20-dqk512"),
-    "indexer-logits": ("sq1-skv1", "sq0-skv1-h1", "sq1-skv1-h1-d48", "b0-sq1-skv1-h1", "b1-sq1-skv1-h1-full"),
+    "indexer-logits": (
+        "sq1-skv1", "sq0-skv1-h1", "sq1-skv1-h1-d48", "b0-sq1-skv1-h1", "b1-sq1-skv1-h1-full",
+        "sq1-skv1-h1-e2m1",
+    ),
     "indexer-loss": (
         "b1-s1-h1x1", "b0-s1-h1x1-i1x32", "b1-s1-h1x577-i1x32", "b1-s1-h1x1-i1x48", "b1-s1-h1x1-i1x32-k0",
         "b1-s1-h2x1-i1x32-perhead", "b1-s1-h1x1-i1x32-perhead-k4", "b1-s1-h1x64-i1x32-mha", "b1-s1-h1x72-i1x32-k4-mha",

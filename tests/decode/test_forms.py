@@ -15,6 +15,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import dtypes, reference
+from mla_cupy.cache_formats import FORMATS
 from tests.support.calls import on_host
 from tests.support.cases import DecodeCase, DecodeInputs, as_read, make, poisoned, values
 from tests.support.gpu import upload
@@ -27,6 +28,8 @@ from tests.support.tolerance import check
 Array = npt.NDArray[Any]
 
 SMALL, SEESAW, GENERIC = "decode_sm90_small_forms", "decode_sm90_seesaw_forms", "attention_generic_forms"
+FEW_RECORDS, MANY_RECORDS = "decode_sm90_records_forms", "decode_sm90_records_seesaw_forms"
+PLAIN_RECORDS = "decode_generic_records"
 D_V = 512
 
 
@@ -150,7 +153,20 @@ def _poison_before_windows(case: FormCase, arrays: dict[str, Array]) -> None:
         if first < length:
             page = table[i, first // page_size]
             if 0 <= page < len(cache):
-                cache[page, : first % page_size] = np.nan
+                _poison_tokens(case.base.record, cache[page], first % page_size)
+
+
+def _poison_tokens(record: str, page: Array, count: int) -> None:
+    """The first tokens of a page become NaN; of a record its codes, scales and RoPE columns are."""
+    if not record:
+        page[:count] = np.nan
+        return
+    layout, page_size = FORMATS[record], len(page)
+    memory = np.lib.stride_tricks.as_strided(page, (layout.page_bytes(page_size),), (1,))
+    for token in range(count):
+        for field in layout.fields:
+            at = layout.offset(field, page_size, token)
+            memory[at : at + field.nbytes] = 0xFF
 
 
 # ---- The oracle ------------------------------------------------------------------------------------------------
@@ -233,6 +249,28 @@ def test_results_are_turned_back() -> None:
 
 SINGLE = DecodeCase(b=3, seqlens=(200, 0, 70), h_q=16)
 MANY = DecodeCase(b=2, seqlens=(130, 3), s_q=3, h_q=24, page_size=16, missing_pages=1)
+V4 = replace(SINGLE, record="v4", d_qk=512)
+FP8 = replace(SINGLE, record="fp8", kv_scale=0.5)
+RECORDS = (
+    # Blocks of 16 and 32 rows: those of one query, of several, of fewer than there is room for.
+    (FormCase(replace(SINGLE, record="v32", dtype="float16"), pair=True), FEW_RECORDS),
+    (FormCase(replace(FP8, b=4, seqlens=(70, 130, 9, 200), strides="odd"), queries=(1, 3, 0, 2), around=(1, 2)),
+     FEW_RECORDS),
+    (FormCase(replace(FP8, h_q=8, seqlens=(130, 2, 66)), queries=(5, 4, 1), pair=True, sink=True), FEW_RECORDS),
+    (FormCase(replace(V4, seqlens=(200, 5, 129), s_q=3, h_q=7), window=66, turned=True), FEW_RECORDS),
+    (FormCase(replace(V4, s_q=2, cp_world=3, cp_rank=1, dtype="float16"), turned=True), FEW_RECORDS),
+    # Blocks of 64 rows: of one query each, of which there are several in groups or side by side.
+    (FormCase(replace(SINGLE, record="v32", h_q=64, s_q=2), pair=True), MANY_RECORDS),
+    (FormCase(replace(FP8, h_q=48, seqlens=(300, 66, 1)), queries=(2, 3, 1), around=(1, 1), window=150, pair=True,
+              sink=True), MANY_RECORDS),
+    (FormCase(replace(V4, h_q=72, b=2, s_q=2, seqlens=(260, 130), page_size=16, missing_pages=1, dtype="float16"),
+              window=100, turned=True), MANY_RECORDS),
+    (FormCase(replace(V4, h_q=40, seqlens=(300, 0, 65)), queries=(1, 2, 3), turned=True), MANY_RECORDS),
+    # Plain ones, of calls with groups and without.
+    (FormCase(replace(SINGLE, record="v32", h_q=3), queries=(4, 1, 5), around=(2, 0), pair=True, window=40),
+     PLAIN_RECORDS),
+    (FormCase(replace(V4, record="v41", h_q=3, s_q=2, cp_world=2), turned=True), PLAIN_RECORDS),
+)  # fmt: skip
 CASES = (
     (FormCase(SINGLE, pair=True), SMALL),
     (FormCase(replace(MANY, h_kv=2), pair=True), SEESAW),
@@ -274,6 +312,7 @@ CASES = (
         FormCase(replace(SINGLE, b=3, h_q=20, seqlens=(300, 70, 130)), queries=(4, 2, 6), window=33, pair=True),
         SEESAW,
     ),
+    *RECORDS,
 )
 #: A sink alone is a matter of every kernel.
 SINKS = (
@@ -328,8 +367,8 @@ TURN_MUTANTS = (
                    "kFullWarp, out[i], 8)")),
     (SEESAW, Mutant("angles of another row", MATH, "item, block.row0 + fragment_row(thread) + 8 * r)",
                     "item, block.row0 + fragment_row(thread))")),
-    (SEESAW, Mutant("columns of the left half", MATH, "if constexpr (kRight && C::Work::kForms) turn",
-                    "if constexpr (!kRight && C::Work::kForms) turn")),
+    (SEESAW, Mutant("columns of the left half", MATH, "if constexpr (kRight && kTurned) turn",
+                    "if constexpr (!kRight && kTurned) turn")),
 )  # fmt: skip
 
 
@@ -374,6 +413,21 @@ def test_what_a_row_does_not_see_does_not_reach_it(kernel: str, token: int, seen
     for row in range(3):
         assert finite[row].all() == (row not in seen)
         assert finite[row][:, 300].any() == (row not in seen)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("kernel", [FEW_RECORDS, MANY_RECORDS])
+@pytest.mark.parametrize(("token", "seen"), [(61, (0,)), (62, (0, 1)), (63, (0, 1, 2)), (129, (2,))])
+def test_a_code_that_a_row_does_not_see_does_not_reach_it(kernel: str, token: int, seen: tuple[int, ...]) -> None:
+    """NaN at both ends of windows, where it makes the whole rows of those that see it NaN, and no others."""
+    inputs = make(DecodeCase(b=1, s_q=3, h_q=4 if kernel == FEW_RECORDS else 34, seqlens=130, record="fp8"))
+    inputs.kv_cache[inputs.block_table[0, token // 64], token % 64, 0, 3] = 0x7F
+    with simulated(1, mode="late"):
+        out, lse = mla_cupy.mla_decode(*inputs.arguments, window=67, kernel=kernel)
+    for row in range(3):
+        assert np.isnan(out[0, row].astype(np.float32)).all() == (row in seen)
+        assert np.isfinite(out[0, row].astype(np.float32)).all() == (row not in seen)
+        assert np.isnan(lse[0, :, row]).all() == (row in seen)
 
 
 @pytest.mark.settled
@@ -524,6 +578,62 @@ def test_kernel_as_it_is(case: FormCase) -> None:
     assert [verdict(case, sm_count) for sm_count in (1, 6)] == ["", ""]
 
 
+TOKENS, KEYS = "attention/record_tokens.cuh", "attention/sm90/record_keys.cuh"
+FEW_MATH, MANY_ROLES = "attention/sm90/small_records_math.cuh", "attention/sm90/seesaw_records.cuh"
+RECORD_MUTANTS = (
+    (MANY_RECORDS, Mutant("what lies before windows is read", TOKENS, "token < item.first_token ? nowhere()",
+                          "false ? nowhere()")),
+    (FEW_RECORDS, Mutant("queries of the request", TOKENS, "item.first_query = groups[group].first_query;", "")),
+    (MANY_RECORDS, Mutant("queries of the group's number", TOKENS, "item.request = groups[group].request;", "")),
+    (FEW_RECORDS, Mutant("RoPE columns of the latent array", TOKENS, "return row.rope - kHeadDimV;",
+                         "return row.latent;")),
+    (FEW_RECORDS, Mutant("the item's request for its group", KEYS, "return walk.group - 1;", "return this->request;")),
+    (MANY_RECORDS, Mutant("later queries forgotten", KEYS, "hidden + of.later_queries + of.queries - p.s_q",
+                          "hidden + of.queries - p.s_q")),
+    (MANY_RECORDS, Mutant("tiles counted from the sequence's start", KEYS,
+                          "first_tile + (group == begin.request ? begin.tile : 0)",
+                          "(group == begin.request ? begin.tile : 0)")),
+    (MANY_RECORDS, Mutant("tokens that later queries see", KEYS, "set(kSeenTokens, tokens - hidden);",
+                          "set(kSeenTokens, tokens);")),
+    (FEW_RECORDS, Mutant("windows begin with the tile", FEW_MATH,
+                         "mask_keys_before(math.scores, k, seen_from - tile * kTileTokens, thread);", ";")),
+    (FEW_RECORDS, Mutant("a full group's mask", FEW_MATH, "visible_of<Work>(block.p, item,",
+                         "visible_tokens(block.p, item,")),
+    (FEW_RECORDS, Mutant("nothing is turned", FEW_MATH, "if constexpr (kTurned) turn_back", "if (false) turn_back")),
+    (FEW_RECORDS, Mutant("rows that are not there", FEW_MATH, "block.row0, block.rows_of(item)};",
+                         "block.row0, block.rows};")),
+    (MANY_RECORDS, Mutant("the first query of a split twice", MANY_ROLES,
+                          "with_query && query != walk.get(kFirstQuery) ?", "with_query ?")),
+    (MANY_RECORDS, Mutant("bits of the tile after", MANY_ROLES, "{walk.get(kBits) |", "{0u |")),
+    (MANY_RECORDS, Mutant("RoPE rows as far apart as latent ones", MANY_ROLES,
+                          "forms_of(p).q_rope_stride_h_elems);", "p.q_stride_h_elems);")),
+    (MANY_RECORDS, Mutant("the scouts' round forgotten", MANY_ROLES, "scout.walk.set(Scout<C>::kRound, ring.phases);",
+                          ";")),
+    (PLAIN_RECORDS, Mutant("groups see whole sequences", "attention/generic_records.cuh",
+                           "if (forms_of(block.p).groups != nullptr)", "if (false)")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kernel", "mutant"),
+    [
+        pytest.param(kernel, mutant, id=mutant.id, marks=[] if i == 0 else [pytest.mark.slow])
+        for i, (kernel, mutant) in enumerate(RECORD_MUTANTS)
+    ],
+)
+def test_planted_bugs_of_records_show(kernel: str, mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    with pytest.raises(CAUGHT):
+        _check_records(kernel)
+
+
+def _check_records(kernel: str) -> None:
+    for case in (case for case, name in RECORDS if name == kernel):
+        inputs = form_inputs(case)
+        for sm_count in (1, 3):
+            check(run(inputs, kernel, sm_count, ("random", 1)), inputs.exact, inputs.rounded, case.base.dtype)
+
+
 # ---- On a GPU --------------------------------------------------------------------------------------------------
 
 
@@ -553,7 +663,27 @@ ON_GPU = (
     (FormCase(long(h_q=16, s_q=3, d_qk=512), window=1000), SEESAW),
     (FormCase(long(b=1, h_q=16, seqlens=40000), pair=True), SMALL),
     (FormCase(long(b=1, h_q=128, seqlens=40000), queries=(2,), window=9000), SEESAW),
-)
+    *(
+        (
+            FormCase(
+                long(h_q=h_q, page_size=page, dtype=dtype, record=record, d_qk=512 if record == "v4" else 576), **form
+            ),
+            kernel,
+        )
+        for h_q, page, dtype, kernel in (
+            (16, 64, "bfloat16", FEW_RECORDS),
+            (128, 64, "bfloat16", MANY_RECORDS),
+            (32, 16, "float16", FEW_RECORDS),
+            (8, 128, "bfloat16", PLAIN_RECORDS),
+        )
+        for record in ("v32", "v4", "fp8")
+        for form in (
+            {"queries": VARYING, "around": (2, 3), "window": 130, "sink": True},
+            {"turned": True, "queries": VARYING} if record == "v4" else {"pair": True, "queries": VARYING},
+            {"window": 700},
+        )
+    ),
+)  # fmt: skip
 
 
 @pytest.mark.gpu

@@ -15,7 +15,9 @@ from mla_cupy.kernels.decode.problem import DecodeProblem, Forms
 from mla_cupy.simulation import fake_gpu
 from tests.decode.test_forms import (
     CASES,
+    FEW_RECORDS,
     GENERIC,
+    MANY_RECORDS,
     SEESAW,
     SINGLE,
     SINKS,
@@ -45,6 +47,8 @@ def _call(**changes: Any) -> dict[str, Any]:
 
 PACKED = {"q": np.ones((5, 4, 576), np.float16), "cu_seqlens_q": np.array([0, 2, 5], np.int32)}
 LONG = np.zeros((2, 9000), np.int32)
+RECORDS = {"kv_cache": np.zeros((3, 8, 656), np.uint8)}
+MANY_HEADS = np.ones((2, 1, 64, 520), np.float16)
 LATENT, ROPE = np.ones((2, 1, 4, 512), np.float16), np.ones((2, 1, 4, 64), np.float16)
 
 TURNED = {
@@ -107,9 +111,24 @@ TURNED = {
             "takes no tree_mask",
         ),
         (
-            {**PACKED, "kv_cache": np.zeros((3, 8, 656), np.uint8), "window": 4},
+            {**PACKED, **RECORDS, "window": 4, "kernel": "decode_sm90_records"},
             UnsupportedDeviceError,
             "decode_sm90_records takes no cu_seqlens_q and no window",
+        ),
+        (
+            {**PACKED, **RECORDS, "kernel": MANY_RECORDS},
+            UnsupportedDeviceError,
+            "takes lengths that vary, and windows, with more than 32 heads only",
+        ),
+        (
+            {"q": MANY_HEADS[..., 1:513], "q_rope": MANY_HEADS[..., :64], **RECORDS, "kernel": MANY_RECORDS},
+            UnsupportedDeviceError,
+            "needs q to start at, and step by, multiples of 16 bytes",
+        ),
+        (
+            {"kv_cache": np.zeros((3, 8, 576), np.uint8), "math": "fp8", "window": 4},
+            UnsupportedDeviceError,
+            "decode_sm90_fp8 takes no window",
         ),
     ],
 )
@@ -132,6 +151,10 @@ def test_values_are_checked_on_request(recorder: Recorder) -> None:
         ({**PACKED, "max_seqlen_q": 2}, SMALL),
         ({"window": 9, "q": np.ones((2, 1, 64, 576), np.float16), "block_table": LONG}, SEESAW),
         ({"window": 9, "kv_cache": np.ones((3, 8, 577), np.float16)[..., :576]}, GENERIC),
+        ({**PACKED, **RECORDS}, FEW_RECORDS),
+        ({"window": 9, **RECORDS, "q": np.ones((2, 1, 64, 576), np.float16), "block_table": LONG}, MANY_RECORDS),
+        ({"q": MANY_HEADS[..., 1:513], "q_rope": MANY_HEADS[..., :64], **RECORDS, "block_table": LONG}, FEW_RECORDS),
+        ({"attn_sink": np.ones(4, np.float32), **RECORDS}, "decode_sm90_records"),
     ],
 )
 def test_which_kernel(changes: dict[str, Any], kernel: str, recorder: Recorder) -> None:
@@ -149,7 +172,7 @@ def test_the_table_of_forms_is_true(name: str, form: str) -> None:
     kernel, device = by_name(DECODE)[name], fake_gpu(1, cc_of(name))
     record = "" if "records" not in name and kernel.math == "exact" else "fp8"
     wanted = Forms(**{form: getattr(WHOLE, form)})
-    h_q, d_qk = 128 if "joint" in name else 16, 320 if "narrow" in name else 576
+    h_q, d_qk = 128 if "joint" in name or "seesaw" in name else 16, 320 if "narrow" in name else 576
     problem = DecodeProblem(1, h_q, 1, "bfloat16", d_qk=d_qk, record=record, math=kernel.math, forms=wanted)
     reason = kernel.objection(problem, device)
     assert (reason is None) == (form in kernel.forms)

@@ -162,7 +162,7 @@ MUTANTS_OF_BLOCKS = (
         "sparse_decode/sm90.cu",
         *steps("cp.async.wait_all", 2, of=3),
     ),
-    Mutant("no last tile", BLOCKS, "(scout.exists ? 0 : FoundTile::kLast)", "0"),
+    Mutant("no last tile", BLOCKS, "(last ? FoundTile::kLast : 0), query}", "0, query}"),
     Mutant("stage of the tile before", BLOCKS, "if (found.first()) stage = 0;", ""),
     Mutant("Q after every tile", BLOCKS, ": second;", ": true;"),
     Mutant("rows there announced for all", BLOCKS, "(u16)found.bits", "(u16)0xffff"),

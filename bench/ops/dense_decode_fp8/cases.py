@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from mla_cupy.cache_formats import FP8, V32, CacheFormat
 
 from ...core.cost import D_QK, D_V, ELEMENT_BYTES, Cost
@@ -56,7 +58,8 @@ class Fp8DecodeCase(DecodeCase):
     @property
     def cost(self) -> Cost:
         """Cost of records: peers that read rows move 1.76 times the bytes, twice those of "fp8"."""
-        tokens = int(self.lengths().sum())
+        lengths = self.lengths()
+        tokens = int((np.minimum(lengths, self.window + self.s_q - 1) if self.window else lengths).sum())
         queries_and_out = self.b * self.s_q * self.h_q * (D_QK + D_V) * ELEMENT_BYTES
         return Cost(super().cost.flops, tokens * self.record.token_bytes + queries_and_out)
 
@@ -84,7 +87,16 @@ CASES: tuple[Fp8DecodeCase, ...] = (
         for b, h_q in ((128, 16), (128, 128), (16, 128))
     ),
 )
-SUITES: Mapping[str, tuple[Fp8DecodeCase, ...]] = {"targets": CASES, "quick": CASES[:2]}
+# What the forms of decode cost over records, by `--peers`; and windows, beside plain calls that read as many keys.
+FORMS = (
+    *(
+        Fp8DecodeCase(128, s_q, h_q, s_kv, one_scale=one_scale)
+        for one_scale in (False, True)
+        for h_q, s_q, s_kv in ((128, 1, 4096), (128, 2, 4096), (64, 1, 4096), (16, 1, 8192), (16, 2, 8192))
+    ),
+    *(Fp8DecodeCase(128, 1, h_q, 4 * kept, window=kept) for h_q, kept in ((128, 4096), (16, 8192))),
+)
+SUITES: Mapping[str, tuple[Fp8DecodeCase, ...]] = {"targets": CASES, "quick": CASES[:2], "forms": FORMS}
 
 
 def parse(name: str) -> Fp8DecodeCase:

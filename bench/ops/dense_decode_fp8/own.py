@@ -15,7 +15,7 @@ from ...core.device import Device
 from ...core.implementation import OWN, Prepared
 from ..decode.cases import DecodeCase
 from ..decode.inputs import InputSet
-from ..decode.own import Decode, WithSink
+from ..decode.own import Decode, InParts, Packed, WithSink
 from .cases import Fp8DecodeCase
 from .inputs import Fp8InputSet
 
@@ -55,7 +55,18 @@ class Fp8Decode(Decode):
 
 
 class Fp8WithSink(Fp8Decode, WithSink):
-    """Call with a sink without effect: the one form that kernels for records take."""
+    """Call with a sink without effect."""
+
+
+class Fp8InParts(Fp8Decode, InParts):
+    """Call with queries in two arrays."""
+
+
+class Fp8Packed(Fp8Decode, Packed):
+    """Call with queries packed one sequence after another, of one length or of lengths that vary."""
+
+    def __init__(self, name: str, *, varying: bool) -> None:
+        Packed.__init__(self, name, varying=varying)
 
 
 class TwoTerms(Fp8Decode):

@@ -18,8 +18,8 @@ from mla_cupy.reference.indexer_records import page_parts
 
 from ...core.device import Device
 from ...core.tolerance import SampledVerdict, spaced
-from .cases import LogitsCase
-from .inputs import LogitsInputs
+from .cases import PAGE_SIZE, LogitsCase
+from .inputs import SCALE_BYTES, LogitsInputs
 
 Array = npt.NDArray[Any]
 QUERIES = 5
@@ -60,7 +60,11 @@ def _paged_sample(case: LogitsCase, host: dict[str, Array], row: int) -> Sample:
         "block_table": np.arange(len(pages))[None],
     }
     magnitudes = cache.copy()
-    page_parts(magnitudes[:, :, 0])[0].view(np.uint8)[...] &= 0x7F
+    if case.e2m1:
+        code_bytes = PAGE_SIZE * (case.key_bytes - SCALE_BYTES)
+        magnitudes.reshape(len(pages), -1)[:, :code_bytes] &= 0x77  # two codes a byte
+    else:
+        page_parts(magnitudes[:, :, 0])[0].view(np.uint8)[...] &= 0x7F
     absolute = {**one, "weights": np.abs(one["weights"]), "q": _absolute(one["q"]), "cache": magnitudes}
     want, sums = (reference.indexer_logits_paged(**arrays)[0, 0] for arrays in (one, absolute))
     return Sample((n, i), want, RELATIVE * sums)

@@ -81,12 +81,17 @@ def _prefill(case: LogitsCase, rng: np.random.Generator) -> dict[str, Array]:
 
 def _paged(case: LogitsCase, rng: np.random.Generator) -> dict[str, Array]:
     pages = case.num_keys // PAGE_SIZE
-    cache = np.empty((case.b * pages, PAGE_SIZE * (case.d + SCALE_BYTES)), np.uint8)
-    cache[:, : PAGE_SIZE * case.d] = codes(rng, case.b * pages, PAGE_SIZE, case.d).reshape(len(cache), -1)
-    cache[:, PAGE_SIZE * case.d :].view(np.float32)[...] = rng.uniform(0.5, 2.0, (len(cache), PAGE_SIZE))
+    code_bytes = case.key_bytes - SCALE_BYTES
+    cache = np.empty((case.b * pages, PAGE_SIZE * case.key_bytes), np.uint8)
+    codes_of, scales = cache[:, : PAGE_SIZE * code_bytes], cache[:, PAGE_SIZE * code_bytes :]
+    codes_of[...] = codes(rng, case.b * pages, PAGE_SIZE, code_bytes).reshape(len(cache), -1)
+    if case.e2m1:  # any byte is two codes; exponents are those of 1/4 to 2
+        scales[...] = rng.integers(125, 129, scales.shape, np.uint8)
+    else:
+        scales.view(np.float32)[...] = rng.uniform(0.5, 2.0, (len(cache), PAGE_SIZE))
     return {
         "q": codes(rng, case.b, case.s_q, case.h, case.d),
-        "cache": cache.reshape(-1, PAGE_SIZE, 1, case.d + SCALE_BYTES),
+        "cache": cache.reshape(-1, PAGE_SIZE, 1, case.key_bytes),
         "weights": _weights(rng, case.b, case.s_q, case.h),
         "seqlens": np.full(case.b, case.s_kv, np.int32),
         "block_table": rng.permutation(case.b * pages).reshape(case.b, pages).astype(np.int32),

@@ -341,7 +341,9 @@ MLA_DEVICE void store_result(const Block<C>& block, const WorkItem& item, const 
                              const float (&sums)[kFragmentRows], i32 thread) {
     const DecodeParams& p = block.p;
     const i32 lane = thread % kWarpThreads;
-    const i32 row = block.row0 + thread / kWarpThreads * kRowsPerWarp + lane % kRowsPerWarp;
+    i32 row0 = block.row0;
+    if constexpr (C::Work::kForms && C::kSparse) opaque(row0);  // or the row would be kept across the loop, and spilled
+    const i32 row = row0 + thread / kWarpThreads * kRowsPerWarp + lane % kRowsPerWarp;
     const i32 my_row = min(row, block.rows_of(item) - 1);
     const float my_max = of_my_row(math.rows.max, lane), my_sum = of_my_row(sums, lane);
     const float my_row_max = C::kWithRowMax && !kRight ? of_my_row(math.rows.row_max, lane) : 0.f;
@@ -373,7 +375,9 @@ MLA_DEVICE void run_math_role(Block<C>& block, i32 thread, Tiles tiles) {
             has_nonfinite = !C::kSparse && s.nonfinite_request[kRight] == item.request;
             release(s.q_empty, thread);  // only now: the next work item may overwrite what was read above
         }
-        if constexpr (kRight && C::Work::kForms) turn_back(block, item, math, thread);
+        if constexpr (C::Work::kForms && C::kSparse) walk.describe_again(block.p, item);
+        constexpr bool kTurned = C::Work::kForms && (!C::kSparse || C::kHeadDimQk == kHeadDimV);
+        if constexpr (kRight && kTurned) turn_back(block, item, math, thread);
         store_result<kRight>(block, item, math, sums, thread);
         if (has_nonfinite) {
             bar_sync(own_barrier(kRight), kWarpgroupThreads);  // the results are stored

@@ -1,11 +1,13 @@
 // FP8 records as keys for Hopper's tensor cores: the formats of the operands, the tiles of a block's split in order,
 // and how a lane's bytes of a row become 16-bit elements of SW128 tiles.
 #pragma once
+#include "attention/query_groups.cuh"
 #include "attention/sm90/tile.cuh"
 #include "attention/token_record.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/load.cuh"
 #include "tile/sw128.cuh"
+#include "tile/uniform.cuh"
 
 namespace mla::attention::sm90 {
 // ---- Two records in one tile -----------------------------------------------------------------------------------
@@ -74,7 +76,8 @@ struct RecordTile : KeyTile<kKeyColumns<Record>> {
 // ---- Tiles of a split ------------------------------------------------------------------------------------------
 // The tiles of all work items of a split, one after the other.
 template <class Work>
-struct TileWalk : WorkItem {
+struct TileWalk : Work::HeldItem {
+    using Work::HeldItem::tile_begin, Work::HeldItem::tile_end;
     WorkIteratorOf<Work> walk;
     i32 tile;
     bool first;  // of its work item
@@ -91,6 +94,12 @@ struct TileWalk : WorkItem {
             first = true;
         }
         return true;
+    }
+
+    // What `query_row` of Tokens knows the item by.
+    MLA_DEVICE i32 queries() const {
+        if constexpr (Work::kForms) return walk.group - 1;
+        return this->request;
     }
 };
 
@@ -135,6 +144,89 @@ struct SlimTileWalk {
         first = true;
         return true;
     }
+
+    MLA_DEVICE i32 queries() const { return request; }
+    MLA_DEVICE bool ends() const { return tile + 1 == tile_end; }  // its work item, with this tile
+    MLA_DEVICE i32 at() const { return tile; }
+    MLA_DEVICE const SlimTileWalk& item() const { return *this; }  // what `place` of Tokens takes
+
+    // Tells the compiler that all lanes have the same.
+    MLA_DEVICE void make_uniform() {
+        request = in_uniform(request);
+        tokens = in_uniform(tokens);
+        first_tokens = in_uniform(first_tokens);
+        tile = in_uniform(tile);
+        tile_end = in_uniform(tile_end);
+    }
+};
+
+// Words that all lanes of a warp have alike, in one register: lane i has word i.
+struct LaneWords {
+    i32 words;
+
+    MLA_DEVICE i32 get(i32 word) const { return __shfl_sync(kFullWarp, words, word); }
+    MLA_DEVICE void set(i32 word, i32 value) {
+        if (own_lane() == word) words = value;
+    }
+};
+
+// Of a group there is more to remember than fits into 24 registers. The schedule is read again for each.
+template <>
+struct SlimTileWalk<GroupedWork> : LaneWords {
+    enum Word : i32 { kHidden, kGroup, kRequest, kSeenTokens, kFirstToken, kAtTile, kTileEnd, kFreeWord };
+    bool first;
+
+    // What `place` of Tokens takes; `tokens` without what is hidden from the group.
+    struct Item {
+        i32 request, tokens, first_token;
+    };
+
+    MLA_DEVICE SlimTileWalk(const DecodeParams& p, i32 split, i32 hidden = 0) : LaneWords{0}, first(false) {
+        set(kHidden, hidden);
+        set(kGroup, p.schedule[split].request - 1);
+    }
+
+    MLA_DEVICE bool next(const DecodeParams& p) {
+        set(kAtTile, get(kAtTile) + 1);
+        first = false;
+        while (in_uniform(get(kAtTile)) >= in_uniform(get(kTileEnd))) {
+            if (!open(p, in_uniform(get(kGroup)) + 1)) return false;
+        }
+        return true;
+    }
+
+    MLA_DEVICE bool open(const DecodeParams& p, i32 group) {
+        const SchedulePoint end = p.schedule[blockIdx.y + 1];
+        if (group >= p.b || group > end.request || (group == end.request && end.tile == 0)) return false;
+        set(kGroup, group);
+        i32 tokens, hidden = in_uniform(get(kHidden)), first_tile = 0;
+        if (forms_of(p).groups == nullptr) {
+            const RequestLength length = request_length(p, group);
+            set(kRequest, group);
+            tokens = length.tokens;
+            if (hidden != 0) hidden = hidden_here(p, hidden, length.behind_last);
+        } else {
+            const QueryGroup& of = forms_of(p).groups[group];
+            set(kRequest, of.request);
+            set(kFirstToken, of.first_token);
+            first_tile = of.first_token / kTileTokens;
+            tokens = of.tokens;
+            if (p.causal) hidden = max(hidden + of.later_queries + of.queries - p.s_q, 0);
+        }
+        set(kSeenTokens, tokens - hidden);
+        const SchedulePoint begin = p.schedule[blockIdx.y];
+        set(kAtTile, first_tile + (group == begin.request ? begin.tile : 0));
+        const i32 tiles = ceil_div(tokens, kTileTokens);
+        set(kTileEnd, group == end.request ? min(tiles, first_tile + end.tile) : tiles);
+        first = true;
+        return true;
+    }
+
+    MLA_DEVICE i32 queries() const { return get(kGroup); }
+    MLA_DEVICE bool ends() const { return get(kAtTile) + 1 == get(kTileEnd); }
+    MLA_DEVICE i32 at() const { return get(kAtTile); }
+    MLA_DEVICE Item item() const { return {get(kRequest), get(kSeenTokens), get(kFirstToken)}; }
+    MLA_DEVICE void make_uniform() {}
 };
 
 // ---- Rows ------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 // bf16 queries beside f16 keys are multiplied by a power of two per row, which puts the row's largest element between
 // 2^14 and 2^15: what is down to 2^-31 of it then has all of its bits in f16. Scores are multiplied by the inverse.
 #pragma once
+#include "attention/record_tokens.cuh"
 #include "attention/sm90/record_keys.cuh"
 #include "tile/elements.cuh"
 
@@ -19,10 +20,12 @@ struct QueryRow {
     static constexpr i32 kOfLane = ceil_div(kChunks, kWarpThreads);
     uint4 chunk[kOfLane];
 
-    // Null becomes zeros. A row may start at any element.
-    MLA_DEVICE void load(const u16* from, i32 lane) {
+    // Null becomes zeros. A row, or each of its parts, may start at any element.
+    template <class Row>
+    MLA_DEVICE void load(const Row& row, i32 lane) {
 #pragma unroll
         for (i32 i = 0; i < kOfLane; ++i) {
+            const u16* from = part_of_row(row, i * kWarpThreads * kChunkElems);
             const i32 at = (lane + i * kWarpThreads) * kChunkElems;
             chunk[i] = make_uint4(0, 0, 0, 0);
             if (from == nullptr || at >= Tile::kHeadDimQk) continue;

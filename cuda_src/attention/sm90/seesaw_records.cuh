@@ -119,8 +119,10 @@ constexpr i32 kNoQuery = -1;
 
 // The first of the 16 query rows of a warp; others follow head by head.
 template <class C>
-MLA_DEVICE const u16* first_query_row(const Block<C>& block, i32 request, i32 warp) {
-    return C::Tokens::query_row(block.p, request, block.kv_head, block.row0 + warp * kRowsOfWarp);
+MLA_DEVICE auto first_query_row(const Block<C>& block, i32 request, i32 warp) {
+    i32 row = block.row0 + warp * kRowsOfWarp;
+    if constexpr (C::Work::kForms) opaque(row);  // or what follows from it would be kept from query to query
+    return C::Tokens::query_row(block.p, request, block.kv_head, row);
 }
 
 // How many of them there are; below 0 where not even the first one is.
@@ -141,25 +143,30 @@ struct Scout {
     bool exists;                   // the tile that the walk is at
     typename Tokens::Place place;  // of the lane's row of that tile
 
+    // Words of the walk with forms, beside its own and those of TileBefore.
+    enum Word : i32 { kKvHead = 16, kFirstRow, kNumRows, kRound };
+
     MLA_DEVICE Scout(Block<C>& block, i32 warp)
         : block(block),
           warp(warp),
           walk(block.p, block.split, Tokens::kMasked ? block.hidden : 0),
           exists(true),
-          place(Tokens::nowhere()) {}
+          place(Tokens::nowhere()) {
+        if constexpr (C::Work::kForms) {
+            walk.set(kKvHead, block.kv_head);
+            walk.set(kFirstRow, block.row0 + warp * kRowsOfWarp);
+            walk.set(kNumRows, query_rows_of_warp(block, warp));
+        }
+    }
 
     MLA_DEVICE i32 row() const { return warp * kRowsOfWarp + own_lane() % kRowsOfWarp; }
-    MLA_DEVICE i32 token() const { return walk.tile * kTileTokens + row(); }
+    MLA_DEVICE i32 token() const { return walk.at() * kTileTokens + row(); }
 
     // The next tile, if there is one. The places of its rows are asked for.
     MLA_DEVICE void advance() {
         exists = in_uniform(walk.next(block.p));
-        walk.request = in_uniform(walk.request);
-        walk.tokens = in_uniform(walk.tokens);
-        walk.first_tokens = in_uniform(walk.first_tokens);
-        walk.tile = in_uniform(walk.tile);
-        walk.tile_end = in_uniform(walk.tile_end);
-        place = exists ? Tokens::place(block.p, walk, token()) : Tokens::nowhere();
+        walk.make_uniform();
+        place = exists ? Tokens::place(block.p, walk.item(), token()) : Tokens::nowhere();
     }
 
     // Before the first tile: the tile before has rows of zeros.
@@ -173,11 +180,22 @@ struct Scout {
 
     MLA_DEVICE void prefetch_query() const {
         const i32 lane = own_lane();
+        if constexpr (C::Work::kForms) {  // rows of one query
+            const i32 column = lane * kSw128Columns, query = walk.queries(), kv_head = walk.get(kKvHead);
+            const i32 row = walk.get(kFirstRow), rows = walk.get(kNumRows);
+            if (rows <= 0 || lane >= C::kSwTilesQk) return;
+            const u16* from = part_of_row(Tokens::query_row(block.p, query, kv_head, row), column) + column;
+            const i64 stride = column < kHeadDimV ? block.p.q_stride_h_elems : forms_of(block.p).q_rope_stride_h_elems;
 #pragma unroll 1
-        for (i32 i = 0; i < kRowsOfWarp; ++i) {
-            const i32 row = block.row0 + warp * kRowsOfWarp + i;
-            const u16* from = row < block.rows ? Tokens::query_row(block.p, walk.request, block.kv_head, row) : nullptr;
-            if (from != nullptr && lane < C::kSwTilesQk) prefetch_global_l2(from + lane * kSw128Columns);
+            for (i32 i = 0; i < rows; ++i, from += stride) prefetch_global_l2(from);
+        } else {
+#pragma unroll 1
+            for (i32 i = 0; i < kRowsOfWarp; ++i) {
+                const i32 row = block.row0 + warp * kRowsOfWarp + i;
+                const u16* from =
+                    row < block.rows ? Tokens::query_row(block.p, walk.request, block.kv_head, row) : nullptr;
+                if (from != nullptr && lane < C::kSwTilesQk) prefetch_global_l2(from + lane * kSw128Columns);
+            }
         }
     }
 
@@ -187,7 +205,8 @@ struct Scout {
         constexpr i32 kBytes = kTokenBytes<TokenRecord>, kLineBytes = 128, kLines = ceil_div(kBytes, kLineBytes);
         const i32 lane = own_lane();
         const u64 all = reinterpret_cast<u64>(row);
-#pragma unroll
+        constexpr i32 kSideBySide = C::Work::kForms ? 1 : kRowsOfLane;
+#pragma unroll kSideBySide
         for (i32 r = 0; r < kRowsOfLane; ++r) {
             const u64 from = __shfl_sync(kFullWarp, all, lane / kPieceLanes + r * kRowStep);
             const bool compact = kMixed<TokenRecord> && is_compact_row(reinterpret_cast<const u8*>(from));
@@ -225,6 +244,50 @@ struct Scout {
     }
 };
 
+// What a scout says about the tile that it has found, once it has the next one.
+template <class Walk>
+struct TileBefore {
+    u32 bits = 0;
+    i32 query = kNoQuery;
+    const i32 first_query;  // comes before all tiles
+    bool second = false;    // tile of its work item
+
+    MLA_DEVICE TileBefore(const Walk& walk) : first_query(walk.queries()) {}
+
+    MLA_DEVICE FoundTile found(const Walk&, bool last) const { return {bits | (last ? FoundTile::kLast : 0), query}; }
+    MLA_DEVICE void remember(Walk& walk, u32 present) {
+        // Q's buffer becomes free only when the previous query is done, later than both stages: the first tiles of a
+        // query come before its Q.
+        static_assert(kStagesKV == 2, "after the second tile, or the only one");
+        const bool with_query = walk.first ? walk.ends() : second;
+        bits = (present & FoundTile::kRows) | (walk.first ? FoundTile::kFirst : 0);
+        query = with_query && walk.queries() != first_query ? walk.queries() : kNoQuery;
+        second = walk.first;
+    }
+};
+
+// The same, in the lanes' words.
+template <>
+struct TileBefore<SlimTileWalk<GroupedWork>> {
+    using Walk = SlimTileWalk<GroupedWork>;
+    enum Word : i32 { kBits = Walk::kFreeWord, kQuery, kFirstQuery };
+
+    MLA_DEVICE TileBefore(Walk& walk) {
+        walk.set(kQuery, kNoQuery);
+        walk.set(kFirstQuery, walk.queries());
+    }
+
+    MLA_DEVICE FoundTile found(const Walk& walk, bool last) const {
+        return {walk.get(kBits) | (last ? FoundTile::kLast : 0), walk.get(kQuery)};
+    }
+    MLA_DEVICE void remember(Walk& walk, u32 present) {
+        const bool with_query = walk.first ? walk.ends() : (walk.get(kBits) & FoundTile::kFirst) != 0;
+        walk.set(kBits, (present & FoundTile::kRows) | (walk.first ? FoundTile::kFirst : 0));
+        const i32 query = walk.queries();
+        walk.set(kQuery, with_query && query != walk.get(kFirstQuery) ? query : kNoQuery);
+    }
+};
+
 // While a tile is stored and the next one is loaded, the one after it is found.
 template <class C>
 MLA_DEVICE void run_scout_role(Block<C>& block, i32 warp) {
@@ -233,34 +296,31 @@ MLA_DEVICE void run_scout_role(Block<C>& block, i32 warp) {
     scout.advance();
     if (!scout.exists) return;
     scout.reset();
-    Ring<1> ring;
-    u32 bits = 0;  // of the tile before
-    i32 query = kNoQuery;
-    const i32 first_query = scout.walk.request;  // comes before all tiles
-    bool second = false;                         // tile of its work item
+    Ring<1> ring;  // without forms
+    TileBefore<SlimTileWalk<typename C::Work>> before(scout.walk);
 #pragma unroll 1
     while (true) {
         const TokenBytes bytes = scout.find();
         const bool present = bytes.data != nullptr;
+        if constexpr (C::Work::kForms) ring.phases = scout.walk.get(Scout<C>::kRound);
         mbarrier_wait(e.found_empty[warp], ring.empty_parity(0));
         ring.advance(0);
+        if constexpr (C::Work::kForms) scout.walk.set(Scout<C>::kRound, ring.phases);
         scout.prefetch_rows(present ? bytes.data : kZeroRow);  // no earlier: PERF(H200, 2026-11-22, 336.6 not 345.1 us)
-        scout.pass_on(bytes, ring.full_parity(0));
-        if (own_lane() == 0) e.found[warp] = {bits | (scout.exists ? 0 : FoundTile::kLast), query};
+        scout.pass_on(bytes, ring.full_parity(0));             // the parity counts where there are two records
+        if constexpr (C::Work::kForms) {                       // all lanes have a part in what is said
+            const FoundTile found = before.found(scout.walk, !scout.exists);
+            if (own_lane() == 0) e.found[warp] = found;
+        } else {
+            if (own_lane() == 0) e.found[warp] = before.found(scout.walk, !scout.exists);
+        }
         cp_async_wait_all();
         release(e.found_full[warp], own_lane());
         if (!scout.exists) break;
 
-        // Q's buffer becomes free only when the previous query is done, later than both stages: the first tiles of a
-        // query come before its Q.
-        static_assert(kStagesKV == 2, "after the second tile, or the only one");
-        const auto& walk = scout.walk;
-        const bool with_query = walk.first ? walk.tile + 1 == walk.tile_end : second;
-        bits = (__ballot_sync(kFullWarp, present) & FoundTile::kRows) | (walk.first ? FoundTile::kFirst : 0);
-        query = with_query && walk.request != first_query ? walk.request : kNoQuery;
-        second = walk.first;
+        before.remember(scout.walk, __ballot_sync(kFullWarp, present));
         scout.advance();
-        if (scout.exists && walk.first) scout.prefetch_query();
+        if (scout.exists && scout.walk.first) scout.prefetch_query();
     }
 }
 
@@ -366,22 +426,41 @@ struct Dequantiser {
         Storage<C>& s = block.s;
         mbarrier_wait(s.q_empty, ring.empty_parity(kQ));
         ring.advance(kQ);
+        const DecodeParams& p = block.p;
+        constexpr i32 kSteps = ceil_div(C::kSwTilesQk * kSw128Chunks, kWarpThreads);
+        if constexpr (C::Work::kForms) {
+            constexpr i32 kLatentSteps = kSwTilesV * kSw128Chunks / kWarpThreads;
+            start_steps<0, kLatentSteps>(first_query_row(block, query, warp).latent, p.q_stride_h_elems);
+            if constexpr (kSteps > kLatentSteps) {
+                opaque(query);  // the address again, rather than both at once
+                start_steps<kLatentSteps, kSteps>(part_of_row(first_query_row(block, query, warp), kHeadDimV),
+                                                  forms_of(p).q_rope_stride_h_elems);
+            }
+        } else {
+            const u16* row = first_query_row(block, query, warp);
+            if constexpr (C::Tokens::kQueriesAnywhere) {
+                if (((reinterpret_cast<u64>(row) | 2 * p.q_stride_h_elems) & 15) != 0) return copy_query(row);
+            }
+            start_steps<0, kSteps>(row, p.q_stride_h_elems);
+        }
+    }
+
+    // ... in steps [kBegin, kEnd) of each row, a chunk per lane ...
+    template <i32 kBegin, i32 kEnd>
+    MLA_DEVICE void start_steps(const u16* row, i64 stride) const {
+        Storage<C>& s = block.s;
         constexpr i32 kChunks = C::kSwTilesQk * kSw128Chunks, kSwTilesOfStep = kWarpThreads / kSw128Chunks;
         const i32 first = warp * kRowsOfWarp;
-        const DecodeParams& p = block.p;
-        const u16* row = first_query_row(block, query, warp);
-        if constexpr (C::Tokens::kQueriesAnywhere) {
-            if (((reinterpret_cast<u64>(row) | 2 * p.q_stride_h_elems) & 15) != 0) return copy_query(row);
-        }
         row += lane * kChunkElems;
         const SmemAddr tiles = smem_addr(s.q) + lane / kSw128Chunks * kSw128Bytes;
-#pragma unroll 2
-        for (i32 i = 0; i < kRowsOfWarp; ++i, row += p.q_stride_h_elems) {
+        constexpr i32 kSideBySide = C::Work::kForms ? 1 : 2;
+#pragma unroll kSideBySide
+        for (i32 i = 0; i < kRowsOfWarp; ++i, row += stride) {
             const bool present = block.row0 + first + i < block.rows;
-            const u16* from = present ? row : p.q;
+            const u16* from = present ? row : block.p.q;
             const SmemAddr to = tiles + sw128_offset(first + i, lane % kSw128Chunks);
 #pragma unroll
-            for (i32 step = 0; step < ceil_div(kChunks, kWarpThreads); ++step) {
+            for (i32 step = kBegin; step < kEnd; ++step) {
                 if (lane + step * kWarpThreads >= kChunks) continue;
                 cp_async_16(to + step * kSwTilesOfStep * kSw128Bytes,
                             from + (present ? step * kWarpThreads * kChunkElems : 0), present);
@@ -451,7 +530,7 @@ MLA_DEVICE void run_dequant_role(Block<C>& block, i32 warp, i32 lane) {
     {
         SlimTileWalk<typename C::Work> walk(block.p, block.split);
         if (!walk.next(block.p)) return;
-        dequantiser.start_query(walk.request);
+        dequantiser.start_query(walk.queries());
     }
     uint4 held[Pieces::kOfTile];
     bool compact[kRowsOfLane] = {};  // what is held
@@ -474,6 +553,8 @@ MLA_DEVICE void run_dequant_role(Block<C>& block, i32 warp, i32 lane) {
         mbarrier_wait(e.found_full[warp], dequantiser.ring.full_parity(Queue::kFound));
         dequantiser.ring.advance(Queue::kFound);
         const FoundTile found = e.found[warp];
+        i32 at_end = found.query * 2 + found.last();  // in one register
+        if constexpr (C::Work::kForms) opaque(at_end);
         const u8* const next[kRowsOfLane] = {dequantiser.bytes_of_row(0), dequantiser.bytes_of_row(1)};
         const typename Queue::Scales scales[kRowsOfLane] = {dequantiser.scales_of(0, compact[0]),
                                                             dequantiser.scales_of(1, compact[1])};
@@ -492,11 +573,12 @@ MLA_DEVICE void run_dequant_role(Block<C>& block, i32 warp, i32 lane) {
         release(s.kv_full[stage].right, lane);
         dequantiser.ring.advance(stage);
         stage ^= 1;
-        if (found.query != kNoQuery) {
-            dequantiser.start_query(found.query);
+        const i32 query = C::Work::kForms ? at_end >> 1 : found.query;
+        if (query != kNoQuery) {
+            dequantiser.start_query(query);
             dequantiser.finish_query();
         }
-        if (found.last()) break;
+        if (C::Work::kForms ? at_end & 1 : found.last()) break;
     }
 }
 

@@ -22,9 +22,10 @@ struct DequantWarp {
         : block(block), warp(warp), lane(lane), row(warp * kRowsOfWarp + lane / kPieceLanes), stage(0), q_stage(0) {}
 
     // The warp's i-th query row of the block; null past the last head.
-    MLA_DEVICE const u16* query_row(i32 query, i32 i) const {
+    MLA_DEVICE auto query_row(i32 query, i32 i) const {
         const i32 row = block.row0 + warp + i * kDequantWarps;
-        return row < block.rows ? C::Tokens::query_row(block.p, query, block.kv_head, row) : nullptr;
+        if (row >= block.rows) return NoRow<typename C::Tokens>::value;
+        return C::Tokens::query_row(block.p, query, block.kv_head, row);
     }
 
     MLA_DEVICE void store_query(i32 query) {

@@ -28,14 +28,16 @@ struct Dequantiser : DequantWarp<C> {
         listed.first_tokens = walk.first_tokens;
         listed.place = C::Tokens::place(block.p, walk, listed.token);
         if (!walk.first) return listed;
-        listed.query = walk.request;
+        listed.query = walk.queries();
 #pragma unroll
         for (i32 i = 0; i < Base::kQueryRows; ++i) {
             // Without a branch: after one that lanes may take apart, the compiler would keep nothing in uniform
             // registers.
             const i32 row = min(block.row0 + warp + i * kDequantWarps, block.rows - 1);
-            const u16* from = C::Tokens::query_row(block.p, listed.query, block.kv_head, row);
-            prefetch_global_l2(from + min(lane, C::kSwTilesQk - 1) * kSw128Columns);
+            const i32 column = min(lane, C::kSwTilesQk - 1) * kSw128Columns;
+            const u16* from = part_of_row(C::Tokens::query_row(block.p, listed.query, block.kv_head, row), column);
+            if constexpr (C::Tokens::Work::kForms) from = from == nullptr ? block.p.q : from + column;
+            prefetch_global_l2(C::Tokens::Work::kForms ? from : from + column);
         }
         return listed;
     }

@@ -112,7 +112,12 @@ MLA_DEVICE void mask_tile(const SmallBlock<C>& block, SmallMath<C>& math, u64 pr
     if constexpr (!C::Tokens::kMasked) {
         mask_absent(math.scores, present, thread);
     } else {
-        if ((tile + 1) * kTileTokens <= item.seen_by_all && present == ~0ull) return;
+        using Work = typename C::Tokens::Work;
+        if constexpr (Work::kForms) {
+            if (all_rows_see(Work::of(item), tile) && present == ~0ull) return;
+        } else {
+            if ((tile + 1) * kTileTokens <= item.seen_by_all && present == ~0ull) return;
+        }
         i32 row0 = block.row0;
         opaque(row0);  // otherwise the divisions below are hoisted, and their results occupy registers in the loop
         if constexpr (C::kTree) {
@@ -127,9 +132,16 @@ MLA_DEVICE void mask_tile(const SmallBlock<C>& block, SmallMath<C>& math, u64 pr
         mask.present = present;
 #pragma unroll
         for (i32 k = 0; k < kHeadsOfThread<C::kBlockRows>; ++k) {
-            mask.visible[k] = visible_tokens(block.p, item, row0 + kth_head(k, thread)) - tile * kTileTokens;
+            mask.visible[k] = visible_of<Work>(block.p, item, row0 + kth_head(k, thread)) - tile * kTileTokens;
         }
         mask_keys(math.scores, mask, thread);
+        if constexpr (Work::kForms) {
+#pragma unroll
+            for (i32 k = 0; k < kHeadsOfThread<C::kBlockRows>; ++k) {
+                const i32 seen_from = window_begin(block.p, item, row0 + kth_head(k, thread));
+                mask_keys_before(math.scores, k, seen_from - tile * kTileTokens, thread);
+            }
+        }
     }
 }
 
@@ -141,8 +153,15 @@ MLA_DEVICE void sanitize_v(const SmallBlock<C>& block, const SmallMath<C>& math,
                            i32 thread) {
     if constexpr (C::Tokens::kMasked) {
         const i32 first = tile * kTileTokens;
-        if (item.seen_by_all >= min(first + kTileTokens, item.tokens)) return;  // what is not there is zeros
         i32 found;
+        if constexpr (C::Tokens::Work::kForms) {
+            const GroupItem& of = C::Tokens::Work::of(item);
+            const bool from_begin = of.seen_from <= max(first, of.first_token);
+            if (from_begin && item.seen_by_all >= min(first + kTileTokens, item.tokens)) return;
+            sanitize_window<typename C::Latent, kSwTilesV>(block.s.kv[math.stage], of, tile, found, thread);
+            return;
+        }
+        if (item.seen_by_all >= min(first + kTileTokens, item.tokens)) return;  // what is not there is zeros
         sanitize_rows<typename C::Latent, kSwTilesV>(block.s.kv[math.stage], max(item.seen_by_all - first, 0),
                                                      item.tokens - first, found, item.request, thread);
     }
@@ -250,13 +269,13 @@ MLA_DEVICE void run_math_role(SmallBlock<C>& block, i32 group, i32 thread) {
     using Element = typename C::Element;
     const DecodeParams& p = block.p;
     SmallStorage<C>& s = block.s;
-    const BlockHeads heads{block.kv_head, block.row0, block.rows};
+    using Held = typename C::Tokens::Work;
     SmallMath<C> math;
     math.group = math.stage = group;
     math.q_stage = 0;
     i32 stage = 0;
-    WorkItem item;
-    using Work = WorkIteratorOf<typename C::Tokens::Work>;
+    typename Held::HeldItem item;
+    using Work = WorkIteratorOf<Held>;
     for (Work walk(p, block.split, C::Tokens::kMasked ? block.hidden : 0); walk.next(p, item);) {
         math.reset();
         const i32 tiles = item.tile_end - item.tile_begin;
@@ -281,6 +300,9 @@ MLA_DEVICE void run_math_role(SmallBlock<C>& block, i32 group, i32 thread) {
                 for (float& x : columns) x *= p.value_scale;
             }
         }
+        constexpr bool kTurned = Held::kForms && C::kHeadDimQk == kHeadDimV;
+        if constexpr (kTurned) turn_back<C::kBlockRows>(p, item, block.row0, math.out[kSwTilesV - 1], thread);
+        const BlockHeadsOf<Held> heads{block.kv_head, block.row0, block.rows_of(item)};
         store_result<C::Tokens::kWithRowMax>(Element{}, p, item, heads, math, s.warp_values[0], s.stats, 0, true,
                                              MathOnly, thread);
     }

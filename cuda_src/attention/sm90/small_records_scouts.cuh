@@ -21,8 +21,8 @@ struct Scout {
         listed.token = walk.tile * kTileTokens + thread;
         listed.first_tokens = walk.first_tokens;
         listed.place = Tokens::place(block.p, walk, listed.token);
-        listed.query = walk.first ? walk.request : kNoQuery;
-        if (walk.first) prefetch_query(walk.request);
+        listed.query = walk.first ? walk.queries() : kNoQuery;
+        if (walk.first) prefetch_query(walk.queries());
         return listed;
     }
 

@@ -139,10 +139,11 @@ struct SmallStorage<C, true> {
 enum SmallBarrier : i32 { MathOnly = 1, MathBoth = 3 };
 
 template <class C>
-struct SmallBlock : RowBlock<C::kBlockRows, C::kTree> {
+struct SmallBlock : RowBlock<C::kBlockRows, C::kTree, typename C::Tokens::Work> {
+    using Rows = RowBlock<C::kBlockRows, C::kTree, typename C::Tokens::Work>;
     SmallStorage<C>& s;
 
-    MLA_DEVICE SmallBlock(const DecodeParams& p, SmallStorage<C>& s) : RowBlock<C::kBlockRows, C::kTree>(p), s(s) {}
+    MLA_DEVICE SmallBlock(const DecodeParams& p, SmallStorage<C>& s) : Rows(p), s(s) {}
 };
 
 // By one thread, before the block's first barrier.

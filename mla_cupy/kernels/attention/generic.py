@@ -59,7 +59,12 @@ KERNEL: AttentionKernel[Any] = AttentionKernel(
 
 
 def from_records(
-    name: str, about: str, source: str, params: type[Params], records: tuple[str, ...]
+    name: str,
+    about: str,
+    source: str,
+    params: type[Params],
+    records: tuple[str, ...],
+    forms: tuple[str, ...] = SINK,
 ) -> AttentionKernel[Any]:
     """A family's kernel of the same form that reads FP8 records: its fallback for them."""
     return AttentionKernel(
@@ -74,5 +79,5 @@ def from_records(
         block_rows=BLOCK_M,
         blocks_per_sm=2,
         fallback=True,
-        forms=SINK,
+        forms=forms,
     )

@@ -12,6 +12,8 @@ from mla_cupy.runtime.device import DeviceInfo
 
 BLOCK_ROWS = (32, 64)
 """Rows of a block: accumulators of as many rows take half the registers of those of 512 columns."""
+MINICPM3 = 288, 40
+"""Keys and heads of MiniCPM3, which has blocks of its own."""
 
 
 def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
@@ -20,7 +22,8 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
 
 
 def _variant(problem: DecodeProblem) -> Variant:
-    return Variant(dtype=problem.dtype, block_rows=narrowest(BLOCK_ROWS, problem.rows), head_dim_qk=problem.d_qk)
+    builds = (32, 40, 64) if problem.d_qk == MINICPM3[0] else BLOCK_ROWS
+    return Variant(dtype=problem.dtype, block_rows=narrowest(builds, problem.rows), head_dim_qk=problem.d_qk)
 
 
 KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
@@ -29,7 +32,10 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     sm90_small.KERNEL.source,
     DecodeParams,
     HOPPER,
-    variants(dtype=HALF, block_rows=BLOCK_ROWS, head_dim_qk=NARROW_WIDTHS),
+    (
+        *variants(dtype=HALF, block_rows=BLOCK_ROWS, head_dim_qk=NARROW_WIDTHS),
+        *variants(dtype=HALF, block_rows=(MINICPM3[1],), head_dim_qk=(MINICPM3[0],)),
+    ),
     facts=sm90_small.KERNEL.facts,
     unsupported=unsupported,
     variant=_variant,

@@ -30,6 +30,11 @@ class Forms(NamedTuple):
         return tuple(name for name, value in self._asdict().items() if value)
 
     @property
+    def beyond_sink(self) -> bool:
+        """True if there are others than a sink, which every kernel but the clusters takes."""
+        return any(name != "attn_sink" for name in self.names)
+
+    @property
     def grouped(self) -> bool:
         """True if queries are scheduled in groups (`cuda_src/attention/query_groups.cuh`)."""
         return self.cu_seqlens_q or self.window > 0
@@ -58,10 +63,11 @@ NO_FORMS = Forms()
 class DecodeProblem:
     """Sizes and dtypes that decide which kernels run and how: no pointers, no device. `dtype` is that of the queries.
 
-    `aligned` says that q and the cache start at, and step by, multiples of 16 bytes, which TMA demands. `record` is the
-    FP8 record of the cache, "" for rows of `dtype`. `tree_mask` says that there is one.
-    `math` is "exact", "fp8" or "fp8x2".
-    Of queries of varying length `s_q` is what most have. `d_head` is the width that W_UV gives results, 0 without it.
+    `aligned` says that q and the cache start at, and step by, multiples of 16 bytes, which TMA demands; beside records,
+    of which no kernel demands that of calls without forms, that the queries of a call with forms do. `record` is the
+    FP8 record of the cache, "" for rows of `dtype`. `tree_mask` says that there is one. `math` is "exact", "fp8" or
+    "fp8x2". Of queries of varying length `s_q` is what most have. `d_head` is the width that W_UV gives results, 0
+    without it.
 
     `batch` is for the choice among kernels alone, which does without where it is not known. Problems that differ in
     nothing else are equal, since a plan serves smaller batches than its own.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.generic import from_records
+from mla_cupy.kernels.attention.generic_forms import FORMS
 from mla_cupy.kernels.attention.kernel import NO_TREE, READS_RECORDS, READS_V41, SINK, AttentionKernel, narrowest
 from mla_cupy.kernels.attention.records import (
     BLOCK_ROWS,
@@ -17,8 +20,8 @@ from mla_cupy.kernels.attention.records import (
 )
 from mla_cupy.kernels.decode.heuristics import SMALL_BLOCK_TILES
 from mla_cupy.kernels.decode.problem import DecodeProblem, tree_record_variant
-from mla_cupy.kernels.params import DecodeParams
-from mla_cupy.kernels.spec import BLACKWELL, HOPPER, Reason, needs_cc, variants
+from mla_cupy.kernels.params import DecodeFormParams, DecodeParams
+from mla_cupy.kernels.spec import BLACKWELL, HOPPER, Reason, needs_alignment, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
@@ -93,6 +96,59 @@ SEESAW: AttentionKernel[DecodeProblem] = AttentionKernel(
 )
 
 
+FORM_ROWS = BLOCK_ROWS[1:]
+"""Rows of the builds of `SMALL_FORMS`."""
+
+
+def _without_tree(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
+    """Reason that a kernel for forms cannot take the problem; None if it can."""
+    return unsupported(problem, device) or (NO_TREE if problem.tree_mask else None)
+
+
+SMALL_FORMS: AttentionKernel[DecodeProblem] = AttentionKernel(
+    "decode_sm90_records_forms",
+    "dense decode as decode_sm90_records, for lengths that vary, windows, queries in two arrays, turned results",
+    "decode/sm90_records_forms.cu",
+    DecodeFormParams,
+    HOPPER,
+    variants(dtype=HALF, record=DENSE_RECORDS, block_rows=FORM_ROWS),
+    facts={"tile_tokens": TILE_TOKENS},
+    unsupported=_without_tree,
+    variant=lambda problem: rows_variant(problem, narrowest(FORM_ROWS, problem.rows)),
+    block_rows=FORM_ROWS[-1],
+    forms=FORMS,
+)
+
+
+def _not_by_seesaw_forms(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
+    """Reason that the kernel cannot take the problem; None if it can."""
+    grouped = problem.forms.grouped  # then a block has rows of one query, however many there are
+    reason = _not_by_seesaw(replace(problem, s_q=1) if grouped else problem, device)
+    if reason is not None:
+        return reason
+    if not problem.aligned:
+        return needs_alignment("q")
+    if grouped and problem.h_q <= BLOCK_M // 2:
+        return Reason(f"takes lengths that vary, and windows, with more than {BLOCK_M // 2} heads only")
+    return None
+
+
+SEESAW_FORMS: AttentionKernel[DecodeProblem] = AttentionKernel(
+    "decode_sm90_records_seesaw_forms",
+    "dense decode as decode_sm90_records_seesaw, for lengths that vary, windows, queries in two arrays, turned results",
+    "decode/sm90_records_seesaw_forms.cu",
+    DecodeFormParams,
+    HOPPER,
+    variants(dtype=HALF, record=DENSE_RECORDS),
+    facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
+    unsupported=_not_by_seesaw_forms,
+    preferred=_seesaw_is_faster,
+    variant=record_variant,
+    block_rows=BLOCK_M,
+    forms=FORMS,
+)
+
+
 BLACKWELL_BLOCK_ROWS = (32, 64)
 """Numbers of query rows that a block of the kernel for Blackwell may compute."""
 
@@ -138,9 +194,10 @@ GENERIC = from_records(
     "decode_generic_records",
     "dense decode from FP8 records on CUDA cores, for any GPU from sm_75 on",
     "decode/generic_records.cu",
-    DecodeParams,
+    DecodeFormParams,
     READ_DENSE,
+    FORMS,
 )
 
 
-KERNELS = (SMALL, SEESAW, SM100, MMA_163KB, MMA, GENERIC)
+KERNELS = (SMALL, SEESAW, SMALL_FORMS, SEESAW_FORMS, SM100, MMA_163KB, MMA, GENERIC)

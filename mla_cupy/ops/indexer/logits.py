@@ -43,7 +43,7 @@ def indexer_logits(
         Indexer queries of 1 to 128 heads, d 32, 64 or 128. uint8 holds e4m3 codes, for libraries without that dtype.
         The last axis is contiguous; other strides are free (multiples of 16 bytes are fastest).
     k : array, (s_kv, d), dtype of q
-        Index keys. Strides as for q.
+        Index keys. Strides as for q. Keys in e2m1 lie in pages: see `indexer_cache_append` and `indexer_logits_paged`.
     weights : array, (s_q, h), float32
         Weights of the heads, of any sign. The scales of q's codes and any other factors belong in here.
     ks, ke : array, (s_q,), int32, optional

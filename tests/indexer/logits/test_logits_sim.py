@@ -480,6 +480,15 @@ def test_paged_and_prefill_have_the_same_bits() -> None:
 # ---- Keys in e2m1 ----------------------------------------------------------------------------------------------
 
 
+def test_keys_in_e2m1_side_by_side_are_refused() -> None:
+    """The kernels read them from pages alone; other widths have no such advice."""
+    q, k = np.zeros((2, 4, 128), np.uint8), np.zeros((9, 68), np.uint8)
+    with pytest.raises(mla_cupy.ShapeError, match=r"k.shape\[-1\]: got 68, expected d=128.*indexer_logits_paged"):
+        mla_cupy.indexer_logits(q, k, np.ones((2, 4), np.float32))
+    with pytest.raises(mla_cupy.ShapeError, match=r"k.shape\[-1\]: got 64, expected d=128, as in q$"):
+        mla_cupy.indexer_logits(q, k[:, :64], np.ones((2, 4), np.float32))
+
+
 @pytest.mark.settled
 @pytest.mark.parametrize(
     ("case", "kernel", "launched"),
