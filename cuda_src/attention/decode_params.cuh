@@ -46,7 +46,7 @@ struct DecodeParams {
     i32 causal, out_is_fp32;
     i32 continued_index;    // partial index of split 0 where split 1 continues its last request
     i32 request_units;      // without a schedule: every request has as many units of work, ...
-    i32 unit_tiles;         // ... each of so many tiles (but its last one)
+    i32 unit_tiles;         // ... each of so many tiles (but its last one). With one: 1 where W_UV follows the combine
     i32 cp_world, cp_rank;  // token j of the cache is token j * cp_world + cp_rank of the sequence
     float scale_log2;       // softmax scale * log2(e)
     float lse_factor;       // from base-2 logarithm to the caller's base

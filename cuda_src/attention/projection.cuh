@@ -340,13 +340,15 @@ MLA_DEVICE void merge_many(const ProjectionBlock<C>& block, const Source& source
     NextPieces<C> pieces;
     pieces.load(block, source, row, begin, end);
     const float lse = piece_lse2(source, row, begin + lane);
-    const auto lse_of = [&](i32 i) { return piece_lse2(source, row, lane + i * kWarpThreads); };
+    float lses[kLaneLses];  // all asked for at once: one after the other, they took as long as the pieces
+#pragma unroll
+    for (i32 i = 0; i < kLaneLses; ++i) lses[i] = piece_lse2(source, row, lane + i * kWarpThreads);
     float max = negative_infinity(), sum = 0.f;
-#pragma unroll 2
-    for (i32 i = 0; i < kLaneLses; ++i) max = fmaxf(max, lse_of(i));
+#pragma unroll
+    for (i32 i = 0; i < kLaneLses; ++i) max = fmaxf(max, lses[i]);
     max = warp_max(max);
-#pragma unroll 2
-    for (i32 i = 0; i < kLaneLses; ++i) sum += piece_weight(lse_of(i), max);
+#pragma unroll
+    for (i32 i = 0; i < kLaneLses; ++i) sum += piece_weight(lses[i], max);
     sum = warp_sum(sum);
     const float weight = begin + lane < end ? piece_weight(lse, max) * source.factor(block.head, max, sum) : 0.f;
     if (threadIdx.x == 0 && block.part == 0 && row.lse != nullptr) *row.lse = source.final_lse(max, sum);
@@ -388,11 +390,6 @@ MLA_DEVICE void merge_tokens(const ProjectionBlock<C>& block, const Source& sour
 #pragma unroll 1
     for (i32 i = 0; i < C::kRows; i += C::kRowsAtOnce) {
         merge_few(block, source, uniform_warp() + i * kProjectionWarps, count);
-    }
-    const i32 padded = (count + 15) / 16 * 16;  // whole tiles of the product
-    for (i32 i = threadIdx.x; i < (padded - count) * (kHeadDimV / 8); i += kProjectionThreads) {
-        *reinterpret_cast<uint4*>(&s.latents[count + i / (kHeadDimV / 8)][i % (kHeadDimV / 8) * 8]) =
-            make_uint4(0, 0, 0, 0);
     }
     __syncthreads();  // every warp has found its rows
 #pragma unroll 1
@@ -481,7 +478,9 @@ MLA_DEVICE void project_tile(const ProjectionBlock<C>& block, const Weights& w, 
     const i32 lane = threadIdx.x % kWarpThreads;
     float total[8];  // of the left eight columns, then of the right ones
     if (w.works(block)) {
-        const SmemAddr from = smem_addr(&block.s.latents[row + lane % 16][w.half * w.kHalf + lane / 16 * 8]);
+        // The last row takes the place of those that are missing.
+        const i32 token = row + min(lane % kTile, count - 1);
+        const SmemAddr from = smem_addr(&block.s.latents[token][w.half * w.kHalf + lane / 16 * 8]);
         float sums[2][2][4] = {};  // independent of each other, so that products need not wait for each other
 #pragma unroll
         for (i32 k = 0; k < w.kHalf / 16; ++k) {
@@ -577,15 +576,15 @@ MLA_DEVICE void merge_and_project(const ProjectionBlock<C>& block, const Source&
     }
 }
 
-// Of results that need no merge, in 16 bits: kTile rows to shared memory, a warp a row; the last one takes the place of
-// those that are missing.
+// Of results that need no merge, in 16 bits: kTile rows to shared memory, a warp a row, or as many as are left.
 template <class C, class Source>
 MLA_DEVICE void fetch_results(const ProjectionBlock<C>& block, const Source& source, i32 first) {
     const i32 first_row = (first - block.first) / kTile % C::kStages * kTile;
 #pragma unroll
     for (i32 i = 0; i < kTile; i += kProjectionWarps) {
         const i32 row = i + uniform_warp(), column = threadIdx.x % kWarpThreads * 8;
-        const u16* const from = source.result(block.head, min(first + row, block.end - 1)) + column;
+        if (first + row >= block.end) break;
+        const u16* const from = source.result(block.head, first + row) + column;
         u16* const to = &block.s.latents[first_row + row][column];
 #pragma unroll
         for (i32 c = 0; c < kHeadDimV; c += 8 * kWarpThreads) copy_16(to + c, from + c);

@@ -7,7 +7,7 @@
 // fills a multiprocessor.
 //
 //   load   W_UV, all pieces | wait for attention | pieces of the first 64 tokens | of the next ...
-//   math                    |                    | product, piece by piece | gate, store | ...
+//   math   gates            | wait for attention | product, piece by piece | gate, store | gates ...
 //
 // Columns that a head lacks are zeros (TMA), and so are tokens past the last one.
 //
@@ -147,13 +147,15 @@ MLA_DEVICE void store_columns(const ResultsParams& p, const Rows& rows, i32 r, i
 
 MLA_DEVICE void run_math_role(const ResultsParams& p, Storage& s, const Block& block) {
     const i32 thread = threadIdx.x;
-    griddepcontrol_wait();  // for what is stored
-    griddepcontrol_launch_dependents();
     u32 parity = 0;
 #pragma unroll 1
     for (i32 first = block.first; first < block.end; first += kTileTokens, parity ^= 1) {
         const Rows rows(p, block, first);
-        const Gates gates(p, block, rows);
+        const Gates gates(p, block, rows);  // as old as W_UV
+        if (first == block.first) {
+            griddepcontrol_wait();  // for what is stored
+            griddepcontrol_launch_dependents();
+        }
         float d[kColumns / 2];
 #pragma unroll
         for (float& x : d) x = 0.f;

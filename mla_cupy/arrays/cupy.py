@@ -37,22 +37,20 @@ class CupyFamily(NativeFamily):
         return view_of(argument, data.ptr, x.shape, x.strides, dtype.itemsize, name_of(dtype), data.device_id)
 
     def signature(self, arrays: Sequence[Any]) -> tuple[list[int], Signature] | None:
-        # Most of what a repeated call does in Python: no function is called per array.
+        # Most of what a repeated call does in Python: no function is called per array, and most arrays are None.
         kind = self.kind
-        addresses: list[int] = [0]
+        addresses = [0] * (len(arrays) + 1)
         key: list[Any] = []
-        for x in arrays:
+        for index, x in enumerate(arrays, 1):
             if x is None:
-                addresses.append(0)
-                key.append(None)
-            elif type(x) is kind:
-                data = x.data
-                address = data.ptr
-                addresses.append(address)
-                # Strides that follow from the shape need not be fetched, which takes longer than to ask.
-                key += (x.shape, x._c_contiguous or x.strides, x.dtype, data.device_id, address % ARRAY_ALIGNMENT)
-            else:
+                continue
+            if type(x) is not kind:
                 return None
+            data = x.data
+            addresses[index] = address = data.ptr
+            # Strides that follow from the shape need not be fetched, which takes longer than to ask.
+            strides = x._c_contiguous or x.strides
+            key.append((index, x.shape, strides, x.dtype, data.device_id, address % ARRAY_ALIGNMENT))
         return addresses, tuple(key)
 
     def address(self, x: Any) -> int:

@@ -31,6 +31,8 @@ WORKSPACE = "workspace"
 """Its name among the arrays."""
 MAX_ENTRIES = 256
 """Kinds of calls that a thread remembers."""
+MAX_PLACES = 256
+"""Addresses that it remembers of the arrays of each kind: a model has some for each layer."""
 
 
 class _Recent:
@@ -175,10 +177,15 @@ def _known(call: Invocation) -> tuple[Entry, list[int]] | None:
     if call.check is not False or entry.prepared.driver is not driver.active:
         return None
     if addresses != entry.apart:
-        if workspace is not None and (call.plan is not None or addresses[-1] % WORKSPACE_ALIGNMENT):
-            return None
-        if not overlap.clearly_apart(addresses, entry.reach, entry.written, entry.beside):
-            return None
+        places = (*addresses,)
+        if places not in entry.known:  # looking them up takes a tenth of comparing them
+            if workspace is not None and (call.plan is not None or addresses[-1] % WORKSPACE_ALIGNMENT):
+                return None
+            if not overlap.clearly_apart(addresses, entry.reach, entry.written, entry.beside):
+                return None
+            if len(entry.known) >= MAX_PLACES:
+                entry.known.clear()
+            entry.known.add(places)
         entry.apart = addresses.copy()
     return entry, addresses
 

@@ -95,8 +95,10 @@ class Entry:
     beside : frozenset
         Pairs of addresses that may be near each other at a certain distance: 0 for a result that is laid out as the
         array in its place, others for rows that lie between the other's rows.
-    apart : list of int or None
-        Addresses at which the arrays have been found not to overlap.
+    apart : list of int
+        Addresses at which the arrays have been found not to overlap: those of the call before.
+    known : set
+        More of these, such as each layer of a model has its own.
     """
 
     options: tuple[Any, ...]
@@ -112,5 +114,6 @@ class Entry:
     written: tuple[int, ...]
     beside: frozenset[Beside]
     apart: list[int]
+    known: set[tuple[int, ...]] = field(default_factory=set)
     signature: Signature | None = None
     match: Matcher | None = None

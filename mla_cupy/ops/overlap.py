@@ -59,15 +59,14 @@ def clearly_apart(
 
     Pairs of `beside` may.
     """
+    present = [(at, addresses[at] + span[0], addresses[at] + span[1]) for at, span in enumerate(reach) if span]
     for index in written:
         span = reach[index]
         if span is None:
             continue
         begin, end = addresses[index] + span[0], addresses[index] + span[1]
-        for other, theirs in enumerate(reach):
-            if theirs is None or other == index:
-                continue
-            if addresses[other] + theirs[0] >= end or begin >= addresses[other] + theirs[1]:
+        for other, low, high in present:
+            if low >= end or begin >= high or other == index:
                 continue
             if (index, other, addresses[other] - addresses[index]) not in beside:
                 return False

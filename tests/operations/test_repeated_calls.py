@@ -221,6 +221,35 @@ def test_the_memory_of_calls_is_bounded(
         assert len(calling._thread.recent.entries) <= 4
 
 
+def test_places_that_were_apart_are_not_compared_again(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers take turns, each with memory of its own. Other places are compared whenever they come."""
+    operation = next(operation for operation in each() if operation.name == "mla_decode")
+    monkeypatch.setattr(calling, "MAX_PLACES", 3)
+    compared: list[list[int]] = []
+    apart = calling.overlap.clearly_apart
+    monkeypatch.setattr(calling.overlap, "clearly_apart", lambda *args: compared.append(args[0]) or apart(*args))
+    layers = [{name: moved(x) for name, x in good_call(operation).items()} for _ in range(4)]
+    mla_cupy.mla_decode(**layers[0])  # the first of its kind
+    compared.clear()
+    for turn in range(3):
+        for call in layers[1:3]:
+            recorder.launches.clear()
+            mla_cupy.mla_decode(**call)
+            used = {address for launch in recorder.launches for address in launch.addresses.values()}
+            assert call["out"].ctypes.data in used
+        assert len(compared) == 2, turn
+    call = layers[2]
+    over = call["w_uv"].reshape(-1).view(call["out"].dtype)[: call["out"].size].reshape(call["out"].shape)
+    recorder.launches.clear()
+    for _ in range(2):
+        with pytest.raises(ShapeError, match="out: got memory that overlaps w_uv"):
+            mla_cupy.mla_decode(**{**call, "out": over})
+        assert not recorder.launches
+    for call in layers * 2:
+        mla_cupy.mla_decode(**call)
+        assert all(len(entry.known) <= 3 for entry in calling._thread.recent.entries.values())
+
+
 @operations
 def test_equal_options_of_another_type_are_checked(operation: Operation, recorder: Recorder) -> None:
     """True == 1 == 1.0, but a scale of True is refused, and so is a count of 1.0, whatever earlier calls were given."""

@@ -15,6 +15,8 @@ import mla_cupy
 from mla_cupy import dtypes, reference
 from mla_cupy.kernels.attention import combine_project, projection
 from mla_cupy.kernels.cache.absorb import ABSORB
+from mla_cupy.kernels.decode import DECODE
+from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
 from mla_cupy.kernels.projection.pipeline import STATES
 from tests.projection.inputs import States, kv_b_proj, states
 from tests.support.calls import Array
@@ -397,6 +399,12 @@ OF_STATES = (
         "const i32 vector = block.first_vector() + lane % C::kLanes + v * C::kLanes;",
         "const i32 vector = block.first_vector() + lane % C::kLanes;",
     ),
+    Mutant(
+        "log-sum-exps of the first 32 pieces only",
+        PROJECTION,
+        "lses[i] = piece_lse2(source, row, lane + i * kWarpThreads);",
+        "lses[i] = piece_lse2(source, row, i == 0 ? lane : kMaxRowPieces);",
+    ),
     Mutant("results of tokens that are none", PROJECTION, "        if (token >= count) continue;\n", ""),
     Mutant(
         "the gate without its sigmoid",
@@ -565,6 +573,15 @@ def test_shares_of_the_tokens(tokens: int, blocks: int, shares: int) -> None:
 )
 def test_where_w_uv_is_multiplied(h: int, d_head: int, tokens: int, apart: bool) -> None:
     assert projection.is_apart(h, d_head, tokens) == apart
+
+
+@pytest.mark.parametrize(("b", "apart"), [(64, True), (16, False)])
+def test_the_combine_leaves_room_for_what_multiplies(b: int, apart: bool) -> None:
+    """Half of its blocks, and the word that the next kernel may start."""
+    wanted = DecodeProblem(1, 96, 1, "bfloat16", batch=Batch(b, 4096))
+    merging, projecting = (DECODE.configure(replace(wanted, d_head=width), H200) for width in (0, 128))
+    assert projecting.apart == apart
+    assert projecting.combine_blocks * (2 if apart else 1) == merging.combine_blocks
 
 
 def test_gpus_without_clusters_have_builds() -> None:

@@ -37,6 +37,7 @@ EMPTY_LAUNCH = 4.0
 """Microseconds of CuPy's launch of an empty kernel on the host that the limits are for."""
 LIMITS = {"mla_decode, planned": 13.0, "mla_decode": 30.0, "sparse_mla_forward": 35.0, "sparse_mla_backward": 60.0}
 LIMITS |= {"mla_prefill": 20.0, "mla_prefill_backward": 30.0, "mla_prefill_backward, deterministic": 30.0}
+LIMITS |= {"mla_decode, w_uv": 15.0, "mla_prepare, w_uk": 15.0}
 """Microseconds, outputs given."""
 
 
@@ -96,6 +97,7 @@ def timed_calls(move: Callable[[Any], Any]) -> Iterator[Timed]:
             lambda options=options: mla_cupy.mla_decode(*arguments, out=out, lse=lse, **options),  # type: ignore[misc]
             lambda options=options: mla_cupy.mla_decode(*arguments, **options),  # type: ignore[misc]
         )
+    yield from _calls_around_attention(move, arguments)
     sparse = make_sparse(SparseCase(h_q=64, topk=128))
     q, kv, indices = (move(x) for x in sparse.arguments)
     results = mla_cupy.sparse_mla_forward(q, kv, indices)
@@ -113,6 +115,24 @@ def timed_calls(move: Callable[[Any], Any]) -> Iterator[Timed]:
         lambda: mla_cupy.sparse_mla_backward(*backward),
     )
     yield from _dense_calls(move)
+
+
+def _calls_around_attention(move: Callable[[Any], Any], arguments: list[Any]) -> Iterator[Timed]:
+    """With the halves of one kv_b_proj, as a layer has them, and decode with a plan."""
+    kind = ml_dtypes.bfloat16
+    kv_b_proj, cache, seqlens = move(np.ones((16, 256, 512), kind)), arguments[1], arguments[3]
+    plan = plan_of(make(DecodeCase(b=2, h_q=16, seqlens=64)), d_head=128)
+    plan.update(seqlens)
+    projecting: dict[str, Any] = {"w_uv": kv_b_proj[:, 128:], "plan": plan}
+    out, lse = mla_cupy.mla_decode(*arguments, **projecting)
+    call = partial(mla_cupy.mla_decode, *arguments, **projecting)
+    yield Timed("mla_decode, w_uv", partial(call, out=out, lse=lse), call)
+    q, latent, rope = (move(np.ones((2, *rest), kind)) for rest in ((16, 192), (512,), (64,)))
+    turns = {"positions": move(np.array([3, 4], np.int32)), "theta": 10000.0, "w_uk": kv_b_proj[:, :128]}
+    slots = move(np.array([0, 1], np.int32))
+    call = partial(mla_cupy.mla_prepare, q, latent, rope, cache, slots, **turns)
+    made, _, _ = call()
+    yield Timed("mla_prepare, w_uk", partial(call, out=made), call)
 
 
 def _dense_calls(move: Callable[[Any], Any]) -> Iterator[Timed]:

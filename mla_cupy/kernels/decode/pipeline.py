@@ -310,7 +310,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             out_is_fp32=not config.apart and (projects or call.view("out").dtype == "float32"),
             continued_index=0 if config.pieces else config.num_splits,
             request_units=0,
-            unit_tiles=0,
+            unit_tiles=int(config.apart and not config.in_clusters),
             cp_world=options.cp_world,
             cp_rank=options.cp_rank,
             scale_log2=options.scale * options.kv_scale * options.q_scale * LOG2_E,
@@ -334,7 +334,8 @@ def _projecting(config: DecodeConfig, tokens: int, device: DeviceInfo) -> Decode
     problem, apart = config.problem, is_apart(config.problem.h_q, config.problem.d_head, tokens)
     chosen = results.build if apart else combine_project.PROJECTION.build
     build = chosen(problem.half, problem.h_q, problem.d_head, tokens, device)
-    return replace(config, projection=build, apart=apart)
+    blocks = combine.blocks_beside_results(config.combine_blocks) if apart else config.combine_blocks
+    return replace(config, projection=build, apart=apart, combine_blocks=blocks)
 
 
 def _with_forms(
