@@ -69,7 +69,8 @@ DENSE_DECODE_FP8 = BenchOperation(
     peers="rows (our own over 16-bit rows), flashmla, flashmla_fp8 (of records with one scale), fa3 (the three import "
     "torch and need --peers-dir), "
     "exact (our own with conversion, of cases with products in FP8), e4m3_queries (our own with queries in e4m3, of "
-    "the same cases), fp8x2 and fp8x2_e4m3_queries (the same with two terms), attn_sink, q_rope, packed, varying, generic, "
+    "the same cases), fp8x2 and fp8x2_e4m3_queries (the same with two terms), attn_sink, q_rope, packed, varying, "
+    "generic, "
     f"{', '.join((*NAMED, *NAMED_ROWS))}; or none. "
     f"Default: rows, and {','.join(PEERS)} where --peers-dir is given",
     suites=cases.SUITES,
