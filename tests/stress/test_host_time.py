@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
-from mla_cupy.ops import OPERATIONS
+from mla_cupy.ops import OPERATIONS, POOL_OPERATIONS
 from mla_cupy.ops import call as calling
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.calls import plan_of
@@ -164,7 +164,8 @@ _DENSE_OPTIONS = ("k_rope", "cu_seqlens_q", "cu_seqlens_kv")
 def without_launches(name: str, call: Callable[[], object]) -> float:
     """Median microseconds of a repeated call whose launches are left out: what is Python's own."""
     call()
-    prepared = calling._thread.recent.last[OPERATIONS[name.partition(",")[0]]].prepared
+    operation = (OPERATIONS | POOL_OPERATIONS)[name.partition(",")[0]]
+    prepared = calling._thread.recent.last[operation].prepared
     launches, prepared._launches = prepared._launches, []
     try:
         return measure({name: call})[name][1]
