@@ -607,7 +607,8 @@ MLA_DEVICE void run_seesaw_records(const DecodeParams& p, u8* smem) {
         setmaxnreg_dec<kRegsDequant<C>>();
         run_dequant_role(block, warp - kLoaderWarp, thread % kWarpThreads);
     };
-    if constexpr (C::kValueScale) {  // in the other order NVRTC 12.9 spills registers of the scouts
+    // In the other order NVRTC 12.9 spills registers of the scouts of records "fp8".
+    if constexpr (C::kValueScale || C::Work::kForms) {
         if (warp >= kScoutWarp) {
             scouts();
         } else if (warp >= kLoaderWarp) {
