@@ -188,15 +188,40 @@ def test_queries_without_a_rope_part_are_not_copied(torch: Any, backend: Any) ->
 
 
 def test_queries_in_two_arrays_are_not_joined(torch: Any, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for caches of records, and where ranks share the cache."""
+    """But for caches of records, where ranks share the cache, and from 128 heads on, where the copy is cheaper."""
     inputs = cases.make(cases.DecodeCase(b=2, h_q=4, seqlens=70, strides="dense", head_axis=False))
     q, cache, table, seqlens = (tensor(torch, x) for x in inputs.arguments)
     monkeypatch.setattr(backend.torch, "cat", lambda *_, **__: pytest.fail("joined"))
     metadata = build(builder_of(backend, torch), torch, table, seqlens, 1)
     flat = q.flatten(0, 1)
     backend.MlaCupyImpl(**IMPL).forward_mqa((flat[..., :512], flat[..., 512:]), cache, metadata, None)
-    for others in ({"cache_dtype": "uint8"}, {"dcp": 2}):
+    assert build(builder_of(backend, torch, heads=127), torch, table, seqlens, 1).decode.in_parts
+    for others in ({"cache_dtype": "uint8"}, {"dcp": 2}, {"heads": 128}):
         assert not build(builder_of(backend, torch, **others), torch, table, seqlens, 1).decode.in_parts
+
+
+def test_the_first_layer_schedules(torch: Any, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever it runs, and no other: a graph that is captured after a run with the same metadata has a schedule."""
+    inputs = cases.make(cases.DecodeCase(b=2, h_q=4, seqlens="ragged-90", strides="dense", head_axis=False))
+    q, cache, table, seqlens = (tensor(torch, x) for x in inputs.arguments)
+    updates: list[Any] = []
+    update = backend.TorchDecodePlan.update
+
+    def counted(plan: Any, lengths: Any) -> None:
+        updates.append((plan, lengths.data_ptr()))
+        update(plan, lengths)
+
+    monkeypatch.setattr(backend.TorchDecodePlan, "update", counted)
+    builder = builder_of(backend, torch)
+    first, second = (backend.MlaCupyImpl(**IMPL) for _ in range(2))
+    metadata = build(builder, torch, table, seqlens, 1)
+    assert not updates
+    for count in (1, 2):
+        for layer in (first, second):
+            layer.forward_mqa(q.flatten(0, 1), cache, metadata, None)
+        assert updates == [(metadata.decode.plan, seqlens.data_ptr())] * count
+    second.forward_mqa(q.flatten(0, 1), cache, build(builder, torch, table, seqlens, 1), None)
+    assert len(updates) == 3
 
 
 def test_gathered_heads(torch: Any, backend: Any) -> None:
