@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,8 +45,9 @@ def test_a_method_comes_back() -> None:
     class Derived(Base):
         pass
 
-    with pytest.raises(ZeroDivisionError), replaced(Derived, "build", lambda build: lambda self: build(self) + 1):
+    with replaced(Derived, "build", lambda build: lambda self: build(self) + 1):
         assert (Derived().build(), Base().build()) == (2, 1)
+    with pytest.raises(ZeroDivisionError), replaced(Derived, "build", lambda build: lambda self: 3):
         raise ZeroDivisionError
     assert Derived().build() == 1
     assert "build" not in Derived.__dict__
@@ -92,3 +94,37 @@ def test_replays_and_builds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (told["replays"], told["builds"], told["graph_ms"], told["least_graph_ms"]) == (5, 5, 3.0, 1.0)
     assert 0 <= told["least_build_us"] <= told["build_us"]
     assert timing.watched(lambda: None, [Builder]) == {"replays": 0, "builds": 0}
+
+
+def test_builders_in_turn() -> None:
+    """All build the last step of the run, as often; the update of its plan is told apart."""
+    built: list[Any] = []
+
+    class Base:
+        def __init__(self, *given: Any) -> None:
+            self.kv_cache_spec, self.layer_names, self.vllm_config, self.device = given
+
+        def build(self, prefix: int, common: str) -> Any:
+            built.append((type(self).__name__, prefix, common))
+            return SimpleNamespace(decode=SimpleNamespace(plan=plan, seq_lens="lengths"))
+
+    class Own(Base):
+        pass
+
+    class Other(Base):
+        pass
+
+    updates: list[str] = []
+    plan = SimpleNamespace(update=updates.append)
+    own = Own("spec", ["layer"], "config", "device")
+
+    def run() -> None:
+        own.build(0, "first")
+        own.build(0, "last")
+
+    told = timing.builders_in_turn(run, Base, [Other], nullcontext)
+    assert list(told) == ["Own", "Other", "update of the plan"]
+    assert all(x >= 0 for x in told.values())
+    assert built[:2] == [("Own", 0, "first"), ("Own", 0, "last")]
+    assert built.count(("Other", 0, "last")) == timing.BUILDS == len(updates)
+    assert len(built) == 3 + 2 * timing.BUILDS

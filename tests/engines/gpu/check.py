@@ -33,13 +33,14 @@ import random
 import subprocess
 import sys
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from tests.engines.cpu.cases import NEAR, between_rounds, compared
 from tests.engines.cpu.run import count_our_calls, stand_in, told
-from tests.engines.gpu.timing import per_step, traced, watched
+from tests.engines.gpu.timing import builders_in_turn, per_step, traced, watched
 from tests.engines.model import PLAIN, build
 
 VOCABULARY = PLAIN["vocab_size"]
@@ -225,7 +226,6 @@ def tokens(options: argparse.Namespace, backend: str, heads: int) -> dict[str, A
 def speed(options: argparse.Namespace, backend: str, heads: int) -> dict[str, Any]:
     """Milliseconds of a decode step, with a short context and with a long one."""
     from vllm import SamplingParams
-    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 
     batches = batches_of(options)
     made = engine(options, backend, heads, options.context + LONG + SHORT, max(batches))
@@ -246,12 +246,36 @@ def speed(options: argparse.Namespace, backend: str, heads: int) -> dict[str, An
             seconds(SHORT, batch)
             told = step_times([(seconds(SHORT, batch), seconds(LONG, batch)) for _ in range(3)])
             if not options.cpu:
-                told["apart"] = watched(lambda batch=batch: seconds(SHORT, batch), [MLACommonMetadataBuilder])
-            if options.trace and context == options.context:
-                short, long = (traced(lambda n=n, batch=batch: seconds(n, batch)) for n in (8, 24))
-                told["kernels"] = per_step(short, long, 16)
+                told |= apart(
+                    lambda n=SHORT, batch=batch: seconds(n, batch), options.trace and context == options.context
+                )
             steps[f"b{batch} {context}"] = told
     return {"facts": facts(made), "steps": steps, "prefill_ms": prefill_times(made, options)}
+
+
+def apart(run: Any, trace: bool) -> dict[str, Any]:
+    """The times of a step that `run` generates, on the GPU and on the host; with `trace` kernel by kernel.
+
+    What fails is told in its place: the times on a clock are there already.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+    from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLAMetadataBuilder
+    from vllm.v1.attention.backends.mla.flashmla import FlashMLAMetadataBuilder
+
+    base, stock = MLACommonMetadataBuilder, (FlashMLAMetadataBuilder, FlashAttnMLAMetadataBuilder)
+    asked: dict[str, Any] = {"apart": lambda: watched(run, [base])}
+    if trace:
+        asked["kernels"] = lambda: per_step(*(traced(lambda n=n: run(n)) for n in (8, 24)), 16)
+        asked["builders_us"] = lambda: builders_in_turn(run, base, stock, set_current_vllm_config)
+    told = {}
+    for name, ask in asked.items():
+        try:
+            told[name] = ask()
+        except Exception as error:
+            traceback.print_exc()
+            told[f"{name}_failed"] = repr(error)
+    return told
 
 
 def batches_of(options: argparse.Namespace) -> list[int]:
@@ -286,6 +310,10 @@ def tell_steps(name: str, found: dict[str, Any]) -> None:
     """Print the times of one backend."""
     for case, step in found["steps"].items():
         print(f"{name} {case} tokens: {step['ms']:.3f} ms ({min(step['all_ms']):.3f}) {json.dumps(step.get('apart'))}")
+        for failed in (x for x in step if x.endswith("_failed")):
+            print(f"    {failed}: {step[failed]}")
+        if "builders_us" in step:
+            print(f"    microseconds of builders: {json.dumps(step['builders_us'])}")
         for row in step.get("kernels", ()):
             print(f"    {row['runs']:7.2f} {row['us']:9.2f} {row['added_us']:9.2f} us  {row['kernel'][:90]}")
     print(f"{name} prefill: {found['prefill_ms'][0]:.1f} ms", flush=True)

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 NAMED = 24
 """Kernels that are told, the longest first."""
+BUILDS = 200
+"""Builds of each builder, in turn."""
 
 
 class Kernel(NamedTuple):
@@ -89,6 +91,52 @@ def watched(run: Callable[[], Any], builders: Iterable[type] = ()) -> dict[str, 
     if builds:
         told |= {"build_us": round(statistics.median(builds), 1), "least_build_us": round(min(builds), 1)}
     return told
+
+
+def builders_in_turn(run: Callable[[], Any], base: type, others: Iterable[type], around: Any) -> dict[str, float]:
+    """Host microseconds of `build` for one step, of the engine's builder and of others, in one process.
+
+    Parameters
+    ----------
+    run : callable
+        Builds steps; the last one counts.
+    base : type
+        Class whose `build` builders inherit.
+    others : classes
+        Of builders for the same cache.
+    around : callable
+        From a builder's configuration to a context in which others are made.
+
+    Returns
+    -------
+    dict
+        Medians by the names of the classes; of a step that has a plan also of its update, as "update of the plan".
+    """
+    last: list[Any] = []
+
+    def kept(build: Any) -> Any:
+        def keeping(builder: Any, *given: Any, **named: Any) -> Any:
+            last[:] = builder, given, named
+            return build(builder, *given, **named)
+
+        return keeping
+
+    with replaced(base, "build", kept):
+        run()
+    own, given, named = last
+    with around(own.vllm_config):
+        made = [kind(own.kv_cache_spec, own.layer_names, own.vllm_config, own.device) for kind in others]
+    runs = {type(x).__name__: lambda x=x: x.build(*given, **named) for x in (own, *made)}
+    step = own.build(*given, **named).decode
+    if getattr(step, "plan", None) is not None:
+        runs["update of the plan"] = lambda: step.plan.update(step.seq_lens)
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(BUILDS):
+        for name, once in runs.items():
+            begun = time.perf_counter()
+            once()
+            found[name].append((time.perf_counter() - begun) * 1e6)
+    return {name: round(statistics.median(values), 1) for name, values in found.items()}
 
 
 def traced(run: Callable[[], Any]) -> list[Kernel]:
