@@ -34,8 +34,6 @@ _BYTES = (torch.uint8, torch.float8_e4m3fn)
 _SWITCH = "VLLM_BATCH_INVARIANT"
 _PAGE_SIZE = 64
 """Tokens that vLLM is asked for: with its default of 16 a tile of 64 keys takes four copies."""
-_JOINED_HEADS = 128
-"""From so many heads on queries are joined: the copy takes less than what kernels that read two arrays take longer."""
 _LONGEST_QUERY = 128
 """Up to here queries on a cached prefix are decoded, as in vLLM's FlashMLA backend: prefill projects the prefix up."""
 
@@ -122,12 +120,12 @@ class MlaCupyDecodeMetadata(MLACommonDecodeMetadata):  # type: ignore[misc]
             self.plan.update(self.seq_lens)
 
 
-def _in_parts(heads: int, head_size: int, record: str | None, ranks: int) -> bool:
+def _in_parts(head_size: int, record: str | None, ranks: int) -> bool:
     """True if queries are decoded from the two arrays that vLLM has them in.
 
     Kernels that read records want one array, and so has vLLM where ranks share the cache and gather their queries.
     """
-    return heads < _JOINED_HEADS and head_size == D_QK and record is None and ranks == 1
+    return head_size == D_QK and record is None and ranks == 1
 
 
 def _sizes(
@@ -145,7 +143,7 @@ def _sizes(
         "page_size": page_size,
         "dtype": torch.float8_e4m3fn if math == "fp8" else dtype,
         "math": math,
-        "q_rope": _in_parts(heads, head_size, record, ranks),
+        "q_rope": _in_parts(head_size, record, ranks),
         "batch_invariant": _wants_batch_invariance(),
         "device": place,
     }

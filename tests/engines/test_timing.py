@@ -102,7 +102,7 @@ def test_builders_in_turn() -> None:
 
     class Base:
         def __init__(self, *given: Any) -> None:
-            self.kv_cache_spec, self.layer_names, self.vllm_config, self.device = given
+            self.kv_cache_spec, self.layers, self.vllm_config, self.device = given
 
         def build(self, prefix: int, common: str) -> Any:
             built.append((type(self).__name__, prefix, common))
@@ -116,7 +116,8 @@ def test_builders_in_turn() -> None:
 
     updates: list[str] = []
     plan = SimpleNamespace(update=updates.append)
-    own = Own("spec", ["layer"], "config", "device")
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"layer": None}))
+    own = Own("spec", ["layer"], config, "device")
 
     def run() -> None:
         own.build(0, "first")

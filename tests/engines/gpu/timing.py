@@ -124,8 +124,10 @@ def builders_in_turn(run: Callable[[], Any], base: type, others: Iterable[type],
     with replaced(base, "build", kept):
         run()
     own, given, named = last
-    with around(own.vllm_config):
-        made = [kind(own.kv_cache_spec, own.layer_names, own.vllm_config, own.device) for kind in others]
+    config = own.vllm_config
+    layers = list(config.compilation_config.static_forward_context)
+    with around(config):
+        made = [kind(own.kv_cache_spec, layers, config, own.device) for kind in others]
     runs = {type(x).__name__: lambda x=x: x.build(*given, **named) for x in (own, *made)}
     step = own.build(*given, **named).decode
     if getattr(step, "plan", None) is not None:
