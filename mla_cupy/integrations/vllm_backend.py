@@ -106,6 +106,18 @@ class MlaCupyDecodeMetadata(MLACommonDecodeMetadata):  # type: ignore[misc]
     plan_heads: int
     in_parts: bool
     math: str
+    first: Any = None
+
+    def schedule(self, layer: Any) -> None:
+        """Enqueue the schedule before the first layer that uses the plan, whenever that layer runs.
+
+        A captured graph then holds it, and a replay makes its own: the host does nothing for it before each step. The
+        first layer is known by itself, since the same metadata may serve a run that warms up and the capture after it.
+        """
+        if self.first is None:
+            self.first = layer
+        if self.first is layer and self.plan is not None:
+            self.plan.update(self.seq_lens)
 
 
 def _in_parts(head_size: int, record: str | None, ranks: int) -> bool:
@@ -144,7 +156,7 @@ def _planned_lengths(config: Any) -> tuple[int, ...]:
 
 
 class MlaCupyMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
-    """Schedules a step, once for all layers."""
+    """Finds a step's plan, by which the first layer schedules it for all."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[Any] = QueryLenSupport.UNIFORM
@@ -181,7 +193,7 @@ class MlaCupyMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
         dcp_tot_seq_lens_device: torch.Tensor | None = None,
         **ignored: Any,
     ) -> MlaCupyDecodeMetadata:
-        """Runs before every step, and before a capture: outside of the graph.
+        """Runs before every step, replays included, and before a capture: outside of the graph, and on the host alone.
 
         vLLM adds parameters before the last one; ours are the first six and that.
         """
@@ -190,7 +202,6 @@ class MlaCupyMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
         plan = None
         if s_q in self._planned or _wants_batch_invariance():
             plan = self._plans.get(max(self._max_b, b), s_q, max_pages)
-            plan.update(seq_lens_device)
         return MlaCupyDecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
@@ -299,6 +310,8 @@ class MlaCupyImpl(MLACommonImpl):  # type: ignore[misc]
         plan = decode.plan if fits else None
         if plan is None and _wants_batch_invariance():
             raise NotImplementedError(f"mla_cupy is batch-invariant with {decode.plan_heads} heads, not {heads}")
+        if plan is not None:
+            decode.schedule(self)
         query = query.unflatten(0, (attn_metadata.num_decodes, -1))
         out, lse = mla_decode(
             query,

@@ -199,6 +199,30 @@ def test_queries_in_two_arrays_are_not_joined(torch: Any, backend: Any, monkeypa
         assert not build(builder_of(backend, torch, **others), torch, table, seqlens, 1).decode.in_parts
 
 
+def test_the_first_layer_schedules(torch: Any, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever it runs, and no other: a graph that is captured after a run with the same metadata has a schedule."""
+    inputs = cases.make(cases.DecodeCase(b=2, h_q=4, seqlens="ragged-90", strides="dense", head_axis=False))
+    q, cache, table, seqlens = (tensor(torch, x) for x in inputs.arguments)
+    updates: list[Any] = []
+    update = backend.TorchDecodePlan.update
+
+    def counted(plan: Any, lengths: Any) -> None:
+        updates.append((plan, lengths.data_ptr()))
+        update(plan, lengths)
+
+    monkeypatch.setattr(backend.TorchDecodePlan, "update", counted)
+    builder = builder_of(backend, torch)
+    first, second = (backend.MlaCupyImpl(**IMPL) for _ in range(2))
+    metadata = build(builder, torch, table, seqlens, 1)
+    assert not updates
+    for count in (1, 2):
+        for layer in (first, second):
+            layer.forward_mqa(q.flatten(0, 1), cache, metadata, None)
+        assert updates == [(metadata.decode.plan, seqlens.data_ptr())] * count
+    second.forward_mqa(q.flatten(0, 1), cache, build(builder, torch, table, seqlens, 1), None)
+    assert len(updates) == 3
+
+
 def test_gathered_heads(torch: Any, backend: Any) -> None:
     """Under decode context parallelism there are more query heads than the layer has; without a plan for them, too."""
     inputs = cases.make(cases.DecodeCase(b=2, h_q=8, seqlens="ragged-90", strides="dense", head_axis=False))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,18 @@ SPARSE: dict[str, Any] = {
 """What a model has with an indexer and sparse attention (DSA): fewer tokens are selected than most prompts have."""
 
 
-def configuration(*, drafting: bool = False, sparse: bool = False, **sizes: Any) -> dict[str, Any]:
+TWIN: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    **{name: SPARSE[name] for name in ("q_lora_rank", "topk_method", "scoring_func")},
+}
+"""What the model has that attends to all tokens, and has the weights of the sparse one without the indexer's."""
+
+
+def configuration(*, drafting: bool = False, sparse: bool = False, twin: bool = False, **sizes: Any) -> dict[str, Any]:
     """The model's config.json; `sizes` are of its fields."""
-    made = {**PLAIN, **(DRAFTING if drafting else {}), **(SPARSE if sparse else {}), **sizes}
+    kinds = (DRAFTING, drafting), (SPARSE, sparse), (TWIN, twin)
+    made = {**PLAIN, **{name: value for kind, asked in kinds if asked for name, value in kind.items()}, **sizes}
     made["num_key_value_heads"] = made["num_attention_heads"]
     return made
 
@@ -89,9 +99,10 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, Any]:
     import torch
 
     generator, dtype = torch.Generator().manual_seed(seed), getattr(torch, config["torch_dtype"])
+    of_indexer = torch.Generator().manual_seed(seed + 1)  # of its own: others are the same without it
 
-    def matrix(rows: int, columns: int, gain: float = 1.0) -> Any:
-        return (torch.randn(rows, columns, generator=generator) * (gain * columns**-0.5)).to(dtype)
+    def matrix(rows: int, columns: int, gain: float = 1.0, draw: Any = generator) -> Any:
+        return (torch.randn(rows, columns, generator=draw) * (gain * columns**-0.5)).to(dtype)
 
     def ones(size: int) -> Any:
         return torch.ones(size, dtype=dtype)
@@ -105,7 +116,7 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, Any]:
     for number in range(layers + (config.get("num_nextn_predict_layers") or 0)):
         layer = {**_attention(config, matrix, ones), **_rest(config, matrix, ones)}
         if "index_topk" in config:
-            layer |= _indexer(config, matrix, ones)
+            layer |= _indexer(config, partial(matrix, draw=of_indexer), ones)
         if number >= layers:
             layer |= {f"{name}.weight": ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
             layer["eh_proj.weight"] = matrix(hidden, 2 * hidden)

@@ -10,7 +10,8 @@
 
 A backend's name may be followed by a colon and a variant of ours: `engine-prefill`, `fp8-math`, `ours`, which puts
 ours in the place of FLASHMLA_SPARSE, `indexer`, which selects by ours, or `both`; of any backend `alone`, which gives
-it one request at a time: other shapes, other roundings, and nothing else.
+it one request at a time: other shapes, other roundings, and nothing else. With --sparse, `dense` is of a dense backend,
+for the same weights without the indexer's: where --topk is no less than the longest prompt, both attend to all tokens.
 
 With --by-position what a query of a sparse model attends to is chosen by its position, not by the indexer's scores:
 near scores fall either way from run to run, and selections would be compared, not what is made of them.
@@ -32,12 +33,14 @@ import random
 import subprocess
 import sys
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from tests.engines.cpu.cases import NEAR, between_rounds, compared
 from tests.engines.cpu.run import count_our_calls, stand_in, told
+from tests.engines.gpu.timing import builders_in_turn, per_step, traced, watched
 from tests.engines.model import PLAIN, build
 
 VOCABULARY = PLAIN["vocab_size"]
@@ -54,6 +57,7 @@ VARIANTS = {
     "indexer": {"MLA_CUPY_ENGINE_INDEXER": "mla_cupy"},
     "both": {"MLA_CUPY_ENGINE_INDEXER": "mla_cupy", "MLA_CUPY_VLLM": "sparse"},
     "alone": {},
+    "dense": {},
 }
 """What follows a backend's name, and the environment that it stands for."""
 PREFILLED = 65536
@@ -80,9 +84,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--older-runner", action="store_true", help="vLLM's first model runner")
     parser.add_argument("--no-prefix-cache", action="store_true")
     parser.add_argument("--heads", default="16")
-    parser.add_argument("--batch", type=int, default=64, help="requests of `speed`")
+    parser.add_argument("--batch", default="64", help="requests of `speed`, or several numbers of them")
     parser.add_argument("--context", type=int, default=8192, help="tokens of each of them")
     parser.add_argument("--layers", type=int, default=0, help="of the model (default: 2, of `speed` 24)")
+    parser.add_argument("--trace", action="store_true", help="the kernels of a step of `speed`, by PyTorch's profiler")
     parser.add_argument("--new", type=int, default=48, help="tokens that `tokens` generates")
     parser.add_argument("--longest", type=int, default=max(LENGTHS), help="tokens of the longest prompt")
     parser.add_argument("--cache", type=int, default=0, metavar="GIB", help="of cache (default: what is free)")
@@ -97,7 +102,9 @@ def label(options: argparse.Namespace, backend: str, heads: int) -> str:
     """A name for a run's files that says what is special about it."""
     flags = ("sparse", "by_position", "graphs", "compiled", "older_runner", "no_prefix_cache")
     parts = [options.what, backend.replace(":", "-"), f"h{heads}", options.kv, options.dtype]
-    parts += [f"b{options.batch}"] * (options.what == "speed") + [f"l{options.layers}"] * bool(options.layers)
+    parts += ["b" + options.batch.replace(",", "-")] * (options.what == "speed") + [f"l{options.layers}"] * bool(
+        options.layers
+    )
     parts += [f"topk{options.topk}"] * bool(options.topk)
     parts += [f"block{options.block}"] * bool(options.block) + [f"drafts{options.drafts}"] * bool(options.drafts)
     return "-".join(parts + [flag for flag in flags if getattr(options, flag)])
@@ -128,19 +135,21 @@ def engine(options: argparse.Namespace, backend: str, heads: int, longest: int, 
     from vllm import LLM
 
     layers = options.layers or (2 if options.what == "tokens" else 24)
+    twin = backend.endswith(":dense")
     name = f"h{heads}-l{layers}" + "-drafting" * bool(options.drafts) + "-sparse" * options.sparse
-    name += f"-topk{options.topk}" * bool(options.topk)
+    name += f"-topk{options.topk}" * bool(options.topk) + "-twin" * twin
     if options.by_position:
         select_by_position()
     model = build(
         options.out / "models" / name,
         drafting=bool(options.drafts),
-        sparse=options.sparse,
+        sparse=options.sparse and not twin,
+        twin=options.sparse and twin,
         empty=options.what == "speed",
         num_attention_heads=heads,
         num_hidden_layers=layers,
         torch_dtype=options.dtype,
-        **({"index_topk": options.topk} if options.topk else {}),
+        **({"index_topk": options.topk} if options.topk and not twin else {}),
     )
     return LLM(
         model=str(model),
@@ -218,23 +227,60 @@ def speed(options: argparse.Namespace, backend: str, heads: int) -> dict[str, An
     """Milliseconds of a decode step, with a short context and with a long one."""
     from vllm import SamplingParams
 
-    made = engine(options, backend, heads, options.context + LONG + SHORT, options.batch)
+    batches = batches_of(options)
+    made = engine(options, backend, heads, options.context + LONG + SHORT, max(batches))
     draw, steps = random.Random(2), {}
     for context in (64, options.context):
         given = [
-            {"prompt_token_ids": [draw.randrange(VOCABULARY) for _ in range(context)]} for _ in range(options.batch)
+            {"prompt_token_ids": [draw.randrange(VOCABULARY) for _ in range(context)]} for _ in range(max(batches))
         ]
 
-        def seconds(count: int, given: Any = given) -> float:
+        def seconds(count: int, batch: int, given: Any = given) -> float:
             begun = time.perf_counter()
             wanted = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
-            made.generate(given, wanted, use_tqdm=False)
+            made.generate(given[:batch], wanted, use_tqdm=False)
             return time.perf_counter() - begun
 
-        seconds(1)  # fills the prefix cache: what follows is decode
-        seconds(SHORT)
-        steps[str(context)] = step_times([(seconds(SHORT), seconds(LONG)) for _ in range(3)])
-    return {"facts": facts(made), "batch": options.batch, "steps": steps, "prefill_ms": prefill_times(made, options)}
+        seconds(1, max(batches))  # fills the prefix cache: what follows is decode
+        for batch in batches:
+            seconds(SHORT, batch)
+            told = step_times([(seconds(SHORT, batch), seconds(LONG, batch)) for _ in range(3)])
+            if not options.cpu:
+                told |= apart(
+                    lambda n=SHORT, batch=batch: seconds(n, batch), options.trace and context == options.context
+                )
+            steps[f"b{batch} {context}"] = told
+    return {"facts": facts(made), "steps": steps, "prefill_ms": prefill_times(made, options)}
+
+
+def apart(run: Any, trace: bool) -> dict[str, Any]:
+    """The times of a step that `run` generates, on the GPU and on the host; with `trace` kernel by kernel.
+
+    What fails is told in its place: the times on a clock are there already.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
+    from vllm.v1.attention.backends.mla.flashattn_mla import FlashAttnMLAMetadataBuilder
+    from vllm.v1.attention.backends.mla.flashmla import FlashMLAMetadataBuilder
+
+    base, stock = MLACommonMetadataBuilder, (FlashMLAMetadataBuilder, FlashAttnMLAMetadataBuilder)
+    asked: dict[str, Any] = {"apart": lambda: watched(run, [base])}
+    if trace:
+        asked["kernels"] = lambda: per_step(*(traced(lambda n=n: run(n)) for n in (8, 24)), 16)
+        asked["builders_us"] = lambda: builders_in_turn(run, base, stock, set_current_vllm_config)
+    told = {}
+    for name, ask in asked.items():
+        try:
+            told[name] = ask()
+        except Exception as error:
+            traceback.print_exc()
+            told[f"{name}_failed"] = repr(error)
+    return told
+
+
+def batches_of(options: argparse.Namespace) -> list[int]:
+    """Numbers of requests, each of which is timed."""
+    return [int(x) for x in str(options.batch).split(",")]
 
 
 def prefill_times(made: Any, options: argparse.Namespace) -> list[float]:
@@ -244,7 +290,7 @@ def prefill_times(made: Any, options: argparse.Namespace) -> list[float]:
     draw, found = random.Random(3), []
     wanted = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     for _ in range(3):
-        count = max(1, min(options.batch, PREFILLED // options.context))
+        count = max(1, min(max(batches_of(options)), PREFILLED // options.context))
         given = [
             {"prompt_token_ids": [draw.randrange(VOCABULARY) for _ in range(options.context)]} for _ in range(count)
         ]
@@ -258,6 +304,19 @@ def step_times(pairs: list[tuple[float, float]]) -> dict[str, Any]:
     """Milliseconds of a step, from the seconds of a short and of a long generation: the median, and all."""
     found = sorted((long - short) / (LONG - SHORT) * 1e3 for short, long in pairs)
     return {"ms": found[len(found) // 2], "all_ms": found}
+
+
+def tell_steps(name: str, found: dict[str, Any]) -> None:
+    """Print the times of one backend."""
+    for case, step in found["steps"].items():
+        print(f"{name} {case} tokens: {step['ms']:.3f} ms ({min(step['all_ms']):.3f}) {json.dumps(step.get('apart'))}")
+        for failed in (x for x in step if x.endswith("_failed")):
+            print(f"    {failed}: {step[failed]}")
+        if "builders_us" in step:
+            print(f"    microseconds of builders: {json.dumps(step['builders_us'])}")
+        for row in step.get("kernels", ()):
+            print(f"    {row['runs']:7.2f} {row['us']:9.2f} {row['added_us']:9.2f} us  {row['kernel'][:90]}")
+    print(f"{name} prefill: {found['prefill_ms'][0]:.1f} ms", flush=True)
 
 
 def process(options: argparse.Namespace, given: list[str], backend: str, heads: int, number: int) -> Any:
@@ -303,9 +362,7 @@ def main(given: list[str]) -> int:
         status |= any(x is None for x in results)
         for name, found in zip(names, results, strict=True):
             if found and options.what == "speed":
-                steps = [f"{x} tokens {y['ms']:.3f} ms ({min(y['all_ms']):.3f})" for x, y in found["steps"].items()]
-                said = "; ".join([*steps, f"prefill {found['prefill_ms'][0]:.1f} ms"])
-                print(f"h{heads} b{options.batch} {name}: {said}", flush=True)
+                tell_steps(f"h{heads} {name}", found)
         for name, found in zip(names, results, strict=True):
             if found and options.what == "tokens":
                 print(f"h{heads} {name}, from cached prefixes against not: {json.dumps(between_rounds(found))}")

@@ -9,8 +9,9 @@
 Each backend decodes in a process of its own, one after another, or several --at-once where only tokens count; Triton's
 prefills: FlashAttention is not in the parcel, and FlashInfer compiles itself for minutes. Triton's kernels of prefill
 take a minute at the first request. The first of the list is the reference. Two rounds: the second finds its prompts in
-the prefix cache. With --drafts the model's first layer drafts, on Triton's backend, and the backend verifies. A
-backend's name may be followed by `:fp8-math`. Results and logs are in --out.
+the prefix cache. With --drafts the model's first layer drafts, on Triton's backend, or with `mla_cupy:registered` on
+the one that the plugin registers for drafts, and the backend verifies. A backend's name may also be followed by
+`:fp8-math`. Results and logs are in --out.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.cpu.cases import NEAR, between_rounds, compared
-from tests.engines.gpu.check import LENGTHS, LONG, SHORT, VARIANTS, VOCABULARY, prompts, step_times
+from tests.engines.gpu.check import LENGTHS, LONG, SHORT, VARIANTS, VOCABULARY, batches_of, prompts, step_times
 from tests.engines.model import build
 
 
@@ -48,7 +49,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="backends (default 1)")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--speed", action="store_true", help="times of steps instead of tokens")
-    parser.add_argument("--batch", type=int, default=64, help="requests of --speed")
+    parser.add_argument("--batch", default="64", help="requests of --speed, or several numbers of them")
     parser.add_argument("--context", type=int, default=8192, help="tokens of each of them")
     parser.add_argument("--layers", type=int, default=0, help="of the model (default: 2, of --speed 24)")
     parser.add_argument("--new", type=int, default=48, help="tokens that are generated")
@@ -65,7 +66,7 @@ def engine_options(options: argparse.Namespace, backend: str) -> dict[str, Any]:
         "prefill_attention_backend": options.prefill,
         "kv_cache_dtype": options.kv,
         "context_length": longest + 8,
-        "max_running_requests": options.batch if options.speed else 32,
+        "max_running_requests": max(batches_of(options)) if options.speed else 32,
         "page_size": 64,
     }
     if options.chunk:
@@ -78,9 +79,10 @@ def engine_options(options: argparse.Namespace, backend: str) -> dict[str, Any]:
             "speculative_num_steps": options.drafts,
             "speculative_eagle_topk": 1,
             "speculative_num_draft_tokens": options.drafts + 1,
-            "speculative_draft_attention_backend": "triton",
             "speculative_attention_mode": "decode",  # who decodes verifies, too
         }
+        if not backend.endswith(":registered"):
+            made["speculative_draft_attention_backend"] = "triton"
     if options.graphs:
         return {**made, "disable_prefill_cuda_graph": True, "cuda_graph_max_bs_decode": made["max_running_requests"]}
     return {**made, "disable_cuda_graph": True}
@@ -106,18 +108,23 @@ def tokens(options: argparse.Namespace, engine: Any) -> dict[str, Any]:
 
 def speed(options: argparse.Namespace, engine: Any) -> dict[str, Any]:
     """Milliseconds of a decode step."""
-    draw = random.Random(2)
-    given = [[draw.randrange(VOCABULARY) for _ in range(options.context)] for _ in range(options.batch)]
+    draw, batches = random.Random(2), batches_of(options)
+    given = [[draw.randrange(VOCABULARY) for _ in range(options.context)] for _ in range(max(batches))]
 
-    def seconds(count: int) -> float:
+    def seconds(count: int, batch: int) -> float:
         begun = time.perf_counter()
         wanted = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
-        engine.generate(input_ids=given, sampling_params=wanted)
+        engine.generate(input_ids=given[:batch], sampling_params=wanted)
         return time.perf_counter() - begun
 
-    seconds(1)  # fills the prefix cache: what follows is decode
-    seconds(SHORT)
-    return step_times([(seconds(SHORT), seconds(LONG)) for _ in range(3)])
+    seconds(1, max(batches))  # fills the prefix cache: what follows is decode
+    steps = {}
+    for batch in batches:
+        seconds(SHORT, batch)
+        steps[f"b{batch} {options.context}"] = step_times(
+            [(seconds(SHORT, batch), seconds(LONG, batch)) for _ in range(5)]
+        )
+    return {"steps": steps}
 
 
 def one(options: argparse.Namespace) -> None:
@@ -164,14 +171,16 @@ def process(options: argparse.Namespace, given: list[str], backend: str, number:
     """Run one backend in a process of its own; its result, or None."""
     flags = [x for x in ("graphs", "speed") if getattr(options, x)]
     flags += [f"{x}{getattr(options, x)}" for x in ("drafts", "chunk") if getattr(options, x)]
-    flags += [f"b{options.batch}"] * options.speed + [f"by-{options.prefill}"] * (options.prefill != "triton")
+    flags += ["b" + options.batch.replace(",", "-")] * options.speed + [f"by-{options.prefill}"] * (
+        options.prefill != "triton"
+    )
     name = "-".join(["sglang", backend.replace(":", "-"), f"h{options.heads}", options.kv, *flags, str(number)])
     result, log = options.out / f"{name}.json", options.out / f"{name}.log"
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "tests.engines.gpu.sglang_check", *given, "--one", backend, "--out", str(result)]
     with log.open("w") as file:
         # A session of its own: SGLang's processes go with it, whatever becomes of the first.
-        environment = {**os.environ, **VARIANTS[backend.partition(":")[2]]}
+        environment = {**os.environ, **VARIANTS.get(backend.partition(":")[2], {})}
         where: Any = {"stdout": file, "stderr": subprocess.STDOUT, "env": environment, "start_new_session": True}
         with subprocess.Popen(command, **where) as child:
             try:
@@ -205,7 +214,8 @@ def main(given: list[str]) -> int:
     status = any(x is None for x in results)
     for name, found in zip(names, results, strict=True):
         if found and options.speed:
-            print(f"h{options.heads} b{options.batch} {name}: {found['ms']:.3f} ms ({min(found['all_ms']):.3f})")
+            for case, step in found["steps"].items():
+                print(f"h{options.heads} {name} {case} tokens: {step['ms']:.3f} ms ({min(step['all_ms']):.3f})")
         elif found:
             print(f"h{options.heads} {name}, from cached prefixes against not: {json.dumps(between_rounds(found))}")
     for name, found in zip(names[1:], results[1:], strict=True):
