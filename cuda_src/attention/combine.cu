@@ -34,6 +34,10 @@ MLA_DEVICE i32 even_pieces(const DecodeParams& p) {
 template <class Element>
 MLA_DEVICE void merge_even_pieces(const DecodeParams& p, i32 pieces) {
     const i32 thread = threadIdx.x % kTeamThreads, lane = thread % kWarpThreads;
+    // PERF(H200, 2026-11-27, -1 % to -5 % of sparse decode of up to 16 queries): the next kernel may start at once, as
+    // up to kEarlyRows rows (see run_combine). Asked for at the kernel's begin, dense decode of 16 heads takes 1 % to 2 %
+    // longer, although that never comes by here.
+    griddepcontrol_launch_dependents();
     bool waited = false;
 #pragma unroll 1
     for (i32 row = blockIdx.x * kCombineTeams + threadIdx.x / kTeamThreads; row < p.b * p.h_q;
@@ -84,9 +88,6 @@ MLA_DEVICE void merge_even_pieces(const DecodeParams& p, i32 pieces) {
 extern "C" __global__ void __launch_bounds__(kCombineThreads, 4)
     mla_attention_combine(const __grid_constant__ DecodeParams p) {
     __shared__ CombineStorage s;
-    // PERF(H200, 2026-11-27, -1 % to -5 % of sparse decode of up to 16 queries): the next kernel may start at once, as
-    // up to kEarlyRows rows (see run_combine), where no schedule is in memory.
-    if (p.schedule == nullptr) griddepcontrol_launch_dependents();
     if constexpr (MLA_HEAD_DIM_V == kHeadDimV) {
         if (const i32 pieces = even_pieces(p)) return merge_even_pieces<MLA_DTYPE>(p, pieces);
     }
