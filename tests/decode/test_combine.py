@@ -14,6 +14,7 @@ from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.pipeline import DecodeConfig
 from mla_cupy.kernels.decode.problem import DecodeOptions, DecodeProblem
+from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.pipeline import Call, Prepared
 from mla_cupy.shapes import D_V
 from tests.decode.schedule_model import Point, split_requests
@@ -47,7 +48,8 @@ def merged(
     """What the kernel makes of partial results (2 num_splits, rows) and (2 num_splits, rows, 512)."""
     num_splits, rows = len(cuts) - 1, H_Q * S_Q
     problem = DecodeProblem(S_Q, H_Q, H_KV, "bfloat16")
-    config = DecodeConfig(problem, DECODE.kernels[-1], H_KV, num_splits, blocks)
+    kernel = next(kernel for kernel in reversed(DECODE.kernels) if kernel.params is DecodeParams)
+    config = DecodeConfig(problem, kernel, H_KV, num_splits, blocks)
     shapes = {
         "q": ((b, S_Q, H_Q, 576), "bfloat16"),
         "kv_cache": ((1, 64, H_KV, 576), "bfloat16"),
