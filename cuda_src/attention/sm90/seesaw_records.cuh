@@ -607,7 +607,7 @@ MLA_DEVICE void run_seesaw_records(const DecodeParams& p, u8* smem) {
         setmaxnreg_dec<kRegsDequant<C>>();
         run_dequant_role(block, warp - kLoaderWarp, thread % kWarpThreads);
     };
-    // In the other order NVRTC 12.9 spills registers of the scouts of records "fp8".
+    // In the other order registers are spilled: of the scouts of "fp8" by NVRTC 12.9, of "v4" with forms by 13.0.
     if constexpr (C::kValueScale || C::Work::kForms) {
         if (warp >= kScoutWarp) {
             scouts();
