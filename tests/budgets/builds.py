@@ -148,7 +148,7 @@ def build(target: Target) -> Build:
 def figures(made: Build) -> Figures:
     """What the golden file holds of a build; spills are not in it, they are refused."""
     info, facts = made.info, made.facts
-    of_tensor_cores = {
+    of_tensor_cores: dict[str, Any] = {
         name: facts[name] for name in ("tmem_columns", "tmem_columns_used", "mbarriers") if name in facts
     }
     if "products" in facts:  # (M, N, number) of each kind
