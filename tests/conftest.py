@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from typing import Any
 
 import pytest
 
@@ -39,9 +40,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before what is slow is deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _draw_alike()
     mutants.thin_out(items)
     if config.getoption("--sim") != "full":
         sampling.thin_out(items)
+
+
+def _draw_alike() -> None:
+    """Keep Hypothesis from looking for numbers to try in all modules that have been imported.
+
+    That takes seconds in each process, and a change of any number there would change the examples of all tests.
+    """
+    providers: Any = sys.modules.get("hypothesis.internal.conjecture.providers")
+    if hasattr(providers, "_get_local_constants"):
+        providers._get_local_constants = lambda: providers._local_constants
 
 
 def pytest_collection_finish() -> None:

@@ -13,6 +13,7 @@ import pytest
 from tests import durations, skips
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+pytest_plugins = "pytester"
 CONFTEST = """
 from tests.skips import Skips
 def pytest_configure(config):
@@ -65,6 +66,48 @@ def test_a_run_counts_its_skips(tmp_path: Path, processes: tuple[str, ...]) -> N
     assert done.stdout.count(skips.NO_GPU) == done.stdout.count(skips.whole_run()) == 1
     assert done.stdout.splitlines()[-1].startswith("1 passed, 42 skipped")
     assert done.stdout.index(skips.whole_run()) < done.stdout.index("no CUDA GPU")
+
+
+LONG_FORMS = """
+import pytest
+def one(n, slow): return pytest.param(n, id=f"case {n}", marks=[pytest.mark.slow] if slow else [])
+@pytest.mark.parametrize("n", [one(n, n % 2) for n in range(4)])
+@pytest.mark.parametrize("mode", [pytest.param([1], marks=pytest.mark.slow), [2]])
+def test_some(n, mode): pass
+@pytest.mark.parametrize("n", [one(n, True) for n in range(3)])
+def test_all(n): pass
+@pytest.fixture(params=[one(n, n > 1) for n in range(4)])
+def made(request): return request.param
+def test_fixture(made): pass
+@pytest.mark.slow
+class TestSlow:
+    def test_it(self): pass
+@pytest.mark.slow
+@pytest.mark.parametrize("n", range(50))
+def test_slow(n): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "end"),
+    [
+        ((), "4 passed, 5 deselected"),
+        (("test_it.py",), "4 passed, 62 deselected"),
+        (("-m", "slow"), "62 passed, 4 deselected"),
+        (("-m", "slow or not slow"), "66 passed"),
+    ],
+    ids=str,
+)
+def test_long_forms_are_not_collected_by_a_run_of_all_tests(
+    pytester: pytest.Pytester, arguments: tuple[str, ...], end: str
+) -> None:
+    """The same tests run as where they are deselected; of parameters without names, all are collected."""
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(test_it=LONG_FORMS)
+    pytester.makeini("[pytest]\ntestpaths = .\naddopts = -m 'not slow'\nmarkers = slow\n  gpu\n")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
+    assert result.ret == 0
+    assert end in result.stdout.lines[-1]
 
 
 def test_files_that_are_not_collected_without_a_gpu_need_one() -> None:

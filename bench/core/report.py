@@ -21,7 +21,6 @@ SCHEMA_VERSION = 5
 OK, WRONG, UNSUPPORTED, ERROR = "ok", "wrong", "unsupported", "error"
 INEXACT = "inexact"  # misses the tolerance, for a reason that is known of this peer, and is timed all the same
 TIMED = OK, INEXACT
-NUMBER = (int, float)
 OPTIONAL_NUMBER = (int, float, type(None))
 
 # Keys that version 1 lacked, with the values that its rows get when they are read.

@@ -6,6 +6,7 @@ files that a kernel is made of can be read off the text, handed to NVRTC from me
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -78,7 +79,9 @@ def _read(root: Path, name: str, origin: str) -> bytes:
         ) from error
 
 
-def _includes(text: bytes, name: str) -> list[str]:
+@functools.lru_cache(maxsize=512)
+def _includes(text: bytes, name: str) -> tuple[str, ...]:
+    """Files that a text includes; the texts of a process are a few, each read for many builds."""
     found = []
     for operand in _INCLUDE.findall(text.decode("utf-8", "replace")):
         match = _QUOTED.fullmatch(operand)
@@ -87,4 +90,4 @@ def _includes(text: bytes, name: str) -> list[str]:
                 explain(f"include in {name}", operand, '"folder/file.cuh", relative to the root of the CUDA sources')
             )
         found.append(match[1])
-    return found
+    return tuple(found)

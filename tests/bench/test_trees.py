@@ -166,7 +166,7 @@ def test_the_child_loads_no_other_operation():
 
 # Processes and replies are the same for all operations; that each one runs, and is loaded, is tested without processes.
 @pytest.mark.parametrize(
-    "operation", [pytest.param(name, marks=[pytest.mark.slow] if i % 6 else []) for i, name in enumerate(OPERATIONS)]
+    "operation", [pytest.param(name, marks=[pytest.mark.slow] if i else []) for i, name in enumerate(OPERATIONS)]
 )
 def test_two_trees_on_the_numpy_backend(tmp_path, monkeypatch, capsys, operation):
     """Real processes; the trees are this one under two names."""

@@ -440,15 +440,19 @@ def test_scores_of_all_sizes(rising: bool) -> None:
     check(got, exact, rounded, "bfloat16")
 
 
-def test_trees_of_drafts() -> None:
-    for case in (
-        fp8(b=2, s_q=5, h_q=3, seqlens=(3, 70), page_size=16, missing_pages=1),
-        fp8(b=1, s_q=5, h_q=3, seqlens=70, page_size=16, queries="float8_e4m3fn", q_scale=0.5),
-        fp8(b=1, s_q=7, h_q=2, seqlens=201, cp_world=3, cp_rank=1),
-    ):
-        inputs = tree_inputs(case)
-        got = run(inputs.base, 1, ("random", 2), tree_mask=inputs.masks)
-        check(got, inputs.exact, inputs.rounded, case.dtype)
+TREES = (
+    fp8(b=2, s_q=5, h_q=3, seqlens=(3, 70), page_size=16, missing_pages=1),
+    fp8(b=1, s_q=5, h_q=3, seqlens=70, page_size=16, queries="float8_e4m3fn", q_scale=0.5),
+    fp8(b=1, s_q=7, h_q=2, seqlens=201, cp_world=3, cp_rank=1),
+)
+
+
+@pytest.mark.settled
+@pytest.mark.parametrize("case", TREES, ids=lambda case: case.id)
+def test_trees_of_drafts(case: DecodeCase) -> None:
+    inputs = tree_inputs(case)
+    got = run(inputs.base, 1, ("random", 2), tree_mask=inputs.masks)
+    check(got, inputs.exact, inputs.rounded, case.dtype)
 
 
 @pytest.mark.settled

@@ -19,12 +19,18 @@ PAGES = sorted(
 )
 ROOTS = ("", "cuda_src", "mla_cupy", "docs", "ptxsim", "ptxsim/ptxsim", "tests")
 _FILE = re.compile(r"`([\w./-]+/[\w.-]+\.(?:py|cu|cuh|md|jsonl|json))`")
+_SOURCE = re.compile(r"`(\w+\.cuh?)`")
 _NAME = re.compile(r"`(mla_cupy(?:\.\w+)+)[`(]")
 _VARIABLE = re.compile(r"\b(MLA_CUPY_[A-Z_]+[A-Z])\b")
 
 
 def exists(page: Path, name: str) -> bool:
     return any((folder / name).exists() for folder in (page.parent, *(REPOSITORY / root for root in ROOTS)))
+
+
+def is_a_source(page: Path, name: str) -> bool:
+    """Tell whether a kernel's page, which leaves out folders, names a source of some folder."""
+    return REPOSITORY / "cuda_src" not in page.parents or any((REPOSITORY / "cuda_src").rglob(name))
 
 
 def resolves(name: str) -> bool:
@@ -49,6 +55,7 @@ def resolves(name: str) -> bool:
 def test_names_in_prose_resolve(page: Path) -> None:
     text = page.read_text()
     missing = [name for name in _FILE.findall(text) if not exists(page, name)]
+    missing += [name for name in _SOURCE.findall(text) if not is_a_source(page, name)]
     missing += [name for name in _NAME.findall(text) if not resolves(name)]
     missing += [name for name in _VARIABLE.findall(text) if name.removeprefix("MLA_CUPY_") not in env.VARIABLES]
     assert missing == []
@@ -58,3 +65,6 @@ def test_missing_names_are_found() -> None:
     assert not resolves("mla_cupy.mla_encode")
     assert resolves("mla_cupy.reference.mla_decode")
     assert not exists(PAGES[0], "attention/exact_addition.cuh")
+    kernels = REPOSITORY / "cuda_src" / "README.md"
+    assert [is_a_source(page, "exact_addition.cuh") for page in (kernels, REPOSITORY / "README.md")] == [False, True]
+    assert is_a_source(kernels, "select.cu")

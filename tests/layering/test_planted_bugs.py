@@ -54,3 +54,22 @@ def test_of_a_kernel_that_has_not_changed_one_step_of_four() -> None:
     items = [*map(Item, left_out), Item(left_out[2], "another")]
     mutants.thin_out(items, lambda file: file == "a.cu")
     assert [i for i, item in enumerate(items) if not item.slow] == [0, 1, 3, 5, 7, 8, 9, 11, 12]
+
+
+def test_steps_of_kernels_that_have_not_changed_stand_for_texts() -> None:
+    """Not for those of another source that has changed, nor beside steps of one."""
+    step, other_step = (Mutant("step", file, *steps("bar.sync", 0, of=1)) for file in ("a.cu", "b.cu"))
+    text, header, other = (Mutant("text", file, "old", "") for file in ("a.cu", "a.cuh", "b.cu"))
+    tests = {
+        "steps": (step, text, header),
+        "no steps": (text, header),
+        "a changed step": (step, other_step, text),
+        "a changed text": (step, text, other),
+    }
+    items = {(test, mutant): Item(mutant, test) for test, planted in tests.items() for mutant in planted}
+    mutants.thin_out(items.values(), lambda file: file != "b.cu")
+    assert [key for key, item in items.items() if item.slow] == [
+        *(("steps", mutant) for mutant in (text, header)),
+        ("no steps", header),
+        ("a changed text", other),
+    ]

@@ -13,7 +13,10 @@ from mla_cupy.selftest import catalog, trial
 from mla_cupy.selftest.mma_calls import MmaProbe
 from mla_cupy.selftest.place import Place, opened
 from mla_cupy.selftest.probe import ARCHS, HOPPER, Machine
-from tests.support import sim_driver  # noqa: F401 (the tests' own copy of the simulator)
+from tests.support import (
+    sim_driver,  # noqa: F401 (the tests' own copy of the simulator)
+    unchanged,
+)
 
 CALLS = ("block", "kernel")
 #: Targets, modes, and whether with calls: kernels have tests of their own, in all modes.
@@ -61,7 +64,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     full = metafunc.config.getoption("--sim") == "full"
     chosen = [
-        ((arch, mode), probe.name, takes_turns(arch, mode, i, catalog.stage(probe.name) in CALLS))
+        ((arch, mode), probe.name, takes_turns(arch, mode, i, every(probe.name)))
         for arch, mode, with_calls in RUNS
         for i, probe in enumerate(catalog.probes(arch))
         if full
@@ -69,7 +72,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         or catalog.stage(probe.name) not in CALLS
         or (arch, probe.name) == ONE_CALL
     ]
-    chosen += [((arch, "late"), name, i % 3 == 0) for i, (arch, name) in enumerate(MMA_CALLS)]
+    chosen += [((arch, "late"), name, i % every(name) == 0) for i, (arch, name) in enumerate(MMA_CALLS)]
     metafunc.parametrize(
         ("machine", "name"),
         [
@@ -80,15 +83,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     )
 
 
-def takes_turns(arch: str, mode: str, index: int, calls: bool) -> bool:
-    """Whether an ordinary run has a probe here: each is in one of the runs of its generation of GPUs.
+def every(name: str) -> int:
+    """Of how many probes like this an ordinary run has one.
 
-    Of those that call a kernel, whose own tests reach what they reach, each third is.
+    Those that call a kernel reach what its own tests reach: each third runs, and each sixth of kernels that have not
+    changed.
     """
+    if catalog.stage(name) not in CALLS:
+        return 1
+    return 6 if unchanged.kernel(name.split("/")[1]) else 3
+
+
+def takes_turns(arch: str, mode: str, index: int, one_of: int) -> bool:
+    """Whether an ordinary run has a probe here: one of so many is in one of the runs of its generation of GPUs."""
     hopper = arch in HOPPER
     alike = [run[:2] for run in RUNS if (run[0] in HOPPER) == hopper]
     turn, place = divmod(index, len(alike))
-    return place == alike.index((arch, mode)) and not (calls and turn % 3)
+    return place == alike.index((arch, mode)) and turn % one_of == 0
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,10 @@ _NONE = SimpleNamespace(params={})
 PLANTED = 12
 """Of the bugs of a test that need a build, an ordinary run plants the first of each so many."""
 PLANTED_STEPS = 4
-"""Of the steps of a source whose kernels have not changed, too; of others it plants all."""
+"""Of the steps of a source whose kernels have not changed, too; of others it plants all.
+
+If no kernel of a test has changed, its steps show that it can fail, and a run makes no build with a bug for it.
+"""
 
 
 def thin_out(items: Iterable[Any], still: Callable[[str], bool] = unchanged.source) -> None:
@@ -97,8 +100,10 @@ def thin_out(items: Iterable[Any], still: Callable[[str], bool] = unchanged.sour
     for cases in tests.values():
         each = list(dict.fromkeys(mutant for _, mutant in cases))
         texts = [mutant for mutant in each if not isinstance(mutant.old, Steps)]
-        kept = [mutant for mutant in each if isinstance(mutant.old, Steps) and still(mutant.file)]
-        left_out = {mutant for i, mutant in enumerate(texts) if i % PLANTED}
+        planted_steps = [mutant for mutant in each if isinstance(mutant.old, Steps)]
+        kept = [mutant for mutant in planted_steps if still(mutant.file)]
+        shown = bool(kept) and len(kept) == len(planted_steps) and all(still(mutant.file) for mutant in texts)
+        left_out = {mutant for i, mutant in enumerate(texts) if shown or i % PLANTED}
         left_out |= {mutant for i, mutant in enumerate(kept) if i % PLANTED_STEPS}
         for item, mutant in cases:
             if mutant in left_out:
@@ -137,7 +142,7 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
 
         def obtain(request: BuildRequest) -> Build:
             spoiled = sources.gather(request.source) != sources.gather(request.source, original)
-            return to_ptx(request) if spoiled else _sound(request)
+            return to_ptx(request) if spoiled else sound(request)
 
         monkeypatch.setattr(loader, "_obtain", functools.cache(obtain))
         loader.forget()
@@ -167,8 +172,8 @@ def _plant_steps(mutant: Mutant, gone: Steps, monkeypatch: pytest.MonkeyPatch, p
 
 
 @functools.cache
-def _sound(request: BuildRequest) -> Build:
-    """Of sources that the bug is not in: the other kernels of a call, which their own tests have compiled, or will."""
+def sound(request: BuildRequest) -> Build:
+    """Build from sources without a bug, for the simulator: what the kernels' own tests have compiled, or will."""
     places = cache.places()
     return worker.build_here(request.as_virtual(), nvrtc.find_nvrtc(), places.read, places.write)[0]
 

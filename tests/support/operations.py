@@ -93,7 +93,14 @@ def axes_of(array: Input | Output) -> list[str]:
 
 
 def good_call(operation: Operation, seed: int = 0) -> Call:
-    """All arrays of a call, outputs included, which are full of sevens. Every array is contiguous."""
+    """All arrays of a call, outputs included, which are full of sevens. Every array is contiguous, and the caller's."""
+    return {name: array.copy() for name, array in _good_call(operation.name, seed).items()}
+
+
+@functools.cache
+def _good_call(name: str, seed: int) -> Call:
+    """The same arrays for all, which nobody changes."""
+    operation = {**OPERATIONS, **COMPOSITE_OPERATIONS}[name]
     rng = np.random.default_rng(seed)
     call: Call = {}
     for array in inputs_of(operation):

@@ -50,11 +50,6 @@ class Cuts(NamedTuple):
     request_units: int
     unit_tiles: int
 
-    @property
-    def splits_queries(self) -> bool:
-        """True if a query may be split."""
-        return self.request_units > 1
-
 
 def even_cuts(problem: SparseDecodeProblem, block_rows: int, most: int) -> Cuts:
     """Cut into `most` splits at most: whole queries, equal pieces of each, or cuts anywhere; what takes the least time.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 try:  # NumPy's own function without its dispatch in Python, which costs more than the counting
@@ -18,6 +20,13 @@ Poison = np.ndarray | None
 def constant(value: int, view: str) -> np.ndarray:
     """Return an array of one number, without an axis: a scalar is converted anew by every operation with an array."""
     return np.array(value, view)
+
+
+def filled(size: int, value: Any, dtype: Any) -> np.ndarray:
+    """Return an array of one number for some lanes, in half the time that ``np.full`` takes."""
+    made = np.empty(size, dtype)
+    made.fill(value)
+    return made
 
 
 _HALF_TIE = constant(0x10000000, "u8")

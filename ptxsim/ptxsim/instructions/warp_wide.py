@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arithmetic.numeric import LaneSet, Poison, count_nonzero
+from ..arithmetic.numeric import LaneSet, Poison, count_nonzero, filled
 from ..parsing.ir import SINK, Instr, Pair
 from ..state.warp import Warp
 from ..translation.codegen import Codegen
@@ -138,9 +138,9 @@ def _vote(cg: Codegen, ins: Instr, mods: Mods) -> None:
         if kind == "ballot":
             lanes = _LANES if L is None else L
             bits = int((p.astype("u8") << lanes.astype("u8")).sum())
-            return np.full(size, bits, "u4"), poison
+            return filled(size, bits, "u4"), poison
         truth = {"all": count == size, "any": count > 0, "uni": count in (0, size)}[kind]
-        return np.full(size, truth), poison
+        return filled(size, truth, bool), poison
 
     cg.call(by_mask(ins, run), [(a, "pred"), (mask, "b32")], [(dst, result)])
 
@@ -160,7 +160,7 @@ def _match(cg: Codegen, ins: Instr, mods: Mods) -> None:
         if kind == "any":
             return masks, None, np.zeros(len(v), bool), None
         same = bool(equal.all())
-        return (masks if same else np.zeros(len(v), "u4")), None, np.full(len(v), same), None
+        return (masks if same else np.zeros(len(v), "u4")), None, filled(len(v), same, bool), None
 
     first, second = (dst.first, dst.second) if isinstance(dst, Pair) else (dst, SINK)
     cg.call(by_mask(ins, run), [(a, type_name), (mask, "b32")], [(first, "b32"), (second, "pred")])
@@ -194,7 +194,7 @@ def _redux(cg: Codegen, ins: Instr, mods: Mods) -> None:
         check_members(W, ins, L, m, (qm,))
         poison = np.ones(len(v), bool) if qv is not None and count_nonzero(qv) else None
         value = reduce(np.abs(v) if absolute else v)
-        return np.full(len(v), value, v.dtype), poison
+        return filled(len(v), value, v.dtype), poison
 
     cg.call(by_mask(ins, run), [(a, type_name), (mask, "b32")], [(dst, type_name)])
 
@@ -218,6 +218,6 @@ def _elect(cg: Codegen, ins: Instr, mods: Mods) -> None:
         check_members(W, ins, L, m, (qm,))
         lanes = _LANES if L is None else L
         leader = elected(W, lanes)
-        return np.full(len(lanes), leader, "u4"), None, lanes == leader, None
+        return filled(len(lanes), leader, "u4"), None, lanes == leader, None
 
     cg.call(by_mask(ins, run), [(mask, "b32")], [(dst.first, "b32"), (dst.second, "pred")])

@@ -63,7 +63,6 @@ class Warp(Faults, Accesses):
         detector = cta.cluster.detector
         self.agent = detector.new_agent(self.name, True, cta, self) if detector else 0
         self._special: dict[str, np.ndarray] = {}
-        self.wgmma_state: Any = None
         self.state: dict = {}
         self.synchronisations: list[int] = []
         self.epoch = next(cta.launch.epochs)
