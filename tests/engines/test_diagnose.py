@@ -133,14 +133,16 @@ def test_steps_are_taken_apart(gpu: type[Event], monkeypatch: pytest.MonkeyPatch
     assert "WRONG: results that are not finite" in capfd.readouterr().err
 
 
-def test_who_is_watched(tmp_path: Path) -> None:
+def test_who_is_watched() -> None:
     """Every process of an engine that is asked about it, by its path; nobody else."""
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.other = True\n")
     assert sglang_check.diagnosed(sglang_check.arguments([])) == {}
-    asked = sglang_check.diagnosed(sglang_check.arguments(["--diagnose", "30"]))
+    asked, stacks = (
+        sglang_check.diagnosed(sglang_check.arguments(["--diagnose", "30", *more])) for more in ([], ["--undisturbed"])
+    )
     root = str(Path(__file__).parents[2])
+    assert (asked[diagnose.SWITCH], stacks[diagnose.SWITCH]) == ("30.0", "30.0 stacks")
     code = "import sys; print(sum('diagnose' in type(x).__module__ for x in sys.meta_path))"
-    for given, wanted in ((asked, "1"), ({**asked, diagnose.SWITCH: ""}, "0")):
+    for given, wanted in ((asked, "1"), (stacks, "0"), ({**asked, diagnose.SWITCH: ""}, "0")):
         path = os.pathsep.join([given["PYTHONPATH"].split(os.pathsep)[0], root])
         environment = {**os.environ, **given, "PYTHONPATH": path}
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

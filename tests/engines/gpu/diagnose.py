@@ -1,8 +1,8 @@
 """Where SGLang stands still: its steps through our backend one by one, each waited for, in the process that runs them.
 
 `sglang_check --diagnose SECONDS` puts the folder `watch` on the path of all of SGLang's processes, so that each of them
-calls `watch` when it starts. Stacks of all threads are written every so many seconds, whatever happens. In the process
-that imports our backend, the first steps are taken apart: what the schedule, the lengths and the pages say is held
+calls `watch` when it starts. Stacks of all threads are written every so many seconds, whatever happens; with `--undisturbed` that is all. In the
+process that imports our backend, the first steps are taken apart: what the schedule, the lengths and the pages say is held
 against one another, a layer's decode runs by itself, and each replay of a graph is waited for. What is not done in
 `PATIENCE` seconds is named, and the process ends. Times mean nothing then.
 """
@@ -24,7 +24,8 @@ from types import ModuleType
 from typing import Any
 
 SWITCH = "MLA_CUPY_DIAGNOSE_ENGINE"
-"""Environment variable: seconds between stacks."""
+"""Environment variable: seconds between stacks, and `ONLY` behind them where nothing is to be waited for."""
+ONLY = "stacks"
 MARK = "diagnosis:"
 """What every line begins with."""
 PATIENCE = 8.0
@@ -37,9 +38,10 @@ _BACKEND = "mla_cupy.integrations.sglang_backend"
 
 def watch() -> None:
     """Begin, in a process that has just started, if the environment says so."""
-    seconds = os.environ.get(SWITCH)
-    if seconds:
-        faulthandler.dump_traceback_later(float(seconds), repeat=True, exit=False)
+    asked = os.environ.get(SWITCH, "").split()
+    if asked:
+        faulthandler.dump_traceback_later(float(asked[0]), repeat=True, exit=False)
+    if asked and ONLY not in asked:
         sys.meta_path.insert(0, _Finder())
 
 

@@ -33,7 +33,7 @@ from typing import Any
 
 from tests.engines.cpu.cases import NEAR, between_rounds, compared
 from tests.engines.gpu.check import LENGTHS, LONG, SHORT, VARIANTS, VOCABULARY, batches_of, prompts, step_times
-from tests.engines.gpu.diagnose import MARK, SWITCH
+from tests.engines.gpu.diagnose import MARK, ONLY, SWITCH
 from tests.engines.model import build
 
 
@@ -57,6 +57,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=0, help="of the model (default: 2, of --speed 24)")
     parser.add_argument("--new", type=int, default=48, help="tokens that are generated")
     parser.add_argument("--diagnose", type=float, default=0, metavar="SECONDS", help="say where it stands still")
+    parser.add_argument(
+        "--undisturbed", action="store_true", help="with --diagnose: stacks alone, nothing is waited for"
+    )
     parser.add_argument("--timeout", type=int, default=200, metavar="SECONDS")
     parser.add_argument("--out", type=Path, default=Path("engines-out"))
     return parser.parse_args(given)
@@ -176,7 +179,8 @@ def diagnosed(options: argparse.Namespace) -> dict[str, str]:
     if not options.diagnose:
         return {}
     path = [str(Path(__file__).with_name("watch")), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {SWITCH: str(options.diagnose), "PYTHONPATH": os.pathsep.join(path)}
+    asked = f"{options.diagnose} {ONLY}" if options.undisturbed else str(options.diagnose)
+    return {SWITCH: asked, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def process(options: argparse.Namespace, given: list[str], backend: str, number: int) -> Any:
