@@ -1,10 +1,10 @@
 """Where SGLang stands still: its steps through our backend one by one, each waited for, in the process that runs them.
 
 `sglang_check --diagnose SECONDS` puts the folder `watch` on the path of all of SGLang's processes, so that each of them
-calls `watch` when it starts. Stacks of all threads are written every so many seconds, whatever happens; with `--undisturbed` that is all. In the
-process that imports our backend, the first steps are taken apart: what the schedule, the lengths and the pages say is held
-against one another, a layer's decode runs by itself, and each replay of a graph is waited for. What is not done in
-`PATIENCE` seconds is named, and the process ends. Times mean nothing then.
+calls `watch` when it starts. Stacks of all threads are written every so many seconds, whatever happens; with
+`--undisturbed` that is all. In the process that imports our backend, the first steps are taken apart: what the
+schedule, the lengths and the pages say is held against one another, a layer's decode runs by itself, and each replay of
+a graph is waited for. What is not done in `PATIENCE` seconds is named, and the process ends. Times mean nothing then.
 """
 
 from __future__ import annotations
