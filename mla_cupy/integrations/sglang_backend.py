@@ -87,6 +87,10 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
             )
         if (_speculation(model_runner).speculative_eagle_topk or 1) > 1:
             raise NotImplementedError("mla_cupy verifies chains of draft tokens, not trees: --speculative-eagle-topk 1")
+        if getattr(self.token_to_kv_pool, "use_dsa", False):
+            raise NotImplementedError(
+                "mla_cupy attends to all tokens, and this model selects some: leave --attention-backend out"
+            )
         # The locations of tokens are those of all ranks then, and the pool's are those of one.
         if getattr(self, "dcp_world_size", 1) > 1:
             raise NotImplementedError("mla_cupy reads no cache that is spread over ranks: leave --dcp-size at 1")

@@ -159,7 +159,7 @@ class MlaCupyMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
     """Finds a step's plan, by which the first layer schedules it for all."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
-    query_len_support: ClassVar[Any] = QueryLenSupport.UNIFORM
+    query_len_support: Any = QueryLenSupport.UNIFORM
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         record = "fp8" if kv_cache_spec.dtype in _BYTES else None
@@ -175,6 +175,29 @@ class MlaCupyMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
         page_size, dtype = kv_cache_spec.block_size, vllm_config.model_config.dtype
         ranks = self.dcp_world_size
         self._plans = claim(**_sizes(self._heads, kv_cache_spec.head_size, record, page_size, dtype, device, ranks))
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """Prepare a step; where all queries are known to be of one length, without comparing them.
+
+        The base class compares lengths unless they may differ, with ten operations on tensors of the host, more than
+        the rest of a decode step's preparation takes.
+        """
+        if not self._has_one_length(common_attn_metadata):
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        self.query_len_support = QueryLenSupport.VARLEN  # this builder's, for this step
+        try:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        finally:
+            del self.query_len_support
+
+    def _has_one_length(self, step: Any) -> bool:
+        """True if numbers say so: no query is longer than one token, or all are as long as the longest.
+
+        With prefill shared by ranks vLLM asks more than lengths, and compares.
+        """
+        longest = step.max_query_len
+        one = longest <= 1 or step.num_actual_tokens == step.num_reqs * longest
+        return bool(one and not getattr(self, "use_pcp", False))
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         """Prepare a step that is about to be captured: those that replay it have a plan, whatever their length."""

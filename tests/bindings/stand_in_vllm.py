@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from dataclasses import dataclass
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,8 +94,14 @@ class MLACommonMetadata:
     pass
 
 
+class QueryLenSupport(Enum):
+    UNIFORM = "uniform"
+    VARLEN = "varlen"
+
+
 class MLACommonMetadataBuilder:
     reorder_batch_threshold = 1
+    query_len_support: QueryLenSupport
 
     def __init__(
         self,
@@ -106,6 +113,7 @@ class MLACommonMetadataBuilder:
         supports_dcp_with_varlen: bool = False,
     ) -> None:
         self.metadata_cls = metadata_cls
+        self.use_pcp = False
         self.num_heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         self.dcp_world_size = vllm_config.parallel_config.decode_context_parallel_size
         if vllm_config.speculative_config is not None:
@@ -130,19 +138,38 @@ class MLACommonMetadataBuilder:
         return self.build(0, common_attn_metadata)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """All requests of the step decode."""
         given = common_attn_metadata
-        decode = self._build_decode(
-            block_table_tensor=given.block_table_tensor,
-            seq_lens_device=given.seq_lens,
-            max_seq_len=int(given.seq_lens.max()),
-            query_start_loc_cpu=given.query_start_loc,
-            query_start_loc_device=given.query_start_loc,
-            num_decode_tokens=int(given.query_start_loc[-1]),
+        decodes, tokens = self._split(given)
+        decode = decodes and self._build_decode(
+            block_table_tensor=given.block_table_tensor[:decodes],
+            seq_lens_device=given.seq_lens[:decodes],
+            max_seq_len=given.max_seq_len,
+            query_start_loc_cpu=given.query_start_loc_cpu[: decodes + 1],
+            query_start_loc_device=given.query_start_loc[: decodes + 1],
+            num_decode_tokens=tokens,
             max_query_len=given.max_query_len,
             dcp_tot_seq_lens_device=given.dcp_tot_seq_lens,
         )
-        return SimpleNamespace(decode=decode, num_decodes=len(given.seq_lens))
+        return SimpleNamespace(decode=decode or None, num_decodes=decodes, num_decode_tokens=tokens)
+
+    def _split(self, given: Any) -> tuple[int, int]:
+        """The first requests that decode, and their tokens: those as long as the first, if lengths must not differ."""
+        uniform, starts = self.query_len_support != QueryLenSupport.VARLEN, given.query_start_loc_cpu
+        everything = given.num_reqs, given.num_actual_tokens
+        if given.max_query_len <= self.reorder_batch_threshold and not uniform and not self.use_pcp:
+            return everything
+        lengths = starts[1:] - starts[:-1]
+        if lengths[0].item() > self.reorder_batch_threshold:
+            return 0, 0
+        if uniform and not self.use_pcp and bool(((lengths == lengths[0]) | (lengths == 0)).all()):
+            return everything
+        is_prefill = lengths != lengths[0] if uniform else lengths > self.reorder_batch_threshold
+        if self.use_pcp:
+            is_prefill = is_prefill | given.is_prefilling
+        if not bool(is_prefill.any()):
+            return everything
+        first = int(is_prefill.int().argmax())
+        return first, int(starts[first])
 
 
 class MLACommonImpl:
@@ -285,7 +312,7 @@ def install(patch: pytest.MonkeyPatch, sparse_impl: type = FlashMLASparseImpl) -
         "vllm.config": {"get_current_vllm_config": lambda: CONFIG},
         "vllm.model_executor.layers.attention.mla_attention": {
             **{kind.__name__: kind for kind in dense},
-            "QueryLenSupport": SimpleNamespace(UNIFORM="uniform"),
+            "QueryLenSupport": QueryLenSupport,
         },
         "vllm.v1.attention.backend": {
             "AttentionCGSupport": SimpleNamespace(UNIFORM_BATCH="uniform batch"),

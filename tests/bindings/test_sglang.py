@@ -270,6 +270,7 @@ def test_the_rest_is_left_to_sglang(torch: Any, make: Any) -> None:
         ),
         ({"dcp_world_size": 2}, "no cache that is spread over ranks: leave --dcp-size at 1"),
         ({"is_unified": True}, "no unified pool"),
+        ({"token_to_kv_pool": SimpleNamespace(use_dsa=True)}, "attends to all tokens, and this model selects some"),
     ],
 )
 def test_what_it_cannot_do(torch: Any, make: Any, changes: dict[str, Any], message: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -68,16 +70,36 @@ def builder_of(
     return backend.MlaCupyBackend.get_builder_cls()(spec, ["layer"], config, torch.device(device))
 
 
-def step(torch: Any, table: Any, seqlens: Any, s_q: int) -> SimpleNamespace:
-    """What vLLM tells a builder."""
-    b = len(seqlens)
+def step(torch: Any, table: Any, seqlens: Any, *lengths: int) -> SimpleNamespace:
+    """What vLLM tells a builder, of queries of one length or of as many as there are sequences."""
+    all_lengths = lengths if len(lengths) > 1 else lengths * len(seqlens)
+    starts = torch.tensor([sum(all_lengths[:i]) for i in range(len(seqlens) + 1)], dtype=torch.int32)
     return SimpleNamespace(
         block_table_tensor=table,
         seq_lens=seqlens,
-        query_start_loc=torch.arange(0, (b + 1) * s_q, s_q, dtype=torch.int32),
-        max_query_len=s_q,
+        max_seq_len=int(seqlens.max()),
+        query_start_loc=starts,
+        query_start_loc_cpu=starts.clone(),
+        max_query_len=max(all_lengths),
+        num_reqs=len(seqlens),
+        num_actual_tokens=sum(all_lengths),
+        is_prefilling=torch.zeros(len(seqlens), dtype=torch.bool),
         dcp_tot_seq_lens=None,
     )
+
+
+@contextmanager
+def noted(torch: Any) -> Iterator[list[str]]:
+    """Names of PyTorch's operations on tensors, those of the host included, in order."""
+    found: list[str] = []
+
+    class Noting(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found.append(func.overloadpacket.__name__)
+            return func(*args, **kwargs or {})
+
+    with Noting():
+        yield found
 
 
 def build(builder: Any, torch: Any, table: Any, seqlens: Any, s_q: int) -> Any:
@@ -133,6 +155,54 @@ def test_short_queries_are_decoded(torch: Any, backend: Any) -> None:
         assert build(builder, torch, table, seqlens, s_q).decode.plan is not None
     captured = builder.build_for_cudagraph_capture(step(torch, table, seqlens, 7))
     assert captured.decode.plan is build(builder, torch, table, seqlens, 7).decode.plan is not None
+
+
+COUNTED = {
+    "a token each": ((1,), True),
+    "a token or none, as a graph is filled up": ((1, 1, 0, 0), True),
+    "drafts": ((4,), True),
+    "drafts, and rows without a query": ((4, 4, 0, 0), False),
+    "longer ones last": ((1, 1, 2, 2), False),
+    "others of as many tokens": ((1, 3, 2, 2), False),
+    "longer than what is decoded": ((129,), False),
+}
+"""The lengths of a step's queries, and whether all decode by the longest one and by how many there are."""
+
+
+@pytest.mark.parametrize(("lengths", "known"), COUNTED.values(), ids=COUNTED)
+def test_lengths_that_are_known_are_not_compared(
+    torch: Any, backend: Any, lengths: tuple[int, ...], known: bool
+) -> None:
+    """The same division into decodes and prefills, but with views alone; vLLM compares lengths by tensors."""
+    builder, rows = builder_of(backend, torch, drafts=3), 4
+    table, seqlens = torch.zeros((rows, 3), dtype=torch.int32), torch.full((rows,), 150, dtype=torch.int32)
+    given = step(torch, table, seqlens, *lengths)
+    compared = stand_in_vllm.MLACommonMetadataBuilder.build(builder, 0, given)
+    with noted(torch) as operations:
+        built = builder.build(0, given)
+    assert (built.num_decodes, built.num_decode_tokens) == (compared.num_decodes, compared.num_decode_tokens)
+    assert (set(operations) <= {"slice"}) == known
+    assert builder.query_len_support is backend.QueryLenSupport.UNIFORM  # of the next step
+
+
+def test_lengths_are_compared_where_ranks_share_the_prefill(torch: Any, backend: Any) -> None:
+    """There vLLM also asks which requests are still being prefilled, and rows without a query are no decodes."""
+    builder = builder_of(backend, torch)
+    builder.use_pcp = True
+    table, seqlens = torch.zeros((4, 3), dtype=torch.int32), torch.full((4,), 9, dtype=torch.int32)
+    for lengths, decodes in (((1, 1, 1, 1), 3), ((1, 1, 0, 0), 2)):
+        given = step(torch, table, seqlens, *lengths)
+        given.is_prefilling[3] = True
+        built = builder.build(0, given)
+        assert (built.num_decodes, built.num_decode_tokens) == (decodes, decodes)
+
+
+def test_a_failed_build_leaves_the_builder_as_it_was(torch: Any, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = builder_of(backend, torch)
+    monkeypatch.setattr(builder, "_build_decode", lambda **given: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        build(builder, torch, torch.zeros((3, 3), dtype=torch.int32), torch.full((3,), 9, dtype=torch.int32), 1)
+    assert builder.query_len_support is backend.QueryLenSupport.UNIFORM
 
 
 def test_a_graph_filled_up_with_rows_that_have_no_query(torch: Any, backend: Any) -> None:

@@ -129,3 +129,15 @@ def test_builders_in_turn() -> None:
     assert built[:2] == [("Own", 0, "first"), ("Own", 0, "last")]
     assert built.count(("Other", 0, "last")) == timing.BUILDS == len(updates)
     assert len(built) == 3 + 2 * timing.BUILDS
+
+
+def test_runs_follow_one_another_in_every_order() -> None:
+    """Each as often, and none always after the same one."""
+    ran: list[str] = []
+    runs = {name: lambda name=name: ran.append(name) for name in "abc"}
+    told = timing.on_a_clock(runs, 40)
+    assert list(told) == ["a", "b", "c"]
+    assert {name: ran.count(name) for name in "abc"} == dict.fromkeys("abc", 40)
+    rounds = [tuple(ran[at : at + 3]) for at in range(0, 120, 3)]
+    assert all(sorted(one) == ["a", "b", "c"] for one in rounds)
+    assert len(set(rounds)) == 6

@@ -5,13 +5,15 @@
     python -m tests.engines.gpu.sglang_check --graphs --drafts 3 --backends triton,mla_cupy --at-once 2
     python -m tests.engines.gpu.sglang_check --chunk 512 --prefill mla_cupy --backends mla_cupy,flashmla
     python -m tests.engines.gpu.sglang_check --graphs --speed --heads 128 --backends mla_cupy,flashmla
+    python -m tests.engines.gpu.sglang_check --graphs --speed --heads 128 --backends mla_cupy --diagnose 20
 
 Each backend decodes in a process of its own, one after another, or several --at-once where only tokens count; Triton's
 prefills: FlashAttention is not in the parcel, and FlashInfer compiles itself for minutes. Triton's kernels of prefill
 take a minute at the first request. The first of the list is the reference. Two rounds: the second finds its prompts in
 the prefix cache. With --drafts the model's first layer drafts, on Triton's backend, or with `mla_cupy:registered` on
 the one that the plugin registers for drafts, and the backend verifies. A backend's name may also be followed by
-`:fp8-math`. Results and logs are in --out.
+`:fp8-math`. Results and logs are in --out. With --diagnose every step is waited for, and what stands still is named
+(`tests.engines.gpu.diagnose`).
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from typing import Any
 
 from tests.engines.cpu.cases import NEAR, between_rounds, compared
 from tests.engines.gpu.check import LENGTHS, LONG, SHORT, VARIANTS, VOCABULARY, batches_of, prompts, step_times
+from tests.engines.gpu.diagnose import MARK, ONLY, SWITCH
 from tests.engines.model import build
 
 
@@ -53,6 +56,10 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=8192, help="tokens of each of them")
     parser.add_argument("--layers", type=int, default=0, help="of the model (default: 2, of --speed 24)")
     parser.add_argument("--new", type=int, default=48, help="tokens that are generated")
+    parser.add_argument("--diagnose", type=float, default=0, metavar="SECONDS", help="say where it stands still")
+    parser.add_argument(
+        "--undisturbed", action="store_true", help="with --diagnose: stacks alone, nothing is waited for"
+    )
     parser.add_argument("--timeout", type=int, default=200, metavar="SECONDS")
     parser.add_argument("--out", type=Path, default=Path("engines-out"))
     return parser.parse_args(given)
@@ -167,6 +174,15 @@ def one(options: argparse.Namespace) -> None:
     engine.shutdown()
 
 
+def diagnosed(options: argparse.Namespace) -> dict[str, str]:
+    """Environment of a process that is diagnosed: its children find the folder `watch` first."""
+    if not options.diagnose:
+        return {}
+    path = [str(Path(__file__).with_name("watch")), *filter(None, [os.environ.get("PYTHONPATH")])]
+    asked = f"{options.diagnose} {ONLY}" if options.undisturbed else str(options.diagnose)
+    return {SWITCH: asked, "PYTHONPATH": os.pathsep.join(path)}
+
+
 def process(options: argparse.Namespace, given: list[str], backend: str, number: int) -> Any:
     """Run one backend in a process of its own; its result, or None."""
     flags = [x for x in ("graphs", "speed") if getattr(options, x)]
@@ -180,7 +196,7 @@ def process(options: argparse.Namespace, given: list[str], backend: str, number:
     command = [sys.executable, "-m", "tests.engines.gpu.sglang_check", *given, "--one", backend, "--out", str(result)]
     with log.open("w") as file:
         # A session of its own: SGLang's processes go with it, whatever becomes of the first.
-        environment = {**os.environ, **VARIANTS.get(backend.partition(":")[2], {})}
+        environment = {**os.environ, **VARIANTS.get(backend.partition(":")[2], {}), **diagnosed(options)}
         where: Any = {"stdout": file, "stderr": subprocess.STDOUT, "env": environment, "start_new_session": True}
         with subprocess.Popen(command, **where) as child:
             try:
@@ -190,6 +206,8 @@ def process(options: argparse.Namespace, given: list[str], backend: str, number:
             finally:  # also when this process is interrupted
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
+    if options.diagnose:
+        print(*(x for x in log.read_text().splitlines() if MARK in x), sep="\n", flush=True)
     if not result.exists():
         lines = [x for x in log.read_text().splitlines() if x.strip()]
         errors = [x for x in lines if "Error" in x or "error:" in x]

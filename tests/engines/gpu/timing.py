@@ -6,6 +6,7 @@ the ends of a replayed graph, the host's microseconds in the backend's own build
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections import defaultdict
@@ -128,15 +129,22 @@ def builders_in_turn(run: Callable[[], Any], base: type, others: Iterable[type],
     layers = list(config.compilation_config.static_forward_context)
     with around(config):
         made = [kind(own.kv_cache_spec, layers, config, own.device) for kind in others]
-    runs = {type(x).__name__: lambda x=x: x.build(*given, **named) for x in (own, *made)}
+    found = on_a_clock({type(x).__name__: lambda x=x: x.build(*given, **named) for x in (own, *made)})
     step = own.build(*given, **named).decode
-    if getattr(step, "plan", None) is not None:
-        runs["update of the plan"] = lambda: step.plan.update(step.seq_lens)
+    if getattr(step, "plan", None) is not None:  # apart: a launch leaves the host with other caches
+        found |= on_a_clock({"update of the plan": lambda: step.plan.update(step.seq_lens)})
+    return found
+
+
+def on_a_clock(runs: dict[str, Callable[[], Any]], rounds: int = BUILDS) -> dict[str, float]:
+    """Median host microseconds of each, run in turn, in another order each round: what runs before costs, too."""
     found: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(BUILDS):
-        for name, once in runs.items():
+    names, draw = [*runs], random.Random(0)
+    for _ in range(rounds):
+        draw.shuffle(names)
+        for name in names:
             begun = time.perf_counter()
-            once()
+            runs[name]()
             found[name].append((time.perf_counter() - begun) * 1e6)
     return {name: round(statistics.median(values), 1) for name, values in found.items()}
 
