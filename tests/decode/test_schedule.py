@@ -176,6 +176,15 @@ def test_equal_lengths(b: int, tokens: int, num_splits: int, merge_cost: int, lo
     assert all(len(split) <= 1 for split in work) or not cut_requests
 
 
+@pytest.mark.parametrize(("num_splits", "longest", "cut_queries"), [(132, 1092, 96), (66, 2178, 48)])
+def test_many_selections_are_cut_evenly(num_splits: int, longest: int, cut_queries: int) -> None:
+    """4,096 queries of 32 tiles, 64 and 128 heads: whole ones would make the longest split 2.6 or 1.2 % longer."""
+    cuts, even = points([32 * TILE_TOKENS] * 4096, 32 * TILE_TOKENS, num_splits), 4096 * (32 + ITEM_COST) / num_splits
+    assert makespan(cuts, [32] * 4096, 0) == longest < even + 2 * ITEM_COST + 3
+    assert len(split_requests(cuts)) == cut_queries
+    assert -(-4096 // num_splits) * (32 + ITEM_COST) > longest + heuristics.merge_cost(64)
+
+
 # Sequences, tokens of each, splits, query rows of all heads, those of a block; pieces with what a partial costs.
 FEWER_PIECES = [
     (1, 4096, 132, 16, 16, 64),  # a tile each
