@@ -59,7 +59,7 @@ class FlashAttention4(DensePeer):
 
 
 class FlashAttention4Backward(BackwardPeer):
-    """What autograd calls after the varlen call, without autograd, which would run it on the forward's stream."""
+    """Backward that autograd calls after the varlen call; autograd itself would run it on the forward's stream."""
 
     name, deterministic = "fa4", False
 
@@ -90,6 +90,6 @@ class FlashAttention4Backward(BackwardPeer):
 
 
 class FlashAttention4Deterministic(FlashAttention4Backward):
-    """The same with sums of dq in a fixed order, by a counter for each of its tiles."""
+    """Sums of dq in a fixed order, by a counter for each of its tiles."""
 
     name, deterministic = "fa4_deterministic", True
