@@ -15,7 +15,7 @@ from .recorders import Call, Recorder
 Result = TypeVar("Result")
 
 OWN = "mla_cupy"
-EXTERNAL = ("flashmla", "flashmla_fp8", "fa3", "triton", "cudnn", "tilelang", "deep_gemm", "torch")
+EXTERNAL = ("flashmla", "flashmla_fp8", "fa3", "fa4", "triton", "cudnn", "tilelang", "deep_gemm", "torch")
 BASELINES = ("generic", "cupy")
 
 

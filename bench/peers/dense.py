@@ -1,6 +1,6 @@
 """Attention with keys and values per head: FlashAttention-3 as a wheel ships it, and cuDNN through PyTorch.
 
-Both take whole keys, so those are concatenated before the timing starts. What that takes is a figure of its own: calls
+They take whole keys, so those are concatenated before the timing starts. What that takes is a figure of its own: calls
 that concatenate first.
 """
 
@@ -32,8 +32,8 @@ def whole_keys(torch: Any, case: PrefillCase, kv: Any, k_rope: Any) -> Any:
     return torch.cat([kv[..., : case.d_qk - D_ROPE], shared], dim=-1)
 
 
-class _Peer:
-    """Base of the two: the operands, and both ways to call."""
+class DensePeer:
+    """Base of the peers: the operands, and both ways to call."""
 
     name = ""
 
@@ -86,7 +86,7 @@ def _after_concatenation(torch: Any, case: PrefillCase, attend: Attend, kv: Any,
     return lambda: attend(whole_keys(torch, case, kv, k_rope), values)
 
 
-class FlashAttention3Dense(_Peer):
+class FlashAttention3Dense(DensePeer):
     """The varlen call; its lse is not checked."""
 
     name = "fa3"
@@ -114,7 +114,7 @@ class FlashAttention3Dense(_Peer):
         return attend
 
 
-class CudnnAttention(_Peer):
+class CudnnAttention(DensePeer):
     """PyTorch's scaled_dot_product_attention with its cuDNN backend."""
 
     name = "cudnn"

@@ -23,21 +23,16 @@ from .dense import CONCATENATES, whole_keys
 from .torch_ops import peak_bytes, recorder_for
 
 
-class CudnnBackward:
-    """Backward that autograd calls after PyTorch's scaled_dot_product_attention with its cuDNN backend."""
+class BackwardPeer:
+    """Base of the peers, whatever the order of their arrays' axes: the operands, and both ways to call."""
 
-    name = "cudnn"
+    name = ""
 
-    def __init__(self) -> None:
-        try:
-            self._torch: Any = importlib.import_module("torch")
-        except ImportError as error:
-            raise BenchError(f"peer 'cudnn' needs PyTorch, which cannot be imported here: {error}") from error
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
 
     def unsupported(self, case: PrefillBackwardCase, dtype: str) -> str | None:
-        if case.causal and case.s_q != case.s_kv:
-            return "puts the diagonal at the top left"
-        return "takes as many heads of keys as of queries" if case.h_q != case.heads_kv else None
+        raise NotImplementedError
 
     def prepare(
         self, case: PrefillBackwardCase, dtype: str, sets: Sequence[GradientInputs], device: Device
@@ -65,26 +60,66 @@ class CudnnBackward:
     ) -> tuple[Call, Call]:
         torch, width = self._torch, case.d_qk - D_ROPE
         tensor = torch.from_dlpack
-
-        def heads_first(x: Any) -> Any:
-            return x.view(case.b, -1, *x.shape[1:]).transpose(1, 2)
-
-        q, kv, dout = (heads_first(tensor(x)) for x in (inputs.q, inputs.kv, inputs.dout))
+        q, kv, dout = (self._laid_out(case, tensor(x)) for x in (inputs.q, inputs.kv, inputs.dout))
         rows, k_rope = tensor(inputs.kv), tensor(inputs.k_rope)  # here: DLPack may not synchronise in a capture
-        keys, values = heads_first(whole_keys(torch, case, rows, k_rope)), kv[..., width:]
-        with_keys = self._backward(case, q, keys, values, dout)
+        keys, values = self._laid_out(case, whole_keys(torch, case, rows, k_rope)), kv[..., width:]
+        with_keys = self._backward(case, inputs, q, keys, values, dout)
 
         def alone() -> None:
             latest[index] = with_keys(keys)
 
         def whole() -> None:
-            dq, dk, dv = with_keys(heads_first(whole_keys(torch, case, rows, k_rope)))
-            latest[index] = dq, dk, dv, dk[..., width:].sum(dim=1)
+            dq, dk, dv = with_keys(self._laid_out(case, whole_keys(torch, case, rows, k_rope)))
+            latest[index] = dq, dk, dv, dk[..., width:].sum(dim=1)  # heads are axis 1 in either order
 
         return alone, whole
 
-    def _backward(self, case: PrefillBackwardCase, q: Any, keys: Any, values: Any, dout: Any) -> Callable[[Any], Any]:
-        """Takes keys and returns the gradients. Arrays are (b, h, s, d)."""
+    def _laid_out(self, case: PrefillBackwardCase, x: Any) -> Any:
+        """An array (b s, h, d) in the peer's order."""
+        raise NotImplementedError
+
+    def _tokens_first(self, x: Any) -> Any:
+        """The inverse."""
+        raise NotImplementedError
+
+    def _backward(
+        self, case: PrefillBackwardCase, inputs: GradientInputs, q: Any, keys: Any, values: Any, dout: Any
+    ) -> Callable[[Any], Any]:
+        """Takes keys and returns the gradients. Arrays are in the peer's order."""
+        raise NotImplementedError
+
+    def _outputs(self, case: PrefillBackwardCase, latest: Any) -> Gradients:
+        import cupy
+
+        dq, dk, dv = (cupy.from_dlpack(self._tokens_first(x)) for x in latest[:3])
+        return Gradients(dq, dk[..., : case.d_qk - D_ROPE], dv, None)
+
+
+class CudnnBackward(BackwardPeer):
+    """Backward that autograd calls after PyTorch's scaled_dot_product_attention with its cuDNN backend."""
+
+    name = "cudnn"
+
+    def __init__(self) -> None:
+        try:
+            super().__init__(importlib.import_module("torch"))
+        except ImportError as error:
+            raise BenchError(f"peer 'cudnn' needs PyTorch, which cannot be imported here: {error}") from error
+
+    def unsupported(self, case: PrefillBackwardCase, dtype: str) -> str | None:
+        if case.causal and case.s_q != case.s_kv:
+            return "puts the diagonal at the top left"
+        return "takes as many heads of keys as of queries" if case.h_q != case.heads_kv else None
+
+    def _laid_out(self, case: PrefillBackwardCase, x: Any) -> Any:
+        return x.view(case.b, -1, *x.shape[1:]).transpose(1, 2)
+
+    def _tokens_first(self, x: Any) -> Any:
+        return x.transpose(1, 2).reshape(-1, *x.shape[1:2], x.shape[3])
+
+    def _backward(
+        self, case: PrefillBackwardCase, inputs: GradientInputs, q: Any, keys: Any, values: Any, dout: Any
+    ) -> Callable[[Any], Any]:
         torch = self._torch
         forward = torch.ops.aten._scaled_dot_product_cudnn_attention
         out, lse, starts_q, starts_k, longest_q, longest_k, seed, offset, _ = forward(
@@ -100,15 +135,6 @@ class CudnnBackward:
             )
 
         return with_keys
-
-    def _outputs(self, case: PrefillBackwardCase, latest: Any) -> Gradients:
-        import cupy
-
-        def tokens_first(x: Any) -> Any:
-            return cupy.from_dlpack(x.transpose(1, 2).reshape(-1, *x.shape[1:2], x.shape[3]))
-
-        dq, dk, dv = (tokens_first(x) for x in latest[:3])
-        return Gradients(dq, dk[..., : case.d_qk - D_ROPE], dv, None)
 
 
 class CudnnDeterministicBackward(CudnnBackward):
@@ -132,7 +158,9 @@ class CudnnDeterministicBackward(CudnnBackward):
         prepared = super().prepare(case, dtype, sets, device)
         return replace(prepared, workspace_bytes=lambda: self._workspace.numel())
 
-    def _backward(self, case: PrefillBackwardCase, q: Any, keys: Any, values: Any, dout: Any) -> Callable[[Any], Any]:
+    def _backward(
+        self, case: PrefillBackwardCase, inputs: GradientInputs, q: Any, keys: Any, values: Any, dout: Any
+    ) -> Callable[[Any], Any]:
         torch, cudnn, handle = self._torch, self._cudnn, self._handle
         forward = torch.ops.aten._scaled_dot_product_cudnn_attention
         out, lse = forward(q, keys, values, None, True, 0.0, case.causal, False, scale=case.scale)[:2]

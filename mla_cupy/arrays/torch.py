@@ -91,18 +91,28 @@ class TorchFamily(NativeFamily):
         except (TypeError, RuntimeError):  # of a version that differs
             return None
 
+        address_of = self._kind.data_ptr
+        place = {index: at for at, index in enumerate(present, 1)}
+        spread = operator.itemgetter(0, *[place.get(index, 0) for index in range(len(arrays))])
+        latest: tuple[list[int], list[int]] = [], []  # aligned ones, without and with zeros for what is not given
+
         def match(others: Sequence[Any]) -> list[int] | None:
-            if not alike(*pick(others)) or forward_mode._current_level >= 0:
+            nonlocal latest
+            tensors = pick(others)
+            if not alike(*tensors) or forward_mode._current_level >= 0:
                 return None
             for index in absent:
                 if others[index] is not None:
                     return None
-            addresses, bits = [0], 0
-            for x in others:
-                address = 0 if x is None else x.data_ptr()
-                addresses.append(address)
-                bits |= address
-            return None if bits % ARRAY_ALIGNMENT else addresses
+            found = [0, *map(address_of, tensors)]
+            if found != latest[0]:
+                bits = 0
+                for address in found:
+                    bits |= address
+                if bits % ARRAY_ALIGNMENT:
+                    return None
+                latest = found, [*spread(found)]
+            return latest[1].copy()
 
         return match
 

@@ -45,6 +45,9 @@ class Tensor(np.ndarray):
     def float(self):
         return self.astype(np.float32)
 
+    def sum(self, *axes, dim=None, **options):
+        return super().sum(*axes, **options if dim is None else {"axis": dim})
+
     def numel(self):
         return self.size
 

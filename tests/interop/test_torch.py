@@ -128,6 +128,20 @@ def test_tensors_are_matched_as_their_signatures_say(torch: Any) -> None:
         assert match(changed) is None
 
 
+def test_addresses_of_matched_tensors_are_the_callers_to_change(torch: Any) -> None:
+    family = TorchFamily()
+    first, other, last = (torch.zeros(4) for _ in range(3))
+    match = family.matcher([first, None, last])
+    if match is None:
+        pytest.skip("this version of PyTorch has no TensorGuards")
+    for arrays in ([first, None, last], [first, None, last], [other, None, last], [first, None, last]):
+        expected = [0, arrays[0].data_ptr(), 0, last.data_ptr()]
+        found = match(arrays)
+        assert found == expected
+        found.pop()  # as a call does with the address of its workspace
+    assert match([first, None, torch.zeros(5)[1:]]) is None
+
+
 def test_tensors_without_a_matcher(torch: Any) -> None:
     family = TorchFamily()
     misaligned = torch.zeros(5)[1:]

@@ -7,6 +7,7 @@ from functools import partial
 from ...core.implementation import OWN, Choices, Known
 from ...core.operation import BenchOperation
 from ...peers.dense import CudnnAttention, FlashAttention3Dense
+from ...peers.fa4 import FlashAttention4
 from . import cases, check, inputs
 from .own import GENERIC, GENERIC_NAME, NAMED, Prefill
 
@@ -26,6 +27,7 @@ def implementations(choices: Choices) -> Known:
         OWN: lambda: Prefill(choices.kernel),
         GENERIC_NAME: lambda: Prefill(GENERIC, GENERIC_NAME),
         "fa3": lambda: FlashAttention3Dense(choices.directory("fa3")),
+        "fa4": FlashAttention4,
         "cudnn": CudnnAttention,
         **{name: partial(Prefill, name, name) for name in NAMED},
     }
@@ -35,7 +37,7 @@ PREFILL = BenchOperation(
     name="prefill",
     title="prefill, un-absorbed: keys and values per head",
     examples=EXAMPLES,
-    peers="fa3 (imports torch and needs --peers-dir), cudnn (through torch), generic, "
+    peers="fa3 (imports torch and needs --peers-dir), fa4 (flash-attn-4), cudnn (through torch), generic, "
     f"{', '.join(NAMED)}; or none. Default: fa3 where --peers-dir is given",
     suites=cases.SUITES,
     case_form=cases.FORM,

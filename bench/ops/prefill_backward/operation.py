@@ -6,6 +6,7 @@ from ...core.implementation import OWN, Choices, Known
 from ...core.operation import BenchOperation
 from ...core.samples import judge
 from ...peers.dense_backward import CudnnBackward, CudnnDeterministicBackward
+from ...peers.fa4 import FlashAttention4Backward, FlashAttention4Deterministic
 from . import cases, check, inputs
 from .own import DETERMINISTIC, GENERIC, PrefillBackward
 
@@ -24,6 +25,8 @@ def implementations(choices: Choices) -> Known:
         "generic": lambda: PrefillBackward(GENERIC, "generic"),
         "cudnn": CudnnBackward,
         "cudnn_deterministic": CudnnDeterministicBackward,
+        "fa4": FlashAttention4Backward,
+        "fa4_deterministic": FlashAttention4Deterministic,
     }
 
 
@@ -31,7 +34,8 @@ PREFILL_BACKWARD = BenchOperation(
     name="prefill-backward",
     title="prefill, un-absorbed, backward: the whole call, statistics and sums included",
     examples=EXAMPLES,
-    peers="cudnn (through torch), cudnn_deterministic (through cudnn-frontend), generic. Default: none",
+    peers="cudnn (through torch), cudnn_deterministic (through cudnn-frontend), fa4, fa4_deterministic (flash-attn-4), "
+    "generic. Default: none",
     suites=cases.SUITES,
     case_form=cases.FORM,
     parse=cases.parse,
