@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
@@ -252,10 +253,12 @@ def test_what_has_no_room_is_counted_and_written_nowhere(tmp_path: Path, capsys:
 
 
 @pytest.mark.slow
-def test_parts_find_what_one_trace_does(tmp_path: Path) -> None:
-    """How often each warp waits at each place, put together from three runs; and each one's time is 1."""
+def test_parts_find_what_one_trace_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How often each warp waits at each place, from one run, three, and two of the lean form; and shares are 1."""
     found = {}
-    for parts in ("1", "3"):
+    for parts in ("1", "3", "2"):
+        if parts == "2":
+            monkeypatch.setattr("bench.trace.command.Choice", functools.partial(Choice, lean=True))
         status, tables = simulated(tmp_path, "--min-cycles", "0", "--parts", parts)
         assert status == 0
         kernels = {kernel["kernel"]: kernel["rows"] for kernel in tables["kernels"]}
@@ -270,7 +273,7 @@ def test_parts_find_what_one_trace_does(tmp_path: Path) -> None:
             for row in rows:
                 shares[row["role"]] += row["share"]
             assert shares == pytest.approx(dict.fromkeys(shares, 1.0))
-    assert found["1"] == found["3"]
+    assert found["1"] == found["3"] == found["2"]
 
 
 def test_only_some_places(tmp_path: Path) -> None:
