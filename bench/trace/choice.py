@@ -1,4 +1,4 @@
-"""Which waits a traced build records: all, or those of some places, so that the others are as without a trace."""
+"""Places whose waits a traced build records: all, or some, and then the others are as without a trace."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ WARM_UP, TIMED = 3, 11
 MAX_PARTS = 64
 """A part whose build is refused is halved, up to so many, if it is with fewer registers as well."""
 REFUSED = "is refused"
-"""What the error of a build says whose code would be slow."""
+"""Words of the error of a build whose code would be slow."""
 SIMULATED_GHZ = 1.0
 """Rate of the simulator's clock, which counts what its timer counts."""
 
@@ -83,7 +83,7 @@ class Traced:
 
 @dataclass(frozen=True)
 class Tracer:
-    """What makes a driver that traces, on one device; and the clock's rate where kernels do not tell it."""
+    """Maker of drivers that trace on one device; with the clock's rate where kernels do not tell it."""
 
     target: Driver
     access: Access
