@@ -54,6 +54,8 @@ class Warp:
     begin: float
     end: float
     waits: tuple[Wait, ...]
+    places: frozenset[Site]
+    """Of all its waits, also of those that were too short."""
 
     @property
     def waiting(self) -> float:
@@ -108,7 +110,7 @@ def roles(traces: Sequence[Trace]) -> dict[str, list[int]]:
     """
     places: dict[int, set[Site]] = {}
     for warp in (warp for trace in traces for warp in trace.warps):
-        places.setdefault(warp.warp, set()).update(wait.site for wait in warp.waits)
+        places.setdefault(warp.warp, set()).update(warp.places)
     shared = set.intersection(*places.values()) if len(places) > 1 else set()
     own = {index: sites - shared for index, sites in places.items()}
     groups: list[list[int]] = []
@@ -194,7 +196,8 @@ def _warp(
         for end, cycles, site in zip(ends, lengths, records["site"].tolist(), strict=False)
         if cycles >= min_cycles
     )
-    return Warp(block, warp, int(start["sm"]), start_ns, ends[-1], waits)
+    places = frozenset(known.get(site, UNKNOWN) for site in set(records["site"].tolist()))
+    return Warp(block, warp, int(start["sm"]), start_ns, ends[-1], waits, places)
 
 
 def unwrapped(clocks: Array, start: int) -> Array:

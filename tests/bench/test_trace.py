@@ -105,6 +105,11 @@ def test_roles_are_neighbours_that_wait_at_one_place() -> None:
     waits = {(0, 0): [(10, 5, 2), (20, 5, 6)], (0, 1): [(10, 5, 6), (20, 5, 2)], (0, 2): [(10, 5, 3), (30, 5, 6)]}
     trace = trace_of(recorded({**waits, (1, 0): [(50, 5, 6)]}), GHZ)
     assert roles([trace]) == {"warps 0-1": [0, 1], "warp 2": [2]}
+    shortened = trace_of(
+        recorded({(0, 0): [(10, 5, 2), (20, 15, 6)], (0, 1): [(10, 5, 3), (20, 5, 6)]}), GHZ, min_cycles=10
+    )
+    assert roles([shortened]) == {"warp 0": [0], "warp 1": [1]}  # what is too short to be shown tells roles apart
+    assert [len(warp.waits) for warp in shortened.warps] == [1, 0]
     assert [(w.block, w.warp) for w in trace.of_role([0, 1])] == [(0, 0), (0, 1), (1, 0)]
 
 
