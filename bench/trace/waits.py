@@ -55,7 +55,7 @@ class Warp:
     end: float
     waits: tuple[Wait, ...]
     places: frozenset[Site]
-    """Of all its waits, also of those that were too short."""
+    """Places of all its waits, also of those that were too short."""
 
     @property
     def waiting(self) -> float:
