@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_cupy import simulation
+from mla_cupy.errors import KernelCompileError
 from mla_cupy.ops.call import forget
 from mla_cupy.runtime import driver, loader
+from mla_cupy.runtime.launching import Driver
 
 from ..core.device import DTYPES, CudaDevice, Device
 from ..core.errors import BenchError
@@ -23,8 +26,9 @@ from ..core.operation import BenchOperation, Case
 from ..core.recorders import EVENTS, Call
 from ..operations import OPERATIONS
 from . import report
-from .driver import CudaAccess, Limits, SimulatedAccess, TracingDriver
-from .waits import BASIC_BLOCK, MICROSECOND, Trace, trace_of
+from .choice import Choice
+from .driver import Access, CudaAccess, Limits, SimulatedAccess, TracingDriver
+from .waits import BASIC_BLOCK, MICROSECOND, MIN_CYCLES, Trace, trace_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,30 +36,64 @@ if TYPE_CHECKING:
 DESCRIPTION = """Show when each warp of a call's kernels waits, and for what.
 
 The kernels are compiled once more, with a clock read before and after everything that waits: mbarriers, named
-barriers, WGMMA groups, copies, clusters. No source is changed for it, and plain builds stay as they are. Waits of
-fewer cycles than --min-cycles leave no record. Both builds are timed, so that the price of tracing is known.
+barriers, WGMMA groups, copies, clusters. No source is changed for it, and plain builds stay as they are. Both builds
+are timed, so that the price of tracing is known. It is lower where fewer places are recorded: those that --only finds,
+or --parts of them, each in a build and a run of its own, whose tables are put together.
 """
 EPILOG = """examples:
   trace decode b128-sq1-hq128-skv4096
   trace decode b128-sq1-hq128-skv4096 --perfetto decode.json      open it in ui.perfetto.dev
   trace decode b128-sq1-hq128-skv4096 --draw decode.svg --kernel-name decode_sm90_seesaw --window 20,40
+  trace decode b128-sq1-hq128-skv4096 --only run_load_role        only waits in a function, file or call of this name
+  trace decode b128-sq1-hq128-skv4096 --parts 4                   a quarter of the waits in each of four runs
   trace decode b2-sq1-hq128-skv256 --simulate 2                   without a GPU: the order of things, not their times
 
 exit status: 0 success, 1 a result is wrong, 2 cannot run
 """
 WARM_UP, TIMED = 3, 11
+MAX_PARTS = 64
+"""A part whose build is refused is halved, up to so many, if it is with fewer registers as well."""
+REFUSED = "is refused"
+"""Words of the error of a build whose code would be slow."""
 SIMULATED_GHZ = 1.0
 """Rate of the simulator's clock, which counts what its timer counts."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """Traces of one call, its times in microseconds with both builds, and what is wrong with its result, or ""."""
+    """Traces of one call, its times in microseconds with both builds, and what is wrong with its result, or "".
+
+    Of several parts there are traces of each, and times. Parts whose builds are refused have none.
+    """
 
     traces: list[Trace]
     plain_us: float | None
-    traced_us: float | None
+    traced_us: dict[str, float]
     wrong: str
+    refused: list[str] = field(default_factory=list)
+
+    @property
+    def kernels(self) -> dict[str, list[Trace]]:
+        """The traces of each kernel and variant."""
+        found: dict[str, list[Trace]] = {}
+        for trace in self.traces:
+            found.setdefault(f"{trace.kernel} {trace.label}", []).append(trace)
+        return found
+
+
+@dataclass(frozen=True)
+class Tracer:
+    """Maker of drivers that trace on one device; with the clock's rate where kernels do not tell it."""
+
+    target: Driver
+    access: Access
+    limits: Limits
+    ghz: float
+    min_cycles: int
+
+    def recording(self, choice: Choice) -> TracingDriver:
+        """Return a driver whose builds record these waits."""
+        return TracingDriver(self.target, self.access, self.limits, choice)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +112,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-cycles",
         type=int,
         default=None,
-        help=f"shortest wait that is recorded ({defaults.min_cycles}; 1 simulated)",
+        help=f"shortest wait that is shown ({MIN_CYCLES}; 1 simulated)",
+    )
+    parser.add_argument(
+        "--only", type=_pattern, default="", metavar="REGEX", help="places: what is searched in function, call and file"
+    )
+    parser.add_argument(
+        "--parts", type=_positive, default=1, metavar="N", help="in how many runs places are recorded (%(default)s)"
     )
     files = parser.add_argument_group("files")
     files.add_argument("--json", type=Path, metavar="FILE.json", help="the tables")
@@ -92,26 +136,26 @@ def run(args: argparse.Namespace, console: Console) -> int:
     implementation = operation.implementations(Choices(None, args.kernel))[OWN]()
     if reason := implementation.unsupported(case, args.dtype):
         raise BenchError(f"{case.name}: {reason}")
-    with _device(args) as (device, tracer, ghz):
-        found = _trace(operation, case, implementation, args.dtype, device, tracer, ghz)
+    choices = [Choice(args.only, part, args.parts) for part in range(args.parts)]
+    with _device(args) as (device, tracer):
+        found = _trace(operation, case, implementation, args.dtype, device, tracer, choices)
     _show(console, found)
     _write(args, console, found)
     return int(bool(found.wrong))
 
 
 @contextmanager
-def _device(args: argparse.Namespace) -> Iterator[tuple[Device, TracingDriver, float]]:
-    """The device, a driver that traces on it, and its clock's rate where kernels do not tell it."""
-    least = args.min_cycles
+def _device(args: argparse.Namespace) -> Iterator[tuple[Device, Tracer]]:
+    limits, least = Limits(args.blocks, args.capacity), args.min_cycles
     if args.simulate is not None:
-        limits = Limits(args.blocks, args.capacity, 1 if least is None else least)
         with simulation.simulated(args.simulate) as target:
-            yield HostDevice(), TracingDriver(target, SimulatedAccess(target), limits), SIMULATED_GHZ
+            access = SimulatedAccess(target)
+            yield HostDevice(), Tracer(target, access, limits, SIMULATED_GHZ, 1 if least is None else least)
         return
     device = CudaDevice(EVENTS)
-    limits = Limits(args.blocks, args.capacity, Limits().min_cycles if least is None else least)
     with device.current():
-        yield device, TracingDriver(driver.current(), CudaAccess(), limits), _max_clock_ghz()
+        shortest = MIN_CYCLES if least is None else least
+        yield device, Tracer(driver.current(), CudaAccess(), limits, _max_clock_ghz(), shortest)
 
 
 def _max_clock_ghz() -> float:
@@ -126,22 +170,58 @@ def _trace(
     implementation: Any,
     dtype: str,
     device: Device,
-    tracer: TracingDriver,
-    ghz: float,
+    tracer: Tracer,
+    choices: Sequence[Choice],
 ) -> Traced:
     sets = [operation.inputs(case, dtype, 0, device)]
     expected = operation.expect(case, dtype, sets[0], device)
     timed = not isinstance(device, HostDevice)
-    plain_us = _time(implementation.prepare(case, dtype, sets, device), device) if timed else None
-    with _tracing(tracer):
+    found = Traced([], _time(implementation.prepare(case, dtype, sets, device), device) if timed else None, {}, "")
+    waiting = list(choices)
+    while waiting and not found.wrong:
+        choice = waiting.pop(0)
+        try:
+            found = _add_part(found, choice, operation, case, implementation, dtype, device, tracer, sets, expected)
+        except KernelCompileError as error:
+            if REFUSED not in str(error):
+                raise
+            if choice.parts < MAX_PARTS or not choice.lean:
+                waiting[:0] = choice.easier()
+            else:
+                found.refused.append(f"part {choice.name}: {str(error).splitlines()[0]}")
+    if not found.traces:
+        raise BenchError(f"no part can be traced; {found.refused[0]}")
+    return found
+
+
+def _add_part(
+    found: Traced,
+    choice: Choice,
+    operation: BenchOperation,
+    case: Case,
+    implementation: Any,
+    dtype: str,
+    device: Device,
+    tracer: Tracer,
+    sets: list[Any],
+    expected: Any,
+) -> Traced:
+    timed = not isinstance(device, HostDevice)
+    recorder = tracer.recording(choice)
+    with _tracing(recorder):
         prepared = implementation.prepare(case, dtype, sets, device)
-        traced_us = _time(prepared, device) if timed else None
+        times = {choice.name: _time(prepared, device)} if timed else {}
         _call(prepared)()
         device.synchronize()
         verdict = operation.judge(expected, prepared.outputs(0), dtype, device)
         unit = MICROSECOND if timed else BASIC_BLOCK
-        traces = [trace_of(recorded, ghz, unit) for recorded in tracer.recorded()]
-    return Traced(traces, plain_us, traced_us, "" if verdict.ok else verdict.reason)
+        traces = [trace_of(each, tracer.ghz, unit, tracer.min_cycles) for each in recorder.recorded()]
+    return replace(
+        found,
+        traces=found.traces + [replace(trace, part=choice.name) for trace in traces],
+        traced_us=found.traced_us | times,
+        wrong="" if verdict.ok else verdict.reason,
+    )
 
 
 @contextmanager
@@ -175,25 +255,28 @@ def _time(prepared: Prepared, device: Device) -> float:
 def _show(console: Console, found: Traced) -> None:
     from rich.table import Table
 
-    for trace in found.traces:
-        blocks, unit = len({warp.block for warp in trace.warps}), trace.unit.name
-        table = Table(title=f"{trace.kernel} {trace.label}: {blocks} blocks", title_justify="left")
+    for kernel, traces in found.kernels.items():
+        blocks, unit = len({warp.block for warp in traces[0].warps}), traces[0].unit.name
+        table = Table(title=f"{kernel}: {blocks} blocks", title_justify="left")
         table.add_column("role", no_wrap=True)
         table.add_column("waits for", overflow="fold")
         for column in ("share of time", f"{unit} per warp", "waits per warp", f"{unit} per wait"):
             table.add_column(column, justify="right")
-        for row in report.rows(trace):
+        for row in report.rows(traces):
             table.add_row(*_cells(row))
         console.print(table)
-        if trace.dropped:
-            console.print(f"{trace.dropped} records had no room: raise --capacity")
-        if trace.spills:
-            console.print(f"the traced build spills {trace.spills} bytes: times are a little off")
-    if found.plain_us and found.traced_us:
-        console.print(
-            f"whole call: {found.plain_us:.1f} us, traced {found.traced_us:.1f} us "
-            f"({found.traced_us / found.plain_us:.3f}), medians of {TIMED} single calls"
-        )
+        if dropped := sum(trace.dropped for trace in traces):
+            console.print(f"{dropped} records had no room: raise --capacity")
+        if spills := max(trace.spills for trace in traces):
+            console.print(f"the traced build spills {spills} bytes: times are a little off")
+    for part, us in found.traced_us.items():
+        if found.plain_us:
+            console.print(
+                f"whole call: {found.plain_us:.1f} us, traced{f', part {part}' if part else ''} {us:.1f} us "
+                f"({us / found.plain_us:.3f}), medians of {TIMED} single calls"
+            )
+    for reason in found.refused:
+        console.print(f"not traced: {reason}")
     console.print(f"result: {found.wrong}" if found.wrong else "result: equal to the oracle's within the tolerance")
 
 
@@ -211,11 +294,23 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 def _write(args: argparse.Namespace, console: Console, found: Traced) -> None:
     if args.json:
         tables = [
-            {"kernel": t.kernel, "label": t.label, "clock_ghz": t.ghz, "dropped": t.dropped, "spill_bytes": t.spills}
-            | {"rows": report.rows(t, most=1 << 30)}
-            for t in found.traces
+            {
+                "kernel": traces[0].kernel,
+                "label": traces[0].label,
+                "clock_ghz": traces[0].ghz,
+                "dropped": sum(t.dropped for t in traces),
+                "spill_bytes": max(t.spills for t in traces),
+                "rows": report.rows(traces, most=1 << 30),
+            }
+            for traces in found.kernels.values()
         ]
-        times = {"plain_us": found.plain_us, "traced_us": found.traced_us, "wrong": found.wrong}
+        times = {
+            "plain_us": found.plain_us,
+            "traced_us": max(found.traced_us.values(), default=None),
+            "parts_us": found.traced_us,
+            "refused": found.refused,
+            "wrong": found.wrong,
+        }
         args.json.write_text(json.dumps({"case": args.case, "dtype": args.dtype, **times, "kernels": tables}, indent=1))
     if args.perfetto:
         report.write_chrome_trace(args.perfetto, found.traces)
@@ -229,9 +324,9 @@ def _drawn(name: str | None, traces: list[Trace]) -> Trace:
     if name is None:
         return max(traces, key=lambda trace: max((warp.end for warp in trace.warps), default=0.0))
     for trace in traces:
-        if trace.kernel == name:
+        if name in (trace.kernel, trace.name):
             return trace
-    raise BenchError(f"--kernel-name: got {name!r}, expected one of {', '.join(trace.kernel for trace in traces)}")
+    raise BenchError(f"--kernel-name: got {name!r}, expected one of {', '.join(trace.name for trace in traces)}")
 
 
 def _positive(text: str) -> int:
@@ -239,6 +334,14 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"got {number}, expected at least 1")
     return number
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a regular expression ({error})") from None
+    return text
 
 
 def _window(text: str) -> tuple[float, float]:

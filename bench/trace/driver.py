@@ -20,22 +20,23 @@ from mla_cupy.runtime.tensormap import TensorMapSpec
 from mla_cupy.simulation import SimDriver
 
 from ..core.errors import BenchError
+from .choice import Choice
 
 PRELUDE = "trace/waits.cuh"
 OPENING = "const mla::TracedWarp mla_traced_warp;"
 SYMBOL = "mla_trace_target"
 WARP_THREADS = 32
+EVERYWHERE = Choice()
 SPILL_BYTES = 1 << 16
 """Allowance of traced builds: they may spill, and the report says so."""
 
-RECORD = np.dtype([("end", "u4"), ("cycles", "u4"), ("site", "u4"), ("barrier", "u4")])
+RECORD = np.dtype([("end", "u4"), ("begin", "u4"), ("site", "u4"), ("unused", "u4")])
 """`WaitRecord` of `trace/waits.cuh`."""
 MOMENT = np.dtype([("nanoseconds", "u8"), ("clock", "u4"), ("sm", "u4")])
 """`Moment`."""
 MOMENTS = 2
 TARGET = np.dtype(
-    [(name, "u8") for name in ("records", "moments", "ends")]
-    + [(name, "u4") for name in ("rows", "slots", "warps", "min_cycles")],
+    [(name, "u8") for name in ("records", "moments", "ends")] + [(name, "u4") for name in ("rows", "slots", "warps")],
     align=True,
 )
 """`TraceTarget`."""
@@ -47,11 +48,10 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of what is kept: blocks of a launch, records of a warp, and the shortest wait in cycles."""
+    """Bounds of what is kept: blocks of a launch, and records of a warp."""
 
     blocks: int = 264
     capacity: int = 1024
-    min_cycles: int = 20
 
 
 class Access(Protocol):
@@ -169,20 +169,19 @@ class _Traced:
             self.places[name] = memory, nbytes
             target[name] = memory.ptr
         target["rows"], target["slots"], target["warps"] = rows, slots, warps
-        target["min_cycles"] = limits.min_cycles
         return target.tobytes()
 
 
 class TracingDriver:
     """Another driver, whose kernels are replaced by traced builds of them."""
 
-    def __init__(self, inner: Driver, access: Access, limits: Limits) -> None:
-        self._inner, self._access, self._limits = inner, access, limits
+    def __init__(self, inner: Driver, access: Access, limits: Limits, choice: Choice = EVERYWHERE) -> None:
+        self._inner, self._access, self._limits, self._choice = inner, access, limits, choice
         self._kernels: dict[int, _Traced] = {}
 
     def wanted(self, request: BuildRequest) -> BuildRequest:
         """See `Driver.wanted`: the traced build."""
-        return self._inner.wanted(traced(request))
+        return self._inner.wanted(self._choice.of(traced(request)))
 
     def load(self, build: Build, device: int) -> LoadedKernel:
         """See `Driver.load`."""

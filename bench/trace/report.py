@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.errors import BenchError
 from .sites import Site
-from .waits import Trace, Unit, Wait, Warp
+from .waits import Trace, Unit, Wait, Warp, roles
 
 MAX_SITES = 6
 """Places that a table lists of a role, those of the longest waits first."""
@@ -17,21 +17,24 @@ _NS_PER_US = 1000.0
 _RUNS = "#4c78a8"
 
 
-def rows(trace: Trace, most: int = MAX_SITES) -> list[dict[str, Any]]:
-    """Return what each role waits for: shares of its time, and means per warp.
+def rows(traces: Sequence[Trace], most: int = MAX_SITES) -> list[dict[str, Any]]:
+    """Return what each role of a kernel waits for: shares of its time, and means per warp.
 
-    The first row of a role, without a place, is the time in which it does not wait.
+    The first row of a role, without a place, is the time in which it does not wait. Of several traces each one, of a
+    build that records some of the waits, gives shares of its own time; what is left of the whole is the time without.
     """
     found: list[dict[str, Any]] = []
-    for role, warps in trace.roles.items():
-        total = sum(warp.end - warp.begin for warp in warps)
-        waits = _by_site(warps)
-        running = total - sum(warp.waiting for warp in warps)
-        found.append(_row(role, None, total, running, 0, len(warps), trace.unit))
-        longest = sorted(waits.items(), key=lambda item: -sum(w.end - w.begin for w in item[1]))
-        for site, each in longest[:most]:
-            waited = sum(wait.end - wait.begin for wait in each)
-            found.append(_row(role, site, total, waited, len(each), len(warps), trace.unit))
+    for role, indices in roles(traces).items():
+        places: list[dict[str, Any]] = []
+        lengths = []
+        for trace in traces:
+            warps = trace.of_role(indices)
+            total = sum(warp.end - warp.begin for warp in warps)
+            lengths.append(total / len(warps))
+            places += (_row(role, site, total, each, len(warps), trace.unit) for site, each in _by_site(warps).items())
+        running, length = 1.0 - sum(row["share"] for row in places), sum(lengths) / len(lengths)
+        found.append(_running(role, running, length, traces[0].unit))
+        found += sorted(places, key=lambda row: -row["share"])[:most]
     return found
 
 
@@ -43,18 +46,30 @@ def _by_site(warps: Iterable[Warp]) -> dict[Site, list[Wait]]:
     return found
 
 
-def _row(
-    role: str, site: Site | None, total: float, nanoseconds: float, count: int, warps: int, unit: Unit
-) -> dict[str, Any]:
+def _row(role: str, site: Site, total: float, waits: Sequence[Wait], warps: int, unit: Unit) -> dict[str, Any]:
+    nanoseconds = sum(wait.end - wait.begin for wait in waits)
     return {
         "role": role,
-        "site": str(site) if site else "",
-        "function": site.function if site else "",
+        "site": str(site),
+        "function": site.function,
         "share": nanoseconds / total if total else 0.0,
         "unit": unit.name,
         "time_per_warp": nanoseconds / warps / unit.nanoseconds,
-        "waits_per_warp": count / warps,
-        "time_per_wait": nanoseconds / count / unit.nanoseconds if count else None,
+        "waits_per_warp": len(waits) / warps,
+        "time_per_wait": nanoseconds / len(waits) / unit.nanoseconds,
+    }
+
+
+def _running(role: str, share: float, nanoseconds: float, unit: Unit) -> dict[str, Any]:
+    return {
+        "role": role,
+        "site": "",
+        "function": "",
+        "share": share if nanoseconds else 0.0,
+        "unit": unit.name,
+        "time_per_warp": share * nanoseconds / unit.nanoseconds,
+        "waits_per_warp": 0.0,
+        "time_per_wait": None,
     }
 
 
@@ -65,14 +80,14 @@ def chrome_trace(traces: Sequence[Trace]) -> dict[str, Any]:
 
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:
     for warp in trace.warps:
-        place = {"pid": f"{trace.kernel} block {warp.block} (SM {warp.sm})", "tid": warp.warp}
+        place = {"pid": f"{trace.name} block {warp.block} (SM {warp.sm})", "tid": warp.warp}
         yield {"ph": "M", "name": "thread_name", **place, "args": {"name": f"warp {warp.warp}"}}
         for begin, end in running(warp):
             yield _bar("runs", "run", begin, end, place, {})
         for wait in warp.waits:
             site = wait.site
             where = {"file": site.file, "line": site.line, "function": site.function}
-            more = {**where, "barrier": f"0x{wait.barrier:x}", "cycles": wait.cycles}
+            more = {**where, "cycles": wait.cycles}
             yield _bar(str(site), "wait", wait.begin, wait.end, place, more)
 
 
@@ -126,7 +141,7 @@ def draw(path: Path, trace: Trace, block: int, window: tuple[float, float] | Non
     axes.set_yticks(range(len(warps)), [f"warp {warp.warp}" for warp in warps])
     axes.invert_yaxis()
     axes.set_xlabel(trace.unit.name)
-    axes.set_title(f"{trace.kernel} {trace.label}, block {block} on SM {warps[0].sm}")
+    axes.set_title(f"{trace.name} {trace.label}, block {block} on SM {warps[0].sm}")
     if window:
         axes.set_xlim(*window)
     named = [("runs", _RUNS), *((str(site), colours[site]) for site in places)]

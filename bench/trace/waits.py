@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +11,9 @@ import numpy.typing as npt
 
 from .driver import Recorded
 from .sites import UNKNOWN, Site, sites
+
+MIN_CYCLES = 20
+"""Shortest wait that a report shows: about what a wait takes for which nothing has to be waited."""
 
 _BEGINS, _ENDS = 0, 1
 _LONG_ENOUGH_NS = 1000
@@ -40,7 +42,6 @@ class Wait:
     end: float
     cycles: int
     site: Site
-    barrier: int
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Warp:
     begin: float
     end: float
     waits: tuple[Wait, ...]
+    places: frozenset[Site]
+    """Places of all its waits, also of those that were too short."""
 
     @property
     def waiting(self) -> float:
@@ -77,6 +80,8 @@ class Trace:
     spills : int
         Bytes of stores that the traced build spills.
     unit : Unit
+    part : str
+        Which part of the waits it has, such as "2 of 4", or "".
     """
 
     kernel: str
@@ -86,34 +91,43 @@ class Trace:
     dropped: int
     spills: int
     unit: Unit = MICROSECOND
+    part: str = ""
 
-    @cached_property
-    def roles(self) -> dict[str, list[Warp]]:
-        """Warps by role, in all blocks together: neighbours that wait at some place that not every warp comes to."""
-        places: dict[int, set[Site]] = {}
-        for warp in self.warps:
-            places.setdefault(warp.warp, set()).update(wait.site for wait in warp.waits)
-        shared = set.intersection(*places.values()) if len(places) > 1 else set()
-        own = {index: sites - shared for index, sites in places.items()}
-        groups: list[list[int]] = []
-        for index in sorted(own):
-            before = own.get(index - 1)
-            if before is not None and (before & own[index] or not (before or own[index])):
-                groups[-1].append(index)
-            else:
-                groups.append([index])
-        names = {index: _name(group) for group in groups for index in group}
-        found: dict[str, list[Warp]] = {name: [] for name in dict.fromkeys(names.values())}
-        for warp in self.warps:
-            found[names[warp.warp]].append(warp)
-        return found
+    @property
+    def name(self) -> str:
+        """The kernel, with the part."""
+        return f"{self.kernel}, part {self.part}" if self.part else self.kernel
+
+    def of_role(self, indices: Sequence[int]) -> list[Warp]:
+        """Return the warps with these numbers, of all blocks."""
+        return [warp for warp in self.warps if warp.warp in indices]
+
+
+def roles(traces: Sequence[Trace]) -> dict[str, list[int]]:
+    """Return warps by role, in all blocks together: neighbours that wait at some place that not every warp comes to.
+
+    Traces of several builds, each of which records other waits of the same kernel, tell of more places than one.
+    """
+    places: dict[int, set[Site]] = {}
+    for warp in (warp for trace in traces for warp in trace.warps):
+        places.setdefault(warp.warp, set()).update(warp.places)
+    shared = set.intersection(*places.values()) if len(places) > 1 else set()
+    own = {index: sites - shared for index, sites in places.items()}
+    groups: list[list[int]] = []
+    for index in sorted(own):
+        before = own.get(index - 1)
+        if before is not None and (before & own[index] or not (before or own[index])):
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return {_name(group): group for group in groups}
 
 
 def _name(warps: list[int]) -> str:
     return f"warp {warps[0]}" if len(warps) == 1 else f"warps {warps[0]}-{warps[-1]}"
 
 
-def trace_of(recorded: Recorded, clock_ghz: float, unit: Unit = MICROSECOND) -> Trace:
+def trace_of(recorded: Recorded, clock_ghz: float, unit: Unit = MICROSECOND, min_cycles: int = 0) -> Trace:
     """Return the waits of a launch.
 
     Parameters
@@ -123,6 +137,8 @@ def trace_of(recorded: Recorded, clock_ghz: float, unit: Unit = MICROSECOND) -> 
         Rate of the clock where the launch does not tell it.
     unit : Unit
         Unit of the reports.
+    min_cycles : int
+        Shorter waits are left out: the warp counts as running.
     """
     ghz = clock_rate(recorded.moments) or clock_ghz
     launched = recorded.moments[..., _ENDS]["nanoseconds"] > 0
@@ -133,7 +149,7 @@ def trace_of(recorded: Recorded, clock_ghz: float, unit: Unit = MICROSECOND) -> 
         recorded.entry.removeprefix("mla_"),
         recorded.label,
         ghz,
-        tuple(_warps(recorded, launched, known, ghz, first)),
+        tuple(_warps(recorded, launched, known, ghz, first, min_cycles)),
         int(np.maximum(recorded.counts[launched].astype(np.int64) - room, 0).sum()),
         recorded.spills,
         unit,
@@ -149,11 +165,14 @@ def clock_rate(moments: Array) -> float | None:
     return float(np.median(cycles[far] / nanoseconds[far])) if far.any() else None
 
 
-def _warps(recorded: Recorded, launched: Array, known: Mapping[int, Site], ghz: float, first: int) -> Iterator[Warp]:
+def _warps(
+    recorded: Recorded, launched: Array, known: Mapping[int, Site], ghz: float, first: int, min_cycles: int
+) -> Iterator[Warp]:
     for block, warp in np.argwhere(launched).tolist():
         count = int(recorded.counts[block, warp])
         records = recorded.records[block, warp, :count]
-        yield _warp(block, warp, recorded.moments[block, warp], records, len(records) == count, known, ghz, first)
+        complete = len(records) == count
+        yield _warp(block, warp, recorded.moments[block, warp], records, complete, known, ghz, first, min_cycles)
 
 
 def _warp(
@@ -165,16 +184,20 @@ def _warp(
     known: Mapping[int, Site],
     ghz: float,
     first: int,
+    min_cycles: int,
 ) -> Warp:
     start, last = moments[_BEGINS], moments[_ENDS]
     start_ns = float(int(start["nanoseconds"]) - first)
     clocks = np.append(records["end"], last["clock"]) if complete else records["end"]
     ends = (start_ns + unwrapped(clocks, int(start["clock"])) / ghz).tolist()
+    lengths = (records["end"] - records["begin"]).tolist()  # modulo 2^32, like the clock
     waits = tuple(
-        Wait(end - cycles / ghz, end, cycles, known.get(site, UNKNOWN), barrier)
-        for end, (_, cycles, site, barrier) in zip(ends, records.tolist(), strict=False)
+        Wait(end - cycles / ghz, end, cycles, known.get(site, UNKNOWN))
+        for end, cycles, site in zip(ends, lengths, records["site"].tolist(), strict=False)
+        if cycles >= min_cycles
     )
-    return Warp(block, warp, int(start["sm"]), start_ns, ends[-1], waits)
+    places = frozenset(known.get(site, UNKNOWN) for site in set(records["site"].tolist()))
+    return Warp(block, warp, int(start["sm"]), start_ns, ends[-1], waits, places)
 
 
 def unwrapped(clocks: Array, start: int) -> Array:

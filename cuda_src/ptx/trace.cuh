@@ -17,24 +17,69 @@ MLA_DEVICE u32 next_record() {
     return index;
 }
 
-// If `wanted`, stores at the register's index if that is below `limit`, and then adds `step` to it, up to `kMost`.
-// Without a branch: predicates, also where lanes differ.
+// A record of 16 bytes at the register's index, if that is below `limit`: the clock now, that of before, and a number.
+// Then adds `step` to the index, up to `kMost`. No branches: predicates, also where lanes differ. Nothing is computed
+// of clocks: of a difference ptxas reads the first one by S2UR, which takes longer. Two stores want two registers
+// beside each other, one would want four.
 template <u32 kMost>
-MLA_DEVICE void store_record(void* records, uint4 value, bool wanted, u32 limit, u32 step) {
+MLA_DEVICE void store_record(void* records, u32 begin, u32 number, u32 limit, u32 step) {
     asm volatile(
         "{\n"
-        " .reg .pred wanted, fits;\n"
+        " .reg .pred fits;\n"
         " .reg .u64 to;\n"
+        " .reg .u32 end;\n"
         " cvt.u64.u32 to, mla_next_record;\n"
         " shl.b64 to, to, 4;\n"
         " add.u64 to, to, %0;\n"
-        " setp.ne.u32 wanted, %5, 0;\n"
-        " setp.lt.and.u32 fits, mla_next_record, %6, wanted;\n"
-        " @fits st.global.v4.u32 [to], {%1, %2, %3, %4};\n"
-        " @wanted add.u32 mla_next_record, mla_next_record, %7;\n"
-        " min.u32 mla_next_record, mla_next_record, %8;\n"
+        " setp.lt.u32 fits, mla_next_record, %3;\n"
+        " mov.u32 end, %%clock;\n"
+        " @fits st.global.v2.u32 [to], {end, %1};\n"
+        " @fits st.global.u32 [to + 8], %2;\n"
+        " add.u32 mla_next_record, mla_next_record, %4;\n"
+        " min.u32 mla_next_record, mla_next_record, %5;\n"
         "}" ::"l"(records),
-        "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"((u32)wanted), "r"(limit), "r"(step), "n"(kMost)
+        "r"(begin), "r"(number), "r"(limit), "r"(step), "n"(kMost)
+        : "memory");
+}
+
+// The same record in two steps, before and after a wait: no register holds a clock meanwhile. Where math roles have
+// none left, WGMMA would be serialised otherwise.
+MLA_DEVICE void store_begin(void* records, u32 number, u32 limit) {
+    asm volatile(
+        "{\n"
+        " .reg .pred fits;\n"
+        " .reg .u64 to;\n"
+        " .reg .u32 begin;\n"
+        " cvt.u64.u32 to, mla_next_record;\n"
+        " shl.b64 to, to, 4;\n"
+        " add.u64 to, to, %0;\n"
+        " setp.lt.u32 fits, mla_next_record, %2;\n"
+        " @fits st.global.u32 [to + 8], %1;\n"
+        " mov.u32 begin, %%clock;\n"
+        " @fits st.global.u32 [to + 4], begin;\n"
+        "}" ::"l"(records),
+        "r"(number), "r"(limit)
+        : "memory");
+}
+
+// And adds `step` to the index, up to `kMost`.
+template <u32 kMost>
+MLA_DEVICE void store_end(void* records, u32 limit, u32 step) {
+    asm volatile(
+        "{\n"
+        " .reg .pred fits;\n"
+        " .reg .u64 to;\n"
+        " .reg .u32 end;\n"
+        " cvt.u64.u32 to, mla_next_record;\n"
+        " shl.b64 to, to, 4;\n"
+        " add.u64 to, to, %0;\n"
+        " setp.lt.u32 fits, mla_next_record, %1;\n"
+        " mov.u32 end, %%clock;\n"
+        " @fits st.global.u32 [to], end;\n"
+        " add.u32 mla_next_record, mla_next_record, %2;\n"
+        " min.u32 mla_next_record, mla_next_record, %3;\n"
+        "}" ::"l"(records),
+        "r"(limit), "r"(step), "n"(kMost)
         : "memory");
 }
 

@@ -5,9 +5,9 @@
 // `TracedWarp` behind its brace. So a trace needs no change of a kernel, and a build without it is the same to the last
 // bit.
 //
-// A record has the clock at the end of a wait, how long it took, where in the source it is, and the barrier. It takes
-// ten instructions, none of which waits for memory, and ptxas puts the kernel's own between them. A wait below the
-// host's limit takes the same ones and leaves no record.
+// A record has the clocks at both ends of a wait, and where in the source it is. It takes ten instructions, none of
+// which waits for memory, and ptxas puts the kernel's own between them; `MLA_TRACE_LEAN` takes three more, and fewer
+// registers. Where `MLA_TRACE_ONLY` lists sites, waits elsewhere are compiled as if there were no trace.
 #pragma once
 #include "common/types.cuh"
 #include "ptx/barrier.cuh"
@@ -22,10 +22,10 @@
 
 namespace mla {
 struct WaitRecord {
-    u32 end;      // clock
-    u32 cycles;   // from the beginning of the wait
-    u32 site;     // `Site`
-    u32 barrier;  // address of an mbarrier in shared memory, number of a named barrier, or 0
+    u32 end;    // clock
+    u32 begin;  // clock
+    u32 site;   // `Site`
+    u32 unused;
 };
 
 // Two of them relate the clock of an SM to the time of all.
@@ -43,7 +43,6 @@ struct TraceTarget {
     u32 rows;             // blocks that are traced * warps
     u32 slots;            // capacity * rows
     u32 warps;            // of a block
-    u32 min_cycles;       // shorter waits leave no record
 };
 extern "C" __constant__ TraceTarget mla_trace_target = {};
 
@@ -58,6 +57,16 @@ struct Site {
         value = (value ^ (u32)line) * 16777619u;
     }
 };
+
+#ifdef MLA_TRACE_ONLY
+template <u32... kSites>
+MLA_DEVICE constexpr bool is_among(Site site) {
+    return ((site.value == kSites) || ...);
+}
+MLA_DEVICE constexpr bool is_traced(Site site) { return is_among<MLA_TRACE_ONLY>(site); }
+#else
+MLA_DEVICE constexpr bool is_traced(Site) { return true; }
+#endif
 
 MLA_DEVICE u32 trace_row() { return own_block() * mla_trace_target.warps + own_thread() / kWarpThreads; }
 
@@ -88,38 +97,52 @@ struct TracedWarp {
     }
 };
 
-MLA_DEVICE void record_wait(u32 begin, Site site, u32 barrier) {
-    static_assert(sizeof(WaitRecord) == sizeof(uint4), "what is stored at once");
-    const u32 end = sm_clock(), cycles = end - begin;
+// The clock before a wait. Which sites are traced is known when they are compiled.
+MLA_DEVICE u32 wait_begins(Site site) {
+    if (!is_traced(site)) return 0;
+#ifdef MLA_TRACE_LEAN
+    store_begin(mla_trace_target.records, site.value, mla_trace_target.slots);
+    return 0;
+#else
+    return sm_clock();
+#endif
+}
+
+MLA_DEVICE void wait_ends(u32 begin, Site site) {
+    static_assert(sizeof(WaitRecord) == 16, "the step of what is stored");
+    if (!is_traced(site)) return;
     const TraceTarget& target = mla_trace_target;
-    store_record<kNoSlot>(target.records, uint4{end, cycles, site.value, barrier}, cycles >= target.min_cycles,
-                          target.slots, target.rows);
+#ifdef MLA_TRACE_LEAN
+    store_end<kNoSlot>(target.records, target.slots, target.rows);
+#else
+    store_record<kNoSlot>(target.records, begin, site.value, target.slots, target.rows);
+#endif
 }
 
 // ---- What waits, under the same names with "traced_" before them ------------------------------------------------
 MLA_DEVICE void traced_griddepcontrol_wait(Site site = Site()) {
-    const u32 begin = sm_clock();
+    const u32 begin = wait_begins(site);
     griddepcontrol_wait();
-    record_wait(begin, site, 0);
+    wait_ends(begin, site);
 }
 
 MLA_DEVICE void traced_mbarrier_wait(MBarrier& barrier, u32 parity, Site site = Site()) {
-    const u32 begin = sm_clock();
+    const u32 begin = wait_begins(site);
     mbarrier_wait(barrier, parity);
-    record_wait(begin, site, smem_addr(&barrier).value);
+    wait_ends(begin, site);
 }
 
 MLA_DEVICE void traced_bar_sync(i32 id, i32 threads, Site site = Site()) {
-    const u32 begin = sm_clock();
+    const u32 begin = wait_begins(site);
     bar_sync(id, threads);
-    record_wait(begin, site, id);
+    wait_ends(begin, site);
 }
 
-#define MLA_TRACED(name, ...)                           \
+#define MLA_TRACED(name)                                \
     MLA_DEVICE void traced_##name(Site site = Site()) { \
-        const u32 begin = sm_clock();                   \
+        const u32 begin = wait_begins(site);            \
         name();                                         \
-        record_wait(begin, site, 0);                    \
+        wait_ends(begin, site);                         \
     }
 MLA_TRACED(__syncthreads)
 MLA_TRACED(cluster_wait)
@@ -133,16 +156,16 @@ MLA_TRACED(tcgen05_wait_st)
 
 template <i32 kGroups>
 MLA_DEVICE void traced_cp_async_wait_group(Site site = Site()) {
-    const u32 begin = sm_clock();
+    const u32 begin = wait_begins(site);
     cp_async_wait_group<kGroups>();
-    record_wait(begin, site, 0);
+    wait_ends(begin, site);
 }
 
 template <i32 kGroups>
 MLA_DEVICE void traced_wgmma_wait_group(Site site = Site()) {
-    const u32 begin = sm_clock();
+    const u32 begin = wait_begins(site);
     wgmma_wait_group<kGroups>();
-    record_wait(begin, site, 0);
+    wait_ends(begin, site);
 }
 // Rings wait themselves.
 template <i32 kStages>

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from pathlib import Path
@@ -14,13 +15,15 @@ import pytest
 from bench.cli import main
 from bench.core.errors import BenchError
 from bench.trace import report
+from bench.trace.choice import ONLY, Choice, places
+from bench.trace.command import MAX_PARTS, Traced
 from bench.trace.driver import MOMENT, NO_SLOT, OPENING, PRELUDE, RECORD, TARGET, Recorded, traced
 from bench.trace.sites import UNKNOWN, number, sites
-from bench.trace.waits import BASIC_BLOCK, clock_rate, trace_of, unwrapped
+from bench.trace.waits import BASIC_BLOCK, clock_rate, roles, trace_of, unwrapped
 from mla_cupy.errors import KernelCompileError
 from mla_cupy.kernels import KERNELS
-from mla_cupy.runtime import cache, sources
-from mla_cupy.runtime.build import compile_kernel
+from mla_cupy.runtime import cache, loader, sources
+from mla_cupy.runtime.build import BuildRequest, compile_kernel
 
 GHZ = 2.0
 #: Stands for a kernel: what counts are its lines.
@@ -47,7 +50,8 @@ def recorded(waits: dict[tuple[int, int], list[tuple[int, int, int]]], shape: tu
         last = max(end for end, *_ in each) + 10
         moments[place] = [(1000 + 10 * place[0], 2**32 - 100, 7), (1020, (2**32 - 100 + last) % 2**32, 7)]
         for index, (end, cycles, line) in enumerate(each[:room]):
-            records[place][index] = ((2**32 - 100 + end) % 2**32, cycles, number("toy/a.cu", line), 64)
+            clocks = ((2**32 - 100 + end) % 2**32, (2**32 - 100 + end - cycles) % 2**32)
+            records[place][index] = (*clocks, number("toy/a.cu", line), 0)
     return Recorded("mla_toy", "plain", {"toy/a.cu": TEXT}, 0, counts, records, moments)
 
 
@@ -100,10 +104,13 @@ def test_warps_without_a_wait_run_and_blocks_that_were_not_launched_do_not() -> 
 def test_roles_are_neighbours_that_wait_at_one_place() -> None:
     waits = {(0, 0): [(10, 5, 2), (20, 5, 6)], (0, 1): [(10, 5, 6), (20, 5, 2)], (0, 2): [(10, 5, 3), (30, 5, 6)]}
     trace = trace_of(recorded({**waits, (1, 0): [(50, 5, 6)]}), GHZ)
-    assert {role: [(w.block, w.warp) for w in warps] for role, warps in trace.roles.items()} == {
-        "warps 0-1": [(0, 0), (0, 1), (1, 0)],
-        "warp 2": [(0, 2)],
-    }
+    assert roles([trace]) == {"warps 0-1": [0, 1], "warp 2": [2]}
+    shortened = trace_of(
+        recorded({(0, 0): [(10, 5, 2), (20, 15, 6)], (0, 1): [(10, 5, 3), (20, 5, 6)]}), GHZ, min_cycles=10
+    )
+    assert roles([shortened]) == {"warp 0": [0], "warp 1": [1]}  # what is too short to be shown tells roles apart
+    assert [len(warp.waits) for warp in shortened.warps] == [1, 0]
+    assert [(w.block, w.warp) for w in trace.of_role([0, 1])] == [(0, 0), (0, 1), (1, 0)]
 
 
 def test_shares_add_up_and_what_had_no_room_is_counted() -> None:
@@ -111,11 +118,11 @@ def test_shares_add_up_and_what_had_no_room_is_counted() -> None:
     trace = trace_of(given, GHZ)
     assert trace.dropped == 2
     assert [warp.end for warp in trace.warps] == [200.0]  # nobody knows what it waited for after that
-    rows = report.rows(trace)
+    rows = report.rows([trace])
     assert sum(row["share"] for row in rows) == pytest.approx(1.0)
     assert [row["waits_per_warp"] for row in rows] == [0, 2, 2]
     assert rows[1]["time_per_wait"] == pytest.approx(0.020)  # us
-    assert len(report.rows(trace, most=1)) == 2
+    assert len(report.rows([trace], most=1)) == 2
 
 
 def test_a_chrome_trace_has_a_bar_for_each_wait(tmp_path: Path) -> None:
@@ -131,7 +138,6 @@ def test_a_chrome_trace_has_a_bar_for_each_wait(tmp_path: Path) -> None:
         "file": "toy/a.cu",
         "line": 2,
         "function": "run_load_role",
-        "barrier": "0x40",
         "cycles": 50,
     }
 
@@ -176,6 +182,47 @@ def test_structs_are_those_of_the_header() -> None:
     assert f"kNoSlot = {NO_SLOT:#x};" in header
 
 
+def request_of(name: str) -> BuildRequest:
+    spec = KERNELS[name]
+    return traced(spec.request(spec.variants[0], "sm_90a"))
+
+
+def test_parts_share_all_places_that_the_kernel_comes_to() -> None:
+    request = request_of("merge_states")
+    every = {number for number, _ in places(request)}
+    texts = [str(site) for _, site in places(request)]
+    assert any(text.startswith("griddepcontrol_wait()") for text in texts)
+    assert not any("wgmma" in text for text in texts)  # of headers that come with the prelude
+    (lean,) = Choice().easier()
+    halves = lean.easier()
+    assert lean == Choice(lean=True)
+    for parts in (halves, [*halves[0].easier()[0].easier(), halves[1]], [Choice("", part, 3) for part in range(3)]):
+        listed = [listed_in(part.of(request)) for part in parts]
+        assert sum(map(len, listed)) == len(every)
+        assert set().union(*listed) == every
+    assert [part.name for part in Choice("", 1, 2, lean=True).easier()] == ["2 of 4", "4 of 4"]
+    assert Choice().of(request) == request
+
+
+def listed_in(request: BuildRequest) -> set[int]:
+    numbers = dict(request.defines)[ONLY]
+    return {int(number.removesuffix("u")) for number in numbers.split(",") if number}
+
+
+def test_waits_elsewhere_are_as_without_a_trace() -> None:
+    """A wait that is chosen reads the clock twice; what reads it where a warp begins and ends is there in any case."""
+    clocks = {}
+    for pattern in ("no such place", "griddepcontrol"):
+        request = Choice(pattern).of(request_of("merge_states"))
+        assert (
+            [site.text for _, site in places(request)] == []
+            if pattern == "no such place"
+            else ["griddepcontrol_wait()"]
+        )
+        clocks[pattern] = loader.obtain(request.as_virtual()).ptx.count(b"%clock;")
+    assert clocks["griddepcontrol"] == clocks["no such place"] + 2
+
+
 def simulated(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any]]:
     path = tmp_path / "trace.json"
     case = ["trace", "decode", "b1-sq1-hq16-skv130", "--simulate", "1"]
@@ -210,6 +257,60 @@ def test_what_has_no_room_is_counted_and_written_nowhere(tmp_path: Path, capsys:
     assert waits[1024] - waits[3] == sum(map(int, lost)) > 0
 
 
+@pytest.mark.slow
+def test_parts_find_what_one_trace_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How often each warp waits at each place, from one run, three, and two of the lean form; and shares are 1."""
+    found = {}
+    for parts in ("1", "3", "2"):
+        if parts == "2":
+            monkeypatch.setattr("bench.trace.command.Choice", functools.partial(Choice, lean=True))
+        status, tables = simulated(tmp_path, "--min-cycles", "0", "--parts", parts)
+        assert status == 0
+        kernels = {kernel["kernel"]: kernel["rows"] for kernel in tables["kernels"]}
+        assert len(kernels) == len(tables["kernels"])
+        found[parts] = {
+            (kernel, row["role"], row["site"]): row["waits_per_warp"]
+            for kernel, rows in kernels.items()
+            for row in rows
+        }
+        for rows in kernels.values():
+            shares = {row["role"]: 0.0 for row in rows}
+            for row in rows:
+                shares[row["role"]] += row["share"]
+            assert shares == pytest.approx(dict.fromkeys(shares, 1.0))
+    assert found["1"] == found["3"] == found["2"]
+
+
+def test_only_some_places(tmp_path: Path) -> None:
+    _, found = simulated(tmp_path, "--only", "wgmma_wait")
+    rows = [row for kernel in found["kernels"] for row in kernel["rows"] if row["site"]]
+    assert rows
+    assert all("wgmma_wait_group" in row["site"] for row in rows)
+
+
+def test_a_part_that_is_refused_is_halved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Builds that have the first place are refused; in the end it is alone, and everything else is traced."""
+    tried: list[str] = []
+
+    def add(found: Traced, choice: Choice, *_: object) -> Traced:
+        tried.append(choice.name + " lean" * choice.lean)
+        if choice.part == 0:
+            raise KernelCompileError(f"mla_toy is refused, its code would be slow:\n{choice}")
+        trace = trace_of(recorded({(0, 0): [(200, 50, 2)]}), GHZ)
+        return dataclasses.replace(found, traces=[*found.traces, trace])
+
+    monkeypatch.setattr("bench.trace.command._add_part", add)
+    status, found = simulated(tmp_path)
+    assert status == 0
+    halves = [f"1 of {2**n}{lean}" for n in range(1, 7) for lean in ("", " lean")]
+    assert tried == ["", " lean", *halves, *(f"{2**n // 2 + 1} of {2**n}" for n in range(6, 0, -1))]
+    assert halves[-1] == f"1 of {MAX_PARTS} lean"
+    assert found["refused"] == [f"part 1 of {MAX_PARTS}: mla_toy is refused, its code would be slow:"]
+    assert f"not traced: part 1 of {MAX_PARTS}" in capsys.readouterr().out
+
+
 def test_too_many_records() -> None:
     assert main(["trace", "decode", "b1-sq1-hq16-skv130", "--simulate", "1", "--capacity", str(NO_SLOT)]) == 2
 
@@ -217,9 +318,20 @@ def test_too_many_records() -> None:
 @pytest.mark.slow
 def test_traced_builds_do_not_spill() -> None:
     """The time of math roles is what a trace is to measure; these kernels do not spill in any role."""
-    for name in ("decode_sm90_seesaw", "decode_sm90_fp8", "dense_sm90", "sparse_forward_sm90", "sparse_backward_sm90"):
+    for name in (
+        "decode_sm90_seesaw",
+        "decode_sm90_fp8",
+        "dense_sm90",
+        "dense_sm90_fp8",
+        "sparse_forward_sm90",
+        "sparse_backward_sm90",
+    ):
         spec = KERNELS[name]
-        build = compile_kernel(traced(spec.request(spec.variants[0], "sm_90a")))
+        request = traced(spec.request(spec.variants[0], "sm_90a"))
+        try:
+            build = compile_kernel(request)
+        except KernelCompileError:
+            build = compile_kernel(Choice(lean=True).of(request))
         assert build.info["spill_stores"] == 0, name
 
 
@@ -232,6 +344,8 @@ def test_traced_builds_do_not_spill() -> None:
         ("sparse-decode", "b1-sq1-hq16-topk64"),
         ("dense-decode-fp8", "b1-sq1-hq16-skv130-fp8-math"),
         ("prefill", "b1-sq70-skv70-hq1"),
+        ("prefill", "b1-sq300-skv300-hq1-fp8"),
+        ("sparse-forward-fp8", "sq2-skv320-hq64-topk200-fp8-math"),
         ("prefill-backward", "b1-sq70-skv70-hq1"),
         ("indexer-logits", "sq8-skv130-h8"),
         ("indexer-loss", "b1-s40-h8x64-i4x32"),
