@@ -12,7 +12,7 @@ import pytest
 from mla_cupy.kernels.decode import schedule_groups
 from mla_cupy.kernels.decode.schedule_groups import GROUP_BYTES, Groups, Step
 from mla_cupy.kernels.pipeline import Layout, Prepared
-from tests.decode.schedule_model import TILE_TOKENS, WorkItem, work_items
+from tests.decode.schedule_model import ITEM_COST, TILE_TOKENS, WorkItem, points, work_items
 from tests.support.mutants import Mutant, Plant, as_verdict
 from tests.support.sim_driver import fake_gpu, simulated
 
@@ -117,6 +117,22 @@ def test_groups_of_a_sequence_are_read_at_the_same_time(
     tiles = 4096 // TILE_TOKENS
     assert len(found) > b // 8, "hardly a group is whole: the case shows nothing"
     assert np.median(found) <= tiles // 2 + 3
+
+
+@pytest.mark.parametrize("pattern", [(2,), (3, 1)])
+def test_as_many_queries_take_no_longer_in_groups(pattern: tuple[int, ...]) -> None:
+    """Two queries of 128 heads on 132 multiprocessors: groups are half as long as requests, on twice as many splits."""
+    counts = [pattern[i % len(pattern)] for i in range(128)]
+    groups, cuts = listed(counts, [4096] * 128, 1, 66)
+    grouped = longest_split(cuts, [group.tokens for group in groups])
+    assert grouped == longest_split(points([4096] * 128, 4096, 33), [4096] * 128)
+
+
+def longest_split(cuts: list[tuple[int, int]], lengths: list[int]) -> tuple[int, int]:
+    """Tiles and work items of the split that takes longest, by the schedule's cost."""
+    splits = [work_items(cuts, split, lengths, MAX_TOKENS) for split in range(len(cuts) - 1)]
+    sizes = [(sum(item.end - item.begin for item in items), len(items)) for items in splits]
+    return max(sizes, key=lambda size: size[0] + ITEM_COST * size[1])
 
 
 def test_alike_sequences_share_a_row() -> None:
