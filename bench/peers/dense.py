@@ -6,18 +6,16 @@ that concatenate first.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..core.device import Device
-from ..core.errors import BenchError
 from ..core.implementation import Prepared
 from ..core.recorders import Call
 from ..ops.prefill.cases import D_ROPE, PrefillCase
 from ..ops.prefill.inputs import PrefillInputs, PrefillOutputs
-from .torch_ops import load, peak_bytes, recorder_for
+from .torch_ops import import_torch, load, peak_bytes, recorder_for
 
 LIBRARY = "_vllm_fa3_C.abi3.so"
 CONCATENATES = "with_concatenation"
@@ -120,10 +118,7 @@ class CudnnAttention(DensePeer):
     name = "cudnn"
 
     def __init__(self) -> None:
-        try:
-            super().__init__(importlib.import_module("torch"))
-        except ImportError as error:
-            raise BenchError(f"peer 'cudnn' needs PyTorch, which cannot be imported here: {error}") from error
+        super().__init__(import_torch(f"peer {self.name!r}"))
 
     def unsupported(self, case: PrefillCase, dtype: str) -> str | None:
         if case.causal and case.s_q != case.s_kv:

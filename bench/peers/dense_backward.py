@@ -20,7 +20,7 @@ from ..ops.prefill.cases import D_ROPE
 from ..ops.prefill_backward.cases import PrefillBackwardCase
 from ..ops.prefill_backward.inputs import GradientInputs, Gradients
 from .dense import CONCATENATES, whole_keys
-from .torch_ops import peak_bytes, recorder_for
+from .torch_ops import import_torch, peak_bytes, recorder_for
 
 
 class BackwardPeer:
@@ -101,10 +101,7 @@ class CudnnBackward(BackwardPeer):
     name = "cudnn"
 
     def __init__(self) -> None:
-        try:
-            super().__init__(importlib.import_module("torch"))
-        except ImportError as error:
-            raise BenchError(f"peer 'cudnn' needs PyTorch, which cannot be imported here: {error}") from error
+        super().__init__(import_torch(f"peer {self.name!r}"))
 
     def unsupported(self, case: PrefillBackwardCase, dtype: str) -> str | None:
         if case.causal and case.s_q != case.s_kv:

@@ -16,16 +16,16 @@ from ..ops.prefill_backward.cases import PrefillBackwardCase
 from ..ops.prefill_backward.inputs import GradientInputs
 from .dense import Attend, DensePeer
 from .dense_backward import BackwardPeer
+from .torch_ops import import_torch
 
 
 def load() -> tuple[Any, Any]:
     """PyTorch and the module of its calls."""
+    torch = import_torch("peer 'fa4'")
     try:
-        return importlib.import_module("torch"), importlib.import_module("flash_attn.cute.interface")
+        return torch, importlib.import_module("flash_attn.cute.interface")
     except ImportError as error:
-        raise BenchError(
-            f"peer 'fa4' needs PyTorch and flash-attn-4, which cannot be imported here: {error}"
-        ) from error
+        raise BenchError(f"peer 'fa4' needs flash-attn-4, which cannot be imported here: {error}") from error
 
 
 def _sequences(torch: Any, case: PrefillCase, inputs: PrefillInputs) -> dict[str, Any]:

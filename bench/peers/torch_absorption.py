@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,12 +9,11 @@ import mla_cupy
 
 from ..core.cost import D_V
 from ..core.device import Device
-from ..core.errors import BenchError
 from ..core.implementation import Prepared
 from ..core.recorders import Call
 from ..ops.absorption.cases import D_EXPANDED, D_HEAD, D_NOPE, AbsorptionCase
 from ..ops.absorption.inputs import AbsorptionInputs, Outputs
-from .torch_ops import recorder_for
+from .torch_ops import import_torch, recorder_for
 
 ABSORBED, UNABSORBED = "absorbed", "unabsorbed"
 Steps = dict[str, Call]
@@ -29,10 +27,7 @@ class _Form:
     includes = ""
 
     def __init__(self) -> None:
-        try:
-            self._torch: Any = importlib.import_module("torch")
-        except ImportError as error:
-            raise BenchError(f"peer {self.name!r} needs PyTorch, which cannot be imported here: {error}") from error
+        self._torch = import_torch(f"peer {self.name!r}")
 
     def unsupported(self, case: AbsorptionCase, dtype: str) -> str | None:
         return None

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..core.device import Device
-from ..core.errors import BenchError
 from ..core.implementation import Prepared
 from ..ops.indexer_loss.cases import LossCase
 from ..ops.indexer_loss.inputs import LossInputs, LossOutputs
 from ..ops.indexer_loss.own import FORWARD
-from .torch_ops import peak_bytes, recorder_for
+from .torch_ops import import_torch, peak_bytes, recorder_for
 
 MAX_WIDTH = 256
 
@@ -23,10 +21,7 @@ class FlashAttention:
     name = "flash"
 
     def __init__(self) -> None:
-        try:
-            self._torch: Any = importlib.import_module("torch")
-        except ImportError as error:
-            raise BenchError(f"the peer flash needs PyTorch, which cannot be imported here: {error}") from error
+        self._torch = import_torch("peer 'flash'")
 
     def unsupported(self, case: LossCase, dtype: str) -> str | None:
         if case.topk:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,14 @@ from ..core.errors import BenchError
 from ..core.recorders import EVENTS, GRAPH, Call, Recorder
 
 
+def import_torch(peer: str) -> Any:
+    """PyTorch, or an error that says who needs it."""
+    try:
+        return importlib.import_module("torch")
+    except ImportError as error:
+        raise BenchError(f"{peer} needs PyTorch, which cannot be imported here: {error}") from error
+
+
 def load(directory: Path, file: str) -> Any:
     """Imports torch, loads one shared object of a peer's wheel and returns torch."""
     path = directory / file
@@ -19,10 +28,7 @@ def load(directory: Path, file: str) -> Any:
         raise BenchError(
             f"--peers-dir: {path} is not there; unpack the peer's wheel and give the directory that holds {file}"
         )
-    try:
-        import torch
-    except ImportError as error:
-        raise BenchError(f"{file} needs PyTorch, which cannot be imported here: {error}") from error
+    torch = import_torch(file)
     try:
         torch.ops.load_library(str(path))
     except OSError as error:

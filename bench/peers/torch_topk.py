@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
 from ..core.device import Device
-from ..core.errors import BenchError
 from ..core.implementation import Prepared
 from ..core.recorders import Call
 from ..ops.indexer_topk.cases import TopkCase
 from ..ops.indexer_topk.inputs import Selection, TopkInputs
-from .torch_ops import peak_bytes, recorder_for
+from .torch_ops import import_torch, peak_bytes, recorder_for
 
 
 class TorchTopk:
@@ -21,10 +19,7 @@ class TorchTopk:
     name = "torch"
 
     def __init__(self) -> None:
-        try:
-            self._torch: Any = importlib.import_module("torch")
-        except ImportError as error:
-            raise BenchError(f"the peer torch needs PyTorch, which cannot be imported here: {error}") from error
+        self._torch = import_torch("peer 'torch'")
 
     def unsupported(self, case: TopkCase, dtype: str) -> str | None:
         return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ..core.cost import D_QK, D_V
 from ..core.device import Device
@@ -14,7 +13,7 @@ from ..core.implementation import Prepared
 from ..core.recorders import Call
 from ..ops.decode.cases import DecodeCase
 from ..ops.decode.inputs import InputSet, Outputs, out_shape
-from .torch_ops import recorder_for
+from .torch_ops import import_torch, recorder_for
 
 FILE = "triton_mla.py"
 SPLITS = (1, 2, 4, 8, 16, 32)
@@ -28,11 +27,7 @@ class TritonMla:
     def __init__(self, directory: Path) -> None:
         if not (directory / FILE).is_file():
             raise BenchError(f"--peers-dir: {directory / FILE} is not there")
-        try:
-            import torch
-        except ImportError as error:
-            raise BenchError(f"{FILE} needs PyTorch, which cannot be imported here: {error}") from error
-        self._torch: Any = torch
+        self._torch = import_torch(FILE)
         spec = importlib.util.spec_from_file_location("triton_mla", directory / FILE)
         assert spec is not None
         assert spec.loader is not None

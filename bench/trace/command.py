@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ exit status: 0 success, 1 a result is wrong, 2 cannot run
 """
 WARM_UP, TIMED = 3, 11
 MAX_PARTS = 64
-"""A part whose build is refused is halved, up to so many, if it is with fewer registers as well."""
+"""A part whose build is refused, also with fewer registers, is halved, until there are so many."""
 REFUSED = "is refused"
 """Words of the error of a build whose code would be slow."""
 SIMULATED_GHZ = 1.0
@@ -94,6 +95,40 @@ class Tracer:
     def recording(self, choice: Choice) -> TracingDriver:
         """Return a driver whose builds record these waits."""
         return TracingDriver(self.target, self.access, self.limits, choice)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Case of an operation that is traced on a device, by our own implementation."""
+
+    operation: BenchOperation
+    case: Case
+    implementation: Any
+    dtype: str
+    device: Device
+
+    @cached_property
+    def _sets(self) -> list[Any]:
+        return [self.operation.inputs(self.case, self.dtype, 0, self.device)]
+
+    @cached_property
+    def _expected(self) -> Any:
+        return self.operation.expect(self.case, self.dtype, self._sets[0], self.device)
+
+    @property
+    def timed(self) -> bool:
+        """False in the simulator, whose time is that of this machine."""
+        return not isinstance(self.device, HostDevice)
+
+    def prepare(self) -> Prepared:
+        """Return the call, for the driver that is current."""
+        prepared: Prepared = self.implementation.prepare(self.case, self.dtype, self._sets, self.device)
+        return prepared
+
+    def judge(self, prepared: Prepared) -> str:
+        """Say what is wrong with the results; "" if nothing is."""
+        verdict = self.operation.judge(self._expected, prepared.outputs(0), self.dtype, self.device)
+        return "" if verdict.ok else verdict.reason
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -138,7 +173,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise BenchError(f"{case.name}: {reason}")
     choices = [Choice(args.only, part, args.parts) for part in range(args.parts)]
     with _device(args) as (device, tracer):
-        found = _trace(operation, case, implementation, args.dtype, device, tracer, choices)
+        found = _trace(Subject(operation, case, implementation, args.dtype, device), tracer, choices)
+    if not any(warp.places for trace in found.traces for warp in trace.warps) and args.only:
+        raise BenchError(f"--only: got {args.only!r}, which finds no place at which this call waits; leave it out")
     _show(console, found)
     _write(args, console, found)
     return int(bool(found.wrong))
@@ -164,24 +201,13 @@ def _max_clock_ghz() -> float:
     return float(cupy.cuda.Device().attributes["ClockRate"]) / 1e6  # kHz
 
 
-def _trace(
-    operation: BenchOperation,
-    case: Case,
-    implementation: Any,
-    dtype: str,
-    device: Device,
-    tracer: Tracer,
-    choices: Sequence[Choice],
-) -> Traced:
-    sets = [operation.inputs(case, dtype, 0, device)]
-    expected = operation.expect(case, dtype, sets[0], device)
-    timed = not isinstance(device, HostDevice)
-    found = Traced([], _time(implementation.prepare(case, dtype, sets, device), device) if timed else None, {}, "")
+def _trace(subject: Subject, tracer: Tracer, choices: Sequence[Choice]) -> Traced:
+    found = Traced([], _time(subject.prepare(), subject.device) if subject.timed else None, {}, "")
     waiting = list(choices)
     while waiting and not found.wrong:
         choice = waiting.pop(0)
         try:
-            found = _add_part(found, choice, operation, case, implementation, dtype, device, tracer, sets, expected)
+            found = _add_part(found, choice, subject, tracer)
         except KernelCompileError as error:
             if REFUSED not in str(error):
                 raise
@@ -194,33 +220,21 @@ def _trace(
     return found
 
 
-def _add_part(
-    found: Traced,
-    choice: Choice,
-    operation: BenchOperation,
-    case: Case,
-    implementation: Any,
-    dtype: str,
-    device: Device,
-    tracer: Tracer,
-    sets: list[Any],
-    expected: Any,
-) -> Traced:
-    timed = not isinstance(device, HostDevice)
+def _add_part(found: Traced, choice: Choice, subject: Subject, tracer: Tracer) -> Traced:
     recorder = tracer.recording(choice)
     with _tracing(recorder):
-        prepared = implementation.prepare(case, dtype, sets, device)
-        times = {choice.name: _time(prepared, device)} if timed else {}
+        prepared = subject.prepare()
+        times = {choice.name: _time(prepared, subject.device)} if subject.timed else {}
         _call(prepared)()
-        device.synchronize()
-        verdict = operation.judge(expected, prepared.outputs(0), dtype, device)
-        unit = MICROSECOND if timed else BASIC_BLOCK
+        subject.device.synchronize()
+        wrong = subject.judge(prepared)
+        unit = MICROSECOND if subject.timed else BASIC_BLOCK
         traces = [trace_of(each, tracer.ghz, unit, tracer.min_cycles) for each in recorder.recorded()]
     return replace(
         found,
         traces=found.traces + [replace(trace, part=choice.name) for trace in traces],
         traced_us=found.traced_us | times,
-        wrong="" if verdict.ok else verdict.reason,
+        wrong=wrong,
     )
 
 

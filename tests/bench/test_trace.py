@@ -288,6 +288,11 @@ def test_only_some_places(tmp_path: Path) -> None:
     assert all("wgmma_wait_group" in row["site"] for row in rows)
 
 
+def test_only_what_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "decode", "b1-sq1-hq16-skv1", "--simulate", "1", "--only", "no_such_role"]) == 2
+    assert "--only: got 'no_such_role', which finds no place" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_part_that_is_refused_is_halved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

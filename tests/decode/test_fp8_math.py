@@ -154,7 +154,9 @@ def test_the_oracle_attends_with_queries_in_e4m3(case: DecodeCase) -> None:
         np.testing.assert_allclose(mine, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("case", [CASES[3], *CODED[:2]], ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", [CASES[3], *CODED[:2], replace(CASES[3], math="fp8x2", h_q=12)], ids=lambda case: case.id
+)
 def test_the_numpy_backend_rounds_the_oracle(case: DecodeCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     inputs = make(case)
@@ -169,21 +171,22 @@ def test_the_numpy_backend_rounds_the_oracle(case: DecodeCase, monkeypatch: pyte
 # ---- Refusals --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("math", ["fp8", "fp8x2"])
 @pytest.mark.parametrize(
     ("case", "match"),
     [
-        (DecodeCase(b=1, seqlens=5), r"math: got 'fp8', expected \"exact\" for 16-bit rows.*leave math out"),
-        (DecodeCase(b=1, seqlens=5, record="v32"), r"math: got 'fp8', expected \"exact\" for the record v32"),
+        (DecodeCase(b=1, seqlens=5), r"expected \"exact\" for 16-bit rows.*leave math out"),
+        (DecodeCase(b=1, seqlens=5, record="v32"), r"expected \"exact\" for the record v32"),
         (DecodeCase(b=1, seqlens=5, record="v4", d_qk=512), r"expected \"exact\" for the record v4.*cache_append"),
     ],
     ids=["rows", "v32", "v4"],
 )
-def test_other_caches_are_refused(case: DecodeCase, match: str, recorder: Recorder) -> None:
-    inputs = make(case)
+def test_other_caches_are_refused(case: DecodeCase, match: str, math: str, recorder: Recorder) -> None:
+    inputs, match = make(case), f"math: got '{math}', {match}"
     with pytest.raises(ArgumentError, match=match):
-        mla_cupy.mla_decode(*inputs.arguments, math="fp8")
+        mla_cupy.mla_decode(*inputs.arguments, math=math)
     with pytest.raises(ArgumentError, match=match):
-        plan_of(inputs, math="fp8", device=0)
+        plan_of(inputs, math=math, device=0)
     assert recorder.launches == []
 
 
@@ -239,19 +242,27 @@ def test_plans_for_queries_in_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
         mla_cupy.mla_decode(*coded.arguments, **coded.case.options, plan=plan)
 
 
-def test_other_kernels_are_refused(recorder: Recorder) -> None:
-    inputs = make(CASES[0])
-    for kernel in ("decode_sm90_records", "decode_generic_records"):
-        with pytest.raises(ArgumentError, match=f"kernel: got '{kernel}', expected for math='fp8' one of {KERNEL}"):
-            mla_cupy.mla_decode(*inputs.arguments, math="fp8", kernel=kernel)
+@pytest.mark.parametrize(
+    ("math", "kernels"),
+    [
+        ("fp8", ["decode_sm90_records", "decode_generic_records"]),
+        ("fp8x2", ["decode_sm90_records", "decode_generic_records", "decode_sm100_fp8"]),
+    ],
+)
+def test_other_kernels_are_refused(math: str, kernels: list[str], recorder: Recorder) -> None:
+    inputs = make(replace(CASES[0], h_q=17))
+    for kernel in kernels:
+        with pytest.raises(ArgumentError, match=f"kernel: got '{kernel}', expected for math='{math}' one of {KERNEL}"):
+            mla_cupy.mla_decode(*inputs.arguments, math=math, kernel=kernel)
     with pytest.raises(ArgumentError, match=f"kernel: got '{KERNEL}', expected for math='exact' one of"):
         mla_cupy.mla_decode(*inputs.arguments, kernel=KERNEL)
     assert recorder.launches == []
 
 
+@pytest.mark.parametrize("math", ["fp8", "fp8x2"])
 @pytest.mark.parametrize(("cc", "arch"), [((8, 0), "8.0"), ((10, 0), "10.0"), ((7, 5), "7.5")])
-def test_other_gpus_are_refused(cc: tuple[int, int], arch: str) -> None:
-    problem = DecodeProblem(1, 16, 1, "bfloat16", record="fp8", math="fp8")
+def test_other_gpus_are_refused(cc: tuple[int, int], arch: str, math: str) -> None:
+    problem = DecodeProblem(1, 64, 1, "bfloat16", record="fp8", math=math)
     with pytest.raises(UnsupportedDeviceError, match=f"needs compute capability 9.0.* has {arch}: leave math out"):
         DECODE.configure(problem, replace(H200, cc=cc))
 
