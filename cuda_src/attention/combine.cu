@@ -35,7 +35,7 @@ template <class Element>
 MLA_DEVICE void merge_even_pieces(const DecodeParams& p, i32 pieces) {
     const i32 thread = threadIdx.x % kTeamThreads, lane = thread % kWarpThreads;
     // PERF(H200, 2026-11-27, -1 % to -5 % of sparse decode of up to 16 queries): the next kernel may start at once, as
-    // up to kEarlyRows rows (see run_combine). Asked for at the start of the kernel, it makes dense
+    // with up to kEarlyRows rows elsewhere (see run_combine). At the beginning of the kernel, the request makes dense
     // decode of 16 heads 1 % to 2 % slower, although that never comes by here.
     griddepcontrol_launch_dependents();
     bool waited = false;
