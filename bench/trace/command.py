@@ -150,10 +150,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"shortest wait that is shown ({MIN_CYCLES}; 1 simulated)",
     )
     parser.add_argument(
-        "--only", type=_pattern, default="", metavar="REGEX", help="places: what is searched in function, call and file"
+        "--only",
+        type=_pattern,
+        default="",
+        metavar="REGEX",
+        help="record only places whose function, call, file or line this finds",
     )
     parser.add_argument(
-        "--parts", type=_positive, default=1, metavar="N", help="in how many runs places are recorded (%(default)s)"
+        "--parts",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="record the places in so many runs, a part in each (%(default)s)",
     )
     files = parser.add_argument_group("files")
     files.add_argument("--json", type=Path, metavar="FILE.json", help="the tables")
