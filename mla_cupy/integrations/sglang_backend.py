@@ -7,7 +7,8 @@ tokens, full CUDA graphs. Imported when SGLang makes the backend.
 from __future__ import annotations
 
 import importlib
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
@@ -21,12 +22,25 @@ _FP8 = torch.float8_e4m3fn
 _SERVED = (torch.bfloat16, torch.float16, _FP8)
 
 
-class Step(NamedTuple):
+@dataclass
+class Step:
     """State that all layers of a step share."""
 
     block_table: torch.Tensor
     seqlens: torch.Tensor
     plan: TorchDecodePlan
+    first: Any = None
+
+    def schedule(self, layer: Any) -> None:
+        """Enqueue the schedule before the first layer, whenever that runs: a captured graph holds it.
+
+        The host then does nothing for it before a replay. The first layer is known by itself, since a step that is
+        captured runs before, to warm up.
+        """
+        if self.first is None:
+            self.first = layer
+        if self.first is layer:
+            self.plan.update(self.seqlens)
 
 
 class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
@@ -113,7 +127,7 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
             super().init_forward_metadata(forward_batch)
             return
         table, seqlens = self._pages(forward_batch), self._lengths(forward_batch)
-        self._step = self._schedule(forward_batch, table, seqlens)
+        self._step = self._step_of(forward_batch, table, seqlens)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Prepare a step that is about to be captured or replayed. Runs outside of the graph; nothing waits."""
@@ -124,7 +138,7 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
         table, seqlens = (memory[: forward_batch.batch_size] for memory in self._of_graphs)
         table.copy_(self._pages(forward_batch))
         seqlens.copy_(self._lengths(forward_batch))
-        self._step = self._schedule(forward_batch, table, seqlens)
+        self._step = self._step_of(forward_batch, table, seqlens)
 
     def forward_decode(
         self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
@@ -147,12 +161,15 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
         assert step is not None, "init_forward_metadata comes first"
         heads = layer.tp_q_head_num
         cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        planned = heads == self.num_q_heads
+        if planned:
+            step.schedule(layer)
         out, _ = mla_decode(
             q.view(forward_batch.batch_size, -1, heads, layer.head_dim),
             cache.view(-1, self._page_size, layer.head_dim),
             step.block_table,
             step.seqlens,
-            plan=step.plan if heads == self.num_q_heads else None,
+            plan=step.plan if planned else None,
             scale=layer.scaling,
             math=self._plans.sizes["math"],
         )
@@ -180,11 +197,9 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
         first_slots = self.req_to_token[rows, self._page_starts]
         return torch.div(first_slots, self._page_size, rounding_mode="floor").to(torch.int32)
 
-    def _schedule(self, forward_batch: Any, table: torch.Tensor, seqlens: torch.Tensor) -> Step:
+    def _step_of(self, forward_batch: Any, table: torch.Tensor, seqlens: torch.Tensor) -> Step:
         max_b = max(self._max_b, len(seqlens))
-        plan = self._plans.get(max_b, self._tokens_per_request(forward_batch), table.shape[1])
-        plan.update(seqlens)
-        return Step(table, seqlens, plan)
+        return Step(table, seqlens, self._plans.get(max_b, self._tokens_per_request(forward_batch), table.shape[1]))
 
 
 def _is_ours(mode: Any) -> bool:

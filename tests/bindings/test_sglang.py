@@ -120,6 +120,31 @@ def test_a_step(torch: Any, make: Any, page_size: int, s_q: int, graph: bool) ->
     assert backend.left == ["init_cuda_graph_state"]
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_the_first_layer_schedules(torch: Any, make: Any, monkeypatch: pytest.MonkeyPatch, graph: bool) -> None:
+    """Once a step, whichever layer is first, each time that it runs; preparing a step launches no schedule."""
+    backend = make()
+    backend.init_cuda_graph_state(3, 3)
+    module: Any = sys.modules["mla_cupy.integrations.sglang_backend"]
+    updates: list[Any] = []
+    monkeypatch.setattr(
+        module.TorchDecodePlan,
+        "update",
+        lambda plan, seqlens, inner=module.TorchDecodePlan.update: (updates.append(seqlens), inner(plan, seqlens)),
+    )
+    prepare = backend.init_forward_metadata_out_graph if graph else backend.init_forward_metadata
+    layers, q = [layer_of(), layer_of()], torch.zeros(3, HEADS * 576).bfloat16()
+    for lengths in ([70, 20, 1], [71, 21, 2]):
+        forward = batch(torch, lengths)
+        prepare(forward)
+        assert updates == []
+        for _ in range(2):  # a step that is captured runs before
+            for layer in layers:
+                backend.forward_decode(q, None, None, layer, forward)
+        assert [x.tolist() for x in updates] == [lengths, lengths]
+        updates.clear()
+
+
 def in_fp8(torch: Any, device: str = "cpu", **changes: Any) -> SimpleNamespace:
     """The model with its cache cast to e4m3, as SGLang does it."""
     made = runner(torch, device=device, kv_cache_dtype=torch.float8_e4m3fn, **changes)
