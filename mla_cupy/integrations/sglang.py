@@ -27,6 +27,8 @@ _ARGUMENTS = "sglang.srt.server_args"
 _REGISTRY = "sglang.srt.layers.attention.attention_registry"
 _HOOKS = "sglang.srt.plugins.hook_registry"
 _DISPATCH = "sglang.srt.models.deepseek_common.attention_backend_handler"
+_IN_PARTS = "sglang.srt.models.deepseek_common.utils", "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS"
+"""Names of the backends whose layers get queries and keys in two arrays, which are not joined before."""
 
 
 def register() -> None:
@@ -48,7 +50,7 @@ def create(model_runner: Any) -> Any:
         logger.warning(message)
         raise UnsupportedDeviceError(f"{message}; choose another --attention-backend")
     _dispatch_prefixes()
-    return _backend()(model_runner)
+    return _backend()(model_runner, takes_parts=_ask_for_parts())
 
 
 def set_defaults(arguments: Any, *_: Any, **__: Any) -> None:
@@ -118,3 +120,15 @@ def _dispatch_prefixes() -> None:
         registry.register(BACKEND, registry.get_handler(STOCK))
     except (ImportError, AttributeError, TypeError) as error:
         logger.warning("mla_cupy: prefills with a cached prefix take SGLang's slower path: %s", error)
+
+
+def _ask_for_parts() -> bool:
+    """Have queries come in two arrays: SGLang would copy both into one, in every layer. True if they will."""
+    try:
+        names = attribute(*_IN_PARTS)
+        if BACKEND not in names:
+            names.append(BACKEND)
+    except (ImportError, AttributeError, TypeError) as error:
+        logger.warning("mla_cupy: SGLang joins the parts of queries for every layer: %s", error)
+        return False
+    return True

@@ -51,6 +51,9 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
     model_runner : ModelRunner
     skip_prefill, kv_indptr_buf, kv_last_page_len_buf
         Of the base class.
+    takes_parts : bool
+        SGLang gives queries and keys in two arrays, the latent part and the RoPE part. Queries are then decoded from
+        both where there is a kernel for that.
 
     Raises
     ------
@@ -67,6 +70,7 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
         skip_prefill: bool = False,
         kv_indptr_buf: torch.Tensor | None = None,
         kv_last_page_len_buf: torch.Tensor | None = None,
+        takes_parts: bool = False,
     ) -> None:
         super().__init__(model_runner, skip_prefill, kv_indptr_buf, kv_last_page_len_buf)
         self._refuse_what_has_no_kernel(model_runner)
@@ -83,6 +87,7 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
             page_size=self._page_size,
             dtype=self.q_data_type if record else self.data_type,
             math=math_of(record),
+            q_rope=takes_parts and record is None and self.kv_cache_dim == D_QK,
             device=place,
         )
         self._of_graphs: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -141,22 +146,34 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
         self._step = self._step_of(forward_batch, table, seqlens)
 
     def forward_decode(
-        self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+        self,
+        q: torch.Tensor,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Decode one token per request.
 
         Parameters
         ----------
-        q : tensor, (tokens, heads * d_qk), or of that many elements
+        q : tensor, (tokens, heads * d_qk), or of that many elements; with `q_rope` (tokens, heads, 512)
         k, v : tensor or None
-            What the base class's pool takes as the tokens' rows.
+            What the base class's pool takes as the tokens' rows; with `k_rope` (tokens, 1, 512).
+        q_rope, k_rope : tensor, optional
+            (tokens, heads, 64) and (tokens, 1, 64): the other columns.
 
         Returns
         -------
         out : tensor, (tokens, heads * 512)
         """
         if k is not None and save_kv_cache:
-            self.token_to_kv_pool.set_kv_buffer(layer, _write_location(forward_batch), k, v)
+            rows = _joined(k, k_rope)
+            self.token_to_kv_pool.set_kv_buffer(layer, _write_location(forward_batch), rows, v)
         step = self._step
         assert step is not None, "init_forward_metadata comes first"
         heads = layer.tp_q_head_num
@@ -164,11 +181,18 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
         planned = heads == self.num_q_heads
         if planned:
             step.schedule(layer)
+        shape, rope = (forward_batch.batch_size, -1, heads), None
+        if self._plans.sizes["q_rope"]:
+            query, rope = _parts(q if q_rope is not None else q.view(-1, heads, layer.head_dim), q_rope)
+            query, rope = (x.unflatten(0, shape[:2]) for x in (query, rope))
+        else:
+            query = _joined(q, q_rope).view(*shape, layer.head_dim)
         out, _ = mla_decode(
-            q.view(forward_batch.batch_size, -1, heads, layer.head_dim),
+            query,
             cache.view(-1, self._page_size, layer.head_dim),
             step.block_table,
             step.seqlens,
+            q_rope=rope,
             plan=step.plan if planned else None,
             scale=layer.scaling,
             math=self._plans.sizes["math"],
@@ -176,12 +200,21 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
         return out.view(-1, heads * D_V)
 
     def forward_extend(
-        self, q: torch.Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
+        self,
+        q: torch.Tensor,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        *,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
     ) -> Any:
         """Verify draft tokens, which is decode with several tokens per request; the rest is the base class's."""
         if forward_batch.forward_mode.is_target_verify():
-            return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
-        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+            return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, q_rope=q_rope, k_rope=k_rope)
+        return super().forward_extend(_joined(q, q_rope), _joined(k, k_rope), v, layer, forward_batch, save_kv_cache)
 
     def _tokens_per_request(self, forward_batch: Any) -> int:
         return int(self.num_draft_tokens) if forward_batch.forward_mode.is_target_verify() else 1
@@ -200,6 +233,16 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
     def _step_of(self, forward_batch: Any, table: torch.Tensor, seqlens: torch.Tensor) -> Step:
         max_b = max(self._max_b, len(seqlens))
         return Step(table, seqlens, self._plans.get(max_b, self._tokens_per_request(forward_batch), table.shape[1]))
+
+
+def _joined(latent: Any, rope: torch.Tensor | None) -> Any:
+    """Queries or keys in one array."""
+    return latent if rope is None else torch.cat((latent, rope), dim=-1)
+
+
+def _parts(q: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries in two arrays; of one array its columns."""
+    return (q, rope) if rope is not None else (q[..., :D_V], q[..., D_V:])
 
 
 def _is_ours(mode: Any) -> bool:

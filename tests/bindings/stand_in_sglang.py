@@ -52,6 +52,7 @@ class FlashMLABackend:
 
     def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True) -> Any:
         self.left.append("forward_extend")
+        self.extended = q, k, v
 
 
 class ServerArgs:
@@ -170,7 +171,7 @@ class Pool:
 
 def install(patch: pytest.MonkeyPatch, arguments: type = ServerArgs) -> SimpleNamespace:
     """Put the stand-in where SGLang would be; returns what has been registered."""
-    found = SimpleNamespace(choices=["flashmla"], backends={}, chunked=["flashmla"])
+    found = SimpleNamespace(choices=["flashmla"], backends={}, chunked=["flashmla"], in_parts=["fa3"])
     patch.setattr(HookRegistry, "hooks", {}, raising=False)
     patch.setattr(AttentionBackendRegistry, "handlers", {"flashmla": "FlashMLA's"}, raising=False)
     modules = {
@@ -184,6 +185,7 @@ def install(patch: pytest.MonkeyPatch, arguments: type = ServerArgs) -> SimpleNa
         "sglang.srt.models.deepseek_common.attention_backend_handler": {
             "AttentionBackendRegistry": AttentionBackendRegistry
         },
+        "sglang.srt.models.deepseek_common.utils": {"FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": found.in_parts},
         "sglang.srt.layers.attention.attention_registry": {
             "register_attention_backend": lambda name: lambda create: found.backends.setdefault(name, create)
         },

@@ -172,6 +172,60 @@ def test_an_fp8_cache(torch: Any, monkeypatch: pytest.MonkeyPatch, s_q: int, mat
     check((array(torch, out).reshape(3, s_q, HEADS, 512), exact[1]), exact, rounded, "bfloat16")
 
 
+@pytest.mark.parametrize("s_q", [1, 3], ids=["decode", "verify"])
+@pytest.mark.parametrize("cache", ["bfloat16", "fp8"])
+def test_queries_in_two_arrays(torch: Any, monkeypatch: pytest.MonkeyPatch, s_q: int, cache: str) -> None:
+    """As SGLang has them, the latent part head by head: joined for records alone; new rows are joined, too."""
+    found = stand_in_sglang.install(monkeypatch)
+    backend = plugin.create((in_fp8 if cache == "fp8" else runner)(torch, drafts=3))
+    assert found.in_parts == ["fa3", "mla_cupy"]
+    assert backend._plans.sizes["q_rope"] == (cache != "fp8")
+    forward = batch(torch, [130, 1, 0], "decode" if s_q == 1 else "verify")
+    q = tensor(torch, np.random.default_rng(8).standard_normal((3 * s_q, HEADS, 576)).astype(ml_dtypes.bfloat16))
+    latent = q[..., :512].transpose(0, 1).contiguous().transpose(0, 1)
+    new = torch.arange(3 * 576).view(3, 1, 576).bfloat16() / 1024
+    run = backend.forward_decode if s_q == 1 else backend.forward_extend
+    joined: list[Any] = []
+    module: Any = sys.modules["mla_cupy.integrations.sglang_backend"]
+    inner = module._joined
+    monkeypatch.setattr(module, "_joined", lambda x, rope: (joined.append(tuple(x.shape[1:])), inner(x, rope))[1])
+    outs = []
+    for rows, parts in (
+        ((q.flatten(1), new), {}),
+        ((latent, new[..., :512]), {"q_rope": q[..., 512:], "k_rope": new[..., 512:]}),
+    ):
+        joined.clear()
+        backend.init_forward_metadata(forward)
+        outs.append(run(*rows, new[..., :512], layer_of(), forward, **parts))
+        assert torch.equal(
+            backend.token_to_kv_pool.rows[forward.out_cache_loc].float(), new.to(backend.data_type).float()
+        )
+    assert torch.equal(*outs)
+    assert joined == [(1, 512)] + [(HEADS, 512)] * (cache == "fp8")
+
+
+def test_prefill_gets_one_array(torch: Any, make: Any) -> None:
+    """The base class's own takes no second one."""
+    backend = make()
+    q, k = torch.randn(5, HEADS, 576), torch.randn(5, 1, 576)
+    forward = batch(torch, [70, 20], "extend")
+    parts = {"q_rope": q[..., 512:], "k_rope": k[..., 512:]}
+    backend.forward_extend(q[..., :512], k[..., :512], k[..., :512], layer_of(), forward, **parts)
+    assert torch.equal(backend.extended[0], q)
+    assert torch.equal(backend.extended[1], k)
+
+
+def test_a_version_that_joins_queries(torch: Any, make: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Then queries come in one array; the log says so."""
+    monkeypatch.delattr(
+        sys.modules["sglang.srt.models.deepseek_common.utils"], "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS"
+    )
+    with caplog.at_level(logging.WARNING):
+        backend = make()
+    assert "joins the parts of queries" in caplog.text
+    assert not backend._plans.sizes["q_rope"]
+
+
 def test_new_tokens_are_kept_first(torch: Any, make: Any) -> None:
     backend = make()
     rows = backend.token_to_kv_pool.rows

@@ -135,7 +135,9 @@ class Steps:
         s_q = step.plan.plan._problem.s_q
         shape = len(lengths), s_q, sizes["h_q"], sizes["d_qk"]
         q = self._torch.zeros(shape, dtype=backend.q_data_type, device=table.device)
-        out, _ = self._decode(q, cache, table, step.seqlens, plan=step.plan, math=sizes["math"])
+        rope = q[..., 512:] if sizes.get("q_rope") else None
+        query = q if rope is None else q[..., :512]
+        out, _ = self._decode(query, cache, table, step.seqlens, q_rope=rope, plan=step.plan, math=sizes["math"])
         self.wait("a layer's decode by itself")
         if not bool(self._torch.isfinite(out).all()):
             say("WRONG: results that are not finite")
