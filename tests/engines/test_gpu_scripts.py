@@ -88,6 +88,8 @@ def test_what_vllm_is_asked_for() -> None:
     assert check.label(options, "CUSTOM", 16) == (
         "tokens-CUSTOM-h16-auto-bfloat16-block64-drafts3-graphs-no_prefix_cache"
     )
+    cut = check.arguments(["tokens", "--topk", "8", "--step-tokens", "99"])
+    assert check.label(cut, "CUSTOM", 16) == "tokens-CUSTOM-h16-auto-bfloat16-topk8-step99"
     assert check.engine_options(check.arguments(["tokens"]), 4)["enforce_eager"]
     assert "enforce_eager" not in check.engine_options(check.arguments(["speed", "--compiled"]), 4)
 

@@ -3,7 +3,7 @@
     python -m tests.engines.gpu.check tokens --backends TRITON_MLA,CUSTOM,FLASHMLA,FLASH_ATTN_MLA [--graphs]
     python -m tests.engines.gpu.check tokens --kv fp8 --backends TRITON_MLA,CUSTOM
     python -m tests.engines.gpu.check tokens --drafts 3 --graphs --backends FLASHMLA,CUSTOM
-    python -m tests.engines.gpu.check tokens --no-prefix-cache --backends FLASHMLA,FLASHMLA
+    python -m tests.engines.gpu.check tokens --no-prefix-cache --step-tokens 16384 --backends FLASHMLA,FLASHMLA
     python -m tests.engines.gpu.check tokens --backends TRITON_MLA,CUSTOM,CUSTOM:engine-prefill
     python -m tests.engines.gpu.check tokens --sparse --kv fp8_ds_mla --backends FLASHMLA_SPARSE,FLASHMLA_SPARSE:ours
     python -m tests.engines.gpu.check speed --graphs --heads 16,128 --backends FLASH_ATTN_MLA,FLASHMLA,CUSTOM
@@ -16,8 +16,8 @@ for the same weights without the indexer's: where --topk is no less than the lon
 With --by-position what a query of a sparse model attends to is chosen by its position, not by the indexer's scores:
 near scores fall either way from run to run, and selections would be compared, not what is made of them.
 
-With vLLM before 0.28 take --older-runner or --no-prefix-cache: its second runner loses cached prefixes, whatever the
-backend.
+With vLLM before 0.28 take --older-runner, or --no-prefix-cache with --step-tokens that no prompt is cut by: its second
+runner loses cached prefixes and the first parts of prompts that are prefilled in parts, wherever prefill is vLLM's.
 
 Each backend runs in a process of its own, one after another, or several --at-once where only tokens count; the first of
 the list is the reference, which is named twice to see whether it agrees with itself. Results and logs are in --out.
@@ -83,6 +83,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--drafts", type=int, default=0, help="tokens that the model drafts")
     parser.add_argument("--older-runner", action="store_true", help="vLLM's first model runner")
     parser.add_argument("--no-prefix-cache", action="store_true")
+    parser.add_argument("--step-tokens", type=int, default=0, help="of all requests (default: 1024, of `speed` 8192)")
     parser.add_argument("--heads", default="16")
     parser.add_argument("--batch", default="64", help="requests of `speed`, or several numbers of them")
     parser.add_argument("--context", type=int, default=8192, help="tokens of each of them")
@@ -105,7 +106,7 @@ def label(options: argparse.Namespace, backend: str, heads: int) -> str:
     parts += ["b" + options.batch.replace(",", "-")] * (options.what == "speed") + [f"l{options.layers}"] * bool(
         options.layers
     )
-    parts += [f"topk{options.topk}"] * bool(options.topk)
+    parts += [f"topk{options.topk}"] * bool(options.topk) + [f"step{options.step_tokens}"] * bool(options.step_tokens)
     parts += [f"block{options.block}"] * bool(options.block) + [f"drafts{options.drafts}"] * bool(options.drafts)
     return "-".join(parts + [flag for flag in flags if getattr(options, flag)])
 
@@ -159,7 +160,7 @@ def engine(options: argparse.Namespace, backend: str, heads: int, longest: int, 
         kv_cache_dtype=options.kv,
         max_model_len=longest,
         max_num_seqs=sequences,
-        max_num_batched_tokens=8192 if options.what == "speed" else 1024,
+        max_num_batched_tokens=options.step_tokens or (8192 if options.what == "speed" else 1024),
         load_format="dummy" if options.what == "speed" else "auto",
         seed=0,
         **engine_options(options, sequences),

@@ -5,15 +5,17 @@
     python -m tests.engines.gpu.sglang_check --graphs --drafts 3 --backends triton,mla_cupy --at-once 2
     python -m tests.engines.gpu.sglang_check --chunk 512 --prefill mla_cupy --backends mla_cupy,flashmla
     python -m tests.engines.gpu.sglang_check --graphs --speed --heads 128 --backends mla_cupy,flashmla
-    python -m tests.engines.gpu.sglang_check --graphs --speed --heads 128 --backends mla_cupy --diagnose 20
 
 Each backend decodes in a process of its own, one after another, or several --at-once where only tokens count; Triton's
 prefills: FlashAttention is not in the parcel, and FlashInfer compiles itself for minutes. Triton's kernels of prefill
 take a minute at the first request. The first of the list is the reference. Two rounds: the second finds its prompts in
 the prefix cache. With --drafts the model's first layer drafts, on Triton's backend, or with `mla_cupy:registered` on
 the one that the plugin registers for drafts, and the backend verifies. A backend's name may also be followed by
-`:fp8-math`. Results and logs are in --out. With --diagnose every step is waited for, and what stands still is named
-(`tests.engines.gpu.diagnose`).
+`:fp8-math`. Results and logs are in --out. With --speed and --graphs also what the graph of a step takes on the GPU
+(`tests.engines.gpu.replays`), after the times on a clock, which are kept if --timeout ends the process before it.
+
+A process takes its time before it decodes: 25 s of imports, 20 until the model is there, on a machine that has not run
+SGLang before 75 in which SGLang compiles kernels of its own, and 23 for the prompts of 64 requests of 8,192 tokens.
 """
 
 from __future__ import annotations
@@ -27,14 +29,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from tests.engines.cpu.cases import NEAR, between_rounds, compared
+from tests.engines.gpu import replays
 from tests.engines.gpu.check import LENGTHS, LONG, SHORT, VARIANTS, VOCABULARY, batches_of, prompts, step_times
-from tests.engines.gpu.diagnose import MARK, ONLY, SWITCH
 from tests.engines.model import build
+
+MANY = 8
+FEW, MORE = 3, 15
+"""Readings of steps of more requests than `MANY`, each of which prefills for seconds, and of others."""
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -56,10 +63,6 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=8192, help="tokens of each of them")
     parser.add_argument("--layers", type=int, default=0, help="of the model (default: 2, of --speed 24)")
     parser.add_argument("--new", type=int, default=48, help="tokens that are generated")
-    parser.add_argument("--diagnose", type=float, default=0, metavar="SECONDS", help="say where it stands still")
-    parser.add_argument(
-        "--undisturbed", action="store_true", help="with --diagnose: stacks alone, nothing is waited for"
-    )
     parser.add_argument("--timeout", type=int, default=200, metavar="SECONDS")
     parser.add_argument("--out", type=Path, default=Path("engines-out"))
     return parser.parse_args(given)
@@ -113,8 +116,8 @@ def tokens(options: argparse.Namespace, engine: Any) -> dict[str, Any]:
     return {"rounds": [[told(x) for x in engine.generate(input_ids=given, **asked)] for _ in range(2)]}
 
 
-def speed(options: argparse.Namespace, engine: Any) -> dict[str, Any]:
-    """Milliseconds of a decode step."""
+def speed(options: argparse.Namespace, engine: Any, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Milliseconds of a decode step; then, with graphs, of its graph."""
     draw, batches = random.Random(2), batches_of(options)
     given = [[draw.randrange(VOCABULARY) for _ in range(options.context)] for _ in range(max(batches))]
 
@@ -128,10 +131,15 @@ def speed(options: argparse.Namespace, engine: Any) -> dict[str, Any]:
     steps = {}
     for batch in batches:
         seconds(SHORT, batch)
-        steps[f"b{batch} {options.context}"] = step_times(
-            [(seconds(SHORT, batch), seconds(LONG, batch)) for _ in range(5)]
-        )
-    return {"steps": steps}
+        pairs = FEW if batch > MANY else MORE
+        told = step_times([(seconds(SHORT, batch), seconds(LONG, batch)) for _ in range(pairs)])
+        steps[f"b{batch} {options.context}"] = told
+    keep({"steps": steps})
+    if switch := os.environ.get(replays.SWITCH):
+        for batch in batches:
+            told = replays.told(Path(switch), lambda batch=batch: seconds(LONG, batch))
+            steps[f"b{batch} {options.context}"]["apart"] = told
+            keep({"steps": steps})
 
 
 def one(options: argparse.Namespace) -> None:
@@ -160,7 +168,6 @@ def one(options: argparse.Namespace) -> None:
         sampling_backend="pytorch",
         **{"mem_fraction_static": 0.5, **asked},
     )
-    found = (speed if options.speed else tokens)(options, engine)
     info = engine.get_server_info()
     names = (
         "page_size",
@@ -170,17 +177,24 @@ def one(options: argparse.Namespace) -> None:
         "attention_backend",
         "speculative_algorithm",
     )
-    options.out.write_text(json.dumps({"facts": {x: info.get(x) for x in names}, **found}))
-    engine.shutdown()
+
+    def keep(found: dict[str, Any]) -> None:
+        replays.write(options.out, {"facts": {x: info.get(x) for x in names}, **found})
+
+    if options.speed:
+        speed(options, engine, keep)
+    else:
+        keep(tokens(options, engine))
+    sys.stdout.flush()
+    os._exit(0)  # its processes are ended by who has started this one: they take their time otherwise
 
 
-def diagnosed(options: argparse.Namespace) -> dict[str, str]:
-    """Environment of a process that is diagnosed: its children find the folder `watch` first."""
-    if not options.diagnose:
+def watched(options: argparse.Namespace, result: Path) -> dict[str, str]:
+    """Environment of a process whose graphs are timed: its children find the folder `watch` first."""
+    if not (options.speed and options.graphs):
         return {}
     path = [str(Path(__file__).with_name("watch")), *filter(None, [os.environ.get("PYTHONPATH")])]
-    asked = f"{options.diagnose} {ONLY}" if options.undisturbed else str(options.diagnose)
-    return {SWITCH: asked, "PYTHONPATH": os.pathsep.join(path)}
+    return {replays.SWITCH: str(result.with_suffix(".timed").absolute()), "PYTHONPATH": os.pathsep.join(path)}
 
 
 def process(options: argparse.Namespace, given: list[str], backend: str, number: int) -> Any:
@@ -196,7 +210,7 @@ def process(options: argparse.Namespace, given: list[str], backend: str, number:
     command = [sys.executable, "-m", "tests.engines.gpu.sglang_check", *given, "--one", backend, "--out", str(result)]
     with log.open("w") as file:
         # A session of its own: SGLang's processes go with it, whatever becomes of the first.
-        environment = {**os.environ, **VARIANTS.get(backend.partition(":")[2], {}), **diagnosed(options)}
+        environment = {**os.environ, **VARIANTS.get(backend.partition(":")[2], {}), **watched(options, result)}
         where: Any = {"stdout": file, "stderr": subprocess.STDOUT, "env": environment, "start_new_session": True}
         with subprocess.Popen(command, **where) as child:
             try:
@@ -206,8 +220,6 @@ def process(options: argparse.Namespace, given: list[str], backend: str, number:
             finally:  # also when this process is interrupted
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
-    if options.diagnose:
-        print(*(x for x in log.read_text().splitlines() if MARK in x), sep="\n", flush=True)
     if not result.exists():
         lines = [x for x in log.read_text().splitlines() if x.strip()]
         errors = [x for x in lines if "Error" in x or "error:" in x]
@@ -233,7 +245,8 @@ def main(given: list[str]) -> int:
     for name, found in zip(names, results, strict=True):
         if found and options.speed:
             for case, step in found["steps"].items():
-                print(f"h{options.heads} {name} {case} tokens: {step['ms']:.3f} ms ({min(step['all_ms']):.3f})")
+                on_a_clock = f"{step['ms']:.3f} ms ({min(step['all_ms']):.3f})"
+                print(f"h{options.heads} {name} {case} tokens: {on_a_clock} {json.dumps(step.get('apart'))}")
         elif found:
             print(f"h{options.heads} {name}, from cached prefixes against not: {json.dumps(between_rounds(found))}")
     for name, found in zip(names[1:], results[1:], strict=True):

@@ -1,5 +1,5 @@
-"""Found by every Python process of an engine that is diagnosed, by its path: see `tests.engines.gpu.diagnose`."""
+"""Found by every Python process of an engine whose graphs are timed, by its path: see `tests.engines.gpu.replays`."""
 
-from tests.engines.gpu import diagnose
+from tests.engines.gpu import replays
 
-diagnose.watch()
+replays.watch()

@@ -1,0 +1,124 @@
+"""What a replayed graph of SGLang takes on the GPU, apart from the host, read in the process that replays it.
+
+SGLang runs its model in processes of their own. `sglang_check --speed --graphs` puts the folder `watch` on the path of
+all of them, so that each calls `watch` when it starts; the one that imports the module that replays graphs has them
+timed, between events, while a file is there. Readings are written beside that file. Nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import json
+import os
+import statistics
+import sys
+from collections import deque
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+SWITCH = "MLA_CUPY_ENGINE_REPLAYS"
+"""Environment variable: the file that is there while graphs are timed."""
+REPLAYER = "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend"
+AT_ONCE = 8
+"""Readings that are written together: each writing keeps the host from its next step."""
+
+
+def watch() -> None:
+    """Begin, in a process that has just started, if the environment says so."""
+    if os.environ.get(SWITCH):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Has replays timed when the module that replays has been imported."""
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != REPLAYER:
+            return None
+        sys.meta_path.remove(self)
+        found = importlib.util.find_spec(name)
+        if found is not None and found.loader is not None:
+            loader: Any = found.loader
+            run = loader.exec_module
+
+            def run_and_install(module: ModuleType) -> None:
+                run(module)
+                import torch
+
+                torch.cuda.CUDAGraph.replay = timed(  # type: ignore[method-assign]
+                    torch.cuda.CUDAGraph.replay, torch.cuda.Event, Path(os.environ[SWITCH])
+                )
+
+            loader.exec_module = run_and_install
+        return found
+
+
+def timed(replay: Callable[[Any], None], event: Callable[..., Any], switch: Path) -> Callable[[Any], None]:
+    """Replay as `replay` does; while the file `switch` is there, between events whose times are written beside it."""
+    under_way: deque[tuple[Any, Any]] = deque()
+    found: list[float] = []
+
+    def replaying(graph: Any) -> None:
+        if not switch.exists():
+            under_way.clear()
+            found.clear()
+            replay(graph)
+            return
+        ends = event(enable_timing=True), event(enable_timing=True)
+        ends[0].record()
+        replay(graph)
+        ends[1].record()
+        under_way.append(ends)
+        while under_way and under_way[0][1].query():
+            first, last = under_way.popleft()
+            found.append(first.elapsed_time(last))
+            if len(found) % AT_ONCE == 0:
+                write(readings(switch), found)
+
+    return replaying
+
+
+def readings(switch: Path) -> Path:
+    """Where those of a file are."""
+    return switch.with_suffix(".times")
+
+
+def write(path: Path, values: Any) -> None:
+    """Write JSON; who reads finds the old one or the new one whole."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(values))
+    draft.replace(path)
+
+
+def told(switch: Path, run: Callable[[], Any]) -> dict[str, Any]:
+    """Run with the file there; the median milliseconds of what was replayed meanwhile, and the least.
+
+    Parameters
+    ----------
+    switch : Path
+    run : callable
+        Has another process replay graphs of one size.
+
+    Returns
+    -------
+    dict
+        Empty where nothing was timed.
+    """
+    readings(switch).unlink(missing_ok=True)
+    switch.touch()
+    try:
+        run()
+    finally:
+        switch.unlink()
+    if not readings(switch).exists():
+        return {}
+    spans = json.loads(readings(switch).read_text())
+    return {
+        "replays": len(spans),
+        "graph_ms": round(statistics.median(spans), 4),
+        "least_graph_ms": round(min(spans), 4),
+    }

@@ -1,0 +1,139 @@
+"""Times of replayed graphs that an engine's own process writes down."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.gpu import replays, sglang_check
+
+
+class Event:
+    """Of a GPU whose clock goes one millisecond with each event, and which is some events behind the host."""
+
+    clock = 0
+    behind = 0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        Event.clock += 1
+        self.at = Event.clock
+
+    def query(self) -> bool:
+        return self.at <= Event.clock - Event.behind
+
+    def elapsed_time(self, other: Event) -> float:
+        assert other.query()
+        return float(other.at - self.at)
+
+
+@pytest.fixture
+def event(monkeypatch: pytest.MonkeyPatch) -> type[Event]:
+    monkeypatch.setattr(Event, "clock", 0)
+    monkeypatch.setattr(Event, "behind", 0)
+    return Event
+
+
+def graph(*lengths: int) -> Any:
+    """Replays of graphs that take so many milliseconds, less one."""
+    left = [*lengths]
+
+    def replay(graph: Any) -> None:
+        assert graph == "graph"
+        Event.clock += left.pop(0)
+
+    return replay, left
+
+
+def test_graphs_are_timed_while_asked(event: type[Event], tmp_path: Path) -> None:
+    """Median and least of whole groups, those that are done; before and after only the graph runs."""
+    switch, lengths = tmp_path / "a.timed", [4, 4, *range(10, 10 + replays.AT_ONCE), 30, 9]
+    replay, left = graph(*lengths)
+    replaying = replays.timed(replay, event, switch)
+    event.behind = 7
+    for _ in range(2):
+        replaying("graph")
+    assert Event.clock == 8
+    told = replays.told(switch, lambda: [replaying("graph") for _ in range(replays.AT_ONCE + 1)])
+    assert told == {"replays": replays.AT_ONCE, "graph_ms": 11.0 + (replays.AT_ONCE - 1) / 2, "least_graph_ms": 11.0}
+    before = Event.clock
+    replaying("graph")
+    assert (Event.clock, left) == (before + 9, [])
+
+
+def test_readings_of_one_run_are_not_those_of_another(event: type[Event], tmp_path: Path) -> None:
+    """Nor are those of a run that has too few; what fails leaves no file behind."""
+    switch = tmp_path / "a.timed"
+    replay, _ = graph(*[5] * 30)
+    replaying = replays.timed(replay, event, switch)
+    assert replays.told(switch, lambda: [replaying("graph") for _ in range(replays.AT_ONCE)])["graph_ms"] == 6.0
+    assert replays.told(switch, lambda: replaying("graph")) == {}
+    with pytest.raises(ZeroDivisionError):
+        replays.told(switch, lambda: 1 // 0)
+    assert not switch.exists()
+
+
+ENGINE = f"""
+import pathlib, sys, torch
+before = torch.cuda.CUDAGraph.replay
+import {replays.REPLAYER} as replayer
+print(torch.cuda.CUDAGraph.replay is before, replayer.ready)
+"""
+
+
+def test_which_processes_time_their_graphs(tmp_path: Path) -> None:
+    """Every process of an engine that is asked for it, by its path, when the module that replays is there."""
+    assert sglang_check.watched(sglang_check.arguments(["--graphs"]), tmp_path / "a.json") == {}
+    assert sglang_check.watched(sglang_check.arguments(["--speed"]), tmp_path / "a.json") == {}
+    asked = sglang_check.watched(sglang_check.arguments(["--speed", "--graphs"]), tmp_path / "a.json")
+    assert asked[replays.SWITCH] == str(tmp_path / "a.timed")
+    module = tmp_path.joinpath(*replays.REPLAYER.split(".")).with_suffix(".py")
+    module.parent.mkdir(parents=True)
+    module.write_text("ready = True\n")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("from torch import cuda\n")
+    (tmp_path / "torch" / "cuda.py").write_text("class Event: pass\nclass CUDAGraph:\n    def replay(self): pass\n")
+    path = [asked["PYTHONPATH"].split(os.pathsep)[0], str(Path(__file__).parents[2]), str(tmp_path)]
+    for switch, own in ((asked[replays.SWITCH], "False"), ("", "True")):
+        environment = {**os.environ, replays.SWITCH: switch, "PYTHONPATH": os.pathsep.join(path)}
+        command = [sys.executable, "-c", ENGINE]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == [own, "True"]
+
+
+class Engine:
+    """Notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def generate(self, input_ids: list[list[int]], sampling_params: dict[str, Any]) -> None:
+        assert all(len(x) == 24 for x in input_ids)
+        self.asked.append((len(input_ids), sampling_params["max_new_tokens"]))
+
+
+def test_times_on_a_clock_come_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They are kept before graphs are timed, which may fail; few where each prefills for long."""
+    options = sglang_check.arguments(["--speed", "--batch", "64,1", "--context", "24"])
+    engine, kept = Engine(), list[str]()
+    monkeypatch.delenv(replays.SWITCH, raising=False)
+    sglang_check.speed(options, engine, lambda found: kept.append(json.dumps(found)))
+    steps = json.loads(kept[0])["steps"]
+    counts = {name: len(step["all_ms"]) for name, step in steps.items()}
+    assert (len(kept), counts) == (1, {"b64 24": sglang_check.FEW, "b1 24": sglang_check.MORE})
+    assert engine.asked[0] == (64, 1)
+    monkeypatch.setenv(replays.SWITCH, str(tmp_path / "a.timed"))
+    made = {"replays": 8, "graph_ms": 2.0, "least_graph_ms": 1.0}
+    monkeypatch.setattr(replays, "told", lambda switch, run: (run(), made)[1])
+    sglang_check.speed(options, engine, lambda found: kept.append(json.dumps(found)))
+    told = [{name: step.get("apart") for name, step in json.loads(x)["steps"].items()} for x in kept[1:]]
+    assert told == [{"b64 24": None, "b1 24": None}, {"b64 24": made, "b1 24": None}, {"b64 24": made, "b1 24": made}]
+    assert engine.asked[-2:] == [(64, sglang_check.LONG), (1, sglang_check.LONG)]
