@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.engines.gpu import replays, sglang_check
+from tests.engines.gpu.timing import Kernel
 
 
 class Event:
@@ -81,6 +83,37 @@ def test_readings_of_one_run_are_not_those_of_another(event: type[Event], tmp_pa
     assert not switch.exists()
 
 
+class Profile:
+    """Of PyTorch: sees what is replayed between its start and its end."""
+
+    seen: list[Any]
+
+    def __init__(self, activities: list[str]) -> None:
+        assert activities == ["cuda"]
+
+    def start(self) -> None:
+        Profile.seen = []
+
+    def stop(self) -> None:
+        self.kernels = Profile.seen
+
+
+def test_kernels_of_replays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of so many replays, of one run and of the next; others are replayed as ever."""
+    Profile.seen, waited = [], []
+    profiler = SimpleNamespace(profile=Profile, ProfilerActivity=SimpleNamespace(CUDA="cuda"))
+    torch = SimpleNamespace(profiler=profiler, cuda=SimpleNamespace(synchronize=lambda: waited.append(1)))
+    monkeypatch.setattr(replays, "kernels_of", lambda profile: profile.kernels)
+    replay = replays.traced(lambda name: Profile.seen.append(Kernel(name, 0.0, 32.0)), torch, tmp_path / "a")
+    replay("before")
+    for name in ("one", "two"):
+        found = replays.asked(tmp_path / "a", lambda name=name: [replay(name) for _ in range(replays.TRACED + 3)])
+        assert found == [{"kernel": name, "runs": 1.0, "us": 32.0, "added_us": 2.0}]
+        replay("between")
+    assert replays.asked(tmp_path / "a", lambda: replay("few")) is None
+    assert len(waited) == 5
+
+
 ENGINE = f"""
 import pathlib, sys, torch
 before = torch.cuda.CUDAGraph.replay
@@ -134,6 +167,7 @@ def test_times_on_a_clock_come_first(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     made = {"replays": 8, "graph_ms": 2.0, "least_graph_ms": 1.0}
     monkeypatch.setattr(replays, "told", lambda switch, run: (run(), made)[1])
     sglang_check.speed(options, engine, lambda found: kept.append(json.dumps(found)))
-    told = [{name: step.get("apart") for name, step in json.loads(x)["steps"].items()} for x in kept[1:]]
+    told = [{name: step.get("apart") for name, step in json.loads(x)["steps"].items()} for x in kept[1:4]]
     assert told == [{"b64 24": None, "b1 24": None}, {"b64 24": made, "b1 24": None}, {"b64 24": made, "b1 24": made}]
-    assert engine.asked[-2:] == [(64, sglang_check.LONG), (1, sglang_check.LONG)]
+    assert engine.asked[-4:] == [(64, sglang_check.LONG), (1, sglang_check.LONG)] * 2
+    assert [x["kernels"] for x in json.loads(kept[-1])["steps"].values()] == [None, None]  # nobody replays here

@@ -2,7 +2,8 @@
 
 SGLang runs its model in processes of their own. `sglang_check --speed --graphs` puts the folder `watch` on the path of
 all of them, so that each calls `watch` when it starts; the one that imports the module that replays graphs has them
-timed, between events, while a file is there. Readings are written beside that file. Nothing waits for the GPU.
+timed, between events, while a file is there, and told kernel by kernel while another is. Readings are written beside
+them. Where graphs are timed nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tests.engines.gpu.timing import kernels_of, per_step
+
 SWITCH = "MLA_CUPY_ENGINE_REPLAYS"
-"""Environment variable: the file that is there while graphs are timed."""
+"""Environment variable: the file that is there while graphs are timed. One with `TRACE` behind its name asks more."""
+TRACE = ".trace"
 REPLAYER = "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend"
 AT_ONCE = 8
 """Readings that are written together: each writing keeps the host from its next step."""
+TRACED = 16
+"""Replays that are told kernel by kernel, with what runs between them."""
 
 
 def watch() -> None:
@@ -49,9 +55,9 @@ class _Finder(importlib.abc.MetaPathFinder):
                 run(module)
                 import torch
 
-                torch.cuda.CUDAGraph.replay = timed(  # type: ignore[method-assign]
-                    torch.cuda.CUDAGraph.replay, torch.cuda.Event, Path(os.environ[SWITCH])
-                )
+                kind, switch = torch.cuda.CUDAGraph, Path(os.environ[SWITCH])
+                timing = timed(kind.replay, torch.cuda.Event, switch)
+                kind.replay = traced(timing, torch, traces(switch))  # type: ignore[method-assign]
 
             loader.exec_module = run_and_install
         return found
@@ -82,41 +88,60 @@ def timed(replay: Callable[[Any], None], event: Callable[..., Any], switch: Path
     return replaying
 
 
+def traced(replay: Callable[[Any], None], torch: Any, switch: Path) -> Callable[[Any], None]:
+    """Replay as `replay` does; of the first so many while the file `switch` is there, write the kernels beside it."""
+    profiles: list[Any] = []
+    count = 0
+
+    def replaying(graph: Any) -> None:
+        nonlocal count
+        count = count + 1 if switch.exists() else 0
+        if count == 1:
+            torch.cuda.synchronize()
+            profiles.append(torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]))
+            profiles[-1].start()
+        replay(graph)
+        if count == TRACED:
+            torch.cuda.synchronize()
+            profiles[-1].stop()
+            write(readings(switch), per_step([], kernels_of(profiles.pop()), TRACED))
+
+    return replaying
+
+
+def traces(switch: Path) -> Path:
+    """The file that is there while kernels are told."""
+    return switch.with_name(switch.name + TRACE)
+
+
 def readings(switch: Path) -> Path:
     """Where those of a file are."""
-    return switch.with_suffix(".times")
+    return switch.with_name(switch.name + ".json")
 
 
 def write(path: Path, values: Any) -> None:
     """Write JSON; who reads finds the old one or the new one whole."""
-    draft = path.with_suffix(".draft")
+    draft = path.with_name(path.name + ".draft")
     draft.write_text(json.dumps(values))
     draft.replace(path)
 
 
-def told(switch: Path, run: Callable[[], Any]) -> dict[str, Any]:
-    """Run with the file there; the median milliseconds of what was replayed meanwhile, and the least.
-
-    Parameters
-    ----------
-    switch : Path
-    run : callable
-        Has another process replay graphs of one size.
-
-    Returns
-    -------
-    dict
-        Empty where nothing was timed.
-    """
+def asked(switch: Path, run: Callable[[], Any]) -> Any:
+    """Run with the file there, while another process replays graphs; what that process wrote, or None."""
     readings(switch).unlink(missing_ok=True)
     switch.touch()
     try:
         run()
     finally:
         switch.unlink()
-    if not readings(switch).exists():
+    return json.loads(readings(switch).read_text()) if readings(switch).exists() else None
+
+
+def told(switch: Path, run: Callable[[], Any]) -> dict[str, Any]:
+    """The median milliseconds of what was replayed while `run` ran, and the least; empty where nothing was timed."""
+    spans = asked(switch, run)
+    if not spans:
         return {}
-    spans = json.loads(readings(switch).read_text())
     return {
         "replays": len(spans),
         "graph_ms": round(statistics.median(spans), 4),

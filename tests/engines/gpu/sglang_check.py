@@ -11,8 +11,9 @@ prefills: FlashAttention is not in the parcel, and FlashInfer compiles itself fo
 take a minute at the first request. The first of the list is the reference. Two rounds: the second finds its prompts in
 the prefix cache. With --drafts the model's first layer drafts, on Triton's backend, or with `mla_cupy:registered` on
 the one that the plugin registers for drafts, and the backend verifies. A backend's name may also be followed by
-`:fp8-math`. Results and logs are in --out. With --speed and --graphs also what the graph of a step takes on the GPU
-(`tests.engines.gpu.replays`), after the times on a clock, which are kept if --timeout ends the process before it.
+`:fp8-math`. Results and logs are in --out. With --speed and --graphs also what the graph of a step takes on the GPU,
+and its kernels (`tests.engines.gpu.replays`), after the times on a clock, which are kept if --timeout ends the process
+before.
 
 A process takes its time before it decodes: 25 s of imports, 20 until the model is there, on a machine that has not run
 SGLang before 75 in which SGLang compiles kernels of its own, and 23 for the prompts of 64 requests of 8,192 tokens.
@@ -135,10 +136,15 @@ def speed(options: argparse.Namespace, engine: Any, keep: Callable[[dict[str, An
         told = step_times([(seconds(SHORT, batch), seconds(LONG, batch)) for _ in range(pairs)])
         steps[f"b{batch} {options.context}"] = told
     keep({"steps": steps})
-    if switch := os.environ.get(replays.SWITCH):
+    if not os.environ.get(replays.SWITCH):
+        return
+    switch = Path(os.environ[replays.SWITCH])
+    for name, ask in (
+        ("apart", lambda run: replays.told(switch, run)),
+        ("kernels", lambda run: replays.asked(replays.traces(switch), run)),
+    ):
         for batch in batches:
-            told = replays.told(Path(switch), lambda batch=batch: seconds(LONG, batch))
-            steps[f"b{batch} {options.context}"]["apart"] = told
+            steps[f"b{batch} {options.context}"][name] = ask(lambda batch=batch: seconds(LONG, batch))
             keep({"steps": steps})
 
 
@@ -247,6 +253,8 @@ def main(given: list[str]) -> int:
             for case, step in found["steps"].items():
                 on_a_clock = f"{step['ms']:.3f} ms ({min(step['all_ms']):.3f})"
                 print(f"h{options.heads} {name} {case} tokens: {on_a_clock} {json.dumps(step.get('apart'))}")
+                for row in step.get("kernels") or ():
+                    print(f"    {row['runs']:7.2f} {row['us']:9.2f} {row['added_us']:9.2f} us  {row['kernel'][:90]}")
         elif found:
             print(f"h{options.heads} {name}, from cached prefixes against not: {json.dumps(between_rounds(found))}")
     for name, found in zip(names[1:], results[1:], strict=True):

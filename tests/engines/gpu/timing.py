@@ -152,11 +152,17 @@ def on_a_clock(runs: dict[str, Callable[[], Any]], rounds: int = BUILDS) -> dict
 def traced(run: Callable[[], Any]) -> list[Kernel]:
     """Run under PyTorch's profiler; the kernels and copies of the GPU, by their starts."""
     import torch
-    from torch.autograd import DeviceType
 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
+    return kernels_of(profile)
+
+
+def kernels_of(profile: Any) -> list[Kernel]:
+    """The kernels and copies of the GPU that a profiler of PyTorch's has seen, by their starts."""
+    from torch.autograd import DeviceType
+
     found = [
         Kernel(x.name, x.time_range.start, x.time_range.end)
         for x in profile.events()
