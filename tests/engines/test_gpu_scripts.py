@@ -137,6 +137,17 @@ def test_prompts_share_their_starts() -> None:
     assert made[9] != made[8][:257]
 
 
+def test_more_prompts_than_lengths() -> None:
+    """The first ones are the same; lengths come again, with other tokens."""
+    count = len(check.LENGTHS)
+    made = check.prompts(300, 2 * count + 1)
+    assert made[:count] == check.prompts(300)
+    assert [len(x) for x in made] == [min(x, 300) for x in [*check.LENGTHS, *check.LENGTHS, check.LENGTHS[0]]]
+    assert len({tuple(x) for x in made if len(x) > 2}) == 2 * (count - 2)
+    options = check.arguments(["tokens", "--prompts", "64"])
+    assert check.label(options, "CUSTOM", 16) == "tokens-CUSTOM-h16-auto-bfloat16-p64"
+
+
 def test_step_times_are_differences() -> None:
     told = check.step_times([(1.0, 2.28), (1.0, 1.64), (2.0, 4.56)])
     assert told["ms"] == pytest.approx(10.0)

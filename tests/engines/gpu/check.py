@@ -90,6 +90,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=0, help="of the model (default: 2, of `speed` 24)")
     parser.add_argument("--trace", action="store_true", help="the kernels of a step of `speed`, by PyTorch's profiler")
     parser.add_argument("--new", type=int, default=48, help="tokens that `tokens` generates")
+    parser.add_argument("--prompts", type=int, default=len(LENGTHS), help="of `tokens`, all at once")
     parser.add_argument("--longest", type=int, default=max(LENGTHS), help="tokens of the longest prompt")
     parser.add_argument("--cache", type=int, default=0, metavar="GIB", help="of cache (default: what is free)")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="backends (default 1)")
@@ -107,6 +108,7 @@ def label(options: argparse.Namespace, backend: str, heads: int) -> str:
         options.layers
     )
     parts += [f"topk{options.topk}"] * bool(options.topk) + [f"step{options.step_tokens}"] * bool(options.step_tokens)
+    parts += [f"p{options.prompts}"] * (options.prompts != len(LENGTHS))
     parts += [f"block{options.block}"] * bool(options.block) + [f"drafts{options.drafts}"] * bool(options.drafts)
     return "-".join(parts + [flag for flag in flags if getattr(options, flag)])
 
@@ -199,12 +201,13 @@ def facts(made: Any) -> dict[str, Any]:
     }
 
 
-def prompts(longest: int) -> list[list[int]]:
-    """Every other prompt shares its first two thirds with the others."""
+def prompts(longest: int, count: int = len(LENGTHS)) -> list[list[int]]:
+    """So many prompts of the lengths in turn; every other one shares its first two thirds with the others."""
     draw = random.Random(1)
     base = [draw.randrange(VOCABULARY) for _ in range(longest)]
     made = []
-    for number, length in enumerate(min(x, longest) for x in LENGTHS):
+    for number in range(count):
+        length = min(LENGTHS[number % len(LENGTHS)], longest)
         shared = 2 * length // 3 if number % 2 else 0
         made.append(base[:shared] + [draw.randrange(VOCABULARY) for _ in range(length - shared)])
     return made
@@ -216,9 +219,9 @@ def tokens(options: argparse.Namespace, backend: str, heads: int) -> dict[str, A
 
     counted = backend.startswith("CUSTOM") or backend.endswith((":ours", ":both", ":indexer"))
     shapes = count_our_calls() if counted else {}
-    made = engine(options, backend, heads, options.longest + options.new + 8, 32)
+    made = engine(options, backend, heads, options.longest + options.new + 8, max(32, options.prompts))
     wanted = SamplingParams(temperature=0, max_tokens=options.new, ignore_eos=True, logprobs=4, detokenize=False)
-    given = [{"prompt_token_ids": x} for x in prompts(options.longest)]
+    given = [{"prompt_token_ids": x} for x in prompts(options.longest, options.prompts)]
     batches = [[x] for x in given] if backend.endswith(":alone") else [given]
     rounds = [[told(x) for batch in batches for x in made.generate(batch, wanted, use_tqdm=False)] for _ in range(2)]
     return {"facts": facts(made), "shapes": dict(shapes), "rounds": rounds}
