@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -44,6 +44,11 @@ def event(monkeypatch: pytest.MonkeyPatch) -> type[Event]:
     return Event
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays, "SETTLED", 0.0)
+
+
 def graph(*lengths: int) -> Any:
     """Replays of graphs that take so many milliseconds, less one."""
     left = [*lengths]
@@ -74,9 +79,12 @@ def test_graphs_are_timed_while_asked(event: type[Event], tmp_path: Path) -> Non
 def test_readings_of_one_run_are_not_those_of_another(event: type[Event], tmp_path: Path) -> None:
     """Nor are those of a run that has too few; what fails leaves no file behind."""
     switch = tmp_path / "a.timed"
-    replay, _ = graph(*[5] * 30)
+    replay, _ = graph(*[5] * (replays.AT_ONCE + 1), *[9] * 30)
     replaying = replays.timed(replay, event, switch)
-    assert replays.told(switch, lambda: [replaying("graph") for _ in range(replays.AT_ONCE)])["graph_ms"] == 6.0
+    event.behind = 7  # one reading of the first is under way when the second begins
+    for expected in (6.0, 10.0):  # no replay between the two
+        told = replays.told(switch, lambda: [replaying("graph") for _ in range(replays.AT_ONCE + 1)])
+        assert told == {"replays": replays.AT_ONCE, "graph_ms": expected, "least_graph_ms": expected}
     assert replays.told(switch, lambda: replaying("graph")) == {}
     with pytest.raises(ZeroDivisionError):
         replays.told(switch, lambda: 1 // 0)
@@ -87,15 +95,18 @@ class Profile:
     """Of PyTorch: sees what is replayed between its start and its end."""
 
     seen: list[Any]
+    running: ClassVar[list[Profile]] = []
 
     def __init__(self, activities: list[str]) -> None:
         assert activities == ["cuda"]
 
     def start(self) -> None:
         Profile.seen = []
+        Profile.running.append(self)
 
     def stop(self) -> None:
         self.kernels = Profile.seen
+        Profile.running.remove(self)
 
 
 def test_kernels_of_replays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -109,9 +120,10 @@ def test_kernels_of_replays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     for name in ("one", "two"):
         found = replays.asked(tmp_path / "a", lambda name=name: [replay(name) for _ in range(replays.TRACED + 3)])
         assert found == [{"kernel": name, "runs": 1.0, "us": 32.0, "added_us": 2.0}]
-        replay("between")
     assert replays.asked(tmp_path / "a", lambda: replay("few")) is None
-    assert len(waited) == 5
+    assert (len(waited), len(Profile.running)) == (5, 1)
+    replay("after")
+    assert not Profile.running
 
 
 ENGINE = f"""

@@ -14,6 +14,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
@@ -29,6 +30,8 @@ TRACE = ".trace"
 REPLAYER = "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend"
 AT_ONCE = 8
 """Readings that are written together: each writing keeps the host from its next step."""
+SETTLED = 0.2
+"""Seconds before a file is there: an engine may replay once more than it has told."""
 TRACED = 16
 """Replays that are told kernel by kernel, with what runs between them."""
 
@@ -67,11 +70,16 @@ def timed(replay: Callable[[Any], None], event: Callable[..., Any], switch: Path
     """Replay as `replay` does; while the file `switch` is there, between events whose times are written beside it."""
     under_way: deque[tuple[Any, Any]] = deque()
     found: list[float] = []
+    run = ""
 
     def replaying(graph: Any) -> None:
-        if not switch.exists():
+        nonlocal run
+        asked_for = asking(switch)
+        if asked_for != run:
+            run = asked_for
             under_way.clear()
             found.clear()
+        if not run:
             replay(graph)
             return
         ends = event(enable_timing=True), event(enable_timing=True)
@@ -91,11 +99,16 @@ def timed(replay: Callable[[Any], None], event: Callable[..., Any], switch: Path
 def traced(replay: Callable[[Any], None], torch: Any, switch: Path) -> Callable[[Any], None]:
     """Replay as `replay` does; of the first so many while the file `switch` is there, write the kernels beside it."""
     profiles: list[Any] = []
-    count = 0
+    count, run = 0, ""
 
     def replaying(graph: Any) -> None:
-        nonlocal count
-        count = count + 1 if switch.exists() else 0
+        nonlocal count, run
+        asked_for = asking(switch)
+        if asked_for != run:
+            count, run = 0, asked_for
+            while profiles:  # of a run that had too few replays
+                profiles.pop().stop()
+        count += bool(run)
         if count == 1:
             torch.cuda.synchronize()
             profiles.append(torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]))
@@ -107,6 +120,14 @@ def traced(replay: Callable[[Any], None], torch: Any, switch: Path) -> Callable[
             write(readings(switch), per_step([], kernels_of(profiles.pop()), TRACED))
 
     return replaying
+
+
+def asking(switch: Path) -> str:
+    """Which run it is whose graphs are asked for; none where the file is not there."""
+    try:
+        return switch.read_text()
+    except FileNotFoundError:
+        return ""
 
 
 def traces(switch: Path) -> Path:
@@ -128,8 +149,11 @@ def write(path: Path, values: Any) -> None:
 
 def asked(switch: Path, run: Callable[[], Any]) -> Any:
     """Run with the file there, while another process replays graphs; what that process wrote, or None."""
+    time.sleep(SETTLED)
     readings(switch).unlink(missing_ok=True)
-    switch.touch()
+    draft = switch.with_name(switch.name + ".draft")
+    draft.write_text(str(time.time_ns()))
+    draft.replace(switch)
     try:
         run()
     finally:
