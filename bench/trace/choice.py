@@ -49,7 +49,7 @@ class Choice:
 
     @property
     def halves(self) -> list[Choice]:
-        """The same places, in two parts."""
+        """Two parts of the same places."""
         half = replace(self, parts=2 * self.parts, lean=False)
         return [half, replace(half, part=self.part + self.parts)]
 

@@ -55,9 +55,9 @@ exit status: 0 success, 1 a result is wrong, 2 cannot run
 """
 WARM_UP, TIMED = 3, 11
 AUTO = 0
-"""What `--parts auto` is parsed to."""
+"""Number that stands for `--parts auto`."""
 AIM = 1.03
-"""What a part of `--parts auto` may take of the plain call's time, if fewer places can bring it there."""
+"""Share of the plain call's time that a part of `--parts auto` may take, if fewer places can bring it there."""
 FRAME_MARGIN = 1.01
 """A part that is so near to a build that records no place is not made smaller: what is left is not its waits'."""
 MAX_AUTO_PARTS = 16
@@ -74,7 +74,7 @@ class Traced:
     """Traces of one call, its times in microseconds with both builds, and what is wrong with its result, or "".
 
     Of several parts there are traces of each, and times. Parts whose builds are refused have none. `frame_us` is the
-    time of a build that records no place, where parts are chosen by what they cost.
+    time of a build that records no place, where parts are chosen by what they cost, if ptxas takes it.
     """
 
     traces: list[Trace]
@@ -231,7 +231,7 @@ def _trace(subject: Subject, tracer: Tracer, choices: Sequence[Choice], auto: bo
         choice = waiting.pop(0)
         try:
             more = _add_part(found, choice, subject, tracer)
-            if _costs_too_much(more, choice):
+            if auto and _costs_too_much(more, choice):
                 waiting[:0] = choice.halves
             else:
                 found = more
@@ -247,8 +247,8 @@ def _trace(subject: Subject, tracer: Tracer, choices: Sequence[Choice], auto: bo
     return found
 
 
-def _frame_us(subject: Subject, tracer: Tracer) -> float:
-    """Return the time of builds that record when a warp begins and ends, and no wait."""
+def _frame_us(subject: Subject, tracer: Tracer) -> float | None:
+    """Return the time of builds that record when a warp begins and ends, and no wait; None where they are refused."""
     for choice in (Choice(NOWHERE), Choice(NOWHERE, lean=True)):
         try:
             with _tracing(tracer.recording(choice)):
@@ -256,15 +256,14 @@ def _frame_us(subject: Subject, tracer: Tracer) -> float:
         except KernelCompileError as error:
             if REFUSED not in str(error):
                 raise
-    return 0.0
+    return None
 
 
 def _costs_too_much(found: Traced, choice: Choice) -> bool:
-    """True where a part of `--parts auto` is above its aim, and well above what it would cost without a place."""
-    if found.frame_us is None or found.plain_us is None or choice.parts >= MAX_AUTO_PARTS:
+    """True where a part is above the aim, and well above what it would cost without a place."""
+    if found.plain_us is None or choice.parts >= MAX_AUTO_PARTS:
         return False
-    us = found.traced_us[choice.name]
-    return us > AIM * found.plain_us and us > FRAME_MARGIN * found.frame_us
+    return found.traced_us[choice.name] > max(AIM * found.plain_us, FRAME_MARGIN * (found.frame_us or 0.0))
 
 
 def _add_part(found: Traced, choice: Choice, subject: Subject, tracer: Tracer) -> Traced:

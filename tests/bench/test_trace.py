@@ -324,10 +324,12 @@ def test_a_part_that_is_refused_is_halved(
         (100.0, ["", "1 of 2", "1 of 4", "3 of 4", "2 of 2"], ["1 of 4", "3 of 4", "2 of 2"]),
         # As near to what no place costs as fewer places can bring it.
         (107.5, [""], [""]),
+        # Nobody knows what no place costs: its build is refused.
+        (None, ["", "1 of 2", "1 of 4", "3 of 4", "2 of 2"], ["1 of 4", "3 of 4", "2 of 2"]),
     ],
 )
 def test_parts_are_halved_while_that_makes_them_cheaper(
-    frame_us: float, tried: list[str], kept: list[str], monkeypatch: pytest.MonkeyPatch
+    frame_us: float | None, tried: list[str], kept: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = {"": 108.0, "1 of 2": 105.0, "1 of 4": 102.9, "3 of 4": 101.0, "2 of 2": 103.0}
     seen: list[str] = []
