@@ -10,6 +10,8 @@ from mla_cupy.runtime.build import BuildRequest
 
 from .sites import Site, sites
 
+NOWHERE = "(?!)"
+"""A pattern that finds no place."""
 ONLY = "MLA_TRACE_ONLY"
 """The macro of `trace/waits.cuh` that lists the numbers of places."""
 LEAN = "MLA_TRACE_LEAN"
@@ -43,8 +45,11 @@ class Choice:
 
     def easier(self) -> list[Choice]:
         """Return what to try where a build is refused: the same with fewer registers, or two halves of the places."""
-        if not self.lean:
-            return [replace(self, lean=True)]
+        return self.halves if self.lean else [replace(self, lean=True)]
+
+    @property
+    def halves(self) -> list[Choice]:
+        """Two parts of the same places."""
         half = replace(self, parts=2 * self.parts, lean=False)
         return [half, replace(half, part=self.part + self.parts)]
 

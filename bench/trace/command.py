@@ -27,7 +27,7 @@ from ..core.operation import BenchOperation, Case
 from ..core.recorders import EVENTS, Call
 from ..operations import OPERATIONS
 from . import report
-from .choice import Choice
+from .choice import NOWHERE, Choice
 from .driver import Access, CudaAccess, Limits, SimulatedAccess, TracingDriver
 from .waits import BASIC_BLOCK, MICROSECOND, MIN_CYCLES, Trace, trace_of
 
@@ -39,7 +39,8 @@ DESCRIPTION = """Show when each warp of a call's kernels waits, and for what.
 The kernels are compiled once more, with a clock read before and after everything that waits: mbarriers, named
 barriers, WGMMA groups, copies, clusters. No source is changed for it, and plain builds stay as they are. Both builds
 are timed, so that the price of tracing is known. It is lower where fewer places are recorded: those that --only finds,
-or --parts of them, each in a build and a run of its own, whose tables are put together.
+or --parts of them, each in a build and a run of its own, whose tables are put together. --parts auto halves what costs
+more than 3 %, as long as that makes it cheaper.
 """
 EPILOG = """examples:
   trace decode b128-sq1-hq128-skv4096
@@ -47,11 +48,19 @@ EPILOG = """examples:
   trace decode b128-sq1-hq128-skv4096 --draw decode.svg --kernel-name decode_sm90_seesaw --window 20,40
   trace decode b128-sq1-hq128-skv4096 --only run_load_role        only waits in a function, file or call of this name
   trace decode b128-sq1-hq128-skv4096 --parts 4                   a quarter of the waits in each of four runs
+  trace decode b128-sq1-hq128-skv4096 --parts auto                as many runs as bring each one near the plain call
   trace decode b2-sq1-hq128-skv256 --simulate 2                   without a GPU: the order of things, not their times
 
 exit status: 0 success, 1 a result is wrong, 2 cannot run
 """
 WARM_UP, TIMED = 3, 11
+AUTO = 0
+"""Number that stands for `--parts auto`."""
+AIM = 1.03
+"""Share of the plain call's time that a part of `--parts auto` may take, if fewer places can bring it there."""
+FRAME_MARGIN = 1.01
+"""A part that is so near to a build that records no place is not made smaller: what is left is not its waits'."""
+MAX_AUTO_PARTS = 16
 MAX_PARTS = 64
 """A part whose build is refused, also with fewer registers, is halved, until there are so many."""
 REFUSED = "is refused"
@@ -64,7 +73,8 @@ SIMULATED_GHZ = 1.0
 class Traced:
     """Traces of one call, its times in microseconds with both builds, and what is wrong with its result, or "".
 
-    Of several parts there are traces of each, and times. Parts whose builds are refused have none.
+    Of several parts there are traces of each, and times. Parts whose builds are refused have none. `frame_us` is the
+    time of a build that records no place, where parts are chosen by what they cost, if ptxas takes it.
     """
 
     traces: list[Trace]
@@ -72,6 +82,7 @@ class Traced:
     traced_us: dict[str, float]
     wrong: str
     refused: list[str] = field(default_factory=list)
+    frame_us: float | None = None
 
     @property
     def kernels(self) -> dict[str, list[Trace]]:
@@ -158,10 +169,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--parts",
-        type=_positive,
+        type=_parts,
         default=1,
         metavar="N",
-        help="record the places in so many runs, a part in each (%(default)s)",
+        help="record the places in so many runs, a part in each (%(default)s); auto: until a run costs less than 3 %%",
     )
     files = parser.add_argument_group("files")
     files.add_argument("--json", type=Path, metavar="FILE.json", help="the tables")
@@ -179,9 +190,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
     implementation = operation.implementations(Choices(None, args.kernel))[OWN]()
     if reason := implementation.unsupported(case, args.dtype):
         raise BenchError(f"{case.name}: {reason}")
-    choices = [Choice(args.only, part, args.parts) for part in range(args.parts)]
+    auto = args.parts == AUTO
+    parts = 1 if auto else args.parts
+    choices = [Choice(args.only, part, parts) for part in range(parts)]
     with _device(args) as (device, tracer):
-        found = _trace(Subject(operation, case, implementation, args.dtype, device), tracer, choices)
+        found = _trace(Subject(operation, case, implementation, args.dtype, device), tracer, choices, auto)
     if not any(warp.places for trace in found.traces for warp in trace.warps) and args.only:
         raise BenchError(f"--only: got {args.only!r}, which finds no place at which this call waits; leave it out")
     _show(console, found)
@@ -209,13 +222,19 @@ def _max_clock_ghz() -> float:
     return float(cupy.cuda.Device().attributes["ClockRate"]) / 1e6  # kHz
 
 
-def _trace(subject: Subject, tracer: Tracer, choices: Sequence[Choice]) -> Traced:
+def _trace(subject: Subject, tracer: Tracer, choices: Sequence[Choice], auto: bool = False) -> Traced:
     found = Traced([], _time(subject.prepare(), subject.device) if subject.timed else None, {}, "")
+    if auto and subject.timed:
+        found = replace(found, frame_us=_frame_us(subject, tracer))
     waiting = list(choices)
     while waiting and not found.wrong:
         choice = waiting.pop(0)
         try:
-            found = _add_part(found, choice, subject, tracer)
+            more = _add_part(found, choice, subject, tracer)
+            if auto and _costs_too_much(more, choice):
+                waiting[:0] = choice.halves
+            else:
+                found = more
         except KernelCompileError as error:
             if REFUSED not in str(error):
                 raise
@@ -226,6 +245,25 @@ def _trace(subject: Subject, tracer: Tracer, choices: Sequence[Choice]) -> Trace
     if not found.traces:
         raise BenchError(f"no part can be traced; {found.refused[0]}")
     return found
+
+
+def _frame_us(subject: Subject, tracer: Tracer) -> float | None:
+    """Return the time of builds that record when a warp begins and ends, and no wait; None where they are refused."""
+    for choice in (Choice(NOWHERE), Choice(NOWHERE, lean=True)):
+        try:
+            with _tracing(tracer.recording(choice)):
+                return _time(subject.prepare(), subject.device)
+        except KernelCompileError as error:
+            if REFUSED not in str(error):
+                raise
+    return None
+
+
+def _costs_too_much(found: Traced, choice: Choice) -> bool:
+    """True where a part is above the aim, and well above what it would cost without a place."""
+    if found.plain_us is None or choice.parts >= MAX_AUTO_PARTS:
+        return False
+    return found.traced_us[choice.name] > max(AIM * found.plain_us, FRAME_MARGIN * (found.frame_us or 0.0))
 
 
 def _add_part(found: Traced, choice: Choice, subject: Subject, tracer: Tracer) -> Traced:
@@ -291,6 +329,8 @@ def _show(console: Console, found: Traced) -> None:
             console.print(f"{dropped} records had no room: raise --capacity")
         if spills := max(trace.spills for trace in traces):
             console.print(f"the traced build spills {spills} bytes: times are a little off")
+    if found.plain_us and found.frame_us:
+        console.print(f"no place recorded: {found.frame_us:.1f} us ({found.frame_us / found.plain_us:.3f})")
     for part, us in found.traced_us.items():
         if found.plain_us:
             console.print(
@@ -328,6 +368,7 @@ def _write(args: argparse.Namespace, console: Console, found: Traced) -> None:
         ]
         times = {
             "plain_us": found.plain_us,
+            "frame_us": found.frame_us,
             "traced_us": max(found.traced_us.values(), default=None),
             "parts_us": found.traced_us,
             "refused": found.refused,
@@ -356,6 +397,10 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"got {number}, expected at least 1")
     return number
+
+
+def _parts(text: str) -> int:
+    return AUTO if text == "auto" else _positive(text)
 
 
 def _pattern(text: str) -> str:

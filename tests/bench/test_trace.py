@@ -6,17 +6,18 @@ import dataclasses
 import functools
 import json
 import re
+import types
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from bench.cli import main
 from bench.core.errors import BenchError
-from bench.trace import report
+from bench.trace import command, report
 from bench.trace.choice import ONLY, Choice, places
-from bench.trace.command import MAX_PARTS, Traced
+from bench.trace.command import MAX_AUTO_PARTS, MAX_PARTS, Traced
 from bench.trace.driver import MOMENT, NO_SLOT, OPENING, PRELUDE, RECORD, TARGET, Recorded, traced
 from bench.trace.sites import UNKNOWN, number, sites
 from bench.trace.waits import BASIC_BLOCK, clock_rate, roles, trace_of, unwrapped
@@ -314,6 +315,70 @@ def test_a_part_that_is_refused_is_halved(
     assert halves[-1] == f"1 of {MAX_PARTS} lean"
     assert found["refused"] == [f"part 1 of {MAX_PARTS}: mla_toy is refused, its code would be slow:"]
     assert f"not traced: part 1 of {MAX_PARTS}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("frame_us", "tried", "kept"),
+    [
+        # The first half is too dear, and its halves are not; the other one is at the aim.
+        (100.0, ["", "1 of 2", "1 of 4", "3 of 4", "2 of 2"], ["1 of 4", "3 of 4", "2 of 2"]),
+        # As near to what no place costs as fewer places can bring it.
+        (107.5, [""], [""]),
+        # Nobody knows what no place costs: its build is refused.
+        (None, ["", "1 of 2", "1 of 4", "3 of 4", "2 of 2"], ["1 of 4", "3 of 4", "2 of 2"]),
+    ],
+)
+def test_parts_are_halved_while_that_makes_them_cheaper(
+    frame_us: float | None, tried: list[str], kept: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = {"": 108.0, "1 of 2": 105.0, "1 of 4": 102.9, "3 of 4": 101.0, "2 of 2": 103.0}
+    seen: list[str] = []
+
+    def add(found: Traced, choice: Choice, *_: object) -> Traced:
+        seen.append(choice.name)
+        trace = trace_of(recorded({(0, 0): [(200, 50, 2)]}), GHZ)
+        return dataclasses.replace(
+            found, traces=[*found.traces, trace], traced_us=found.traced_us | {choice.name: times[choice.name]}
+        )
+
+    monkeypatch.setattr(command, "_add_part", add)
+    monkeypatch.setattr(command, "_frame_us", lambda *_: frame_us)
+    monkeypatch.setattr(command, "_time", lambda *_: 100.0)
+    subject: Any = types.SimpleNamespace(timed=True, prepare=lambda: None, device=None)
+    found = command._trace(subject, cast(Any, None), [Choice()], auto=True)
+    assert seen == tried
+    assert list(found.traced_us) == kept
+    assert len(found.traces) == len(kept)
+    assert found.frame_us == frame_us
+
+
+def test_a_part_that_stays_dear_is_kept_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen parts are the most, whatever they cost; without auto none is made smaller."""
+    monkeypatch.setattr(command, "_frame_us", lambda *_: 100.0)
+    monkeypatch.setattr(command, "_time", lambda *_: 100.0)
+    monkeypatch.setattr(
+        command,
+        "_add_part",
+        lambda found, choice, *_: dataclasses.replace(
+            found,
+            traces=[*found.traces, trace_of(recorded({(0, 0): [(200, 50, 2)]}), GHZ)],
+            traced_us=found.traced_us | {choice.name: 110.0},
+        ),
+    )
+    subject: Any = types.SimpleNamespace(timed=True, prepare=lambda: None, device=None)
+    for auto, parts in ((True, MAX_AUTO_PARTS), (False, 1)):
+        found = command._trace(subject, cast(Any, None), [Choice()], auto)
+        assert len(found.traced_us) == parts
+
+
+def test_parts_auto_in_the_simulator_is_one_run(tmp_path: Path) -> None:
+    """Its time is not that of a GPU."""
+    status, found = simulated(tmp_path, "--parts", "auto", "--only", "wgmma_wait")
+    assert status == 0
+    assert found["frame_us"] is None
+    assert found["refused"] == []
+    with pytest.raises(SystemExit):
+        main(["trace", "decode", "b1-sq1-hq16-skv130", "--simulate", "1", "--parts", "0"])
 
 
 def test_too_many_records() -> None:
