@@ -568,6 +568,8 @@ class PrefillParams(Params):
     schedule: Address
     tiles: Address
     mask: Address
+    cu_seqlens_q: Address
+    cu_seqlens_kv: Address
     mask_stride_bytes: I64
     q_stride_s_h_elems: tuple[I64, I64]
     q_rope_stride_s_h_elems: tuple[I64, I64]
@@ -578,6 +580,8 @@ class PrefillParams(Params):
     state_lse_stride_s_h_elems: tuple[I64, I64]
     out_stride_s_h_elems: tuple[I64, I64]
     lse_stride_s_h_elems: tuple[I64, I64]
+    cu_seqlens_q_stride_elems: I64
+    cu_seqlens_kv_stride_elems: I64
     s_q: I32
     s_kv: I32
     h_q: I32
@@ -589,6 +593,7 @@ class PrefillParams(Params):
     state_is_fp32: I32
     out_is_fp32: I32
     mask_bytes: I32
+    causal: I32
     scale_log2: F32
 
 
