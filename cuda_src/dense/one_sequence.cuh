@@ -1,7 +1,7 @@
 // The tiles of queries of a call with one sequence, which need no schedule: those with most keys first, then those of
 // the queries of no sequence, before its start and after its end.
 #pragma once
-#include "dense/params.cuh"
+#include "dense/tiles.cuh"
 
 namespace mla::dense {
 struct OneSequence {
@@ -10,7 +10,8 @@ struct OneSequence {
     i32 tiles, tiles_before, all_tiles;
 
     // Numbers of the caller are hostile, as they are for the schedule.
-    MLA_DEVICE void find(const PrefillParams& p) {
+    template <class Params>
+    MLA_DEVICE void find(const Params& p) {
         first_query = stated(p.cu_seqlens_q, 0, 0, p.s_q);
         first_key = stated(p.cu_seqlens_kv, 0, 0, p.s_kv);
         queries = max(0, stated(p.cu_seqlens_q, p.cu_seqlens_q_stride_elems, p.s_q, p.s_q) - first_query);
@@ -20,7 +21,8 @@ struct OneSequence {
         all_tiles = tiles + tiles_before + ceil_div(p.s_q - first_query - queries, kTileQueries);
     }
 
-    MLA_DEVICE QueryTile tile(const PrefillParams& p, i32 index) const {
+    template <class Params>
+    MLA_DEVICE QueryTile tile(const Params& p, i32 index) const {
         if (index < tiles) {
             const i32 first = (tiles - 1 - index) * kTileQueries, diagonal = p.causal ? keys - queries + first : keys;
             return QueryTile{first_query + first, min(kTileQueries, queries - first), first_key, keys, diagonal, 0, {}};
