@@ -25,10 +25,10 @@ BY_NAME = {spec.name: spec for spec in DENSE.kernels}
 
 def schedules_itself(inputs: DenseInputs, sm_count: int) -> bool:
     """Whether the kernel for Hopper finds the tiles of this call's sequence without a launch before it."""
-    starts = inputs.options.get("cu_seqlens_q"), inputs.options.get("cu_seqlens_kv")
+    given = [x for name in ("cu_seqlens_q", "cu_seqlens_kv") if (x := inputs.options.get(name)) is not None]
     queries, heads = inputs.q.shape[:2]
-    given = [x for x in starts if x is not None]
-    return all(len(x) == 2 for x in given) and (-(-queries // 128) + 2 * bool(given)) * heads <= 4 * sm_count
+    most_tiles = min(queries, queries // 128 + 3)  # with those before the sequence and after it
+    return all(len(x) == 2 for x in given) and most_tiles * heads <= 4 * sm_count
 
 
 def run(
