@@ -38,7 +38,7 @@ from mla_cupy.runtime.launching import Dim3
 _FLOAT, _BYTES_16_BITS = 4, 2
 
 ONE_SEQUENCE = True
-"""Whether the launch for statistics writes the schedule of one sequence, which then has no launch of its own."""
+"""True if the launch for statistics writes the schedule of one sequence, which then has no launch of its own."""
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class DensePipeline(Pipeline[DenseConfig]):
 
 
 def schedules_itself(problem: DenseProblem, device: DeviceInfo) -> bool:
-    """Whether a kernel that can find the tiles of one sequence by itself does so."""
+    """True if a kernel that can find the tiles of one sequence by itself does so."""
     return problem.sequences == 1 and problem.most_tiles * problem.h_q <= SELF_SCHEDULED * device.sm_count
 
 
