@@ -7,7 +7,11 @@
 // exp2(s - lse2) is 0. So are the rows between a sequence's last query and the next multiple of kRowGroup.
 //
 // The sums that the kernel of keys adds to become 0 here, too: these stores run beside the loads.
+//
+// The tiles of one sequence follow from its ends: a call with one has no launch for its schedule, which the first block
+// writes for those that come after.
 #include "dense/backward_params.cuh"
+#include "dense/one_sequence.cuh"
 #include "ptx/control.cuh"
 #include "tile/elements.cuh"
 
@@ -22,7 +26,37 @@ constexpr i32 kRowLanes = kHeadDimV / kChunkElems;
 constexpr i32 kRowsAtOnce = kThreads / kRowLanes;
 static_assert(kWarpThreads % kRowLanes == 0, "a row is within a warp");
 
-MLA_PREFILL_BACKWARD_FACTS();
+// ---- Params ----------------------------------------------------------------------------------------------------
+struct DenseDeltaParams {
+    const void* out;  // these as in PrefillBackwardParams
+    const u16* dout;
+    const float* lse;
+    const float* dlse;
+    float* lse2;
+    float* delta;
+    float* dq_sums;
+    float* dk_rope_sums;
+    Schedule* schedule;
+    Schedule* key_schedule;
+    QueryTile* tiles;
+    KeyTile* key_tiles;
+    const i32* cu_seqlens_q;   // (2,), or null; read where there is one sequence
+    const i32* cu_seqlens_kv;  // (2,), or null
+    i64 out_stride_s_elems, out_stride_h_elems;
+    i64 dout_stride_s_elems, dout_stride_h_elems;
+    i64 lse_stride_s_elems, lse_stride_h_elems;
+    i64 dlse_stride_s_elems, dlse_stride_h_elems;
+    i64 dk_rope_sums_stride_h_elems;
+    i64 cu_seqlens_q_stride_elems, cu_seqlens_kv_stride_elems;
+    i32 s_q, s_kv, h_q;
+    i32 num_rows;
+    i32 out_is_fp32;
+    i32 one_sequence;  // nobody has written the schedule
+    i32 causal;
+};
+
+MLA_FACT_LIST(params_layout, MLA_OFFSET(DenseDeltaParams, out_stride_s_elems), MLA_OFFSET(DenseDeltaParams, s_q),
+              (int)sizeof(DenseDeltaParams));
 MLA_FACT(threads, kThreads);
 
 // ---- One row ---------------------------------------------------------------------------------------------------
@@ -37,7 +71,7 @@ MLA_DEVICE float row_sum(float x) {
 }
 
 // The lane's part of sum(out * dout).
-MLA_DEVICE float partial_delta(const PrefillBackwardParams& p, i64 query, i32 head, i32 column) {
+MLA_DEVICE float partial_delta(const DenseDeltaParams& p, i64 query, i32 head, i32 column) {
     const i64 at = query * p.out_stride_s_elems + head * p.out_stride_h_elems + column;
     float x[kChunkElems], y[kChunkElems], sum = 0.f;
     if (p.out_is_fp32) {
@@ -52,7 +86,7 @@ MLA_DEVICE float partial_delta(const PrefillBackwardParams& p, i64 query, i32 he
 }
 
 // By the lanes of a row; all lanes of the warp take part.
-MLA_DEVICE Statistics statistics(const PrefillBackwardParams& p, i64 query, i32 head, bool there, i32 lane) {
+MLA_DEVICE Statistics statistics(const DenseDeltaParams& p, i64 query, i32 head, bool there, i32 lane) {
     const float none = negative_infinity();
     const float lse = there ? p.lse[query * p.lse_stride_s_elems + head * p.lse_stride_h_elems] : none;
     const bool empty = fabsf(lse) == -none;
@@ -68,9 +102,60 @@ MLA_DEVICE void clear(float* from, i64 first, i64 count, i64 step) {
     for (i64 i = first; i < count / 4; i += step) reinterpret_cast<float4*>(from)[i] = make_float4(0.f, 0.f, 0.f, 0.f);
 }
 
+// ---- One sequence ----------------------------------------------------------------------------------------------
+// Where the workspace has a tile's rows: those of the queries before the sequence come first, then its own.
+MLA_DEVICE i32 first_row(const OneSequence& one, const QueryTile& tile) {
+    const i32 own = ceil_div(one.first_query, kRowGroup) * kRowGroup;
+    const i32 after = own + ceil_div(one.queries, kRowGroup) * kRowGroup, past = one.first_query + one.queries;
+    if (tile.first_query < one.first_query) return tile.first_query;
+    return tile.first_query < past ? own + tile.first_query - one.first_query : after + tile.first_query - past;
+}
+
+MLA_DEVICE QueryTile query_tile(const DenseDeltaParams& p, const OneSequence& one, i32 index) {
+    QueryTile tile = one.tile(p, index);
+    tile.first_row = first_row(one, tile);
+    return tile;
+}
+
+// Those with most queries first, then those of the keys before the sequence and after it, which nobody sees.
+MLA_DEVICE KeyTile key_tile(const DenseDeltaParams& p, const OneSequence& one, i32 index, i32 own, i32 before) {
+    const bool is_own = index < own, is_before = !is_own && index < own + before;
+    const i32 begin = is_own ? one.first_key : is_before ? 0 : one.first_key + one.keys;
+    const i32 end = is_own ? one.first_key + one.keys : is_before ? one.first_key : p.s_kv;
+    const i32 first = (index - (is_own ? 0 : is_before ? own : own + before)) * kKeyTileKeys;
+    const i32 queries = is_own ? one.queries : 0;
+    return KeyTile{begin + first,
+                   min(kKeyTileKeys, end - begin - first),
+                   one.first_query,
+                   queries,
+                   p.causal ? first - (end - begin - queries) : -kKeyTileKeys,
+                   ceil_div(one.first_query, kRowGroup) * kRowGroup,
+                   {}};
+}
+
+// By one block.
+MLA_DEVICE void write_schedule(const DenseDeltaParams& p, const OneSequence& one, i32 thread) {
+    const i32 own = ceil_div(one.keys, kKeyTileKeys), before = ceil_div(one.first_key, kKeyTileKeys);
+    const i32 key_tiles = own + before + ceil_div(p.s_kv - one.first_key - one.keys, kKeyTileKeys);
+    for (i32 i = thread; i < one.all_tiles; i += kThreads) p.tiles[i] = query_tile(p, one, i);
+    for (i32 i = thread; i < key_tiles; i += kThreads) p.key_tiles[i] = key_tile(p, one, i, own, before);
+    if (thread == 0) {
+        *p.schedule = Schedule{one.all_tiles, 0};
+        *p.key_schedule = Schedule{key_tiles, 0};
+    }
+}
+
+// The block's tile; one without queries if there are fewer.
+MLA_DEVICE QueryTile tile_of_block(const DenseDeltaParams& p, i32 index) {
+    if (!p.one_sequence) return index < p.schedule->num_tiles ? p.tiles[index] : QueryTile{};
+    OneSequence one;
+    one.find(p);
+    if (blockIdx.x == 0) write_schedule(p, one, threadIdx.x);
+    return index < one.all_tiles ? query_tile(p, one, index) : QueryTile{};
+}
+
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(kThreads)
-    mla_dense_delta(const __grid_constant__ PrefillBackwardParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads) mla_dense_delta(const __grid_constant__ DenseDeltaParams p) {
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     const i32 index = blockIdx.x / p.h_q, head = blockIdx.x % p.h_q;
@@ -78,8 +163,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         clear(p.dk_rope_sums, (i64)blockIdx.x * kThreads + threadIdx.x, (i64)p.s_kv * kRopeColumns,
               (i64)gridDim.x * kThreads);
     }
-    if (index >= p.schedule->num_tiles) return;
-    const QueryTile tile = p.tiles[index];
+    const QueryTile tile = tile_of_block(p, index);
     const i32 lane = threadIdx.x % kRowLanes, rows = ceil_div(tile.queries, kRowGroup) * kRowGroup;
     const i64 first = (i64)head * p.num_rows + tile.first_row;
     if (p.dq_sums != nullptr) clear(p.dq_sums + first * kHeadDimQk, threadIdx.x, rows * kHeadDimQk, kThreads);

@@ -22,6 +22,7 @@
 #include "attention/online_softmax.cuh"
 #include "common/limits.cuh"
 #include "dense/mask.cuh"
+#include "dense/one_sequence.cuh"
 #include "dense/result.cuh"
 #include "dense/sm90_rows.cuh"
 #include "ptx/load.cuh"
@@ -115,6 +116,7 @@ struct Storage {
     MBarrier exponentiated;
     MBarrier mask_full[1], mask_empty[1];
     Repeats repeats;
+    OneSequence one;  // of the load role, which has no registers for it, if there is no schedule
     uint4 mask[kHasMask ? kTileQueries : 1];
 };
 static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
@@ -147,6 +149,15 @@ struct Maps {
     RowSource q, k, v;
 };
 
+// As that of a schedule.
+MLA_DEVICE i32 find_item(const PrefillParams& p, i32 index, const OneSequence& one, QueryTile& tile, QueryTile& slot) {
+    if (index >= one.all_tiles * p.h_q) return -1;
+    const WorkItem item = work_item(p, index, one.all_tiles);
+    tile = one.tile(p, item.tile);
+    slot = tile;
+    return item.head;
+}
+
 struct Loader {
     const PrefillParams& p;
     Storage& s;
@@ -178,7 +189,12 @@ struct Loader {
         work.wait_empty(s.work_empty);
         WorkSlot& slot = s.work[work.stage];
         if (again) tile = slot.tile;
-        const i32 head = again ? slot.head : find_item(p, index, num_tiles, tile, slot.tile);
+        i32 head = slot.head;
+        if (!again && p.schedule != nullptr) {
+            head = find_item(p, index, num_tiles, tile, slot.tile);
+        } else if (!again) {
+            head = find_item(p, index, s.one, tile, slot.tile);
+        }
         slot.head = head;
         slot.nonfinite = 0;
         if (kHasMask) {
@@ -238,8 +254,10 @@ struct Loader {
 // By one thread.
 MLA_DEVICE void run_load_role(const PrefillParams& p, Storage& s, const Maps& maps) {
     Loader loader{p, s, maps, {}, {}, {}, {}};
-    const i32 num_tiles = p.schedule->num_tiles;
-    i32 index = blockIdx.x;
+    const bool scheduled = p.schedule != nullptr;
+    if (!scheduled) s.one.find(p);
+    const i32 num_tiles = scheduled ? p.schedule->num_tiles : s.one.all_tiles;
+    i32 index = blockIdx.x, turn = 0;
 #pragma unroll 1
     while (true) {
         QueryTile tile;
@@ -248,7 +266,7 @@ MLA_DEVICE void run_load_role(const PrefillParams& p, Storage& s, const Maps& ma
         if (head < 0) break;
         loader.load(kHasMask ? s.work[loader.work.before()].tile : tile, head);
         if (again) continue;
-        index = gridDim.x + atomicAdd(&p.schedule->next_item, 1);
+        index = scheduled ? (i32)gridDim.x + atomicAdd(&p.schedule->next_item, 1) : item_of_turn(++turn);
     }
 }
 

@@ -514,6 +514,39 @@ class PrefillBackwardParams(Params):
     scale_log2: F32
 
 
+class DenseDeltaParams(Params):
+    """Struct of `dense/delta.cu`."""
+
+    out: Address
+    dout: Address
+    lse: Address
+    dlse: Address
+    lse2: Address
+    delta: Address
+    dq_sums: Address
+    dk_rope_sums: Address
+    schedule: Address
+    key_schedule: Address
+    tiles: Address
+    key_tiles: Address
+    cu_seqlens_q: Address
+    cu_seqlens_kv: Address
+    out_stride_s_h_elems: tuple[I64, I64]
+    dout_stride_s_h_elems: tuple[I64, I64]
+    lse_stride_s_h_elems: tuple[I64, I64]
+    dlse_stride_s_h_elems: tuple[I64, I64]
+    dk_rope_sums_stride_h_elems: I64
+    cu_seqlens_q_stride_elems: I64
+    cu_seqlens_kv_stride_elems: I64
+    s_q: I32
+    s_kv: I32
+    h_q: I32
+    num_rows: I32
+    out_is_fp32: I32
+    one_sequence: I32
+    causal: I32
+
+
 class PrefillFp8Addresses(Params):
     """Struct of `dense/fp8_params.cuh`."""
 
@@ -568,6 +601,8 @@ class PrefillParams(Params):
     schedule: Address
     tiles: Address
     mask: Address
+    cu_seqlens_q: Address
+    cu_seqlens_kv: Address
     mask_stride_bytes: I64
     q_stride_s_h_elems: tuple[I64, I64]
     q_rope_stride_s_h_elems: tuple[I64, I64]
@@ -578,6 +613,8 @@ class PrefillParams(Params):
     state_lse_stride_s_h_elems: tuple[I64, I64]
     out_stride_s_h_elems: tuple[I64, I64]
     lse_stride_s_h_elems: tuple[I64, I64]
+    cu_seqlens_q_stride_elems: I64
+    cu_seqlens_kv_stride_elems: I64
     s_q: I32
     s_kv: I32
     h_q: I32
@@ -589,6 +626,7 @@ class PrefillParams(Params):
     state_is_fp32: I32
     out_is_fp32: I32
     mask_bytes: I32
+    causal: I32
     scale_log2: F32
 
 

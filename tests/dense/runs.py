@@ -23,6 +23,14 @@ GPUS = {HOPPER: (9, 0), MMA_163KB: (8, 0), MMA: (8, 9), GENERIC: (9, 0), HOPPER_
 BY_NAME = {spec.name: spec for spec in DENSE.kernels}
 
 
+def schedules_itself(inputs: DenseInputs, sm_count: int) -> bool:
+    """Whether the kernel for Hopper finds the tiles of this call's sequence without a launch before it."""
+    given = [x for name in ("cu_seqlens_q", "cu_seqlens_kv") if (x := inputs.options.get(name)) is not None]
+    queries, heads = inputs.q.shape[:2]
+    most_tiles = min(queries, queries // 128 + 3)  # with those before the sequence and after it
+    return all(len(x) == 2 for x in given) and most_tiles * heads <= 4 * sm_count
+
+
 def run(
     inputs: DenseInputs,
     kernel: str = HOPPER,
@@ -34,6 +42,7 @@ def run(
     """The results of the public call, which pass the tolerance rule."""
     with simulated(sm_count, cc or GPUS[kernel], *mode) as target:
         got = mla_cupy.mla_prefill(*inputs.arguments, **inputs.options, kernel=kernel, **options)
-    assert target.launched == ["mla_dense_schedule", BY_NAME[kernel].entry]
+    one = kernel == HOPPER and schedules_itself(inputs, sm_count)
+    assert target.launched == ["mla_dense_schedule"] * (not one) + [BY_NAME[kernel].entry]
     check(got, inputs.exact, inputs.rounded, str(got[0].dtype))
     return got

@@ -68,24 +68,28 @@ def test_workspace_on_hopper(deterministic: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "launches"),
     [
-        ({}, ["schedule", "delta", "sm90_backward_keys", "dq"]),
+        ({}, ["delta", "sm90_backward_keys", "dq"]),
         (
             {"deterministic": True},
-            ["schedule", "delta", "sm90_backward_keys", "dk_rope", "sm90_backward_queries"],
+            ["delta", "sm90_backward_keys", "dk_rope", "sm90_backward_queries"],
         ),
         (
             {"kernel": GENERIC},
-            ["schedule", "delta", "generic_backward_keys", "dk_rope", "generic_backward_queries"],
+            ["delta", "generic_backward_keys", "dk_rope", "generic_backward_queries"],
         ),
     ],
     ids=["default", "deterministic", "plain"],
 )
 def test_launches(recorder: Recorder, options: dict[str, Any], launches: list[str]) -> None:
-    """As few as there can be: nothing is zeroed by a launch of its own."""
+    """As few as there can be: nothing is zeroed by a launch of its own. Several sequences have a schedule before."""
     inputs = make_gradients(DenseCase(((3, 4),), h_q=2))
     mla_cupy.mla_prefill_backward(*inputs.arguments, **inputs.options, **options)
     assert recorder.memsets == []
     assert [one.entry for one in recorder.launches] == [f"mla_dense_{name}" for name in launches]
+    recorder.launches.clear()
+    inputs = make_gradients(DenseCase(((3, 4), (1, 1)), h_q=2))
+    mla_cupy.mla_prefill_backward(*inputs.arguments, **inputs.options, **options)
+    assert [one.entry for one in recorder.launches] == [f"mla_dense_{name}" for name in ("schedule", *launches)]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +100,7 @@ def test_launches(recorder: Recorder, options: dict[str, Any], launches: list[st
 def test_launches_share_their_arguments(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], blocks: int
 ) -> None:
-    """Addresses are written once for the schedule, and once for what follows; other boxes of rows are other maps."""
+    """Addresses are written once for the statistics, and once for what follows; other boxes of rows are other maps."""
     written: list[Any] = []
     write = pipeline._Block.write
     monkeypatch.setattr(pipeline._Block, "write", lambda self, places: (written.append(self), write(self, places)))

@@ -24,6 +24,8 @@ ITEMS = DenseCase(((66, 130), (9, 4)), h_q=3, dtype="float16")
 NARROW = DenseCase(((70, 3),), d_qk=128, d_v=128, h_q=2, k_rope="within")
 LATE = ("late", 0)
 SQUARE = DenseCase(((200, 200),), d_qk=128, d_v=128)
+STATISTICS = "dense/delta.cu"  # and the schedule of one sequence
+ALONE = DenseCase(((9, 12),), h_q=2, around=(2, 3))
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,16 @@ class Mutant(mutants.Mutant):
 
 
 MUTANTS = [
+    Mutant("rows of one sequence", STATISTICS, "own + tile.first_query - one.first_query", "tile.first_query", ALONE),
+    Mutant("one diagonal of keys", STATISTICS, "first - (end - begin - queries)", "first", ALONE),
+    Mutant("tiles of keys are not counted", STATISTICS, "*p.key_schedule = Schedule{key_tiles, 0};", "", ALONE),
+    Mutant(
+        "keys before the sequence are left out",
+        STATISTICS,
+        "before = ceil_div(one.first_key, kKeyTileKeys)",
+        "before = 0",
+        ALONE,
+    ),
     Mutant("keys are not cleaned", ROWS, "if (!zero_nonfinite<Element>(clean)) continue;", "continue;", nonfinite="k"),
     Mutant("nor queries", ROWS, "if (!zero_nonfinite<Element>(clean)) continue;", "continue;", nonfinite="q"),
     Mutant("nor dout", ROWS, "if (!zero_nonfinite<Element>(clean)) continue;", "continue;", nonfinite="dout"),

@@ -32,7 +32,7 @@ class Mutant(mutants.Mutant):
 
 MUTANTS = [
     Mutant("a mask is not waited for", SOURCE, *mutants.steps("mbarrier.try_wait", 3, 5, 9, 12, 15, of=28), ends),
-    Mutant("a mask is overwritten", SOURCE, *mutants.steps("mbarrier.try_wait", 25, 27, of=28), long),
+    Mutant("a mask is overwritten", SOURCE, *mutants.steps("mbarrier.try_wait", 18, 20, of=28), long),
     Mutant("a mask of a whole tile is left out", SOURCE, "kHasMask && i >= 0; --i", "kHasMask && i > 0; --i", long),
     Mutant("one row for both", SOURCE, "s.mask[math.row(r)]", "s.mask[math.row(0)]", own_row),
     Mutant("the first lane's columns", MASK, "i32 shift = fragment_column(thread);", "i32 shift = 0;", ends),

@@ -12,6 +12,7 @@ from tests.support import mutants
 from tests.support.dense_cases import DenseCase, make
 
 SOURCE, ROWS, SCHEDULE = "dense/sm90.cu", "dense/sm90_rows.cuh", "dense/schedule.cu"
+ONE = "dense/one_sequence.cuh"
 FINDER = "tile/nonfinite.cuh"
 ENDS = DenseCase(((3, 5), (4, 4)))
 LONG = DenseCase(((70, 259),))  # a warpgroup sees a tile less
@@ -20,6 +21,8 @@ RISING = DenseCase(((8, 300),), scale=1.0)
 ITEMS = DenseCase(((70, 300), (9, 200)), h_q=3)  # a warpgroup has no row
 HEADS = DenseCase(((3, 5), (4, 4)), h_q=7)  # more than the last group has
 STATE = DenseCase(((4, 6),), h_q=2, state="float32")
+ALONE = DenseCase(((3, 7),), around=(2, 1))  # has no schedule
+TURNS = DenseCase(((1, 9),), h_q=4)
 LATE = ("late", 0)
 
 
@@ -46,6 +49,16 @@ MUTANTS = [
     Mutant("keys of another head", SOURCE, "i32 kv_head = head / (p.h_q / p.h_kv);", "i32 kv_head = 0;", PIECES),
     Mutant("rows of the next sequence", SOURCE, "math.row(kRow) < tile.queries", "true"),
     Mutant("an empty state is read", SOURCE, "stored && result.earlier != 0.f", "stored && p.state_lse", STATE),
+    Mutant("one sequence: the diagonal at the top left", ONE, "keys - queries + first : keys", "first : keys", ALONE),
+    Mutant("one sequence: ends that are not clamped", ONE, "max(0, min(starts[at], total))", "starts[at]", ALONE),
+    Mutant(
+        "one sequence: none before it",
+        ONE,
+        "tiles_before = ceil_div(first_query, kTileQueries)",
+        "tiles_before = 0",
+        ALONE,
+    ),
+    Mutant("one sequence: an item is left out", ONE, "return turn * blocks", "return (turn + 1) * blocks", TURNS),
     Mutant(
         "the first warpgroup's last panel", SOURCE, "s.q[kSharedPanels] + math.warpgroup * kSw128Bytes", "s.q[2]", LONG
     ),

@@ -29,13 +29,16 @@ from mla_cupy.kernels.dense.problem import (
 )
 from mla_cupy.kernels.numbers import LOG2_E
 from mla_cupy.kernels.param_layout import NULL
-from mla_cupy.kernels.params import PrefillBackwardParams
+from mla_cupy.kernels.params import DenseDeltaParams, PrefillBackwardParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step, ZeroFill
 from mla_cupy.kernels.spec import Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.launching import Dim3
 
 _FLOAT, _BYTES_16_BITS = 4, 2
+
+ONE_SEQUENCE = True
+"""True if the launch for statistics writes the schedule of one sequence, which then has no launch of its own."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,11 @@ class DenseBackwardPipeline(Pipeline[DenseBackwardConfig]):
             return []
         # One block of arguments for all launches that have these parameters: kernels without maps do not look at them.
         args = LaunchArgs(_params(config, call), kernel.maps(problem, call))
-        steps: list[Step] = [launch_schedule(problem, call, of_keys=True)]
+        one_sequence = ONE_SEQUENCE and problem.sequences == 1 and problem.s_q > 0
+        steps: list[Step] = [] if one_sequence else [launch_schedule(problem, call, of_keys=True)]
         if problem.s_q:
-            steps.append(Launch(DELTA, problem.variant, (_tiles_of_heads(problem), 1, 1), args))
+            statistics = LaunchArgs(_delta_params(config, call, one_sequence))
+            steps.append(Launch(DELTA, problem.variant, (_tiles_of_heads(problem), 1, 1), statistics))
         elif config.sums_dq:
             steps.insert(0, ZeroFill("dk_rope_sums"))
         if problem.s_kv:
@@ -121,6 +126,40 @@ def _finish(config: DenseBackwardConfig, call: Call, args: LaunchArgs) -> list[S
         own = args if maps == args.maps else replace(args, maps=maps)
         steps.append(Launch(queries, queries.variant(problem), config.queries_grid, own))
     return steps
+
+
+def _delta_params(config: DenseBackwardConfig, call: Call, one_sequence: bool) -> DenseDeltaParams:
+    problem = config.problem
+    return DenseDeltaParams(
+        out="out",
+        dout="dout",
+        lse="lse",
+        dlse=call.name("dlse"),
+        lse2="lse2",
+        delta="delta",
+        dq_sums="dq_sums" if config.sums_dq else NULL,
+        dk_rope_sums="dk_rope_sums" if problem.shared_rope else NULL,
+        schedule="schedule",
+        key_schedule="key_schedule",
+        tiles="tiles",
+        key_tiles="key_tiles",
+        cu_seqlens_q=call.name("cu_seqlens_q"),
+        cu_seqlens_kv=call.name("cu_seqlens_kv"),
+        out_stride_s_h_elems=call.strides("out", 2),
+        dout_stride_s_h_elems=call.strides("dout", 2),
+        lse_stride_s_h_elems=call.strides("lse", 2),
+        dlse_stride_s_h_elems=call.strides("dlse", 2),
+        dk_rope_sums_stride_h_elems=0 if config.sums_dq else D_ROPE,
+        cu_seqlens_q_stride_elems=call.stride("cu_seqlens_q"),
+        cu_seqlens_kv_stride_elems=call.stride("cu_seqlens_kv"),
+        s_q=problem.s_q,
+        s_kv=problem.s_kv,
+        h_q=problem.h_q,
+        num_rows=problem.num_rows,
+        out_is_fp32=call.view("out").dtype == "float32",
+        one_sequence=one_sequence,
+        causal=call.options.causal,
+    )
 
 
 def _tiles_of_heads(problem: DenseBackwardProblem) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.dense.problem import VARIANTS, DenseBackwardProblem
 from mla_cupy.kernels.dense.table import Maps
-from mla_cupy.kernels.params import PrefillBackwardParams
+from mla_cupy.kernels.params import DenseDeltaParams, PrefillBackwardParams
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.kernels.spec import (
     DTYPE_VARIANTS,
@@ -65,7 +65,7 @@ DELTA: KernelSpec[DenseBackwardProblem] = KernelSpec(
     "dense_delta",
     "the statistics of each query and head for the backward of dense attention, and zeros for sums",
     "dense/delta.cu",
-    PrefillBackwardParams,
+    DenseDeltaParams,
     variants=VARIANTS,
 )
 DQ: KernelSpec[DenseBackwardProblem] = KernelSpec(

@@ -1,4 +1,4 @@
-"""Dense attention, forward: the schedule, then the attention kernel."""
+"""Dense attention, forward: the schedule, where one is needed, then the attention kernel."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ from mla_cupy.runtime.launching import Dim3
 L2_SHARE = 0.6
 """Share of the L2 that keys and values of the heads walked together may take."""
 
+SELF_SCHEDULED = 4
+"""Items per block up to which one sequence needs no schedule: its tiles follow from its ends, and turns are short."""
+
 
 @dataclass(frozen=True)
 class DenseConfig:
@@ -37,6 +40,7 @@ class DenseConfig:
     kernel: DenseKernel
     grid: Dim3
     heads_at_once: int
+    scheduled: bool
 
 
 class DensePipeline(Pipeline[DenseConfig]):
@@ -47,11 +51,13 @@ class DensePipeline(Pipeline[DenseConfig]):
     def configure(self, problem: DenseProblem, device: DeviceInfo, kernel: str | None = None) -> DenseConfig:
         """See `Pipeline.configure`."""
         chosen = choice.choose("dense attention", self.kernels, problem, device, kernel)
-        return DenseConfig(problem, chosen, chosen.grid(problem, device), heads_at_once(problem, device))
+        grid = chosen.grid(problem, device)
+        scheduled = not (chosen is SM90 and schedules_itself(problem, device))
+        return DenseConfig(problem, chosen, grid, heads_at_once(problem, device), scheduled)
 
     def workspace(self, config: DenseConfig) -> Layout:
-        """Workspace: the schedule."""
-        return Layout(schedule_sizes(config.problem))
+        """Workspace: the schedule, if there is one."""
+        return Layout(schedule_sizes(config.problem) if config.scheduled else {})
 
     def steps(self, config: DenseConfig, call: Call) -> list[Step]:
         """No launch if there is no query."""
@@ -60,7 +66,13 @@ class DensePipeline(Pipeline[DenseConfig]):
             return []
         params = _params(config, call)
         args = LaunchArgs(fp8_params(params, problem, call) if problem.coded else params, kernel.maps(problem, call))
-        return [launch_schedule(problem, call), Launch(kernel, kernel.variant(problem), config.grid, args)]
+        attend = Launch(kernel, kernel.variant(problem), config.grid, args)
+        return [launch_schedule(problem, call), attend] if config.scheduled else [attend]
+
+
+def schedules_itself(problem: DenseProblem, device: DeviceInfo) -> bool:
+    """True if a kernel that can find the tiles of one sequence by itself does so."""
+    return problem.sequences == 1 and problem.most_tiles * problem.h_q <= SELF_SCHEDULED * device.sm_count
 
 
 def schedule_sizes(problem: DenseProblem) -> dict[str, int]:
@@ -142,9 +154,11 @@ def _params(config: DenseConfig, call: Call) -> PrefillParams:
         state_lse=call.name("state_lse"),
         out="out",
         lse="lse",
-        schedule="schedule",
-        tiles="tiles",
+        schedule="schedule" if config.scheduled else NULL,
+        tiles="tiles" if config.scheduled else NULL,
         mask=call.name("mask"),
+        cu_seqlens_q=call.name("cu_seqlens_q"),
+        cu_seqlens_kv=call.name("cu_seqlens_kv"),
         mask_stride_bytes=call.stride("mask"),
         q_stride_s_h_elems=call.strides("q", 2),
         q_rope_stride_s_h_elems=q_rope.strides,
@@ -155,6 +169,8 @@ def _params(config: DenseConfig, call: Call) -> PrefillParams:
         state_lse_stride_s_h_elems=call.strides("state_lse", 2),
         out_stride_s_h_elems=call.strides("out", 2),
         lse_stride_s_h_elems=call.strides("lse", 2),
+        cu_seqlens_q_stride_elems=call.stride("cu_seqlens_q"),
+        cu_seqlens_kv_stride_elems=call.stride("cu_seqlens_kv"),
         s_q=problem.s_q,
         s_kv=problem.s_kv,
         h_q=problem.h_q,
@@ -166,6 +182,7 @@ def _params(config: DenseConfig, call: Call) -> PrefillParams:
         state_is_fp32=state_out is not None and state_out.dtype == "float32",
         out_is_fp32=call.view("out").dtype == "float32",
         mask_bytes=0 if mask is None else mask.shape[1],
+        causal=options.causal,
         scale_log2=options.scale * LOG2_E,
     )
 
