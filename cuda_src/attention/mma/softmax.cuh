@@ -26,10 +26,12 @@ struct SoftmaxSlots {
     alignas(8) u8 rescales[kWarps];  // whether a warp's rows have such a factor
 };
 
-// One row, seen from one of the threads that share it.
-template <class Layout>
+// One row, seen from one of the threads that share it. With kVotes they look for the step's maximum only if some score
+// of a warp is so large that a running maximum has to follow, which is seldom: a vote instead of a chain of shuffles.
+template <class Layout, bool kVotes = false>
 struct SoftmaxRow {
-    float max, sum, row_max;  // running maximum; the thread's share of the sum; the true maximum
+    // Running maximum; the thread's share of the sum; the true maximum, with kVotes the thread's share of it.
+    float max, sum, row_max;
 
     MLA_DEVICE static i32 row() { return (i32)threadIdx.x / Layout::kLanes; }
     MLA_DEVICE static i32 first_token() { return (i32)threadIdx.x % Layout::kLanes * Layout::kTokens; }  // of a step
@@ -40,6 +42,7 @@ struct SoftmaxRow {
     MLA_DEVICE float whole_sum() const {
         return over_lanes(sum, [](float a, float b) { return a + b; });
     }
+    MLA_DEVICE float whole_row_max() const { return kVotes ? max_over_lanes(row_max) : row_max; }
 
     // Takes the step's scores, leaves its P. `token` is the step's first; `present` has a bit for each of this
     // thread's. `masked`: not every row sees all of the step.
@@ -55,9 +58,16 @@ struct SoftmaxRow {
             x[i] = present >> i & 1 ? x[i] * block.p.scale_log2 : negative_infinity();
             largest = fmaxf(largest, x[i]);
         }
-        largest = over_lanes(largest, [](float a, float b) { return fmaxf(a, b); });
+        if (!kVotes) largest = max_over_lanes(largest);
         row_max = fmaxf(row_max, largest);
-        const float factor = move_max(largest);
+        bool rescales = false;
+        float factor = 1.f;
+        if (kVotes) {
+            rescales = __any_sync(kFullWarp, largest > max + kLazyMaxLog2);
+            if (rescales) factor = move_max(max_over_lanes(largest));
+        } else {
+            factor = move_max(largest);
+        }
         u32* to = reinterpret_cast<u32*>(&s.p[row()][first_token()]);
 #pragma unroll
         for (i32 i = 0; i < Layout::kTokens; i += 2) {
@@ -66,7 +76,7 @@ struct SoftmaxRow {
             to[i / 2] = cvt_x2(Element{}, p0, p1);
         }
         if (is_first()) s.scale[row()] = factor;
-        const bool rescales = __any_sync(kFullWarp, factor != 1.f);
+        if (!kVotes) rescales = __any_sync(kFullWarp, factor != 1.f);
         if (threadIdx.x % kWarpThreads == 0) s.rescales[threadIdx.x / kWarpThreads] = rescales;
     }
 
@@ -87,6 +97,10 @@ struct SoftmaxRow {
 #pragma unroll
         for (i32 i = 0; i < Layout::kTokens; ++i) bits |= (u32)seen.contain(token + i) << i;
         return bits;
+    }
+
+    MLA_DEVICE static float max_over_lanes(float x) {
+        return over_lanes(x, [](float a, float b) { return fmaxf(a, b); });
     }
 
     template <class Operation>
