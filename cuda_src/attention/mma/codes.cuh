@@ -181,6 +181,7 @@ struct CodeLoader {
 template <class C>
 MLA_DEVICE void load_code_queries(const typename C::Rows& block, typename C::Few::Queries& q, i32 warp, i32 lane) {
     using Few = typename C::Few;
+    opaque(lane);  // once an item: nothing that follows from it is worth a register
     const i32 quarter = Few::quarter(warp), c = lane % 4;
 #pragma unroll
     for (i32 i = 0; i < 2 * Few::kRowTiles; ++i) {
@@ -257,15 +258,16 @@ struct CodeScores {
                 mma_m16n8k16(Latent{}, sums[part][tile][n], q[part * 4 + i][tile], k0, k1);
             }
         }
+        if (part == 0) return;
+#pragma unroll
+        for (i32 i = 0; i < Few::kRowTiles * 4; ++i) sums[0][i / 4][n][i % 4] += sums[1][i / 4][n][i % 4];
     }
 
     // With scales and RoPE columns, to shared memory.
-    MLA_DEVICE void send(CodeStorage<C>& s, i32 slot, const CodePlaces<C>& at, const typename Few::Queries& q,
-                         const QueryFactors<C>& factors, i32 warp, i32 lane) {
+    MLA_DEVICE void send(CodeStorage<C>& s, i32 slot, const CodePlaces<C>& at, const typename Few::Queries& q, i32 warp,
+                         i32 lane) {
         const i32 quarter = Few::quarter(warp), half = Few::half(warp), c = lane % 4;
         float (&x)[Few::kRowTiles][2][4] = sums[0];
-#pragma unroll
-        for (i32 i = 0; i < Few::kRowTiles * 8; ++i) (&x[0][0][0])[i] += (&sums[1][0][0][0])[i];
         if constexpr (Token::kScaled) {
 #pragma unroll
             for (i32 n = 0; n < 2; ++n) {
@@ -303,7 +305,7 @@ struct CodeScores {
             for (i32 n = 0; n < 2; ++n) {
                 const float* pair = x[i / 2][n] + 2 * (i % 2);
                 const i32 ahead = (8 * i * Few::Softmax::kPitch + n * kMmaColumns) * (i32)sizeof(float);
-                *reinterpret_cast<float2*>(to + ahead) = make_float2(pair[0] * factors[i], pair[1] * factors[i]);
+                *reinterpret_cast<float2*>(to + ahead) = make_float2(pair[0], pair[1]);
             }
         }
     }
@@ -373,6 +375,7 @@ struct PartedOutput : Output<Element, kRowTiles> {
 
     template <class Block>
     MLA_DEVICE void store(const Block& block, const float* factors, i32 warp, i32 lane) const {
+        opaque(lane);  // as for the queries
 #pragma unroll
         for (i32 i = 0; i < Plain::kHalves; ++i) {
             const i32 row = 8 * i + lane / 4, r = i % 2 * 2;
@@ -435,10 +438,10 @@ MLA_DEVICE void clean_codes(CodeStorage<C>& s, i32 slot, i32 token, i32 seen_by_
 template <class C>
 struct CodeMath {
     typename C::Few::Queries q;
-    QueryFactors<C> factors;
     CodeLoader<C> loader;
     SoftmaxRow<typename C::Few::Softmax, kVotedMaximum> row;
-    i32 slot = 0;  // of the step that is scored next
+    float scale_log2;  // of that row: times what its queries were divided by
+    i32 slot = 0;      // of the step that is scored next
     u32 parity = 0;
     i32 warp = uniform_warp(), lane = threadIdx.x % kWarpThreads;
     CodePlaces<C> at{warp, lane};
@@ -450,6 +453,18 @@ struct CodeMath {
     }
 };
 
+// What row `row` was divided by where its queries were not stored as they are, after QueryFactors::scale.
+template <class C>
+MLA_DEVICE float row_factor(const CodeStorage<C>& s, i32 row) {
+    if constexpr (C::kScaledQueries) {
+        u32 largest = QueryFactors<C>::kLeast;
+#pragma unroll
+        for (i32 quarter = 0; quarter < kQuarters; ++quarter) largest = max(largest, s.largest[quarter][row]);
+        return QueryFactors<C>::factor(largest);
+    }
+    return 1.f;
+}
+
 // Scores of the item's first step.
 template <class C>
 MLA_DEVICE void first_scores(CodeStorage<C>& s, CodeMath<C>& math) {
@@ -460,7 +475,7 @@ MLA_DEVICE void first_scores(CodeStorage<C>& s, CodeMath<C>& math) {
     for (i32 i = 0; i < kCodeParts; ++i) {
         scores.add(CodeScores<C>::load(s.tokens[math.slot], math.at, i), math.q, i);
     }
-    scores.send(s, math.slot, math.at, math.q, math.factors, math.warp, math.lane);
+    scores.send(s, math.slot, math.at, math.q, math.warp, math.lane);
     math.advance();
 }
 
@@ -495,8 +510,11 @@ MLA_DEVICE void values_and_scores(const typename C::Rows& block, CodeStorage<C>&
             CodeLoader<C>::copy(copies, round);
         }
     }
-    scores.send(s, math.slot, math.at, math.q, math.factors, math.warp, math.lane);
-    math.loader.finish(s, copies);
+    // A branch: with 32 rows the products with RoPE columns behind it need no more registers at once.
+    constexpr bool kFinishFirst = C::Few::kRowTiles > 1;
+    if (kFinishFirst) math.loader.finish(s, copies);
+    scores.send(s, math.slot, math.at, math.q, math.warp, math.lane);
+    if (!kFinishFirst) math.loader.finish(s, copies);
     math.advance();
 }
 
@@ -526,17 +544,19 @@ MLA_DEVICE void run_item(const typename C::Rows& block, CodeStorage<C>& s, CodeM
     out.clear();
     if (steps > 0) {
         load_code_queries<C>(block, math.q, math.warp, math.lane);
-        math.factors.scale(s, math.q, math.warp, math.lane);
+        QueryFactors<C> factors;
+        factors.scale(s, math.q, math.warp, math.lane);
+        math.scale_log2 = block.p.scale_log2 * row_factor(s, math.row.row());
         first_scores(s, math);
     }
 #pragma unroll 1
     for (i32 step = 0; step < steps; ++step) {
         const i32 token = begin + step * Few::kStepTokens;
         __syncthreads();  // the scores are there; the values of the last step have been read
-        const bool masked = token + Few::kStepTokens > seen_by_all;
+        const bool masked = C::Tokens::kMasked && token + Few::kStepTokens > seen_by_all;
         const i32 mine = math.row.first_token();
         const u32 present = s.present[step % kKnownCodeSteps][mine / kLaneTokens] >> mine % kLaneTokens;
-        math.row.add_step(typename C::Latent{}, block, s.softmax, token, masked, present);
+        math.row.add_step(typename C::Latent{}, block, s.softmax, token, masked, present, math.scale_log2);
         if constexpr (C::Tokens::kMasked) {
             if (masked) clean_codes(s, math.last_slot(), token, seen_by_all);
         }

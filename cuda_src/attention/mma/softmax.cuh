@@ -47,15 +47,22 @@ struct SoftmaxRow {
     // Takes the step's scores, leaves its P. `token` is the step's first; `present` has a bit for each of this
     // thread's. `masked`: not every row sees all of the step.
     template <class Element, class Block>
-    MLA_DEVICE void add_step(Element, const Block& block, SoftmaxSlots<Layout>& s, i32 token, bool masked,
+    MLA_DEVICE void add_step(Element element, const Block& block, SoftmaxSlots<Layout>& s, i32 token, bool masked,
                              u32 present) {
+        add_step(element, block, s, token, masked, present, block.p.scale_log2);
+    }
+
+    // With a scale of the row's own.
+    template <class Element, class Block>
+    MLA_DEVICE void add_step(Element, const Block& block, SoftmaxSlots<Layout>& s, i32 token, bool masked, u32 present,
+                             float scale_log2) {
         float x[Layout::kTokens];
         load_scores(x, s);
         if (masked) present &= seen_bits(block, token + first_token());
         float largest = negative_infinity();
 #pragma unroll
         for (i32 i = 0; i < Layout::kTokens; ++i) {
-            x[i] = present >> i & 1 ? x[i] * block.p.scale_log2 : negative_infinity();
+            x[i] = present >> i & 1 ? x[i] * scale_log2 : negative_infinity();
             largest = fmaxf(largest, x[i]);
         }
         if (!kVotes) largest = max_over_lanes(largest);
