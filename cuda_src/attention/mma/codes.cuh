@@ -19,7 +19,6 @@
 namespace mla::attention::mma {
 constexpr i32 kPlaceSteps = 8;       // whose tokens a warp looks up at once, a lane each
 constexpr i32 kKnownCodeSteps = 16;  // of which it is known which tokens are there
-constexpr bool kVotedMaximum = true;
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // A token: its latent codes, then its RoPE columns as stored; the scales lie apart. Within each 128 bytes chunk c lies
@@ -128,9 +127,12 @@ struct CodeLoader {
             for (i32 i = 0; i < kLaneTokens; ++i) bits |= (lanes >> (i * kTokenLanes) & 1) << i;
             s.present[asked % kKnownCodeSteps][thread / kWarpThreads] = (u8)bits;
         }
-        return CodeCopies{present ? from : reinterpret_cast<const u8*>(block.p.kv), smem_addr(s.tokens[slot]) + to,
-                          smem_addr(s.scales[Token::kScaled ? slot : 0][Token::kScaled ? thread / kTokenLanes : 0]), k,
-                          present, due};
+        return CodeCopies{present ? from : reinterpret_cast<const u8*>(block.p.kv),
+                          smem_addr(s.tokens[slot]) + to,
+                          smem_addr(s.scales[Token::kScaled ? slot : 0][Token::kScaled ? thread / kTokenLanes : 0]),
+                          k,
+                          present,
+                          due};
     }
 
     // One of kRounds of its copies, by this thread.
@@ -216,7 +218,8 @@ struct CodePlaces {
         const i32 quarter = Few::quarter(warp), first = Few::half(warp) * Few::kScoreTokens, g = lane / 4, c = lane % 4;
         const i32 rope_chunk = Token::Raw::kWideRope ? quarter * 2 + c / 2 : quarter;
         keys = Token::offset(first + g, quarter * 8 + c);
-        rope = Token::offset(first + g, Token::kLatentChunks + rope_chunk) + (Token::Raw::kWideRope ? c % 2 * 8 : c * 4);
+        rope =
+            Token::offset(first + g, Token::kLatentChunks + rope_chunk) + (Token::Raw::kWideRope ? c % 2 * 8 : c * 4);
         values = Token::offset(lane % 16, warp * 4 + lane / 16);
         p = (lane % 16 * Few::Softmax::kPitch + lane / 16 * 8) * (i32)sizeof(u16);
         scores = ((quarter * Few::kRows + g) * Few::Softmax::kPitch + first + c * 2) * (i32)sizeof(float);
@@ -437,9 +440,10 @@ MLA_DEVICE void clean_codes(CodeStorage<C>& s, i32 slot, i32 token, i32 seen_by_
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 template <class C>
 struct CodeMath {
+    static_assert(!C::Tokens::kWithRowMax, "the softmax does not find it");
     typename C::Few::Queries q;
     CodeLoader<C> loader;
-    SoftmaxRow<typename C::Few::Softmax, kVotedMaximum> row;
+    SoftmaxRow<typename C::Few::Softmax, true> row;
     float scale_log2;  // of that row: times what its queries were divided by
     i32 slot = 0;      // of the step that is scored next
     u32 parity = 0;
@@ -564,9 +568,9 @@ MLA_DEVICE void run_item(const typename C::Rows& block, CodeStorage<C>& s, CodeM
         if (step + 1 < steps) values_and_scores(block, s, math, out, (step > 0) & (math.loader.asked < steps));
     }
     if (steps > 0) last_values(s, math, out);
-    const float sum = math.row.whole_sum(), row_max = math.row.whole_row_max();
+    const float sum = math.row.whole_sum();
     if (math.row.is_first()) {
-        const float factor = store_statistics(block, math.row.row(), math.row.max, sum, row_max);
+        const float factor = store_statistics(block, math.row.row(), math.row.max, sum, math.row.row_max);
         s.factor[math.row.row()] = kHasValueScale<typename C::TokenRecord> ? factor * block.p.value_scale : factor;
     }
     __syncthreads();

@@ -28,10 +28,10 @@ struct SoftmaxSlots {
 
 // One row, seen from one of the threads that share it. With kVotes they look for the step's maximum only if some score
 // of a warp is so large that a running maximum has to follow, which is seldom: a vote instead of a chain of shuffles.
+// The true maximum is not known then.
 template <class Layout, bool kVotes = false>
 struct SoftmaxRow {
-    // Running maximum; the thread's share of the sum; the true maximum, with kVotes the thread's share of it.
-    float max, sum, row_max;
+    float max, sum, row_max;  // running maximum; the thread's share of the sum; the true maximum, or -inf
 
     MLA_DEVICE static i32 row() { return (i32)threadIdx.x / Layout::kLanes; }
     MLA_DEVICE static i32 first_token() { return (i32)threadIdx.x % Layout::kLanes * Layout::kTokens; }  // of a step
@@ -42,7 +42,6 @@ struct SoftmaxRow {
     MLA_DEVICE float whole_sum() const {
         return over_lanes(sum, [](float a, float b) { return a + b; });
     }
-    MLA_DEVICE float whole_row_max() const { return kVotes ? max_over_lanes(row_max) : row_max; }
 
     // Takes the step's scores, leaves its P. `token` is the step's first; `present` has a bit for each of this
     // thread's. `masked`: not every row sees all of the step.
@@ -65,14 +64,14 @@ struct SoftmaxRow {
             x[i] = present >> i & 1 ? x[i] * scale_log2 : negative_infinity();
             largest = fmaxf(largest, x[i]);
         }
-        if (!kVotes) largest = max_over_lanes(largest);
-        row_max = fmaxf(row_max, largest);
         bool rescales = false;
         float factor = 1.f;
         if (kVotes) {
             rescales = __any_sync(kFullWarp, largest > max + kLazyMaxLog2);
             if (rescales) factor = move_max(max_over_lanes(largest));
         } else {
+            largest = max_over_lanes(largest);
+            row_max = fmaxf(row_max, largest);
             factor = move_max(largest);
         }
         u32* to = reinterpret_cast<u32*>(&s.p[row()][first_token()]);
