@@ -2,10 +2,13 @@
 // registers, each once as part of a key and once as part of a value. So nothing is written back to shared memory, which
 // holds the codes of all steps that are on their way.
 //
-//   scores   warp = 16 tokens, 128 + 16 columns  | Q K^T  |         |          | Q K^T of the next step
-//   softmax  thread = 2 or 4 tokens of a row     |        | max, P  |          |
-//   values   warp = 64 columns                   |        |         | O += P V |
+//   scores   warp = 16 tokens, 128 + 16 columns  |        | Q K^T of the next step, sent
+//   values   warp = 64 columns                   |        | O += P V
 //   loads    all threads, cp.async               |        | the step that takes the place of the last one ->
+//   softmax  thread = 2 or 4 tokens of a row     | max, P |
+//
+// Two barriers of the block a step, one behind each of the two columns. What has values and scores has no branch in
+// between: products with the one hide what the other waits for, and copies are among them.
 //
 // Keys: the order of columns within a product is free. A lane reads 16 codes of its token at once, and has four of them
 // in each of four products; queries are loaded to match. A warp has 128 neighbouring latent columns, which have one
