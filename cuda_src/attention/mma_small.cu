@@ -19,6 +19,7 @@
 // and a block of 99 KB has most of it in flight. Keys are values, too, read by ldmatrix.trans. Rows of 288 columns are
 // padded to whole segments of 64.
 #include "attention/mma/few_rows.cuh"
+#include "attention/prefetch_inputs.cuh"
 #include "ptx/control.cuh"
 
 // Keys have RoPE columns unless a variant says otherwise.
@@ -111,6 +112,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         s.nonfinite_request = -1;
     }
     clear_padding(s.keys);
+    prefetch_inputs<ScheduledWork, Few::kScoreSteps>(p);
     griddepcontrol_wait();
     const Rows block(p, s.items);
     Math math;
