@@ -212,7 +212,9 @@ MLA_DEVICE u32 present_bits(const KeySlots<Ring>& s, i32 first, i32 token) {
 // 0. True if this thread found one. `token` is the step's first.
 template <class Element, class Ring, i32 kColumns = kHeadDimV, class Keys>
 MLA_DEVICE bool clean_values(Keys& s, i32 first, i32 token, i32 seen_by_all) {
-    const i32 thread = threadIdx.x, mine = thread / Ring::kTokenThreads;
+    i32 thread = threadIdx.x;
+    opaque(thread);  // cold: nothing of it is worth a register across the steps
+    const i32 mine = thread / Ring::kTokenThreads;
     if (token + mine < seen_by_all) return false;
     u8* octet = s.octets[Ring::position(first, mine / kOctetTokens)];
     bool found = false;
