@@ -112,30 +112,15 @@ MLA_DEVICE void add_values(const PFragments& p, const SmemAddr (&values)[2], i32
     }
 }
 
-// The scores of the step at octet `scored`, the values of the one at octet `added`, or both: then the products mix.
-template <bool kScores, bool kValues>
-MLA_DEVICE void multiply(Storage& s, const Math& math, i32 scored, i32 added, Out& out) {
-    constexpr u32 kOctet = sizeof(s.keys.octets[0]);
+constexpr u32 kOctet = sizeof(KeySlots<Ring>::octets[0]);
+
+// The scores of the step at octet `first`, summed over the warp's quarter of d, into shared memory.
+MLA_DEVICE void score_step(const Math& math, i32 first) {
     const SmemAddr keys =
-        math.first_keys + (u32)Ring::within(scored, 2 * Few::half(math.warp) + math.lane / 16) * kOctet;
-    SmemAddr values[2];
-    PFragments p;
-#pragma unroll
-    for (i32 half = 0; half < 2; ++half) {
-        values[half] = math.first_values + (u32)Ring::within(added, 2 * half + math.lane / 8 % 2) * kOctet;
-        if (!kValues) continue;
-#pragma unroll
-        for (i32 tile = 0; tile < Few::kRowTiles; ++tile) {
-            ldmatrix_x4(p[half][tile], math.p + (u32)(tile * sizeof(s.softmax.p[0]) * kMmaRows + half * 32));
-        }
-    }
+        math.first_keys + (u32)Ring::within(first, 2 * Few::half(math.warp) + math.lane / 16) * kOctet;
     Scores scores = {};
 #pragma unroll
-    for (i32 i = 0; i < max(Few::kScoreSteps, kValueSteps); ++i) {
-        if (kScores && i < Few::kScoreSteps) score(math, keys, i, scores);
-        if (kValues && i < kValueSteps) add_values(p, values, i, out);
-    }
-    if (!kScores) return;
+    for (i32 i = 0; i < Few::kScoreSteps; ++i) score(math, keys, i, scores);
 #pragma unroll
     for (i32 i = 0; i < 2 * Few::kRowTiles; ++i) {
 #pragma unroll
@@ -150,6 +135,22 @@ MLA_DEVICE void multiply(Storage& s, const Math& math, i32 scored, i32 added, Ou
             st_shared_v2(math.scores + at, make_float2(pair[0], pair[1]));
         }
     }
+}
+
+// The values of the step at octet `first`.
+MLA_DEVICE void add_step(Storage& s, const Math& math, i32 first, Out& out) {
+    SmemAddr values[2];
+    PFragments p;
+#pragma unroll
+    for (i32 half = 0; half < 2; ++half) {
+        values[half] = math.first_values + (u32)Ring::within(first, 2 * half + math.lane / 8 % 2) * kOctet;
+#pragma unroll
+        for (i32 tile = 0; tile < Few::kRowTiles; ++tile) {
+            ldmatrix_x4(p[half][tile], math.p + (u32)(tile * sizeof(s.softmax.p[0]) * kMmaRows + half * 32));
+        }
+    }
+#pragma unroll
+    for (i32 i = 0; i < kValueSteps; ++i) add_values(p, values, i, out);
 }
 
 // ---- Steps -----------------------------------------------------------------------------------------------------
@@ -172,10 +173,10 @@ MLA_DEVICE void multiply_step(Storage& s, Math& math, Out& out, bool is_last) {
     const i32 step = math.keys.first;
     math.keys.advance();
     if (*reinterpret_cast<const u64*>(s.softmax.rescales) != 0) out.rescale(s.softmax.scale, math.lane);
-    multiply<false, true>(s, math, 0, step, out);
+    add_step(s, math, step, out);
     if (is_last) return;
     mbarrier_wait(math.keys.full(s.keys), math.keys.parity);
-    multiply<true, false>(s, math, math.keys.first, 0, out);
+    score_step(math, math.keys.first);
 }
 
 MLA_DEVICE void run_item(const Rows& block, Storage& s, Math& math) {
@@ -188,7 +189,7 @@ MLA_DEVICE void run_item(const Rows& block, Storage& s, Math& math) {
     if (steps > 0) {
         load_queries<Few, false>(block, math.q, math.warp, math.lane);
         mbarrier_wait(math.keys.full(s.keys), math.keys.parity);
-        multiply<true, false>(s, math, math.keys.first, 0, out);
+        score_step(math, math.keys.first);
     }
 #pragma unroll 1
     for (i32 step = 0; step < steps; ++step) {

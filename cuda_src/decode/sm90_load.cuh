@@ -18,8 +18,8 @@ constexpr i32 kQueryThreads = 3 * kWarpThreads;
 // ---- Before the wait -------------------------------------------------------------------------------------------
 template <class Tile>
 MLA_DEVICE void prefetch_inputs(const DecodeParams& p) {
-    constexpr bool kForms = Tile::Work::kForms;  // RoPE columns may be elsewhere
-    attention::prefetch_inputs<typename Tile::Work, kForms ? kSwTilesV : Tile::kSwTilesQk>(p);
+    constexpr i32 kLines = Tile::Work::kForms ? kSwTilesV : Tile::kSwTilesQk;  // RoPE columns may be elsewhere
+    attention::prefetch_inputs<typename Tile::Work, kLines>(p);
 }
 
 // ---- Query role ------------------------------------------------------------------------------------------------

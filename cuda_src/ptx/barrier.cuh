@@ -41,19 +41,6 @@ MLA_DEVICE bool mbarrier_try_wait_parity(MBarrier& barrier, u32 parity) {
     return done != 0;
 }
 
-// The same, never suspended.
-MLA_DEVICE bool mbarrier_test_wait_parity(MBarrier& barrier, u32 parity) {
-    u32 done;
-    asm volatile(
-        "{\n .reg .pred complete;\n"
-        " mbarrier.test_wait.parity.shared::cta.b64 complete, [%1], %2;\n"
-        " selp.u32 %0, 1, 0, complete;\n}"
-        : "=r"(done)
-        : "r"(smem_addr(&barrier).value), "r"(parity)
-        : "memory");
-    return done != 0;
-}
-
 // Makes freshly initialised mbarriers visible to the asynchronous units of the cluster.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-membar
 MLA_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
