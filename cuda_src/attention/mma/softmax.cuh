@@ -31,6 +31,7 @@ struct SoftmaxSlots {
 // The true maximum is not known then.
 template <class Layout, bool kVotes = false>
 struct SoftmaxRow {
+    using Scores = float[Layout::kTokens];
     float max, sum, row_max;  // running maximum; the thread's share of the sum; the true maximum, or -inf
 
     MLA_DEVICE static i32 row() { return (i32)threadIdx.x / Layout::kLanes; }
@@ -43,6 +44,20 @@ struct SoftmaxRow {
         return over_lanes(sum, [](float a, float b) { return a + b; });
     }
 
+    // The partial scores of a step, added up.
+    MLA_DEVICE static void load_scores(Scores& x, const SoftmaxSlots<Layout>& s) {
+#pragma unroll
+        for (i32 quarter = 0; quarter < kQuarters; ++quarter) {
+            const float* from = &s.scores[quarter][row()][first_token()];
+#pragma unroll
+            for (i32 i = 0; i < Layout::kTokens; i += 2) {
+                const float2 pair = *reinterpret_cast<const float2*>(from + i);
+                x[i] = quarter == 0 ? pair.x : x[i] + pair.x;
+                x[i + 1] = quarter == 0 ? pair.y : x[i + 1] + pair.y;
+            }
+        }
+    }
+
     // Takes the step's scores, leaves its P. `token` is the step's first; `present` has a bit for each of this
     // thread's. `masked`: not every row sees all of the step.
     template <class Element, class Block>
@@ -53,10 +68,17 @@ struct SoftmaxRow {
 
     // With a scale of the row's own.
     template <class Element, class Block>
-    MLA_DEVICE void add_step(Element, const Block& block, SoftmaxSlots<Layout>& s, i32 token, bool masked, u32 present,
-                             float scale_log2) {
-        float x[Layout::kTokens];
+    MLA_DEVICE void add_step(Element element, const Block& block, SoftmaxSlots<Layout>& s, i32 token, bool masked,
+                             u32 present, float scale_log2) {
+        Scores x;
         load_scores(x, s);
+        add_scores(element, block, s, x, token, masked, present, scale_log2);
+    }
+
+    // The same of scores that have been loaded.
+    template <class Element, class Block>
+    MLA_DEVICE void add_scores(Element, const Block& block, SoftmaxSlots<Layout>& s, Scores& x, i32 token, bool masked,
+                               u32 present, float scale_log2) {
         if (masked) present &= seen_bits(block, token + first_token());
         float largest = negative_infinity();
 #pragma unroll
@@ -116,19 +138,6 @@ struct SoftmaxRow {
             x = operation(x, __shfl_xor_sync(kFullWarp, x, step));
         }
         return x;
-    }
-
-    MLA_DEVICE static void load_scores(float (&x)[Layout::kTokens], const SoftmaxSlots<Layout>& s) {
-#pragma unroll
-        for (i32 quarter = 0; quarter < kQuarters; ++quarter) {
-            const float* from = &s.scores[quarter][row()][first_token()];
-#pragma unroll
-            for (i32 i = 0; i < Layout::kTokens; i += 2) {
-                const float2 pair = *reinterpret_cast<const float2*>(from + i);
-                x[i] = quarter == 0 ? pair.x : x[i] + pair.x;
-                x[i + 1] = quarter == 0 ? pair.y : x[i + 1] + pair.y;
-            }
-        }
     }
 };
 }  // namespace mla::attention::mma
