@@ -78,6 +78,15 @@ MLA_FACT(block_rows, kRows);
 
 using Rows = Block<kRows>;
 
+// The lane, in a register for good: what follows from it takes an instruction or two, where its special register would
+// be waited for several times a step.
+MLA_DEVICE i32 held_lane() {
+    i32 lane = threadIdx.x % kWarpThreads;
+    opaque(lane);
+    __builtin_assume(lane >= 0 && lane < kWarpThreads);
+    return lane;
+}
+
 // What a thread holds of a work item, beside the output.
 struct Math {
     u32 q[kScoreSteps][kScoreTiles][4];
@@ -87,7 +96,7 @@ struct Math {
     StepCursor<Ring> keys;      // of the step that is scored next
     StepLoader<Ring> loader;
     u32 phase = 0;  // of `sent` and `written`, which complete in turn, once a step
-    i32 warp = uniform_warp(), lane = threadIdx.x % kWarpThreads;
+    i32 warp = uniform_warp(), lane = held_lane();
     SmemAddr first_keys, first_values;  // where this lane reads a step at the start of the ring, for ldmatrix
 
     MLA_DEVICE explicit Math(const Storage& s) {
@@ -308,7 +317,8 @@ MLA_DEVICE void run_step(const Rows& block, Storage& s, Math& math, Output<Eleme
     if (rescales) out.rescale(s.scale[step & 1], math.lane);
     // Copies mix with the products, which leave room for them.
     const i32 free = math.keys.back(2);
-    const StepCopies copies = math.loader.after(block, s.keys, s.rows, free, step, steps);
+    const StepCopies copies =
+        math.loader.after(block, s.keys, s.rows, math.warp * kWarpThreads + math.lane, free, step, steps);
 #pragma unroll
     for (i32 n = 0; n < kValueTiles / 2; n += 2) {
         add_values(p, v, n, out);

@@ -60,6 +60,13 @@ MLA_DEVICE i32 num_blocks() {
 MLA_DEVICE void opaque(u64& x) { asm volatile("" : "+l"(x)); }
 MLA_DEVICE void opaque(i32& x) { asm volatile("" : "+r"(x)); }
 
+// An address in shared memory that is not to be computed again.
+MLA_DEVICE SmemAddr held(SmemAddr address) {
+    i32 value = (i32)address.value;
+    opaque(value);
+    return SmemAddr{(u32)value};
+}
+
 // The same shared memory, with its address in a register for good: the compiler would read where the block's window
 // begins from a special register again and again, in the loops, too, and wait for it.
 MLA_DEVICE void* held_shared(void* memory) {

@@ -80,4 +80,8 @@ MLA_DEVICE float4 ld_shared_v4(SmemAddr from) {
                  : "memory");
     return x;
 }
+
+MLA_DEVICE void st_shared_v2(SmemAddr to, float2 x) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to.value), "f"(x.x), "f"(x.y) : "memory");
+}
 }  // namespace mla

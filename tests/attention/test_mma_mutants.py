@@ -16,7 +16,6 @@ from tests.support.tolerance import check
 
 RING, BLOCK, SOFTMAX = "attention/mma/key_ring.cuh", "attention/mma/block.cuh", "attention/mma/softmax.cuh"
 SMALL, WIDE, LOADER = "attention/mma_small.cu", "attention/mma.cu", "attention/mma/step_loader.cuh"
-FEW = "attention/mma/few_rows.cuh"
 MODES = (("late", 0), ("random", 1))
 #: One block works at both requests, each of more tokens than a ring holds. What hides tokens of
 #: their last steps: of the first one, queries alone; of the other, the end of the block table, too.
@@ -24,27 +23,25 @@ CASE = DecodeCase(b=2, seqlens=(96, 138), s_q=2, h_q=7, page_size=4, missing_pag
 
 OF_SMALL = [
     # What both kernels share
-    Mutant(
-        "absent pages count",
-        RING,
-        "<< i;\n            s.present",
-        "<< i;\n            bits = ~0u;\n            s.present",
-    ),
-    Mutant("tokens past the end", RING, "if (token >= block.end()) return;", ""),
+    Mutant("absent pages count", RING, "% kOctetTokens] = present;", "% kOctetTokens] = true;"),
+    Mutant("tokens past the end", RING, "page = left > 0 ? *entry : -1;", "page = *entry;"),
     Mutant("rows past the last one", BLOCK, "if (block.row0 + row < block.rows) store_row", "if (true) store_row"),
-    Mutant("chunks not swizzled", RING, "((chunk ^ row) & 7)", "(chunk & 7)"),
     Mutant("first octet never wraps", RING, "return at >= kOctets ? at - kOctets : at;", "return at % (kOctets - 1);"),
     # Its own
-    Mutant("keys not waited for", SMALL, *steps("mbarrier.try_wait", 0, of=1)),
+    Mutant("keys not waited for", SMALL, *steps("mbarrier.try_wait", 0, 1, of=2)),
     Mutant("parity stuck", RING, "parity ^= barrier == 0;", ""),
     Mutant("scores not waited for", SMALL, *steps("bar.sync", 2, of=5)),
     Mutant("P not waited for", SMALL, *steps("bar.sync", 3, of=5)),
     Mutant("one place too few", RING, "kStepOctets * done + Ring::kOctets;", "kStepOctets * done + Ring::kOctets + 4;"),
     Mutant("no mask", SOFTMAX, "if (masked) present &=", "if (false) present &="),
+    Mutant("values not cleaned", SMALL, "if (masked &&\n        clean_values", "if (false &&\n        clean_values"),
     Mutant(
-        "values not cleaned", SMALL, "if (masked &&\n            clean_values", "if (false &&\n            clean_values"
+        "values read as if not swizzled",
+        SMALL,
+        "Ring::offset(row, chunk + lane / 16)",
+        "Ring::offset(0, chunk + lane / 16) + row * Ring::kRowBytes",
     ),
-    Mutant("output not rescaled", FEW, "softmax.rescales) != 0", "softmax.rescales) == 1"),
+    Mutant("output not rescaled", SMALL, "softmax.rescales) != 0", "softmax.rescales) == 1"),
     Mutant("sum of one lane", SOFTMAX, "return over_lanes(sum,", "return over_lanes(is_first() ? sum : 0.f,"),
 ]
 OF_WIDE = [
@@ -81,8 +78,14 @@ OF_LONG = [
     Mutant("next rows not kept", LOADER, "if (at == kLookUp + 1) keep_rows", "if (false) keep_rows"),
     Mutant("next rows in the place of others", LOADER, "index % kRowTables * kWarpThreads + lane", "lane"),
 ]
+#: Of a request in pages that no step is whole ones of.
+OF_PAGES = [
+    Mutant("place in a page never wraps", RING, "offset = more ? next - block.p.page_size : next;", "offset = next;"),
+    Mutant("next page not turned to", RING, "(step_pages + more)", "step_pages"),
+]
 PLANTED = [(mma.SMALL.name, mutant) for mutant in OF_SMALL] + [(mma.WIDE.name, mutant) for mutant in OF_WIDE]
 LONG = DecodeCase(b=1, seqlens=290, h_q=2)
+PAGES = DecodeCase(b=1, seqlens=100, h_q=2, page_size=24)
 
 
 @as_verdict
@@ -105,6 +108,12 @@ def verdict_of_long(mode: tuple[str, int]) -> None:
     decode(make(LONG), mma.WIDE.name, mode, sm_count=1)
 
 
+@as_verdict
+def verdict_of_pages(mode: tuple[str, int]) -> None:
+    """The same of few rows, whose steps are not whole pages."""
+    decode(make(PAGES), mma.SMALL.name, mode, sm_count=1)
+
+
 @pytest.mark.parametrize(("kernel", "mutant"), PLANTED, ids=lambda x: x if isinstance(x, str) else x.id)
 def test_is_caught(kernel: str, mutant: Mutant, plant: Plant) -> None:
     plant(mutant)
@@ -115,6 +124,16 @@ def test_is_caught(kernel: str, mutant: Mutant, plant: Plant) -> None:
 def test_is_caught_later(mutant: Mutant, plant: Plant) -> None:
     plant(mutant)
     assert verdict_of_long(MODES[0]), f"nothing shows that {mutant.name}"
+
+
+@pytest.mark.parametrize("mutant", OF_PAGES, ids=lambda x: x.id)
+def test_is_caught_in_pages(mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    assert verdict_of_pages(MODES[0]), f"nothing shows that {mutant.name}"
+
+
+def test_pages() -> None:
+    assert verdict_of_pages(MODES[0]) == ""
 
 
 def test_long_request() -> None:

@@ -179,6 +179,7 @@ def test_tree_masks() -> None:
 # ---- Planted bugs ----------------------------------------------------------------------------------------------
 
 RECORDS, CODES, DECODE = "attention/mma/records.cuh", "attention/mma/codes.cuh", "decode/mma_records.cu"
+SOFTMAX = "attention/mma/softmax.cuh"
 TWO_TILES, ONE_TILE = DENSE[0], DENSE[1]
 #: More steps than are on their way, an absent page, a token that only the second query sees.
 CASE = v32(b=1, seqlens=150, s_q=2, h_q=3, page_size=32, missing_pages=1, scales="plain")
@@ -187,12 +188,17 @@ CONVERTED = v4(b=1, seqlens=150, s_q=2, h_q=3, page_size=32, missing_pages=1)
 LONG = v32(b=1, seqlens=270, h_q=1)
 PLANTED = [
     # Codes that become numbers in registers
-    (ONE_TILE, CASE, Mutant("codes not waited for", DECODE, *steps("mbarrier.test_wait", 0, of=1))),
+    (ONE_TILE, CASE, Mutant("first codes not waited for", DECODE, *steps("mbarrier.test_wait", 0, of=2))),
+    (ONE_TILE, CASE, Mutant("codes not waited for", DECODE, *steps("mbarrier.test_wait", 1, of=2))),
     (ONE_TILE, CASE, Mutant("scores of codes not awaited", DECODE, *steps("bar.sync", 3, of=6))),
     (ONE_TILE, CASE, Mutant("P of codes not awaited", DECODE, *steps("bar.sync", 4, of=6))),
     (TWO_TILES, CASE, Mutant("nothing is NaN", RECORDS, "nan = size + 0x00800080 & 0x40004000", "nan = 0")),
     (TWO_TILES, CASE, Mutant("codes of the first half", RECORDS, ": 0x3424);", ": 0x1404);")),
-    (ONE_TILE, CASE, Mutant("codes overwritten", CODES, "if (step > 0 && math.loader.asked", "if (math.loader.asked")),
+    (
+        ONE_TILE,
+        CASE,
+        Mutant("codes overwritten", CODES, "(step > 0) & (math.loader.asked < steps)", "math.loader.asked < steps"),
+    ),
     (
         ONE_TILE,
         CASE,
@@ -212,13 +218,42 @@ PLANTED = [
     ),
     (ONE_TILE, CASE, Mutant("absent codes are there", CODES, "(lanes >> (i * kTokenLanes) & 1) << i", "1 << i")),
     (ONE_TILE, CASE, Mutant("hidden codes not cleaned", CODES, "if (masked) clean_codes", "if (false) clean_codes")),
-    (ONE_TILE, CASE, Mutant("columns not parted", CODES, "__byte_perm(v[i], 0, 0x3120)", "v[i]")),
+    (ONE_TILE, CASE, Mutant("columns not parted", CODES, "__byte_perm(codes[i], 0, 0x3120)", "codes[i]")),
+    (
+        ONE_TILE,
+        CASE,
+        Mutant(
+            "values of the next step",
+            CODES,
+            "slot = math.last_slot();\n    mbarrier",
+            "slot = math.slot;\n    mbarrier",
+        ),
+    ),
+    (ONE_TILE, CASE, Mutant("codes of the other half", CODES, "(at.keys ^ number % 2 * 64)", "at.keys")),
+    (ONE_TILE, CASE, Mutant("values of the other half", CODES, "(at.values ^ part * 32)", "at.values")),
+    (ONE_TILE, CASE, Mutant("rows not scaled back", CODES, "scale_log2 * row_factor(s, math.row.row())", "scale_log2")),
+    (ONE_TILE, CASE, Mutant("no copies of scales", CODES, "copies.due & (copies.k == 0)", "false")),
+    (
+        ONE_TILE,
+        CASE,
+        Mutant(
+            "maximum never follows",
+            SOFTMAX,
+            "any_sync(kFullWarp, largest > max",
+            "any_sync(kFullWarp, largest > 1e30f + max",
+        ),
+    ),
+    (ONE_TILE, CASE, Mutant("maximum of a thread", SOFTMAX, "move_max(max_over_lanes(largest))", "move_max(largest)")),
     (
         ONE_TILE,
         LONG,
         Mutant("next tokens not looked up", CODES, "if (at == kPlaceSteps / 2) place", "if (false) place"),
     ),
-    (ONE_TILE, LONG, Mutant("a lane's token for eight steps", CODES, "source = at * kLaneTokens +", "source =")),
+    (
+        ONE_TILE,
+        LONG,
+        Mutant("a lane's token for eight steps", CODES, "source = asked % kPlaceSteps * kLaneTokens +", "source ="),
+    ),
     # Codes that are converted to keys
     (
         TWO_TILES,

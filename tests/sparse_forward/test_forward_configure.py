@@ -14,7 +14,7 @@ from mla_cupy.kernels.attention import combine, row_lists, schedule
 from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.choice import _say_slow
 from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
-from mla_cupy.kernels.sparse_forward.heuristics import ORDERED_FROM
+from mla_cupy.kernels.sparse_forward.heuristics import ORDERED_BY_WIDE_MMA_FROM, ORDERED_FROM
 from mla_cupy.kernels.sparse_forward.problem import HEAD_DIMS_QK, SparseForwardProblem
 from mla_cupy.runtime.device import DeviceInfo, smem_per_block
 from mla_cupy.shapes import D_V
@@ -129,10 +129,19 @@ def test_workspace_is_aligned_and_does_not_overlap(sm_count: int, s_q: int, topk
     assert_laid_out(SPARSE_FORWARD.workspace(config), needed)
 
 
-def test_large_kv_is_walked_in_order(recorder: Recorder) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "share"),
+    [
+        (None, ORDERED_FROM),
+        ("attention_mma_small", ORDERED_FROM),
+        ("attention_mma", ORDERED_BY_WIDE_MMA_FROM),
+        ("attention_mma_163kb", ORDERED_BY_WIDE_MMA_FROM),
+    ],
+)
+def test_large_kv_is_walked_in_order(recorder: Recorder, kernel: str | None, share: float) -> None:
     q, indices = np.zeros((1, 1, 576), np.float16), np.zeros((1, 1), np.int32)
-    first = -(-int(ORDERED_FROM * H200.l2_bytes) // (2 * 576))  # number of rows
+    first = -(-int(share * H200.l2_bytes) // (2 * 576))  # number of rows
     for s_kv in (first - 1, first):
-        mla_cupy.sparse_mla_forward(q, np.zeros((s_kv, 576), np.float16), indices)
+        mla_cupy.sparse_mla_forward(q, np.zeros((s_kv, 576), np.float16), indices, kernel=kernel)
     lists = [launch for launch in recorder.launches if launch.entry == "mla_attention_row_lists"]
     assert [launch.params["ordered"] for launch in lists] == [0, 1]

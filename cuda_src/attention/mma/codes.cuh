@@ -2,10 +2,13 @@
 // registers, each once as part of a key and once as part of a value. So nothing is written back to shared memory, which
 // holds the codes of all steps that are on their way.
 //
-//   scores   warp = 16 tokens, 128 + 16 columns  | Q K^T  |         |          | Q K^T of the next step
-//   softmax  thread = 2 or 4 tokens of a row     |        | max, P  |          |
-//   values   warp = 64 columns                   |        |         | O += P V |
+//   scores   warp = 16 tokens, 128 + 16 columns  |        | Q K^T of the next step, sent
+//   values   warp = 64 columns                   |        | O += P V
 //   loads    all threads, cp.async               |        | the step that takes the place of the last one ->
+//   softmax  thread = 2 or 4 tokens of a row     | max, P |
+//
+// Two barriers of the block a step, one behind each of the two columns. What has values and scores has no branch in
+// between: products with the one hide what the other waits for, and copies are among them.
 //
 // Keys: the order of columns within a product is free. A lane reads 16 codes of its token at once, and has four of them
 // in each of four products; queries are loaded to match. A warp has 128 neighbouring latent columns, which have one
@@ -65,6 +68,14 @@ struct CodeStorage {
 };
 
 // ---- Loads -----------------------------------------------------------------------------------------------------
+// What is asked for next.
+struct CodeCopies {
+    const u8* from;
+    SmemAddr to, scales;
+    i32 k;  // this thread's first chunk of the token
+    bool present, due;
+};
+
 // One thread's share of loading: eight threads copy a token.
 template <class C>
 struct CodeLoader {
@@ -73,11 +84,13 @@ struct CodeLoader {
     using Shared = CodeStorage<C>;
     using Token = typename Shared::Token;
     static constexpr i32 kSteps = Shared::Budget::kSteps;
+    static constexpr i32 kRounds = ceil_div(Raw::kChunks, kTokenLanes) + 1;  // of copies of a step; scales are the last
 
     typename C::Tokens::Place place;  // of this lane's token among those of the next eight steps, read ahead
     const u8* data;                   // of this lane's token among those of these eight steps; null: it is not there
     i32 asked;                        // steps of the item
     i32 slot = 0;                     // of the next step to ask for
+    u32 to = Token::offset((i32)threadIdx.x / kTokenLanes, (i32)threadIdx.x % kTokenLanes);
 
     // Asks for the first of the item's `steps`.
     MLA_DEVICE void begin(const typename C::Rows& block, Shared& s, i32 steps) {
@@ -88,15 +101,64 @@ struct CodeLoader {
         for (i32 i = 0; i < min(steps, kSteps); ++i) ask(block, s);
     }
 
-    MLA_DEVICE void ask(const typename C::Rows& block, Shared& s) {
+    // The next step, if it is due.
+    MLA_DEVICE void ask(const typename C::Rows& block, Shared& s, bool due = true) {
+        if (due) look_up(block);
+        const CodeCopies copies = next(block, s, due);
+#pragma unroll
+        for (i32 round = 0; round < kRounds; ++round) copy(copies, round);
+        if (due) finish(s, copies);
+    }
+
+    // What `next` needs to know. It takes divisions and a load, but seldom.
+    MLA_DEVICE void look_up(const typename C::Rows& block) {
         const i32 at = asked % kPlaceSteps;
         if (at == 0 && asked > 0) data = data_of(block, asked);
         if (at == kPlaceSteps / 2) place = place_of(block, asked + kPlaceSteps / 2);
-        const i32 lane = threadIdx.x % kWarpThreads, source = at * kLaneTokens + lane / kTokenLanes;
-        copy(block, s, reinterpret_cast<const u8*>(__shfl_sync(kFullWarp, reinterpret_cast<u64>(data), source)));
-        cp_async_mbarrier_arrive_noinc(s.full[slot]);
-        slot = slot + 1 == kSteps ? 0 : slot + 1;
-        ++asked;
+    }
+
+    // Without a branch, which products could not be moved past.
+    MLA_DEVICE CodeCopies next(const typename C::Rows& block, Shared& s, bool due) const {
+        const i32 thread = threadIdx.x, k = thread % kTokenLanes;
+        const i32 source = asked % kPlaceSteps * kLaneTokens + thread % kWarpThreads / kTokenLanes;
+        const u8* from = reinterpret_cast<const u8*>(__shfl_sync(kFullWarp, reinterpret_cast<u64>(data), source));
+        const bool present = from != nullptr;
+        const u32 lanes = __ballot_sync(kFullWarp, present);
+        if (due & (thread % kWarpThreads == 0)) {
+            u32 bits = 0;
+#pragma unroll
+            for (i32 i = 0; i < kLaneTokens; ++i) bits |= (lanes >> (i * kTokenLanes) & 1) << i;
+            s.present[asked % kKnownCodeSteps][thread / kWarpThreads] = (u8)bits;
+        }
+        return CodeCopies{present ? from : reinterpret_cast<const u8*>(block.p.kv),
+                          smem_addr(s.tokens[slot]) + to,
+                          smem_addr(s.scales[Token::kScaled ? slot : 0][Token::kScaled ? thread / kTokenLanes : 0]),
+                          k,
+                          present,
+                          due};
+    }
+
+    // One of kRounds of its copies, by this thread.
+    MLA_DEVICE static void copy(const CodeCopies& copies, i32 round) {
+        const i32 chunk = round * kTokenLanes;
+        if (chunk >= Raw::kChunks) {  // the last one
+            if (Token::kScaled) {
+                cp_async_16_if(copies.due & (copies.k == 0), copies.scales, copies.from + Raw::kLatentBytes,
+                               copies.present);
+            }
+            return;
+        }
+        const bool whole = chunk + kTokenLanes <= Raw::kChunks;
+        const i32 gap = chunk >= Token::kLatentChunks ? Raw::kGap : 0;
+        cp_async_16_if(copies.due & (whole | (chunk + copies.k < Raw::kChunks)), copies.to + chunk * kChunkBytes,
+                       copies.from + (chunk + copies.k) * kChunkBytes + gap, copies.present);
+    }
+
+    // After the last round of copies that are due.
+    MLA_DEVICE void finish(Shared& s, const CodeCopies& copies) {
+        if (copies.due) cp_async_mbarrier_arrive_noinc(s.full[slot]);
+        slot = slot + copies.due == kSteps ? 0 : slot + copies.due;
+        asked += copies.due;
     }
 
    private:
@@ -117,29 +179,6 @@ struct CodeLoader {
         if (!is_within(block, token)) return nullptr;
         return C::Tokens::template bytes<Record>(block.p, block.item(), token, place).data;
     }
-
-    MLA_DEVICE void copy(const typename C::Rows& block, Shared& s, const u8* from) const {
-        const i32 thread = threadIdx.x, k = thread % kTokenLanes, token = thread / kTokenLanes;
-        const bool present = from != nullptr;
-        const u32 lanes = __ballot_sync(kFullWarp, present);
-        if (thread % kWarpThreads == 0) {
-            u32 bits = 0;
-#pragma unroll
-            for (i32 i = 0; i < kLaneTokens; ++i) bits |= (lanes >> (i * kTokenLanes) & 1) << i;
-            s.present[asked % kKnownCodeSteps][thread / kWarpThreads] = (u8)bits;
-        }
-        const u8* data = present ? from : reinterpret_cast<const u8*>(block.p.kv);
-        const SmemAddr to = smem_addr(s.tokens[slot]) + Token::offset(token, k);
-#pragma unroll
-        for (i32 chunk = 0; chunk < Raw::kChunks; chunk += kTokenLanes) {
-            if (chunk + kTokenLanes > Raw::kChunks && chunk + k >= Raw::kChunks) break;
-            const i32 gap = chunk >= Token::kLatentChunks ? Raw::kGap : 0;
-            cp_async_16(to + chunk * kChunkBytes, data + (chunk + k) * kChunkBytes + gap, present);
-        }
-        if constexpr (Token::kScaled) {
-            if (k == 0) cp_async_16(smem_addr(s.scales[slot][token]), data + Raw::kLatentBytes, present);
-        }
-    }
 };
 
 // ---- Products --------------------------------------------------------------------------------------------------
@@ -147,6 +186,7 @@ struct CodeLoader {
 template <class C>
 MLA_DEVICE void load_code_queries(const typename C::Rows& block, typename C::Few::Queries& q, i32 warp, i32 lane) {
     using Few = typename C::Few;
+    opaque(lane);  // once an item: nothing that follows from it is worth a register
     const i32 quarter = Few::quarter(warp), c = lane % 4;
 #pragma unroll
     for (i32 i = 0; i < 2 * Few::kRowTiles; ++i) {
@@ -169,91 +209,129 @@ MLA_DEVICE void load_code_queries(const typename C::Rows& block, typename C::Few
 constexpr float kMaxFloat16 = 65504.f;
 MLA_DEVICE float checked_scale(float scale) { return fabsf(scale) <= kMaxFloat16 ? scale : __int_as_float(0x7fffffff); }
 
-// S of the warp's 16 tokens, over its part of d, to shared memory.
+// Where a lane reads and writes, in bytes: found once.
 template <class C>
-MLA_DEVICE void score_codes(CodeStorage<C>& s, i32 slot, const typename C::Few::Queries& q,
-                            const QueryFactors<C>& factors, i32 warp, i32 lane) {
+struct CodePlaces {
+    using Few = typename C::Few;
+    using Token = CodedToken<typename C::TokenRecord>;
+    i32 keys, rope, values;  // in a step's tokens
+    i32 p, scores;           // in SoftmaxSlots::p and SoftmaxSlots::scores
+
+    MLA_DEVICE CodePlaces(i32 warp, i32 lane) {
+        const i32 quarter = Few::quarter(warp), first = Few::half(warp) * Few::kScoreTokens, g = lane / 4, c = lane % 4;
+        const i32 rope_chunk = Token::Raw::kWideRope ? quarter * 2 + c / 2 : quarter;
+        keys = Token::offset(first + g, quarter * 8 + c);
+        rope =
+            Token::offset(first + g, Token::kLatentChunks + rope_chunk) + (Token::Raw::kWideRope ? c % 2 * 8 : c * 4);
+        values = Token::offset(lane % 16, warp * 4 + lane / 16);
+        p = (lane % 16 * Few::Softmax::kPitch + lane / 16 * 8) * (i32)sizeof(u16);
+        scores = ((quarter * Few::kRows + g) * Few::Softmax::kPitch + first + c * 2) * (i32)sizeof(float);
+        opaque(keys), opaque(rope), opaque(values), opaque(p), opaque(scores);  // not to be found again in each step
+    }
+};
+
+// Scores and values are multiplied in four parts each, which may take turns.
+constexpr i32 kCodeParts = 4;
+
+// S of the warp's 16 tokens, over its part of d. A part is eight tokens, and half of the latent columns.
+template <class C>
+struct CodeScores {
     using Few = typename C::Few;
     using Token = CodedToken<typename C::TokenRecord>;
     using Raw = typename Token::Raw;
     using Latent = typename C::Latent;
-    const i32 quarter = Few::quarter(warp), half = Few::half(warp), g = lane / 4, c = lane % 4;
-    const u8* tokens = s.tokens[slot] + half * Few::kScoreTokens * Token::kBytes;
-    float sums[2][Few::kRowTiles][2][4] = {};
+    float sums[2][Few::kRowTiles][2][4];
+
+    MLA_DEVICE void clear() {
 #pragma unroll
-    for (i32 n = 0; n < 2; ++n) {
-        const u8* octet = tokens + n * kOctetTokens * Token::kBytes;
+        for (i32 i = 0; i < Few::kRowTiles * 16; ++i) (&sums[0][0][0][0])[i] = 0.f;
+    }
+
+    // A swizzled chunk four further is at the other half of its 128 bytes.
+    MLA_DEVICE static uint4 load(const u8* tokens, const CodePlaces<C>& at, i32 number) {
+        return *reinterpret_cast<const uint4*>(tokens + (at.keys ^ number % 2 * 64) +
+                                               number / 2 * kOctetTokens * Token::kBytes);
+    }
+
+    MLA_DEVICE void add(const uint4& codes, const typename Few::Queries& q, i32 number) {
+        const i32 n = number / 2, part = number % 2;
+        const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
 #pragma unroll
-        for (i32 part = 0; part < 2; ++part) {
-            const uint4 codes = *reinterpret_cast<const uint4*>(octet + Token::offset(g, quarter * 8 + part * 4 + c));
-            const u32 words[4] = {codes.x, codes.y, codes.z, codes.w};
+        for (i32 i = 0; i < 4; ++i) {
+            const u32 k0 = e4m3_pair<0>(words[i]), k1 = e4m3_pair<1>(words[i]);
 #pragma unroll
-            for (i32 i = 0; i < 4; ++i) {
-                const u32 k0 = e4m3_pair<0>(words[i]), k1 = e4m3_pair<1>(words[i]);
+            for (i32 tile = 0; tile < Few::kRowTiles; ++tile) {
+                mma_m16n8k16(Latent{}, sums[part][tile][n], q[part * 4 + i][tile], k0, k1);
+            }
+        }
+        if (part == 0) return;
 #pragma unroll
-                for (i32 tile = 0; tile < Few::kRowTiles; ++tile) {
-                    mma_m16n8k16(Latent{}, sums[part][tile][n], q[part * 4 + i][tile], k0, k1);
+        for (i32 i = 0; i < Few::kRowTiles * 4; ++i) sums[0][i / 4][n][i % 4] += sums[1][i / 4][n][i % 4];
+    }
+
+    // With scales and RoPE columns, to shared memory.
+    MLA_DEVICE void send(CodeStorage<C>& s, i32 slot, const CodePlaces<C>& at, const typename Few::Queries& q, i32 warp,
+                         i32 lane) {
+        const i32 quarter = Few::quarter(warp), half = Few::half(warp), c = lane % 4;
+        float (&x)[Few::kRowTiles][2][4] = sums[0];
+        if constexpr (Token::kScaled) {
+#pragma unroll
+            for (i32 n = 0; n < 2; ++n) {
+#pragma unroll
+                for (i32 i = 0; i < 2; ++i) {
+                    const i32 token = half * Few::kScoreTokens + n * kMmaColumns + c * 2 + i;
+                    const float scale = checked_scale(s.scales[slot][token][quarter]);
+#pragma unroll
+                    for (i32 tile = 0; tile < Few::kRowTiles; ++tile) {
+                        x[tile][n][i] *= scale, x[tile][n][2 + i] *= scale;
+                    }
                 }
             }
         }
-    }
-    float (&x)[Few::kRowTiles][2][4] = sums[0];
-#pragma unroll
-    for (i32 i = 0; i < Few::kRowTiles * 8; ++i) (&x[0][0][0])[i] += (&sums[1][0][0][0])[i];
-    if constexpr (Token::kScaled) {
 #pragma unroll
         for (i32 n = 0; n < 2; ++n) {
+            const u8* from = s.tokens[slot] + at.rope + n * kOctetTokens * Token::kBytes;
+            u32 k[2];
+            if constexpr (Raw::kWideRope) {
+                const uint2 pairs = *reinterpret_cast<const uint2*>(from);
+                k[0] = convert_rope(typename C::Rope{}, pairs.x), k[1] = convert_rope(typename C::Rope{}, pairs.y);
+            } else {
+                const u32 codes = *reinterpret_cast<const u32*>(from);
+                k[0] = e4m3_pair<0>(codes), k[1] = e4m3_pair<1>(codes);
+            }
 #pragma unroll
-            for (i32 i = 0; i < 2; ++i) {
-                const i32 token = half * Few::kScoreTokens + n * kMmaColumns + c * 2 + i;
-                const float scale = checked_scale(s.scales[slot][token][quarter]);
+            for (i32 tile = 0; tile < Few::kRowTiles; ++tile) {
+                mma_m16n8k16(typename C::Rope{}, x[tile][n], q[8][tile], k[0], k[1]);
+            }
+        }
+        u8* to = reinterpret_cast<u8*>(s.softmax.scores) + at.scores;
 #pragma unroll
-                for (i32 tile = 0; tile < Few::kRowTiles; ++tile) x[tile][n][i] *= scale, x[tile][n][2 + i] *= scale;
+        for (i32 i = 0; i < 2 * Few::kRowTiles; ++i) {
+#pragma unroll
+            for (i32 n = 0; n < 2; ++n) {
+                const float* pair = x[i / 2][n] + 2 * (i % 2);
+                const i32 ahead = (8 * i * Few::Softmax::kPitch + n * kMmaColumns) * (i32)sizeof(float);
+                *reinterpret_cast<float2*>(to + ahead) = make_float2(pair[0], pair[1]);
             }
         }
     }
-#pragma unroll
-    for (i32 n = 0; n < 2; ++n) {
-        const u8* octet = tokens + n * kOctetTokens * Token::kBytes;
-        u32 k[2];
-        if constexpr (Raw::kWideRope) {
-            const uint2 pairs = *reinterpret_cast<const uint2*>(
-                octet + Token::offset(g, Token::kLatentChunks + quarter * 2 + c / 2) + c % 2 * 8);
-            k[0] = convert_rope(typename C::Rope{}, pairs.x), k[1] = convert_rope(typename C::Rope{}, pairs.y);
-        } else {
-            const u32 codes =
-                *reinterpret_cast<const u32*>(octet + Token::offset(g, Token::kLatentChunks + quarter) + c * 4);
-            k[0] = e4m3_pair<0>(codes), k[1] = e4m3_pair<1>(codes);
-        }
-#pragma unroll
-        for (i32 tile = 0; tile < Few::kRowTiles; ++tile) {
-            mma_m16n8k16(typename C::Rope{}, x[tile][n], q[8][tile], k[0], k[1]);
-        }
-    }
-#pragma unroll
-    for (i32 i = 0; i < 2 * Few::kRowTiles; ++i) {
-        float* to = s.softmax.scores[quarter][8 * i + g] + half * Few::kScoreTokens + c * 2;
-#pragma unroll
-        for (i32 n = 0; n < 2; ++n) {
-            const float* pair = x[i / 2][n] + 2 * (i % 2);
-            *reinterpret_cast<float2*>(to + n * kMmaColumns) = make_float2(pair[0] * factors[i], pair[1] * factors[i]);
-        }
-    }
-}
+};
 
-// O += P V of the warp's columns.
-template <class C, class Out>
-MLA_DEVICE void add_code_values(const CodeStorage<C>& s, i32 slot, Out& out, i32 warp, i32 lane) {
+// O += P V of the warp's columns. A part is 16 tokens, and half of the columns.
+template <class C>
+struct CodeValues {
     using Few = typename C::Few;
     using Token = CodedToken<typename C::TokenRecord>;
     using Latent = typename C::Latent;
-    if (*reinterpret_cast<const u64*>(s.softmax.rescales) != 0) out.rescale(s.softmax.scale, lane);
-#pragma unroll
-    for (i32 half = 0; half < 2; ++half) {
-        u32 p[Few::kRowTiles][4];
+    using P = u32[Few::kRowTiles][4];
+
+    // Of the 16 tokens of half `half`, times the scales of the warp's columns.
+    MLA_DEVICE static void load_p(P& p, const CodeStorage<C>& s, i32 slot, const CodePlaces<C>& at, i32 half, i32 warp,
+                                  i32 lane) {
+        const SmemAddr from = smem_addr(s.softmax.p) + (u32)at.p;
 #pragma unroll
         for (i32 tile = 0; tile < Few::kRowTiles; ++tile) {
-            ldmatrix_x4(p[tile], smem_addr(&s.softmax.p[tile * kMmaRows + lane % 16][half * 16 + lane / 16 * 8]));
+            ldmatrix_x4(p[tile], from + (u32)((tile * kMmaRows * Few::Softmax::kPitch + half * 16) * sizeof(u16)));
         }
         if constexpr (Token::kScaled) {
             const float (*of)[Token::kGroups] = s.scales[slot] + half * kMmaDepth + lane % 4 * 2;
@@ -267,28 +345,33 @@ MLA_DEVICE void add_code_values(const CodeStorage<C>& s, i32 slot, Out& out, i32
                 }
             }
         }
-        const i32 token = half * kMmaDepth + lane % 16;
+    }
+
+    // A swizzled chunk two further is in the other 32 bytes of its 64.
+    MLA_DEVICE static void load(u32 (&v)[4], SmemAddr tokens, const CodePlaces<C>& at, i32 number) {
+        const i32 half = number / 2, part = number % 2;
+        ldmatrix_x4_trans(v, tokens + (u32)(at.values ^ part * 32) + (u32)(half * kMmaDepth * Token::kBytes));
+    }
+
+    template <class Out>
+    MLA_DEVICE static void add(const u32 (&codes)[4], const P& p, Out& out, i32 number) {
+        u32 v[4];
 #pragma unroll
-        for (i32 part = 0; part < 2; ++part) {
-            u32 v[4];
-            ldmatrix_x4_trans(v, smem_addr(s.tokens[slot]) + Token::offset(token, warp * 4 + part * 2 + lane / 16));
+        for (i32 i = 0; i < 4; ++i) v[i] = __byte_perm(codes[i], 0, 0x3120);
 #pragma unroll
-            for (i32 i = 0; i < 4; ++i) v[i] = __byte_perm(v[i], 0, 0x3120);
+        for (i32 chunk = 0; chunk < 2; ++chunk) {
+            const u32 low = v[2 * chunk], high = v[2 * chunk + 1];
+            const u32 even[2] = {e4m3_pair<0>(low), e4m3_pair<0>(high)};
+            const u32 odd[2] = {e4m3_pair<1>(low), e4m3_pair<1>(high)};
+            const i32 n = 4 * (number % 2) + 2 * chunk;
 #pragma unroll
-            for (i32 chunk = 0; chunk < 2; ++chunk) {
-                const u32 low = v[2 * chunk], high = v[2 * chunk + 1];
-                const u32 even[2] = {e4m3_pair<0>(low), e4m3_pair<0>(high)};
-                const u32 odd[2] = {e4m3_pair<1>(low), e4m3_pair<1>(high)};
-                const i32 n = 4 * part + 2 * chunk;
-#pragma unroll
-                for (i32 tile = 0; tile < Few::kRowTiles; ++tile) {
-                    mma_m16n8k16(Latent{}, out.x[tile][n], p[tile], even[0], even[1]);
-                    mma_m16n8k16(Latent{}, out.x[tile][n + 1], p[tile], odd[0], odd[1]);
-                }
+            for (i32 tile = 0; tile < Few::kRowTiles; ++tile) {
+                mma_m16n8k16(Latent{}, out.x[tile][n], p[tile], even[0], even[1]);
+                mma_m16n8k16(Latent{}, out.x[tile][n + 1], p[tile], odd[0], odd[1]);
             }
         }
     }
-}
+};
 
 // A warp's share of the output, two accumulators of which have the even and the odd ones of 16 columns: a lane has four
 // neighbours.
@@ -298,6 +381,7 @@ struct PartedOutput : Output<Element, kRowTiles> {
 
     template <class Block>
     MLA_DEVICE void store(const Block& block, const float* factors, i32 warp, i32 lane) const {
+        opaque(lane);  // as for the queries
 #pragma unroll
         for (i32 i = 0; i < Plain::kHalves; ++i) {
             const i32 row = 8 * i + lane / 4, r = i % 2 * 2;
@@ -359,46 +443,134 @@ MLA_DEVICE void clean_codes(CodeStorage<C>& s, i32 slot, i32 token, i32 seen_by_
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 template <class C>
 struct CodeMath {
+    static_assert(!C::Tokens::kWithRowMax, "the softmax does not find it");
     typename C::Few::Queries q;
-    QueryFactors<C> factors;
     CodeLoader<C> loader;
-    SoftmaxRow<typename C::Few::Softmax> row;
-    i32 slot = 0;  // of the step that is scored next
+    SoftmaxRow<typename C::Few::Softmax, true> row;
+    float scale_log2;  // of that row: times what its queries were divided by
+    i32 slot = 0;      // of the step that is scored next
     u32 parity = 0;
     i32 warp = uniform_warp(), lane = threadIdx.x % kWarpThreads;
+    CodePlaces<C> at{warp, lane};
+
+    MLA_DEVICE i32 last_slot() const { return (slot == 0 ? CodeBudget<C>::kSteps : slot) - 1; }
+    MLA_DEVICE void advance() {
+        slot = slot + 1 == CodeBudget<C>::kSteps ? 0 : slot + 1;
+        parity ^= slot == 0;
+    }
 };
+
+// What row `row` was divided by where its queries were not stored as they are, after QueryFactors::scale.
+template <class C>
+MLA_DEVICE float row_factor(const CodeStorage<C>& s, i32 row) {
+    if constexpr (C::kScaledQueries) {
+        u32 largest = QueryFactors<C>::kLeast;
+#pragma unroll
+        for (i32 quarter = 0; quarter < kQuarters; ++quarter) largest = max(largest, s.largest[quarter][row]);
+        return QueryFactors<C>::factor(largest);
+    }
+    return 1.f;
+}
+
+// Scores of the item's first step.
+template <class C>
+MLA_DEVICE void first_scores(CodeStorage<C>& s, CodeMath<C>& math) {
+    mbarrier_wait(s.full[math.slot], math.parity);
+    CodeScores<C> scores;
+    scores.clear();
+#pragma unroll
+    for (i32 i = 0; i < kCodeParts; ++i) {
+        scores.add(CodeScores<C>::load(s.tokens[math.slot], math.at, i), math.q, i);
+    }
+    scores.send(s, math.slot, math.at, math.q, math.warp, math.lane);
+    math.advance();
+}
+
+// The values of a step, and the scores of the next one, which comes in meanwhile: each hides what the other waits for.
+// So do they what asking for a step takes.
+template <class C, class Out>
+MLA_DEVICE void values_and_scores(const typename C::Rows& block, CodeStorage<C>& s, CodeMath<C>& math, Out& out,
+                                  bool due) {
+    using Values = CodeValues<C>;
+    if (due) math.loader.look_up(block);
+    if (*reinterpret_cast<const u64*>(s.softmax.rescales) != 0) out.rescale(s.softmax.scale, math.lane);
+    const i32 slot = math.last_slot();
+    mbarrier_wait(s.full[math.slot], math.parity);
+    const CodeCopies copies = math.loader.next(block, s, due);
+    const u8* keys = s.tokens[math.slot];
+    const SmemAddr tokens = smem_addr(s.tokens[slot]);
+    CodeScores<C> scores;
+    scores.clear();
+    typename Values::P p;
+    u32 v[4];
+    uint4 k = CodeScores<C>::load(keys, math.at, 0);
+    Values::load(v, tokens, math.at, 0);
+#pragma unroll
+    for (i32 i = 0; i < kCodeParts; ++i) {
+        if (i % 2 == 0) Values::load_p(p, s, slot, math.at, i / 2, math.warp, math.lane);
+        scores.add(k, math.q, i);
+        if (i + 1 < kCodeParts) k = CodeScores<C>::load(keys, math.at, i + 1);
+        Values::add(v, p, out, i);
+        if (i + 1 < kCodeParts) Values::load(v, tokens, math.at, i + 1);
+#pragma unroll
+        for (i32 round = 2 * i; round < min(2 * i + 2, CodeLoader<C>::kRounds); ++round) {
+            CodeLoader<C>::copy(copies, round);
+        }
+    }
+    // A branch: with 32 rows the products with RoPE columns behind it need no more registers at once.
+    constexpr bool kFinishFirst = C::Few::kRowTiles > 1;
+    if (kFinishFirst) math.loader.finish(s, copies);
+    scores.send(s, math.slot, math.at, math.q, math.warp, math.lane);
+    if (!kFinishFirst) math.loader.finish(s, copies);
+    math.advance();
+}
+
+template <class C, class Out>
+MLA_DEVICE void last_values(const CodeStorage<C>& s, const CodeMath<C>& math, Out& out) {
+    using Values = CodeValues<C>;
+    if (*reinterpret_cast<const u64*>(s.softmax.rescales) != 0) out.rescale(s.softmax.scale, math.lane);
+    const i32 slot = math.last_slot();
+    typename Values::P p;
+#pragma unroll
+    for (i32 i = 0; i < kCodeParts; ++i) {
+        if (i % 2 == 0) Values::load_p(p, s, slot, math.at, i / 2, math.warp, math.lane);
+        u32 v[4];
+        Values::load(v, smem_addr(s.tokens[slot]), math.at, i);
+        Values::add(v, p, out, i);
+    }
+}
 
 template <class C>
 MLA_DEVICE void run_item(const typename C::Rows& block, CodeStorage<C>& s, CodeMath<C>& math) {
     using Few = typename C::Few;
     const i32 begin = block.begin(), steps = max(0, ceil_div(block.end() - begin, Few::kStepTokens));
+    const i32 seen_by_all = block.item().seen_by_all;
     math.loader.begin(block, s, steps);
     math.row.begin();
     PartedOutput<typename C::Element, Few::kRowTiles> out;
     out.clear();
     if (steps > 0) {
         load_code_queries<C>(block, math.q, math.warp, math.lane);
-        math.factors.scale(s, math.q, math.warp, math.lane);
+        QueryFactors<C> factors;
+        factors.scale(s, math.q, math.warp, math.lane);
+        math.scale_log2 = block.p.scale_log2 * row_factor(s, math.row.row());
+        first_scores(s, math);
     }
 #pragma unroll 1
     for (i32 step = 0; step < steps; ++step) {
-        const i32 token = begin + step * Few::kStepTokens, seen_by_all = block.item().seen_by_all;
-        mbarrier_wait(s.full[math.slot], math.parity);
-        score_codes(s, math.slot, math.q, math.factors, math.warp, math.lane);
+        const i32 token = begin + step * Few::kStepTokens;
         __syncthreads();  // the scores are there; the values of the last step have been read
-        if (step > 0 && math.loader.asked < steps) math.loader.ask(block, s);
-        const bool masked = token + Few::kStepTokens > seen_by_all;
+        const bool masked = C::Tokens::kMasked && token + Few::kStepTokens > seen_by_all;
         const i32 mine = math.row.first_token();
         const u32 present = s.present[step % kKnownCodeSteps][mine / kLaneTokens] >> mine % kLaneTokens;
-        math.row.add_step(typename C::Latent{}, block, s.softmax, token, masked, present);
+        math.row.add_step(typename C::Latent{}, block, s.softmax, token, masked, present, math.scale_log2);
         if constexpr (C::Tokens::kMasked) {
-            if (masked) clean_codes(s, math.slot, token, seen_by_all);
+            if (masked) clean_codes(s, math.last_slot(), token, seen_by_all);
         }
-        __syncthreads();  // P is there
-        add_code_values(s, math.slot, out, math.warp, math.lane);
-        math.slot = math.slot + 1 == CodeBudget<C>::kSteps ? 0 : math.slot + 1;
-        math.parity ^= math.slot == 0;
+        __syncthreads();  // P is there; the scores have been read
+        if (step + 1 < steps) values_and_scores(block, s, math, out, (step > 0) & (math.loader.asked < steps));
     }
+    if (steps > 0) last_values(s, math, out);
     const float sum = math.row.whole_sum();
     if (math.row.is_first()) {
         const float factor = store_statistics(block, math.row.row(), math.row.max, sum, math.row.row_max);

@@ -6,6 +6,7 @@
 // chunk c lies at position c ^ (row % 8), so that ldmatrix, plain or transposed, meets no bank conflict.
 #pragma once
 #include "attention/mma/block.cuh"
+#include "ptx/control.cuh"
 #include "ptx/copy.cuh"
 #include "tile/ring.cuh"
 
@@ -43,6 +44,8 @@ struct KeyRing {
         const i32 at = first + octet;
         return at >= kOctets ? at - kOctets : at;
     }
+    // The same of an octet of that step: no step of a ring of whole steps goes past its end.
+    MLA_DEVICE static i32 within(i32 first, i32 octet) { return kWholeSteps ? first + octet : position(first, octet); }
 
     // Byte offset of a chunk of row `row` of an octet.
     MLA_DEVICE static u32 offset(i32 row, i32 chunk) {
@@ -55,7 +58,7 @@ template <class Ring>
 struct KeySlots {
     alignas(kSegmentBytes) u8 octets[Ring::kOctets][kOctetTokens * Ring::kRowBytes];
     MBarrier full[Ring::kBarriers];  // all threads arrive, with their copies; the first phase blocks
-    alignas(8) u8 present[Ring::kOctets][Ring::kOctetWarps];  // bit = token of a warp: whether its page is in the pool
+    alignas(8) u8 present[Ring::kOctets][kOctetTokens];  // 1 if the token's page is in the pool, or 0
 };
 
 template <class Ring>
@@ -84,7 +87,7 @@ struct RingCursor {
     i32 first = 0;   // octet where the step begins
     u32 parity = 0;  // of its barrier
 
-    MLA_DEVICE MBarrier& full(KeySlots<Ring>& s) const { return s.full[first / Ring::kStepOctets]; }
+    MLA_DEVICE MBarrier& full(KeySlots<Ring>& s) const { return s.full[(u32)first / Ring::kStepOctets]; }
     MLA_DEVICE i32 previous() const { return (first == 0 ? Ring::kOctets : first) - Ring::kStepOctets; }
     MLA_DEVICE void advance() {
         first = Ring::position(first, Ring::kStepOctets);
@@ -111,15 +114,37 @@ template <class Ring>
 struct KeyLoader {
     RingCursor<Ring> at;  // of the next step to ask for
     i32 asked;            // steps of the item
-    // Of the token that this thread helps to copy: as in the block table, read ahead, below 0 past the end; within it.
-    i32 page, offset;
+    // Of the token of that step that this thread helps to copy: its entry of the block table, its page, as read ahead
+    // there, its place in the page, and how many tokens from it on the item has.
+    const i32* entry;
+    i32 page, offset, left;
+    const u16* keys;  // this thread's first chunk of the pool's first row
+    SmemAddr octets;  // the same of the ring's first octet
+    // A step further: so many pages, and tokens. A division for each block, and one for each item.
+    i32 step_pages, step_tokens;
 
-    MLA_DEVICE static i32 octet() { return (i32)threadIdx.x / (kOctetTokens * Ring::kTokenThreads); }
+    template <class Block>
+    MLA_DEVICE KeyLoader(const Block& block, KeySlots<Ring>& s) {
+        const DecodeParams& p = block.p;
+        const i32 chunk = (i32)threadIdx.x % Ring::kTokenThreads;
+        step_pages = Ring::kStepTokens / p.page_size;
+        step_tokens = Ring::kStepTokens - step_pages * p.page_size;
+        u64 from = reinterpret_cast<u64>(p.kv + block.kv_head * p.kv_stride_h_elems + chunk * kChunkElems);
+        opaque(from);  // not to be computed again in each step
+        keys = reinterpret_cast<const u16*>(from);
+        octets = held(smem_addr(s.octets[0]) + Ring::offset(mine() % kOctetTokens, chunk));
+    }
+
+    MLA_DEVICE static i32 mine() { return (i32)threadIdx.x / Ring::kTokenThreads; }  // token of each step
+    MLA_DEVICE static i32 octet() { return mine() / kOctetTokens; }
 
     template <class Block>
     MLA_DEVICE void begin(const Block& block) {
-        asked = 0;
-        look_up(block);
+        const DecodeParams& p = block.p;
+        const i32 token = block.begin() + mine(), index = token / p.page_size;
+        asked = 0, offset = token - index * p.page_size, left = block.end() - token;
+        entry = p.block_table + block.item().request * p.table_stride_b_elems + index * p.table_stride_page_elems;
+        look_up();
     }
 
     // Asks for all of the item's `steps` that the ring has room for.
@@ -128,7 +153,7 @@ struct KeyLoader {
 #pragma unroll 1
         while (may_ask(steps, 0)) {
             ask_step(block, s);
-            look_up(block);
+            look_up();
         }
     }
 
@@ -140,41 +165,27 @@ struct KeyLoader {
     // The place of the step's token must have been looked up.
     template <class Block>
     MLA_DEVICE void ask_step(const Block& block, KeySlots<Ring>& s) {
-        copy_token(block, s);
+        copy_token(block.p, s);
         cp_async_mbarrier_arrive_noinc(at.full(s));
         at.advance();
         ++asked;
+        const i32 next = offset + step_tokens, more = next >= block.p.page_size;
+        offset = more ? next - block.p.page_size : next;
+        entry += (step_pages + more) * block.p.table_stride_page_elems;
+        left -= Ring::kStepTokens;
     }
 
-    // Of the next step that will be asked for. It takes a division and a load: to be called where nobody waits.
-    template <class Block>
-    MLA_DEVICE void look_up(const Block& block) {
-        const DecodeParams& p = block.p;
-        const i32 token = block.begin() + asked * Ring::kStepTokens + (i32)threadIdx.x / Ring::kTokenThreads;
-        page = -1, offset = 0;
-        if (token >= block.end()) return;
-        const i32 index = token / p.page_size;
-        page = p.block_table[block.item().request * p.table_stride_b_elems + index * p.table_stride_page_elems];
-        offset = token - index * p.page_size;
-    }
+    // Of the next step that will be asked for. A load: to be called where nobody waits.
+    MLA_DEVICE void look_up() { page = left > 0 ? *entry : -1; }
 
    private:
-    template <class Block>
-    MLA_DEVICE void copy_token(const Block& block, KeySlots<Ring>& s) {
-        const DecodeParams& p = block.p;
-        const i32 thread = threadIdx.x, octet_at = Ring::position(at.first, octet());
+    MLA_DEVICE void copy_token(const DecodeParams& p, KeySlots<Ring>& s) {
+        const i32 octet_at = Ring::within(at.first, octet()), chunk = (i32)threadIdx.x % Ring::kTokenThreads;
         const bool present = (u32)page < (u32)p.num_pages;
-        const u32 lanes = __ballot_sync(kFullWarp, present);
-        if (thread % kWarpThreads == 0) {
-            u32 bits = 0;
-#pragma unroll
-            for (i32 i = 0; i < Ring::kWarpTokens; ++i) bits |= (lanes >> (i * Ring::kTokenThreads) & 1) << i;
-            s.present[octet_at][thread / kWarpThreads % Ring::kOctetWarps] = (u8)bits;
-        }
-        const i32 chunk = thread % Ring::kTokenThreads, row = thread / Ring::kTokenThreads % kOctetTokens;
-        const u16* from = p.kv + block.kv_head * p.kv_stride_h_elems + chunk * kChunkElems;
+        if (chunk == 0) s.present[octet_at][mine() % kOctetTokens] = present;
+        const u16* from = keys;
         if (present) from += page * p.kv_stride_page_elems + offset * p.kv_stride_token_elems;
-        const SmemAddr to = smem_addr(s.octets[octet_at]) + Ring::offset(row, chunk);
+        const SmemAddr to = octets + (u32)octet_at * (u32)sizeof(s.octets[0]);
 #pragma unroll
         for (i32 i = 0; i < ceil_div(Ring::kRowChunks, Ring::kTokenThreads); ++i) {
             const i32 ahead = i * Ring::kTokenThreads;
@@ -184,19 +195,26 @@ struct KeyLoader {
     }
 };
 
-// Whether token `token` of the step at `first` can be read, and the tokens after it that the same warp copied: a bit
-// each.
-template <class Ring>
+// Which of kTokens tokens, from token `token` of the step at `first` on, can be read: a bit each.
+template <i32 kTokens, class Ring>
 MLA_DEVICE u32 present_bits(const KeySlots<Ring>& s, i32 first, i32 token) {
-    const i32 octet = Ring::position(first, token / kOctetTokens);
-    return s.present[octet][token / Ring::kWarpTokens % Ring::kOctetWarps] >> token % Ring::kWarpTokens;
+    static_assert(kTokens == 2 || kTokens == 4, "read at once");
+    const u8* from = &s.present[Ring::within(first, token / kOctetTokens)][token % kOctetTokens];
+    if constexpr (kTokens == 2) {
+        const u32 bytes = *reinterpret_cast<const u16*>(from);
+        return (bytes | bytes >> 7) & 3;
+    }
+    const u32 bytes = *reinterpret_cast<const u32*>(from);
+    return (bytes | bytes >> 7 | bytes >> 14 | bytes >> 21) & 15;
 }
 
 // By all threads. 0 * NaN is not 0: of the tokens of a step that not every row sees, values that are not finite become
 // 0. True if this thread found one. `token` is the step's first.
 template <class Element, class Ring, i32 kColumns = kHeadDimV, class Keys>
 MLA_DEVICE bool clean_values(Keys& s, i32 first, i32 token, i32 seen_by_all) {
-    const i32 thread = threadIdx.x, mine = thread / Ring::kTokenThreads;
+    i32 thread = threadIdx.x;
+    opaque(thread);  // cold: nothing of it is worth a register across the steps
+    const i32 mine = thread / Ring::kTokenThreads;
     if (token + mine < seen_by_all) return false;
     u8* octet = s.octets[Ring::position(first, mine / kOctetTokens)];
     bool found = false;

@@ -170,9 +170,12 @@ struct QueryFactors : NoFactors {
 template <class C>
 struct QueryFactors<C, true> {
     static constexpr i32 kHalves = 2 * C::Few::kRowTiles;  // a lane's rows: 8 i + lane / 4
+    static constexpr u32 kLeast = 15u << 24;               // so both factors are normal numbers
     float of[kHalves];
 
     MLA_DEVICE float operator[](i32 i) const { return of[i]; }
+    // Of the largest element of a row, without its sign.
+    MLA_DEVICE static float factor(u32 largest) { return power_of_two((i32)(largest >> 24) - 14); }
 
     // By all warps, with a barrier of the block, since each has a quarter of a row.
     template <class Shared>
@@ -192,13 +195,13 @@ struct QueryFactors<C, true> {
         __syncthreads();
 #pragma unroll
         for (i32 i = 0; i < kHalves; ++i) {
-            u32 largest = 15u << 24;  // so both factors are normal numbers
+            u32 largest = kLeast;
 #pragma unroll
             for (i32 quarter = 0; quarter < kQuarters; ++quarter) {
                 largest = max(largest, s.largest[quarter][8 * i + lane / 4]);
             }
             const i32 exponent = (i32)(largest >> 24);
-            of[i] = power_of_two(exponent - 14);
+            of[i] = factor(largest);
             const float up = power_of_two(2 * 127 + 14 - exponent);
 #pragma unroll
             for (i32 j = 0; j < 2 * C::Few::kScoreSteps; ++j) {

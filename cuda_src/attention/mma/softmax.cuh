@@ -26,10 +26,13 @@ struct SoftmaxSlots {
     alignas(8) u8 rescales[kWarps];  // whether a warp's rows have such a factor
 };
 
-// One row, seen from one of the threads that share it.
-template <class Layout>
+// One row, seen from one of the threads that share it. With kVotes they look for the step's maximum only if some score
+// of a warp is so large that a running maximum has to follow, which is seldom: a vote instead of a chain of shuffles.
+// The true maximum is not known then.
+template <class Layout, bool kVotes = false>
 struct SoftmaxRow {
-    float max, sum, row_max;  // running maximum; the thread's share of the sum; the true maximum
+    using Scores = float[Layout::kTokens];
+    float max, sum, row_max;  // running maximum; the thread's share of the sum; the true maximum, or -inf
 
     MLA_DEVICE static i32 row() { return (i32)threadIdx.x / Layout::kLanes; }
     MLA_DEVICE static i32 first_token() { return (i32)threadIdx.x % Layout::kLanes * Layout::kTokens; }  // of a step
@@ -41,23 +44,58 @@ struct SoftmaxRow {
         return over_lanes(sum, [](float a, float b) { return a + b; });
     }
 
+    // The partial scores of a step, added up.
+    MLA_DEVICE static void load_scores(Scores& x, const SoftmaxSlots<Layout>& s) {
+#pragma unroll
+        for (i32 quarter = 0; quarter < kQuarters; ++quarter) {
+            const float* from = &s.scores[quarter][row()][first_token()];
+#pragma unroll
+            for (i32 i = 0; i < Layout::kTokens; i += 2) {
+                const float2 pair = *reinterpret_cast<const float2*>(from + i);
+                x[i] = quarter == 0 ? pair.x : x[i] + pair.x;
+                x[i + 1] = quarter == 0 ? pair.y : x[i + 1] + pair.y;
+            }
+        }
+    }
+
     // Takes the step's scores, leaves its P. `token` is the step's first; `present` has a bit for each of this
     // thread's. `masked`: not every row sees all of the step.
     template <class Element, class Block>
-    MLA_DEVICE void add_step(Element, const Block& block, SoftmaxSlots<Layout>& s, i32 token, bool masked,
+    MLA_DEVICE void add_step(Element element, const Block& block, SoftmaxSlots<Layout>& s, i32 token, bool masked,
                              u32 present) {
-        float x[Layout::kTokens];
+        add_step(element, block, s, token, masked, present, block.p.scale_log2);
+    }
+
+    // With a scale of the row's own.
+    template <class Element, class Block>
+    MLA_DEVICE void add_step(Element element, const Block& block, SoftmaxSlots<Layout>& s, i32 token, bool masked,
+                             u32 present, float scale_log2) {
+        Scores x;
         load_scores(x, s);
+        add_scores(element, block, s, x, token, masked, present, scale_log2);
+    }
+
+    // The same of scores that have been loaded.
+    template <class Element, class Block>
+    MLA_DEVICE void add_scores(Element, const Block& block, SoftmaxSlots<Layout>& s, Scores& x, i32 token, bool masked,
+                               u32 present, float scale_log2) {
         if (masked) present &= seen_bits(block, token + first_token());
         float largest = negative_infinity();
 #pragma unroll
         for (i32 i = 0; i < Layout::kTokens; ++i) {
-            x[i] = present >> i & 1 ? x[i] * block.p.scale_log2 : negative_infinity();
+            x[i] = present >> i & 1 ? x[i] * scale_log2 : negative_infinity();
             largest = fmaxf(largest, x[i]);
         }
-        largest = over_lanes(largest, [](float a, float b) { return fmaxf(a, b); });
-        row_max = fmaxf(row_max, largest);
-        const float factor = move_max(largest);
+        bool rescales = false;
+        float factor = 1.f;
+        if (kVotes) {
+            rescales = __any_sync(kFullWarp, largest > max + kLazyMaxLog2);
+            if (rescales) factor = move_max(max_over_lanes(largest));
+        } else {
+            largest = max_over_lanes(largest);
+            row_max = fmaxf(row_max, largest);
+            factor = move_max(largest);
+        }
         u32* to = reinterpret_cast<u32*>(&s.p[row()][first_token()]);
 #pragma unroll
         for (i32 i = 0; i < Layout::kTokens; i += 2) {
@@ -66,7 +104,7 @@ struct SoftmaxRow {
             to[i / 2] = cvt_x2(Element{}, p0, p1);
         }
         if (is_first()) s.scale[row()] = factor;
-        const bool rescales = __any_sync(kFullWarp, factor != 1.f);
+        if (!kVotes) rescales = __any_sync(kFullWarp, factor != 1.f);
         if (threadIdx.x % kWarpThreads == 0) s.rescales[threadIdx.x / kWarpThreads] = rescales;
     }
 
@@ -89,6 +127,10 @@ struct SoftmaxRow {
         return bits;
     }
 
+    MLA_DEVICE static float max_over_lanes(float x) {
+        return over_lanes(x, [](float a, float b) { return fmaxf(a, b); });
+    }
+
     template <class Operation>
     MLA_DEVICE static float over_lanes(float x, Operation operation) {
 #pragma unroll
@@ -96,19 +138,6 @@ struct SoftmaxRow {
             x = operation(x, __shfl_xor_sync(kFullWarp, x, step));
         }
         return x;
-    }
-
-    MLA_DEVICE static void load_scores(float (&x)[Layout::kTokens], const SoftmaxSlots<Layout>& s) {
-#pragma unroll
-        for (i32 quarter = 0; quarter < kQuarters; ++quarter) {
-            const float* from = &s.scores[quarter][row()][first_token()];
-#pragma unroll
-            for (i32 i = 0; i < Layout::kTokens; i += 2) {
-                const float2 pair = *reinterpret_cast<const float2*>(from + i);
-                x[i] = quarter == 0 ? pair.x : x[i] + pair.x;
-                x[i + 1] = quarter == 0 ? pair.y : x[i + 1] + pair.y;
-            }
-        }
     }
 };
 }  // namespace mla::attention::mma

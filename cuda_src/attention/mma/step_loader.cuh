@@ -68,7 +68,7 @@ struct StepLoader {
         keep_rows(block, table, 0, warp);
 #pragma unroll 1
         for (i32 step = 0; step < min(steps, kSteps); ++step) {
-            const StepCopies copies = next(block, s, table, at.first, step, true);
+            const StepCopies copies = next(block, s, table, threadIdx.x, at.first, step, true);
 #pragma unroll
             for (i32 round = 0; round < kRounds; ++round) copy(copies, round);
             finish(s, at.first);
@@ -79,10 +79,10 @@ struct StepLoader {
 
     // The step that takes the place of step `done` - 1, at octet `first`, which all threads have read.
     template <class Block>
-    MLA_DEVICE static StepCopies after(const Block& block, KeySlots<Ring>& s, const TokenRows& table, i32 first,
-                                       i32 done, i32 steps) {
+    MLA_DEVICE static StepCopies after(const Block& block, KeySlots<Ring>& s, const TokenRows& table, i32 thread,
+                                       i32 first, i32 done, i32 steps) {
         const i32 step = done + kSteps - 1;
-        return next(block, s, table, first, step, (done > 0) & (step < steps));
+        return next(block, s, table, thread, first, step, (done > 0) & (step < steps));
     }
 
     // One of kRounds of its copies, by this thread.
@@ -140,9 +140,8 @@ struct StepLoader {
     }
 
     template <class Block>
-    MLA_DEVICE static StepCopies next(const Block& block, KeySlots<Ring>& s, const TokenRows& table, i32 first,
-                                      i32 step, bool due) {
-        i32 opaque_thread = threadIdx.x;
+    MLA_DEVICE static StepCopies next(const Block& block, KeySlots<Ring>& s, const TokenRows& table, i32 opaque_thread,
+                                      i32 first, i32 step, bool due) {
         opaque(opaque_thread);  // what follows from it is not worth registers across the loop
         const u32 thread = opaque_thread, mine = thread / Ring::kTokenThreads, chunk = thread % Ring::kTokenThreads;
         const u32 lane = (u32)step * Ring::kWarpTokens % (kRowTables * kWarpThreads) + mine % Ring::kWarpTokens;

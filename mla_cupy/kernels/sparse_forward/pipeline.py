@@ -22,7 +22,7 @@ from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import DecodeFp8Params, DecodeParams, Fp8ScaleAddresses
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.kernels.sparse_forward import convert, records, sm90, sm90_fp8, sm100
-from mla_cupy.kernels.sparse_forward.heuristics import ORDERED_FROM
+from mla_cupy.kernels.sparse_forward.heuristics import ORDERED_BY_WIDE_MMA_FROM, ORDERED_FROM
 from mla_cupy.kernels.sparse_forward.problem import MappedKernel, SparseForwardOptions, SparseForwardProblem
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V
@@ -75,13 +75,14 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
         row_bytes = TABLE[problem.dtype].nbytes * problem.d_qk
         if problem.record:
             row_bytes = FORMATS[problem.record].token_bytes
+        ordered_from = ORDERED_BY_WIDE_MMA_FROM if chosen in (mma.WIDE_163KB, mma.WIDE) else ORDERED_FROM
         return SparseForwardConfig(
             problem,
             chosen,
             splits.row_blocks,
             splits.num_splits,
             combine.blocks(splits.num_splits, device),
-            row_bytes * problem.s_kv >= int(ORDERED_FROM * device.l2_bytes),
+            row_bytes * problem.s_kv >= int(ordered_from * device.l2_bytes),
             converted,
         )
 
