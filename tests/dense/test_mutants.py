@@ -91,7 +91,7 @@ MUTANTS = [
         "odd columns are not looked into", FINDER, "0x80008000u) != 0x80008000u", "0x8000u) != 0x8000u", infinite=True
     ),
     Mutant("nobody passes the turn", SOURCE, "    if (warpgroup == 1) pass_turn<Turn0>(math.warpgroup);\n", ""),
-    Mutant("the diagonal at the top left", SCHEDULE, "keys - all.queries + first : keys", "first : keys", LONG),
+    Mutant("the diagonal at the top left", SCHEDULE, "keys - all.queries + first : keys", "first : keys"),
     Mutant(
         "starts as they are", SCHEDULE, "return max(0, min(starts[n * stride], total));", "return starts[n * stride];"
     ),
