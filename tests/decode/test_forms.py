@@ -583,8 +583,6 @@ SHIFTS = "decode/sm90_records_seesaw_forms.cu"
 FEW_MATH, MANY_ROLES = "attention/sm90/small_records_math.cuh", "attention/sm90/seesaw_records.cuh"
 RECORD_MUTANTS = (
     (MANY_RECORDS, Mutant("what lies before windows is read", SHIFTS, "token < item.first_token || ", "")),
-    (FEW_RECORDS, Mutant("what lies before windows, with few rows", TOKENS, "token < item.first_token ? nowhere()",
-                         "false ? nowhere()")),
     (MANY_RECORDS, Mutant("what lies past the end is read", SHIFTS, " || token >= item.tokens", "")),
     (MANY_RECORDS, Mutant("pages of powers of two only", SHIFTS, "= (i32)divided(token, p.page_size);",
                           "= token >> (31 - __clz(p.page_size));")),
