@@ -580,6 +580,7 @@ def test_kernel_as_it_is(case: FormCase) -> None:
 
 TOKENS, KEYS = "attention/record_tokens.cuh", "attention/sm90/record_keys.cuh"
 SHIFTS = "decode/sm90_records_seesaw_forms.cu"
+SAYS = "before.remember(scout.walk, __ballot_sync(kFullWarp, present));"
 FEW_MATH, MANY_ROLES = "attention/sm90/small_records_math.cuh", "attention/sm90/seesaw_records.cuh"
 RECORD_MUTANTS = (
     (MANY_RECORDS, Mutant("what lies before windows is read", SHIFTS, "token < item.first_token || ", "")),
@@ -591,8 +592,8 @@ RECORD_MUTANTS = (
                           "(u32)token & (u32)(p.page_size - 1);")),
     (MANY_RECORDS, Mutant("scales not waited for", MANY_ROLES, "            cp_async_wait_group<0>();\n", "")),
     (MANY_RECORDS, Mutant("scales not committed", MANY_ROLES, "cp_async_commit_group();  // of the scales alone", "")),
-    (MANY_RECORDS, Mutant("what is said of a tile is the next one's", MANY_ROLES, "            if (!last) {\n",
-                          "            if (!last) {\n                scout.advance();\n")),
+    (MANY_RECORDS, Mutant("what is said of a tile is the next one's", MANY_ROLES, f"{SAYS}\n{' ' * 16}scout.advance();",
+                          f"scout.advance();\n{SAYS}")),
     (FEW_RECORDS, Mutant("queries of the request", TOKENS, "item.first_query = groups[group].first_query;", "")),
     (MANY_RECORDS, Mutant("queries of the group's number", TOKENS, "item.request = groups[group].request;", "")),
     (FEW_RECORDS, Mutant("RoPE columns of the latent array", TOKENS, "return row.rope - kHeadDimV;",
