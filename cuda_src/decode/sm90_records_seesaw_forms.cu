@@ -10,8 +10,26 @@ namespace mla::decode {
 using namespace attention;
 using namespace attention::sm90;
 
+// ---- Tokens ----------------------------------------------------------------------------------------------------
+// Without a division where pages are powers of two: a scout finds a tile's rows in less time than the tile takes.
+// PERF(H200, 2026-11-27, v32, 64 heads, q_rope: 165.7 to 163.6 us)
+struct ShiftedTokens : SlimGroupedTokens {
+    template <class Item>
+    MLA_DEVICE static Place place(const DecodeParams& p, const Item& item, i32 token) {
+        if (token < item.first_token || token >= item.tokens) return nowhere();
+        const i32 index = (i32)divided(token, p.page_size);
+        return p.block_table[item.request * p.table_stride_b_elems + index * p.table_stride_page_elems];
+    }
+
+    template <class Record, class Item>
+    MLA_DEVICE static TokenBytes bytes(const DecodeParams& p, const Item& item, i32 token, Place page) {
+        const u32 in_page = (u32)token - divided(token, p.page_size) * (u32)p.page_size;
+        return GroupedTokens::bytes<Record>(p, item, token, {page, (i32)in_page});
+    }
+};
+
 // ---- Variant ---------------------------------------------------------------------------------------------------
-using Records = SeesawRecords<MLA_DTYPE, MLA_RECORD, SlimGroupedTokens>;
+using Records = SeesawRecords<MLA_DTYPE, MLA_RECORD, ShiftedTokens>;
 
 MLA_DECODE_FORM_FACTS();
 MLA_SEESAW_RECORDS_FACTS(Records);

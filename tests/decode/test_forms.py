@@ -261,8 +261,8 @@ RECORDS = (
     (FormCase(replace(V4, s_q=2, cp_world=3, cp_rank=1, dtype="float16"), turned=True), FEW_RECORDS),
     # Blocks of 64 rows: of one query each, of which there are several in groups or side by side.
     (FormCase(replace(SINGLE, record="v32", h_q=64, s_q=2), pair=True), MANY_RECORDS),
-    (FormCase(replace(FP8, h_q=48, seqlens=(300, 66, 1)), queries=(2, 3, 1), around=(1, 1), window=150, pair=True,
-              sink=True), MANY_RECORDS),
+    (FormCase(replace(FP8, h_q=48, seqlens=(300, 66, 1), page_size=48), queries=(2, 3, 1), around=(1, 1), window=150,
+              pair=True, sink=True), MANY_RECORDS),
     (FormCase(replace(V4, h_q=72, b=2, s_q=2, seqlens=(260, 130), page_size=16, missing_pages=1, dtype="float16"),
               window=100, turned=True), MANY_RECORDS),
     (FormCase(replace(V4, h_q=40, seqlens=(300, 0, 65)), queries=(1, 2, 3), turned=True), MANY_RECORDS),
@@ -579,10 +579,21 @@ def test_kernel_as_it_is(case: FormCase) -> None:
 
 
 TOKENS, KEYS = "attention/record_tokens.cuh", "attention/sm90/record_keys.cuh"
+SHIFTS = "decode/sm90_records_seesaw_forms.cu"
+SAYS = "before.remember(scout.walk, __ballot_sync(kFullWarp, present));"
 FEW_MATH, MANY_ROLES = "attention/sm90/small_records_math.cuh", "attention/sm90/seesaw_records.cuh"
 RECORD_MUTANTS = (
-    (MANY_RECORDS, Mutant("what lies before windows is read", TOKENS, "token < item.first_token ? nowhere()",
-                          "false ? nowhere()")),
+    (MANY_RECORDS, Mutant("what lies before windows is read", SHIFTS, "token < item.first_token || ", "")),
+    (MANY_RECORDS, Mutant("what lies past the end is read", SHIFTS, " || token >= item.tokens", "")),
+    (MANY_RECORDS, Mutant("pages of powers of two only", SHIFTS, "= (i32)divided(token, p.page_size);",
+                          "= token >> (31 - __clz(p.page_size));")),
+    (MANY_RECORDS, Mutant("places in pages of powers of two", SHIFTS,
+                          "(u32)token - divided(token, p.page_size) * (u32)p.page_size;",
+                          "(u32)token & (u32)(p.page_size - 1);")),
+    (MANY_RECORDS, Mutant("scales not waited for", MANY_ROLES, "            cp_async_wait_group<0>();\n", "")),
+    (MANY_RECORDS, Mutant("scales not committed", MANY_ROLES, "cp_async_commit_group();  // of the scales alone", "")),
+    (MANY_RECORDS, Mutant("what is said of a tile is the next one's", MANY_ROLES, f"{SAYS}\n{' ' * 16}scout.advance();",
+                          f"scout.advance();\n{SAYS}")),
     (FEW_RECORDS, Mutant("queries of the request", TOKENS, "item.first_query = groups[group].first_query;", "")),
     (MANY_RECORDS, Mutant("queries of the group's number", TOKENS, "item.request = groups[group].request;", "")),
     (FEW_RECORDS, Mutant("RoPE columns of the latent array", TOKENS, "return row.rope - kHeadDimV;",

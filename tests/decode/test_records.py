@@ -416,6 +416,8 @@ MUTANTS_OF_WIDE = (
     Mutant("hidden on all ranks alike", KEYS, "hidden_here(p, hidden, length.behind_last)", "hidden"),
     Mutant("no tiles of what is hidden", KEYS, "ceil_div(length.tokens, kTileTokens)", "ceil_div(tokens, kTileTokens)"),
     Mutant("queries at even addresses only", WIDE, "!= 0) return copy_query(row);", "!= 0) {}"),
+    Mutant("scales not waited for", WIDE, "            cp_async_wait_group<0>();\n", ""),
+    Mutant("scales not committed", WIDE, "cp_async_commit_group();  // of the scales alone", ""),
     Mutant("values not scaled", "attention/sm90/math.cuh", "if constexpr (C::kValueScale) factor", "if (false) factor"),
 )
 

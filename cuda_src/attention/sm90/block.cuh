@@ -33,9 +33,6 @@ struct Config : KeyTile<kHeadDimQk_> {
     struct Extra {};
     static constexpr i32 kRaisedLog2 = 0;  // of weights: see attention/sm90/raised_weights.cuh
 
-    // Where keys come late: the right warpgroup adds the even tile's values before it scores the odd tile, and so frees
-    // half a stage before it waits.
-    static constexpr bool kEvenValuesFirst = false;
     // Products with values in two instructions of 128 columns each.
     static constexpr bool kHalvedProducts = false;
 

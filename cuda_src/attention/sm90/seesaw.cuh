@@ -8,8 +8,7 @@
 //   right   |   S1      |  softmax 1     | O_R += P0 V0_R | O_R += P1 V1_R | S1 = Q K1'      | ...
 //   load    |           |       K0'_left ->  K1'_left, K0'_right ->  K1'_right ->
 //
-// Where keys come late (kEvenValuesFirst), the right warpgroup does O_R += P0 V0_R before S1: it frees the even tile
-// before it waits for the odd one. Half a tile at a time: attention/sm90/turns.cuh.
+// Half a tile at a time: attention/sm90/turns.cuh.
 //
 // Source: the two-warpgroup split of O and the shared maximum are FlashMLA's idea (its "seesaw" schedule, 2025).
 // What differs: separate loader warps; one running maximum instead of exchanged scales; both warpgroups add tile 0
@@ -91,27 +90,20 @@ MLA_DEVICE void right_pair(Block<C>& block, Math& math, const WorkItem& item, i3
     float scale_log2[kFragmentRows], tile_maxima[kFragmentRows], maxima[kFragmentRows];
     RowScale even_scale;
 
-    if constexpr (C::kEvenValuesFirst) {
-        even_scale = take_even_max(s, math, thread);
-        add_even_to_right(block, math, item, tile, even_scale, thread);
-    }
     start_scores(s, math, 1);
     finish(math);
     mask_tile(block, math, item, tile + 1, 1, thread);
     score_scales(scale_log2, block, thread);
     followed_max<C>(tile_maxima, math.scores, scale_log2);
-    if constexpr (!C::kEvenValuesFirst) even_scale = take_even_max(s, math, thread);
+    even_scale = take_even_max(s, math, thread);
     lazy_max(maxima, math.rows, tile_maxima);
     store_rows(s.running_max[1], maxima, thread);
     const RowScale odd_scale = math.rows.move_max(maxima);
     exponentiate<typename C::Latent>(math.p_fragment, math.rows, math.scores, scale_log2);
-    if constexpr (C::kEvenValuesFirst) {  // P may take the place of what the other warps have scored by then
-        bar_sync(own_barrier(true), kWarpgroupThreads);
-    }
     store_sw128(s.p(1), math.p_fragment, thread);
     bar_arrive(P1Ready, kMathThreads);
 
-    if constexpr (!C::kEvenValuesFirst) add_even_to_right(block, math, item, tile, even_scale, thread);
+    add_even_to_right(block, math, item, tile, even_scale, thread);
     rescale(math.out, odd_scale);
     sanitize_v<true>(block, item, tile + 1, 1, thread);
     start_own_product<true>(s, math, 1);

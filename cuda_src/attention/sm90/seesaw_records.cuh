@@ -73,6 +73,10 @@ struct SeesawRecords : RecordTile<TokenRecord_> {
     static_assert(!kWithRowMax, "largest scores would be less by that");
     using Extra = RecordExtra<TokenRecord>;
 
+    // Over pages, scouts walk on while scales come, and ask for those of "v4" a tile ahead. Over lists of slots its
+    // build would spill 16 bytes.
+    static constexpr bool kScoutsWalkOn = Tokens::kMasked;
+
     // The halves: SW128 tiles 0..3, and the others. RoPE columns are written last.
     static constexpr i32 kSwTilesLeft = kSwTilesHalf;
     MLA_DEVICE static constexpr i32 sw_tile_in_order(i32 i) { return i; }
@@ -229,6 +233,7 @@ struct Scout {
         if constexpr (kScalesApart<TokenRecord>) {
             scales = e.scales_at[at];
             e.scales_at[at] = present ? bytes.scales : kZeroRow;
+            if constexpr (C::kScoutsWalkOn) prefetch_global_l2(e.scales_at[at]);
         } else {
             scales = e.rows[at] + TokenRecord::kLatentChunks * kRecordChunk;
         }
@@ -314,12 +319,24 @@ MLA_DEVICE void run_scout_role(Block<C>& block, i32 warp) {
         } else {
             if (own_lane() == 0) e.found[warp] = before.found(scout.walk, !scout.exists);
         }
-        cp_async_wait_all();
+        const bool last = !scout.exists;
+        if constexpr (C::kScoutsWalkOn) {
+            cp_async_commit_group();  // of the scales alone
+            if (!last) {
+                before.remember(scout.walk, __ballot_sync(kFullWarp, present));
+                scout.advance();
+            }
+            cp_async_wait_group<0>();
+        } else {
+            cp_async_wait_all();
+        }
         release(e.found_full[warp], own_lane());
-        if (!scout.exists) break;
+        if (last) break;
 
-        before.remember(scout.walk, __ballot_sync(kFullWarp, present));
-        scout.advance();
+        if constexpr (!C::kScoutsWalkOn) {
+            before.remember(scout.walk, __ballot_sync(kFullWarp, present));
+            scout.advance();
+        }
         if (scout.exists && scout.walk.first) scout.prefetch_query();
     }
 }
