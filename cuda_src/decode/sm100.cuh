@@ -255,16 +255,19 @@ struct GroupLoader {
 
     MLA_DEVICE void load_group(const TileBoxes& boxes, SmemAddr tile, MBarrier& full, i32 group) const {
         const i32 begin = C::group_begin(group), end = C::group_begin(group + 1);
-        if constexpr (!C::kCodes) return boxes.load<C>(tile, kv_map, full, block.kv_head, begin, end);
+        if constexpr (!C::kCodes) {
+            boxes.load<C>(tile, kv_map, full, block.kv_head, begin, end);
+        } else {
 #pragma unroll
-        for (i32 i = 0; i < 2; ++i) {
-            const i32 box = boxes.box(i);
-            if (!boxes.contains(box)) continue;
-            for (i32 k = begin; k < end; ++k) {
-                const i32 sw_tile = C::sw_tile_in_order(k);
-                cp_async_bulk_tensor_4d(tile + (sw_tile * kSw128Bytes + box * boxes.rows * kSw128RowBytes), kv_map,
-                                        full, sw_tile * C::kSwTileColumns, boxes.window.offset[i], block.kv_head,
-                                        boxes.window.page[i], boxes.l2_policy);
+            for (i32 i = 0; i < 2; ++i) {
+                const i32 box = boxes.box(i);
+                if (!boxes.contains(box)) continue;
+                for (i32 k = begin; k < end; ++k) {
+                    const i32 sw_tile = C::sw_tile_in_order(k);
+                    cp_async_bulk_tensor_4d(tile + (sw_tile * kSw128Bytes + box * boxes.rows * kSw128RowBytes), kv_map,
+                                            full, sw_tile * C::kSwTileColumns, boxes.window.offset[i], block.kv_head,
+                                            boxes.window.page[i], boxes.l2_policy);
+                }
             }
         }
     }
