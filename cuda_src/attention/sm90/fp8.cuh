@@ -176,11 +176,12 @@ MLA_DEVICE void run_fp8_side(const Block& block, i32 warp) {
     Fp8Math<Block> math(block, warp);
     i32 stage = 0;
     WorkItem item;
-    for (Fp8WorkIterator walk(block.p, block.split, block.hidden); walk.next(block.p, item);) {
-        if (item.tile_begin < item.tile_end) {
-            load_fp8_query<Query>(block, item.request, warp, own_lane());
-            if (math.side == 0) store_fp8_tree_words(block, item, math.thread());
-        }
+    for (Fp8WorkIterator walk(block.p, block.split, block.hidden); walk.goes_on(block.p);) {
+        Fp8QueryLoad<Query, Block> query(block, warp, own_lane());
+        query.start(walk.request);  // before the request's length is known: one trip to memory less
+        walk.take(block.p, item);
+        query.finish();
+        if (item.tile_begin < item.tile_end && math.side == 0) store_fp8_tree_words(block, item, math.thread());
         bar_sync(Fp8BothSides, kFp8MathThreads);
         math.reset();
         stage = add_fp8_tiles(math, item, stage);
