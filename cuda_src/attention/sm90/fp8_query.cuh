@@ -18,8 +18,9 @@ struct Fp8QueryPlace {
 };
 
 // A warp's share of the query rows of a block, kRows / 8 of them: `start` asks for them, `finish` has them in shared
-// memory. Code that runs once per work item is fetched for it, often from memory, so it is short and does not jump: what
-// a row needs is computed by a lane each, and rows that do not begin at multiples of 16 bytes go one at a time, apart.
+// memory. Code that runs once per work item is fetched for it, often from memory, so it is short and does not jump:
+// what a row needs is computed by a lane each, and rows that do not begin at multiples of 16 bytes go one at a time,
+// apart.
 template <class Query, class Block>
 struct Fp8QueryLoad {
     using Type = Fp8QueryType<Query>;
@@ -36,8 +37,7 @@ struct Fp8QueryLoad {
     bool aligned;
     Row rows[kCoded ? 1 : kOfWarp / kTerms];  // of 16 bits, in flight
 
-    MLA_DEVICE Fp8QueryLoad(const Block& block, i32 warp, i32 lane)
-        : block(block), first(warp * kOfWarp), lane(lane) {}
+    MLA_DEVICE Fp8QueryLoad(const Block& block, i32 warp, i32 lane) : block(block), first(warp * kOfWarp), lane(lane) {}
 
     MLA_DEVICE const Stored* row_from(i32 i) const {
         return reinterpret_cast<const Stored*>(__shfl_sync(kFullWarp, reinterpret_cast<u64>(from), i));
