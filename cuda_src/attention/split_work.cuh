@@ -60,18 +60,8 @@ struct WorkIteratorOf {
           request(begin.request),
           hidden(hidden) {}
 
-    MLA_DEVICE bool goes_on(const DecodeParams& p) const {
-        return !(request >= p.b || request > end.request || (request == end.request && end.tile == 0));
-    }
-
     MLA_DEVICE bool next(const DecodeParams& p, WorkItem& item) {
-        if (!goes_on(p)) return false;
-        take(p, item);
-        return true;
-    }
-
-    // The next item, where there is one.
-    MLA_DEVICE void take(const DecodeParams& p, WorkItem& item) {
+        if (request >= p.b || request > end.request || (request == end.request && end.tile == 0)) return false;
         const bool continues_previous = request == begin.request && begin.tile > 0;
         const bool continued_by_next = request == end.request;
         item.request = request;
@@ -85,6 +75,7 @@ struct WorkIteratorOf {
         item.tile_end = continued_by_next ? min(end.tile, tiles) : tiles;
         item.partial_index = continues_previous ? split : continued_by_next ? p.continued_index + split : kNotSplit;
         ++request;
+        return true;
     }
 };
 
