@@ -99,7 +99,7 @@ struct TileLoader {
 #define MLA_FP8_ASK_INPUTS 1
 #endif
 MLA_DEVICE void prefetch_fp8_inputs(const DecodeParams& p) {
-    constexpr i32 kMostRequests = 32;
+    constexpr i32 kMostRequests = 4;
     constexpr i32 kLineBytes = 128, kWords = kLineBytes / sizeof(i32), kPoints = kLineBytes / sizeof(SchedulePoint);
     using Stored = Fp8QueryType<Query>::Stored;
     constexpr i32 kElems = kLineBytes / sizeof(Stored), kLines = ceil_div(kMaxHeadDimQk, kElems);

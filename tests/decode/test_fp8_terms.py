@@ -291,7 +291,7 @@ MUTANTS = (
     ),
     Mutant("P_1 twice", MATH, "advance(p[kTerms - 1 - i / 2]", "advance(p[0]"),
     Mutant("sums of weights as those of one term", ROLES, "kTerms == 1 ? 1.00015f : 0.99955f", "1.00015f"),
-    Mutant("no sum of weights", MATH, "= kTerms == 1 && lane % 4 == 0", "= lane % 4 == 0"),
+    Mutant("the weights of half of a row", MATH, "            sum += __shfl_xor_sync(kFullWarp, sum, 2);\n", ""),
     Mutant("what P_1 leaves of others", MATH, "cvt_f16_x2_e4m3_high(codes)", "cvt_f16_x2_e4m3(codes)"),
     Mutant("Q_1 twice", MATH, "(kQueryTerms - 1 - i / kSteps) * kFp8QueryBytes", "0"),
     Mutant(

@@ -23,9 +23,9 @@ struct Fp8QueryPlace {
 // apart.
 template <class Query, class Block>
 struct Fp8QueryLoad {
-    using Type = Fp8QueryType<Query>;
-    using Stored = typename Type::Stored;
-    using Row = typename Type::template RowOfLane<Fp8QueryPlace>;
+    using OfQuery = Fp8QueryType<Query>;
+    using Stored = typename OfQuery::Stored;
+    using LaneShare = typename OfQuery::template RowOfLane<Fp8QueryPlace>;
     static constexpr i32 kOfWarp = Block::kRows / (2 * kWarpgroupWarps), kTerms = Block::Memory::kQueryTerms;
     static constexpr bool kCoded = kIsCoded<Query>;
 
@@ -35,7 +35,7 @@ struct Fp8QueryLoad {
     const Stored* from;
     float factor;
     bool aligned;
-    Row rows[kCoded ? 1 : kOfWarp / kTerms];  // of 16 bits, in flight
+    LaneShare rows[kCoded ? 1 : kOfWarp / kTerms];  // of 16 bits, in flight
 
     MLA_DEVICE Fp8QueryLoad(const Block& block, i32 warp, i32 lane) : block(block), first(warp * kOfWarp), lane(lane) {}
 
@@ -63,7 +63,7 @@ struct Fp8QueryLoad {
         if (!aligned) {
 #pragma unroll 1
             for (i32 i = 0; i < kOfWarp; ++i) {
-                Row row;
+                LaneShare row;
                 row.load(row_from(i), lane);
                 store_row(row, i);
             }
@@ -83,10 +83,10 @@ struct Fp8QueryLoad {
     MLA_DEVICE void copy_row(const Stored* row_at, i32 row) const {
         const void* const any = block.p.q;
 #pragma unroll
-        for (i32 i = 0; i < Row::kOfLane; ++i) {
+        for (i32 i = 0; i < LaneShare::kOfLane; ++i) {
             const i32 at = lane + i * kWarpThreads;
             const void* const piece = row_at == nullptr ? any : row_at + at * sizeof(uint4);
-            if (at < Row::kPieces) {
+            if (at < LaneShare::kPieces) {
                 cp_async_16(smem_addr(block.s.q + Fp8QueryPlace::offset(row, 2 * at)), piece, row_at != nullptr);
             }
         }
@@ -103,7 +103,7 @@ struct Fp8QueryLoad {
             __syncwarp();  // rows one after the other: those in flight leave few registers
         }
     }
-    MLA_DEVICE void store_row(const Row& row, i32 i) const {
+    MLA_DEVICE void store_row(const LaneShare& row, i32 i) const {
         const float up = row.template store<Query, kTerms>(block.s.q, first + i, lane);
         if (!kCoded && lane == 0) block.s.q_factors[first + i] = up * factor;
     }
