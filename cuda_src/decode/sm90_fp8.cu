@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
     const i32 warp = uniform_warp();
     if (warp < kLoadWarp) {
         setmaxnreg_inc<kRegsMath>();
-        run_fp8_side<Query>(block, warp);
+        run_fp8_side<Query>(block, uniform_warp());  // anew: no register for it meanwhile
     } else {
         setmaxnreg_dec<kRegsLoad>();
         if (warp == kLoadWarp) run_lean_load_role(block, own_lane(), TileLoader{block, latent_map, rope_map, {}, 0});
