@@ -33,16 +33,6 @@ struct Fp8QueryRow {
         }
     }
 
-    // The same of a row at a multiple of 16 bytes, without a branch.
-    MLA_DEVICE void load_aligned(const u16* from, i32 lane) {
-#pragma unroll
-        for (i32 i = 0; i < kOfLane; ++i) {
-            const i32 at = lane + i * kWarpThreads;
-            chunk[i] = make_uint4(0, 0, 0, 0);
-            if (from != nullptr && at < kChunks) chunk[i] = reinterpret_cast<const uint4*>(from)[at];
-        }
-    }
-
     // The bits of the row's largest magnitude, of any infinity or NaN if there is one.
     template <class Element>
     MLA_DEVICE u32 largest() const {

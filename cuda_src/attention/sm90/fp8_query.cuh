@@ -92,9 +92,20 @@ struct Fp8QueryLoad {
         }
     }
 
+    // A row at a multiple of 16 bytes, without a branch.
+    MLA_DEVICE void load_aligned(LaneShare& row, const u16* row_at) const {
+#pragma unroll
+        for (i32 i = 0; i < LaneShare::kOfLane; ++i) {
+            const i32 at = lane + i * kWarpThreads;
+            row.chunk[i] = make_uint4(0, 0, 0, 0);
+            if (row_at != nullptr && at < LaneShare::kChunks) {
+                row.chunk[i] = reinterpret_cast<const uint4*>(row_at)[at];
+            }
+        }
+    }
     MLA_DEVICE void load_rows(i32 begin) {
 #pragma unroll
-        for (i32 i = 0; i < kOfWarp / kTerms; ++i) rows[i].load_aligned(row_from(begin + i), lane);
+        for (i32 i = 0; i < kOfWarp / kTerms; ++i) load_aligned(rows[i], row_from(begin + i));
     }
     MLA_DEVICE void store_rows(i32 begin) {
 #pragma unroll
