@@ -92,6 +92,34 @@ struct TileLoader {
     }
 };
 
+// ---- Before the wait -------------------------------------------------------------------------------------------
+// `prefetch_inputs` of decode/sm90_load.cuh, of queries in one byte or two: what roles read one after another at their
+// start comes into L2 all at once. Of large batches the first blocks' share is a small one.
+#ifndef MLA_FP8_ASK_INPUTS
+#define MLA_FP8_ASK_INPUTS 1
+#endif
+MLA_DEVICE void prefetch_fp8_inputs(const DecodeParams& p) {
+    constexpr i32 kMostRequests = 4;
+    constexpr i32 kLineBytes = 128, kWords = kLineBytes / sizeof(i32), kPoints = kLineBytes / sizeof(SchedulePoint);
+    using Stored = Fp8QueryType<Query>::Stored;
+    constexpr i32 kElems = kLineBytes / sizeof(Stored), kLines = ceil_div(kMaxHeadDimQk, kElems);
+    if (p.b > kMostRequests) return;
+    LinePrefetch prefetch;
+    prefetch.lines(ceil_div(p.num_splits + 1, kPoints), [&](i32 i) { return p.schedule + i * kPoints; });
+    prefetch.lines(ceil_div(p.b, kWords), [&](i32 i) { return p.seqlens + i * kWords * p.seqlens_stride_elems; });
+    const i32 table_lines = ceil_div(p.max_pages, kWords);
+    prefetch.lines(p.b * table_lines, [&](i32 i) {
+        const i32 request = i / table_lines, line = i - request * table_lines;
+        return p.block_table + request * p.table_stride_b_elems + line * kWords * p.table_stride_page_elems;
+    });
+    prefetch.lines(p.b * p.s_q * p.h_q * kLines, [&](i32 i) {
+        const i32 row = i / kLines, line = i - row * kLines;
+        const i32 token = row / p.h_q, head = row - token * p.h_q, request = token / p.s_q;
+        return reinterpret_cast<const Stored*>(p.q) + request * p.q_stride_b_elems +
+               (token - request * p.s_q) * p.q_stride_s_elems + head * p.q_stride_h_elems + line * kElems;
+    });
+}
+
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
     mla_decode_sm90_fp8(const __grid_constant__ DecodeFp8Params p, const __grid_constant__ TensorMap latent_map,
@@ -105,13 +133,16 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
         prefetch_tensormap(rope_map);
         init_fp8_storage(s, block.rows);
     }
+#if MLA_FP8_ASK_INPUTS
+    prefetch_fp8_inputs(p);
+#endif
     __syncthreads();
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
 
     const i32 warp = uniform_warp();
     if (warp < kLoadWarp) {
         setmaxnreg_inc<kRegsMath>();
-        run_fp8_side<Query>(block, warp);
+        run_fp8_side<Query>(block, uniform_warp());  // anew: no register for it meanwhile
     } else {
         setmaxnreg_dec<kRegsLoad>();
         if (warp == kLoadWarp) run_lean_load_role(block, own_lane(), TileLoader{block, latent_map, rope_map, {}, 0});

@@ -155,7 +155,12 @@ MUTANTS = (
     Mutant("the scale of the first head", SCALES, "(kv_head * group + row % group)", "(kv_head * group)"),
     Mutant("the scale of the first query", SCALES, "row / group * p.q_scales_stride_s_elems", "0"),
     Mutant("the scale of the first request", SCALES, "request * p.q_scales_stride_b_elems", "0"),
-    Mutant("scores without the cache's scale", "attention/sm90/fp8_query.cuh", "lane) * of_cache;", "lane);"),
+    Mutant(
+        "scores without the cache's scale",
+        "attention/sm90/fp8_query.cuh",
+        "factor = cache_scale(block.params());",
+        "factor = 1.f;",
+    ),
     Mutant(
         "values without the cache's scale",
         "attention/sm90/fp8.cuh",

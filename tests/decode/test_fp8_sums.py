@@ -219,7 +219,13 @@ MUTANTS = (
     Mutant(
         "codes of a row in another order", QUERY_ROWS, "(u32)codes[j] << j % 4 * 8", "(u32)codes[j] << (j ^ 1) % 4 * 8"
     ),
+    Mutant("codes not awaited", QUERY, "            cp_async_wait_all();\n", ""),
+    Mutant(
+        "rows at odd bytes copied 16 bytes at once", QUERY, "aligned = __all_sync(", "aligned = true || __all_sync("
+    ),
+    Mutant("rows of another lane", QUERY, "lane % kOfWarp;", "(lane + 1) % kOfWarp;"),
     Mutant("codes in another place", QUERY_ROWS, "Place::offset(row, 2 * at)", "Place::offset(row, 2 * (at ^ 1))"),
+    Mutant("copied codes in another place", QUERY, "Place::offset(row, 2 * at)", "Place::offset(row, 2 * (at ^ 1))"),
     Mutant("448 taken for 256", "attention/query_codes.cuh", "kAbove = 0x1fffff", "kAbove = 0"),
     Mutant("presence of another tile", LOADER, "s.present[stage] = present", "s.present[stage] = ~0ull"),
     Mutant(
@@ -230,7 +236,7 @@ MUTANTS = (
     ),
 )
 #: Tiles more than stages; hidden tokens with NaN; a page of one token, missing pages; scores that rise.
-CASES_OF_MUTANTS = (CASES[0], CASES[2], CASES[3], CASES[5], fp8(b=2, seqlens=(700, 70), h_q=3), CODED[2])
+CASES_OF_MUTANTS = (CASES[0], CASES[2], CASES[3], CASES[5], fp8(b=2, seqlens=(700, 70), h_q=3), CODED[1], CODED[2])
 
 
 @as_verdict

@@ -18,7 +18,7 @@ from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
 from mla_cupy.reference.attend import two_terms
 from mla_cupy.reference.fp8_queries import dequantised, quantise_queries, quantise_query_terms
 from tests.decode.test_fp8_math import E4M3, KERNEL, fp8, hostile_rows, run
-from tests.decode.test_fp8_sums import MEANS, REGAIN, errors, with_values
+from tests.decode.test_fp8_sums import MEANS, errors, with_values
 from tests.support.calls import assert_same, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.gpu import run_and_check
@@ -227,15 +227,20 @@ def test_a_plan_gives_the_same_bits_in_any_batch() -> None:
     assert (got[0].tobytes(), got[1].tobytes()) == (out[1:].tobytes(), lse[1:].tobytes())
 
 
-def test_the_common_part_of_weights_cancels() -> None:
-    """256 and 242.2: the latter has a second term of 2.25, whose sums `out` is divided by as well."""
+LESS = 0.99955
+"""What sums of the weights of more than 32 tokens are multiplied by."""
+
+
+def test_sums_of_weights_are_those_before_rounding() -> None:
+    """Of 256 and 242.19, of which the terms make 242.25."""
     inputs = with_values(64, 1.0, 0.0, heads=17)
     inputs.q[..., :575] = 0
     inputs.q[..., 575] = 1
     tokens, one = np.arange(64), 0x38
     inputs.kv_cache[inputs.block_table[0, 0], tokens, 0, 575] = np.where(tokens, 0, one)
     out, _ = run(inputs, 1, ("late", 0), out_dtype="float32", scale=0.08 * np.log(2), math="fp8x2")
-    np.testing.assert_allclose(out, 1 / REGAIN, rtol=2e-4)
+    expected = (256 + 63 * 242.25) / (256 + 63 * 2**7.92) / LESS
+    np.testing.assert_allclose(out, expected, rtol=1e-4)
 
 
 # ---- Errors ----------------------------------------------------------------------------------------------------
@@ -248,11 +253,11 @@ def check_errors(inputs: DecodeInputs, scale: float, got: Array, *, bias: float,
     assert (abs(found[0]) <= bias, found[1] <= rms) == (True, True), found
 
 
-@pytest.mark.parametrize(("mean", "tokens"), [("0", 256), ("1", 256)])
-def test_errors_are_those_of_eight_bits(mean: str, tokens: int) -> None:
-    """Of values of mean 0 one term has an rms error of 2 %."""
-    inputs = with_values(tokens, *MEANS[mean], heads=33)
-    out, _ = run(inputs, 1, ("early", 0), out_dtype="float32", scale=1 / 8, math="fp8x2")
+@pytest.mark.parametrize(("mean", "sm_count"), [("0", 4), ("1", 1)])
+def test_errors_are_those_of_eight_bits(mean: str, sm_count: int) -> None:
+    """Of values of mean 0 one term has an rms error of 2 %; sums of ones would make a piece for each tile too large."""
+    inputs = with_values(256, *MEANS[mean], heads=33)
+    out, _ = run(inputs, sm_count, ("early", 0), out_dtype="float32", scale=1 / 8, math="fp8x2")
     check_errors(inputs, 1 / 8, out, bias=7e-4, rms=2.5e-3)
 
 
@@ -263,13 +268,14 @@ def test_errors_over_2048_tokens(mean: str, spread: float) -> None:
     inputs = with_values(2048, *MEANS[mean], heads=33)
     for sm_count in (1, 5):
         out, _ = run(inputs, sm_count, ("early", 0), out_dtype="float32", scale=spread / 8, math="fp8x2")
-        check_errors(inputs, spread / 8, out, bias=1e-3, rms=2.5e-3)
+        check_errors(inputs, spread / 8, out, bias=7e-4, rms=2.5e-3)
 
 
 # ---- Planted bugs ----------------------------------------------------------------------------------------------
 
 BLOCK, MATH = (f"attention/sm90/fp8_{part}.cuh" for part in ("block", "math"))
-LOADER, QUERY_ROWS, CODES = "decode/sm90_fp8.cu", "attention/fp8_query_rows.cuh", "attention/query_codes.cuh"
+LOADER, ROLES = "decode/sm90_fp8.cu", "attention/sm90/fp8.cuh"
+QUERY_ROWS, CODES = "attention/fp8_query_rows.cuh", "attention/query_codes.cuh"
 MUTANTS = (
     Mutant(
         "P_2 of another tile",
@@ -284,8 +290,8 @@ MUTANTS = (
         "sw64_desc(s.tile(block.ring, block.ring.next(stage)) + kFp8LatentBytes)",
     ),
     Mutant("P_1 twice", MATH, "advance(p[kTerms - 1 - i / 2]", "advance(p[0]"),
-    Mutant("sums of weights of P_1 twice", MATH, "const u32* const of = words[term]", "const u32* const of = words[0]"),
-    Mutant("no sums of weights of P_1", MATH, "ones, i >= kTileSteps", "ones, false"),
+    Mutant("sums of weights as those of one term", ROLES, "kTerms == 1 ? 1.00015f : 0.99955f", "1.00015f"),
+    Mutant("the weights of half of a row", MATH, "            sum += __shfl_xor_sync(kFullWarp, sum, 2);\n", ""),
     Mutant("what P_1 leaves of others", MATH, "cvt_f16_x2_e4m3_high(codes)", "cvt_f16_x2_e4m3(codes)"),
     Mutant("Q_1 twice", MATH, "(kQueryTerms - 1 - i / kSteps) * kFp8QueryBytes", "0"),
     Mutant(
@@ -312,7 +318,7 @@ def verdict(mode: tuple[str, int], case: DecodeCase) -> None:
 @as_verdict
 def verdict_of_special_cases() -> None:
     test_hostile_queries()
-    test_the_common_part_of_weights_cancels()
+    test_sums_of_weights_are_those_before_rounding()
 
 
 CASES_OF_MUTANTS = (CASES[1], CASES[2], CODED[0])
@@ -361,4 +367,4 @@ def test_errors_on_a_gpu(hopper: object, mean: str, tokens: int) -> None:
 
     inputs = with_values(tokens, *MEANS[mean], heads=33)
     out, _ = mla_cupy.mla_decode(*uploaded(inputs), math="fp8x2", out_dtype="float32", scale=1 / 8)
-    check_errors(inputs, 1 / 8, cupy.asnumpy(out), bias=1e-3, rms=2.5e-3)
+    check_errors(inputs, 1 / 8, cupy.asnumpy(out), bias=7e-4, rms=2.5e-3)

@@ -21,8 +21,12 @@ MLA_DEVICE float* fp8_row_maxima(Memory& s, i32 side) {
 // What the sums of weights have lost by cuts beyond what values lose is given back in part: weights have one sign, and
 // values of mean 0 lose nothing. Results are then as much too small where values have one sign as they are too large
 // where they have mean 0 (cuda_src/decode/fp8.md has a table). A sum of 32 tokens alone loses little.
-constexpr float kFp8Regain = 1.00015f;
-MLA_DEVICE float fp8_regain(i32 tokens) { return tokens > kMmaKBytes ? kFp8Regain : 1.f; }
+// Sums of weights in two terms, which lose nothing, are made smaller for the same reason.
+template <i32 kTerms>
+MLA_DEVICE float fp8_regain(i32 tokens) {
+    constexpr float kRegain = kTerms == 1 ? 1.00015f : 0.99955f;
+    return tokens > kMmaKBytes ? kRegain : 1.f;
+}
 
 // The thread's row of the block: final or partial results of both sides' sums. `out_reference` is this side's.
 template <class Block>
@@ -36,8 +40,8 @@ MLA_DEVICE void finish_fp8_row(const Block& block, const WorkItem& item, i32 sid
     const float of_left = ex2_approx(left.reference[row] - reference);
     const float of_right = ex2_approx(right.reference[row] - reference);
     const float sum = fmaf(left.sum[row], of_left, right.sum[row] * of_right);
-    const float rounded =
-        fmaf(left.rounded_sum[row], of_left, right.rounded_sum[row] * of_right) * fp8_regain(item.tokens);
+    const float rounded = fmaf(left.rounded_sum[row], of_left, right.rounded_sum[row] * of_right) *
+                          fp8_regain<Block::Memory::kWeightTerms>(item.tokens);
     const i32 global_row = block.row0 + row;
     const float factor = output_factor(p, item, block.kv_head, global_row, reference - kFp8WeightLog2, rounded);
     own.factor[row] = factor * ex2_approx(out_reference - reference) * (p.value_scale * cache_scale(block.params()));
@@ -176,11 +180,12 @@ MLA_DEVICE void run_fp8_side(const Block& block, i32 warp) {
     Fp8Math<Block> math(block, warp);
     i32 stage = 0;
     WorkItem item;
-    for (Fp8WorkIterator walk(block.p, block.split, block.hidden); walk.next(block.p, item);) {
-        if (item.tile_begin < item.tile_end) {
-            load_fp8_query<Query>(block, item.request, warp, own_lane());
-            if (math.side == 0) store_fp8_tree_words(block, item, math.thread());
-        }
+    for (Fp8WorkIterator walk(block.p, block.split, block.hidden); walk.goes_on(block.p);) {
+        Fp8QueryLoad<Query, Block> query(block, warp, own_lane());
+        query.start(walk.request);  // before the request's length is known: one trip to memory less
+        walk.take(block.p, item);
+        query.finish();
+        if (item.tile_begin < item.tile_end && math.side == 0) store_fp8_tree_words(block, item, math.thread());
         bar_sync(Fp8BothSides, kFp8MathThreads);
         math.reset();
         stage = add_fp8_tiles(math, item, stage);

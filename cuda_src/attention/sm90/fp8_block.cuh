@@ -139,7 +139,17 @@ struct Fp8Work : ScheduledWork {
     }
 };
 
-using Fp8WorkIterator = WorkIteratorOf<Fp8Work>;
+struct Fp8WorkIterator : WorkIteratorOf<Fp8Work> {
+    using WorkIteratorOf<Fp8Work>::WorkIteratorOf;
+
+    // Whether there is another item, and then that: its request is known before its length is.
+    MLA_DEVICE bool goes_on(const DecodeParams& p) const {
+        return !(request >= p.b || request > end.request || (request == end.request && end.tile == 0));
+    }
+    MLA_DEVICE void take(const DecodeParams& p, WorkItem& item) {
+        if (!next(p, item)) __builtin_unreachable();
+    }
+};
 
 // What every role knows.
 template <class Memory_>

@@ -216,21 +216,21 @@ struct Fp8Math {
     }
 
     // The sums of the rounded weights are P times a column of ones, by the warpgroup that has P: in even columns of the
-    // result, which are the first lane's of each quad. Each 32 tokens have a sum of their own.
+    // result, which are the first lane's of each quad. Each 32 tokens have a sum of their own. Those of two terms are
+    // not made: almost every weight of eight bits loses some beside a large one, and the sum before is as near.
     static constexpr i32 kTileSteps = kTileTokens / kMmaKBytes;
     using RowSums = float[kTileSteps][4];
 
-    MLA_DEVICE void start_row_sums(RowSums& sums, const u32 (&words)[kTerms][8]) {
+    MLA_DEVICE void start_row_sums(RowSums& sums, const u32 (&words)[8]) {
         const SmemDesc ones = uniform(make_desc(smem_addr(s.ones), 0, 0, kNoSwizzle));
 #pragma unroll
         for (i32 step = 0; step < kTileSteps; ++step) pin(sums[step]);
         wgmma_fence();
 #pragma unroll
-        for (i32 i = 0; i < kTerms * kTileSteps; ++i) {
-            const i32 step = i % kTileSteps, term = kTerms - 1 - i / kTileSteps;
-            const u32* const of = words[term] + 4 * step;
+        for (i32 step = 0; step < kTileSteps; ++step) {
+            const u32* const of = words + 4 * step;
             const u32 a[4] = {of[0], of[1], of[2], of[3]};
-            wgmma_mma_async(float8_e4m3fn{}, sums[step], a, ones, i >= kTileSteps);
+            wgmma_mma_async(float8_e4m3fn{}, sums[step], a, ones, false);
         }
         wgmma_commit_group();
     }
@@ -239,13 +239,15 @@ struct Fp8Math {
     // weights, in the second one those of the weights before.
     MLA_DEVICE void add_sums(RowSums& sums, const float (&before)[kFragmentRows], const float (&tops)[kFragmentRows],
                              i32 lane) {
+        if constexpr (kTerms == 1) {
 #pragma unroll
-        for (i32 step = 0; step < kTileSteps; ++step) pin(sums[step]);
+            for (i32 step = 0; step < kTileSteps; ++step) pin(sums[step]);
+        }
 #pragma unroll
         for (i32 r = 0; r < kFragmentRows; ++r) {
             float sum = before[r] + __shfl_xor_sync(kFullWarp, before[r], 1);
             sum += __shfl_xor_sync(kFullWarp, sum, 2);
-            const float tile_sum = lane % 4 == 0 ? sums[0][2 * r] + sums[1][2 * r] : sum;
+            const float tile_sum = kTerms == 1 && lane % 4 == 0 ? sums[0][2 * r] + sums[1][2 * r] : sum;
             const float reference = __shfl_sync(kFullWarp, quad_state[r], Memory::kListed ? lane & ~3 | 2 : lane | 2);
             const float moved = moved_reference(reference, tops[r]);
             const float decay = ex2_approx(reference - moved), factor = ex2_approx(tops[r] - moved);
@@ -283,12 +285,14 @@ struct Fp8Math {
         }
         release(s.p_full[side], lane);
         RowSums sums;
-        if (!active()) {
+        if constexpr (kTerms == 1) {
+            if (!active()) {
 #pragma unroll
-            for (u32& word : words[0]) word = 0;
+                for (u32& word : words[0]) word = 0;
+            }
+            start_row_sums(sums, words[0]);
+            wgmma_wait_group<0>();
         }
-        start_row_sums(sums, words);
-        wgmma_wait_group<0>();
         if (active()) add_sums(sums, before, tops, lane);
     }
 
