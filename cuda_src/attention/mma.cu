@@ -328,6 +328,9 @@ MLA_DEVICE void run_step(const Rows& block, Storage& s, Math& math, Output<Eleme
     }
     if (copies.due) math.loader.finish(s.keys, free);
     math.phase ^= 1;
+    // What is seldom to be done at the end, known here: a branch on it has nothing to wait for there.
+    i32 seldom = (step + 1 >= math.first_masked) | StepLoader<Ring>::looks_up(step);
+    opaque(seldom);
     mbarrier_wait(s.sent[math.half()], math.phase);
     // From here on no branch: sums and the softmax mix with the products.
     Partial partial;
@@ -339,10 +342,12 @@ MLA_DEVICE void run_step(const Rows& block, Storage& s, Math& math, Output<Eleme
     keep_row_max(block, s, math, largest);
     add_values(p, v, kValueTiles / 2 + 2, out);
     write_p(block, s, math, ~step & 1, factor);
-    clean(block, s, math, step + 1);
+    if (seldom != 0) {
+        clean(block, s, math, step + 1);
+        math.loader.look_up(block, s.rows, step, math.warp);
+    }
     release(s.written, math.lane);
     math.keys.advance();
-    math.loader.look_up(block, s.rows, step, math.warp);
 }
 
 MLA_DEVICE void first_scores(const Rows& block, Storage& s, Math& math) {

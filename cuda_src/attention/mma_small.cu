@@ -157,8 +157,10 @@ MLA_DEVICE void add_step(Storage& s, const Math& math, i32 first, Out& out) {
 // P of a step whose scores are there, and whose last one has been read by all.
 MLA_DEVICE void weigh(const Rows& block, Storage& s, Math& math, i32 token, bool asks) {
     SoftmaxRow<Few::Softmax>::Scores x;
+    // A ring of parts of steps has few bytes on their way: its copies come first.
+    if (!Ring::kWholeSteps && asks) math.loader.ask_step(block, s.keys);
     math.row.load_scores(x, s.softmax);
-    if (asks) math.loader.ask_step(block, s.keys);  // the place of the last step
+    if (Ring::kWholeSteps && asks) math.loader.ask_step(block, s.keys);  // the place of the last step
     const bool masked = token + Few::kStepTokens > block.item().seen_by_all;
     math.row.add_scores(Element{}, block, s.softmax, x, token, masked,
                         present_bits<Few::Softmax::kTokens>(s.keys, math.keys.first, math.row.first_token()),

@@ -38,6 +38,7 @@ struct StepCursor {
 
 template <class Ring>
 MLA_DEVICE MBarrier& step_barrier(KeySlots<Ring>& s, i32 first) {
+    __builtin_assume((u32)first % Ring::kStepOctets == 0);
     return s.full[(u32)first / Ring::kStepOctets];
 }
 
@@ -96,6 +97,12 @@ struct StepLoader {
     // After the last round of copies that are due.
     MLA_DEVICE static void finish(KeySlots<Ring>& s, i32 first) {
         cp_async_mbarrier_arrive_noinc(step_barrier(s, first));
+    }
+
+    // Whether `look_up` has something to do beside step `done`.
+    MLA_DEVICE static bool looks_up(i32 done) {
+        static_assert(kLookUp % 2 == 0, "two steps that differ in the last bit");
+        return ((done + kSteps - 1) % kRowSteps | 1) == kLookUp + 1;
     }
 
     // Looks up, if it is time, beside the step that took the place of step `done` - 1.
