@@ -49,7 +49,7 @@ static_assert(kWarpColumns * (i32)sizeof(u16) == kSegmentBytes, "a warp's values
 static_assert(kQuarters * kMmaDepth * (i32)sizeof(u16) == kSegmentBytes, "a segment has a product for each quarter");
 static_assert(kStepTokens == kMmaDepth && kStepTiles == 2, "a step is one product along tokens");
 
-constexpr i32 kOtherBytes = 3 * kWarps * kWarpThreads * 16 + 2 * kRows * kStepTokens * 2 + sizeof(TokenRows) + 2048;
+constexpr i32 kOtherBytes = 3 * kWarps * kWarpThreads * 16 + 2 * kRows * kStepTokens * 2 + sizeof(TokenRows) + 3072;
 constexpr i32 kOctetBytes = kHeadDimQk * (i32)sizeof(u16) * kOctetTokens;
 using Ring = KeyRing<kHeadDimQk, (kSmemBytes - kOtherBytes) / kOctetBytes / 2 * 2, kStepTokens>;
 
@@ -67,7 +67,8 @@ struct Storage {
     MBarrier sent[kWarps / kQuarters], written;
     Items items;
     float factor[kRows], row_max[kRows];
-    i32 nonfinite_request;  // whose values that not all rows see were not all finite
+    i64 query_rows[kRows], out_rows[kRows];  // where the block's rows lie in a request, in elements
+    i32 nonfinite_request;                   // whose values that not all rows see were not all finite
 };
 static_assert(sizeof(Storage) <= kSmemBytes, "shared memory");
 
@@ -119,11 +120,14 @@ struct Math {
 
 // ---- Scores ----------------------------------------------------------------------------------------------------
 // Position c of the fragments, 8 rows each, holds those that warp c ^ quarter of the half owns.
-MLA_DEVICE void load_queries(const Rows& block, Math& math) {
+MLA_DEVICE void load_queries(const Rows& block, const Storage& s, Math& math) {
+    const u16* queries = block.p.q + block.item().request * block.p.q_stride_b_elems;
+    i32 lane = math.lane;
+    opaque(lane);  // no address is worth a register from item to item
 #pragma unroll
     for (i32 c = 0; c < kQuarters; ++c) {
-        const i32 row = math.half() * kScoreRows + (c ^ math.quarter()) * kOwnRows + math.lane / 4;
-        const u16* from = block.query(row, math.quarter() * kMmaDepth + math.lane % 4 * 2);
+        const i32 row = math.half() * kScoreRows + (c ^ math.quarter()) * kOwnRows + lane / 4;
+        const u16* from = queries + s.query_rows[row] + math.quarter() * kMmaDepth + lane % 4 * 2;
 #pragma unroll
         for (i32 step = 0; step < kScoreSteps; ++step) {
 #pragma unroll
@@ -389,7 +393,10 @@ MLA_DEVICE void store_item(const Rows& block, Storage& s, const Math& math, Outp
         s.factor[math.row()] = store_statistics(block, math.row(), math.max, sum, s.row_max[math.row()]);
     }
     __syncthreads();
-    out.store(block, s.factor, math.warp, math.lane);
+    i32 lane = math.lane;
+    opaque(lane);  // as in load_queries
+    out.store(block, s.factor, math.warp, lane,
+              [&](i32 row) { return block.item().request * block.p.out_stride_b_elems + s.out_rows[row]; });
 }
 
 MLA_DEVICE void run_item(const Rows& block, Storage& s, Math& math) {
@@ -401,7 +408,7 @@ MLA_DEVICE void run_item(const Rows& block, Storage& s, Math& math) {
     Output<Element, kRowTiles> out;
     out.clear();
     if (steps > 0) {
-        load_queries(block, math);
+        load_queries(block, s, math);
         first_scores(block, s, math);
 #pragma unroll 1
         for (i32 step = 0; step + 1 < steps; ++step) run_step(block, s, math, out, step, steps);
@@ -422,6 +429,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_attention_mma(cons
     }
     griddepcontrol_wait();
     const Rows block(p, s.items);
+    // Where rows lie takes divisions: once, not at both ends of each item. `next` is a barrier.
+    if (threadIdx.x < kRows) {
+        const i32 row = min(block.row0 + (i32)threadIdx.x, block.rows - 1), group = p.h_q / p.h_kv;
+        s.query_rows[threadIdx.x] =
+            (row / group) * p.q_stride_s_elems + query_head(p, block.kv_head, row) * p.q_stride_h_elems;
+        s.out_rows[threadIdx.x] = out_offset(p, 0, block.kv_head, row);
+    }
     Math math(s);
     while (block.next()) run_item(block, s, math);
     griddepcontrol_launch_dependents();

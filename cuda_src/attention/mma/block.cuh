@@ -115,6 +115,13 @@ struct Output {
     // Times a factor of each row; 0 means a row without a token, whatever was multiplied.
     template <class Block>
     MLA_DEVICE void store(const Block& block, const float* factors, i32 warp, i32 lane) {
+        store(block, factors, warp, lane,
+              [&](i32 row) { return out_offset(block.p, block.item().request, block.kv_head, block.row0 + row); });
+    }
+
+    // `out_at` says where a row of the block lies in the output.
+    template <class Block, class OutAt>
+    MLA_DEVICE void store(const Block& block, const float* factors, i32 warp, i32 lane, const OutAt& out_at) {
 #pragma unroll
         for (i32 tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
@@ -126,20 +133,20 @@ struct Output {
                 for (i32 i = 0; i < 2 * kValueTiles; ++i) {
                     of_row[i] = factor == 0.f ? 0.f : x[tile][i / 2][2 * r + i % 2] * factor;
                 }
-                if (block.row0 + row < block.rows) store_row(block, block.row0 + row, column(0, warp, lane), of_row);
+                if (block.row0 + row < block.rows) store_row(block, row, column(0, warp, lane), of_row, out_at);
             }
         }
     }
 
    private:
-    template <class Block>
-    MLA_DEVICE static void store_row(const Block& block, i32 row, i32 column, const float (&of_row)[2 * kValueTiles]) {
+    template <class Block, class OutAt>
+    MLA_DEVICE static void store_row(const Block& block, i32 row, i32 column, const float (&of_row)[2 * kValueTiles],
+                                     const OutAt& out_at) {
         const DecodeParams& p = block.p;
         const i32 partial = block.item().partial_index;
         const bool split = partial != kNotSplit;
-        const i64 at = (split ? workspace_row(p, partial, block.kv_head, row) * kHeadDimV
-                              : out_offset(p, block.item().request, block.kv_head, row)) +
-                       column;
+        const i64 at =
+            (split ? workspace_row(p, partial, block.kv_head, block.row0 + row) * kHeadDimV : out_at(row)) + column;
         if (split || p.out_is_fp32) {
             float* to = (split ? p.partial_out : static_cast<float*>(p.out)) + at;
 #pragma unroll
