@@ -71,6 +71,13 @@ OF_WIDE = [
         "false",
     ),
     Mutant("a step that hides some counts whole", WIDE, "(step >= math.first_masked) | ", "false | "),
+    Mutant("no step's end hides anything", WIDE, "seldom = (step + 1 >= math.first_masked) | ", "seldom = "),
+    Mutant(
+        "ends hide a step late",
+        WIDE,
+        "seldom = (step + 1 >= math.first_masked)",
+        "seldom = (step >= math.first_masked)",
+    ),
     Mutant("absent pages of 64 rows count", WIDE, "(present_bits(s.rows, step) != kAllPresent)", "false"),
     Mutant("place of a step taken too early", LOADER, "(done > 0) & (step < steps)", "step < steps"),
     Mutant("a warp's tokens are one", LOADER, "lane % Ring::kWarpTokens;\n    }", "0;\n    }"),
@@ -78,6 +85,10 @@ OF_WIDE = [
 #: Of a request of more steps than are looked up at once.
 OF_LONG = [
     Mutant("next rows not kept", LOADER, "if (at == kLookUp + 1) keep_rows", "if (false) keep_rows"),
+    Mutant("next pages looked up, rows not kept", LOADER, "return ((done + kSteps - 1) %", "return ((done + kSteps) %"),
+    Mutant(
+        "rows kept, next pages not looked up", LOADER, "return ((done + kSteps - 1) %", "return ((done + kSteps - 2) %"
+    ),
     Mutant("next rows in the place of others", LOADER, "index % kRowTables * kWarpThreads + lane", "lane"),
 ]
 #: Of a request in pages that no step is whole ones of.
