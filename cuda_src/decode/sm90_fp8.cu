@@ -95,9 +95,6 @@ struct TileLoader {
 // ---- Before the wait -------------------------------------------------------------------------------------------
 // `prefetch_inputs` of decode/sm90_load.cuh, of queries in one byte or two: what roles read one after another at their
 // start comes into L2 all at once. Of large batches the first blocks' share is a small one.
-#ifndef MLA_FP8_ASK_INPUTS
-#define MLA_FP8_ASK_INPUTS 1
-#endif
 MLA_DEVICE void prefetch_fp8_inputs(const DecodeParams& p) {
     constexpr i32 kMostRequests = 4;
     constexpr i32 kLineBytes = 128, kWords = kLineBytes / sizeof(i32), kPoints = kLineBytes / sizeof(SchedulePoint);
@@ -133,9 +130,7 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
         prefetch_tensormap(rope_map);
         init_fp8_storage(s, block.rows);
     }
-#if MLA_FP8_ASK_INPUTS
     prefetch_fp8_inputs(p);
-#endif
     __syncthreads();
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
 

@@ -37,9 +37,6 @@ from mla_cupy.runtime.launching import Dim3
 
 _FLOAT, _BYTES_16_BITS = 4, 2
 
-ONE_SEQUENCE = True
-"""True if the launch for statistics writes the schedule of one sequence, which then has no launch of its own."""
-
 
 @dataclass(frozen=True)
 class DenseBackwardConfig:
@@ -99,7 +96,8 @@ class DenseBackwardPipeline(Pipeline[DenseBackwardConfig]):
             return []
         # One block of arguments for all launches that have these parameters: kernels without maps do not look at them.
         args = LaunchArgs(_params(config, call), kernel.maps(problem, call))
-        one_sequence = ONE_SEQUENCE and problem.sequences == 1 and problem.s_q > 0
+        # The launch for statistics writes the schedule of one sequence, which then has no launch of its own.
+        one_sequence = problem.sequences == 1 and problem.s_q > 0
         steps: list[Step] = [] if one_sequence else [launch_schedule(problem, call, of_keys=True)]
         if problem.s_q:
             statistics = LaunchArgs(_delta_params(config, call, one_sequence))
