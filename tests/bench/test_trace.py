@@ -16,7 +16,7 @@ import pytest
 from bench.cli import main
 from bench.core.errors import BenchError
 from bench.trace import command, report
-from bench.trace.choice import ONLY, Choice, places
+from bench.trace.choice import NOWHERE, ONLY, Choice, places
 from bench.trace.command import MAX_AUTO_PARTS, MAX_PARTS, Traced
 from bench.trace.driver import MOMENT, NO_SLOT, OPENING, PRELUDE, RECORD, TARGET, Recorded, traced
 from bench.trace.sites import UNKNOWN, number, sites
@@ -414,6 +414,15 @@ def test_traced_builds_do_not_spill() -> None:
         except KernelCompileError:
             build = compile_kernel(Choice(lean=True).of(request))
         assert build.info["spill_stores"] == 0, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", [Choice(), Choice(NOWHERE)], ids=["all-places", "no-place"])
+def test_the_kernel_without_a_register_to_spare_is_not_refused(choice: Choice) -> None:
+    """All places in one run, and what `--parts auto` compares with: the frame leaves registers for both."""
+    spec = KERNELS["dense_sm90_fp8"]
+    request = traced(spec.request(spec.variants[0], "sm_90a"))
+    assert compile_kernel(choice.of(request)).info["spill_stores"] == 0
 
 
 @pytest.mark.slow
