@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,9 @@ MIN_CYCLES = 20
 _BEGINS, _ENDS = 0, 1
 _LONG_ENOUGH_NS = 1000
 """Shortest time between two moments that tells a clock rate: the timer has steps of 32 ns or more."""
+
+TIME_OF_LAST_WARP = 1
+"""`kTimeOfLastWarp` of `trace/waits.cuh`."""
 
 Array = npt.NDArray[Any]
 
@@ -141,6 +144,7 @@ def trace_of(recorded: Recorded, clock_ghz: float, unit: Unit = MICROSECOND, min
         Shorter waits are left out: the warp counts as running.
     """
     ghz = clock_rate(recorded.moments) or clock_ghz
+    recorded = replace(recorded, moments=with_times(recorded.moments, ghz))
     launched = recorded.moments[..., _ENDS]["nanoseconds"] > 0
     first = int(recorded.moments[launched][:, _BEGINS]["nanoseconds"].min(initial=np.iinfo(np.uint64).max))
     known = sites(recorded.files)
@@ -154,6 +158,18 @@ def trace_of(recorded: Recorded, clock_ghz: float, unit: Unit = MICROSECOND, min
         recorded.spills,
         unit,
     )
+
+
+def with_times(moments: Array, ghz: float) -> Array:
+    """Return moments that all have their nanoseconds: from their clocks, and when their block's last warp began."""
+    told = moments[:, -1:, :1]
+    cycles = (moments["clock"] - told["clock"]).astype(np.int32)  # modulo 2^32, like the clock
+    found: Array = moments.copy()
+    missing = moments["nanoseconds"] == TIME_OF_LAST_WARP
+    found["nanoseconds"][missing] = (told["nanoseconds"].astype(np.int64) + np.rint(cycles / ghz).astype(np.int64))[
+        missing
+    ]
+    return found
 
 
 def clock_rate(moments: Array) -> float | None:

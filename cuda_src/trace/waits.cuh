@@ -76,8 +76,13 @@ MLA_DEVICE bool leaves_records(u32 row) { return row < mla_trace_target.rows && 
 
 enum MomentOf : u32 { kBegins, kEnds, kMoments };
 
+// Stands for the nanoseconds of a block's warps but the last one, which reads them for all: their clock is the same.
+constexpr u64 kTimeOfLastWarp = 1;
+
 MLA_DEVICE void record_moment(u32 row, MomentOf which) {
-    mla_trace_target.moments[row * kMoments + which] = Moment{global_timer(), sm_clock(), sm_id()};
+    const bool last = own_thread() / kWarpThreads + 1 == mla_trace_target.warps;
+    const u64 nanoseconds = last ? global_timer() : kTimeOfLastWarp;
+    mla_trace_target.moments[row * kMoments + which] = Moment{nanoseconds, sm_clock(), sm_id()};
 }
 
 // Stands first in an entry, and so lives as long as the warp does.

@@ -16,11 +16,11 @@ import pytest
 from bench.cli import main
 from bench.core.errors import BenchError
 from bench.trace import command, report
-from bench.trace.choice import ONLY, Choice, places
+from bench.trace.choice import NOWHERE, ONLY, Choice, places
 from bench.trace.command import MAX_AUTO_PARTS, MAX_PARTS, Traced
 from bench.trace.driver import MOMENT, NO_SLOT, OPENING, PRELUDE, RECORD, TARGET, Recorded, traced
 from bench.trace.sites import UNKNOWN, number, sites
-from bench.trace.waits import BASIC_BLOCK, clock_rate, roles, trace_of, unwrapped
+from bench.trace.waits import BASIC_BLOCK, clock_rate, roles, trace_of, unwrapped, with_times
 from mla_cupy.errors import KernelCompileError
 from mla_cupy.kernels import KERNELS
 from mla_cupy.runtime import cache, loader, sources
@@ -90,6 +90,17 @@ def test_waits_lie_on_one_axis() -> None:
     assert list(report.running(second)) == [(10.0, 160.0), (210.0, 250.0), (260.0, 265.0)]
     assert (first.end, second.end) == (105.0, 265.0)
     assert second.waiting == 60.0
+
+
+def test_the_last_warp_of_a_block_reads_the_time_for_all() -> None:
+    moments = np.zeros((2, 3, 2), MOMENT)
+    moments[0, :, 0] = [(1, 2**32 - 120, 7), (1, 2**32 - 90, 7), (50_000, 2**32 - 100, 7)]
+    moments[0, :, 1] = [(1, 3900, 7), (1, 5900, 7), (51_000, 1900, 7)]
+    assert with_times(moments, GHZ)["nanoseconds"].tolist() == [
+        [[49_990, 52_000], [50_005, 53_000], [50_000, 51_000]],
+        [[0, 0]] * 3,  # not launched
+    ]
+    assert clock_rate(moments) == GHZ
 
 
 def test_warps_without_a_wait_run_and_blocks_that_were_not_launched_do_not() -> None:
@@ -403,6 +414,15 @@ def test_traced_builds_do_not_spill() -> None:
         except KernelCompileError:
             build = compile_kernel(Choice(lean=True).of(request))
         assert build.info["spill_stores"] == 0, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", [Choice(), Choice(NOWHERE)], ids=["all-places", "no-place"])
+def test_the_kernel_without_a_register_to_spare_is_not_refused(choice: Choice) -> None:
+    """All places in one run, and what `--parts auto` compares with: the frame leaves registers for both."""
+    spec = KERNELS["dense_sm90_fp8"]
+    request = traced(spec.request(spec.variants[0], "sm_90a"))
+    assert compile_kernel(choice.of(request)).info["spill_stores"] == 0
 
 
 @pytest.mark.slow
