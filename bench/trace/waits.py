@@ -162,11 +162,11 @@ def trace_of(recorded: Recorded, clock_ghz: float, unit: Unit = MICROSECOND, min
 
 def with_times(moments: Array, ghz: float) -> Array:
     """Return moments that all have their nanoseconds: from their clocks, and when their block's last warp began."""
-    told = moments[:, -1:, :1]
-    cycles = (moments["clock"] - told["clock"]).astype(np.int32)  # modulo 2^32, like the clock
+    last = moments[:, -1:, :1]
+    cycles = (moments["clock"] - last["clock"]).astype(np.int32)  # modulo 2^32, like the clock
     found: Array = moments.copy()
     missing = moments["nanoseconds"] == TIME_OF_LAST_WARP
-    found["nanoseconds"][missing] = (told["nanoseconds"].astype(np.int64) + np.rint(cycles / ghz).astype(np.int64))[
+    found["nanoseconds"][missing] = (last["nanoseconds"].astype(np.int64) + np.rint(cycles / ghz).astype(np.int64))[
         missing
     ]
     return found

@@ -18,8 +18,8 @@ from typing import Any
 from tests.engines.gpu.check import LENGTHS, prompts
 from tests.engines.model import configuration, weights
 
-TOLD = 4
-"""Tokens whose logprobs are told, the most probable first: as many as the engines are asked for."""
+SHOWN = 4
+"""Tokens whose logprobs are printed, the most probable first: as many as the engines are asked for."""
 
 
 def logprobs(config: dict[str, Any], tensors: dict[str, Any], tokens: list[int], lost: int = 0) -> Any:
@@ -98,7 +98,7 @@ def _rotated(x: Any, theta: float) -> Any:
 
 
 def main(given: list[str]) -> int:
-    """Tell the first tokens of some prompts."""
+    """Print the first tokens of some prompts."""
     parser = argparse.ArgumentParser(prog="python -m tests.engines.forward", description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", default="12", help="numbers")
     parser.add_argument("--lost", type=int, default=0, help="tokens from this one on attend to none before it")
@@ -108,9 +108,9 @@ def main(given: list[str]) -> int:
     config = configuration(drafting=not options.no_drafts, num_attention_heads=options.heads)
     tensors, known = weights(config), prompts(max(LENGTHS))
     for number in map(int, options.prompts.split(",")):
-        best = logprobs(config, tensors, known[number], options.lost).topk(TOLD)
-        told = ", ".join(f"{token} {value:.3f}" for value, token in zip(*(x.tolist() for x in best), strict=True))
-        print(f"prompt {number}, {len(known[number])} tokens: {told}", flush=True)
+        best = logprobs(config, tensors, known[number], options.lost).topk(SHOWN)
+        shown = ", ".join(f"{token} {value:.3f}" for value, token in zip(*(x.tolist() for x in best), strict=True))
+        print(f"prompt {number}, {len(known[number])} tokens: {shown}", flush=True)
     return 0
 
 

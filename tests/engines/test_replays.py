@@ -69,8 +69,8 @@ def test_graphs_are_timed_while_asked(event: type[Event], tmp_path: Path) -> Non
     for _ in range(2):
         replaying("graph")
     assert Event.clock == 8
-    told = replays.told(switch, lambda: [replaying("graph") for _ in range(replays.AT_ONCE + 1)])
-    assert told == {"replays": replays.AT_ONCE, "graph_ms": 11.0 + (replays.AT_ONCE - 1) / 2, "least_graph_ms": 11.0}
+    times = replays.graph_times(switch, lambda: [replaying("graph") for _ in range(replays.AT_ONCE + 1)])
+    assert times == {"replays": replays.AT_ONCE, "graph_ms": 11.0 + (replays.AT_ONCE - 1) / 2, "least_graph_ms": 11.0}
     before = Event.clock
     replaying("graph")
     assert (Event.clock, left) == (before + 9, [])
@@ -83,11 +83,11 @@ def test_readings_of_one_run_are_not_those_of_another(event: type[Event], tmp_pa
     replaying = replays.timed(replay, event, switch)
     event.behind = 7  # one reading of the first is under way when the second begins
     for expected in (6.0, 10.0):  # no replay between the two
-        told = replays.told(switch, lambda: [replaying("graph") for _ in range(replays.AT_ONCE + 1)])
-        assert told == {"replays": replays.AT_ONCE, "graph_ms": expected, "least_graph_ms": expected}
-    assert replays.told(switch, lambda: replaying("graph")) == {}
+        times = replays.graph_times(switch, lambda: [replaying("graph") for _ in range(replays.AT_ONCE + 1)])
+        assert times == {"replays": replays.AT_ONCE, "graph_ms": expected, "least_graph_ms": expected}
+    assert replays.graph_times(switch, lambda: replaying("graph")) == {}
     with pytest.raises(ZeroDivisionError):
-        replays.told(switch, lambda: 1 // 0)
+        replays.graph_times(switch, lambda: 1 // 0)
     assert not switch.exists()
 
 
@@ -118,9 +118,11 @@ def test_kernels_of_replays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     replay = replays.traced(lambda name: Profile.seen.append(Kernel(name, 0.0, 32.0)), torch, tmp_path / "a")
     replay("before")
     for name in ("one", "two"):
-        found = replays.asked(tmp_path / "a", lambda name=name: [replay(name) for _ in range(replays.TRACED + 3)])
+        found = replays.readings_while(
+            tmp_path / "a", lambda name=name: [replay(name) for _ in range(replays.TRACED + 3)]
+        )
         assert found == [{"kernel": name, "runs": 1.0, "us": 32.0, "added_us": 2.0}]
-    assert replays.asked(tmp_path / "a", lambda: replay("few")) is None
+    assert replays.readings_while(tmp_path / "a", lambda: replay("few")) is None
     assert (len(waited), len(Profile.running)) == (5, 1)
     replay("after")
     assert not Profile.running
@@ -177,9 +179,9 @@ def test_times_on_a_clock_come_first(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert engine.asked[0] == (64, 1)
     monkeypatch.setenv(replays.SWITCH, str(tmp_path / "a.timed"))
     made = {"replays": 8, "graph_ms": 2.0, "least_graph_ms": 1.0}
-    monkeypatch.setattr(replays, "told", lambda switch, run: (run(), made)[1])
+    monkeypatch.setattr(replays, "graph_times", lambda switch, run: (run(), made)[1])
     sglang_check.speed(options, engine, lambda found: kept.append(json.dumps(found)))
-    told = [{name: step.get("apart") for name, step in json.loads(x)["steps"].items()} for x in kept[1:4]]
-    assert told == [{"b64 24": None, "b1 24": None}, {"b64 24": made, "b1 24": None}, {"b64 24": made, "b1 24": made}]
+    times = [{name: step.get("apart") for name, step in json.loads(x)["steps"].items()} for x in kept[1:4]]
+    assert times == [{"b64 24": None, "b1 24": None}, {"b64 24": made, "b1 24": None}, {"b64 24": made, "b1 24": made}]
     assert engine.asked[-4:] == [(64, sglang_check.LONG), (1, sglang_check.LONG)] * 2
     assert [x["kernels"] for x in json.loads(kept[-1])["steps"].values()] == [None, None]  # nobody replays here

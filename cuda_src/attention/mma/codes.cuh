@@ -487,7 +487,7 @@ MLA_DEVICE void first_scores(CodeStorage<C>& s, CodeMath<C>& math) {
 }
 
 // The values of a step, and the scores of the next one, which comes in meanwhile: each hides what the other waits for.
-// So do they what asking for a step takes.
+// Together they hide the copies of a later step, too.
 template <class C, class Out>
 MLA_DEVICE void values_and_scores(const typename C::Rows& block, CodeStorage<C>& s, CodeMath<C>& math, Out& out,
                                   bool due) {

@@ -2,8 +2,8 @@
 
 SGLang runs its model in processes of their own. `sglang_check --speed --graphs` puts the folder `watch` on the path of
 all of them, so that each calls `watch` when it starts; the one that imports the module that replays graphs has them
-timed, between events, while a file is there, and told kernel by kernel while another is. Readings are written beside
-them. Where graphs are timed nothing waits for the GPU.
+timed, between events, while a file is there, and profiled kernel by kernel while another is. Readings are written
+beside them. Where graphs are timed nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ REPLAYER = "sglang.srt.model_executor.runner_backend.full_cuda_graph_backend"
 AT_ONCE = 8
 """Readings that are written together: each writing keeps the host from its next step."""
 SETTLED = 0.2
-"""Seconds before a file is there: an engine may replay once more than it has told."""
+"""Seconds before a file is there: an engine may replay once more after its last answer."""
 TRACED = 16
-"""Replays that are told kernel by kernel, with what runs between them."""
+"""Replays that are profiled kernel by kernel, with what runs between them."""
 
 
 def watch() -> None:
@@ -60,7 +60,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
                 kind, switch = torch.cuda.CUDAGraph, Path(os.environ[SWITCH])
                 timing = timed(kind.replay, torch.cuda.Event, switch)
-                kind.replay = traced(timing, torch, traces(switch))  # type: ignore[method-assign]
+                kind.replay = traced(timing, torch, trace_switch(switch))  # type: ignore[method-assign]
 
             loader.exec_module = run_and_install
         return found
@@ -74,9 +74,9 @@ def timed(replay: Callable[[Any], None], event: Callable[..., Any], switch: Path
 
     def replaying(graph: Any) -> None:
         nonlocal run
-        asked_for = asking(switch)
-        if asked_for != run:
-            run = asked_for
+        wanted = current_run(switch)
+        if wanted != run:
+            run = wanted
             under_way.clear()
             found.clear()
         if not run:
@@ -91,7 +91,7 @@ def timed(replay: Callable[[Any], None], event: Callable[..., Any], switch: Path
             first, last = under_way.popleft()
             found.append(first.elapsed_time(last))
             if len(found) % AT_ONCE == 0:
-                write(readings(switch), found)
+                write(readings_of(switch), found)
 
     return replaying
 
@@ -103,9 +103,9 @@ def traced(replay: Callable[[Any], None], torch: Any, switch: Path) -> Callable[
 
     def replaying(graph: Any) -> None:
         nonlocal count, run
-        asked_for = asking(switch)
-        if asked_for != run:
-            count, run = 0, asked_for
+        wanted = current_run(switch)
+        if wanted != run:
+            count, run = 0, wanted
             while profiles:  # of a run that had too few replays
                 profiles.pop().stop()
         count += bool(run)
@@ -117,12 +117,12 @@ def traced(replay: Callable[[Any], None], torch: Any, switch: Path) -> Callable[
         if count == TRACED:
             torch.cuda.synchronize()
             profiles[-1].stop()
-            write(readings(switch), per_step([], kernels_of(profiles.pop()), TRACED))
+            write(readings_of(switch), per_step([], kernels_of(profiles.pop()), TRACED))
 
     return replaying
 
 
-def asking(switch: Path) -> str:
+def current_run(switch: Path) -> str:
     """Which run it is whose graphs are asked for; none where the file is not there."""
     try:
         return switch.read_text()
@@ -130,12 +130,12 @@ def asking(switch: Path) -> str:
         return ""
 
 
-def traces(switch: Path) -> Path:
-    """The file that is there while kernels are told."""
+def trace_switch(switch: Path) -> Path:
+    """The file that is there while kernels are profiled."""
     return switch.with_name(switch.name + TRACE)
 
 
-def readings(switch: Path) -> Path:
+def readings_of(switch: Path) -> Path:
     """Where those of a file are."""
     return switch.with_name(switch.name + ".json")
 
@@ -147,10 +147,10 @@ def write(path: Path, values: Any) -> None:
     draft.replace(path)
 
 
-def asked(switch: Path, run: Callable[[], Any]) -> Any:
+def readings_while(switch: Path, run: Callable[[], Any]) -> Any:
     """Run with the file there, while another process replays graphs; what that process wrote, or None."""
     time.sleep(SETTLED)
-    readings(switch).unlink(missing_ok=True)
+    readings_of(switch).unlink(missing_ok=True)
     draft = switch.with_name(switch.name + ".draft")
     draft.write_text(str(time.time_ns()))
     draft.replace(switch)
@@ -158,12 +158,12 @@ def asked(switch: Path, run: Callable[[], Any]) -> Any:
         run()
     finally:
         switch.unlink()
-    return json.loads(readings(switch).read_text()) if readings(switch).exists() else None
+    return json.loads(readings_of(switch).read_text()) if readings_of(switch).exists() else None
 
 
-def told(switch: Path, run: Callable[[], Any]) -> dict[str, Any]:
+def graph_times(switch: Path, run: Callable[[], Any]) -> dict[str, Any]:
     """The median milliseconds of what was replayed while `run` ran, and the least; empty where nothing was timed."""
-    spans = asked(switch, run)
+    spans = readings_while(switch, run)
     if not spans:
         return {}
     return {

@@ -133,15 +133,15 @@ def speed(options: argparse.Namespace, engine: Any, keep: Callable[[dict[str, An
     for batch in batches:
         seconds(SHORT, batch)
         pairs = FEW if batch > MANY else MORE
-        told = step_times([(seconds(SHORT, batch), seconds(LONG, batch)) for _ in range(pairs)])
-        steps[f"b{batch} {options.context}"] = told
+        times = step_times([(seconds(SHORT, batch), seconds(LONG, batch)) for _ in range(pairs)])
+        steps[f"b{batch} {options.context}"] = times
     keep({"steps": steps})
     if not os.environ.get(replays.SWITCH):
         return
     switch = Path(os.environ[replays.SWITCH])
     for name, ask in (
-        ("apart", lambda run: replays.told(switch, run)),
-        ("kernels", lambda run: replays.asked(replays.traces(switch), run)),
+        ("apart", lambda run: replays.graph_times(switch, run)),
+        ("kernels", lambda run: replays.readings_while(replays.trace_switch(switch), run)),
     ):
         for batch in batches:
             steps[f"b{batch} {options.context}"][name] = ask(lambda batch=batch: seconds(LONG, batch))
