@@ -230,11 +230,9 @@ def _trace(subject: Subject, tracer: Tracer, choices: Sequence[Choice], auto: bo
     while waiting and not found.wrong:
         choice = waiting.pop(0)
         try:
-            more = _add_part(found, choice, subject, tracer)
-            if auto and _costs_too_much(more, choice):
-                waiting[:0] = choice.halves
-            else:
-                found = more
+            more = _add_part(found, choice, subject, tracer, auto)
+            waiting[:0] = choice.halves if more is None else []
+            found = more or found
         except KernelCompileError as error:
             if REFUSED not in str(error):
                 raise
@@ -259,18 +257,21 @@ def _frame_us(subject: Subject, tracer: Tracer) -> float | None:
     return None
 
 
-def _costs_too_much(found: Traced, choice: Choice) -> bool:
+def _costs_too_much(us: float, found: Traced, choice: Choice) -> bool:
     """True where a part is above the aim, and well above what it would cost without a place."""
     if found.plain_us is None or choice.parts >= MAX_AUTO_PARTS:
         return False
-    return found.traced_us[choice.name] > max(AIM * found.plain_us, FRAME_MARGIN * (found.frame_us or 0.0))
+    return us > max(AIM * found.plain_us, FRAME_MARGIN * (found.frame_us or 0.0))
 
 
-def _add_part(found: Traced, choice: Choice, subject: Subject, tracer: Tracer) -> Traced:
+def _add_part(found: Traced, choice: Choice, subject: Subject, tracer: Tracer, auto: bool) -> Traced | None:
+    """Return what was found and a part besides, or None where it costs too much; its records are not read then."""
     recorder = tracer.recording(choice)
     with _tracing(recorder):
         prepared = subject.prepare()
         times = {choice.name: _time(prepared, subject.device)} if subject.timed else {}
+        if auto and times and _costs_too_much(times[choice.name], found, choice):
+            return None
         _call(prepared)()
         subject.device.synchronize()
         wrong = subject.judge(prepared)

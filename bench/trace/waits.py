@@ -37,8 +37,7 @@ BASIC_BLOCK = Unit("basic blocks", 1.0)
 """The simulator's clock and timer both count executed basic blocks."""
 
 
-@dataclass(frozen=True)
-class Wait:
+class Wait(NamedTuple):
     """One wait: nanoseconds since the first warp of the launch began, and cycles."""
 
     begin: float
@@ -205,15 +204,14 @@ def _warp(
     start, last = moments[_BEGINS], moments[_ENDS]
     start_ns = float(int(start["nanoseconds"]) - first)
     clocks = np.append(records["end"], last["clock"]) if complete else records["end"]
-    ends = (start_ns + unwrapped(clocks, int(start["clock"])) / ghz).tolist()
-    lengths = (records["end"] - records["begin"]).tolist()  # modulo 2^32, like the clock
-    waits = tuple(
-        Wait(end - cycles / ghz, end, cycles, known.get(site, UNKNOWN))
-        for end, cycles, site in zip(ends, lengths, records["site"].tolist(), strict=False)
-        if cycles >= min_cycles
-    )
-    places = frozenset(known.get(site, UNKNOWN) for site in set(records["site"].tolist()))
-    return Warp(block, warp, int(start["sm"]), start_ns, ends[-1], waits, places)
+    ends = start_ns + unwrapped(clocks, int(start["clock"])) / ghz
+    lengths = records["end"] - records["begin"]  # modulo 2^32, like the clock
+    places = {site: known.get(site, UNKNOWN) for site in np.unique(records["site"]).tolist()}
+    (long,) = np.nonzero(lengths >= min_cycles)
+    until, cycles = ends[long], lengths[long]
+    found = map(places.__getitem__, records["site"][long].tolist())
+    waits = tuple(map(Wait, (until - cycles / ghz).tolist(), until.tolist(), cycles.tolist(), found))
+    return Warp(block, warp, int(start["sm"]), start_ns, float(ends[-1]), waits, frozenset(places.values()))
 
 
 def unwrapped(clocks: Array, start: int) -> Array:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import re
 import types
@@ -345,8 +347,10 @@ def test_parts_are_halved_while_that_makes_them_cheaper(
     times = {"": 108.0, "1 of 2": 105.0, "1 of 4": 102.9, "3 of 4": 101.0, "2 of 2": 103.0}
     seen: list[str] = []
 
-    def add(found: Traced, choice: Choice, *_: object) -> Traced:
+    def add(found: Traced, choice: Choice, *_: object) -> Traced | None:
         seen.append(choice.name)
+        if command._costs_too_much(times[choice.name], found, choice):
+            return None
         trace = trace_of(recorded({(0, 0): [(200, 50, 2)]}), GHZ)
         return dataclasses.replace(
             found, traces=[*found.traces, trace], traced_us=found.traced_us | {choice.name: times[choice.name]}
@@ -364,22 +368,27 @@ def test_parts_are_halved_while_that_makes_them_cheaper(
 
 
 def test_a_part_that_stays_dear_is_kept_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixteen parts are the most, whatever they cost; without auto none is made smaller."""
+    """Sixteen parts are the most, whatever they cost; without auto none is made smaller. Only what is kept is read."""
     monkeypatch.setattr(command, "_frame_us", lambda *_: 100.0)
-    monkeypatch.setattr(command, "_time", lambda *_: 100.0)
-    monkeypatch.setattr(
-        command,
-        "_add_part",
-        lambda found, choice, *_: dataclasses.replace(
-            found,
-            traces=[*found.traces, trace_of(recorded({(0, 0): [(200, 50, 2)]}), GHZ)],
-            traced_us=found.traced_us | {choice.name: 110.0},
-        ),
-    )
-    subject: Any = types.SimpleNamespace(timed=True, prepare=lambda: None, device=None)
+    read: list[str] = []
+    monkeypatch.setattr(command, "_time", lambda prepared, _: prepared.us)
+    plain = types.SimpleNamespace(us=100.0, figures={}, calls=[lambda: None])
+    traced = types.SimpleNamespace(us=110.0, figures={}, calls=[lambda: None])
+    calls = itertools.cycle([plain, *[traced] * (2 * MAX_AUTO_PARTS - 1)])
+
+    class Recorder:
+        def recorded(self) -> list[Recorded]:
+            read.append("once")
+            return [recorded({(0, 0): [(200, 50, 2)]})]
+
+    device = types.SimpleNamespace(synchronize=lambda: None)
+    subject: Any = types.SimpleNamespace(timed=True, prepare=lambda: next(calls), device=device, judge=lambda _: "")
+    tracer: Any = types.SimpleNamespace(recording=lambda _: Recorder(), ghz=GHZ, min_cycles=0)
+    monkeypatch.setattr(command, "_tracing", lambda _: contextlib.nullcontext())
     for auto, parts in ((True, MAX_AUTO_PARTS), (False, 1)):
-        found = command._trace(subject, cast(Any, None), [Choice()], auto)
-        assert len(found.traced_us) == parts
+        read.clear()
+        found = command._trace(subject, tracer, [Choice()], auto)
+        assert len(found.traced_us) == len(found.traces) == len(read) == parts
 
 
 def test_parts_auto_in_the_simulator_is_one_run(tmp_path: Path) -> None:
