@@ -2,10 +2,11 @@
 
     python -m tests.engines.forward --prompts 12,14
     python -m tests.engines.forward --prompts 12 --lost 131
+    python -m tests.engines.forward --prompts 40 --no-drafts --after 1269,858,2373
 
-Where two backends part in a prompt's first token, this says which of them is right. Prompts are those of
-`tests.engines.gpu.check`, by number. With --lost the tokens from that one on attend to none before it, in any layer:
-what a runner computes that loses the first part of a prompt that it prefills in parts.
+Where two backends part in a prompt's first token, or after tokens that both have, this says which of them is right.
+Prompts are those of `tests.engines.gpu.check`, by number. With --lost the tokens from that one on attend to none before
+it, in any layer: what a runner computes that loses the first part of a prompt that it prefills in parts.
 """
 
 from __future__ import annotations
@@ -101,16 +102,22 @@ def main(given: list[str]) -> int:
     """Print the first tokens of some prompts."""
     parser = argparse.ArgumentParser(prog="python -m tests.engines.forward", description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", default="12", help="numbers")
+    parser.add_argument("--after", default="", metavar="TOKENS", help="tokens that follow the prompt, of one prompt")
     parser.add_argument("--lost", type=int, default=0, help="tokens from this one on attend to none before it")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--no-drafts", action="store_true", help="of the model that drafts no tokens")
     options = parser.parse_args(given)
     config = configuration(drafting=not options.no_drafts, num_attention_heads=options.heads)
-    tensors, known = weights(config), prompts(max(LENGTHS))
-    for number in map(int, options.prompts.split(",")):
-        best = logprobs(config, tensors, known[number], options.lost).topk(SHOWN)
+    numbers = [int(number) for number in options.prompts.split(",")]
+    after = [int(token) for token in options.after.split(",") if token]
+    if after and len(numbers) > 1:
+        parser.error(f"--after: got {len(numbers)} prompts, expected one")
+    tensors, known = weights(config), prompts(max(LENGTHS), max(numbers) + 1)
+    for number in numbers:
+        tokens = known[number] + after
+        best = logprobs(config, tensors, tokens, options.lost).topk(SHOWN)
         shown = ", ".join(f"{token} {value:.3f}" for value, token in zip(*(x.tolist() for x in best), strict=True))
-        print(f"prompt {number}, {len(known[number])} tokens: {shown}", flush=True)
+        print(f"prompt {number}, {len(tokens)} tokens: {shown}", flush=True)
     return 0
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.engines.forward import logprobs, main
+from tests.engines.gpu.check import LENGTHS, prompts
 from tests.engines.model import configuration, weights
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "vocab_size": 40, "kv_lora_rank": 16}
@@ -72,3 +73,21 @@ def test_prompts_are_told_by_number(capsys: pytest.CaptureFixture[str], monkeypa
     assert main(["--prompts", "3,5", "--lost", "7", "--heads", "8"]) == 0
     assert given == [(8, 16, 7, 768), (8, 63, 7, 768)]
     assert "prompt 5, 63 tokens: 1 -0.500, 3 -1.000, 4 -2.000, 0 -3.000" in capsys.readouterr().out
+
+
+def test_tokens_may_follow_a_prompt(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr("tests.engines.forward.weights", lambda config: {})
+    given: list[list[int]] = []
+
+    def known(config: Any, tensors: Any, tokens: list[int], lost: int) -> Any:
+        given.append(tokens)
+        return torch.zeros(5)
+
+    monkeypatch.setattr("tests.engines.forward.logprobs", known)
+    assert main(["--prompts", "17", "--after", "8,9"]) == 0
+    assert given == [[*prompts(max(LENGTHS), 18)[17], 8, 9]]
+    assert f"prompt 17, {LENGTHS[1] + 2} tokens" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--prompts", "3,5", "--after", "8"])
+    assert "--after: got 2 prompts, expected one" in capsys.readouterr().err
