@@ -15,6 +15,11 @@
 #ifndef MLA_HEAD_DIM_V
 #define MLA_HEAD_DIM_V 512
 #endif
+// Partial results of products in FP8 may be bfloat16: half of the bytes that the attention kernel writes and this one
+// reads.
+#ifndef MLA_PARTIALS
+#define MLA_PARTIALS float
+#endif
 
 namespace mla::attention {
 MLA_DECODE_FACTS();
@@ -53,11 +58,12 @@ MLA_DEVICE void merge_even_pieces(const DecodeParams& p, i32 pieces) {
             return piece < pieces ? p.partial_lse[row_of(piece)] : negative_infinity();
         };
         const SlotValues lse{lse_of(lane % kSlotLanes), lse_of(lane % kSlotLanes + kSlotLanes)};
-        const float4* const from = reinterpret_cast<const float4*>(p.partial_out) + thread;
+        using Vector = PartialVector<MLA_PARTIALS>;
+        const auto* const from = reinterpret_cast<const Vector::Stored*>(p.partial_out) + thread;
         float4 loaded[kSlots];
 #pragma unroll
         for (i32 i = 0; i < kSlots; ++i) {
-            loaded[i] = ld_global_16_once(from + (i64)row_of(i) * kRowVectors, i < pieces, kEvictFirst);
+            loaded[i] = Vector::load(from + (i64)row_of(i) * kRowVectors, i < pieces);
         }
         constexpr UnitShape kRow{0, 0};
         const SlotValues max = lse.over_row(kRow, [](float x, float y) { return fmaxf(x, y); });
@@ -91,6 +97,6 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads, 4)
     if constexpr (MLA_HEAD_DIM_V == kHeadDimV) {
         if (const i32 pieces = even_pieces(p)) return merge_even_pieces<MLA_DTYPE>(p, pieces);
     }
-    run_combine<MLA_DTYPE, ScheduledWork, MLA_HEAD_DIM_V>(p, s);
+    run_combine<MLA_DTYPE, ScheduledWork, MLA_HEAD_DIM_V, MLA_PARTIALS>(p, s);
 }
 }  // namespace mla::attention

@@ -137,7 +137,7 @@ MLA_DEVICE bool next_may_start(const DecodeParams& p) {
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
-template <class Element, class Work, i32 kColumns = kHeadDimV>
+template <class Element, class Work, i32 kColumns = kHeadDimV, class Partial = float>
 MLA_DEVICE void run_combine(const DecodeParams& p, CombineStorage& s) {
     // What follows may start before this kernel has waited, but waits itself for the end of this kernel, and so of the
     // attention kernel, before it reads or writes anything in memory: every kernel of the package that is launched as a
@@ -155,7 +155,7 @@ MLA_DEVICE void run_combine(const DecodeParams& p, CombineStorage& s) {
         if (!waited) griddepcontrol_wait();
         waited = true;
         if (first >= units) break;
-        if (first + team < units) merge_unit<Element, kColumns>(p, s.teams[team]);
+        if (first + team < units) merge_unit<Element, kColumns, Partial>(p, s.teams[team]);
     }
 }
 }  // namespace mla::attention

@@ -10,6 +10,7 @@ struct Fp8ScaleAddresses {
 
 struct DecodeFp8Params : Fp8ScaleAddresses, DecodeParams {
     i64 q_scales_stride_b_elems, q_scales_stride_s_elems, q_scales_stride_h_elems;
+    i32 bf16_partials;  // partial results are bfloat16, and not float32: only of results in bfloat16
 };
 
 MLA_DEVICE float cache_scale(const DecodeFp8Params& p) { return p.kv_scales == nullptr ? 1.f : *p.kv_scales; }

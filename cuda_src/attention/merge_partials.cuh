@@ -162,6 +162,24 @@ struct SlotValues {
 // exp2(lse - max), where no piece (both -Inf) weighs nothing. A NaN stays one.
 MLA_DEVICE float weight(float lse, float max_lse) { return lse == negative_infinity() ? 0.f : exp2f(lse - max_lse); }
 
+// Partial results as they lie in the workspace: four numbers of a thread are 16 bytes of float32, or 8 of bfloat16.
+template <class Partial>
+struct PartialVector {
+    using Stored = float4;
+    MLA_DEVICE static float4 load(const Stored* from, bool present) {
+        return ld_global_16_once(from, present, kEvictFirst);
+    }
+};
+template <>
+struct PartialVector<bfloat16> {
+    using Stored = uint2;
+    MLA_DEVICE static float4 load(const Stored* from, bool present) {
+        const uint2 x = ld_global_8_once(from, present, kEvictFirst);
+        return make_float4(__uint_as_float(x.x << 16), __uint_as_float(x.x & 0xffff0000u), __uint_as_float(x.y << 16),
+                           __uint_as_float(x.y & 0xffff0000u));
+    }
+};
+
 MLA_DEVICE void add_weighted(float4& sum, const float4& x, float weight) {
     sum.x += weight * x.x;
     sum.y += weight * x.y;
@@ -222,7 +240,7 @@ MLA_DEVICE void merge_groups(Team& team, const UnitShape& shape, i32 thread, flo
 }
 
 // Merges the unit that the team has prepared: the first kColumns of its rows.
-template <class Element, i32 kColumns = kHeadDimV>
+template <class Element, i32 kColumns = kHeadDimV, class Partial = float>
 MLA_DEVICE void merge_unit(const DecodeParams& p, Team& team) {
     const i32 thread = threadIdx.x % kTeamThreads, lane = thread % kWarpThreads;
     const UnitShape shape = team.shape;
@@ -233,14 +251,15 @@ MLA_DEVICE void merge_unit(const DecodeParams& p, Team& team) {
     };
     const SlotValues lse{lse_of(lane % kSlotLanes), lse_of(lane % kSlotLanes + kSlotLanes)};
     const i32 vector = team.column * shape.threads() + shape.in_group(thread);
-    const float4* const from = reinterpret_cast<const float4*>(p.partial_out) + vector;
+    using Vector = PartialVector<Partial>;
+    const auto* const from = reinterpret_cast<const typename Vector::Stored*>(p.partial_out) + vector;
     // PERF(H200, 2026-11-22, -1.4 % to -1.9 % of a decode of 4 to 16 sequences, 128 heads): no piece is read twice.
     float4 loaded[kSlots];
 #pragma unroll
     for (i32 i = 0; i < kSlots; ++i) {
         const i32 at = slots[i];
         const bool present = at != kAbsent && (kColumns == kHeadDimV || 4 * vector < kColumns);
-        loaded[i] = ld_global_16_once(from + (i64)at * kRowVectors, present, kEvictFirst);
+        loaded[i] = Vector::load(from + (i64)at * kRowVectors, present);
     }
 
     SlotValues max = lse.over_row(shape, [](float x, float y) { return fmaxf(x, y); });

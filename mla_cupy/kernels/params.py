@@ -77,6 +77,7 @@ class DecodeFp8Params(Params):
     fp8_scale_addresses: Fp8ScaleAddresses
     decode_params: DecodeParams
     q_scales_stride_b_s_h_elems: tuple[I64, I64, I64]
+    bf16_partials: I32
 
 
 class ProjectionAddresses(Params):

@@ -295,6 +295,37 @@ def test_a_launch(recorder: Recorder) -> None:
     assert latent.strides_bytes == (inputs.kv_cache.strides[1], 576, inputs.kv_cache.strides[0])
 
 
+@pytest.mark.parametrize(
+    ("options", "bf16"),
+    [
+        ({}, True),
+        ({"dtype": "float16"}, False),
+        ({"out_dtype": "float32"}, False),
+        ({"math": "fp8x2"}, False),
+        ({"batch_invariant": True}, False),
+    ],
+    ids=str,
+)
+def test_partial_results_that_are_bfloat16(options: dict[str, Any], bf16: bool, recorder: Recorder) -> None:
+    """Those of results in bfloat16, in one term, that `attention_combine` merges."""
+    inputs = make(fp8(b=2, seqlens=(3000, 70), h_q=40, dtype=options.get("dtype", "bfloat16")))
+    options = {name: x for name, x in options.items() if name != "dtype"}
+    if options.pop("batch_invariant", False):
+        options["plan"] = plan_of(inputs, batch_invariant=True)
+        options["plan"].update(inputs.seqlens)
+    mla_cupy.mla_decode(*inputs.arguments, **{**inputs.case.options, **options})
+    (p,) = (launch.params for launch in recorder.launches if launch.entry == f"mla_{KERNEL}")
+    assert p["bf16_partials"] == bf16
+
+
+def test_the_merge_of_bfloat16_is_built_beside_the_other() -> None:
+    """A plan serves results of either kind."""
+    merges = {"attention_combine", "attention_combine_bf16_partials"}
+    for math, wanted in (("fp8", merges), ("fp8x2", {"attention_combine"}), ("exact", {"attention_combine"})):
+        config = DECODE.configure(DecodeProblem(1, 128, 1, "bfloat16", record="fp8", math=math), H200)
+        assert {kernel.name for kernel, _ in DECODE.builds(config)} & merges == wanted
+
+
 @pytest.mark.parametrize(("page_size", "rope"), [(1, (128, "128B")), (65, (128, "128B")), (2, (64, "64B"))])
 def test_boxes_of_one_token_are_as_wide_as_the_swizzle(page_size: int, rope: tuple[int, str]) -> None:
     """Since a box begins at a multiple of 128 bytes of shared memory."""
@@ -418,6 +449,17 @@ def test_results_in_float32() -> None:
     got = run(inputs, 1, ("early", 0), out_dtype="float32")
     check(got, inputs.exact, inputs.rounded, "bfloat16")
     assert (got[0] != got[0].astype(inputs.q.dtype).astype(np.float32)).mean() > 0.5
+
+
+def test_partial_results_in_bfloat16_cost_less_than_results() -> None:
+    """Of many pieces: their rounding adds less than the result's own does."""
+    inputs = make(fp8(b=1, seqlens=800, h_q=40))
+    wide, wide_lse = run(inputs, 8, ("early", 0), out_dtype="float32")
+    out, lse = run(inputs, 8, ("early", 0))
+    error, rounding = (x.astype(np.float64) - wide for x in (out, wide.astype(inputs.q.dtype)))
+    assert (rounding**2).mean() < (error**2).mean() < 2 * (rounding**2).mean()
+    assert np.abs(error).max() <= 2**-7 * np.abs(wide).max()
+    assert_same(lse, wide_lse)
 
 
 def test_what_only_later_queries_see_does_not_reach_earlier_ones() -> None:

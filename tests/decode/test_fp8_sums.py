@@ -170,7 +170,7 @@ BLOCK, MATH, QUERY, BYTES = (
     *(f"attention/sm90/fp8_{part}.cuh" for part in ("block", "math", "query")),
     "tile/byte_fragments.cuh",
 )
-ROLES, LOADER = "attention/sm90/fp8.cuh", "decode/sm90_fp8.cu"
+ROLES, LOADER, MERGE = "attention/sm90/fp8.cuh", "decode/sm90_fp8.cu", "attention/merge_partials.cuh"
 MUTANTS = (
     Mutant("P without a proxy fence", LOADER, *steps("fence.proxy.async", 3, of=7)),
     Mutant("queries without a proxy fence", LOADER, *steps("fence.proxy.async", 2, of=7)),
@@ -227,6 +227,8 @@ MUTANTS = (
     Mutant("codes in another place", QUERY_ROWS, "Place::offset(row, 2 * at)", "Place::offset(row, 2 * (at ^ 1))"),
     Mutant("copied codes in another place", QUERY, "Place::offset(row, 2 * at)", "Place::offset(row, 2 * (at ^ 1))"),
     Mutant("448 taken for 256", "attention/query_codes.cuh", "kAbove = 0x1fffff", "kAbove = 0"),
+    Mutant("partial results of another width", ROLES, ": !block.params().bf16_partials;", ": true;"),
+    Mutant("halves of partial results", MERGE, "__uint_as_float(x.y << 16)", "__uint_as_float(x.x << 16)"),
     Mutant("presence of another tile", LOADER, "s.present[stage] = present", "s.present[stage] = ~0ull"),
     Mutant(
         "RoPE columns of one token",
@@ -254,6 +256,7 @@ def verdict_of_special_cases() -> None:
     """The same of tests that have inputs of their own."""
     whole.test_scores_of_all_sizes(rising=True)
     whole.test_hostile_queries()
+    whole.test_partial_results_in_bfloat16_cost_less_than_results()
     test_the_common_part_of_weights_cancels()
     test_equal_tokens_are_exact(tokens=1)
 

@@ -85,11 +85,14 @@ MLA_DEVICE void store_fp8_rows(const Math& math, u8* to, const i64 (&offsets)[Ma
     }
 }
 
+// Partial results of results in bfloat16 may be bfloat16, too: that adds less than weights in e4m3 do, and few sequences,
+// whose tokens many blocks share, write and read half as much.
 template <class Element, class Math>
 MLA_DEVICE void store_fp8_out(const Math& math, const WorkItem& item) {
     const auto& block = math.block;
     const DecodeParams& p = block.p;
-    const bool whole = item.partial_index == kNotSplit, wide = !whole || p.out_is_fp32;
+    const bool whole = item.partial_index == kNotSplit;
+    const bool wide = whole ? p.out_is_fp32 : !block.params().bf16_partials;
     i64 offsets[Math::kRowsOfLane];  // of a lane's rows, in bytes; negative: the block has no such row
 #pragma unroll
     for (i32 i = 0; i < Math::kRowsOfLane; ++i) {

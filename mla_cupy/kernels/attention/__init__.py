@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 KERNELS: tuple[KernelSpec[Any], ...] = (
-    combine.KERNEL,
+    *combine.KERNELS,
     combine_forms.KERNEL,
     *combine_project.KERNELS,
     generic.KERNEL,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.heuristics import COMBINE_BLOCKS_PER_SM, COMBINE_UNITS_PER_BLOCK
 from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.pipeline import Launch, LaunchArgs
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, KernelSpec, Variant, variants
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, HOPPER, KernelSpec, Variant, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V, TILE_TOKENS, VALUE_WIDTHS
 
@@ -23,6 +25,17 @@ KERNEL: KernelSpec[object] = KernelSpec(
     core=DTYPE_VARIANTS,
     facts={"max_splits": MAX_SPLITS, "tile_tokens": TILE_TOKENS},
 )
+
+BF16_PARTIALS = replace(
+    KERNEL,
+    name="attention_combine_bf16_partials",
+    about="the same of partial results in bfloat16: those of products in FP8",
+    archs=HOPPER,
+    variants=variants(dtype=("bfloat16",), partials=("bfloat16",)),
+    core=(),
+)
+"""The merge after an attention kernel that has left `bf16_partials`."""
+KERNELS = (KERNEL, BF16_PARTIALS)
 
 
 def blocks(num_splits: int, device: DeviceInfo) -> int:
@@ -49,6 +62,9 @@ def build(dtype: str, d_v: int = D_V) -> Variant:
     return Variant(dtype=dtype) if d_v == D_V else Variant(dtype=dtype, head_dim_v=d_v)
 
 
-def launch(dtype: str, num_blocks: int, args: LaunchArgs, d_v: int = D_V) -> Launch:
+def launch(dtype: str, num_blocks: int, args: LaunchArgs, d_v: int = D_V, *, bf16_partials: bool = False) -> Launch:
     """Merge what the attention kernel of the same arguments has left in the workspace."""
-    return Launch(KERNEL, build(dtype, d_v), (num_blocks, 1, 1), args)
+    grid = (num_blocks, 1, 1)
+    if bf16_partials:
+        return Launch(BF16_PARTIALS, BF16_PARTIALS.variants[0], grid, args)
+    return Launch(KERNEL, build(dtype, d_v), grid, args)

@@ -77,6 +77,8 @@ class AttentionKernel(KernelSpec[ProblemT]):
         Further arithmetic, of some of its builds: "fp8x2".
     counts_partials : bool
         Whether its schedule counts partial results (`cuda_src/attention/split_schedule.cuh`): where that was measured.
+    bf16_partials : bool
+        Whether it can leave partial results of results in bfloat16 in that, for `combine.BF16_PARTIALS`.
     value_widths : tuple of int
         Widths of the values that it takes.
     forms : tuple of str
@@ -91,6 +93,7 @@ class AttentionKernel(KernelSpec[ProblemT]):
     math: str = "exact"
     other_math: tuple[str, ...] = ()
     counts_partials: bool = False
+    bf16_partials: bool = False
     value_widths: tuple[int, ...] = (D_V,)
     forms: tuple[str, ...] = ()
 

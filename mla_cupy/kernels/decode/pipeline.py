@@ -94,6 +94,13 @@ class DecodeConfig:
         return b * self.pieces.max_pieces if self.pieces else self.num_splits
 
     @property
+    def bf16_partials(self) -> bool:
+        """True if partial results are bfloat16 where results are: of products in FP8, in one term."""
+        merged = self.merged and not self.pieces and not self.groups and self.combine_blocks > 0
+        in_one_term = self.kernel.bf16_partials and self.problem.math == self.kernel.math
+        return merged and in_one_term and self.problem.half == "bfloat16"
+
+    @property
     def num_partials(self) -> int:
         """Two per split, which begins and ends in the middle of a request; or one per piece."""
         if not self.combine_blocks:
@@ -210,6 +217,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
     def _combine(self, config: DecodeConfig, b: int, args: LaunchArgs) -> Launch:
         """The merge, of the `b` requests or groups of the schedule."""
         rows, dtype = config.s_q * config.problem.h_q, config.problem.half
+        bf16_partials = isinstance(args.params, DecodeFp8Params) and bool(args.params.bf16_partials)
         if isinstance(args.params, (DecodeFormParams, DecodeFp8Params)) and config.groups is None:
             args = LaunchArgs(args.params.decode_params)
         if config.pieces:
@@ -217,7 +225,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         blocks = combine.needed_blocks(config.combine_blocks, b, rows, config.num_splits)
         if config.groups:
             return combine_forms.launch(dtype, blocks, args)
-        return combine.launch(dtype, blocks, args, config.problem.d_v)
+        return combine.launch(dtype, blocks, args, config.problem.d_v, bf16_partials=bf16_partials)
 
     def builds(self, config: DecodeConfig) -> list[tuple[KernelSpec[Any], Variant]]:
         """Every kernel that a call of this configuration may launch."""
@@ -232,6 +240,8 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             found.insert(0, (cut, PLAIN[0]))
         if config.combine_blocks and (config.apart or not config.projection):
             found.append((merge, combine.build(problem.half, problem.d_v)))
+            if config.bf16_partials:
+                found.append((combine.BF16_PARTIALS, combine.BF16_PARTIALS.variants[0]))
         return [*found, config.projection[:2]] if config.projection else found
 
     def schedule(
@@ -349,6 +359,7 @@ def _with_forms(
             fp8_scale_addresses=Fp8ScaleAddresses(q_scales=call.name("q_scales"), kv_scales=call.name("kv_scales")),
             decode_params=params,
             q_scales_stride_b_s_h_elems=call.strides("q_scales", 3),
+            bf16_partials=config.bf16_partials and not params.out_is_fp32,
         )
     cos, positions = call.views["out_cos"], call.views["out_positions"]
     return DecodeFormParams(

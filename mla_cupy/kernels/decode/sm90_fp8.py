@@ -102,6 +102,7 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     block_rows=BLOCK_ROWS[-1],
     kv_maps=kv_maps,
     math="fp8",
+    bf16_partials=True,
     other_math=(TERMS,),
     forms=SINK,
 )

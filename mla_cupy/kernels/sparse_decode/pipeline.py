@@ -112,7 +112,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         if problem.queries == 0:
             return []
         params = self._params(config, call)
-        args = LaunchArgs(_with_scales(params) if config.listed else _with_extra(params, call))
+        args = LaunchArgs(_with_scales(params, problem.dtype) if config.listed else _with_extra(params, call))
         cost = merge_cost(min(problem.h_q, config.block_rows))
         steps: list[Step] = []
         if config.listed:
@@ -127,7 +127,8 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             steps.append(combine_project.combine(config.projection, call, params, by_query=True))
         elif config.combine_blocks:
             blocks = combine.needed_blocks(config.combine_blocks, problem.queries, problem.h_q, splits)
-            steps.append(combine.launch(problem.dtype, blocks, LaunchArgs(params)))
+            bf16_partials = isinstance(args.params, DecodeFp8Params) and bool(args.params.bf16_partials)
+            steps.append(combine.launch(problem.dtype, blocks, LaunchArgs(params), bf16_partials=bf16_partials))
         if config.projection and config.apart:
             steps.append(results.project(config.projection, call, by_query=True))
         if call.name("out_cos"):
@@ -187,12 +188,13 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         )
 
 
-def _with_scales(params: DecodeParams) -> DecodeFp8Params:
+def _with_scales(params: DecodeParams, dtype: str) -> DecodeFp8Params:
     """Parameters of the kernel with products in FP8, which could have scales on the device."""
     return DecodeFp8Params(
         fp8_scale_addresses=Fp8ScaleAddresses(q_scales=NULL, kv_scales=NULL),
         decode_params=params,
         q_scales_stride_b_s_h_elems=(0, 0, 0),
+        bf16_partials=dtype == "bfloat16" and not params.out_is_fp32,
     )
 
 

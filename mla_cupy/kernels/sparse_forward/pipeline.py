@@ -118,7 +118,8 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
         ]
         if config.combine_blocks:
             blocks = combine.needed_blocks(config.combine_blocks, problem.s_q, problem.h_q, config.num_splits)
-            steps.append(combine.launch(problem.dtype, blocks, merged))
+            bf16_partials = isinstance(args.params, DecodeFp8Params) and bool(args.params.bf16_partials)
+            steps.append(combine.launch(problem.dtype, blocks, merged, bf16_partials=bf16_partials))
         return steps
 
     def _args(self, config: SparseForwardConfig, call: Call) -> LaunchArgs:
@@ -181,7 +182,10 @@ def _with_scales(config: SparseForwardConfig, args: LaunchArgs) -> LaunchArgs:
     assert isinstance(args.params, DecodeParams)
     scales = Fp8ScaleAddresses(q_scales=NULL, kv_scales=NULL)
     params = DecodeFp8Params(
-        fp8_scale_addresses=scales, decode_params=args.params, q_scales_stride_b_s_h_elems=(0, 0, 0)
+        fp8_scale_addresses=scales,
+        decode_params=args.params,
+        q_scales_stride_b_s_h_elems=(0, 0, 0),
+        bf16_partials=config.problem.dtype == "bfloat16" and not args.params.out_is_fp32,
     )
     return LaunchArgs(params)
 

@@ -32,4 +32,5 @@ KERNEL: AttentionKernel[SparseForwardProblem] = AttentionKernel(
     variant=lambda problem: Variant(dtype=problem.dtype),
     block_rows=BLOCK_M,
     math="fp8",
+    bf16_partials=True,
 )
