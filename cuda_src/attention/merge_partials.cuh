@@ -174,7 +174,7 @@ template <>
 struct PartialVector<bfloat16> {
     using Stored = uint2;
     MLA_DEVICE static float4 load(const Stored* from, bool present) {
-        const uint2 x = ld_global_8_once(from, present, kEvictFirst);
+        const uint2 x = ld_global_8(from, present);
         return make_float4(__uint_as_float(x.x << 16), __uint_as_float(x.x & 0xffff0000u), __uint_as_float(x.y << 16),
                            __uint_as_float(x.y & 0xffff0000u));
     }

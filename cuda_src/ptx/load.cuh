@@ -71,22 +71,6 @@ MLA_DEVICE float4 ld_global_16_once(const float4* from, bool present, u64 l2_pol
 #endif
     return x;
 }
-
-// The same of 8 bytes.
-MLA_DEVICE uint2 ld_global_8_once(const uint2* from, bool present, u64 l2_policy) {
-    uint2 x = make_uint2(0, 0);
-#if __CUDA_ARCH__ == 900
-    asm volatile(
-        "{\n .reg .pred present;\n setp.ne.b32 present, %3, 0;\n"
-        " @present ld.global.L1::no_allocate.L2::cache_hint.v2.u32 {%0, %1}, [%2], %4;\n}"
-        : "+r"(x.x), "+r"(x.y)
-        : "l"(from), "r"((i32)present), "l"(l2_policy));
-#else
-    if (present) x = *from;
-#endif
-    return x;
-}
-
 // 16 bytes of shared memory, at once and where it is written.
 MLA_DEVICE float4 ld_shared_v4(SmemAddr from) {
     float4 x;
