@@ -371,6 +371,19 @@ def test_queries_in_e4m3(case: DecodeCase) -> None:
     check(got, inputs.exact, inputs.rounded, case.dtype)
 
 
+@pytest.mark.parametrize("h_q", [3, 40])
+def test_queries_that_start_at_an_odd_byte(h_q: int) -> None:
+    """With warps that have no row at all, and copy zeros."""
+    inputs = make(fp8(b=2, seqlens=(70, 1), h_q=h_q, queries="float8_e4m3fn", q_scale=0.02))
+    anywhere = np.zeros(inputs.q.nbytes + 1, np.uint8)[1:].view(inputs.q.dtype).reshape(inputs.q.shape)
+    anywhere[:] = inputs.q
+    assert address(anywhere) % 16 != 0
+    for got, expected in zip(
+        run(replace(inputs, q=anywhere), 1, ("late", 0)), run(inputs, 1, ("late", 0)), strict=True
+    ):
+        assert_same(got, expected)
+
+
 def test_a_pool_without_pages(recorder: Recorder) -> None:
     """Its maps have one page, which nothing fetches, at an address that there is: an empty array may have none."""
     inputs = make(fp8(b=2, seqlens=(5, 0), h_q=16))

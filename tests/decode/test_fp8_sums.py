@@ -223,6 +223,7 @@ MUTANTS = (
     Mutant(
         "rows at odd bytes copied 16 bytes at once", QUERY, "aligned = __all_sync(", "aligned = true || __all_sync("
     ),
+    Mutant("zeros copied from queries at any byte", QUERY, "any = block.p.kv;", "any = block.p.q;"),
     Mutant("rows of another lane", QUERY, "lane % kOfWarp;", "(lane + 1) % kOfWarp;"),
     Mutant("codes in another place", QUERY_ROWS, "Place::offset(row, 2 * at)", "Place::offset(row, 2 * (at ^ 1))"),
     Mutant("copied codes in another place", QUERY, "Place::offset(row, 2 * at)", "Place::offset(row, 2 * (at ^ 1))"),
@@ -257,6 +258,7 @@ def verdict_of_special_cases() -> None:
     whole.test_scores_of_all_sizes(rising=True)
     whole.test_hostile_queries()
     whole.test_partial_results_in_bfloat16_cost_less_than_results()
+    whole.test_queries_that_start_at_an_odd_byte(h_q=3)
     test_the_common_part_of_weights_cancels()
     test_equal_tokens_are_exact(tokens=1)
 

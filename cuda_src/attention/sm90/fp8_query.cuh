@@ -81,7 +81,7 @@ struct Fp8QueryLoad {
     }
 
     MLA_DEVICE void copy_row(const Stored* row_at, i32 row) const {
-        const void* const any = block.p.q;
+        const void* const any = block.p.kv;  // at a multiple of 16 bytes, as `q` need not be where no row is
 #pragma unroll
         for (i32 i = 0; i < LaneShare::kOfLane; ++i) {
             const i32 at = lane + i * kWarpThreads;
