@@ -2,6 +2,7 @@
 #pragma once
 #include "attention/fp8_query_rows.cuh"
 #include "attention/head_results.cuh"
+#include "attention/rounded_weights.cuh"
 #include "attention/sm90/tile.cuh"
 #include "tile/byte_fragments.cuh"
 
@@ -197,8 +198,8 @@ MLA_DEVICE void finish_code_row(const Block& block, const WorkItem& item,
 #pragma unroll
     for (i32 warp = 0; warp < kWarpgroupWarps; ++warp) sum += sums[warp][row], rounded += s.rounded_sums[warp][row];
     const float max = s.stats.max[row] - kCodeWeightLog2;
-    s.stats.factor[row] =
-        output_factor(p, item, block.kv_head, of_head, max, rounded) * (p.value_scale * cache_scale(block.params()));
+    s.stats.factor[row] = rounded_output_factor(p, item, block.kv_head, of_head, max, sum, rounded) *
+                          (p.value_scale * cache_scale(block.params()));
     store_row_lse(p, item, block.kv_head, of_head, row_lse2(max, sum));
 }
 }  // namespace mla::decode::sm100

@@ -232,11 +232,11 @@ def mla_decode(
     of two, of at least 2^-100, that brings its largest magnitude to 448 or below, and rounded to e4m3, ties to even;
     its scores are multiplied by that power. A row with NaN or infinity is NaN, and so are its results. In each tile of
     64 tokens the weights are rounded to e4m3, the largest one being 256: those below 2^-18 of it become 0. `out` is
-    divided by the sum of the rounded weights, `lse` is of the weights before. Sums of e4m3 products lose low bits in
-    the tensor cores, so each tile's is added in float32: `out` is up to 0.06 % too small or too large, and scores lose
-    0.1 to 0.3 % where their terms have one sign. On Hopper, what the splits of a request have found is rounded to bfloat16 where `out` is bfloat16, but
-    not in batch-invariant plans. On Blackwell weights are rounded against a running maximum: those below 2^-14 of it
-    become 0.
+    divided by the sum of the rounded weights, `lse` and what a sink leaves of `out` are of the weights before. Sums of
+    e4m3 products lose low bits in the tensor cores, so each tile's is added in float32: `out` is up to 0.06 % too small
+    or too large, and scores lose 0.1 to 0.3 % where their terms have one sign. On Hopper, what the splits of a request
+    have found is rounded to bfloat16 where `out` is bfloat16, but not in batch-invariant plans. On Blackwell weights
+    are rounded against a running maximum: those below 2^-14 of it become 0.
 
     With math="fp8x2" what the first e4m3 number leaves is rounded to e4m3 as well, in the same units, and both are
     multiplied. Of queries that is exact for elements of bfloat16 down to 2^-9 of the row's largest, else within 2^-9 of

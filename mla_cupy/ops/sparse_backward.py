@@ -70,8 +70,8 @@ def sparse_mla_backward(
         As the forward returned it, without the sink. Both infinities mark a query and head without a row: it has no
         gradient.
     dlse : array, (s_q, h_q), float32, optional
-        Gradient with respect to `lse`, as for a loss of its own or for a merge of partial results. It has no influence
-        on `d_sink`.
+        Gradient with respect to `lse` as it is given, so with lse_base="2" of the logarithm in base 2: as for a loss of
+        its own or for a merge of partial results. It has no influence on `d_sink`.
     d_v, scale, topk_length, attn_sink, causal, cu_seqlens_q, cu_seqlens_kv, lse_base
         As for the forward.
     deterministic : bool

@@ -475,6 +475,18 @@ def test_partial_results_in_bfloat16_cost_less_than_results() -> None:
     assert_same(lse, wide_lse)
 
 
+@pytest.mark.parametrize("sm_count", [1, 5])
+@pytest.mark.parametrize("tokens", [2, 300])
+def test_a_sink_is_weighed_with_the_sum_before_rounding(tokens: int, sm_count: int) -> None:
+    """So that a few tokens' rounded weights do not count beside it; whether a request is split or not."""
+    inputs = make(fp8(b=1, seqlens=tokens, h_q=9))
+    sink = np.linspace(-3, 5, 9, dtype=np.float32)
+    out, lse = run(inputs, sm_count, ("late", 0), out_dtype="float32")
+    shared, _ = run(inputs, sm_count, ("late", 0), out_dtype="float32", attn_sink=sink)
+    weight = 1 / (1 + np.exp(sink - lse[0, :, 0].astype(np.float64)))
+    np.testing.assert_allclose(shared[0, 0], out[0, 0] * weight[:, None], rtol=2e-5)
+
+
 def test_what_only_later_queries_see_does_not_reach_earlier_ones() -> None:
     """NaN in a latent and in the RoPE part of a token that the first of three queries does not see."""
     inputs = make(fp8(b=1, seqlens=193, s_q=3, h_q=4))

@@ -8,6 +8,7 @@
 //
 // The sums in registers are of float32, and so is their merge: see attention/sm90/fp8_math.cuh.
 #pragma once
+#include "attention/rounded_weights.cuh"
 #include "attention/sm90/fp8_math.cuh"
 
 namespace mla::attention::sm90 {
@@ -43,7 +44,8 @@ MLA_DEVICE void finish_fp8_row(const Block& block, const WorkItem& item, i32 sid
     const float rounded = fmaf(left.rounded_sum[row], of_left, right.rounded_sum[row] * of_right) *
                           fp8_regain<Block::Memory::kWeightTerms>(item.tokens);
     const i32 global_row = block.row0 + row;
-    const float factor = output_factor(p, item, block.kv_head, global_row, reference - kFp8WeightLog2, rounded);
+    const float factor =
+        rounded_output_factor(p, item, block.kv_head, global_row, reference - kFp8WeightLog2, sum, rounded);
     own.factor[row] = factor * ex2_approx(out_reference - reference) * (p.value_scale * cache_scale(block.params()));
     if (side != 0) return;
     store_row_lse(p, item, block.kv_head, global_row, row_lse2(reference - kFp8WeightLog2, sum));
