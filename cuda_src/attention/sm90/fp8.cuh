@@ -87,8 +87,8 @@ MLA_DEVICE void store_fp8_rows(const Math& math, u8* to, const i64 (&offsets)[Ma
     }
 }
 
-// Partial results of results in bfloat16 may be bfloat16, too: that adds less than weights in e4m3 do, and few sequences,
-// whose tokens many blocks share, write and read half as much.
+// Partial results of results in bfloat16 may be bfloat16, too: that adds less than weights in e4m3 do, and few
+// sequences, whose tokens many blocks share, write and read half as much.
 template <class Element, class Math>
 MLA_DEVICE void store_fp8_out(const Math& math, const WorkItem& item) {
     const auto& block = math.block;
