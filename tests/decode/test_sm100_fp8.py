@@ -255,7 +255,7 @@ MUTANTS = (
         "sw_tile < CodeTile::kSwTilesLatent",
         "sw_tile < CodeTile::kSwTilesLatent - 1",
     ),
-    Mutant("divided by sums before rounding", CODES, "max, rounded) *", "max, sum) *"),
+    Mutant("divided by sums before rounding", CODES, "max, sum, rounded) *", "max, sum, sum) *"),
     Mutant("lse of the rounded sums", CODES, "row_lse2(max, sum));", "row_lse2(max, rounded));"),
     Mutant("lse of weights as they are stored", CODES, "s.stats.max[row] - kCodeWeightLog2", "s.stats.max[row]"),
     Mutant("values not scaled", CODES, "(p.value_scale * cache_scale(block.params()))", "1.f"),
