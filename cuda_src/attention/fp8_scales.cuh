@@ -27,6 +27,7 @@ MLA_DEVICE float query_row_scale(const DecodeFp8Params& p, i32 request, i32 kv_h
 // What a kernel that takes DecodeFp8Params tells the host, see MLA_DECODE_FACTS.
 #define MLA_DECODE_FP8_FACTS()                                                                                    \
     MLA_FACT_LIST(params_layout, MLA_FP8_OFFSET(q_stride_b_elems), MLA_FP8_OFFSET(b), MLA_FP8_OFFSET(scale_log2), \
-                  MLA_FP8_OFFSET(q_scales_stride_b_elems), (int)sizeof(mla::attention::DecodeFp8Params));         \
+                  MLA_FP8_OFFSET(q_scales_stride_b_elems), MLA_FP8_OFFSET(bf16_partials),                         \
+                  (int)sizeof(mla::attention::DecodeFp8Params));                                                  \
     MLA_FACT(tile_tokens, mla::attention::kTileTokens)
 #define MLA_FP8_OFFSET(field) MLA_OFFSET(mla::attention::DecodeFp8Params, field)

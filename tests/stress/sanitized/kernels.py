@@ -24,13 +24,16 @@ LAUNCHED = {
     ),
     "records": (
         "attention_combine",
+        "attention_combine_bf16_partials",
         "attention_schedule",
         "decode_generic_records",
         "decode_mma_records",
         "decode_mma_records_163kb",
         "decode_sm90_fp8",
         "decode_sm90_records",
+        "decode_sm90_records_forms",
         "decode_sm90_records_seesaw",
+        "decode_sm90_records_seesaw_forms",
     ),
     "plans": (
         "attention_combine",
@@ -89,6 +92,7 @@ LAUNCHED = {
     ),
     "sparse_records": (
         "attention_combine",
+        "attention_combine_bf16_partials",
         "attention_row_lists",
         "attention_schedule",
         "cache_gather",
@@ -163,6 +167,7 @@ LAUNCHED = {
     "merge": ("merge_states",),
     "ends": (
         "attention_combine",
+        "attention_combine_bf16_partials",
         "attention_combine_forms",
         "attention_combine_project_clusters",
         "attention_generic",
