@@ -158,11 +158,29 @@ def _folded_pair(op: str, a: Expression, b: Expression) -> Expression | None:
         return integer(0)
     if op in (FLOOR_DIVIDE, CEILING_DIVIDE) and b.value == 1:
         return a
-    if op == MODULO and a.op == MULTIPLY and b.value and any(factor.value == b.value for factor in a.args):
-        return integer(0)
+    if op == MODULO and b.value:
+        return _simpler_remainder(a, b)
     if op in (LEAST, GREATEST) and (a is b or high <= b_low or b_high <= low):
         return a if a is b or (high <= b_low) == (op == LEAST) else b
     return None
+
+
+def _simpler_remainder(a: Expression, b: Expression) -> Expression | None:
+    """A remainder without what is a multiple of the divisor: a sum that leaves 64 bits may have one that does not."""
+    if _is_multiple(a, b.value):
+        return integer(0)
+    if a.op == ADD and any(_is_multiple(arg, b.value) for arg in a.args):
+        (other,) = (arg for arg in a.args if not _is_multiple(arg, b.value))
+        return make(MODULO, other, b)
+    return None
+
+
+def _is_multiple(a: Expression, of: int) -> bool:
+    if a.op == INTEGER:
+        return a.value % of == 0
+    if a.op in (ADD, SUBTRACT):
+        return all(_is_multiple(arg, of) for arg in a.args)
+    return a.op == MULTIPLY and any(_is_multiple(arg, of) for arg in a.args)
 
 
 # ---- Spans ---------------------------------------------------------------------------------------------------------

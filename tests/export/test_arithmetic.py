@@ -68,6 +68,18 @@ def test_what_may_leave_64_bits_saturates() -> None:
         c(ex.integer(2**63))
 
 
+def test_remainders_without_multiples() -> None:
+    """An address and an offset in steps of 256 bytes, whose sum may leave 64 bits."""
+    address, count = ex.variable("address", 0, 2**63 - 1), ex.variable("count", 0, 100)
+    steps = ex.make(ex.MULTIPLY, count, ex.integer(256))
+    place = ex.make(ex.ADD, address, ex.make(ex.ADD, steps, ex.integer(512)))
+    assert c(ex.make(ex.MODULO, place, ex.integer(16))) == "(address % 16)"
+    assert ex.make(ex.MODULO, steps, ex.integer(16)).value == 0
+    assert c(ex.make(ex.MODULO, ex.make(ex.ADD, count, ex.integer(8)), ex.integer(16))) == "((count + 8) % 16)"
+    with pytest.raises(CannotRecordError, match="64 bits"):
+        c(ex.make(ex.MODULO, place, ex.integer(1024)))
+
+
 def test_real_numbers_keep_their_bits() -> None:
     found = {x: c(ex.real(x)) for x in (0.1, -2.5, float("inf"), float("-inf"))}
     assert float.fromhex(found[0.1]) == 0.1
