@@ -177,7 +177,7 @@ def _simpler_remainder(a: Expression, b: Expression) -> Expression | None:
 
 def _is_multiple(a: Expression, of: int) -> bool:
     if a.op == INTEGER:
-        return a.value % of == 0
+        return bool(a.value % of == 0)
     if a.op in (ADD, SUBTRACT):
         return all(_is_multiple(arg, of) for arg in a.args)
     return a.op == MULTIPLY and any(_is_multiple(arg, of) for arg in a.args)
