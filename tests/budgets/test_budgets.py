@@ -38,8 +38,8 @@ MAX_SECONDS_OF_A_VARIANT = 15
 #: With ten of V4.1's records and of narrow keys for any GPU, 14 for Hopper, and twelve on tensor cores of GPUs since
 #: Ampere, eight more of narrow keys on Hopper, and twelve of records in dense decode on Blackwell, which no import
 #: compiles; results of sparse decode that are turned back; six on Hopper for pieces of the sparse backward and FP8, and
-#: six on Blackwell for dense decode in FP8; three on Hopper for two terms in FP8, 18 for forms over records, and two
-#: for blocks of 40 rows.
+#: six on Blackwell for dense decode in FP8; three on Hopper for two terms in FP8, 18 for forms over records, two for
+#: blocks of 40 rows, and one for partial results in bfloat16.
 MAX_BUILDS = {"sm_90a": 560, "sm_100a": 364, "sm_103a": 364}
 MAX_BUILDS_ELSEWHERE, MAX_CORE_BUILDS = 262, 32
 SETUP = Path(__file__).resolve().parents[2] / "setup.cfg"

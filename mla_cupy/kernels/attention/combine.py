@@ -7,7 +7,7 @@ from dataclasses import replace
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.heuristics import COMBINE_BLOCKS_PER_SM, COMBINE_UNITS_PER_BLOCK
 from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
-from mla_cupy.kernels.params import DecodeParams
+from mla_cupy.kernels.params import DecodeFp8Params, DecodeParams
 from mla_cupy.kernels.pipeline import Launch, LaunchArgs
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, HOPPER, KernelSpec, Variant, variants
 from mla_cupy.runtime.device import DeviceInfo
@@ -60,6 +60,11 @@ def needed_blocks(resident: int, b: int, rows: int, num_splits: int) -> int:
 def build(dtype: str, d_v: int = D_V) -> Variant:
     """The build for results of a dtype and a width."""
     return Variant(dtype=dtype) if d_v == D_V else Variant(dtype=dtype, head_dim_v=d_v)
+
+
+def reads_bf16(args: LaunchArgs) -> bool:
+    """True if the attention kernel of these arguments leaves partial results in bfloat16."""
+    return isinstance(args.params, DecodeFp8Params) and bool(args.params.bf16_partials)
 
 
 def launch(dtype: str, num_blocks: int, args: LaunchArgs, d_v: int = D_V, *, bf16_partials: bool = False) -> Launch:

@@ -217,7 +217,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
     def _combine(self, config: DecodeConfig, b: int, args: LaunchArgs) -> Launch:
         """The merge, of the `b` requests or groups of the schedule."""
         rows, dtype = config.s_q * config.problem.h_q, config.problem.half
-        bf16_partials = isinstance(args.params, DecodeFp8Params) and bool(args.params.bf16_partials)
+        bf16_partials = combine.reads_bf16(args)
         if isinstance(args.params, (DecodeFormParams, DecodeFp8Params)) and config.groups is None:
             args = LaunchArgs(args.params.decode_params)
         if config.pieces:

@@ -127,8 +127,8 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             steps.append(combine_project.combine(config.projection, call, params, by_query=True))
         elif config.combine_blocks:
             blocks = combine.needed_blocks(config.combine_blocks, problem.queries, problem.h_q, splits)
-            bf16_partials = isinstance(args.params, DecodeFp8Params) and bool(args.params.bf16_partials)
-            steps.append(combine.launch(problem.dtype, blocks, LaunchArgs(params), bf16_partials=bf16_partials))
+            merged = LaunchArgs(params)
+            steps.append(combine.launch(problem.dtype, blocks, merged, bf16_partials=combine.reads_bf16(args)))
         if config.projection and config.apart:
             steps.append(results.project(config.projection, call, by_query=True))
         if call.name("out_cos"):

@@ -118,8 +118,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
         ]
         if config.combine_blocks:
             blocks = combine.needed_blocks(config.combine_blocks, problem.s_q, problem.h_q, config.num_splits)
-            bf16_partials = isinstance(args.params, DecodeFp8Params) and bool(args.params.bf16_partials)
-            steps.append(combine.launch(problem.dtype, blocks, merged, bf16_partials=bf16_partials))
+            steps.append(combine.launch(problem.dtype, blocks, merged, bf16_partials=combine.reads_bf16(args)))
         return steps
 
     def _args(self, config: SparseForwardConfig, call: Call) -> LaunchArgs:
