@@ -6,6 +6,7 @@ import functools
 import operator
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -126,8 +127,7 @@ class TorchFamily(NativeFamily):
         return x.permute(axes)
 
     def contiguous(self, x: Any, stream: int) -> Any:
-        torch = self._torch
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=x.device)):
+        with self._on(stream, x.get_device()):
             return x.contiguous()
 
     def scratch(self, nbytes: int, device: int, stream: int) -> tuple[object, int]:
@@ -138,8 +138,20 @@ class TorchFamily(NativeFamily):
         torch = self._torch
         if stream == self.current_stream(device):
             return torch.empty(shape, dtype=dtype, device=device)
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device)):
+        with self._on(stream, device):
             return torch.empty(shape, dtype=dtype, device=device)
+
+    def _on(self, stream: int, device: int) -> AbstractContextManager[object]:
+        """Make the stream with this handle PyTorch's current stream.
+
+        `ExternalStream` takes a handle of 0 to mean "none" and returns a stream of PyTorch's pool, which nothing orders
+        after the caller's work.
+        """
+        cuda = self._torch.cuda
+        default = stream in _DEFAULT_STREAM
+        named = cuda.default_stream(device) if default else cuda.ExternalStream(stream, device=device)
+        guard: AbstractContextManager[object] = cuda.stream(named)
+        return guard
 
     def current_stream(self, device: int) -> int:
         if self._raw_stream is not None:
@@ -147,11 +159,12 @@ class TorchFamily(NativeFamily):
         return int(self._torch.cuda.current_stream(device).cuda_stream)
 
     def to_numpy(self, x: Any, stream: int) -> np.ndarray[Any, Any]:
-        torch = self._torch
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=x.device)):
-            return _to_numpy(torch, x.cpu())
+        with self._on(stream, x.get_device()):
+            return _to_numpy(self._torch, x.cpu())
 
 
+#: Handles of CUDA's legacy default stream: the null stream, and cudaStreamLegacy.
+_DEFAULT_STREAM = (0, 1)
 #: Dtypes that NumPy does not have, and the integers of their size.
 _UNKNOWN = {"bfloat16": "int16", "float8_e4m3fn": "uint8"}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +15,7 @@ import pytest
 
 from mla_cupy import ArgumentError, DeviceError, DTypeError, ShapeError, arrays
 from mla_cupy.arrays.dlpack import InFlight
+from mla_cupy.arrays.torch import TorchFamily
 from mla_cupy.errors import kind_of
 
 DTYPES = {
@@ -347,3 +350,17 @@ def test_arrays_in_flight_are_held_until_their_own_event() -> None:
     assert left() == [False, False, False]
     assert events[1].done
     assert events[2].done
+
+
+@pytest.mark.parametrize(("handle", "named"), [(0, "default 3"), (1, "default 3"), (2, "2 on 3"), (99, "99 on 3")])
+def test_a_handle_names_its_stream_in_pytorch(handle: int, named: str) -> None:
+    """PyTorch's ExternalStream reads a handle of 0 as "no stream given" and returns a stream of its pool."""
+    cuda = SimpleNamespace(
+        stream=nullcontext,
+        default_stream=lambda device: f"default {device}",
+        ExternalStream=lambda handle, device: f"{handle} on {device}",
+    )
+    family = object.__new__(TorchFamily)
+    family._torch = SimpleNamespace(cuda=cuda)
+    with family._on(handle, 3) as stream:
+        assert stream == named

@@ -229,6 +229,31 @@ def test_stream_argument(torch_gpu: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("handle", ["current", 0, 1, 2, "side"])
+def test_checks_and_copies_wait_for_the_stream(torch_gpu: Any, handle: int | str) -> None:
+    """`check=True` and `contiguous` read what a busy stream has not written yet, whichever handle names the stream."""
+    torch, cuda = torch_gpu, torch_gpu.cuda
+    stream = cuda.Stream() if handle == "side" else cuda.ExternalStream(2) if handle == 2 else cuda.default_stream()
+    given = None if handle == "current" else stream.cuda_stream if handle == "side" else handle
+    valid = torch.ones(300, dtype=torch.int32, device="cuda")
+    bad = torch.arange(300, dtype=torch.int32, device="cuda") % 2 + 1
+    mla_cupy.prefill_segments(valid, 2)  # compiled before the stream is busy
+    cuda.synchronize()
+    with cuda.stream(stream):
+        ids, wide = bad.clone(), torch.zeros(300, 2, dtype=torch.int32, device="cuda")
+        cuda._sleep(200_000_000)  # cycles: about a tenth of a second
+        ids.copy_(valid)
+        wide[:, 0] = valid
+        mla_cupy.prefill_segments(ids, 2, check=True, stream=given)
+        copy = TorchFamily().contiguous(wide[:, 0], stream.cuda_stream)
+        assert copy.tolist() == valid.tolist()
+        cuda._sleep(200_000_000)
+        ids.copy_(bad)
+        with pytest.raises(mla_cupy.ArgumentError, match="segment_ids_q"):
+            mla_cupy.prefill_segments(ids, 2, check=True, stream=given)
+
+
+@pytest.mark.gpu
 def test_memory_comes_from_torch(torch_gpu: Any) -> None:
     import cupy
 
