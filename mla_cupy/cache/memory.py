@@ -160,9 +160,18 @@ class DeviceMemory:
                 ops.cache_copy_pages(pool, self._pairs, stream=handle)
 
     def _fixed(self, stream: int) -> Callable[[int], None]:
-        arrays = (self.words[self._at.header :], self.table, self.seqlens, self.step_table, self.step_seqlens)
-        everything = (*arrays, self.step_slots, self.step_positions)
-        call = Invocation(UPDATE_OPERATION, everything, (self._page_size,), stream=stream)
+        call = Invocation.of(
+            UPDATE_OPERATION,
+            packed=self.words[self._at.header :],
+            table=self.table,
+            seqlens=self.seqlens,
+            step_table=self.step_table,
+            step_seqlens=self.step_seqlens,
+            slots=self.step_slots,
+            positions=self.step_positions,
+            page_size=self._page_size,
+            stream=stream,
+        )
         return fixed(call, self._family.native)
 
     def view(self, pool: Any, record: CacheFormat, layer: int, page_size: int) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import inf
 from typing import Any, Literal
 
 from mla_cupy.arrays.view import View
@@ -88,16 +87,7 @@ def subject(
         OPERATION,
         {**sizes, "d_head": check_d_head(d_head) if d_head else D_V, "d_kv": FORMATS[record].width if record else d_qk},
         dtypes,
-        fixed={
-            "d_v": D_V,
-            "window": window,
-            "max_seqlen_q": None,
-            "math": math,
-            "out_dtype": None,
-            "lse_base": "e",
-            "kernel": None,
-            **({} if coded else {"q_scale": 1.0}),
-        },
+        fixed={"window": window, "math": math},
         free={
             "scale": "real",
             "causal": "integer",
@@ -107,15 +97,7 @@ def subject(
             **coded,
             "empty_lse": "real",
         },
-        defaults={
-            "scale": d_qk**-0.5,
-            "causal": 1,
-            "cp_world": 1,
-            "cp_rank": 0,
-            "kv_scale": 1.0,
-            **dict.fromkeys(coded, 1.0),
-            "empty_lse": -inf,
-        },
+        defaults={"scale": d_qk**-0.5},
         notes={"record": record or ""},
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -55,9 +54,7 @@ def merge(*, h_q: int, dtype: str | None = None, out_dtype: str | None = None) -
         MERGE,
         {"h_q": h_q, "d": D_V},
         {"outs": dtype, "lses": "float32", "out": out_dtype, "lse": "float32"},
-        fixed={"lse_base": "e", "out_dtype": None},
         free={"empty_lse": "real"},
-        defaults={"empty_lse": -math.inf},
     )
 
 
@@ -70,7 +67,6 @@ def cache_append(*, records: str, page_size: int, dtype: str | None = None) -> S
         tokens.dtypes,
         fixed={**tokens.fixed, "interleaved": True},
         free={"kv_scale": "real"},
-        defaults={"kv_scale": 1.0},
         notes={"record": records},
     )
 
@@ -135,7 +131,6 @@ def mla_prepare(
             **(appended.fixed if appended else {"record": None, "scales": None}),
         },
         free={"kv_scale": "real"},
-        defaults={"kv_scale": 1.0},
         notes={"record": records or ""},
     )
 
@@ -170,9 +165,7 @@ def merge_project(
         MERGE_PROJECT,
         {"h_q": h_q, "d_head": check_d_head(d_head or D_HEAD), "d_v": D_V},
         {"outs": dtype, "w_uv": half, "lses": "float32", "out": out_dtype, "lse": "float32"},
-        fixed={"lse_base": "e", "out_dtype": None},
         free={"empty_lse": "real"},
-        defaults={"empty_lse": -math.inf},
     )
 
 
@@ -207,9 +200,8 @@ def sparse_forward(
         SPARSE_FORWARD,
         {"h_q": h_q, "d_qk": width, "d_kv": width, "page_tokens": 1, "topk": topk, "d_v": D_V},
         {**arrays, "lse": "float32", "max_logits": "float32"},
-        fixed={"d_v": D_V, "kv_scale": 1.0, "math": "exact", "lse_base": "e", "out_dtype": None, "kernel": None},
         free={"scale": "real", "causal": "integer", "empty_lse": "real"},
-        defaults={"scale": width**-0.5, "causal": 0, "empty_lse": -math.inf},
+        defaults={"scale": width**-0.5},
     )
 
 
@@ -225,9 +217,8 @@ def sparse_decode(
         SPARSE_DECODE,
         {**sizes, "topk": topk, "d_v": D_V, "d_head": D_V},
         {**arrays, "topk_length": "int32", "out": dtype, "lse": "float32"},
-        fixed={"kv_scale": 1.0, "math": "exact", "lse_base": "e", "out_dtype": None, "kernel": None},
         free={"scale": "real", "empty_lse": "real"},
-        defaults={"scale": record.d_qk**-0.5, "empty_lse": -math.inf},
+        defaults={"scale": record.d_qk**-0.5},
         notes={"record": record.name},
     )
 
@@ -241,9 +232,7 @@ def logits_paged(*, h_q: int, page_size: int, s_q: int | None = None, d_index: i
         LOGITS_PAGED,
         {**sizes, "lengths": 1},
         {**arrays, "block_table": "int32", "logits": "float32"},
-        fixed={"out_dtype": None, "kernel": None},
         free={"clean": "integer"},
-        defaults={"clean": 1},
     )
 
 
@@ -271,7 +260,6 @@ def indexer_prepare(*, h_q: int, d_index: int | None = None, page_size: int | No
             "return_k": not page_size,
         },
         free={"eps": "real"},
-        defaults={"eps": 1e-6},
     )
 
 
@@ -281,16 +269,7 @@ def topk(*, topk: int) -> Subject:
         TOPK,
         {"k": topk},
         {"logits": "float32", "ke": "int32", "indices": "int32", "counts": "int32"},
-        fixed={
-            "k": topk,
-            "order": "index",
-            "relative": False,
-            "page_size": 1,
-            "keep_first": 0,
-            "keep_last": 0,
-            "return_values": False,
-            "kernel": None,
-        },
+        fixed={"k": topk, "page_size": 1, "return_values": False},
     )
 
 

@@ -110,11 +110,11 @@ class Subject:
     dtypes : mapping
         Array -> dtype; an array without one is not given.
     fixed : mapping
-        Option -> value. Of the others `free` says what they are.
+        Option -> value. An option that is neither fixed nor free has the public function's default.
     free : mapping
         Option -> "integer" or "real".
     defaults : mapping
-        Option -> the value that the C module starts from.
+        Free option -> the value that the C module starts from, where that is not the public function's default.
     derived : mapping
         Axis of outputs alone -> its size: a number, or the name of an option.
     notes : mapping
@@ -129,6 +129,13 @@ class Subject:
     defaults: Mapping[str, float] = field(default_factory=dict)
     derived: Mapping[str, int | str] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = {name: self.operation.defaults[name] for name in self.operation.options._fields}
+        fixed = {name: value for name, value in known.items() if name not in self.free}
+        object.__setattr__(self, "fixed", fixed | dict(self.fixed))
+        numbers = {name: known[name] if kind == "real" else int(known[name]) for name, kind in self.free.items()}
+        object.__setattr__(self, "defaults", numbers | dict(self.defaults))
 
     @cached_property
     def arrays(self) -> list[Array]:

@@ -57,17 +57,8 @@ def options_of(operation: Operation, given: Mapping[str, Any]) -> Any:
         If there is no such option, or one is missing that has no default.
     """
     dtypes = {output.dtype_option for output in operation.outputs} - {""}
-    for name in given:
-        if name not in operation.options._fields:
-            raise TypeError(f"{operation.name}() got an unexpected keyword argument {name!r}")
-    taken = parameters(operation.name)
-    defaults = {name: taken[name].default for name in operation.options._fields}
-    chosen = {name: value for name, value in defaults.items() if value is not inspect.Parameter.empty}
-    chosen |= {name: check_dtype(name, value) if name in dtypes else value for name, value in given.items()}
-    for name in operation.options._fields:
-        if name not in chosen:
-            raise TypeError(f"{operation.name}() missing the keyword argument {name!r}")
-    return operation.options(**chosen)
+    named = {name: check_dtype(name, value) if name in dtypes else value for name, value in given.items()}
+    return operation.options_of(**named)
 
 
 @dataclass(frozen=True)

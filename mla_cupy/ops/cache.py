@@ -12,7 +12,7 @@ from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
 from mla_cupy.kernels.cache import APPEND, GATHER
 from mla_cupy.kernels.cache.pipeline import AppendOptions, GatherOptions
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import absorbing, check_all_or_none, check_factor, check_flag
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 
@@ -90,9 +90,7 @@ def cache_append(
     >>> mla_cupy.cache_gather(cache, np.array([70, 72]))[:, 0].tolist()
     [1.0, 0.0]
     """
-    options = (record, scales, kv_scale, interleaved)
-    arrays = (latent, rope, cache, slots, cos, sin, positions)
-    run(Invocation(APPEND_OPERATION, arrays, options, stream=stream))
+    return call(cache_append, locals())
 
 
 def cache_gather(
@@ -140,9 +138,7 @@ def cache_gather(
     >>> mla_cupy.cache_gather(np.zeros((2, 64, 584), np.uint8), np.array([5])).shape
     (1, 512)
     """
-    options = (record, kv_scale, out_dtype)
-    (rows,) = run(Invocation(GATHER_OPERATION, (cache, slots, out), options, stream=stream))
-    return rows
+    return call(cache_gather, locals())
 
 
 # ---- Checks -----------------------------------------------------------------------------------------------------

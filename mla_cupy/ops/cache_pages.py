@@ -8,7 +8,7 @@ from mla_cupy.cache_formats import words_before_changes
 from mla_cupy.errors import ShapeError, explain
 from mla_cupy.kernels.cache import COPY_PAGES, SLOTS, UPDATE
 from mla_cupy.kernels.cache.pipeline import CopyPagesOptions, SlotsOptions, UpdateOptions
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_count
 from mla_cupy.ops.operation import Examined, Input, NoOptions, Operation, Output, Views, only_int32, present
 from mla_cupy.ops.schema import steps_by_16_bytes
@@ -42,7 +42,7 @@ def cache_copy_pages(pool: Any, pairs: Any, *, stream: Any = None) -> None:
     >>> pool[:, 2, 0].tolist()
     [0, 3]
     """
-    run(Invocation(COPY_PAGES_OPERATION, (pool, pairs), stream=stream))
+    return call(cache_copy_pages, locals())
 
 
 def cache_slots(
@@ -110,9 +110,7 @@ def cache_slots(
     >>> slots.tolist(), cu_seqlens.tolist()
     ([31, 8, 16, 17, 18, -1], [0, 2, 5])
     """
-    arrays = (block_table, starts, lengths, slots, cu_seqlens)
-    slots, cu_seqlens = run(Invocation(SLOTS_OPERATION, arrays, (page_size, max_tokens, num_pages), stream=stream))
-    return slots, cu_seqlens
+    return call(cache_slots, locals())
 
 
 def cache_update(
@@ -154,8 +152,7 @@ def cache_update(
     ShapeError, DTypeError, DeviceError, ArgumentError
         If an argument does not fit; nothing has been launched.
     """
-    arrays = (packed, table, seqlens, step_table, step_seqlens, slots, positions)
-    run(Invocation(UPDATE_OPERATION, arrays, (page_size,), stream=stream))
+    return call(cache_update, locals())
 
 
 def _examine_copy(views: Views, given: NoOptions) -> Examined:

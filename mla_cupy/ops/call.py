@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -94,6 +94,23 @@ class Invocation:
         self.plan = plan
         self.check = check
 
+    @classmethod
+    def of(cls, operation: Operation, **arguments: Any) -> Invocation:
+        """The call of a public function with these arguments; the others have the function's defaults.
+
+        Raises
+        ------
+        TypeError
+            If the function has no such parameter, or one without a default is missing.
+        """
+        arguments = operation.with_defaults(arguments)
+        arrays = tuple(arguments.pop(name) for name in operation.names)
+        options = tuple(
+            operation.keys[name](arguments.pop(name)) if name in operation.keys else arguments.pop(name)
+            for name in operation.options._fields
+        )
+        return cls(operation, arrays, options, **arguments)
+
     @property
     def named(self) -> dict[str, Any]:
         """The arrays by name."""
@@ -115,6 +132,52 @@ class Invocation:
         arrays = tuple(None if x is None else family.adopt(x) for x in self.arrays)
         workspace = None if self.workspace is None else family.adopt(self.workspace)
         return Invocation(self.operation, arrays, self.options, workspace, self.stream, self.plan, self.check)
+
+
+@families.runs_as_it_is
+def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Run a call of a public function; `arguments` are its locals.
+
+    Naming 40 arguments takes longer than the rest of a repeated call. So the function is given the code that lists
+    them in the operation's order, which its next calls run.
+
+    Returns
+    -------
+    array, tuple or None
+        The output if there is one, all outputs if there are several.
+    """
+    operation = operation_of(function)
+    assert operation is not None
+    results = run(Invocation.of(operation, **arguments))
+    _list_arguments(function, operation)
+    return results if len(operation.outputs) > 1 else results[0] if results else None
+
+
+def _list_arguments(function: Callable[..., Any], operation: Operation) -> None:
+    """Replace the code of a public function by one that makes the `Invocation` from its arguments, without names."""
+    function = inspect.unwrap(function)
+    code, name = function.__code__, operation.name
+    count = code.co_argcount
+    parameters = code.co_varnames[: count + code.co_kwonlyargcount]
+    kwonly = ("*", *parameters[count:]) if code.co_kwonlyargcount else ()
+    options = (f"_key_{x}({x})" if x in operation.keys else x for x in operation.options._fields)
+    others = (x if x in parameters else "None" for x in ("workspace", "stream", "plan"))
+    arguments = ", ".join(
+        (f"_{name}", _listed(operation.names), _listed(options), *others, "check" if "check" in parameters else "False")
+    )
+    result = ("", "return _run(CALL)[0]", "return _run(CALL)")[min(len(operation.outputs), 2)] or "_run(CALL)"
+    source = f"def {name}({', '.join((*parameters[:count], *kwonly))}):\n    "
+    source += result.replace("CALL", f"_Invocation({arguments})") + "\n"
+    made: dict[str, Any] = {}
+    exec(compile(source, f"<arguments of {name}>", "exec"), made)
+    keys = {f"_key_{key}": make for key, make in operation.keys.items()}
+    function.__globals__.update({"_run": run, "_Invocation": Invocation, f"_{name}": operation, **keys})
+    function.__code__ = made[name].__code__
+    families.runs_as_it_is(function)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return f"({''.join(f'{name}, ' for name in names)})"
 
 
 @families.runs_as_it_is
@@ -478,11 +541,7 @@ def workspace_bytes(operation: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 def _measure(operation: Operation, arguments: Mapping[str, Any]) -> int:
     """The bytes of workspace that a call needs, by its arguments' names."""
-    arrays, options = (
-        tuple(arguments.get(name) for name in names) for names in (operation.names, operation.options._fields)
-    )
-    others = {name: arguments[name] for name in ("workspace", "stream", "plan", "check") if name in arguments}
-    call = Invocation(operation, arrays, options, **others)
+    call = Invocation.of(operation, **arguments)
     family = _check_arguments(call)
     if family.on_gpu:
         return _configure(call.adopted(family), family.native).nbytes

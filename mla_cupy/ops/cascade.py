@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.ops import decode as decode_operation
 from mla_cupy.ops import merge as merge_operation
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.cascade_plan import CascadePlan, divide
 from mla_cupy.ops.checks import check_d_v
 from mla_cupy.ops.composite import Composite, CompositePipeline, check_kernels, hashable
@@ -92,10 +92,7 @@ def cascade_decode(
     >>> [round(float(x), 3) for x in lse[:, 0, 0]]
     [28.605, 28.248]
     """
-    options = (_hashable(groups), scale, causal, q_scale, math, lse_base, empty_lse, out_dtype, hashable(kernel))
-    arrays = (q, kv_cache, block_table, seqlens, out, lse)
-    out, lse = run(Invocation(OPERATION, arrays, options, workspace, stream, plan, check))
-    return out, lse
+    return call(cascade_decode, locals())
 
 
 class CascadeOptions(NamedTuple):
@@ -141,9 +138,7 @@ def _examine(views: Views, options: CascadeOptions) -> Examined:
 
 def _of_decode(options: CascadeOptions) -> Any:
     numbers = {name: value for name, value in options._asdict().items() if name not in ("groups", "kernel")}
-    others: dict[str, Any] = {"d_v": D_V, "window": None, "max_seqlen_q": None, "cp_world": 1, "cp_rank": 0}
-    others |= {"kv_scale": 1.0, "kernel": None}
-    return decode_operation.OPERATION.options(**numbers, **others)
+    return decode_operation.OPERATION.options_of(**numbers)
 
 
 def _check_values(arrays: Arrays, options: CascadeOptions) -> None:
@@ -185,4 +180,5 @@ OPERATION = Composite(
     check_values=_check_values,
     pipeline=_PIPELINE,
     divide=divide,
+    keys={"groups": _hashable, "kernel": hashable},
 )

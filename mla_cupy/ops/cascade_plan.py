@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import inf
 from typing import Any, NamedTuple
 
 from mla_cupy import arrays as families
@@ -132,32 +131,22 @@ class _Batch:
             steps.append(Assignment(arrays["seqlens"], behind, pages * self._page_size))
         steps.append(Stage("prefix", decode, prefix, self._decode_options(causal=False), section.plan))
         steps.append(Stage("rest", decode, rest, self._decode_options(causal=options.causal), section.behind))
-        chosen = (options.lse_base, options.empty_lse, None)
+        chosen = merge_operation.OPERATION.options_of(lse_base=options.lse_base, empty_lse=options.empty_lse)
         return [*steps, Stage("merge", merge_operation.OPERATION, states, chosen)]
 
     def _of(self, part: slice) -> dict[str, Part]:
         cut = {name: self._parts[name].cut(0, part.start, part.stop) for name in self._parts if name != "kv_cache"}
         return {**cut, "kv_cache": self._parts["kv_cache"]}
 
-    def _decode_options(self, *, alone: bool = False, causal: bool = True) -> tuple[Any, ...]:
+    def _decode_options(self, *, alone: bool = False, causal: bool = True) -> Any:
         options = self._options
-        return tuple(
-            decode_operation.OPERATION.options(
-                d_v=D_V,
-                scale=options.scale,
-                causal=options.causal if alone else causal,
-                window=None,
-                max_seqlen_q=None,
-                cp_world=1,
-                cp_rank=0,
-                kv_scale=1.0,
-                q_scale=options.q_scale,
-                math=options.math,
-                out_dtype=None,
-                lse_base=options.lse_base,
-                empty_lse=options.empty_lse if alone else -inf,
-                kernel=None,
-            )
+        return decode_operation.OPERATION.options_of(
+            scale=options.scale,
+            causal=options.causal if alone else causal,
+            q_scale=options.q_scale,
+            math=options.math,
+            lse_base=options.lse_base,
+            **({"empty_lse": options.empty_lse} if alone else {}),
         )
 
 

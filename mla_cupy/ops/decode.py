@@ -16,7 +16,7 @@ from mla_cupy.kernels.attention.records import READ_DENSE as READ
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Batch, DecodeOptions, DecodeProblem, Forms
 from mla_cupy.ops.cache import INDEX_DTYPES, check_layout, record_read
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import (
     MATH_OF_DENSE_DECODE,
     STARTS,
@@ -38,7 +38,7 @@ from mla_cupy.ops.checks import (
     name_first,
     resolve_scale,
 )
-from mla_cupy.ops.decode_plan import DecodePlan, UnmergedPlan
+from mla_cupy.ops.decode_plan import DecodePlan
 from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_queries_or_float32, present
 from mla_cupy.ops.projection import GATE, W_UV, check_projection
 from mla_cupy.ops.schema import steps_by_16_bytes
@@ -252,40 +252,7 @@ def mla_decode(
     >>> out.shape, float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
     ((1, 1, 16, 512), 1.0, 28.605)
     """
-    tokens, numbers = (causal, window, max_seqlen_q, cp_world, cp_rank), (kv_scale, q_scale, math)
-    options = (d_v, scale, *tokens, *numbers, out_dtype, lse_base, empty_lse, kernel)
-    forms = (q_rope, cu_seqlens_q, tree_mask, attn_sink, out_cos, out_sin, out_positions)
-    further = (w_uv, gate, q_scales, kv_scales)
-    arrays = (q, kv_cache, block_table, seqlens, *forms, *further, out, lse)
-    out, lse = run(Invocation(OPERATION, arrays, options, workspace, stream, plan, check))
-    return out, lse
-
-
-def decode_unmerged(
-    plan: DecodePlan,
-    arrays: tuple[Any, Any, Any, Any, Any, Any],
-    *,
-    scale: float | None,
-    causal: bool,
-    kv_scale: float,
-    q_scale: float,
-    math: str,
-    cp_world: int,
-    cp_rank: int,
-    lse_base: str,
-    kernel: str | None,
-    check: bool,
-    stream: Any,
-) -> None:
-    """`mla_decode` with a plan, but for the merge of split requests: `plan.splits` says where their pieces are.
-
-    `arrays` are q, kv_cache, block_table, seqlens, out and lse.
-    """
-    tokens, numbers = (causal, None, None, cp_world, cp_rank), (kv_scale, q_scale, math)
-    options = (D_V, scale, *tokens, *numbers, None, lse_base, -inf, kernel)
-    inputs, results = arrays[:4], arrays[4:]
-    arrays_of_call = (*inputs, *(None,) * (len(OPERATION.inputs) - len(inputs)), *results)
-    run(Invocation(OPERATION, arrays_of_call, options, None, stream, UnmergedPlan(plan), check))
+    return call(mla_decode, locals())
 
 
 def _examine(views: Views, given: DecodeOptions) -> Examined:

@@ -8,7 +8,7 @@ from mla_cupy.errors import ShapeError, explain
 from mla_cupy.kernels.dense import MASK
 from mla_cupy.kernels.dense.mask import MaskOptions, MaskProblem
 from mla_cupy.kernels.dense.problem import MASK_ROW_BYTES
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import STARTS, check_count, check_flag, check_starts
 from mla_cupy.ops.operation import Examined, Operation, Output, Views, present
 from mla_cupy.ops.schema import contiguous_along_last, steps_by_16_bytes
@@ -78,9 +78,7 @@ def prefill_mask(
     >>> mask.shape, mask[:, :2].tolist()
     ((3, 16), [[1, 0], [3, 0], [5, 2]])
     """
-    arrays = (indices, cu_seqlens_q, cu_seqlens_kv, mask)
-    (mask,) = run(Invocation(OPERATION, arrays, (max_keys, relative), workspace, stream))
-    return mask
+    return call(prefill_mask, locals())
 
 
 def _examine(views: Views, given: MaskOptions) -> Examined:

@@ -8,7 +8,7 @@ from typing import Any
 from mla_cupy.dtypes import FLOATS, HALF
 from mla_cupy.kernels.merge import MERGE
 from mla_cupy.kernels.merge.pipeline import MergeOptions, MergeProblem
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_empty_lse, check_lse_base
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 
@@ -72,9 +72,7 @@ def merge_states(
     >>> float(out[0, 0, 0, 0]), float(lse[0, 0, 0])
     (2.0, 1.0)
     """
-    options = (lse_base, empty_lse, out_dtype)
-    out, lse = run(Invocation(OPERATION, (outs, lses, out, lse), options, workspace, stream))
-    return out, lse
+    return call(merge_states, locals())
 
 
 def _out_dtypes(first: str) -> tuple[str, ...]:

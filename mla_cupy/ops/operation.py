@@ -5,6 +5,8 @@ The record drives the public call, the tests of bad input, `mla-cupy list` and t
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -214,6 +216,8 @@ class Operation:
         without the axis is the sum of what the parts have for it.
     check_values : callable
         `check_values(arrays, examined)`: looks at copies of the inputs, for `check=True`.
+    keys : mapping of str to callable
+        Options that are lists or mappings, and what makes them hashable, so that a repeated call is recognised.
     """
 
     name: str
@@ -229,6 +233,7 @@ class Operation:
     derivative: Literal["none", "reverse", "constant"] = "none"
     parallel: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     check_values: Callable[[Arrays, Any], None] = lambda arrays, options: None
+    keys: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _OPERATIONS[self.name] = self
@@ -259,6 +264,46 @@ class Operation:
         """The arrays that may be None."""
         inputs = (array.name for array in self.inputs if array.optional)
         return (*inputs, *(array.name for array in self.outputs))
+
+    @functools.cached_property
+    def defaults(self) -> Mapping[str, Any]:
+        """Defaults of the public function's parameters: the one place that has them."""
+        function = getattr(importlib.import_module(_PACKAGE), self.name)
+        parameters = inspect.signature(function).parameters.values()
+        return MappingProxyType({x.name: x.default for x in parameters})
+
+    def with_defaults(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments of the public function: these, and the defaults of the others.
+
+        Raises
+        ------
+        TypeError
+            If the function has no such parameter, or one without a default is missing.
+        """
+        if unknown := arguments.keys() - self.defaults.keys():
+            raise TypeError(f"{self.name}() got an unexpected keyword argument {min(unknown)!r}")
+        whole = {**self.defaults, **arguments}
+        for name, value in whole.items():
+            if value is inspect.Parameter.empty:
+                raise TypeError(f"{self.name}() missing the argument {name!r}")
+        return whole
+
+    def options_of(self, **options: Any) -> Any:
+        """Options of a call by name; those that are left out have the public function's defaults.
+
+        Raises
+        ------
+        TypeError
+            If there is no such option, or one without a default is missing.
+        """
+        defaults = {name: self.defaults[name] for name in self.options._fields}
+        given = {name: value for name, value in defaults.items() if value is not inspect.Parameter.empty} | options
+        for name in (*given, *self.options._fields):
+            if name not in self.options._fields:
+                raise TypeError(f"{self.name}() got an unexpected keyword argument {name!r}")
+            if name not in given:
+                raise TypeError(f"{self.name}() missing the keyword argument {name!r}")
+        return self.options(**given)
 
     def check_kernel(self, kernel: Any) -> None:
         """Raise ArgumentError unless it is the name of a kernel that the caller may choose, or None."""

@@ -10,7 +10,7 @@ from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.dense import DENSE
 from mla_cupy.kernels.dense.problem import FP8_GEOMETRY, MASK_ROW_BYTES, DenseProblem, PrefillOptions
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import STARTS, check_all_or_none, check_flag, resolve_scale
 from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_first_or_wider, present
 from mla_cupy.ops.prefill_inputs import (
@@ -154,11 +154,7 @@ def mla_prefill(
     >>> out.shape, float(out[0, 0, 0]), [round(float(x), 3) for x in lse[:, 0]]
     ((3, 4, 128), 1.0, [13.856, 14.55, 14.955])
     """
-    options = (causal, scale, out_dtype, kernel)
-    inputs = (q, k, v, q_rope, k_rope, cu_seqlens_q, cu_seqlens_kv, state_out, state_lse, mask)
-    scales = (q_scales, k_scales, v_scales)
-    out, lse = run(Invocation(OPERATION, (*inputs, *scales, out, lse), options, workspace, stream, None, check))
-    return out, lse
+    return call(mla_prefill, locals())
 
 
 def _examine(views: Views, given: PrefillOptions) -> Examined:

@@ -6,7 +6,7 @@ from typing import Any
 
 from mla_cupy.kernels.dense import DENSE_BACKWARD
 from mla_cupy.kernels.dense.problem import DenseBackwardProblem, PrefillBackwardOptions
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import STARTS, check_flag, resolve_scale
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, only_like_first
 from mla_cupy.ops.prefill_inputs import MIN_SIZES, QKV, ROPES, SIZES, aligned, check_prefill_values, check_sizes
@@ -125,11 +125,7 @@ def mla_prefill_backward(
     >>> [round(float(x), 2) for x in dkv[:, 0, -1]]  # one by the first query, a half by the second, a third by the last
     [1.83, 0.83, 0.33]
     """
-    options = (causal, scale, deterministic, kernel)
-    inputs = (q, k, v, out, dout, lse, q_rope, k_rope, dlse, cu_seqlens_q, cu_seqlens_kv)
-    arrays = (*inputs, dq, dk, dv, dq_rope, dk_rope)
-    dq, dk, dv, dq_rope, dk_rope = run(Invocation(OPERATION, arrays, options, workspace, stream, None, check))
-    return dq, dk, dv, dq_rope, dk_rope
+    return call(mla_prefill_backward, locals())
 
 
 def _examine(views: Views, given: PrefillBackwardOptions) -> Examined:

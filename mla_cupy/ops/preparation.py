@@ -9,7 +9,7 @@ from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.cache.prepare import MLA_PREPARE, MlaPrepareOptions
 from mla_cupy.ops.cache import CACHE_AXES, CACHE_DTYPES, INDEX_DTYPES, check_pairs, check_tokens
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_all_or_none, check_base, check_factor, check_flag
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, only_like_first, present
 from mla_cupy.ops.schema import check_wide
@@ -133,10 +133,7 @@ def mla_prepare(
     >>> out is q, float(q[0, 0, 511]), round(float(q[0, 0, 512]), 3)
     (True, 1.0, 1.239)
     """
-    arrays = (q, latent, rope, cache, slots, q_rope, w_uk, cos, sin, positions, out, q_scales, rope_out)
-    options = (theta, interleaved, quantise, q_scale, return_rope, record, scales, kv_scale)
-    out, q_scales, rope_out = run(Invocation(OPERATION, arrays, options, stream=stream))
-    return out, q_scales, rope_out
+    return call(mla_prepare, locals())
 
 
 # ---- Checks -----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from mla_cupy.dtypes import FLOATS, HALF
 from mla_cupy.errors import ArgumentError, DTypeError, ShapeError, explain
 from mla_cupy.kernels.projection import ABSORBING, MERGE_PROJECT
 from mla_cupy.kernels.projection.pipeline import MAX_STATES, AbsorbOptions, MergeProjectOptions, ProjectProblem
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_empty_lse, check_lse_base
 from mla_cupy.ops.operation import (
     Examined,
@@ -76,8 +76,7 @@ def absorb(
     >>> q.shape, float(q[1, 3, 511]), float(q[1, 3, 512])
     ((2, 4, 576), 128.0, 0.0)
     """
-    (out,) = run(Invocation(ABSORB_OPERATION, (q_nope, w_uk, q_rope, out), (), workspace, stream))
-    return out
+    return call(absorb, locals())
 
 
 def merge_project(
@@ -152,9 +151,7 @@ def merge_project(
     >>> out.shape, float(out[1, 0, 3, 127]), lse
     ((2, 1, 4, 128), 128.0, None)
     """
-    options = (lse_base, empty_lse, out_dtype)
-    out, lse = run(Invocation(MERGE_OPERATION, (outs, w_uv, lses, gate, out, lse), options, workspace, stream))
-    return out, lse
+    return call(merge_project, locals())
 
 
 def check_projection(views: Views, dtype: str) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels.dense import SEGMENTS
 from mla_cupy.kernels.dense.segments import PARTS, SegmentsOptions, SegmentsProblem
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_count, name_first
 from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, only_int32, present
 
@@ -79,9 +79,7 @@ def prefill_segments(
     >>> starts.tolist()  # nothing, nothing, three tokens; one of padding, nothing, two tokens
     [0, 0, 0, 3, 4, 4, 6]
     """
-    arrays = (segment_ids_q, segment_ids_kv, cu_seqlens_q, cu_seqlens_kv)
-    cu_seqlens_q, cu_seqlens_kv = run(Invocation(OPERATION, arrays, (max_segments,), workspace, stream, None, check))
-    return cu_seqlens_q, cu_seqlens_kv
+    return call(prefill_segments, locals())
 
 
 def _examine(views: Views, given: SegmentsOptions) -> Examined:

@@ -6,7 +6,7 @@ from typing import Any
 
 from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardOptions, SparseBackwardProblem
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_d_v, check_flag, check_lse_base, resolve_scale
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32, present
 from mla_cupy.ops.sparse_inputs import (
@@ -147,11 +147,7 @@ def sparse_mla_backward(
     >>> dq.shape, float(dkv[3, 0]), float(dkv[5, 0]), float(dkv[4, 0]), d_sink
     ((2, 16, 576), 8.0, 16.0, 0.0, None)
     """
-    options = (d_v, scale, causal, lse_base, deterministic, dkv_dtype, kernel)
-    inputs = (q, kv, out, dout, lse, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, dlse)
-    arrays = (*inputs, dq, dkv, d_sink)
-    dq, dkv, d_sink = run(Invocation(OPERATION, arrays, options, workspace, stream, None, check))
-    return dq, dkv, d_sink
+    return call(sparse_mla_backward, locals())
 
 
 def _examine(views: Views, given: SparseBackwardOptions) -> Examined:

@@ -13,7 +13,7 @@ from mla_cupy.kernels.attention.records import COMPACT, READ_SPARSE
 from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
 from mla_cupy.ops.cache import INDEX_DTYPES, check_layout, record_read
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import (
     check_all_or_none,
     check_empty_lse,
@@ -147,11 +147,7 @@ def sparse_mla_decode(
     >>> out.shape, float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
     ((1, 1, 8, 512), 1.0, 22.026)
     """
-    options = (scale, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
-    selection = (q, kv_cache, indices, topk_length, attn_sink, extra_kv_cache, extra_indices, extra_topk_length)
-    turning = (out_cos, out_sin, out_positions)
-    out, lse = run(Invocation(OPERATION, (*selection, *turning, w_uv, gate, out, lse), options, workspace, stream))
-    return out, lse
+    return call(sparse_mla_decode, locals())
 
 
 def _check_extra(views: Views, record: str) -> bool:

@@ -10,7 +10,7 @@ from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels.attention.records import SPARSE_RECORDS as READ
 from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardOptions, SparseForwardProblem
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import (
     check_d_v,
     check_empty_lse,
@@ -169,10 +169,7 @@ def sparse_mla_forward(
     >>> out.shape, float(out[0, 0, 0]), round(float(lse[0, 0]), 3), float(max_logits[1, 0])
     ((2, 16, 512), 1.0, 24.693, 24.0)
     """
-    options = (d_v, scale, causal, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
-    arrays = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, out, lse, max_logits)
-    out, lse, max_logits = run(Invocation(OPERATION, arrays, options, workspace, stream, None, check))
-    return out, lse, max_logits
+    return call(sparse_mla_forward, locals())
 
 
 def _examine(views: Views, given: SparseForwardOptions) -> Examined:

@@ -9,8 +9,8 @@ from mla_cupy import arrays
 from mla_cupy.dtypes import FLOATS, HALF, name_of
 from mla_cupy.errors import ArgumentError, DTypeError, explain
 from mla_cupy.ops.checks import check_flag
-from mla_cupy.ops.decode import decode_unmerged, mla_decode
-from mla_cupy.ops.decode_plan import DecodePlan
+from mla_cupy.ops.decode import mla_decode
+from mla_cupy.ops.decode_plan import DecodePlan, UnmergedPlan
 from mla_cupy.parallel.transport import MergesSplits, Result, Transport, heads_per_rank
 
 
@@ -155,7 +155,7 @@ class ContextParallel:
         elif splits is None or self._merger is None:
             partials = mla_decode(*call, plan=plan, out=kept[0], lse=kept[1], **options)
         else:
-            decode_unmerged(plan, (*call, *kept), **options)
+            mla_decode(*call, plan=UnmergedPlan(plan), out=kept[0], lse=kept[1], **options)
             return self._merger.merge_splits(*kept, splits, result)
         return self.transport.merge(*partials, result)
 

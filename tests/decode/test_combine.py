@@ -13,9 +13,10 @@ from mla_cupy.kernels.attention import combine
 from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.pipeline import DecodeConfig
-from mla_cupy.kernels.decode.problem import DecodeOptions, DecodeProblem
+from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.pipeline import Call, Prepared
+from mla_cupy.ops.decode import OPERATION
 from mla_cupy.shapes import D_V
 from tests.decode.schedule_model import Point, split_requests
 from tests.support.mutants import Mutant, Plant, as_verdict, steps
@@ -60,7 +61,7 @@ def merged(
     }
     call = Call(
         {name: contiguous(*form) for name, form in shapes.items()},
-        DecodeOptions(512, 1.0, True, None, None, 1, 0, 1.0, 1.0, "exact", None, "2", 7.0, None),
+        OPERATION.options_of(scale=1.0, lse_base="2", empty_lse=7.0),
         True,
     )
     step = DECODE.steps(config, call)[-1]

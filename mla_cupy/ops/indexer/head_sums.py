@@ -7,7 +7,7 @@ from typing import Any
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels.indexer.loss import HEAD_SUMS
 from mla_cupy.kernels.indexer.loss.problem import HeadSumsOptions, LossProblem
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import STARTS, check_flag, check_starts, resolve_scale
 from mla_cupy.ops.indexer.loss_inputs import (
     BUFFER_BYTES,
@@ -115,10 +115,7 @@ def indexer_head_sums(
     array([[4., 0.],
            [2., 2.]], dtype=float32)
     """
-    inputs = (q, k, q_rope, k_rope, indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv)
-    options = (scale, causal, buffer_bytes, kernel)
-    (head_sums,) = run(Invocation(OPERATION, (*inputs, head_sums), options, workspace, stream))
-    return head_sums
+    return call(indexer_head_sums, locals())
 
 
 def _examine(views: Views, given: HeadSumsOptions) -> Examined:

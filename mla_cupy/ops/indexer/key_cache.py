@@ -9,7 +9,7 @@ from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.indexer.logits.problem import HEAD_DIMS
 from mla_cupy.kernels.indexer.prepare import APPEND_KEYS, GATHER_KEYS
 from mla_cupy.kernels.indexer.prepare.quantize import PrepareOptions
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_all_or_none, check_count
 from mla_cupy.ops.indexer.prepare import (
     NORM,
@@ -92,9 +92,7 @@ def indexer_cache_append(
     >>> codes.view(ml_dtypes.float8_e4m3fn)[:, 0].tolist(), k_scale.tolist()
     ([448.0, 0.0], [1.0, 0.0])
     """
-    options = (interleaved, hadamard, scales, reference_rounding, eps)
-    arrays = (k, cache, slots, cos, sin, positions, norm_weight, norm_bias)
-    run(Invocation(APPEND_OPERATION, arrays, options, stream=stream))
+    return call(indexer_cache_append, locals())
 
 
 def indexer_cache_gather(
@@ -148,8 +146,7 @@ def indexer_cache_gather(
     >>> codes.shape, k_scale.shape
     ((2, 128), (2,))
     """
-    codes, k_scale = run(Invocation(GATHER_OPERATION, (cache, slots, codes, k_scale), (d,), stream=stream))
-    return codes, k_scale
+    return call(indexer_cache_gather, locals())
 
 
 # ---- Checks -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.indexer.logits import LOGITS
 from mla_cupy.kernels.indexer.logits.problem import CODES, HEAD_DIMS, MAX_HEADS, LogitsOptions, LogitsProblem
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_accumulate, check_flag
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
@@ -104,10 +104,7 @@ def indexer_logits(
     array([[128., 128., -inf],
            [128., 128., 128.]], dtype=float32)
     """
-    arrays = (q, k, weights, ks, ke, k_scale, logits)
-    options = (accumulate, clean, out_dtype, kernel)
-    (logits,) = run(Invocation(OPERATION, arrays, options, workspace, stream))
-    return logits
+    return call(indexer_logits, locals())
 
 
 def out_dtypes(first: str) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from mla_cupy.arrays.view import View
 from mla_cupy.errors import ShapeError, explain
 from mla_cupy.kernels.indexer.logits import LOGITS_PAGED
 from mla_cupy.kernels.indexer.logits.problem import CODES, LogitsProblem, PagedLogitsOptions
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_flag
 from mla_cupy.ops.indexer.key_cache import CACHE, SIZES, check_pages, holds_e2m1
 from mla_cupy.ops.indexer.logits import (
@@ -95,9 +95,7 @@ def indexer_logits_paged(
     >>> mla_cupy.indexer_logits_paged(q, page.reshape(1, 2, 36), weights, seqlens, table)
     array([[[ 16.,  16.,  16., -inf]]], dtype=float32)
     """
-    arrays = (q, cache, weights, seqlens, block_table, logits)
-    (logits,) = run(Invocation(OPERATION, arrays, (clean, out_dtype, kernel), workspace, stream))
-    return logits
+    return call(indexer_logits_paged, locals())
 
 
 def _examine(views: Views, given: PagedLogitsOptions) -> Examined:

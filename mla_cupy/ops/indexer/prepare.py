@@ -16,7 +16,7 @@ from mla_cupy.kernels.indexer.prepare.quantize import (
     PrepareProblem,
     PrepareQueryOptions,
 )
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_accumulate, check_all_or_none, check_eps, check_flag
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
@@ -108,10 +108,7 @@ def indexer_prepare_q(
     >>> float(codes.view(ml_dtypes.float8_e4m3fn)[0, 0, 0]), round(float(folded[0, 0]), 6)
     (256.0, 0.000345)
     """
-    options = (interleaved, hadamard, scales, reference_rounding, accumulate)
-    arrays = (q, weights, cos, sin, positions, codes, folded)
-    codes, folded = run(Invocation(OPERATION_Q, arrays, options, workspace, stream))
-    return codes, folded
+    return call(indexer_prepare_q, locals())
 
 
 def indexer_prepare_k(
@@ -173,10 +170,7 @@ def indexer_prepare_k(
     >>> float(codes.view(ml_dtypes.float8_e4m3fn)[0, 0]), float(k_scale[0])
     (448.0, 1.0)
     """
-    options = (interleaved, hadamard, scales, reference_rounding, eps)
-    arrays = (k, cos, sin, positions, norm_weight, norm_bias, codes, k_scale)
-    codes, k_scale = run(Invocation(OPERATION_K, arrays, options, workspace, stream))
-    return codes, k_scale
+    return call(indexer_prepare_k, locals())
 
 
 def _examine_q(views: Views, given: PrepareQueryOptions) -> Examined:

@@ -7,7 +7,7 @@ from typing import Any
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels.indexer.prepare import PREPARE_BOTH
 from mla_cupy.kernels.indexer.prepare.quantize import PrepareBothOptions, PrepareProblem
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_accumulate, check_all_or_none, check_flag
 from mla_cupy.ops.indexer.key_cache import CACHE, SIZES, check_e2m1_scales, check_pages
 from mla_cupy.ops.indexer.prepare import NORM, check_prepare_options, check_vectors, code_dtypes
@@ -107,10 +107,7 @@ def indexer_prepare(
     >>> codes.shape, folded.shape, sorted(set(np.nonzero(cache)[0].tolist()))
     ((2, 4, 32), (2, 4), [0, 1])
     """
-    arrays = (q, weights, k, cos, sin, positions, cache, slots, norm_weight, norm_bias, codes, folded, k_codes, k_scale)
-    options = (interleaved, hadamard, scales, reference_rounding, accumulate, eps, return_k)
-    codes, folded, k_codes, k_scale = run(Invocation(OPERATION, arrays, options, stream=stream))
-    return codes, folded, k_codes, k_scale
+    return call(indexer_prepare, locals())
 
 
 def _examine(views: Views, given: PrepareBothOptions) -> Examined:

@@ -8,7 +8,7 @@ from mla_cupy.errors import ShapeError, explain
 from mla_cupy.kernels.indexer.logits.problem import LogitsOptions
 from mla_cupy.kernels.indexer.topk.problem import MAX_TOPK, TopkOptions
 from mla_cupy.kernels.pipeline import Call
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_count
 from mla_cupy.ops.composite import (
     Composite,
@@ -105,10 +105,7 @@ def indexer_select(
     >>> indices.tolist(), counts.tolist()
     ([[2, 3], [2, 3]], [2, 2])
     """
-    options = (accumulate, topk, order, relative, keep_first, keep_last, buffer_bytes, hashable(kernel))
-    arrays = (q, k, weights, ks, ke, k_scale, logits, indices, counts)
-    indices, counts = run(Invocation(OPERATION, arrays, options, workspace, stream))
-    return indices, counts
+    return call(indexer_select, locals())
 
 
 class SelectOptions(NamedTuple):
@@ -139,14 +136,21 @@ def check_selection(options: Any) -> Any:
 
 
 def _of_topk(options: Any, page_size: int = 1) -> TopkOptions:
-    relative = getattr(options, "relative", False)
-    numbers = (options.topk, options.order, relative, page_size, options.keep_first, options.keep_last)
-    return TopkOptions(*numbers, return_values=False, kernel=None)
+    chosen: TopkOptions = topk_operation.OPERATION.options_of(
+        k=options.topk,
+        order=options.order,
+        relative=getattr(options, "relative", False),
+        page_size=page_size,
+        keep_first=options.keep_first,
+        keep_last=options.keep_last,
+        return_values=False,
+    )
+    return chosen
 
 
 def topk_stage(arrays: dict[str, Part | None], options: Any, page_size: int = 1) -> Stage:
     """The stage that selects from the logits of a chunk."""
-    return Stage("topk", topk_operation.OPERATION, arrays, tuple(_of_topk(options, page_size)))
+    return Stage("topk", topk_operation.OPERATION, arrays, _of_topk(options, page_size))
 
 
 def rows_of_buffer(rows: int, keys: int, buffer_bytes: int) -> int:
@@ -155,7 +159,8 @@ def rows_of_buffer(rows: int, keys: int, buffer_bytes: int) -> int:
 
 
 def _of_logits(options: SelectOptions) -> LogitsOptions:
-    return LogitsOptions(options.accumulate, clean=False, out_dtype=None, kernel=None)
+    chosen: LogitsOptions = logits_operation.OPERATION.options_of(accumulate=options.accumulate, clean=False)
+    return chosen
 
 
 def _examine(views: Views, options: SelectOptions) -> Examined:
@@ -190,7 +195,7 @@ def _divide(call: Call) -> Division:
         ranges = {name: chunk(name) for name in ("ks", "ke")}
         scored = {name: chunk(name) for name in ("q", "weights")}
         scored |= {**ranges, "k": parts["k"], "k_scale": parts["k_scale"], "logits": logits}
-        steps.append(Stage("logits", logits_operation.OPERATION, scored, tuple(_of_logits(options))))
+        steps.append(Stage("logits", logits_operation.OPERATION, scored, _of_logits(options)))
         results = {name: chunk(name) for name in ("indices", "counts")}
         steps.append(topk_stage({"logits": logits, **ranges, **results}, options))
     return Division(sizes, steps)
@@ -216,4 +221,5 @@ OPERATION = Composite(
     examine=_examine,
     pipeline=_PIPELINE,
     divide=_divide,
+    keys={"kernel": hashable},
 )

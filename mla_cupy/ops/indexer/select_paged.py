@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from mla_cupy.errors import ShapeError, explain
 from mla_cupy.kernels.indexer.logits.problem import PagedLogitsOptions
 from mla_cupy.kernels.pipeline import Call
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_flag
 from mla_cupy.ops.composite import (
     Composite,
@@ -106,10 +106,7 @@ def indexer_select_paged(
     >>> indices.tolist(), counts.tolist()
     ([[[13, 14]]], [[2]])
     """
-    options = (topk, slots, order, keep_first, keep_last, buffer_bytes, hashable(kernel))
-    arrays = (q, cache, weights, seqlens, block_table, logits, indices, counts)
-    indices, counts = run(Invocation(OPERATION, arrays, options, workspace, stream))
-    return indices, counts
+    return call(indexer_select_paged, locals())
 
 
 class PagedSelectOptions(NamedTuple):
@@ -169,7 +166,7 @@ def _divide(call: Call) -> Division:
         logits = buffer.cut(0, 0, (end - begin) * s_q)
         scored: dict[str, Part | None] = {name: chunk(name) for name in ("q", "weights", "seqlens", "block_table")}
         scored |= {"cache": parts["cache"], "logits": logits.split(s_q)}
-        steps.append(Stage("logits", logits_operation.OPERATION, scored, tuple(_OF_LOGITS)))
+        steps.append(Stage("logits", logits_operation.OPERATION, scored, _OF_LOGITS))
         selected: dict[str, Part | None] = {name: chunk(name).flat() for name in ("indices", "counts")}
         selected |= {"logits": logits, "ke": chunk("seqlens").flat()}
         selected["block_table"] = chunk("block_table") if options.slots else None
@@ -195,4 +192,5 @@ OPERATION = Composite(
     examine=_examine,
     pipeline=_PIPELINE,
     divide=_divide,
+    keys={"kernel": hashable},
 )

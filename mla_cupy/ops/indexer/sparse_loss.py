@@ -7,7 +7,7 @@ from typing import Any
 from mla_cupy.kernels.indexer.loss import SPARSE_LOSS
 from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM, LossProblem, SparseLossOptions
 from mla_cupy.kernels.indexer.topk.problem import HEAD_DIMS
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import STARTS, check_flag, check_starts, resolve_scale
 from mla_cupy.ops.indexer.loss_inputs import (
     BUFFER_BYTES,
@@ -166,11 +166,7 @@ def indexer_sparse_loss(
     >>> kl.tolist(), mass.tolist(), index_lse.tolist()[0]
     ([0.0, 0.0], [4.0, 4.0], 1.0)
     """
-    scored = (q, k, index_q, index_k, weights, indices)
-    inputs = (*scored, k_scale, q_scale, lse, head_sums, topk_length, row_weights, cu_seqlens_q, cu_seqlens_kv)
-    outputs = (kl, mass, index_lse, d_index_q, d_index_k, d_weights)
-    options = (scale, causal, gradients, deterministic, buffer_bytes, kernel)
-    return run(Invocation(OPERATION, (*inputs, *outputs), options, workspace, stream))
+    return call(indexer_sparse_loss, locals())
 
 
 def _examine(views: Views, given: SparseLossOptions) -> Examined:

@@ -7,7 +7,7 @@ from typing import Any
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.indexer.topk import TOPK
 from mla_cupy.kernels.indexer.topk.problem import MAX_TOPK, TopkOptions, TopkProblem
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_count, check_flag
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, only_int32, present
 from mla_cupy.shapes import MAX_INT32
@@ -108,10 +108,7 @@ def indexer_topk(
     >>> mla_cupy.indexer_topk(logits, 3, order="value", ke=np.array([2], np.int32))[0].tolist()
     [[1, 0, -1]]
     """
-    options = (k, order, relative, page_size, keep_first, keep_last, return_values, kernel)
-    arrays = (logits, ks, ke, block_table, indices, counts, values)
-    indices, counts, values = run(Invocation(OPERATION, arrays, options, workspace, stream))
-    return indices, counts, values
+    return call(indexer_topk, locals())
 
 
 def check_topk_options(given: TopkOptions) -> TopkOptions:

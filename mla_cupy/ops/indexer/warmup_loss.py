@@ -8,7 +8,7 @@ from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.indexer.loss import LOSS
 from mla_cupy.kernels.indexer.loss.problem import MAX_VALUE_DIM, TARGETS, LossProblem, WarmupLossOptions
 from mla_cupy.kernels.indexer.topk.problem import HEAD_DIMS
-from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import STARTS, check_factor, check_flag, check_starts, resolve_scale
 from mla_cupy.ops.indexer.loss_inputs import (
     BUFFER_BYTES,
@@ -210,11 +210,7 @@ def indexer_warmup_loss(
     >>> kl.tolist(), mass.tolist(), index_lse.tolist()[0]
     ([0.0, 0.0], [4.0, 4.0], 1.0)
     """
-    scored = (q, k, index_q, index_k, weights, q_rope, k_rope, k_scale, q_scale)
-    inputs = (*scored, v, lse, head_sums, row_weights, cu_seqlens_q, cu_seqlens_kv)
-    outputs = (kl, mass, index_lse, d_index_q, d_index_k, d_weights, out, attention_lse)
-    options = (target, scale, target_scale, causal, gradients, buffer_bytes, kernel)
-    return run(Invocation(OPERATION, (*inputs, *outputs), options, workspace, stream))
+    return call(indexer_warmup_loss, locals())
 
 
 def _check_target(target: Any, views: Views, heads: int, index_heads: int) -> str:
