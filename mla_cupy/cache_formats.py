@@ -6,8 +6,9 @@ the same for the device; `tests/budgets` compares the facts of the cubins with t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.shapes import D_QK, D_ROPE, D_V
@@ -255,6 +256,32 @@ MIN_RATIO = 1e-4
 #: Largest e2m1 value, and the least scale of such a group: the smallest e4m3 number above 0.
 MAX_E2M1 = 6.0
 MIN_E4M3 = 2.0**-9
+
+
+def head_axis(shape: Sequence[int], argument: str = "cache") -> int:
+    """The axis of KV heads in a cache of four axes: FlashMLA puts it after a page's tokens, FlashInfer before them.
+
+    MLA has one KV head, so the axis of heads is the one of size 1. In pages of one token both axes have that size, and
+    both readings are right.
+
+    Raises
+    ------
+    ShapeError
+        If neither axis has size 1.
+    """
+    for axis in (2, 1):
+        if shape[axis] == 1:
+            return axis
+    expected = "(num_pages, page_size, 1, width) or (num_pages, 1, page_size, width)"
+    remedy = "pass the one KV head of MLA, or leave its axis out"
+    raise ShapeError(explain(f"{argument}.shape", tuple(shape), expected, remedy))
+
+
+def without_heads(cache: Any, argument: str = "cache") -> Any:
+    """A NumPy array of pages without the axis of KV heads, if it has one: a view."""
+    if cache.ndim != 4:
+        return cache
+    return cache[:, 0] if head_axis(cache.shape, argument) == 1 else cache[:, :, 0]
 
 
 def format_of(dtype: str, width: int, argument: str = "cache", name: object = None) -> CacheFormat:

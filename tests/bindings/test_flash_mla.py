@@ -41,7 +41,7 @@ def decode_inputs(**changes: Any) -> cases.DecodeInputs:
 def test_dense_decode(library: Any, causal: bool) -> None:
     """Two layers of one step; the middle sequence is empty."""
     make, back = library
-    inputs = decode_inputs(causal=causal, h_kv=2)
+    inputs = decode_inputs(causal=causal)
     arguments = [make(x) for x in inputs.arguments]
     schedule, nothing = get_mla_metadata(arguments[3], S_Q * HEADS, 1)
     assert nothing is None

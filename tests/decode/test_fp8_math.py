@@ -64,7 +64,7 @@ MORE_CASES = (
 
 def test_small_batches_have_blocks_of_32_rows() -> None:
     """Up to eight tiles for each split; not with a tree of drafts, nor where nothing is known of the batch."""
-    problem = DecodeProblem(1, 128, 1, "bfloat16", record="fp8", math="fp8")
+    problem = DecodeProblem(1, 128, "bfloat16", record="fp8", math="fp8")
 
     def blocks(problem: DecodeProblem) -> tuple[int, int, Any]:
         config = DECODE.configure(problem, H200)
@@ -262,7 +262,7 @@ def test_other_kernels_are_refused(math: str, kernels: list[str], recorder: Reco
 @pytest.mark.parametrize("math", ["fp8", "fp8x2"])
 @pytest.mark.parametrize(("cc", "arch"), [((8, 0), "8.0"), ((10, 0), "10.0"), ((7, 5), "7.5")])
 def test_other_gpus_are_refused(cc: tuple[int, int], arch: str, math: str) -> None:
-    problem = DecodeProblem(1, 64, 1, "bfloat16", record="fp8", math=math)
+    problem = DecodeProblem(1, 64, "bfloat16", record="fp8", math=math)
     with pytest.raises(UnsupportedDeviceError, match=f"needs compute capability 9.0.* has {arch}: leave math out"):
         DECODE.configure(problem, replace(H200, cc=cc))
 
@@ -322,7 +322,7 @@ def test_the_merge_of_bfloat16_is_built_beside_the_other() -> None:
     """A plan serves results of either kind."""
     merges = {"attention_combine", "attention_combine_bf16_partials"}
     for math, wanted in (("fp8", merges), ("fp8x2", {"attention_combine"}), ("exact", {"attention_combine"})):
-        config = DECODE.configure(DecodeProblem(1, 128, 1, "bfloat16", record="fp8", math=math), H200)
+        config = DECODE.configure(DecodeProblem(1, 128, "bfloat16", record="fp8", math=math), H200)
         assert {kernel.name for kernel, _ in DECODE.builds(config)} & merges == wanted
 
 
@@ -339,7 +339,7 @@ def test_boxes_of_one_token_are_as_wide_as_the_swizzle(page_size: int, rope: tup
 
 @pytest.mark.parametrize(("s_q", "h_q", "rows"), [(1, 1, 16), (1, 16, 16), (2, 16, 32), (1, 33, 64), (2, 128, 64)])
 def test_builds_by_rows(s_q: int, h_q: int, rows: int) -> None:
-    config = DECODE.configure(DecodeProblem(s_q, h_q, 1, "bfloat16", record="fp8", math="fp8"), H200)
+    config = DECODE.configure(DecodeProblem(s_q, h_q, "bfloat16", record="fp8", math="fp8"), H200)
     assert (config.kernel.name, config.kernel.variant(config.problem).block_rows) == (KERNEL, rows)
     assert config.row_blocks == -(-s_q * h_q // 64)
 

@@ -24,7 +24,7 @@ CASES = (
     Ranks(Exchange(2, 1, 1, 2, 520, "float16", "e", 3), "float32"),  # a wide slice and a short one
     Ranks(Exchange(2, 1, 1, 1, 512, "float32", "e", 4), "float32", num_splits=20),  # narrow slices
     Ranks(Exchange(2, 5, 1, 1, 512, "float32", "2", 4), "float16", num_splits=60),  # wide ones, in turn
-    Ranks(Exchange(3, 2, 2, 2, 512, "float16", "e", 2), "float32", num_splits=5, h_kv=3),
+    Ranks(Exchange(3, 2, 2, 2, 512, "float16", "e", 2), "float32", num_splits=5),
 )
 
 
@@ -201,7 +201,7 @@ MUTANTS = [
 
 
 WHOLE = Ranks(Exchange(3, 1, 2, 6, 64, "float32", "e", 4), timeout_ns=20000)
-SPLIT = Ranks(Exchange(2, 2, 2, 1, 512, "float32", "e", 4), timeout_ns=40000, num_splits=44, h_kv=2)
+SPLIT = Ranks(Exchange(2, 2, 2, 1, 512, "float32", "e", 4), timeout_ns=40000, num_splits=44)
 
 
 @as_verdict

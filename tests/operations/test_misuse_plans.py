@@ -24,7 +24,7 @@ CALLS = 40
 """Of a session."""
 QUICK, SLOW = 10, 100
 """Sessions in each place."""
-DECODE: Call = {"s_q": 3, "h_q": 4, "h_kv": 2, "max_pages": 4, "page_size": 16, "dtype": "bfloat16"}
+DECODE: Call = {"s_q": 3, "h_q": 4, "max_pages": 4, "page_size": 16, "dtype": "bfloat16"}
 GROUPS = (PrefixGroup(0, 2, 1),)
 CASCADE: Call = {"b": 2, "s_q": 3, "h_q": 4, "max_pages": 4, "page_size": 16, "dtype": "bfloat16"}
 LENGTHS = ([20, 33], [64, 50], [20])

@@ -44,7 +44,7 @@ def _unsupported_terms(problem: DecodeProblem) -> Reason | None:
     if problem.tree_mask:
         return Reason(f"takes no tree_mask with math={TERMS!r}: {other}")
     if problem.rows < LEAST_ROWS_OF_TERMS:
-        rows = f"{problem.rows} query rows (s_q * h_q / h_kv)"
+        rows = f"{problem.rows} query rows (s_q * h_q)"
         return Reason(f"takes {LEAST_ROWS_OF_TERMS} and more, not {rows}, with math={TERMS!r}: {other}")
     return None
 
@@ -65,8 +65,8 @@ def kv_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
     where a box begins at a multiple of that; what is past the record's end comes as zeros. Without a page nothing is
     fetched, but the map has one: the driver refuses empty ones.
     """
-    num_pages, page_size, _, width = kv_cache.shape
-    page, token, _, _ = kv_cache.strides
+    num_pages, page_size, width = kv_cache.shape
+    page, token, _ = kv_cache.strides
     rows = min(TILE_TOKENS, page_size & -page_size)
     rope, swizzle = (PANEL_COLUMNS, "128B") if rows == 1 else (D_ROPE, "64B")
 
@@ -126,5 +126,5 @@ def sized(
         return chosen
     if problem.math == TERMS:
         return chosen
-    row_blocks = problem.h_kv * -(-problem.rows // SMALL_BLOCKS)
+    row_blocks = -(-problem.rows // SMALL_BLOCKS)
     return _SMALL if problem.batch.tiles * row_blocks <= SMALL_FP8_TILES * device.sm_count else chosen
