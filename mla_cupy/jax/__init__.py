@@ -22,28 +22,37 @@ This package needs JAX 0.5 or newer. `import mla_cupy` does not import it.
 # ---- Written by `python -m tests.generate`: names of the modules
 from mla_cupy.jax.exported import ExportedCall
 from mla_cupy.jax.ffi import disabled_checks
-from mla_cupy.jax.functions.cache import cache_append, cache_gather
-from mla_cupy.jax.functions.cache_pages import cache_copy_pages, cache_slots
-from mla_cupy.jax.functions.decode import mla_decode
-from mla_cupy.jax.functions.head_sums import indexer_head_sums
-from mla_cupy.jax.functions.key_cache import indexer_cache_append, indexer_cache_gather
-from mla_cupy.jax.functions.logits import indexer_logits
-from mla_cupy.jax.functions.logits_paged import indexer_logits_paged
-from mla_cupy.jax.functions.masks import prefill_mask
-from mla_cupy.jax.functions.merge import merge_states
-from mla_cupy.jax.functions.prefill import mla_prefill
-from mla_cupy.jax.functions.prefill_backward import mla_prefill_backward
-from mla_cupy.jax.functions.preparation import mla_prepare
-from mla_cupy.jax.functions.prepare import indexer_prepare_k, indexer_prepare_q
-from mla_cupy.jax.functions.prepare_both import indexer_prepare
-from mla_cupy.jax.functions.projection import absorb, merge_project
-from mla_cupy.jax.functions.segments import prefill_segments
-from mla_cupy.jax.functions.sparse_backward import sparse_mla_backward
-from mla_cupy.jax.functions.sparse_decode import sparse_mla_decode
-from mla_cupy.jax.functions.sparse_forward import sparse_mla_forward
-from mla_cupy.jax.functions.sparse_loss import indexer_sparse_loss, indexer_sparse_objective
-from mla_cupy.jax.functions.topk import indexer_topk
-from mla_cupy.jax.functions.warmup_loss import indexer_warmup_loss, indexer_warmup_objective
+from mla_cupy.jax.functions import (
+    absorb,
+    cache_append,
+    cache_copy_pages,
+    cache_gather,
+    cache_slots,
+    indexer_cache_append,
+    indexer_cache_gather,
+    indexer_head_sums,
+    indexer_logits,
+    indexer_logits_paged,
+    indexer_prepare,
+    indexer_prepare_k,
+    indexer_prepare_q,
+    indexer_sparse_loss,
+    indexer_sparse_objective,
+    indexer_topk,
+    indexer_warmup_loss,
+    indexer_warmup_objective,
+    merge_project,
+    merge_states,
+    mla_decode,
+    mla_prefill,
+    mla_prefill_backward,
+    mla_prepare,
+    prefill_mask,
+    prefill_segments,
+    sparse_mla_backward,
+    sparse_mla_decode,
+    sparse_mla_forward,
+)
 from mla_cupy.jax.segments import segment_starts
 
 __all__ = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,18 +33,12 @@ Shaped = tuple[tuple[int, ...], str]
 """Shape and dtype of an array."""
 
 
-def function(operation: Operation) -> Callable[..., Any]:
-    """The public function."""
-    found: Callable[..., Any] = getattr(ops, operation.name)
-    return found
-
-
 @functools.cache
 def parameters(name: str) -> dict[str, inspect.Parameter]:
     """The parameters of a public function that a binding has, too: the inputs and the options, in its order."""
     operation = ops.BOUND_OPERATIONS[name]
     outputs = [output.name for output in operation.outputs]
-    whole = inspect.signature(function(operation)).parameters
+    whole = inspect.signature(operation.function).parameters
     return {key: value for key, value in whole.items() if key not in (*outputs, *_NOT_OPTIONS)}
 
 
@@ -158,7 +152,7 @@ class Signature:
         for name in self.changed:
             if kept[name] is not None:
                 np.copyto(targets[name], kept[name])
-        function(self.record)(**{**kept, **targets}, **self.options._asdict())
+        self.record.function(**{**kept, **targets}, **self.options._asdict())
 
 
 class Launcher:

@@ -12,7 +12,7 @@ import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from mla_cupy import arrays as families
 from mla_cupy.arrays import Family, Native, View
@@ -27,6 +27,7 @@ from mla_cupy.runtime import driver
 
 __all__ = ["workspace_bytes"]
 
+_R = TypeVar("_R")
 WORKSPACE = "workspace"
 """Its name among the arrays."""
 MAX_ENTRIES = 256
@@ -135,7 +136,7 @@ class Invocation:
 
 
 @families.runs_as_it_is
-def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+def call(function: Callable[..., _R], arguments: Mapping[str, Any]) -> _R:
     """Run a call of a public function; `arguments` are its locals.
 
     Naming 40 arguments takes longer than the rest of a repeated call. So the function is given the code that lists
@@ -150,7 +151,9 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     assert operation is not None
     results = run(Invocation.of(operation, **arguments))
     _list_arguments(function, operation)
-    return results if len(operation.outputs) > 1 else results[0] if results else None
+    answer: Any = results if len(operation.outputs) > 1 else results[0] if results else None
+    returned: _R = answer
+    return returned
 
 
 def _list_arguments(function: Callable[..., Any], operation: Operation) -> None:

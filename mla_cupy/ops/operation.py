@@ -267,10 +267,15 @@ class Operation:
         return (*inputs, *(array.name for array in self.outputs))
 
     @functools.cached_property
+    def function(self) -> Callable[..., Any]:
+        """The public function."""
+        found: Callable[..., Any] = getattr(importlib.import_module(_PACKAGE), self.name)
+        return found
+
+    @functools.cached_property
     def defaults(self) -> Mapping[str, Any]:
         """Defaults of the public function's parameters: the one place that has them."""
-        function = getattr(importlib.import_module(_PACKAGE), self.name)
-        parameters = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(self.function).parameters.values()
         return MappingProxyType({x.name: x.default for x in parameters})
 
     def with_defaults(self, arguments: Mapping[str, Any]) -> dict[str, Any]:

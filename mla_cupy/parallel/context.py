@@ -155,7 +155,8 @@ class ContextParallel:
         elif splits is None or self._merger is None:
             partials = mla_decode(*call, plan=plan, out=kept[0], lse=kept[1], **options)
         else:
-            mla_decode(*call, plan=UnmergedPlan(plan), out=kept[0], lse=kept[1], **options)
+            unmerged: Any = UnmergedPlan(plan)
+            mla_decode(*call, plan=unmerged, out=kept[0], lse=kept[1], **options)
             return self._merger.merge_splits(*kept, splits, result)
         return self.transport.merge(*partials, result)
 

@@ -7,12 +7,14 @@ import math
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from tests.generate import docstrings
-from tests.generate.binding_texts import Text
-from tests.generate.docstrings import Docstring, Field, Words
+#: Losses with a form that is differentiable: its name, and the inputs of the loss that it has not.
+OBJECTIVES = {
+    "indexer_sparse_loss": ("indexer_sparse_objective", ()),
+    "indexer_warmup_loss": ("indexer_warmup_objective", ("v",)),
+}
 
 
 @dataclass(frozen=True)
@@ -135,60 +137,15 @@ def returned_by(one: Bound, array: str) -> str:
     return f"tuple[{', '.join(kinds)}]" if len(kinds) > 1 else kinds[0] if kinds else "None"
 
 
-def function_of(head: str, docstring: Docstring, body: str) -> str:
-    text = textwrap.indent(docstring.text(), "    ", lambda line: bool(line.strip())).lstrip()
-    return f'{head}\n    """{text}\n    """\n{textwrap.indent(body, "    ")}\n'
+def function_of(head: str, body: str) -> str:
+    """A function, which gets its docstring where it is defined."""
+    return f"@documented\n{head}\n{textwrap.indent(body, '    ')}\n"
 
 
-def _imports(body: str, known: dict[str, str]) -> str:
-    """The imports, by the name that needs each, that a module's text needs."""
-    return "\n".join(line for name, line in known.items() if name in body) + "\n"
-
-
-def docstring_of(one: Bound, words: Words, text: Text, library: str) -> Docstring:
-    """The public function's docstring for a binding."""
-    found = docstrings.adapted(docstrings.read(one.function), words, one.outputs)
-    first, _, rest = found.about.partition("\n")
-    about = "\n".join((text.summary or first, rest)) if rest else text.summary or first
-    about += f"\n\n{docstrings.filled(f'{library}: the notes of `mla_cupy.{one.name}` hold here, too. {text.more}')}"
-    parameters = tuple(
-        replace(x, text=f"{x.text} {text.parameters.get(x.names[0], '')}".rstrip()) for x in found.parameters
-    )
-    return replace(found, about=about, parameters=parameters, notes=_notes(one, text), examples=text.examples)
-
-
-def _notes(one: Bound, text: Text) -> str:
-    none = "It has no gradient."
-    return text.notes or (none if one.operation.derivative == "none" else "")
-
-
-def module_of(module: str, arrays: str, body: str, known: dict[str, str]) -> str:
+def file_of(arrays: str, imports: Sequence[str], body: str) -> str:
+    """A file of functions."""
     return (
-        f'"""Functions of `{module}` for {arrays}.\n\n'
-        'Written by `python -m tests.generate` from the records there.\n"""\n\n'
-        f"from __future__ import annotations\n\n{_imports(body, known)}\n\n{body}"
-    )
-
-
-def docstring_of_objective(docstring: Docstring, text: Text, left_out: Sequence[str], array: str) -> Docstring:
-    """The docstring of a loss for its differentiable form."""
-    parameters = [
-        replace(x, names=names)
-        for x in docstring.parameters
-        if (names := tuple(name for name in x.names if name not in left_out))
-    ]
-    straight = (
-        "Of e4m3 codes: the index queries and keys that they stand for, in bfloat16 or float32, which take the "
-        "gradients in their place. Without them, only `weights` has a gradient."
-    )
-    parameters.append(Field(("straight_through",), f"({array}, {array}), optional", straight))
-    returns = (
-        Field(("objective",), f"{array}, (), float32", "sum(row_weights * kl)."),
-        Field(("kl",), f"{array}, (s_q,) or per head (s_q, h), float32", "Without a gradient."),
-    )
-    return replace(
-        docstring,
-        about=f"{text.summary}\n\n{docstrings.filled(text.more)}",
-        parameters=tuple(parameters),
-        returns=returns,
+        f'"""The operations as functions of {arrays}. Their docstrings are made from those of `mla_cupy`.\n\n'
+        'Written by `python -m tests.generate` from the operations\' records.\n"""\n\n'
+        "from __future__ import annotations\n\n" + "\n".join(imports) + f"\n\n{body}"
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.generate.binding_texts import OBJECTIVES
+from tests.generate.bound import OBJECTIVES
 from tests.generate.files import Texts, with_block
 
 PACKAGE = "mla_cupy"
@@ -213,13 +213,12 @@ def _oracle_init(root: Path, operations: set[str]) -> Texts:
 
 
 def _binding_init(root: Path, library: str, of_ops: list[Module]) -> Texts:
-    """The operations' functions, in modules that are written from their records; and what modules have in `__all__`."""
+    """The operations' functions, in a file that is written from their records; and what modules have in `__all__`."""
     folder = root / PACKAGE / library
     names = [(module.name, sorted(module.declared())) for module in modules(folder, f"{PACKAGE}.{library}")]
-    for module in of_ops:
-        bound = [one.name for one in described(module) if one.bound]
-        objectives = [OBJECTIVES[name][0] for name in bound if name in OBJECTIVES]
-        names.append((f"{PACKAGE}.{library}.functions.{module.stem}", sorted([*bound, *objectives])))
+    bound = [one.name for module in of_ops for one in described(module) if one.bound]
+    objectives = [OBJECTIVES[name][0] for name in bound if name in OBJECTIVES]
+    names.append((f"{PACKAGE}.{library}.functions", sorted([*bound, *objectives])))
     page = root / "docs" / "reference" / f"{library}.md"
     return {
         **_names_of_modules(folder / "__init__.py", "names of the modules", names),

@@ -6,29 +6,23 @@ import inspect
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
-from tests.generate import docstrings
-from tests.generate.binding_texts import OBJECTIVES, TORCH, Text
 from tests.generate.bound import (
+    OBJECTIVES,
     Bound,
     default_of,
-    docstring_of,
-    docstring_of_objective,
+    file_of,
     for_compilers,
     function_of,
-    module_of,
     names_of,
     returned_by,
     signature_of,
     tuple_of,
     value_of,
 )
-from tests.generate.docstrings import Docstring, Words
 
-WORDS = Words("tensor", ("stream", "check"), {r"\bDecodePlan\b": "TorchDecodePlan"})
-
-
+LEFT_OUT = ("stream", "check")
+"""Parameters that functions for PyTorch have not."""
 SCHEMA_WIDTH = 100
 _CHANGED = "klmnopqrstuvw"
 """Names of inputs that are changed in place, in a schema."""
@@ -110,44 +104,29 @@ def _operator(one: Bound) -> str:
     )
 
 
-def functions(module: str, every: Sequence[Bound]) -> str:
+def functions(every: Sequence[Bound]) -> str:
+    """The file of all functions."""
     names = [one.name.upper() for one in every]
     functions = [_function(one) for one in every]
     functions += [_objective(one) for one in every if one.name in OBJECTIVES]
-    body = "\n\n".join(functions)
-    stem = module.rpartition(".")[2]
-    constants = ", ".join(one.constant for one in every)
-    plans = ["TorchDecodePlan", "call_planned", "plan_of"]
-    known = {
-        "-math.inf": "import math",
-        ": Any": "from typing import Any",
-        "torch.": "import torch",
-        "Invocation(": f"from {module} import {constants}\nfrom mla_cupy.ops.call import Invocation, run",
-        " call(": "from mla_cupy.torch.call import call",
-        "transformed)": f"from mla_cupy.torch.gradients.{stem} import transformed",
-        "is_plain_call(": "from mla_cupy.torch.library import is_plain_call",
-        " objective(": "from mla_cupy.torch.losses import objective",
-        "call_planned(": f"from mla_cupy.torch.plan import {', '.join(plans)}",
-        "": f"from mla_cupy.torch.operators import {', '.join(names)}",
-    }
-    return module_of(module, "PyTorch's tensors", body, known)
+    gradients = [one.module.rpartition(".")[2] for one in every if one.reverse]
+    imports = (
+        "import math\nfrom typing import Any\n\nimport torch\n",
+        "from mla_cupy.ops.call import Invocation, run",
+        "from mla_cupy.torch.call import call",
+        "from mla_cupy.torch.docstrings import documented",
+        *(f"from mla_cupy.torch.gradients import {stem} as {stem}_gradient" for stem in gradients),
+        "from mla_cupy.torch.library import is_plain_call",
+        "from mla_cupy.torch.losses import objective",
+        f"from mla_cupy.torch.operators import {', '.join(names)}",
+        "from mla_cupy.torch.plan import TorchDecodePlan, call_planned, plan_of",
+    )
+    return file_of("PyTorch's tensors", imports, "\n\n".join(functions))
 
 
 def _function(one: Bound) -> str:
-    docstring = docstring_of(one, WORDS, TORCH.get(one.name, Text()), "For tensors of PyTorch")
-    said = replace(docstring, notes=_notes(one, docstring))
-    signature = signature_of(one, WORDS.left_out, "torch.Tensor")
-    return function_of(f"def {one.name}({signature}) -> {returned_by(one, 'torch.Tensor')}:", said, _body(one))
-
-
-def _notes(one: Bound, docstring: Docstring) -> str:
-    """Notes on gradients, and on results that are given together."""
-    rules = [docstring.notes]
-    if len(one.outputs) > 1:
-        rules.append("Tensors for the results are given all or none.")
-    if "workspace" in one.parameters:
-        rules.append("A `workspace` is for calls with tensors for the results.")
-    return docstrings.filled(" ".join(filter(None, rules)))
+    head = f"def {one.name}({signature_of(one, LEFT_OUT, 'torch.Tensor')}) -> {returned_by(one, 'torch.Tensor')}:"
+    return function_of(head, _body(one))
 
 
 def _body(one: Bound) -> str:
@@ -158,10 +137,17 @@ def _body(one: Bound) -> str:
     if one.operation.derivative != "none":
         plain.insert(1, "not torch.is_grad_enabled()")
     others = ["workspace"] if "workspace" in takes else []
-    at_once = [one.constant, "arrays", "options", *others, *(["plan=plan_of(plan)"] if "plan" in takes else [])]
+    at_once = [
+        f"{one.name.upper()}.operation",
+        "arrays",
+        "options",
+        *others,
+        *(["plan=plan_of(plan)"] if "plan" in takes else []),
+    ]
     by_operator = [one.name.upper(), "arrays", "options", *others]
     if one.reverse:
-        by_operator.append("gradient=transformed")
+        stem = one.module.rpartition(".")[2]
+        by_operator.append(f"gradient={stem}_gradient.transformed")
     made = f"{names_of(one.outputs)} = " if one.outputs else ""
     lines += [f"if {' and '.join(plain)}:", f"    {made}run(Invocation({', '.join(at_once)}))"]
     if "plan" in takes:
@@ -186,12 +172,11 @@ def _agreement(one: Bound) -> Iterator[str]:
 
 def _objective(one: Bound) -> str:
     name, without = OBJECTIVES[one.name]
-    docstring = docstring_of(one, WORDS, TORCH[name], "")
-    left_out = (*WORDS.left_out, "workspace", "gradients", *one.outputs, *without)
+    left_out = (*LEFT_OUT, "workspace", "gradients", *one.outputs, *without)
     more = ["straight_through: tuple[torch.Tensor, torch.Tensor] | None = None"]
     head = f"def {name}({signature_of(one, left_out, 'torch.Tensor', more)}) -> tuple[torch.Tensor, torch.Tensor]:"
     arrays = tuple_of("None" if x in without else x for x in one.inputs)
     options = tuple_of("True" if x == "gradients" else x for x in one.options)
     lines = (f"arrays = {arrays}", f"options = {options}")
     body = "\n".join((*lines, f"return objective({one.name.upper()}, arrays, options, straight_through)"))
-    return function_of(head, docstring_of_objective(docstring, TORCH[name], left_out, "tensor"), body)
+    return function_of(head, body)

@@ -1,4 +1,8 @@
-"""Docstrings of the bindings: those of the public functions, in sections, with other words for arrays and results."""
+"""Docstrings of the bindings' functions, made at import from the docstrings of the public functions.
+
+A binding's function has no docstring of its own in the source. It gets the public function's, without the parameters
+that it lacks, with its library's word for arrays, and with the library's own remarks.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,9 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+from mla_cupy.ops.operation import Operation
 
 WIDTH = 116
 """Columns of a docstring, without the indentation."""
@@ -98,8 +104,6 @@ class Words:
     ----------
     array : str
         What its arrays are called.
-    left_out : tuple of str
-        Parameters that it has not.
     others : mapping
         Further patterns, and what takes their place.
     donated : bool
@@ -107,7 +111,6 @@ class Words:
     """
 
     array: str
-    left_out: tuple[str, ...]
     others: Mapping[str, str]
     donated: bool = False
 
@@ -119,17 +122,68 @@ _NOT_HERE = (
 )
 
 
-def adapted(docstring: Docstring, words: Words, results: Collection[str]) -> Docstring:
-    """A docstring in a binding's words; `results` are the arrays for results."""
-    parameters = []
+@dataclass(frozen=True)
+class Text:
+    """A library's remarks on one function: all of them are optional.
+
+    Attributes
+    ----------
+    summary : str
+        In place of the public function's first line.
+    more : str
+        After what that function says before its parameters.
+    parameters : mapping
+        What is added to a parameter's text, by its name, or the first of several.
+    notes, examples : str
+        Those sections.
+    """
+
+    summary: str = ""
+    more: str = ""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    notes: str = ""
+    examples: str = ""
+
+
+def of_function(function: Callable[..., object], operation: Operation, words: Words, text: Text) -> Docstring:
+    """The docstring of a binding's function: the public function's, for the parameters that this one has."""
+    found = adapted(read(operation.function), words, inspect.signature(function).parameters, operation)
+    first, _, rest = found.about.partition("\n")
+    about = "\n".join((text.summary or first, rest)) if rest else text.summary or first
+    about += f"\n\n{filled(f'The notes of `mla_cupy.{operation.name}` hold here, too. {text.more}')}"
+    parameters = tuple(
+        replace(x, text=f"{x.text} {text.parameters.get(x.names[0], '')}".rstrip()) for x in found.parameters
+    )
+    none = "It has no gradient." if operation.derivative == "none" else ""
+    return replace(found, about=about, parameters=parameters, notes=text.notes or none, examples=text.examples)
+
+
+def of_objective(found: Docstring, text: Text, array: str) -> Docstring:
+    """The docstring of a loss, turned into the one of its differentiable form."""
+    straight = (
+        "Of e4m3 codes: the index queries and keys that they stand for, in bfloat16 or float32, which take the "
+        "gradients in their place. Without them, only `weights` has a gradient."
+    )
+    parameter = Field(("straight_through",), f"({array}, {array}), optional", straight)
+    returns = (
+        Field(("objective",), f"{array}, (), float32", "sum(row_weights * kl)."),
+        Field(("kl",), f"{array}, (s_q,) or per head (s_q, h), float32", "Without a gradient."),
+    )
+    about = f"{text.summary}\n\n{filled(text.more)}"
+    return replace(found, about=about, parameters=(*found.parameters, parameter), returns=returns)
+
+
+def adapted(docstring: Docstring, words: Words, parameters: Collection[str], operation: Operation) -> Docstring:
+    """A docstring in a binding's words, for a function with these parameters."""
+    results, found = {output.name for output in operation.outputs}, []
     for one in docstring.parameters:
-        names = tuple(name for name in one.names if name not in words.left_out)
+        names = tuple(name for name in one.names if name in parameters)
         if names:
-            donated = words.donated and set(names) <= set(results)
+            donated = words.donated and set(names) <= results
             text = _DONATED[len(names) > 1] if donated else one.text
-            parameters.append(in_words(replace(one, names=names, text=text), words))
+            found.append(in_words(replace(one, names=names, text=text), words))
     returns = tuple(_named_or_type(in_words(one, words)) for one in docstring.returns)
-    return replace(docstring, parameters=tuple(parameters), returns=returns)
+    return replace(docstring, parameters=tuple(found), returns=returns)
 
 
 def _named_or_type(one: Field) -> Field:
@@ -160,3 +214,23 @@ def renamed(text: str, array: str) -> str:
 def filled(text: str) -> str:
     """A paragraph in lines."""
     return textwrap.fill(" ".join(text.split()), WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+NO_GRADIENT_OF_DECODE = "It has no gradient: decode serves inference."
+NO_GRADIENT_OF_HEAD_SUMS = "It has no gradient: nothing flows to the main attention."
+_OBJECTIVE = {
+    "indexer_sparse_objective": (
+        "Compute sum(row_weights * kl) of the loss over selected keys, differentiable by indexer and weights.",
+        "The loss is that of `indexer_sparse_loss`. Its gradients by index_q, index_k and weights are made with it; "
+        "the backward multiplies them by the cotangent, in the dtypes of the arrays. Everything else counts as a "
+        "constant.",
+    ),
+    "indexer_warmup_objective": (
+        "Compute sum(row_weights * kl) of the warm-up loss, differentiable by indexer and weights.",
+        "The loss is that of `indexer_warmup_loss`. Its gradients by index_q, index_k and weights are made with it: "
+        "its larger part, the scores of the main attention, is not repeated. The backward multiplies them by the "
+        "cotangent, in the dtypes of the arrays. Everything else counts as a constant.",
+    ),
+}
+_MEAN = {"row_weights": "For a mean, 1 / s_q."}
+OBJECTIVES: dict[str, Text] = {name: Text(summary, more, _MEAN) for name, (summary, more) in _OBJECTIVE.items()}
