@@ -10,9 +10,7 @@ import numpy as np
 
 from mla_cupy import dtypes
 from mla_cupy.arrays import View
-from mla_cupy.cache_formats import BYTE_DTYPES, FORMATS
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain
-from mla_cupy.kernels.decode.problem import Forms
 from mla_cupy.kernels.pipeline import WORKSPACE_ALIGNMENT as WORKSPACE_ALIGNMENT
 from mla_cupy.ops.operation import Arrays, Input, Views, present
 from mla_cupy.shapes import D_QK, D_ROPE, D_UNABSORBED, D_V, VALUE_WIDTHS
@@ -100,29 +98,6 @@ MATH_OF_DENSE_DECODE = "exact", "fp8", "fp8x2"
 """The arithmetic of the products in dense decode."""
 
 
-def check_math_of_record(math: str, record: str) -> None:
-    """Check that a cache of this FP8 record, "" for 16-bit rows, can be multiplied so."""
-    if math == "exact" or record == "fp8":
-        return
-    what = f"the record {record}" if record else "16-bit rows"
-    remedy = 'leave math out, or keep the cache in the record "fp8", see cache_append'
-    raise ArgumentError(explain("math", repr(math), f'"exact" for {what}', remedy))
-
-
-def check_kv_scale_of_record(kv_scale: float, record: str) -> None:
-    """Check that a cache of this FP8 record, "" for 16-bit rows, has a scale for all if there is one."""
-    if kv_scale != 1 and (not record or "tensor" not in FORMATS[record].scales):
-        what = f"{record}: its scales are in the record" if record else "16-bit rows"
-        raise ArgumentError(explain("kv_scale", kv_scale, f"1 for {what}"))
-
-
-def check_math_of_queries(math: str, dtype: str) -> None:
-    """Check that queries of this dtype can be multiplied so."""
-    if math == "exact" and dtype in BYTE_DTYPES:
-        remedy = 'pass math="fp8", with a cache in the record "fp8", or convert the queries to bfloat16'
-        raise ArgumentError(explain("math", repr(math), '"fp8" for queries in e4m3', remedy))
-
-
 def check_empty_lse(empty_lse: Any) -> float:
     """Check that it is a number; inf and NaN are allowed."""
     if is_number(empty_lse) and not _MAX_FLOAT32 < abs(empty_lse) < math.inf:
@@ -158,36 +133,6 @@ def check_drafts(tree_mask: bool, s_q: int) -> None:
     """Check the number of query tokens of a call with a mask of drafts, if there is one."""
     if tree_mask and s_q > MAX_DRAFTS:
         raise ShapeError(explain("s_q", s_q, f"at most {MAX_DRAFTS} with a tree_mask", "each draft is a bit of 64"))
-
-
-def check_forms(forms: Forms, *, tree_mask: bool, causal: bool, cp_world: int) -> None:
-    """Check what lengths that vary, and windows, do not go with.
-
-    Raises
-    ------
-    ArgumentError
-    """
-    if not forms.grouped:
-        return
-    name = "cu_seqlens_q" if forms.cu_seqlens_q else "window"
-    if tree_mask:
-        raise ArgumentError(explain(name, "one, with a tree_mask", "None: a tree is of sequences of one length"))
-    if cp_world > 1:
-        raise ArgumentError(explain("cp_world", cp_world, f"1 with {name}"))
-    if forms.window and not causal:
-        raise ArgumentError(explain("causal", causal, "True with a window"))
-
-
-def check_projected_forms(forms: Forms, d_head: int) -> None:
-    """Check what a W_UV does not go with; `d_head` is the width that it gives results, 0 without it.
-
-    Raises
-    ------
-    ArgumentError
-    """
-    if d_head and forms.grouped:
-        name = "cu_seqlens_q" if forms.cu_seqlens_q else "a window"
-        raise ArgumentError(explain("w_uv", f"one, with {name}", "None", "multiply the result"))
 
 
 def check_count(argument: str, value: Any, minimum: int, maximum: int) -> int:

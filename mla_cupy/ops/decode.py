@@ -15,6 +15,7 @@ from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.attention.records import READ_DENSE as READ
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Batch, DecodeOptions, DecodeProblem, Forms
+from mla_cupy.ops import combinations
 from mla_cupy.ops.cache import CACHE_AXES, INDEX_DTYPES, check_layout, record_read
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import (
@@ -27,13 +28,8 @@ from mla_cupy.ops.checks import (
     check_empty_lse,
     check_factor,
     check_flag,
-    check_forms,
-    check_kv_scale_of_record,
     check_lse_base,
     check_math,
-    check_math_of_queries,
-    check_math_of_record,
-    check_projected_forms,
     check_shard,
     name_first,
     resolve_scale,
@@ -265,8 +261,8 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
     options = given._replace(
         scale=resolve_scale(given.scale, d_qk),
         causal=check_flag("causal", given.causal),
-        window=None if given.window is None else check_count("window", given.window, 1, MAX_INT32),
-        max_seqlen_q=_max_seqlen_q(views, given.max_seqlen_q),
+        window=_optional_count("window", given.window),
+        max_seqlen_q=_optional_count("max_seqlen_q", given.max_seqlen_q),
         lse_base=check_lse_base(given.lse_base),
         empty_lse=check_empty_lse(given.empty_lse),
         cp_world=cp_world,
@@ -275,34 +271,26 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
         q_scale=check_factor("q_scale", given.q_scale),
         math=check_math(given.math, MATH_OF_DENSE_DECODE),
     )
-    tree_mask = views["tree_mask"] is not None
-    check_drafts(tree_mask, s_q)
-    if tree_mask and not options.causal:
-        remedy = "leave causal out: the mask says which drafts a query sees"
-        raise ArgumentError(explain("causal", given.causal, "True with a tree_mask", remedy))
-    forms = _forms_of(views, options)
     if check_all_or_none(views, "out_cos", "out_sin", "out_positions") and d_qk != D_V:
         raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_V} with out_cos", "other values have no RoPE columns"))
-    check_forms(forms, tree_mask=tree_mask, causal=options.causal, cp_world=cp_world)
+    record = _record(kv_cache, d_qk)
+    tree_mask = views["tree_mask"] is not None
+    check_drafts(tree_mask, s_q)
+    combinations.check(combinations.DECODE, _parts(views, options, record))
+    forms = _forms_of(views, options)
     tokens = block_table.shape[1] * page_size
     if tokens > MAX_TOKENS:
         expected = f"at most {MAX_TOKENS} = 2^31 - 64"
         raise ShapeError(explain("max_pages * page_size", tokens, expected, "shorten block_table"))
-    record = _record(kv_cache, d_qk)
-    _check_scales(record, q.dtype, options)
-    check_math_of_queries(options.math, q.dtype)
-    check_math_of_record(options.math, record)
-    _check_scale_arrays(views, options)
+    factors = ["scale", *(name for name in ("kv_scale", "q_scale") if getattr(options, name) != 1)]
+    check_factor(" * ".join(factors), prod(getattr(options, name) for name in factors))
     aligned = _is_aligned(views, record, forms)
     dtype = "float8_e4m3fn" if q.dtype in BYTE_DTYPES else q.dtype
     batch = Batch(b, tokens)
     if forms.cu_seqlens_q:  # what most sequences have decides which kernel runs, and no more
         batch, s_q = Batch(b, tokens, s_q), max(1, min(s_q, options.max_seqlen_q or s_q))
     problem = DecodeProblem(s_q, h_q, dtype, aligned, d_qk, record, tree_mask, options.math, forms, batch=batch)
-    if d_v != D_V and views["w_uv"] is not None:
-        raise ArgumentError(explain("w_uv", "one", f"None with d_v={d_v}", "multiply the result"))
     d_head = check_projection(views, problem.half)
-    check_projected_forms(forms, d_head)
     return Examined(replace(problem, d_head=d_head), options, {"d_head": d_head or d_v})
 
 
@@ -320,13 +308,25 @@ def _queries(views: Views) -> tuple[int, int, int, int]:
     return b, axes[-1], h_q, d_qk + rope.shape[-1]
 
 
-def _max_seqlen_q(views: Views, given: Any) -> int | None:
-    if given is None:
-        return None
-    checked = check_count("max_seqlen_q", given, 1, MAX_INT32)
-    if views["cu_seqlens_q"] is None:
-        raise ArgumentError(explain("max_seqlen_q", given, "None without cu_seqlens_q", "q.shape[1] says it"))
-    return checked
+def _optional_count(argument: str, given: Any) -> int | None:
+    return None if given is None else check_count(argument, given, 1, MAX_INT32)
+
+
+def _parts(views: Views, options: DecodeOptions, record: str) -> combinations.Parts:
+    """What a call has, for the table of combinations."""
+    return {
+        **combinations.given(views, "tree_mask", "cu_seqlens_q", "w_uv", "q_scales", "kv_scales"),
+        **combinations.multiplied(options.math, present(views, "q").dtype),
+        **combinations.held(record),
+        "equal_lengths": "None" if views["cu_seqlens_q"] is None else None,
+        "not_causal": lambda: None if options.causal else "False",
+        "window": options.window,
+        "max_seqlen_q": options.max_seqlen_q,
+        "narrow": options.d_v if options.d_v != D_V else None,
+        "cp_world": combinations.other_than(1, options.cp_world),
+        "kv_scale": combinations.other_than(1, options.kv_scale),
+        "q_scale": combinations.other_than(1, options.q_scale),
+    }
 
 
 def _forms_of(views: Views, options: DecodeOptions) -> Forms:
@@ -353,28 +353,6 @@ def _record(kv_cache: View, d_qk: int) -> str:
     record = record_read(kv_cache, d_qk, READ, "kv_cache", "read it by cache_gather")
     check_layout(record, kv_cache, "kv_cache")
     return record.name
-
-
-def _check_scales(record: str, q_dtype: str, options: DecodeOptions) -> None:
-    """Only a record without scales of its own has one for the whole cache, and only e4m3 codes one for all queries."""
-    check_kv_scale_of_record(options.kv_scale, record)
-    if options.q_scale != 1 and q_dtype not in BYTE_DTYPES:
-        remedy = "it is the scale of queries in e4m3; multiply scale by it"
-        raise ArgumentError(explain("q_scale", options.q_scale, f"1 for queries in {q_dtype}", remedy))
-    factors = ["scale", *(name for name in ("kv_scale", "q_scale") if getattr(options, name) != 1)]
-    check_factor(" * ".join(factors), prod(getattr(options, name) for name in factors))
-
-
-def _check_scale_arrays(views: Views, options: DecodeOptions) -> None:
-    """Check that what the scales belong to is there, and that there is no other scale of it."""
-    if views["q_scales"] is not None and present(views, "q").dtype not in BYTE_DTYPES:
-        expected = f"None for queries in {present(views, 'q').dtype}"
-        raise ArgumentError(explain("q_scales", "an array", expected, "it is of queries in e4m3"))
-    if views["kv_scales"] is not None and options.math == "exact":
-        raise ArgumentError(explain("kv_scales", "an array", 'None with math="exact"', "pass the number as kv_scale"))
-    for name in ("q_scale", "kv_scale"):
-        if views[f"{name}s"] is not None and getattr(options, name) != 1:
-            raise ArgumentError(explain(name, getattr(options, name), f"1 with {name}s", "give one of them"))
 
 
 def _check_values(arrays: Arrays, options: DecodeOptions) -> None:

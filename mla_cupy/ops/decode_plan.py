@@ -23,19 +23,15 @@ from mla_cupy.kernels.decode.schedule_pieces import Pieces
 from mla_cupy.kernels.decode.sm90_fp8 import QUERIES
 from mla_cupy.kernels.merge.exchange import Splits
 from mla_cupy.kernels.pipeline import Prepared, Step, load
-from mla_cupy.ops import backend
+from mla_cupy.ops import backend, combinations
 from mla_cupy.ops.call import MAX_ENTRIES
 from mla_cupy.ops.checks import (
     MATH_OF_DENSE_DECODE,
     check_count,
     check_drafts,
     check_flag,
-    check_forms,
     check_math,
-    check_math_of_queries,
-    check_math_of_record,
     check_memory,
-    check_projected_forms,
     check_shard,
     is_integer,
 )
@@ -484,10 +480,6 @@ def examine_plan(
     max_b, s_q, h_q, max_pages, page_size = map(int, sizes.values())  # of NumPy's, which overflow
     if not (is_integer(d_qk) and d_qk in VALUE_WIDTHS):
         raise ArgumentError(explain("d_qk", repr(d_qk), either([str(width) for width in VALUE_WIDTHS])))
-    narrow = VALUE_WIDTHS[d_qk] != D_V
-    if narrow and (d_head or batch_invariant):
-        lacks = "d_head" if d_head else "batch_invariant"
-        raise ArgumentError(explain(lacks, d_head or True, f"none with d_qk={d_qk}"))
     if not (is_integer(d_head) and d_head in (0, *D_HEADS)):
         raise ArgumentError(explain("d_head", repr(d_head), either([str(width) for width in (0, *D_HEADS)])))
     if max_pages * page_size > MAX_TOKENS:
@@ -501,14 +493,19 @@ def examine_plan(
     chosen = _record(record, d_qk)
     arithmetic = check_math(math, MATH_OF_DENSE_DECODE)
     queries = _dtype(dtype)
-    check_math_of_queries(arithmetic, queries)
-    check_math_of_record(arithmetic, chosen)
     wanted = _forms(**forms)
-    check_forms(wanted, tree_mask=masked, causal=True, cp_world=shard[0])
-    check_projected_forms(wanted, int(d_head))
-    if wanted.grouped and pieces:
-        expected = "False with cu_seqlens_q or a window"
-        raise ArgumentError(explain("batch_invariant", batch_invariant, expected, "pieces are of whole sequences"))
+    parts: combinations.Parts = {
+        **combinations.multiplied(arithmetic, queries),
+        **combinations.held(chosen),
+        "tree_mask": masked or None,
+        "cu_seqlens_q": wanted.cu_seqlens_q or None,
+        "window": wanted.window or None,
+        "w_uv": f"d_head={d_head}" if d_head else None,
+        "batch_invariant": True if pieces else None,
+        "narrow": VALUE_WIDTHS[d_qk] if VALUE_WIDTHS[d_qk] != D_V else None,
+        "cp_world": combinations.other_than(1, shard[0]),
+    }
+    combinations.check(combinations.DECODE, parts)
     problem = DecodeProblem(
         s_q, h_q, queries, d_qk=d_qk, record=chosen, tree_mask=masked, math=arithmetic, forms=wanted
     )

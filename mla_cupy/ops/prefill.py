@@ -10,6 +10,7 @@ from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.dense import DENSE
 from mla_cupy.kernels.dense.problem import FP8_GEOMETRY, MASK_ROW_BYTES, DenseProblem, PrefillOptions
+from mla_cupy.ops import combinations
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import STARTS, check_all_or_none, check_flag, resolve_scale
 from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_first_or_wider, present
@@ -170,17 +171,10 @@ def _examine(views: Views, given: PrefillOptions) -> Examined:
 def _check_codes(views: Views, sizes: Sizes) -> None:
     """Check what goes with e4m3 codes alone, and what does not go with them."""
     dtype, scales = present(views, "q").dtype, [name for name in SCALES if views[name] is not None]
+    coded = {"codes" if dtype in BYTE_DTYPES else "half": dtype}
+    combinations.check(combinations.PREFILL, coded | combinations.given(views, *SCALES, "state_out", "mask"))
     if dtype not in BYTE_DTYPES:
-        if scales:
-            expected = f"None for queries in {dtype}"
-            raise ArgumentError(explain(scales[0], "an array", expected, "it is of e4m3 codes; multiply scale by it"))
         return
-    for name in ("state_out", "mask"):
-        if views[name] is not None:
-            remedy = "convert queries, keys and values to bfloat16" + (
-                ", or merge with merge_states" if name == "state_out" else ""
-            )
-            raise ArgumentError(explain(name, "an array", f"None for queries in {dtype}", remedy))
     if (sizes.d_qk, sizes.d_v) != FP8_GEOMETRY:
         given = sizes.d_qk, sizes.d_v
         remedy = "only these are built for e4m3; convert to bfloat16"

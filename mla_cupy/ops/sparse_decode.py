@@ -12,16 +12,15 @@ from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.attention.records import COMPACT, READ_SPARSE
 from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeOptions, SparseDecodeProblem
+from mla_cupy.ops import combinations
 from mla_cupy.ops.cache import INDEX_DTYPES, check_layout, record_read
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import (
     check_all_or_none,
     check_empty_lse,
     check_factor,
-    check_kv_scale_of_record,
     check_lse_base,
     check_math,
-    check_math_of_record,
     resolve_scale,
 )
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32, present
@@ -171,25 +170,14 @@ def _check_extra(views: Views, record: str) -> bool:
     return extra.name != record
 
 
-def _check_arithmetic(options: SparseDecodeOptions, record: str) -> None:
-    """Check that a cache of this record can be multiplied so, with this scale."""
-    check_kv_scale_of_record(options.kv_scale, record)
-    check_math_of_record(options.math, record)
-    if record == FP8.name and options.math == "exact":
-        remedy = "or read its rows by cache_gather, for sparse_mla_forward"
-        raise ArgumentError(explain("math", repr(options.math), '"fp8" for the record fp8', remedy))
-    if options.kv_scale != 1:
-        check_factor("scale * kv_scale", options.scale * options.kv_scale)
-
-
-def _check_turning(views: Views, d_qk: int, d_head: int) -> None:
-    """Check that results can be turned back, if they are to be."""
-    if not check_all_or_none(views, "out_cos", "out_sin", "out_positions"):
-        return
-    if d_qk != D_V:
-        raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_V} with out_cos", "other values have no RoPE columns"))
-    if d_head:
-        raise ArgumentError(explain("w_uv", "one", "None with out_cos", "multiply the result"))
+def _parts(views: Views, options: SparseDecodeOptions, record: str) -> combinations.Parts:
+    """What a call has, for the table of combinations."""
+    return {
+        **combinations.given(views, "w_uv", "out_cos"),
+        **combinations.multiplied(options.math, present(views, "q").dtype),
+        **combinations.held(record),
+        "kv_scale": combinations.other_than(1, options.kv_scale),
+    }
 
 
 def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
@@ -205,7 +193,9 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
         lse_base=check_lse_base(given.lse_base),
         empty_lse=check_empty_lse(given.empty_lse),
     )
-    _check_arithmetic(options, record.name)
+    combinations.check(combinations.SPARSE_DECODE, _parts(views, options, record.name))
+    if options.kv_scale != 1:
+        check_factor("scale * kv_scale", options.scale * options.kv_scale)
     compact = _check_extra(views, record.name)
     check_even("q", q)
     topk = indices.shape[2] + (0 if extra is None else extra.shape[2])
@@ -213,7 +203,8 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
         raise ShapeError(explain("indices.shape", indices.shape, f"at most {MAX_TOKENS} queries, and keys of each"))
     ragged = any(views[name] is not None for name in ("topk_length", "extra_topk_length"))
     d_head = check_projection(views, q.dtype)
-    _check_turning(views, d_qk, d_head)
+    if check_all_or_none(views, "out_cos", "out_sin", "out_positions") and d_qk != D_V:
+        raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_V} with out_cos", "other values have no RoPE columns"))
     sizes = (b * s_q, h_q, topk, q.dtype, record.name)
     problem = SparseDecodeProblem(*sizes, steps_by_16_bytes(q), ragged, d_head, compact, options.math)
     return Examined(problem, options, {"d_head": d_head or D_V})

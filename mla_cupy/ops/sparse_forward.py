@@ -6,20 +6,18 @@ from math import inf
 from typing import Any
 
 from mla_cupy.cache_formats import FORMATS, FP8
-from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels.attention.records import SPARSE_RECORDS as READ
 from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardOptions, SparseForwardProblem
+from mla_cupy.ops import combinations
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import (
     check_d_v,
     check_empty_lse,
     check_factor,
     check_flag,
-    check_kv_scale_of_record,
     check_lse_base,
     check_math,
-    check_math_of_record,
     resolve_scale,
 )
 from mla_cupy.ops.operation import Examined, Operation, Output, Views, like_first_or_float32
@@ -184,11 +182,8 @@ def _examine(views: Views, given: SparseForwardOptions) -> Examined:
         lse_base=check_lse_base(given.lse_base),
         empty_lse=check_empty_lse(given.empty_lse),
     )
-    check_kv_scale_of_record(options.kv_scale, record)
-    check_math_of_record(options.math, record)
-    if record == FP8.name and options.math == "exact":
-        remedy = "or read its rows by cache_gather"
-        raise ArgumentError(explain("math", repr(options.math), '"fp8" for the record fp8', remedy))
+    parts = combinations.multiplied(options.math, sizes.dtype) | combinations.held(record)
+    combinations.check(combinations.SPARSE_FORWARD, {**parts, "kv_scale": combinations.other_than(1, options.kv_scale)})
     if options.kv_scale != 1:
         check_factor("scale * kv_scale", options.scale * options.kv_scale)
     fast = aligned(views, "q") if record else aligned(views, "q", "kv")

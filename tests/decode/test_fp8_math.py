@@ -197,13 +197,13 @@ def test_other_caches_are_refused(case: DecodeCase, match: str, math: str, recor
             CODED[0],
             {"math": "exact"},
             ArgumentError,
-            r'math: got .exact., expected "fp8" for queries in e4m3; pass math=',
+            r'math: got .exact., expected "fp8" for queries in (float8_e4m3fn|uint8); pass math=',
         ),
         (
             CODED[1],
             {"math": "exact"},
             ArgumentError,
-            r'math: got .exact., expected "fp8" for queries in e4m3; pass math=',
+            r'math: got .exact., expected "fp8" for queries in (float8_e4m3fn|uint8); pass math=',
         ),
         (CASES[0], {"q_scale": 2.0}, ArgumentError, "q_scale: got 2.0, expected 1 for queries in bfloat16; .*multiply"),
         (CODED[0], {"q_scale": 1e-30, "scale": 1e-30}, ArgumentError, r"scale \* kv_scale \* q_scale: got .*e-6"),
@@ -232,7 +232,9 @@ def test_queries_in_e4m3_over_other_caches_are_refused(recorder: Recorder) -> No
 def test_plans_for_queries_in_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     coded, plain = make(CODED[0]), make(replace(CODED[0], queries="", q_scale=1.0))
-    with pytest.raises(ArgumentError, match=r"math: got 'exact', expected \"fp8\" for queries in e4m3"):
+    with pytest.raises(
+        ArgumentError, match=r"math: got 'exact', expected \"fp8\" for queries in (float8_e4m3fn|uint8)"
+    ):
         plan_of(coded, math="exact")
     with pytest.raises(DTypeError, match="dtype: got float8_e5m2, expected bfloat16, float16 or float8_e4m3fn"):
         plan_of(coded, dtype="float8_e5m2")

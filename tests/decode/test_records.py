@@ -156,7 +156,12 @@ def _cache(record: str, heads: int = 1) -> Array:
             ShapeError,
             r"kv_cache.shape\[-1\]: got 512 of uint8, expected .*656 of uint8",
         ),
-        (_cache("v32", 2), 576, ShapeError, r"kv_cache.shape: got \(3, 8, 2, 656\), expected \(num_pages, page_size, 1, width\) or"),
+        (
+            _cache("v32", 2),
+            576,
+            ShapeError,
+            r"kv_cache.shape: got \(3, 8, 2, 656\), expected \(num_pages, page_size, 1, width\) or",
+        ),
         (_cache("v32"), 512, ShapeError, r"q.shape\[-1\]: got 512, expected 576 for v32"),
         (_cache("v4"), 576, ShapeError, r"q.shape\[-1\]: got 576, expected 512 for v4"),
         (_cache("fp8"), 512, ShapeError, r"q.shape\[-1\]: got 512, expected 576 for fp8"),
@@ -196,7 +201,7 @@ def test_mistakes_of_plans(changes: dict[str, Any], match: str) -> None:
 @pytest.mark.parametrize(
     ("cache", "kv_scale", "match"),
     [
-        (_cache("v32"), 0.5, r"kv_scale: got 0.5, expected 1 for v32: its scales are in the record"),
+        (_cache("v32"), 0.5, r"kv_scale: got 0.5, expected 1 for the record v32; its scales are in the record"),
         (_cache("bf16").view(np.float16), 0.5, r"kv_scale: got 0.5, expected 1 for 16-bit rows"),
         (_cache("fp8"), 0.0, r"kv_scale: got 0.0, expected a finite number above 0"),
         (_cache("fp8"), 2.0**126, r"scale \* kv_scale: got .*, expected a finite number above 0"),

@@ -22,7 +22,7 @@ WRONG = {
     (*DECODE, "--math", "fp8x3"): "--math: got 'fp8x3', expected one of exact, fp8, fp8x2",
     (*DECODE, "--math", "fp8x2"): "math: got 'fp8x2', expected \"exact\" for 16-bit rows",
     (*DECODE, "--dtype", "float8_e4m3fn"): "--dtype: got 'float8_e4m3fn', expected one of bfloat16, float16",
-    (*DECODE, "--window", "64", "--with", "tree_mask"): "window: got one, with a tree_mask, expected None",
+    (*DECODE, "--window", "64", "--with", "tree_mask"): "window: got 64, expected None with a tree_mask",
     ("--op", "mla_prepare", "--h-q", "16", "--page-size", "64"): "--page-size: got 64, expected a value with --records",
     ("--op", "mla_prepare", "--h-q", "16", "--d-qk", "100"): "--d-qk: got 100, expected one of 576, ",
     ("--op", "mla_prepare", "--h-q", "16", "--with", "cos"): "sin: got None, expected an array",

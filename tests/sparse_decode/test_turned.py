@@ -87,7 +87,7 @@ def _call(**changes: Any) -> dict[str, Any]:
         (
             _call(w_uv=np.ones((3, 128, 512), _call()["q"].dtype)),
             ArgumentError,
-            "w_uv: got one, expected None with out_cos",
+            "w_uv: got an array, expected None with out_cos",
         ),
         (
             {

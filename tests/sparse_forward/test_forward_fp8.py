@@ -97,7 +97,7 @@ def test_the_numpy_backend_rounds_the_oracle(monkeypatch: pytest.MonkeyPatch) ->
     [
         ("fp8", {"math": "exact"}, r"math: got 'exact', expected \"fp8\" for the record fp8; or read .* cache_gather"),
         ("v32", {}, r"math: got 'fp8', expected \"exact\" for the record v32"),
-        ("v32", {"math": "exact", "kv_scale": 0.5}, "kv_scale: got 0.5, expected 1 for v32: its scales are"),
+        ("v32", {"math": "exact", "kv_scale": 0.5}, "kv_scale: got 0.5, expected 1 for the record v32; its scales are"),
         ("fp8", {"scale": 1e-30, "kv_scale": 1e-30}, r"scale \* kv_scale: got "),
         ("fp8", {"kernel": "sparse_forward_sm90"}, f"kernel: got .*, expected for math='fp8' one of {KERNEL}"),
     ],

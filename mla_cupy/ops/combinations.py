@@ -1,0 +1,177 @@
+"""Which parts of a call exclude each other: one table, which checks, messages, a page of the docs and tests follow.
+
+A *part* is an optional input, or an option that is not at its default, or a dtype or format that an argument has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from mla_cupy.cache_formats import BYTE_DTYPES
+from mla_cupy.errors import ArgumentError, explain
+
+
+class Part(NamedTuple):
+    """A part of a call, as messages name it.
+
+    Attributes
+    ----------
+    argument : str
+        The argument that brings it.
+    without : str
+        What that argument is in a call without the part.
+    beside : str
+        How a message about another argument ends; "{}" is what this part is in the call.
+    """
+
+    argument: str
+    without: str
+    beside: str
+
+
+class Conflict(NamedTuple):
+    """Two parts of which a call can have one. The message names `part`; the remedy may be empty."""
+
+    part: str
+    other: str
+    remedy: str = ""
+
+
+PARTS = {
+    "not_causal": Part("causal", "True", "with causal=False"),
+    "tree_mask": Part("tree_mask", "None", "with a tree_mask"),
+    "window": Part("window", "None", "with a window"),
+    "cu_seqlens_q": Part("cu_seqlens_q", "None", "with cu_seqlens_q"),
+    "equal_lengths": Part("cu_seqlens_q", "an array", "without cu_seqlens_q"),
+    "max_seqlen_q": Part("max_seqlen_q", "None", "with max_seqlen_q"),
+    "cp_world": Part("cp_world", "1", "with cp_world={}"),
+    "w_uv": Part("w_uv", "None", "with w_uv"),
+    "out_cos": Part("out_cos", "None", "with out_cos"),
+    "batch_invariant": Part("batch_invariant", "False", "with batch_invariant=True"),
+    "narrow": Part("d_v", "512", "with d_v={}"),
+    "state_out": Part("state_out", "None", "with state_out"),
+    "mask": Part("mask", "None", "with a mask"),
+    "fp8_math": Part("math", '"exact"', 'with math="fp8"'),
+    "exact_math": Part("math", '"fp8"', 'with math="exact"'),
+    "codes": Part("q.dtype", "bfloat16 or float16", "for queries in {}"),
+    "half": Part("q.dtype", "float8_e4m3fn", "for queries in {}"),
+    "rows": Part("kv_cache", "FP8 tokens", "for 16-bit rows"),
+    "v32": Part("kv_cache", "16-bit rows", "for the record v32"),
+    "v4": Part("kv_cache", "16-bit rows", "for the record v4"),
+    "v41": Part("kv_cache", "16-bit rows", "for the record v41"),
+    "fp8": Part("kv_cache", "16-bit rows", "for the record fp8"),
+    "kv_scale": Part("kv_scale", "1", "with a kv_scale"),
+    "kv_scales": Part("kv_scales", "None", "with kv_scales"),
+    "q_scale": Part("q_scale", "1", "with a q_scale"),
+    "q_scales": Part("q_scales", "None", "with q_scales"),
+    "k_scales": Part("k_scales", "None", "with k_scales"),
+    "v_scales": Part("v_scales", "None", "with v_scales"),
+}
+
+_KEEP_FP8 = 'leave math out, or keep the cache in the record "fp8", see cache_append'
+
+
+def _of_formats(*names: str) -> tuple[Conflict, ...]:
+    """What caches in these formats refuse; "rows" hold no scales, and tokens of the others hold their own."""
+    math = (Conflict("fp8_math", name, _KEEP_FP8) for name in names)
+    own = {name: "" if name == "rows" else "its scales are in the record" for name in names}
+    return (*math, *(Conflict("kv_scale", name, remedy) for name, remedy in own.items()))
+
+
+DECODE = (
+    Conflict("tree_mask", "cu_seqlens_q", "a tree is of sequences of one length"),
+    Conflict("window", "tree_mask", "a tree sees all tokens before it"),
+    Conflict("not_causal", "tree_mask", "leave causal out: the mask says which drafts a query sees"),
+    Conflict("not_causal", "window"),
+    Conflict("cp_world", "cu_seqlens_q"),
+    Conflict("cp_world", "window"),
+    Conflict("max_seqlen_q", "equal_lengths", "q.shape[1] says it"),
+    Conflict("w_uv", "cu_seqlens_q", "multiply the result"),
+    Conflict("w_uv", "window", "multiply the result"),
+    Conflict("w_uv", "narrow", "multiply the result"),
+    Conflict("batch_invariant", "cu_seqlens_q", "pieces are of whole sequences"),
+    Conflict("batch_invariant", "window", "pieces are of whole sequences"),
+    Conflict("batch_invariant", "narrow"),
+    Conflict(
+        "exact_math",
+        "codes",
+        'pass math="fp8", with a cache in the record "fp8", or convert the queries to bfloat16',
+    ),
+    *_of_formats("rows", "v32", "v4", "v41"),
+    Conflict("q_scale", "half", "it is the scale of queries in e4m3; multiply scale by it"),
+    Conflict("q_scales", "half", "it is of queries in e4m3"),
+    Conflict("kv_scales", "exact_math", "pass the number as kv_scale"),
+    Conflict("q_scale", "q_scales", "give one of them"),
+    Conflict("kv_scale", "kv_scales", "give one of them"),
+)
+
+_READ_ROWS = Conflict("exact_math", "fp8", "or read its rows by cache_gather, for sparse_mla_forward")
+SPARSE_DECODE = (*_of_formats("v32", "v4", "v41"), _READ_ROWS, Conflict("w_uv", "out_cos", "multiply the result"))
+SPARSE_FORWARD = (*_of_formats("rows", "v32", "v4"), _READ_ROWS._replace(remedy="or read its rows by cache_gather"))
+
+_SCALES = ("q_scales", "k_scales", "v_scales")
+_CONVERT = "convert queries, keys and values to bfloat16"
+PREFILL = (
+    *(Conflict(name, "half", "it is of e4m3 codes; multiply scale by it") for name in _SCALES),
+    Conflict("state_out", "codes", f"{_CONVERT}, or merge with merge_states"),
+    Conflict("mask", "codes", _CONVERT),
+)
+
+TABLE = {
+    "mla_decode": DECODE,
+    "sparse_mla_decode": SPARSE_DECODE,
+    "sparse_mla_forward": SPARSE_FORWARD,
+    "mla_prefill": PREFILL,
+}
+"""The conflicts of each operation; plans and composites have those of the operation that they run."""
+
+Parts = Mapping[str, object | Callable[[], object]]
+
+
+def check(conflicts: Iterable[Conflict], parts: Parts) -> None:
+    """Refuse a call that has both parts of a conflict.
+
+    Parameters
+    ----------
+    conflicts : iterable of Conflict
+    parts : mapping
+        What the call has, as a message shows it, by the names of `PARTS`; None is absent. A function is called when
+        its conflict's other part is there: a recorded call then compares no number in vain.
+
+    Raises
+    ------
+    ArgumentError
+        That names both parts.
+    """
+    for part, other, remedy in conflicts:
+        beside = _shown(parts, other)
+        if beside is not None and (got := _shown(parts, part)) is not None:
+            argument, without, _ = PARTS[part]
+            raise ArgumentError(explain(argument, got, f"{without} {PARTS[other].beside.format(beside)}", remedy))
+
+
+def _shown(parts: Parts, name: str) -> Any:
+    value = parts.get(name)
+    return value() if callable(value) else value
+
+
+def given(arrays: Mapping[str, object], *names: str) -> dict[str, str]:
+    """The parts that are arrays."""
+    return {name: "an array" for name in names if arrays[name] is not None}
+
+
+def other_than(default: float, value: Any) -> Callable[[], object]:
+    """An option that is a part if it is not at its default."""
+    return lambda: None if value == default else value
+
+
+def held(record: str) -> dict[str, str]:
+    """The part that a cache is: tokens of a record, "" for 16-bit rows."""
+    return {record or "rows": record or "16-bit rows"}
+
+
+def multiplied(math: str, dtype: str) -> dict[str, str]:
+    """The parts that the arithmetic and the queries' dtype are."""
+    arithmetic = "exact_math" if math == "exact" else "fp8_math"
+    return {arithmetic: repr(math), "codes" if dtype in BYTE_DTYPES else "half": dtype}
