@@ -12,6 +12,7 @@ from mla_cupy.kernels import KERNELS
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Forms
 from mla_cupy.ops import OPERATIONS
+from mla_cupy.ops.combinations import PARTS, TABLE, Conflict
 
 
 class KernelChoice(MarkdownDirective):
@@ -60,6 +61,27 @@ class DecodeForms(MarkdownDirective):
         return table(["kernel", *(f"`{form}`" for form in Forms._fields), "`d_v`"], rows)
 
 
+class Combinations(MarkdownDirective):
+    """Table of the parts of a call that exclude each other, which the calls themselves check."""
+
+    def markdown(self) -> str:
+        """A row for each conflict, with the operations that have it."""
+        found: dict[Conflict, list[str]] = {}
+        for name, conflicts in TABLE.items():
+            for conflict in conflicts:
+                found.setdefault(conflict, []).append(f"`{name}`")
+        rows = [[_part(x.part), _part(x.other), ", ".join(names), x.remedy] for x, names in found.items()]
+        return table(["this", "not with", "operations", "instead"], rows)
+
+
+def _part(name: str) -> str:
+    """A part of a call in the words of the messages."""
+    return PARTS[name].beside.removeprefix("with ").removeprefix("for ").replace("{}", _EXAMPLES.get(name, ""))
+
+
+_EXAMPLES = {"codes": "e4m3", "half": "16 bits", "narrow": "256", "cp_world": "2"}
+
+
 class KernelList(MarkdownDirective):
     """Every kernel of the package."""
 
@@ -81,6 +103,7 @@ def setup(app: Any) -> dict[str, Any]:
     """Register with Sphinx."""
     logging.getLogger("mla_cupy").setLevel(logging.ERROR)  # the tables say which kernels are slow
     app.add_directive("kernel-choice", KernelChoice)
+    app.add_directive("combinations", Combinations)
     app.add_directive("decode-forms", DecodeForms)
     app.add_directive("kernel-order", KernelOrder)
     app.add_directive("kernel-list", KernelList)
