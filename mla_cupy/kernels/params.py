@@ -170,6 +170,7 @@ class SparseRowsParams(Params):
     causal: I32
     ordered: I32
     queries_of_length: I32
+    relative: I32
 
 
 class DecodeScheduleParams(Params):

@@ -156,7 +156,12 @@ def _cache(record: str, heads: int = 1) -> Array:
             ShapeError,
             r"kv_cache.shape\[-1\]: got 512 of uint8, expected .*656 of uint8",
         ),
-        (_cache("v32", 2), 576, ShapeError, r"kv_cache.shape: got \(3, 8, 2, 656\), expected \(num_pages, page_size, 1, width\) or"),
+        (
+            _cache("v32", 2),
+            576,
+            ShapeError,
+            r"kv_cache.shape: got \(3, 8, 2, 656\), expected \(num_pages, page_size, 1, width\) or",
+        ),
         (_cache("v32"), 512, ShapeError, r"q.shape\[-1\]: got 512, expected 576 for v32"),
         (_cache("v4"), 576, ShapeError, r"q.shape\[-1\]: got 576, expected 512 for v4"),
         (_cache("fp8"), 512, ShapeError, r"q.shape\[-1\]: got 512, expected 576 for fp8"),

@@ -112,7 +112,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
         merge_cost = heuristics.merge_cost(min(problem.h_q, config.kernel.block_rows))
         steps: list[Step] = [
             *(convert.launches(problem, config.converted, call) if config.converted else ()),
-            row_lists.launch(call, options.causal, ordered=config.ordered, s_kv=problem.s_kv),
+            row_lists.launch(call, options.causal, options.relative, ordered=config.ordered, s_kv=problem.s_kv),
             schedule.launch("counts", 1, list_stride, problem.s_q, config.num_splits, merge_cost),
             Launch(config.kernel, config.kernel.variant(problem), (config.row_blocks, config.num_splits, 1), args),
         ]
