@@ -6,11 +6,14 @@ the same for the device; `tests/budgets` compares the facts of the cubins with t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.shapes import D_QK, D_ROPE, D_V
+
+_ArrayT = TypeVar("_ArrayT")
 
 Kind = Literal["float8_e4m3fn", "float4_e2m1fn", "bfloat16", "float16", "float32", "float8_e8m0fnu", "padding"]
 Scales = Literal["power_of_2", "plain", "tensor", "none"]
@@ -255,6 +258,34 @@ MIN_RATIO = 1e-4
 #: Largest e2m1 value, and the least scale of such a group: the smallest e4m3 number above 0.
 MAX_E2M1 = 6.0
 MIN_E4M3 = 2.0**-9
+
+
+def head_axis(shape: Sequence[int], argument: str = "cache") -> int:
+    """The axis of KV heads in a cache of four axes: FlashMLA puts it after a page's tokens, FlashInfer before them.
+
+    MLA has one KV head, so the axis of heads is the one of size 1. In pages of one token both axes have that size, and
+    both readings are right.
+
+    Raises
+    ------
+    ShapeError
+        If neither axis has size 1.
+    """
+    for axis in (2, 1):
+        if shape[axis] == 1:
+            return axis
+    expected = "(num_pages, page_size, 1, width) or (num_pages, 1, page_size, width)"
+    remedy = "pass the one KV head of MLA, or leave its axis out"
+    raise ShapeError(explain(f"{argument}.shape", tuple(shape), expected, remedy))
+
+
+def without_heads(cache: _ArrayT, argument: str = "cache") -> _ArrayT:
+    """A NumPy array of pages without the axis of KV heads, if it has one: a view."""
+    pages: Any = cache
+    if pages.ndim == 4:
+        pages = pages[:, 0] if head_axis(pages.shape, argument) == 1 else pages[:, :, 0]
+    found: _ArrayT = pages
+    return found
 
 
 def format_of(dtype: str, width: int, argument: str = "cache", name: object = None) -> CacheFormat:

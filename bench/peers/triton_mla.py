@@ -36,8 +36,8 @@ class TritonMla:
         self._attend = module.decode_attention_fwd
 
     def unsupported(self, case: DecodeCase, dtype: str) -> str | None:
-        if case.s_q != 1 or case.h_kv != 1:
-            return "takes one query token and one KV head"
+        if case.s_q != 1:
+            return "takes one query token"
         return None if case.d_qk == D_QK else f"takes keys of width {D_QK} only"
 
     def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:

@@ -44,15 +44,15 @@ GPUS = (
 
 
 def _single(tokens: int) -> DecodeProblem:
-    return DecodeProblem(1, 128, 1, "bfloat16", batch=Batch(1, tokens))
+    return DecodeProblem(1, 128, "bfloat16", batch=Batch(1, tokens))
 
 
 def _fp8_math() -> DecodeProblem:
-    return DecodeProblem(1, 128, 1, "bfloat16", record="fp8", math="fp8")
+    return DecodeProblem(1, 128, "bfloat16", record="fp8", math="fp8")
 
 
 def _in_parts() -> DecodeProblem:
-    return DecodeProblem(1, 16, 1, "bfloat16", forms=Forms(q_rope=True))
+    return DecodeProblem(1, 16, "bfloat16", forms=Forms(q_rope=True))
 
 
 def _forward(h_q: int, **changes: Any) -> SparseForwardProblem:
@@ -73,35 +73,34 @@ def _logits(dtype: str, heads: int, **changes: Any) -> LogitsProblem:
 
 
 SITUATIONS = (
-    ("`mla_decode`, 16 heads", DECODE, DecodeProblem(1, 16, 1, "bfloat16")),
-    ("`mla_decode`, 2 queries, 16 heads: 32 rows", DECODE, DecodeProblem(2, 16, 1, "bfloat16")),
-    ("`mla_decode`, 4 queries, 16 heads: 64 rows", DECODE, DecodeProblem(4, 16, 1, "bfloat16")),
-    ("`mla_decode`, 128 heads", DECODE, DecodeProblem(1, 128, 1, "bfloat16")),
+    ("`mla_decode`, 16 heads", DECODE, DecodeProblem(1, 16, "bfloat16")),
+    ("`mla_decode`, 2 queries, 16 heads: 32 rows", DECODE, DecodeProblem(2, 16, "bfloat16")),
+    ("`mla_decode`, 4 queries, 16 heads: 64 rows", DECODE, DecodeProblem(4, 16, "bfloat16")),
+    ("`mla_decode`, 128 heads", DECODE, DecodeProblem(1, 128, "bfloat16")),
     ("`mla_decode`, 128 heads, 1 sequence of up to 8,192", DECODE, _single(8192)),
     ("`mla_decode`, 128 heads, 1 sequence of up to 1,024", DECODE, _single(1024)),
-    ("`mla_decode`, 128 heads of 4 KV heads", DECODE, DecodeProblem(1, 128, 4, "bfloat16")),
-    ("`mla_decode`, 16 heads, FP8 records", DECODE, DecodeProblem(1, 16, 1, "bfloat16", record="v32")),
-    ("`mla_decode`, 128 heads, FP8 records", DECODE, DecodeProblem(1, 128, 1, "bfloat16", record="v32")),
-    ("`mla_decode`, 4 queries, 16 heads, FP8 records", DECODE, DecodeProblem(4, 16, 1, "bfloat16", record="v32")),
+    ("`mla_decode`, 16 heads, FP8 records", DECODE, DecodeProblem(1, 16, "bfloat16", record="v32")),
+    ("`mla_decode`, 128 heads, FP8 records", DECODE, DecodeProblem(1, 128, "bfloat16", record="v32")),
+    ("`mla_decode`, 4 queries, 16 heads, FP8 records", DECODE, DecodeProblem(4, 16, "bfloat16", record="v32")),
     ('`mla_decode`, records "fp8", math="fp8"', DECODE, _fp8_math()),
-    ("`mla_decode`, 16 heads, 4 drafts that form a tree", DECODE, DecodeProblem(4, 16, 1, "bfloat16", tree_mask=True)),
+    ("`mla_decode`, 16 heads, 4 drafts that form a tree", DECODE, DecodeProblem(4, 16, "bfloat16", tree_mask=True)),
     (
         "`mla_decode`, 16 heads, queries in two arrays",
         DECODE,
-        DecodeProblem(1, 16, 1, "bfloat16", forms=Forms(q_rope=True)),
+        DecodeProblem(1, 16, "bfloat16", forms=Forms(q_rope=True)),
     ),
-    ("`mla_decode`, 128 heads, a window", DECODE, DecodeProblem(1, 128, 1, "bfloat16", forms=Forms(window=4096))),
+    ("`mla_decode`, 128 heads, a window", DECODE, DecodeProblem(1, 128, "bfloat16", forms=Forms(window=4096))),
     *(
         (
             f"`mla_decode`, {h_q} heads, a window, FP8 records",
             DECODE,
-            DecodeProblem(1, h_q, 1, "bfloat16", record="v32", forms=Forms(window=4096)),
+            DecodeProblem(1, h_q, "bfloat16", record="v32", forms=Forms(window=4096)),
         )
         for h_q in (16, 128)
     ),
-    ("`mla_decode`, 32 heads, keys of 320", DECODE, DecodeProblem(1, 32, 1, "bfloat16", d_qk=320)),
-    ("`mla_decode`, 40 heads, keys of 288", DECODE, DecodeProblem(1, 40, 1, "bfloat16", d_qk=288)),
-    ("`mla_decode`, strides not of 16 bytes", DECODE, DecodeProblem(1, 128, 1, "bfloat16", aligned=False)),
+    ("`mla_decode`, 32 heads, keys of 320", DECODE, DecodeProblem(1, 32, "bfloat16", d_qk=320)),
+    ("`mla_decode`, 40 heads, keys of 288", DECODE, DecodeProblem(1, 40, "bfloat16", d_qk=288)),
+    ("`mla_decode`, strides not of 16 bytes", DECODE, DecodeProblem(1, 128, "bfloat16", aligned=False)),
     ("`merge_project`", MERGE_PROJECT, ProjectProblem(128, 128, "bfloat16", 1)),
     ("`sparse_mla_decode`, 16 heads", SPARSE_DECODE, SparseDecodeProblem(64, 16, 2048, "bfloat16", "v32")),
     ("`sparse_mla_decode`, 128 heads", SPARSE_DECODE, SparseDecodeProblem(64, 128, 2048, "bfloat16", "v32")),

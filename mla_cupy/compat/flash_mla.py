@@ -19,7 +19,7 @@ import re
 from typing import Any
 
 from mla_cupy import dtypes
-from mla_cupy.cache_formats import FORMATS
+from mla_cupy.cache_formats import FORMATS, head_axis
 from mla_cupy.compat.flash_mla_schedule import FlashMLASchedMeta, Form, form_of, view_of
 from mla_cupy.compat.flash_mla_varlen import (
     flash_attn_varlen_func,
@@ -91,9 +91,9 @@ def flash_mla_with_kvcache(
     ----------
     q : array, (b, s_q, h_q, d_qk), bfloat16 or float16
         d_qk is 576 or 512.
-    k_cache : array, (num_blocks, page_size, h_kv, d_qk), dtype of q
-        With `indices`, h_kv is 1 and the pages follow one another without gaps. An FP8 cache is (num_blocks, page_size,
-        1, 656) for the record "v32", d_qk being 576, or (..., 584) for "v4" (FlashMLA's MODEL1, or V4) or (..., 528)
+    k_cache : array, (num_blocks, page_size, 1, d_qk) or (num_blocks, 1, page_size, d_qk), dtype of q
+        FlashMLA's layout, or FlashInfer's. With `indices` the pages follow one another without gaps. An FP8 cache is
+        (..., 656) for the record "v32", d_qk being 576, or (..., 584) for "v4" (FlashMLA's MODEL1, or V4) or (..., 528)
         for "v41" (its V41), d_qk being 512; uint8 or float8_e4m3fn, with pages any multiple of 16 bytes apart.
     block_table : array, (b, max_pages), int32, or None with `indices`
     cache_seqlens : array, (b,), int32, or None with `indices`
@@ -337,9 +337,8 @@ def _sparse_decode(
     b, s_q, h_q = form.b, form.s_q, form.h_q
     if tuple(indices.shape[:2]) != (b, s_q):
         raise ShapeError(explain("indices.shape", tuple(indices.shape), f"({b}, {s_q}, topk), as q has b and s_q"))
-    if form.h_kv != 1:
-        raise ShapeError(explain("k_cache.shape[2]", form.h_kv, "1 head, with indices"))
-    pages, page_stride, row_stride = k_cache.shape[0], *view_of(k_cache, "k_cache").strides[:2]
+    page_stride, *strides, _ = view_of(k_cache, "k_cache").strides
+    pages, row_stride = k_cache.shape[0], strides[2 - head_axis(k_cache.shape, "k_cache")]
     if pages > 1 and page_stride != form.page_size * row_stride:
         expected = f"{form.page_size * row_stride}, page_size rows"
         remedy = "with indices, pages may have no gaps between them"

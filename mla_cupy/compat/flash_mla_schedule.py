@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from mla_cupy import arrays, dtypes
 from mla_cupy.arrays import Family, View
-from mla_cupy.cache_formats import BYTE_DTYPES, format_of
+from mla_cupy.cache_formats import BYTE_DTYPES, format_of, head_axis
 from mla_cupy.errors import ArgumentError, DTypeError, PlanError, ShapeError, explain
 from mla_cupy.ops import DecodePlan, plan_decode
 from mla_cupy.ops.checks import WORKSPACE_ALIGNMENT
@@ -23,7 +23,6 @@ class Form(NamedTuple):
     s_q: int
     h_q: int
     page_size: int
-    h_kv: int
     d_qk: int
     max_pages: int
     causal: bool
@@ -53,12 +52,12 @@ def form_of(
     """
     try:
         b, s_q, h_q, d_qk = q.shape
-        _, page_size, h_kv, width = k_cache.shape
+        page_size, width = _page(k_cache, "k_cache")
         _, max_pages = (0, 0) if block_table is None or indices is not None else block_table.shape
         _, _, topk = (0, 0, None) if indices is None else indices.shape
         extra_page_size = extra_topk = None
         if extra[0] is not None:
-            (_, extra_page_size, _, _), (_, _, extra_topk) = extra[0].shape, extra[1].shape
+            (extra_page_size, _), (_, _, extra_topk) = _page(extra[0], "extra_k_cache"), extra[1].shape
     except (AttributeError, IndexError, TypeError, ValueError):
         names = ("q", "k_cache", "block_table", "indices", "extra_k_cache", "extra_indices_in_kvcache")
         _check_axes(dict(zip(names, (q, k_cache, block_table, indices, *extra), strict=True)))
@@ -71,8 +70,14 @@ def form_of(
     if math == "exact" and queries in BYTE_DTYPES:
         remedy = "flash_mla_with_kvcache_fp8 takes queries in e4m3"
         raise DTypeError(explain("q.dtype", queries, "bfloat16 or float16", remedy))
-    sizes = (b, s_q, h_q, page_size, h_kv, d_qk, max_pages)
+    sizes = (b, s_q, h_q, page_size, d_qk, max_pages)
     return Form(*sizes, bool(causal), topk, record, extra_page_size, extra_topk, math)
+
+
+def _page(cache: Any, argument: str) -> tuple[int, int]:
+    """Tokens of a page, and the width of one; the axis of the one KV head is on either side of the tokens."""
+    _, first, second, width = cache.shape
+    return (first if head_axis(cache.shape, argument) == 2 else second), width
 
 
 def _record_of(dtype: str, width: int) -> str:
@@ -83,7 +88,7 @@ def _record_of(dtype: str, width: int) -> str:
 
 _AXES = {
     "q": "(b, s_q, h_q, d_qk)",
-    "k_cache": "(num_blocks, page_size, h_kv, d_qk)",
+    "k_cache": "(num_blocks, page_size, 1, d_qk)",
     "block_table": "(b, max_pages)",
     "indices": "(b, s_q, topk)",
     "extra_k_cache": "(num_blocks, page_size, 1, d_qk)",
@@ -175,7 +180,7 @@ class FlashMLASchedMeta:
 
 def _make_plan(form: Form, family: Family, view: View) -> DecodePlan:
     """A plan in memory of the caller's library: from PyTorch's allocator, it can be had during a capture, too."""
-    names = ("s_q", "h_q", "h_kv", "d_qk", "max_pages", "page_size")
+    names = ("s_q", "h_q", "d_qk", "max_pages", "page_size")
     sizes: dict[str, Any] = {name: getattr(form, name) for name in names}
     sizes |= {"record": form.record or None, "math": form.math}
     sizes["dtype"] = "float8_e4m3fn" if view.dtype in BYTE_DTYPES else view.dtype

@@ -138,7 +138,7 @@ def make_inputs(dtype: str, seed: int) -> Inputs:
 def requests_of(dtype: str) -> list[BuildRequest]:
     """Return the builds that the call launches, and no others."""
     tokens = PAGE_SIZE * -(-max(LENGTHS) // PAGE_SIZE)
-    problem = DecodeProblem(1, H_Q, 1, dtype, batch=Batch(len(LENGTHS), tokens))
+    problem = DecodeProblem(1, H_Q, dtype, batch=Batch(len(LENGTHS), tokens))
     config = DECODE.configure(problem, simulation.fake_gpu(SMS))
     return [spec.request(variant, ARCH) for spec, variant in DECODE.builds(config)]
 

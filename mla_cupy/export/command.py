@@ -23,7 +23,7 @@ from mla_cupy.terminal import show, table
 _PREFIX = re.compile(r"[a-z][a-z0-9_]*")
 _INTEGERS = {
     "h_q": "query heads",
-    "h_kv": "KV heads (default: 1)",
+    "h_kv": "KV heads (default: as many as query heads)",
     "s_q": "query tokens of each sequence (default: 1)",
     "d_qk": "width of the keys: 576 or 512 (default: 576, or the record's)",
     "page_size": "tokens of a page",

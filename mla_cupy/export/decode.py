@@ -57,7 +57,6 @@ def subject(
     h_q: int,
     page_size: int,
     s_q: int | None = None,
-    h_kv: int | None = None,
     d_qk: int | None = None,
     dtype: str | None = None,
     records: str | None = None,
@@ -67,14 +66,14 @@ def subject(
     math: str | None = None,
 ) -> Subject:
     """Dense decode with these sizes and dtypes fixed; None is the default."""
-    s_q, h_kv, dtype, math = s_q or 1, h_kv or 1, dtype or HALF[0], math or "exact"
+    s_q, dtype, math = s_q or 1, dtype or HALF[0], math or "exact"
     record = choice("--records", records, (None, *FORMATS_READ))
     d_qk = d_qk or (FORMATS[record].d_qk if record else D_QK)
     choice("--math", math, MATH_OF_DENSE_DECODE)
     choice("--dtype", dtype, HALF if math == "exact" else (*HALF, CODES))
     half = dtype if dtype in HALF else HALF[0]
     choice("--out-dtype", out_dtype, (None, half, "float32"))
-    sizes = {"s_q": s_q, "h_q": h_q, "d_qk": d_qk, "page_size": page_size, "h_kv": h_kv, "d_v": D_V}
+    sizes = {"s_q": s_q, "h_q": h_q, "d_qk": d_qk, "page_size": page_size, "d_v": D_V}
     coded: dict[str, Literal["real"]] = {"q_scale": "real"} if dtype == CODES else {}
     dtypes = {
         "q": dtype,
@@ -86,7 +85,11 @@ def subject(
     }
     return Subject(
         OPERATION,
-        {**sizes, "d_head": check_d_head(d_head) if d_head else D_V, "d_kv": FORMATS[record].width if record else d_qk},
+        {
+            **sizes,
+            "d_head": check_d_head(d_head) if d_head else D_V,
+            "width": FORMATS[record].width if record else d_qk,
+        },
         dtypes,
         fixed={
             "d_v": D_V,
@@ -201,7 +204,6 @@ class _Planned:
             max_b=_MAX_B.number,
             s_q=sizes["s_q"],
             h_q=sizes["h_q"],
-            h_kv=sizes["h_kv"],
             d_qk=sizes["d_qk"] + sizes.get("d_rope", 0),
             record=given.notes["record"] or None,
             max_pages=_MAX_PAGES.number,

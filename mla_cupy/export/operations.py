@@ -41,7 +41,7 @@ OPERATIONS: Mapping[str, Exported] = {
     "decode": Exported(
         decode.subject,
         decode.record,
-        ("h_q", "s_q", "h_kv", "d_qk", "page_size", "dtype", "records", "out_dtype", "d_head", "window", "math"),
+        ("h_q", "s_q", "d_qk", "page_size", "dtype", "records", "out_dtype", "d_head", "window", "math"),
         ("h_q", "page_size"),
         decode.fitted,
     ),

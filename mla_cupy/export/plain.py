@@ -208,8 +208,8 @@ def sparse_forward(
         {"h_q": h_q, "d_qk": width, "d_kv": width, "page_tokens": 1, "topk": topk, "d_v": D_V},
         {**arrays, "lse": "float32", "max_logits": "float32"},
         fixed={"d_v": D_V, "kv_scale": 1.0, "math": "exact", "lse_base": "e", "out_dtype": None, "kernel": None},
-        free={"scale": "real", "causal": "integer", "empty_lse": "real"},
-        defaults={"scale": width**-0.5, "causal": 0, "empty_lse": -math.inf},
+        free={"scale": "real", "causal": "integer", "relative": "integer", "empty_lse": "real"},
+        defaults={"scale": width**-0.5, "causal": 0, "relative": 1, "empty_lse": -math.inf},
     )
 
 

@@ -45,9 +45,10 @@ def cache_append(
         d_latent is 512, or 448 for the records "v4", "v41" and "v41-fp4". The last axis is contiguous.
     rope : array, (n, 64), dtype of latent, or None
         None for records without RoPE. The last axis is contiguous.
-    cache : array, (num_pages, page_size, width) or (num_pages, page_size, 1, width), uint8 or a 16-bit float type
-        Pages of a record: `mla-cupy formats` lists them. Pages may be any distance apart; caches of bytes start at, and
-        step by, multiples of 16 bytes. It is changed in place.
+    cache : array, (num_pages, page_size, width), uint8 or a 16-bit float type
+        Pages of a record: `mla-cupy formats` lists them. An axis of size 1 may stand on either side of the tokens, as
+        for `mla_decode`. Pages may be any distance apart; caches of bytes start at, and step by, multiples of 16 bytes.
+        It is changed in place.
     slots : array, (n,), int32 or int64
         Token i goes to page slots[i] // page_size, place slots[i] % page_size. A slot outside of the cache, -1 being
         the usual mark, is skipped. If several tokens have the same slot, which of them wins is undefined.

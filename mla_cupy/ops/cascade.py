@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any, NamedTuple
 
+from mla_cupy.cache_formats import without_heads
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.ops import decode as decode_operation
 from mla_cupy.ops import merge as merge_operation
@@ -150,7 +151,7 @@ def _check_values(arrays: Arrays, options: CascadeOptions) -> None:
     """Check lengths and pages, and that each group's prefix is shared and seen."""
     decode_operation.check_values(arrays, 1, 0)
     table, seqlens = present(arrays, "block_table"), present(arrays, "seqlens")
-    page_size, s_q = present(arrays, "kv_cache").shape[1], present(arrays, "q").shape[1]
+    page_size, s_q = without_heads(present(arrays, "kv_cache")).shape[1], present(arrays, "q").shape[1]
     for number, (first, count, pages) in enumerate(options.groups):
         for sequence in range(first, first + count):
             least = pages * page_size + (s_q - 1 if options.causal else 0)

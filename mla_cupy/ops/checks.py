@@ -160,7 +160,7 @@ def check_drafts(tree_mask: bool, s_q: int) -> None:
         raise ShapeError(explain("s_q", s_q, f"at most {MAX_DRAFTS} with a tree_mask", "each draft is a bit of 64"))
 
 
-def check_forms(forms: Forms, *, h_kv: int, tree_mask: bool, causal: bool, cp_world: int) -> None:
+def check_forms(forms: Forms, *, tree_mask: bool, causal: bool, cp_world: int) -> None:
     """Check what lengths that vary, and windows, do not go with.
 
     Raises
@@ -174,8 +174,6 @@ def check_forms(forms: Forms, *, h_kv: int, tree_mask: bool, causal: bool, cp_wo
         raise ArgumentError(explain(name, "one, with a tree_mask", "None: a tree is of sequences of one length"))
     if cp_world > 1:
         raise ArgumentError(explain("cp_world", cp_world, f"1 with {name}"))
-    if h_kv > 1:
-        raise ArgumentError(explain("h_kv", h_kv, f"1 with {name}"))
     if forms.window and not causal:
         raise ArgumentError(explain("causal", causal, "True with a window"))
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from mla_cupy.arrays.view import View
-from mla_cupy.cache_formats import BYTE_DTYPES, FORMATS
+from mla_cupy.cache_formats import BYTE_DTYPES, FORMATS, without_heads
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.attention.records import READ_DENSE as READ
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Batch, DecodeOptions, DecodeProblem, Forms
-from mla_cupy.ops.cache import INDEX_DTYPES, check_layout, record_read
+from mla_cupy.ops.cache import CACHE_AXES, INDEX_DTYPES, check_layout, record_read
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import (
     MATH_OF_DENSE_DECODE,
@@ -95,14 +95,15 @@ def mla_decode(
         `cu_seqlens_q` those of all sequences, (total_q, h_q, d_qk). The last axis is contiguous; other strides are free
         (multiples of 16 bytes are fastest). In e4m3 with math="fp8" or "fp8x2" only; uint8 holds e4m3 codes, for
         libraries without that dtype.
-    kv_cache : array, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk), dtype of q; or uint8
-        The pool of pages; the values are the first `d_v` elements of the keys. Query head h reads KV head
-        h // (h_q // h_kv). Any page size; strides as for q. Or the pages of an FP8 record, see `cache_append`:
-        (num_pages, page_size, 656) for "v32", whose d_qk is 576, or (num_pages, page_size, 584) for "v4", whose d_qk
-        is 512 and whose values include the RoPE part, or (num_pages, page_size, 528) for "v41", of which the same is
-        true, or (num_pages, page_size, 576) for "fp8", with one scale for all; or with a head axis of size 1. Pages of
-        records start at, and step by, multiples of 16 bytes: pages of "v4" with an odd number of tokens need a gap of 8
-        bytes between them.
+    kv_cache : array, (num_pages, page_size, d_qk), dtype of q; or uint8
+        The pool of pages, which all query heads read; the values are the first `d_v` elements of the keys. Any page
+        size; strides as for q. An axis for the one KV head may stand on either side of the tokens: (num_pages,
+        page_size, 1, d_qk), or FlashInfer's (num_pages, 1, page_size, d_qk). Or the pages of an FP8 record, see
+        `cache_append`: (num_pages, page_size, 656) for "v32", whose d_qk is 576, or (num_pages, page_size, 584) for
+        "v4", whose d_qk is 512 and whose values include the RoPE part, or (num_pages, page_size, 528) for "v41", of
+        which the same is true, or (num_pages, page_size, 576) for "fp8", with one scale for all. Pages of records start
+        at, and step by, multiples of 16 bytes: pages of "v4" with an odd number of tokens need a gap of 8 bytes between
+        them.
     block_table : array, (b, max_pages), int32
         The pages of each sequence. Entries past a sequence's end are never read. A page outside [0, num_pages) is
         missing: its tokens are invisible.
@@ -115,7 +116,7 @@ def mla_decode(
     cu_seqlens_q : array, (b + 1,), int32, optional
         Queries of varying length: sequence n has those from cu_seqlens_q[n] to cu_seqlens_q[n + 1], its last tokens.
         Read on the device: clamped to [0, total_q], and one below its predecessor is raised to it. Queries of no
-        sequence see no token. With one KV head, and without a `tree_mask` or context parallelism.
+        sequence see no token. Without a `tree_mask` or context parallelism.
     tree_mask : array, (b, s_q), uint64 or int64, optional
         For sequences whose last s_q tokens are drafts that form a tree, to be verified in one call: query i sees every
         token before the drafts, and draft j iff bit j of tree_mask[b, i] is set. This takes the place of `causal`. Up
@@ -152,7 +153,7 @@ def mla_decode(
         With `cu_seqlens_q`, s_q is the number of queries of the sequence.
     window : int, optional
         Query i sees so many tokens at most: j > i + seqlen - s_q - window. Pages that lie wholly before the windows of
-        a sequence's queries are not read, nor their entries of `block_table`. Only causal, with one KV head, and
+        a sequence's queries are not read, nor their entries of `block_table`. Only causal, and
         without a `tree_mask` or context parallelism.
     max_seqlen_q : int, optional
         With `cu_seqlens_q`: how many queries most sequences have, by which a kernel is chosen; a sequence with more is
@@ -169,7 +170,7 @@ def mla_decode(
     math : str
         "exact" converts the numbers of FP8 records, and multiplies in 16 bits. "fp8", for the record "fp8" on Hopper
         and Blackwell, multiplies in e4m3: weights, and queries in 16 bits, are rounded to it, see the notes. "fp8x2",
-        on Hopper, for more than 16 rows (s_q * h_q / h_kv) and without a `tree_mask`, does so with sums of two numbers
+        on Hopper, for more than 16 rows (s_q * h_q) and without a `tree_mask`, does so with sums of two numbers
         in e4m3 in place of each, which have about eight bits, as bfloat16 has.
     plan : DecodePlan, optional
         From `plan_decode`, updated for these `seqlens`: saves the scheduling and the allocations of a call.
@@ -292,7 +293,7 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
     q, kv_cache, block_table = (present(views, name) for name in ("q", "kv_cache", "block_table"))
     b, s_q, h_q, d_qk = _queries(views)
     d_v = check_d_v(given.d_v, d_qk)
-    _, page_size, h_kv, _ = kv_cache.shape
+    page_size = kv_cache.shape[1]
     cp_world, cp_rank = check_shard(given.cp_world, given.cp_rank)
     options = given._replace(
         scale=resolve_scale(given.scale, d_qk),
@@ -307,10 +308,6 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
         q_scale=check_factor("q_scale", given.q_scale),
         math=check_math(given.math, MATH_OF_DENSE_DECODE),
     )
-    if h_q % h_kv:
-        raise ShapeError(
-            explain("h_q", h_q, f"a multiple of h_kv={h_kv}", "every KV head serves the same number of query heads")
-        )
     tree_mask = views["tree_mask"] is not None
     check_drafts(tree_mask, s_q)
     if tree_mask and not options.causal:
@@ -319,7 +316,7 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
     forms = _forms_of(views, options)
     if check_all_or_none(views, "out_cos", "out_sin", "out_positions") and d_qk != D_V:
         raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_V} with out_cos", "other values have no RoPE columns"))
-    check_forms(forms, h_kv=h_kv, tree_mask=tree_mask, causal=options.causal, cp_world=cp_world)
+    check_forms(forms, tree_mask=tree_mask, causal=options.causal, cp_world=cp_world)
     tokens = block_table.shape[1] * page_size
     if tokens > MAX_TOKENS:
         expected = f"at most {MAX_TOKENS} = 2^31 - 64"
@@ -334,7 +331,7 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
     batch = Batch(b, tokens)
     if forms.cu_seqlens_q:  # what most sequences have decides which kernel runs, and no more
         batch, s_q = Batch(b, tokens, s_q), max(1, min(s_q, options.max_seqlen_q or s_q))
-    problem = DecodeProblem(s_q, h_q, h_kv, dtype, aligned, d_qk, record, tree_mask, options.math, forms, batch=batch)
+    problem = DecodeProblem(s_q, h_q, dtype, aligned, d_qk, record, tree_mask, options.math, forms, batch=batch)
     if d_v != D_V and views["w_uv"] is not None:
         raise ArgumentError(explain("w_uv", "one", f"None with d_v={d_v}", "multiply the result"))
     d_head = check_projection(views, problem.half)
@@ -381,15 +378,13 @@ def _is_aligned(views: Views, record: str, forms: Forms) -> bool:
 
 def _record(kv_cache: View, d_qk: int) -> str:
     """The FP8 record of a cache of bytes, "" for 16-bit rows; checks the width, which is not that of the queries."""
-    _, _, h_kv, width = kv_cache.shape
+    width = kv_cache.shape[-1]
     if kv_cache.dtype not in BYTE_DTYPES:
         if width != d_qk:
             raise ShapeError(explain("kv_cache.shape[-1]", width, f"d_qk={d_qk}, as in q"))
         return ""
     record = record_read(kv_cache, d_qk, READ, "kv_cache", "read it by cache_gather")
-    if h_kv != 1:
-        raise ShapeError(explain("kv_cache.shape[2]", h_kv, "1", f"{record.name} has one KV head"))
-    check_layout(record, _without_heads(kv_cache), "kv_cache")
+    check_layout(record, kv_cache, "kv_cache")
     return record.name
 
 
@@ -415,12 +410,6 @@ def _check_scale_arrays(views: Views, options: DecodeOptions) -> None:
             raise ArgumentError(explain(name, getattr(options, name), f"1 with {name}s", "give one of them"))
 
 
-def _without_heads(cache: View) -> View:
-    """A cache of one KV head without the axis of heads."""
-    (pages, page_size, _, width), (page, token, _, element) = cache.shape, cache.strides
-    return cache._replace(shape=(pages, page_size, width), strides=(page, token, element))
-
-
 def _check_values(arrays: Arrays, options: DecodeOptions) -> None:
     check_values(arrays, options.cp_world, options.cp_rank)
     starts, total = arrays["cu_seqlens_q"], present(arrays, "q").shape[0]
@@ -438,7 +427,7 @@ def check_values(arrays: Arrays, world: int, rank: int) -> None:
         That names the first bad one.
     """
     seqlens, table, pool = (present(arrays, name) for name in ("seqlens", "block_table", "kv_cache"))
-    num_pages, page_size = pool.shape[:2]
+    num_pages, page_size, _ = without_heads(pool).shape
     capacity = table.shape[1] * page_size * world + rank
     for request, length in enumerate(seqlens.tolist()):
         if not 0 <= length <= capacity:
@@ -456,7 +445,7 @@ OPERATION = Operation(
     "mla_decode",
     inputs=(
         Input("q", "b s_q h_q d_qk", (*HALF, *reversed(BYTE_DTYPES)), contiguous=True, packed="total_q h_q d_qk"),
-        Input("kv_cache", "num_pages page_size h_kv? d_kv", ("=q", *BYTE_DTYPES), contiguous=True),
+        Input("kv_cache", CACHE_AXES, ("=q", *BYTE_DTYPES), contiguous=True),
         Input("block_table", "b max_pages", ("int32",)),
         Input("seqlens", "b", ("int32",)),
         Input("q_rope", "b s_q h_q d_rope", ("=q",), optional=True, contiguous=True, packed="total_q h_q d_rope"),
@@ -479,14 +468,14 @@ OPERATION = Operation(
         "d_qk": tuple(VALUE_WIDTHS),
         "d_rope": (D_ROPE,),
         "pairs": (D_ROPE // 2,),
-        "d_kv": (*VALUE_WIDTHS, *(FORMATS[name].width for name in READ)),
+        "width": (*VALUE_WIDTHS, *(FORMATS[name].width for name in READ)),
         "d_v": tuple(sorted(set(VALUE_WIDTHS.values()), reverse=True)),
         "d_head": D_HEADS,
         "num_scales": (1,),
     },
-    min_sizes={"max_position": 1, "s_q": 1, "h_q": 1, "page_size": 1, "h_kv": 1},
+    min_sizes={"max_position": 1, "s_q": 1, "h_q": 1, "page_size": 1},
     options=DecodeOptions,
-    parallel={"b": (), "h_q": ("h_kv?",)},
+    parallel={"b": (), "h_q": ()},
     examine=_examine,
     check_values=_check_values,
     pipeline=DECODE,

@@ -118,7 +118,7 @@ class DecodePlan(Plan):
             return None
         at = {name: self.address + offset for name, offset in DECODE.workspace(config).offsets.items()}
         addresses = at["schedule"], at["partial_out"], at["partial_lse"]
-        return Splits(*addresses, config.num_splits, config.num_splits, self._problem.h_kv)
+        return Splits(*addresses, config.num_splits, config.num_splits)
 
     def __repr__(self) -> str:
         place = "numpy" if self.device == HOST else f"device {self.device}"
@@ -328,7 +328,6 @@ def plan_decode(
     max_b: int,
     s_q: int,
     h_q: int,
-    h_kv: int = 1,
     d_qk: int = D_QK,
     record: str | None = None,
     max_pages: int,
@@ -356,9 +355,9 @@ def plan_decode(
     ----------
     max_b : int
         Largest batch.
-    s_q, h_q, h_kv : int
-        Query tokens, query heads and KV heads, as in the calls. With `cu_seqlens_q`, s_q is how many query tokens most
-        sequences have; calls have up to max_b * s_q in all.
+    s_q, h_q : int
+        Query tokens and query heads, as in the calls. With `cu_seqlens_q`, s_q is how many query tokens most sequences
+        have; calls have up to max_b * s_q in all.
     d_qk : int
         Width of the keys: 576, or 512; or 320 or 288.
     record : str, optional
@@ -414,7 +413,6 @@ def plan_decode(
         max_b=max_b,
         s_q=s_q,
         h_q=h_q,
-        h_kv=h_kv,
         d_qk=d_qk,
         record=record,
         max_pages=max_pages,
@@ -464,7 +462,6 @@ def examine_plan(
     max_b: int,
     s_q: int,
     h_q: int,
-    h_kv: int,
     d_qk: int,
     record: str | None,
     max_pages: int,
@@ -480,11 +477,11 @@ def examine_plan(
     kernel: str | None,
 ) -> tuple[DecodeProblem, Limits, Pieces | None]:
     """Every check of a plan that needs no device: what it is for, and its pieces if it is batch-invariant."""
-    sizes = {"max_b": max_b, "s_q": s_q, "h_q": h_q, "h_kv": h_kv, "max_pages": max_pages, "page_size": page_size}
+    sizes = {"max_b": max_b, "s_q": s_q, "h_q": h_q, "max_pages": max_pages, "page_size": page_size}
     for argument, value in sizes.items():
         if not is_integer(value) or not 1 <= value <= MAX_INT32:
             raise ArgumentError(explain(argument, value, f"an integer of at least 1, and at most {MAX_INT32}"))
-    max_b, s_q, h_q, h_kv, max_pages, page_size = map(int, sizes.values())  # of NumPy's, which overflow
+    max_b, s_q, h_q, max_pages, page_size = map(int, sizes.values())  # of NumPy's, which overflow
     if not (is_integer(d_qk) and d_qk in VALUE_WIDTHS):
         raise ArgumentError(explain("d_qk", repr(d_qk), either([str(width) for width in VALUE_WIDTHS])))
     narrow = VALUE_WIDTHS[d_qk] != D_V
@@ -493,8 +490,6 @@ def examine_plan(
         raise ArgumentError(explain(lacks, d_head or True, f"none with d_qk={d_qk}"))
     if not (is_integer(d_head) and d_head in (0, *D_HEADS)):
         raise ArgumentError(explain("d_head", repr(d_head), either([str(width) for width in (0, *D_HEADS)])))
-    if h_q % h_kv:
-        raise ArgumentError(explain("h_q", h_q, f"a multiple of h_kv={h_kv}"))
     if max_pages * page_size > MAX_TOKENS:
         tokens = max_pages * page_size
         raise ArgumentError(explain("max_pages * page_size", tokens, f"at most {MAX_TOKENS} = 2^31 - 64"))
@@ -503,19 +498,19 @@ def examine_plan(
     pieces = _check_pieces(batch_invariant, split_tokens, max_b, max_pages * page_size)
     masked = check_flag("tree_mask", tree_mask)
     check_drafts(masked, s_q)
-    chosen = _record(record, d_qk, h_kv)
+    chosen = _record(record, d_qk)
     arithmetic = check_math(math, MATH_OF_DENSE_DECODE)
     queries = _dtype(dtype)
     check_math_of_queries(arithmetic, queries)
     check_math_of_record(arithmetic, chosen)
     wanted = _forms(**forms)
-    check_forms(wanted, h_kv=h_kv, tree_mask=masked, causal=True, cp_world=shard[0])
+    check_forms(wanted, tree_mask=masked, causal=True, cp_world=shard[0])
     check_projected_forms(wanted, int(d_head))
     if wanted.grouped and pieces:
         expected = "False with cu_seqlens_q or a window"
         raise ArgumentError(explain("batch_invariant", batch_invariant, expected, "pieces are of whole sequences"))
     problem = DecodeProblem(
-        s_q, h_q, h_kv, queries, d_qk=d_qk, record=chosen, tree_mask=masked, math=arithmetic, forms=wanted
+        s_q, h_q, queries, d_qk=d_qk, record=chosen, tree_mask=masked, math=arithmetic, forms=wanted
     )
     problem = replace(problem, d_head=int(d_head))
     if not batch_invariant:  # with it, results must not depend on these sizes
@@ -546,7 +541,7 @@ def _check_pieces(batch_invariant: Any, split_tokens: Any, max_b: int, max_token
     return pieces
 
 
-def _record(name: Any, d_qk: int, h_kv: int) -> str:
+def _record(name: Any, d_qk: int) -> str:
     """The record of a cache of bytes, "" for 16-bit rows."""
     if name is None:
         return ""
@@ -554,8 +549,6 @@ def _record(name: Any, d_qk: int, h_kv: int) -> str:
         raise ArgumentError(explain("record", repr(name), "None, or one of " + ", ".join(RECORDS)))
     if d_qk != cache_formats.FORMATS[name].d_qk:
         raise ArgumentError(explain("d_qk", d_qk, f"{cache_formats.FORMATS[name].d_qk} for {name}"))
-    if h_kv != 1:
-        raise ArgumentError(explain("h_kv", h_kv, "1", f"{name} has one KV head"))
     return str(name)
 
 

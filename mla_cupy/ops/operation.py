@@ -42,7 +42,8 @@ class Input:
     name : str
     axes : str
         Their names, with spaces between: equal names are equal sizes. One that ends in "?" may be missing, and is then
-        of size 1; "1?" may be there, and is left out of the view. "x*y" is the product of two axes of arrays before.
+        of size 1; "1?" may be there, and is left out of the view: after a "page_size", or before it. "x*y" is the
+        product of two axes of arrays before.
     dtypes : tuple of str
         The dtypes that it may have; "=q" means the dtype of q.
     optional : bool

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mla_cupy.arrays.view import View
-from mla_cupy.cache_formats import BYTE_DTYPES
+from mla_cupy.cache_formats import BYTE_DTYPES, head_axis
 from mla_cupy.dtypes import TABLE
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, either, explain
 from mla_cupy.ops.checks import absorbing, check_dtype
@@ -176,13 +176,19 @@ def form(operation: Operation, array: Input | Output, given: Views) -> str:
     kept = [_size_text(operation, name.removesuffix("?")) for name in names if name != "1?"]
     text = f"({', '.join(kept)}{',' if len(kept) == 1 else ''})"
     if "1?" in names:
-        return f"{text}, or with a head axis of size 1: {_with_head_axis(names)}"
+        return f"{text}, or with a head axis of size 1: {_with_head_axis(names)}{_or_before(names)}"
     absent = [name.removesuffix("?") for name in names if name.endswith("?")]
     return f"{text}, or without {absent[0]}" if absent else text
 
 
 def _with_head_axis(names: list[str]) -> str:
     return "(" + ", ".join("1" if name == "1?" else "..." for name in names) + ")"
+
+
+def _or_before(names: list[str]) -> str:
+    """The other layout of a paged cache with a head axis."""
+    axis = names.index("1?")
+    return f" or {_with_head_axis([names[0], '1?', *names[2:axis], '...', *names[axis + 1 :]])}" * (axis == 2)
 
 
 def _size_text(operation: Operation, name: str) -> str:
@@ -222,23 +228,31 @@ def _bind(
     operation: Operation, array: Input, view: View, sizes: dict[str, int], owners: dict[str, str], given: Views
 ) -> View:
     """Compare the axes with those of the arrays before; returns the view with the axes of the record."""
-    names = axes_of(array, given)
-    shape, strides = list(view.shape), list(view.strides)
-    absent = len(view.shape) < len(names)
+    names, places = axes_of(array, given), list(range(len(view.shape)))
+    if "1?" in names:
+        if len(places) == len(names):
+            places.remove(_head_axis(array.name, names, view.shape))
+        names.remove("1?")
+    shape, strides = [view.shape[at] for at in places], [view.strides[at] for at in places]
     for axis, name in enumerate(names):
-        if name.endswith("?") and absent:
+        if name.endswith("?") and len(shape) < len(names):
             shape.insert(axis, 1)
             strides.insert(axis, strides[axis - 1])
-    for axis, name in enumerate(names):
-        where = f"{array.name}.shape[{-1 if axis == len(names) - 1 and axis else axis}]"
-        if name == "1?":
-            if shape[axis] != 1:
-                remedy = "all query heads share the rows, and what selects them"
-                raise ShapeError(explain(where, shape[axis], "1 head", remedy))
-            continue
+            places.insert(axis, axis)
+        where = f"{array.name}.shape[{-1 if axis == len(names) - 1 and axis else places[axis]}]"
         _bind_axis(operation, where, name.removesuffix("?"), shape[axis], sizes, owners, array.name)
-    kept = [axis for axis, name in enumerate(names) if name != "1?"]
-    return view._replace(shape=tuple(shape[axis] for axis in kept), strides=tuple(strides[axis] for axis in kept))
+    return view._replace(shape=tuple(shape), strides=tuple(strides))
+
+
+def _head_axis(argument: str, names: list[str], shape: tuple[int, ...]) -> int:
+    """The axis of size 1 to leave out: in a paged cache on either side of the tokens, else where the record has it."""
+    axis = names.index("1?")
+    if names[axis - 1].endswith("page_size"):
+        return head_axis(shape, argument)
+    if shape[axis] != 1:
+        remedy = "all query heads share the rows, and what selects them"
+        raise ShapeError(explain(f"{argument}.shape[{axis}]", shape[axis], "1 head", remedy))
+    return axis
 
 
 def _bind_axis(

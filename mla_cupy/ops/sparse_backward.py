@@ -36,6 +36,7 @@ def sparse_mla_backward(
     topk_length: Any = None,
     attn_sink: Any = None,
     causal: bool = False,
+    relative: bool = True,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
     lse_base: str = "e",
@@ -72,7 +73,7 @@ def sparse_mla_backward(
     dlse : array, (s_q, h_q), float32, optional
         Gradient with respect to `lse` as it is given, so with lse_base="2" of the logarithm in base 2: as for a loss of
         its own or for a merge of partial results. It has no influence on `d_sink`.
-    d_v, scale, topk_length, attn_sink, causal, cu_seqlens_q, cu_seqlens_kv, lse_base
+    d_v, scale, topk_length, attn_sink, causal, relative, cu_seqlens_q, cu_seqlens_kv, lse_base
         As for the forward.
     deterministic : bool
         Make the results bitwise reproducible: see the notes.
@@ -147,7 +148,7 @@ def sparse_mla_backward(
     >>> dq.shape, float(dkv[3, 0]), float(dkv[5, 0]), float(dkv[4, 0]), d_sink
     ((2, 16, 576), 8.0, 16.0, 0.0, None)
     """
-    options = (d_v, scale, causal, lse_base, deterministic, dkv_dtype, kernel)
+    options = (d_v, scale, causal, relative, lse_base, deterministic, dkv_dtype, kernel)
     inputs = (q, kv, out, dout, lse, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, dlse)
     arrays = (*inputs, dq, dkv, d_sink)
     dq, dkv, d_sink = run(Invocation(OPERATION, arrays, options, workspace, stream, None, check))
@@ -160,6 +161,7 @@ def _examine(views: Views, given: SparseBackwardOptions) -> Examined:
     options = given._replace(
         scale=resolve_scale(given.scale, sizes.d_qk),
         causal=check_flag("causal", given.causal),
+        relative=check_flag("relative", given.relative),
         lse_base=check_lse_base(given.lse_base),
         deterministic=check_flag("deterministic", given.deterministic),
     )

@@ -16,6 +16,7 @@ from mla_cupy.cache_formats import (
     CacheFormat,
     Field,
     format_of,
+    without_heads,
     words_before_changes,
 )
 from mla_cupy.dtypes import numpy_dtype
@@ -168,9 +169,8 @@ def rotate(
 
 def field_view(cache: Array, record: CacheFormat, field: Field) -> Array:
     """The bytes of one field of all tokens: a view, (num_pages, page_size, bytes)."""
-    pages, page_size = cache.shape[:2]
-    whole = cache.reshape(pages, page_size, cache.shape[-1]) if cache.ndim == 4 else cache
-    octets = whole.view(np.uint8)
+    octets = without_heads(cache).view(np.uint8)
+    pages, page_size = octets.shape[:2]
     if octets.size == 0:
         return np.zeros((pages, page_size, field.nbytes), np.uint8)
     step = octets.strides[1] if len(record.planes) == 1 else record.planes[field.plane]
@@ -259,8 +259,9 @@ def cache_append(
     ----------
     latent : array, (n, d_latent)
     rope : array, (n, d_rope), or None for records without it
-    cache : array, (num_pages, page_size, width) or (num_pages, page_size, 1, width)
-        Of the record's dtype. Pages may be any distance apart.
+    cache : array, (num_pages, page_size, width)
+        Of the record's dtype; an axis of size 1 may stand on either side of the tokens. Pages may be any distance
+        apart.
     slots : array, (n,), integers
         Token i goes to page slots[i] // page_size, place slots[i] % page_size. Slots outside of the cache, such as -1,
         are skipped. Of equal slots one token wins.
@@ -277,6 +278,7 @@ def cache_append(
         See `rotate`.
     """
     chosen = format_of(str(cache.dtype), cache.shape[-1], name=record)
+    cache = without_heads(cache)
     num_pages, page_size = cache.shape[:2]
     where = np.asarray(slots).astype(np.int64)
     (live,) = np.nonzero((where >= 0) & (where < num_pages * page_size))
@@ -317,6 +319,7 @@ def cache_gather(
         Latent, then RoPE. A quantised element is its value times its scale, rounded to float32.
     """
     chosen = format_of(str(cache.dtype), cache.shape[-1], name=record)
+    cache = without_heads(cache)
     num_pages, page_size = cache.shape[:2]
     where = np.asarray(slots).astype(np.int64)
     (live,) = np.nonzero((where >= 0) & (where < num_pages * page_size))

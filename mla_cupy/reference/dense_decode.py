@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mla_cupy.cache_formats import BYTE_DTYPES
+from mla_cupy.cache_formats import BYTE_DTYPES, without_heads
 from mla_cupy.dtypes import dtype_name, round_to
-from mla_cupy.errors import ShapeError, explain
 from mla_cupy.reference.attend import E4M3_PAIRS, attend
 from mla_cupy.reference.cache import cache_gather
 from mla_cupy.reference.fp8_queries import dequantised
@@ -64,9 +63,10 @@ def mla_decode(
     q : array, (b, s_q, h_q, d_qk)
         Absorbed queries: d_qk is 576 in DeepSeek-V3. float8_e4m3fn or uint8 are e4m3 codes. (total_q, h_q, d_qk) with
         `cu_seqlens_q`.
-    kv_cache : array, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk)
-        The pool of pages. The values are the first `d_v` elements of the keys. Query head h reads head
-        h // (h_q // h_kv). Or the pages of an FP8 record, "v32", "v4" or "fp8": see `cache_append`.
+    kv_cache : array, (num_pages, page_size, d_qk)
+        The pool of pages, which all query heads read; an axis of size 1 may stand on either side of the tokens. The
+        values are the first `d_v` elements of the keys. Or the pages of an FP8 record, "v32", "v4" or "fp8": see
+        `cache_append`.
     block_table : array, (b, max_pages), integers
         The pages of each sequence. Entries past its end are not read. A page outside [0, num_pages) is missing: its
         tokens are invisible.
@@ -138,8 +138,7 @@ def mla_decode(
     """
     q, cache, block_table, seqlens = map(np.asarray, (q, kv_cache, block_table, seqlens))
     is_record = str(cache.dtype) in BYTE_DTYPES
-    if cache.ndim == 3:
-        cache = cache[:, :, None, :]
+    cache = without_heads(cache, "kv_cache")
     coded = str(q.dtype) in BYTE_DTYPES
     if q_rope is not None:
         q = np.concatenate([q, np.asarray(q_rope)], axis=-1)
@@ -147,10 +146,7 @@ def mla_decode(
     if packed:  # one sequence of queries, of which each request has some
         q = q[None]
     _, s_q, h_q, d_qk = q.shape
-    b, h_kv = len(block_table), cache.shape[2]
-    if h_q % h_kv:
-        raise ShapeError(explain("q", f"{h_q} heads", f"a multiple of the cache's {h_kv}"))
-    group = h_q // h_kv
+    b = len(block_table)
     scale = d_qk**-0.5 if scale is None else scale
     queries = q if math == "exact" and not coded else dequantised(q, terms=2 if math == "fp8x2" else 1)
     if q_scales is not None:
@@ -174,12 +170,10 @@ def mla_decode(
         words = None if tree_mask is None else np.asarray(tree_mask)[i].astype(np.uint64)
         for some, visible in _visible(positions, length, count, causal, words, window):
             tokens = slice(first + some.start, first + some.stop)
-            for h in range(h_kv):
-                heads = slice(h * group, (h + 1) * group)
-                rows = queries[at, tokens, heads].astype(keys.dtype)
-                row_out, row_lse, _ = attend(rows.reshape(-1, d_qk), keys[visible, h], d_v, scale, weights)
-                out[at, tokens, heads] = factor * row_out.reshape(*rows.shape[:2], d_v)
-                lse[at, heads, tokens] = row_lse.reshape(rows.shape[:2]).T
+            rows = queries[at, tokens].astype(keys.dtype)
+            row_out, row_lse, _ = attend(rows.reshape(-1, d_qk), keys[visible], d_v, scale, weights)
+            out[at, tokens] = factor * row_out.reshape(*rows.shape[:2], d_v)
+            lse[at, :, tokens] = row_lse.reshape(rows.shape[:2]).T
     if attn_sink is not None:
         sink = np.asarray(attn_sink, np.float64)[:, None]
         share = np.where(lse == -np.inf, 1.0, 1 / (1 + np.exp(sink - lse)))
@@ -249,7 +243,7 @@ def cascade_decode(
 
 
 def _present_tokens(cache: Array, table: Array, length: int, kv_scale: float) -> tuple[Array, Array]:
-    """The keys of one sequence without those in missing pages, (n, h_kv, d_qk), and their positions, (n,)."""
+    """The keys of one sequence without those in missing pages, (n, d_qk), and their positions, (n,)."""
     page_size = cache.shape[1]
     positions = np.arange(length)
     pages = table[: -(-length // page_size)].astype(np.int64)[positions // page_size]
@@ -257,7 +251,7 @@ def _present_tokens(cache: Array, table: Array, length: int, kv_scale: float) ->
     positions = positions[present]
     if str(cache.dtype) in BYTE_DTYPES:
         rows = cache_gather(cache, pages[present] * page_size + positions % page_size, kv_scale=kv_scale)[0]
-        return rows[:, None].astype(np.float64), positions
+        return rows.astype(np.float64), positions
     return cache[pages[present], positions % page_size].astype(np.float64), positions
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mla_cupy.cache_formats import without_heads
 from mla_cupy.dtypes import numpy_dtype
 from mla_cupy.reference.indexer_records import are_e2m1, e2m1_keys, page_parts
 
@@ -82,7 +83,7 @@ def indexer_logits_paged(
     Parameters
     ----------
     q : array, (b, s_q, h, d)
-    cache : array, (num_pages, page_size, d + 4) or (num_pages, page_size, 1, d + 4), uint8
+    cache : array, (num_pages, page_size, d + 4), or with an axis of size 1 on either side of the tokens, uint8
         Codes and scales, see `indexer_records.page_parts`, or 68 bytes of keys of 128 elements, in e2m1; or (num_pages,
         page_size, d), bfloat16, without scales.
     weights : array, (b, s_q, h)
@@ -97,7 +98,7 @@ def indexer_logits_paged(
         -inf for keys that a token does not see.
     """
     q, cache, weights = np.asarray(q), np.asarray(cache), np.asarray(weights)
-    cache = cache[:, :, 0] if cache.ndim == 4 else cache
+    cache = without_heads(cache)
     lengths, block_table = np.asarray(seqlens).astype(np.int64), np.asarray(block_table)
     b, s_q = q.shape[:2]
     if lengths.ndim == 1 or lengths.shape[1] != s_q:

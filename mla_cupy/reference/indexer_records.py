@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mla_cupy.cache_formats import without_heads
 from mla_cupy.dtypes import numpy_dtype, round_to
 from mla_cupy.reference.cache import from_e2m1, to_e2m1
 
@@ -351,10 +352,11 @@ def append_e2m1(cache: Array, x: Array, slots: npt.ArrayLike) -> None:
 def page_parts(cache: Array) -> tuple[Array, Array]:
     """Codes (num_pages, page_size, d) and the scales (num_pages, page_size) of a cache, as views of its memory.
 
-    A page of the cache (num_pages, page_size, d + 4) or (num_pages, page_size, 1, d + 4), uint8, holds the codes of
-    all its tokens, then their scales: its last axes are contiguous, and say how many bytes it has, not where they are.
+    A page of the cache, (num_pages, page_size, d + 4) or with an axis of size 1, uint8, holds the codes of all its
+    tokens, then their scales: its last axes are contiguous, and say how many bytes it has, not where they are.
     """
-    num_pages, page_size, width = *cache.shape[:2], cache.shape[-1]
+    cache = without_heads(cache)
+    num_pages, page_size, width = cache.shape
     d = width - SCALE_BYTES
     pages = cache.reshape(num_pages, page_size * width)
     codes = pages[:, : page_size * d].reshape(num_pages, page_size, d).view(numpy_dtype("float8_e4m3fn"))
@@ -364,11 +366,11 @@ def page_parts(cache: Array) -> tuple[Array, Array]:
 def append_records(cache: Array, codes: npt.ArrayLike, scales: npt.ArrayLike, slots: npt.ArrayLike) -> None:
     """Write keys to slots of a cache, in place: slot = page * page_size + token; any other number is skipped."""
     parts, page_scales = page_parts(cache)
-    page_size = cache.shape[1]
+    num_pages, page_size, _ = parts.shape
     codes, slots = np.asarray(codes), np.asarray(slots).astype(np.int64)
     values = np.where(np.isnan(codes), np.nan, codes).astype(parts.dtype)  # there is one NaN: 0x7f
     for value, scale, slot in zip(values, np.asarray(scales), slots, strict=True):
-        if 0 <= slot < cache.shape[0] * page_size:
+        if 0 <= slot < num_pages * page_size:
             parts[slot // page_size, slot % page_size] = value
             page_scales[slot // page_size, slot % page_size] = scale
 
@@ -394,8 +396,9 @@ def indexer_cache_append(
     Parameters
     ----------
     k : array, (n, d)
-    cache : array, (num_pages, page_size, d + 4) or (num_pages, page_size, 1, d + 4), uint8
-        Pages may be any distance apart. Of keys of 128 elements also 68 bytes, in e2m1: see `quantise_to_e2m1`.
+    cache : array, (num_pages, page_size, d + 4), uint8
+        An axis of size 1 may stand on either side of the tokens. Pages may be any distance apart. Of keys of 128
+        elements also 68 bytes, in e2m1: see `quantise_to_e2m1`.
     slots : array, (n,), integers
         slot = page * page_size + token; any other number is skipped. Of equal slots one key wins.
     cos, sin, positions : array, optional
@@ -403,6 +406,7 @@ def indexer_cache_append(
     interleaved, hadamard, scales, reference_rounding, norm_weight, norm_bias, eps
         As for `indexer_prepare_k`.
     """
+    cache = without_heads(cache)
     if cos is None or sin is None or positions is None:
         cos = sin = np.zeros((1, 0), np.float32)
         positions = np.zeros(len(np.asarray(k)), np.int32)
@@ -442,6 +446,7 @@ def indexer_cache_gather(cache: Array, slots: npt.ArrayLike, *, d: int | None = 
         Values of e4m3.
     k_scale : array, (n,), float64
     """
+    cache = without_heads(cache)
     in_e2m1 = d is not None and are_e2m1(cache, d)
     parts, page_scales = as_e4m3(cache) if in_e2m1 else page_parts(cache)
     num_pages, page_size, width = parts.shape

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mla_cupy.cache_formats import without_heads
 from mla_cupy.reference.indexer_logits import indexer_logits, indexer_logits_paged
 from mla_cupy.reference.indexer_topk import indexer_topk
 
@@ -78,7 +79,7 @@ def indexer_select_paged(
     for n in range(b if s_q else 0):
         part = slice(n, n + 1)
         logits = indexer_logits_paged(q[part], cache, weights[part], seqlens[part], table[part])
-        places = {"block_table": table[part], "page_size": np.shape(cache)[1]} if slots else {}
+        places = {"block_table": table[part], "page_size": without_heads(np.asarray(cache)).shape[1]} if slots else {}
         ends = seqlens[part].reshape(-1)
         indices[n], counts[n], _ = indexer_topk(_float32(logits[0]), ke=ends, k=topk, **places, **chosen)
     return indices, counts

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mla_cupy.cache_formats import without_heads
 from mla_cupy.dtypes import round_to
 from mla_cupy.reference.attend import attend
 from mla_cupy.reference.cache import cache_gather
@@ -103,7 +104,7 @@ def _selected(
     cache: Array, indices: npt.ArrayLike, lengths: npt.ArrayLike | None, i: int, s: int, kv_scale: float
 ) -> Array:
     """The keys that a list names."""
-    entries = np.asarray(indices)[i, s]
+    cache, entries = without_heads(cache), np.asarray(indices)[i, s]
     length = len(entries) if lengths is None else int(np.clip(np.asarray(lengths)[i], 0, len(entries)))
     slots = entries[:length]
     slots = slots[(slots >= 0) & (slots < cache.shape[0] * cache.shape[1])]

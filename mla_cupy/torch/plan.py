@@ -66,7 +66,6 @@ def plan_decode(
     max_b: int,
     s_q: int,
     h_q: int,
-    h_kv: int = 1,
     d_qk: int = D_QK,
     record: str | None = None,
     max_pages: int,
@@ -91,7 +90,7 @@ def plan_decode(
 
     Parameters
     ----------
-    max_b, s_q, h_q, h_kv, d_qk, record, max_pages, page_size, dtype, cp_world, cp_rank
+    max_b, s_q, h_q, d_qk, record, max_pages, page_size, dtype, cp_world, cp_rank
         As there.
     q_rope, cu_seqlens_q, tree_mask, attn_sink, out_cos, window, d_head, math, batch_invariant, split_tokens, kernel
         As there.
@@ -103,7 +102,7 @@ def plan_decode(
     TorchDecodePlan
         Its workspace is in PyTorch's memory.
     """
-    sizes = {"max_b": max_b, "s_q": s_q, "h_q": h_q, "h_kv": h_kv, "d_qk": d_qk, "max_pages": max_pages}
+    sizes = {"max_b": max_b, "s_q": s_q, "h_q": h_q, "d_qk": d_qk, "max_pages": max_pages}
     shard = {"cp_world": cp_world, "cp_rank": cp_rank}
     cuts = {"tree_mask": tree_mask, "d_head": d_head, "batch_invariant": batch_invariant, "split_tokens": split_tokens}
     kind = {"record": record, "page_size": page_size, "dtype": dtype, "math": math}

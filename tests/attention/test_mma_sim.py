@@ -21,12 +21,12 @@ WIDE = tuple(name for name in GPUS if "small" not in name)
 FEW = [
     DecodeCase(b=2, seqlens=(1, 97), h_q=16, dtype="float16"),  # a single token; a step that ends within an octet
     DecodeCase(b=1, seqlens=130, h_q=20, d_qk=512, page_size=24),  # split between two blocks
-    DecodeCase(b=2, seqlens=(66, 35), s_q=4, h_q=16, h_kv=2, page_size=3),
+    DecodeCase(b=2, seqlens=(66, 35), s_q=4, h_q=16, page_size=3),
 ]
 MANY = [
     DecodeCase(b=1, seqlens=70, h_q=64, dtype="float16"),  # split between two blocks
     DecodeCase(b=2, seqlens=(15, 50), h_q=37, d_qk=512, page_size=1),
-    DecodeCase(b=1, seqlens=40, s_q=2, h_q=80, h_kv=2, causal=False),  # 80 rows of each KV head: two blocks
+    DecodeCase(b=1, seqlens=40, s_q=2, h_q=80, causal=False),  # 80 rows of each KV head: two blocks
 ]
 
 

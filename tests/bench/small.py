@@ -13,7 +13,7 @@ SMALL: dict[str, tuple[str, ...]] = {
         "append-v32-n70", "append-v4-n100", "append-bf16-n5", "gather-v32-n70", "gather-v4-n3", "copy-v32-n192",
     ),
     "cascade": ("b2-hq3-prefix64-suffix64",),
-    "decode": ("b1-sq1-hq2-skv20-page16", "b3-sq2-hq10-skv100-hkv2-page24"),
+    "decode": ("b1-sq1-hq2-skv20-page16", "b3-sq2-hq10-skv100-page24"),
     "dense-decode-fp8": ("b1-sq1-hq2-skv20-page16", DECODE, f"{DECODE}-fp8"),
     "indexer-logits": (
         "sq3-skv20-h2-d32", "sq5-skv9-h3-full", "sq4-skv10-h2-bf16", "sq3-skv20-h2-float16", "b2-sq2-skv70-h2",
@@ -44,8 +44,8 @@ BAD: dict[str, tuple[str, ...]] = {
     "absorption": ("sq3-skv2-hq2", "sq0-skv2-hq2", "b1-sq3-skv70-hq2"),
     "cache": ("append-v32", "move-v32-n64", "append-v5-n64", "append-fp8-n64", "copy-v32-n65"),
     "cascade": ("b2-hq3-prefix64", "b2-hq3-prefix65-suffix64", "b0-hq3-prefix64-suffix64"),
-    "decode": ("b1", "b1-sq1-hq128", "b0-sq1-hq1-skv1", "b1-sq1-hq3-skv9-hkv2", "xb1-sq1-hq1-skv1"),
-    "dense-decode-fp8": ("b1-sq1-hq2-skv20-hkv2", "b1-sq1-hq2-skv20-dqk512"),
+    "decode": ("b1", "b1-sq1-hq128", "b0-sq1-hq1-skv1", "b1-sq1-hq2-skv9-hkv2", "xb1-sq1-hq1-skv1"),
+    "dense-decode-fp8": ("b1-sq1-hq2-skv20-dqk512",),
     "indexer-logits": (
         "sq1-skv1", "sq0-skv1-h1", "sq1-skv1-h1-d48", "b0-sq1-skv1-h1", "b1-sq1-skv1-h1-full",
         "sq1-skv1-h1-e2m1",

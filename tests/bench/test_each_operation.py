@@ -54,7 +54,7 @@ PREPARED = 10 * (3 * (D_QK * 3 + 4) + 4 + 4 + 1152 + D_QK) + 2 * 10 * 32 * 4
         ("decode", "b1-sq1-hq1-skv3", 2 * 3 * PAIR, 2 * (3 * D_QK + PAIR)),
         ("decode", "b2-sq1-hq16-skv100-dqk320", 2 * 2 * 100 * 16 * 576, 2 * (2 * 100 * 320 + 2 * 16 * 576)),
         ("decode", "b2-sq1-hq16-skv100-dqk512", 2 * 2 * 100 * 16 * 1024, 2 * (2 * 100 * 512 + 2 * 16 * 1024)),
-        ("decode", "b4-sq1-hq16-skv100-hkv2", 2 * 4 * 100 * 16 * PAIR, 2 * (4 * 100 * 2 * D_QK + 4 * 16 * PAIR)),
+        ("decode", "b4-sq1-hq16-skv100", 2 * 4 * 100 * 16 * PAIR, 2 * (4 * 100 * D_QK + 4 * 16 * PAIR)),
         # Three queries that see 68, 69 and 70 keys.
         ("absorption", "sq3-skv70-hq2", 2 * 207 * 2 * PAIR, None),
         ("cache", "append-v32-n10", None, 10 * (656 + 2 * D_QK + 4)),

@@ -52,7 +52,7 @@ def test_the_row_holds_what_the_schema_promises():
     row = make()
     assert row.keys() == report.SCHEMA.keys()
     assert row["case"] == "b128-sq1-hq128-skv4096"
-    shape = {"b": 128, "s_q": 1, "h_q": 128, "s_kv": 4096, "h_kv": 1, "page_size": 64, "d_qk": 576, "d_v": 512}
+    shape = {"b": 128, "s_q": 1, "h_q": 128, "s_kv": 4096, "page_size": 64, "d_qk": 576, "d_v": 512}
     assert row["shape"] == shape
     assert row["timing"]["spread"] == pytest.approx(0.03)
     assert row["share_gemm"] == pytest.approx(146.03 / 100 * 1000 / 700, rel=1e-4)

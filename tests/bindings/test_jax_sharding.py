@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from tests.bindings.cases import BoundCall, as_tuple, decode, every_call_of_jax, prefill
-from tests.support import cases
 from tests.support.calls import assert_same
 
 pytestmark = pytest.mark.usefixtures("_numpy_backend")
@@ -134,21 +133,6 @@ def test_sequences_and_heads(jax: Any, of_jax: Any, sharding: Any, kind: str) ->
     close((out, lse), call.eager())
     assert out.sharding.shard_shape(out.shape) == (2, 2, 2, 512)
     assert lse.sharding.shard_shape(lse.shape) == (2, 2, 2)
-
-
-@both_kinds
-def test_heads_of_the_cache(jax: Any, of_jax: Any, sharding: Any, kind: str) -> None:
-    """Two KV heads go with the query heads that read them: over two devices, and not over four."""
-    inputs = cases.make(cases.DecodeCase(b=2, h_q=4, h_kv=2, seqlens=(70, 3), strides="dense"))
-    names = ("q", "kv_cache", "block_table", "seqlens")
-    arrays = dict(zip(names, map(np.ascontiguousarray, inputs.arguments), strict=True))
-    call = BoundCall("kv_heads", "mla_decode", arrays, {})
-    run = jax.jit(lambda x: of_jax.mla_decode(**x))
-    for count in (2, 4):
-        heads = {"q": (None, None, "h"), "kv_cache": (None, None, "h")} if count == 2 else {"q": (None, None, "h")}
-        given = put(jax, mesh_of(jax, kind, h=count), arrays, heads)
-        assert ("all-gather" in moves(jax, run, given)) == (count == 4)
-        close(run(given), call.eager())
 
 
 def test_queries_say_how(jax: Any, of_jax: Any, sharding: Any) -> None:

@@ -34,7 +34,7 @@ def good_decode() -> Call:
     rng = np.random.default_rng(0)
     return {
         "q": rng.standard_normal((2, 3, 4, 576), np.float32).astype(BF16),
-        "kv_cache": rng.standard_normal((8, 16, 2, 576), np.float32).astype(BF16),
+        "kv_cache": rng.standard_normal((8, 16, 576), np.float32).astype(BF16),
         "block_table": np.arange(8, dtype=np.int32).reshape(2, 4),
         "seqlens": np.array([20, 33], np.int32),
         "out": np.full((2, 3, 4, 512), 7, BF16),
@@ -50,8 +50,8 @@ DECODE = [
         ShapeError,
         ("q.shape", "(3, 4, 576)", "(b, s_q, h_q, 576 or 512 or 320 or 288)"),
     ),
-    Bad("kv 2-D", swap("kv_cache", lambda x: x[0, 0]), ShapeError, ("kv_cache.shape", "(2, 576)", "page_size")),
-    Bad("kv 5-D", swap("kv_cache", lambda x: x[None]), ShapeError, ("kv_cache.shape", "(1, 8, 16, 2, 576)")),
+    Bad("kv 2-D", swap("kv_cache", lambda x: x[0]), ShapeError, ("kv_cache.shape", "(16, 576)", "page_size")),
+    Bad("kv 5-D", swap("kv_cache", lambda x: x[None, None]), ShapeError, ("kv_cache.shape", "(1, 1, 8, 16, 576)")),
     Bad("table 1-D", swap("block_table", lambda x: x[0]), ShapeError, ("block_table.shape", "(4,)", "(b, max_pages)")),
     Bad("seqlens 2-D", swap("seqlens", lambda x: x[None]), ShapeError, ("seqlens.shape", "(1, 2)", "(b,)")),
     Bad("seqlens 0-D", swap("seqlens", lambda x: np.array(20, np.int32)), ShapeError, ("seqlens.shape", "()", "(b,)")),
@@ -59,7 +59,12 @@ DECODE = [
     Bad("q 512", swap("q", lambda x: x[..., :512].copy()), ShapeError, ("kv_cache.shape[-1]", "576", "d_qk=512")),
     Bad("kv 512", swap("kv_cache", lambda x: x[..., :512].copy()), ShapeError, ("kv_cache.shape[-1]", "512", "576")),
     Bad("q 192", swap("q", lambda x: x[..., :192].copy()), ShapeError, ("q.shape[-1]", "192", "576", "absorb")),
-    Bad("h_q % h_kv", swap("q", lambda x: x[:, :, :3].copy()), ShapeError, ("h_q", "3", "multiple of h_kv=2")),
+    Bad(
+        "two KV heads",
+        swap("kv_cache", lambda x: np.repeat(x[:, :, None], 2, axis=2)),
+        ShapeError,
+        ("kv_cache.shape", "(8, 16, 2, 576)", "(num_pages, page_size, 1, width)", "(num_pages, 1, page_size, width)"),
+    ),
     Bad(
         "too many tokens",
         swap("block_table", lambda x: np.broadcast_to(x[:, :1], (2, 2**27))),
@@ -176,7 +181,7 @@ def test_the_same_call_is_launched_when_good(recorder: Recorder) -> None:
 # ---- Plans -----------------------------------------------------------------------------------------------------
 
 GOOD_PLAN: Call = {
-    "max_b": 2, "s_q": 3, "h_q": 4, "h_kv": 2, "max_pages": 4, "page_size": 16, "dtype": "bfloat16",
+    "max_b": 2, "s_q": 3, "h_q": 4, "max_pages": 4, "page_size": 16, "dtype": "bfloat16",
 }  # fmt: skip
 
 
@@ -185,7 +190,6 @@ GOOD_PLAN: Call = {
     [
         ({"s_q": 2}, ("plan", "s_q=2", "s_q=3")),
         ({"h_q": 8}, ("plan", "h_q=8", "h_q=4")),
-        ({"h_kv": 1}, ("plan", "h_kv=1", "h_kv=2")),
         ({"dtype": "float16"}, ("plan", "float16", "bfloat16")),
         ({"max_pages": 3}, ("plan", "max_pages=3", "max_pages=4")),
         ({"max_pages": 5}, ("plan", "max_pages=5", "max_pages=4")),
@@ -265,7 +269,6 @@ def test_update_refuses(place: str, seqlens: Any, error: type[Exception], words:
     [
         *(({name: 0}, ArgumentError, (name, "0", "at least 1")) for name in GOOD_PLAN if name != "dtype"),
         *(({name: 1.5}, ArgumentError, (name, "1.5", "an integer")) for name in GOOD_PLAN if name != "dtype"),
-        ({"h_q": 3}, ArgumentError, ("h_q", "3", "multiple of h_kv=2")),
         ({"max_pages": 2**27}, ArgumentError, ("max_pages * page_size", "2^31")),
         ({"dtype": "float32"}, DTypeError, ("dtype", "float32", "bfloat16")),
         ({"dtype": np.float64}, DTypeError, ("dtype", "float64", "bfloat16")),

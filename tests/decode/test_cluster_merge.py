@@ -47,11 +47,11 @@ CASES = [
 ]
 MORE_CASES = [
     (DecodeCase(b=1, seqlens=1100, h_q=16, dtype="float16"), 18),  # two clusters
-    (DecodeCase(b=1, seqlens=66, s_q=4, h_q=32, h_kv=2), 1),  # two KV heads, and rows that see little
+    (DecodeCase(b=1, seqlens=66, s_q=4, h_q=32), 1),  # several blocks of rows, and rows that see little
     (DecodeCase(b=2, seqlens=(3, 130), s_q=5, h_q=20, causal=False), 1),  # 100 rows
     (DecodeCase(b=1, seqlens=1, h_q=1), 1),
     (DecodeCase(b=5, seqlens=(70, 1, 0, 1800, 130), h_q=8), 80),
-    (DecodeCase(b=3, seqlens=(66, 5, 131), s_q=4, h_q=12, h_kv=2, page_size=16, missing_pages=1), 3),
+    (DecodeCase(b=3, seqlens=(66, 5, 131), s_q=4, h_q=12, page_size=16, missing_pages=1), 3),
     (DecodeCase(b=1, seqlens=3000, s_q=2, h_q=16, d_qk=512, dtype="float16"), 60),
     (DecodeCase(b=3, seqlens=(3, 0, 100), s_q=3, h_q=24, d_qk=512, page_size=16, missing_pages=1), 1),
     (DecodeCase(b=2, seqlens=(4000, 1), s_q=3, h_q=5, cp_world=2, cp_rank=0), 80),
@@ -234,7 +234,7 @@ def test_kernel_as_it_is(case: DecodeCase, sm_count: int, mode: tuple[str, int])
 
 
 def _problem(h_q: int = 16, d_qk: int = 576, batch: Batch | None = None) -> DecodeProblem:
-    return DecodeProblem(1, h_q, 1, "bfloat16", d_qk=d_qk, batch=batch)
+    return DecodeProblem(1, h_q, "bfloat16", d_qk=d_qk, batch=batch)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tests.support.mutants import Mutant, Plant, as_verdict, steps
 from tests.support.recorder import H200
 from tests.support.sim_driver import fake_gpu, simulated
 
-H_Q, H_KV, S_Q = 2, 2, 1
+H_Q, S_Q = 2, 1
 
 
 def cuts_of(pieces: list[int], num_splits: int) -> list[Point]:
@@ -47,12 +47,12 @@ def merged(
 ) -> tuple[Any, Any]:
     """What the kernel makes of partial results (2 num_splits, rows) and (2 num_splits, rows, 512)."""
     num_splits, rows = len(cuts) - 1, H_Q * S_Q
-    problem = DecodeProblem(S_Q, H_Q, H_KV, "bfloat16")
+    problem = DecodeProblem(S_Q, H_Q, "bfloat16")
     kernel = next(kernel for kernel in reversed(DECODE.kernels) if kernel.params is DecodeParams)
-    config = DecodeConfig(problem, kernel, H_KV, num_splits, blocks)
+    config = DecodeConfig(problem, kernel, 1, num_splits, blocks)
     shapes = {
         "q": ((b, S_Q, H_Q, 576), "bfloat16"),
-        "kv_cache": ((1, 64, H_KV, 576), "bfloat16"),
+        "kv_cache": ((1, 64, 576), "bfloat16"),
         "block_table": ((b, 1), "int32"),
         "seqlens": ((b,), "int32"),
         "out": ((b, S_Q, H_Q, D_V), dtype),

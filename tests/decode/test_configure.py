@@ -32,42 +32,39 @@ def gpu(cc: tuple[int, int] = (9, 0), sm_count: int = 132) -> DeviceInfo:
     return dataclasses.replace(H200, name=f"a fake {cc}", cc=cc, sm_count=sm_count, smem_optin=smem_per_block(cc))
 
 
-def problem(
-    s_q: int = 1, h_q: int = 128, h_kv: int = 1, dtype: str = "bfloat16", aligned: bool = True
-) -> DecodeProblem:
-    return DecodeProblem(s_q, h_q, h_kv, dtype, aligned)
+def problem(s_q: int = 1, h_q: int = 128, dtype: str = "bfloat16", aligned: bool = True) -> DecodeProblem:
+    return DecodeProblem(s_q, h_q, dtype, aligned)
 
 
 SIZES = [
-    (sm_count, s_q, h_q, h_kv)
+    (sm_count, s_q, h_q)
     for sm_count in (1, 20, 78, 114, 132, 400)
     for s_q in (1, 2, 4, 70)
-    for h_q, h_kv in ((1, 1), (16, 1), (64, 1), (128, 1), (128, 2), (192, 1), (128, 128), (5, 5))
+    for h_q in (1, 5, 16, 64, 128, 192)
 ]
 
 
-@pytest.mark.parametrize(("sm_count", "s_q", "h_q", "h_kv"), SIZES)
-def test_grid_fits_the_gpu(sm_count: int, s_q: int, h_q: int, h_kv: int) -> None:
-    rows = s_q * h_q // h_kv
+@pytest.mark.parametrize(("sm_count", "s_q", "h_q"), SIZES)
+def test_grid_fits_the_gpu(sm_count: int, s_q: int, h_q: int) -> None:
     for name in HOPPER:
         kernel = DECODE_KERNELS[name]
-        if kernel.unsupported(problem(s_q, h_q, h_kv), gpu()):
+        if kernel.unsupported(problem(s_q, h_q), gpu()):
             continue
-        config = DECODE.configure(problem(s_q, h_q, h_kv), gpu(sm_count=sm_count), name)
-        assert config.row_blocks == h_kv * -(-rows // kernel.block_rows)
+        config = DECODE.configure(problem(s_q, h_q), gpu(sm_count=sm_count), name)
+        assert config.row_blocks == -(-s_q * h_q // kernel.block_rows)
         assert 1 <= config.num_splits <= MAX_SPLITS
         # All blocks are resident at once, unless a single split is too much already; and no SM is left idle.
         assert config.row_blocks * config.num_splits <= sm_count or config.num_splits == 1
         assert config.row_blocks * (config.num_splits + 1) > sm_count or config.num_splits == MAX_SPLITS
-    config = DECODE.configure(problem(s_q, h_q, h_kv), gpu(sm_count=sm_count), GENERIC)
+    config = DECODE.configure(problem(s_q, h_q), gpu(sm_count=sm_count), GENERIC)
     resident = generic.KERNEL.blocks_per_sm * sm_count
     assert config.row_blocks * generic.BLOCK_M >= s_q * h_q
     assert config.row_blocks * config.num_splits <= resident or config.num_splits == 1
 
 
-@pytest.mark.parametrize(("sm_count", "s_q", "h_q", "h_kv"), SIZES)
-def test_workspace_is_aligned_and_does_not_overlap(sm_count: int, s_q: int, h_q: int, h_kv: int) -> None:
-    config = DECODE.configure(problem(s_q, h_q, h_kv), gpu(sm_count=sm_count))
+@pytest.mark.parametrize(("sm_count", "s_q", "h_q"), SIZES)
+def test_workspace_is_aligned_and_does_not_overlap(sm_count: int, s_q: int, h_q: int) -> None:
+    config = DECODE.configure(problem(s_q, h_q), gpu(sm_count=sm_count))
     rows = 2 * config.num_splits * s_q * h_q if config.num_splits > 1 else 0
     sizes = {
         "schedule": schedule.POINT_BYTES * (config.num_splits + 1),
@@ -103,23 +100,22 @@ def test_choice(device: DeviceInfo, aligned: bool, kernel: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("s_q", "h_q", "h_kv", "kernel", "block_rows"),
+    ("s_q", "h_q", "kernel", "block_rows"),
     [
-        (1, 1, 1, SMALL, 8),
-        (1, 8, 1, SMALL, 8),
-        (1, 9, 1, SMALL, 16),
-        (1, 16, 1, SMALL, 16),
-        (3, 8, 1, SMALL, 24),
-        (5, 5, 1, SMALL, 32),
-        (4, 8, 1, SMALL, 32),
-        (1, 33, 1, SEESAW, None),
-        (4, 16, 1, SEESAW, None),
-        (1, 128, 4, SMALL, 32),  # 32 rows for each KV head
-        (1, 128, 1, SEESAW, None),
+        (1, 1, SMALL, 8),
+        (1, 8, SMALL, 8),
+        (1, 9, SMALL, 16),
+        (1, 16, SMALL, 16),
+        (3, 8, SMALL, 24),
+        (5, 5, SMALL, 32),
+        (4, 8, SMALL, 32),
+        (1, 33, SEESAW, None),
+        (4, 16, SEESAW, None),
+        (1, 128, SEESAW, None),
     ],
 )
-def test_few_rows_have_a_kernel_of_their_own(s_q: int, h_q: int, h_kv: int, kernel: str, block_rows: int) -> None:
-    config = DECODE.configure(problem(s_q, h_q, h_kv), gpu())
+def test_few_rows_have_a_kernel_of_their_own(s_q: int, h_q: int, kernel: str, block_rows: int) -> None:
+    config = DECODE.configure(problem(s_q, h_q), gpu())
     assert config.kernel.name == kernel
     assert getattr(config.kernel.variant(config.problem), "block_rows", None) == block_rows
 
@@ -138,31 +134,28 @@ def test_few_rows_fall_back_like_many() -> None:
 
 
 @pytest.mark.parametrize(
-    ("h_q", "h_kv", "batch", "kernel"),
+    ("h_q", "batch", "kernel"),
     [
-        (128, 1, Batch(1, 8192), SMALL),
-        (128, 1, Batch(2, 8192), SMALL),
-        (128, 1, Batch(4, 8192), SEESAW),
-        (128, 1, Batch(8, 1025), SMALL),
-        (128, 1, Batch(1, 131072), SEESAW),
-        (64, 1, Batch(4, 8192), SMALL),
-        (64, 1, Batch(8, 8192), SMALL),
-        (64, 1, Batch(32, 2048), SMALL),
-        (64, 1, Batch(64, 2048), SEESAW),
-        (96, 1, Batch(4, 8192), SEESAW),
-        (128, 2, Batch(1, 8192), SMALL),  # two blocks for each of two KV heads
-        (128, 1, None, SEESAW),
-        (16, 1, Batch(128, 8192), SMALL),  # in one block anyway
+        (128, Batch(1, 8192), SMALL),
+        (128, Batch(2, 8192), SMALL),
+        (128, Batch(4, 8192), SEESAW),
+        (128, Batch(8, 1025), SMALL),
+        (128, Batch(1, 131072), SEESAW),
+        (64, Batch(4, 8192), SMALL),
+        (64, Batch(8, 8192), SMALL),
+        (64, Batch(32, 2048), SMALL),
+        (64, Batch(64, 2048), SEESAW),
+        (96, Batch(4, 8192), SEESAW),
+        (128, None, SEESAW),
+        (16, Batch(128, 8192), SMALL),  # in one block anyway
     ],
 )
-def test_small_batches_are_divided_among_blocks_of_few_rows(
-    h_q: int, h_kv: int, batch: Batch | None, kernel: str
-) -> None:
-    asked = dataclasses.replace(problem(h_q=h_q, h_kv=h_kv), batch=batch)
+def test_small_batches_are_divided_among_blocks_of_few_rows(h_q: int, batch: Batch | None, kernel: str) -> None:
+    asked = dataclasses.replace(problem(h_q=h_q), batch=batch)
     config = DECODE.configure(asked, gpu())
     assert config.kernel.name == kernel
     assert config.row_blocks * config.kernel.block_rows >= h_q
-    assert asked == problem(h_q=h_q, h_kv=h_kv)  # a plan serves smaller batches
+    assert asked == problem(h_q=h_q)  # a plan serves smaller batches
 
 
 @pytest.mark.parametrize("name", DECODE_KERNELS)
@@ -222,21 +215,21 @@ def test_layout_of_the_parameters() -> None:
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 16, 24, 32, 64, 65, 96, 128, 192, 4096])
 def test_kv_map_boxes_tile_a_page(page_size: int) -> None:
-    strides = (page_size * 1200, 1200, 600, 1)
-    spec = kv_map(View(1 << 20, (10, page_size, 2, 576), strides, "bfloat16", HOST))
+    strides = (page_size * 1200, 1200, 1)
+    spec = kv_map(View(1 << 20, (10, page_size, 576), strides, "bfloat16", HOST))
     assert spec.box[1] == max(n for n in (1, 2, 4, 8, 16, 32, 64) if page_size % n == 0)
-    assert spec.dims == (576, page_size, 2, 10)
-    narrow = kv_map(View(1 << 20, (10, page_size, 2, 512), strides, "bfloat16", HOST))
+    assert spec.dims == (576, page_size, 10)
+    narrow = kv_map(View(1 << 20, (10, page_size, 512), strides, "bfloat16", HOST))
     assert (narrow.dims[0], narrow.box) == (512, spec.box)
-    assert spec.strides_bytes == (2400 if page_size > 1 else 1152, 1200, page_size * 2400)
+    assert spec.strides_bytes == (2400 if page_size > 1 else 1152, page_size * 2400)
 
 
 @pytest.mark.parametrize("page_size", [8, 16, 24, 32, 64, 192])
 @pytest.mark.parametrize("d_qk", [576, 512])
 def test_boxes_of_half_the_values_tile_a_page(page_size: int, d_qk: int) -> None:
     """Of 8 tokens, so many as tile both a page and 64 tokens; an element of a box is where the array has it."""
-    strides = (page_size * 1200 + 8, 1200, 600, 1)
-    half, rope = box_maps(View(1 << 20, (10, page_size, 1, d_qk), strides, "bfloat16", HOST))
+    strides = (page_size * 1200 + 8, 1200, 1)
+    half, rope = box_maps(View(1 << 20, (10, page_size, d_qk), strides, "bfloat16", HOST))
     groups = max(n for n in (1, 2, 4, 8) if page_size % (8 * n) == 0)
     assert (half.box, rope.box) == ((64, 8, 4, groups, 1), (64, 8, 1, groups, 1))
     assert half.dims == rope.dims == (64, 8, d_qk // 64, page_size // 8, 10)
@@ -246,13 +239,13 @@ def test_boxes_of_half_the_values_tile_a_page(page_size: int, d_qk: int) -> None
 
 @pytest.mark.parametrize("page_size", [1, 2, 4, 12])
 def test_pages_of_few_rows_come_in_boxes_within_8(page_size: int) -> None:
-    cache = View(1 << 20, (10, page_size, 1, 576), (page_size * 576, 576, 576, 1), "bfloat16", HOST)
+    cache = View(1 << 20, (10, page_size, 576), (page_size * 576, 576, 1), "bfloat16", HOST)
     assert box_maps(cache) == (kv_map(cache), kv_map(cache))
     assert kv_map(cache).box[1] <= 4
 
 
 def test_promotion_of_fetches_is_the_kernels() -> None:
-    cache = View(1 << 20, (10, 64, 1, 576), (64 * 576, 576, 576, 1), "bfloat16", HOST)
+    cache = View(1 << 20, (10, 64, 576), (64 * 576, 576, 1), "bfloat16", HOST)
     wanted = {name: "none" if "small" in name else "128B" for name in HOPPER}
     assert {SMALL, SEESAW, forms.SMALL.name, forms.SEESAW.name} < wanted.keys()
     assert {name: DECODE_KERNELS[name].kv_maps(cache)[0].l2 for name in HOPPER} == wanted
@@ -260,5 +253,5 @@ def test_promotion_of_fetches_is_the_kernels() -> None:
 
 def test_kv_map_replaces_strides_that_mean_nothing() -> None:
     """A driver refuses zero and odd strides, also those of axes of one element."""
-    cache = View(1 << 20, (1, 1, 1, 576), (0, 3, -5, 1), "float16", HOST)
-    assert kv_map(cache).strides_bytes == (1152, 1152, 1152)
+    cache = View(1 << 20, (1, 1, 576), (0, 3, 1), "float16", HOST)
+    assert kv_map(cache).strides_bytes == (1152, 1152)

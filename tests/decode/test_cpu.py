@@ -16,7 +16,7 @@ from mla_cupy.runtime import device
 from tests.support.calls import assert_same, oracle, plan_of
 from tests.support.cases import DecodeCase, make
 
-SMALL = DecodeCase(h_q=4, s_q=2, seqlens="ragged-90", page_size=16, h_kv=2)
+SMALL = DecodeCase(h_q=4, s_q=2, seqlens="ragged-90", page_size=16)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def check(case: DecodeCase, **options: Any) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("out_dtype", [None, "float32"])
 def test_equals_rounded_oracle(dtype: str, causal: bool, out_dtype: str | None) -> None:
-    case = DecodeCase(h_q=4, s_q=2, seqlens="ragged-90", page_size=16, h_kv=2, dtype=dtype)
+    case = DecodeCase(h_q=4, s_q=2, seqlens="ragged-90", page_size=16, dtype=dtype)
     check(case, causal=causal, out_dtype=out_dtype)
 
 

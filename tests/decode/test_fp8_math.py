@@ -64,7 +64,7 @@ MORE_CASES = (
 
 def test_small_batches_have_blocks_of_32_rows() -> None:
     """Up to eight tiles for each split; not with a tree of drafts, nor where nothing is known of the batch."""
-    problem = DecodeProblem(1, 128, 1, "bfloat16", record="fp8", math="fp8")
+    problem = DecodeProblem(1, 128, "bfloat16", record="fp8", math="fp8")
 
     def blocks(problem: DecodeProblem) -> tuple[int, int, Any]:
         config = DECODE.configure(problem, H200)
@@ -262,7 +262,7 @@ def test_other_kernels_are_refused(math: str, kernels: list[str], recorder: Reco
 @pytest.mark.parametrize("math", ["fp8", "fp8x2"])
 @pytest.mark.parametrize(("cc", "arch"), [((8, 0), "8.0"), ((10, 0), "10.0"), ((7, 5), "7.5")])
 def test_other_gpus_are_refused(cc: tuple[int, int], arch: str, math: str) -> None:
-    problem = DecodeProblem(1, 64, 1, "bfloat16", record="fp8", math=math)
+    problem = DecodeProblem(1, 64, "bfloat16", record="fp8", math=math)
     with pytest.raises(UnsupportedDeviceError, match=f"needs compute capability 9.0.* has {arch}: leave math out"):
         DECODE.configure(problem, replace(H200, cc=cc))
 
@@ -289,10 +289,10 @@ def test_a_launch(recorder: Recorder) -> None:
     assert p["value_scale"] == pytest.approx(0.03, rel=1e-6)
     latent, rope = recorder.maps
     assert {latent.base, rope.base} == {address(inputs.kv_cache)}
-    assert (latent.box, latent.swizzle) == ((128, 16, 1, 1), "128B")
-    assert (rope.box, rope.swizzle) == ((64, 16, 1, 1), "64B")
-    assert latent.dims == (576, 48, 1, len(inputs.kv_cache))
-    assert latent.strides_bytes == (inputs.kv_cache.strides[1], 576, inputs.kv_cache.strides[0])
+    assert (latent.box, latent.swizzle) == ((128, 16, 1), "128B")
+    assert (rope.box, rope.swizzle) == ((64, 16, 1), "64B")
+    assert latent.dims == (576, 48, len(inputs.kv_cache))
+    assert latent.strides_bytes == (inputs.kv_cache.strides[1], inputs.kv_cache.strides[0])
 
 
 @pytest.mark.parametrize(
@@ -322,14 +322,14 @@ def test_the_merge_of_bfloat16_is_built_beside_the_other() -> None:
     """A plan serves results of either kind."""
     merges = {"attention_combine", "attention_combine_bf16_partials"}
     for math, wanted in (("fp8", merges), ("fp8x2", {"attention_combine"}), ("exact", {"attention_combine"})):
-        config = DECODE.configure(DecodeProblem(1, 128, 1, "bfloat16", record="fp8", math=math), H200)
+        config = DECODE.configure(DecodeProblem(1, 128, "bfloat16", record="fp8", math=math), H200)
         assert {kernel.name for kernel, _ in DECODE.builds(config)} & merges == wanted
 
 
 @pytest.mark.parametrize(("page_size", "rope"), [(1, (128, "128B")), (65, (128, "128B")), (2, (64, "64B"))])
 def test_boxes_of_one_token_are_as_wide_as_the_swizzle(page_size: int, rope: tuple[int, str]) -> None:
     """Since a box begins at a multiple of 128 bytes of shared memory."""
-    cache = make(fp8(b=1, seqlens=5, page_size=page_size)).kv_cache
+    cache = make(fp8(b=1, seqlens=5, page_size=page_size)).kv_cache[:, :, 0]
     from mla_cupy import arrays
 
     _, spec = kv_maps(arrays.family_of(cache, "kv_cache").native.view(cache, "kv_cache"))
@@ -339,7 +339,7 @@ def test_boxes_of_one_token_are_as_wide_as_the_swizzle(page_size: int, rope: tup
 
 @pytest.mark.parametrize(("s_q", "h_q", "rows"), [(1, 1, 16), (1, 16, 16), (2, 16, 32), (1, 33, 64), (2, 128, 64)])
 def test_builds_by_rows(s_q: int, h_q: int, rows: int) -> None:
-    config = DECODE.configure(DecodeProblem(s_q, h_q, 1, "bfloat16", record="fp8", math="fp8"), H200)
+    config = DECODE.configure(DecodeProblem(s_q, h_q, "bfloat16", record="fp8", math="fp8"), H200)
     assert (config.kernel.name, config.kernel.variant(config.problem).block_rows) == (KERNEL, rows)
     assert config.row_blocks == -(-s_q * h_q // 64)
 

@@ -123,7 +123,7 @@ def test_the_oracle_attends_with_these_queries(case: DecodeCase) -> None:
     ],
 )
 def test_what_other_arithmetic_is_better_for(changes: dict[str, Any], match: str) -> None:
-    problem = DecodeProblem(1, 64, 1, "bfloat16", record="fp8", math="fp8x2")
+    problem = DecodeProblem(1, 64, "bfloat16", record="fp8", math="fp8x2")
     with pytest.raises(UnsupportedDeviceError, match=match):
         DECODE.configure(replace(problem, **changes), H200)
 
@@ -144,7 +144,7 @@ def test_sparse_operations_have_one_term(recorder: Recorder) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
 def test_builds(dtype: str) -> None:
     """One for each dtype, of 64 rows, however small the batch is."""
-    problem = DecodeProblem(1, 128, 1, dtype, record="fp8", math="fp8x2")
+    problem = DecodeProblem(1, 128, dtype, record="fp8", math="fp8x2")
     for batch in (None, Batch(1, 64), Batch(128, 8192)):
         config = DECODE.configure(replace(problem, batch=batch), H200)
         build = config.kernel.variant(config.problem)

@@ -22,16 +22,14 @@ BLOCK_EDGES = (0, *(64 * blocks + off for blocks in range(1, 21) for off in (-1,
 
 EDGES = [DecodeCase(b=len(BLOCK_EDGES), seqlens=BLOCK_EDGES, h_q=h_q, dtype=d) for d in DTYPES for h_q in (16, 128)]
 HEADS = [
-    DecodeCase(s_q=s_q, h_q=h_q, h_kv=h_kv, dtype=DTYPES[(s_q + h_q) % 2], seqlens="ragged-400")
+    DecodeCase(s_q=s_q, h_q=h_q, dtype=DTYPES[(s_q + h_q) % 2], seqlens="ragged-400")
     for s_q in (1, 2, 3, 4)
     for h_q in (1, 5, 8, 16, 32, 64, 96, 128, 192)
-    for h_kv in (1, 2)
-    if h_q % h_kv == 0
 ]
 PAGES = [
-    DecodeCase(page_size=page_size, s_q=1 + page_size % 3, h_kv=h_kv, dtype=dtype, b=5, seqlens="ragged-500")
+    DecodeCase(page_size=page_size, s_q=1 + page_size % 3, dtype=dtype, b=5, seqlens="ragged-500")
     for page_size in (1, 2, 16, 24, 32, 64, 65, 128, 192)
-    for h_kv, dtype in ((1, "bfloat16"), (2, "float16"))
+    for dtype in DTYPES
 ]
 LONG = [
     DecodeCase(b=1, h_q=128, seqlens=9000),  # one request, split over the whole GPU
@@ -80,7 +78,7 @@ def test_hopper_kernels_match_oracle(hopper: object, case: DecodeCase, kernel: s
         *NOPE[::3],
         *SHARDS,
         replace(ODD[0], strides="odd"),
-        DecodeCase(strides="odd", h_kv=2),
+        DecodeCase(strides="odd"),
     ],
     ids=lambda case: case.id,
 )
@@ -90,4 +88,4 @@ def test_generic_matches_oracle(gpu: object, case: DecodeCase) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strides_that_tma_cannot_take_fall_back(gpu: object, dtype: str) -> None:
-    run_and_check(DecodeCase(strides="odd", dtype=dtype, h_kv=2, s_q=2))
+    run_and_check(DecodeCase(strides="odd", dtype=dtype, s_q=2))

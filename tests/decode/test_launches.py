@@ -18,7 +18,7 @@ from tests.support.calls import plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.recorder import H200, Launched, Recorder, address, elements
 
-CASE = DecodeCase(b=3, s_q=2, h_q=8, h_kv=2, page_size=32, seqlens="ragged-1100")  # longer than clusters get
+CASE = DecodeCase(b=3, s_q=2, h_q=8, page_size=32, seqlens="ragged-1100")  # longer than clusters get
 FAST = "decode_sm90_small"
 
 
@@ -36,12 +36,12 @@ def assert_record(launch: Launched, inputs: DecodeInputs, out: Any, lse: Any) ->
         address(x) for x in (q, cache, table, seqlens, out, lse)
     ]
     assert [p[f"q_stride_{axis}_elems"] for axis in "bsh"] == elements(q, 3)
-    assert [p[f"kv_stride_{axis}_elems"] for axis in ("page", "token", "h")] == elements(cache, 3)
+    assert [p[f"kv_stride_{axis}_elems"] for axis in ("page", "token")] == elements(cache, 2)
     assert [p[f"table_stride_{axis}_elems"] for axis in ("b", "page")] == elements(table, 2)
     assert [p["seqlens_stride_elems"]] == elements(seqlens, 1)
     assert [p[f"out_stride_{axis}_elems"] for axis in "bsh"] == elements(out, 3)
     assert [p[f"lse_stride_{axis}_elems"] for axis in "bhs"] == elements(lse, 3)
-    assert [p[name] for name in ("b", "s_q", "h_q", "h_kv")] == [*q.shape[:3], cache.shape[2]]
+    assert [p[name] for name in ("b", "s_q", "h_q")] == [*q.shape[:3]]
     assert [p[name] for name in ("num_pages", "page_size")] == [*cache.shape[:2]]
     assert p["max_pages"] == table.shape[1]
 
@@ -77,7 +77,7 @@ def test_a_call(recorder: Recorder) -> None:
 
 def attend_problem(inputs: DecodeInputs) -> Any:
     case = inputs.case
-    return DecodeProblem(case.s_q, case.h_q, case.h_kv, case.dtype)
+    return DecodeProblem(case.s_q, case.h_q, case.dtype)
 
 
 @pytest.mark.parametrize(("lse_base", "factor"), [("e", math.log(2)), ("2", 1.0)])
@@ -135,11 +135,11 @@ def test_what_tma_cannot_take_goes_to_the_generic_kernel(recorder: Recorder, cha
     p = recorder.launches[1].params
     assert (p["q"], p["kv"]) == (address(q), address(kv_cache))
     assert [p[f"q_stride_{axis}_elems"] for axis in "bsh"] == elements(q, 3)
-    assert [p[f"kv_stride_{axis}_elems"] for axis in ("page", "token", "h")] == elements(kv_cache, 3)
+    assert [p[f"kv_stride_{axis}_elems"] for axis in ("page", "token")] == elements(kv_cache, 2)
 
 
 def test_strides_of_axes_of_one_do_not_matter(recorder: Recorder) -> None:
-    inputs = make(DecodeCase(b=1, s_q=1, h_q=8, h_kv=1, seqlens=1100))
+    inputs = make(DecodeCase(b=1, s_q=1, h_q=8, seqlens=1100))
     q = np.lib.stride_tricks.as_strided(inputs.q, inputs.q.shape, (6, 0, *inputs.q.strides[2:]))
     mla_cupy.mla_decode(q, *inputs.arguments[1:])
     assert recorder.entries[1] == FAST

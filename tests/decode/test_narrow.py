@@ -30,7 +30,7 @@ from tests.support.tolerance import check
 GENERIC = "attention_generic"
 CASES = (
     DecodeCase(b=3, seqlens=(70, 0, 5), s_q=2, h_q=6, d_qk=320, page_size=16, missing_pages=1),
-    DecodeCase(b=2, seqlens=(66, 131), s_q=3, h_q=4, h_kv=2, d_qk=288, dtype="float16", strides="odd"),
+    DecodeCase(b=2, seqlens=(66, 131), s_q=3, h_q=4, d_qk=288, dtype="float16", strides="odd"),
     DecodeCase(b=1, seqlens=400, h_q=3, d_qk=320, dtype="float16"),  # split
     DecodeCase(b=2, seqlens=(300, 40), h_q=9, d_qk=288, page_size=24, cp_world=2, cp_rank=1),
 )
@@ -42,7 +42,7 @@ GPUS = {GENERIC: (9, 0), SM90: (9, 0), MMA: (8, 9)}
 #: that are one more than the ring has stages.
 FAST_CASES = (
     DecodeCase(b=3, seqlens=(70, 0, 5), s_q=2, h_q=6, d_qk=320, page_size=16, missing_pages=1),
-    DecodeCase(b=2, seqlens=(66, 131), s_q=3, h_q=8, h_kv=2, d_qk=288, dtype="float16", head_axis=True),
+    DecodeCase(b=2, seqlens=(66, 131), s_q=3, h_q=8, d_qk=288, dtype="float16", head_axis=True),
     DecodeCase(b=1, seqlens=330, h_q=40, d_qk=288),
     DecodeCase(b=2, seqlens=(200, 40), s_q=2, h_q=40, d_qk=320, dtype="float16", page_size=8, causal=False),
     DecodeCase(b=2, seqlens=(300, 40), h_q=9, d_qk=288, page_size=24, cp_world=2, cp_rank=1),
@@ -135,7 +135,7 @@ def test_what_only_later_queries_see_does_not_reach_earlier_ones(kernel: str) ->
 )
 def test_which_kernel_runs(cc: tuple[int, int], changes: dict[str, Any], kernel: str) -> None:
     case = DecodeCase(**{"b": 1, "h_q": 4, "d_qk": 320, **changes})
-    problem = DecodeProblem(case.s_q, case.h_q, 1, case.dtype, case.strides != "odd", case.d_qk)
+    problem = DecodeProblem(case.s_q, case.h_q, case.dtype, case.strides != "odd", case.d_qk)
     assert DECODE.configure(problem, fake_gpu(2, cc)).kernel.name == kernel
 
 

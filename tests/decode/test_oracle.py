@@ -19,7 +19,7 @@ SCALE = D_QK**-0.5
 def by_loops(q, kv_cache, block_table, seqlens, causal: bool) -> tuple[np.ndarray, np.ndarray]:
     """The definition, one number at a time."""
     b, s_q, h_q, _ = q.shape
-    num_pages, page_size, h_kv, _ = kv_cache.shape
+    num_pages, page_size, _, _ = kv_cache.shape
     out, lse = np.zeros((b, s_q, h_q, D_V)), np.full((b, h_q, s_q), -np.inf)
     for i, t, h in np.ndindex(b, s_q, h_q):
         query, length = q[i, t, h].astype(float).tolist(), int(seqlens[i])
@@ -28,7 +28,7 @@ def by_loops(q, kv_cache, block_table, seqlens, causal: bool) -> tuple[np.ndarra
             page = int(block_table[i, j // page_size])
             if (causal and j > t + length - s_q) or not 0 <= page < num_pages:
                 continue
-            key = kv_cache[page, j % page_size, h // (h_q // h_kv)].astype(float).tolist()
+            key = kv_cache[page, j % page_size, 0].astype(float).tolist()
             scores.append(SCALE * math.fsum(a * c for a, c in zip(query, key, strict=True)))
             values.append(key[:D_V])
         if scores:
@@ -52,11 +52,11 @@ def gaussian(*shape: int, seed: int = 0) -> np.ndarray:
     "case",
     [
         DecodeCase(h_q=3, page_size=64, seqlens=(70, 0, 64)),
-        DecodeCase(h_q=4, h_kv=2, page_size=24, seqlens=(1, 49, 24), dtype="float16", strides="odd"),
+        DecodeCase(h_q=4, page_size=24, seqlens=(1, 49, 24), dtype="float16", strides="odd"),
         DecodeCase(h_q=2, s_q=3, page_size=1, seqlens=(5, 2, 40)),
         DecodeCase(h_q=2, s_q=3, page_size=24, seqlens=(50, 3, 1), causal=False),
-        DecodeCase(h_q=4, h_kv=2, s_q=2, page_size=16, seqlens=(64, 33, 48), missing_pages=2, strides="dense"),
-        DecodeCase(b=2, h_q=6, h_kv=3, s_q=2, page_size=7, seqlens=(30, 14), missing_pages=1, causal=False),
+        DecodeCase(h_q=4, s_q=2, page_size=16, seqlens=(64, 33, 48), missing_pages=2, strides="dense"),
+        DecodeCase(b=2, h_q=6, s_q=2, page_size=7, seqlens=(30, 14), missing_pages=1, causal=False),
     ],
     ids=lambda case: case.id,
 )
@@ -185,15 +185,15 @@ def test_a_sequence_of_missing_pages_is_empty(page: int) -> None:
 @pytest.mark.parametrize("rounding", [None, "float16"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_poison_reaches_only_the_queries_that_see_it(poison: float, rounding: str | None) -> None:
-    inputs = make(DecodeCase(s_q=3, h_q=4, h_kv=2, seqlens=(130, 70, 9), dtype="float16"))
+    inputs = make(DecodeCase(s_q=3, h_q=4, seqlens=(130, 70, 9), dtype="float16"))
     clean_out, clean_lse = mla_decode(*inputs.arguments, rounding=rounding)
     cache = inputs.kv_cache.copy()
     page, offset = inputs.block_table[0, 128 // 64], 128 % 64
-    cache[page, offset, 1] = poison  # token 128 of 130, second head: queries 1 and 2 see it
+    cache[page, offset] = poison  # token 128 of 130: queries 1 and 2 see it
 
     out, lse = mla_decode(inputs.q, cache, *inputs.arguments[2:], rounding=rounding)
     hit = np.zeros(out.shape[:3], bool)
-    hit[0, 1:, 2:] = True
+    hit[0, 1:] = True
     assert np.array_equal(out[~hit], clean_out[~hit])
     assert not np.isfinite(out[hit]).any()
     hit_lse = np.swapaxes(hit, 1, 2)
@@ -228,7 +228,7 @@ def test_keys_of_score_minus_infinity_have_no_weight(rounding: str | None) -> No
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(ShapeError, match="3 heads"):
+    with pytest.raises(ShapeError, match=r"kv_cache.shape: .*\(num_pages, 1, page_size, width\)"):
         mla_decode(gaussian(1, 1, 3, 8), gaussian(1, 4, 2, 8), np.zeros((1, 1), int), np.ones(1, int), d_v=4)
     with pytest.raises(ArgumentError, match="lse_base"):
         dense(gaussian(3, 8), gaussian(1, 1, 8), d_v=4, lse_base="10")

@@ -29,18 +29,18 @@ CASES = [
     DecodeCase(b=2, seqlens=(0, 128), h_q=5),  # a request without tokens, two tiles
     DecodeCase(b=3, seqlens=(200, 0, 70), h_q=16, dtype="float16"),
     DecodeCase(b=2, seqlens=(65, 190), s_q=2, h_q=8),  # the causal edge within a tile
-    DecodeCase(b=1, seqlens=66, s_q=4, h_q=32, h_kv=2),  # two KV heads, and rows that see little
+    DecodeCase(b=1, seqlens=66, s_q=4, h_q=32),  # several blocks of rows, and rows that see little
     DecodeCase(b=2, seqlens=(3, 130), s_q=5, h_q=20, causal=False),  # two row blocks
     DecodeCase(b=1, seqlens=150, page_size=16, missing_pages=2),
     DecodeCase(b=2, seqlens=(100, 31), page_size=24, dtype="float16"),  # boxes of 8 tokens
-    DecodeCase(b=1, seqlens=140, page_size=128, h_kv=2),
+    DecodeCase(b=1, seqlens=140, page_size=128),
     DecodeCase(b=1, seqlens=66, page_size=1, h_q=3),  # boxes of one token
     DecodeCase(b=1, seqlens=400, h_q=16),  # split
     # Up to 32 rows per KV head: each width of the kernel for few rows, full and not, and several requests per block.
     DecodeCase(b=5, seqlens=(70, 1, 0, 200, 130), h_q=8),
     DecodeCase(b=2, seqlens=(2, 130), s_q=3, h_q=7, page_size=16),  # rows that see nothing
     DecodeCase(b=2, seqlens=(300, 70), h_q=32, dtype="float16"),
-    DecodeCase(b=3, seqlens=(66, 5, 131), s_q=4, h_q=12, h_kv=2, missing_pages=1),
+    DecodeCase(b=3, seqlens=(66, 5, 131), s_q=4, h_q=12, missing_pages=1),
     DecodeCase(b=2, seqlens=(200, 64), h_q=16, d_qk=512),  # no RoPE columns
     DecodeCase(b=4, seqlens=(389, 1, 193, 390), s_q=4, h_q=4, cp_world=3, cp_rank=1),  # a third of the tokens
     DecodeCase(b=2, seqlens=(3, 100), s_q=3, h_q=24, d_qk=512, page_size=16, missing_pages=1),

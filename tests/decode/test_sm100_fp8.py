@@ -174,7 +174,7 @@ def test_scales_on_the_device() -> None:
 @pytest.mark.parametrize(("s_q", "h_q", "rows"), [(1, 1, 32), (2, 16, 32), (1, 33, 64), (1, 128, 64), (4, 16, 64)])
 def test_default_where_the_self_test_has_admitted_it(s_q: int, h_q: int, rows: int) -> None:
     """A call gets the build for its rows; without a record none is left, and Hopper refuses it by name."""
-    problem = DecodeProblem(s_q, h_q, 1, "bfloat16", record="fp8", math="fp8")
+    problem = DecodeProblem(s_q, h_q, "bfloat16", record="fp8", math="fp8")
     gpu = fake_gpu(148, BLACKWELL)
     config = DECODE.configure(problem, gpu)
     assert config.kernel.name == KERNEL
@@ -190,7 +190,7 @@ def test_default_where_the_self_test_has_admitted_it(s_q: int, h_q: int, rows: i
     ("changes", "said"), [({"record": "v32"}, 'reads the record "fp8"'), ({"tree_mask": True}, "takes no tree_mask")]
 )
 def test_what_it_does_not_take(changes: dict[str, Any], said: str) -> None:
-    problem = replace(DecodeProblem(1, 16, 1, "bfloat16", record="fp8", math="fp8"), **changes)
+    problem = replace(DecodeProblem(1, 16, "bfloat16", record="fp8", math="fp8"), **changes)
     with pytest.raises(UnsupportedDeviceError, match=said):
         DECODE.configure(problem, fake_gpu(148, BLACKWELL), KERNEL)
 

@@ -40,7 +40,7 @@ CASES = [
     DecodeCase(b=2, seqlens=(3, 130), s_q=5, h_q=20, causal=False),
     DecodeCase(b=1, seqlens=70, s_q=2, h_q=128),  # two pairs
     # KV heads, several items per pair, no RoPE columns, a rank's share.
-    DecodeCase(b=1, seqlens=66, h_q=160, h_kv=2),
+    DecodeCase(b=1, seqlens=66, h_q=160),
     DecodeCase(b=5, seqlens=(70, 1, 0, 200, 130), h_q=80),
     DecodeCase(b=2, seqlens=(100, 31), s_q=3, h_q=24, d_qk=512, page_size=1),
     DecodeCase(b=4, seqlens=(389, 1, 193, 390), s_q=4, h_q=24, cp_world=3, cp_rank=1),
@@ -82,7 +82,6 @@ def random_case(seed: int) -> DecodeCase:
         return choices[int(rng.integers(len(choices)))]
 
     s_q, heads = one_of((1, 65), (1, 96), (1, 128), (2, 33), (2, 64), (3, 32), (4, 32), (5, 21), (8, 16))
-    h_kv = one_of(1, 1, 1, 2)
     shard = int(rng.integers(3)) if rng.random() < 0.2 else None
     most = 3 if seed < QUICK_SEEDS else 5
     lengths = tuple(int(n) for n in rng.integers(0, rng.choice([5, 70, 300]), int(rng.integers(1, most))))
@@ -90,8 +89,7 @@ def random_case(seed: int) -> DecodeCase:
         b=len(lengths),
         seqlens=lengths,
         s_q=s_q,
-        h_q=h_kv * heads,
-        h_kv=h_kv,
+        h_q=heads,
         page_size=one_of(2, 8, 16, 24, 48, 64, 96, 128),
         dtype=one_of("bfloat16", "float16"),
         causal=bool(rng.integers(2)),
@@ -188,7 +186,7 @@ def test_b300_and_pairs_side_by_side() -> None:
     ],
 )
 def test_default_where_the_self_test_has_admitted_it(s_q: int, h_q: int, chosen: str) -> None:
-    problem, gpu = DecodeProblem(s_q, h_q, 1, "bfloat16"), fake_gpu(148, BLACKWELL)
+    problem, gpu = DecodeProblem(s_q, h_q, "bfloat16"), fake_gpu(148, BLACKWELL)
     config = DECODE.configure(problem, gpu)
     assert config.kernel.name == chosen
     if chosen == KERNEL:
@@ -201,12 +199,12 @@ def test_default_where_the_self_test_has_admitted_it(s_q: int, h_q: int, chosen:
 @pytest.mark.parametrize(
     ("problem", "cc", "reason"),
     [
-        (DecodeProblem(1, 128, 1, "bfloat16"), (9, 0), r"compute capability 10\.0 or 10\.3"),
-        (DecodeProblem(1, 64, 1, "bfloat16"), BLACKWELL, "even number of blocks of 64 rows"),
-        (DecodeProblem(1, 129, 1, "bfloat16"), BLACKWELL, "even number of blocks of 64 rows"),
-        (DecodeProblem(2, 64, 1, "bfloat16", tree_mask=True), BLACKWELL, "no tree_mask"),
-        (DecodeProblem(1, 128, 1, "bfloat16", record="v32"), BLACKWELL, "16-bit rows"),
-        (DecodeProblem(1, 128, 1, "bfloat16", aligned=False), BLACKWELL, "multiples of 16 bytes"),
+        (DecodeProblem(1, 128, "bfloat16"), (9, 0), r"compute capability 10\.0 or 10\.3"),
+        (DecodeProblem(1, 64, "bfloat16"), BLACKWELL, "even number of blocks of 64 rows"),
+        (DecodeProblem(1, 129, "bfloat16"), BLACKWELL, "even number of blocks of 64 rows"),
+        (DecodeProblem(2, 64, "bfloat16", tree_mask=True), BLACKWELL, "no tree_mask"),
+        (DecodeProblem(1, 128, "bfloat16", record="v32"), BLACKWELL, "16-bit rows"),
+        (DecodeProblem(1, 128, "bfloat16", aligned=False), BLACKWELL, "multiples of 16 bytes"),
     ],
 )
 def test_refusals_say_why(problem: DecodeProblem, cc: tuple[int, int], reason: str) -> None:

@@ -128,7 +128,7 @@ def test_a_sink_and_a_batch_invariant_plan() -> None:
 )
 def test_default_where_the_self_test_has_admitted_it(record: str, s_q: int, h_q: int, rows: int) -> None:
     """A call gets the build for its rows, and Hopper refuses it by name."""
-    problem = DecodeProblem(s_q, h_q, 1, "bfloat16", record=record, d_qk=512 if record == "v4" else 576)
+    problem = DecodeProblem(s_q, h_q, "bfloat16", record=record, d_qk=512 if record == "v4" else 576)
     gpu = fake_gpu(148, BLACKWELL)
     config = DECODE.configure(problem, gpu)
     assert config.kernel.name == KERNEL
@@ -148,7 +148,7 @@ def test_default_where_the_self_test_has_admitted_it(record: str, s_q: int, h_q:
     ],
 )
 def test_what_it_does_not_take(changes: dict[str, Any], said: str) -> None:
-    problem = replace(DecodeProblem(1, 16, 1, "bfloat16", record="v32"), **changes)
+    problem = replace(DecodeProblem(1, 16, "bfloat16", record="v32"), **changes)
     with pytest.raises(UnsupportedDeviceError, match=said):
         DECODE.configure(problem, fake_gpu(148, BLACKWELL), KERNEL)
 
@@ -181,7 +181,7 @@ MUTANTS = (
     Mutant(
         "stale keys in the softmax", ROLES, "const u32 parity = softmax.ring.full_parity();", "const u32 parity = 0;"
     ),
-    Mutant("queries of the first token", TOKENS, "row / group * p.q_stride_s_elems", "0"),
+    Mutant("queries of the first token", TOKENS, "row / p.h_q * p.q_stride_s_elems", "0"),
     Mutant("Q released with the first tile", ROLES, "tile + 1 == item.tile_end", "tile == item.tile_begin"),
     Mutant("scores without factors", ROLES, "if (C::kScaled) own_factors", "if (false) own_factors"),
 )

@@ -41,7 +41,7 @@ CASES = [
     DecodeCase(b=5, seqlens=(70, 1, 0, 200, 130), h_q=8),
     DecodeCase(b=1, seqlens=400, h_q=16),
     DecodeCase(b=2, seqlens=(2, 130), s_q=3, h_q=7, page_size=16),
-    DecodeCase(b=1, seqlens=66, s_q=4, h_q=32, h_kv=2),
+    DecodeCase(b=1, seqlens=66, s_q=4, h_q=32),
     DecodeCase(b=2, seqlens=(3, 130), s_q=5, h_q=20, causal=False),  # 100 rows
     # Pages of each number of boxes, keys without RoPE columns.
     DecodeCase(b=2, seqlens=(100, 31), page_size=24, dtype="float16"),
@@ -79,8 +79,7 @@ def random_case(seed: int) -> DecodeCase:
     def one_of(*choices: Any) -> Any:
         return choices[int(rng.integers(len(choices)))]
 
-    h_kv = one_of(1, 1, 1, 2)
-    h_q = h_kv * one_of(1, 3, 8, 16, 21, 32, 48, 64, 96, 128)
+    h_q = one_of(1, 3, 8, 16, 21, 32, 48, 64, 96, 128)
     shard = int(rng.integers(3)) if rng.random() < 0.2 else None
     lengths = tuple(int(n) for n in rng.integers(0, rng.choice([5, 70, 300]), int(rng.integers(1, 5))))
     return DecodeCase(
@@ -88,7 +87,6 @@ def random_case(seed: int) -> DecodeCase:
         seqlens=lengths,
         s_q=one_of(1, 1, 2, 3, 5) if h_q <= 64 else 1,
         h_q=h_q,
-        h_kv=h_kv,
         page_size=one_of(2, 8, 16, 24, 48, 64, 96, 128),
         dtype=one_of("bfloat16", "float16"),
         causal=bool(rng.integers(2)),
@@ -202,7 +200,7 @@ def test_b300() -> None:
     ],
 )
 def test_rows_are_divided_evenly(rows: int, blocks: int, block_rows: int) -> None:
-    config = DECODE.configure(DecodeProblem(1, rows, 1, "bfloat16"), fake_gpu(148, BLACKWELL), KERNEL)
+    config = DECODE.configure(DecodeProblem(1, rows, "bfloat16"), fake_gpu(148, BLACKWELL), KERNEL)
     build = config.kernel.variant(config.problem)
     assert (config.row_blocks, build.block_rows) == (blocks, block_rows)
     assert build in config.kernel.variants
@@ -213,7 +211,7 @@ def test_rows_are_divided_evenly(rows: int, blocks: int, block_rows: int) -> Non
 @pytest.mark.parametrize("tree_mask", [False, True])
 @pytest.mark.parametrize("h_q", [1, 40, 128])
 def test_every_problem_has_a_build(d_qk: int, tree_mask: bool, h_q: int) -> None:
-    problem = DecodeProblem(2, h_q, 1, "float16", d_qk=d_qk, tree_mask=tree_mask)
+    problem = DecodeProblem(2, h_q, "float16", d_qk=d_qk, tree_mask=tree_mask)
     config = DECODE.configure(problem, fake_gpu(148, BLACKWELL), KERNEL)
     build = config.kernel.variant(problem)
     assert build in config.kernel.variants
@@ -222,7 +220,7 @@ def test_every_problem_has_a_build(d_qk: int, tree_mask: bool, h_q: int) -> None
 
 @pytest.mark.parametrize("admitted", [True, False])
 def test_is_the_default_where_the_self_test_has_admitted_it(admitted: bool) -> None:
-    problem = DecodeProblem(1, 64, 1, "bfloat16")
+    problem = DecodeProblem(1, 64, "bfloat16")
     gpu = fake_gpu(148, BLACKWELL) if admitted else replace(fake_gpu(148, BLACKWELL), admitted=frozenset())
     assert (DECODE.configure(problem, gpu).kernel.name == KERNEL) == admitted
     assert DECODE.configure(problem, gpu, KERNEL).kernel.name == KERNEL

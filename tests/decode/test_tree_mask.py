@@ -180,12 +180,12 @@ def test_which_kernel(case: DecodeCase, kernel: str, recorder: Recorder) -> None
 
 CASES = (
     DecodeCase(b=2, s_q=8, h_q=2, seqlens=(71, 130)),  # the first draft is a tile's last token
-    DecodeCase(b=2, s_q=5, h_q=5, h_kv=1, seqlens=(3, 70), page_size=16, missing_pages=1),  # shorter than its drafts
-    DecodeCase(b=2, s_q=6, h_q=4, h_kv=2, seqlens=(64, 100), dtype="float16"),
+    DecodeCase(b=2, s_q=5, h_q=5, seqlens=(3, 70), page_size=16, missing_pages=1),  # shorter than its drafts
+    DecodeCase(b=2, s_q=6, h_q=4, seqlens=(64, 100), dtype="float16"),
     DecodeCase(b=2, s_q=7, h_q=3, seqlens=(201, 6), cp_world=3, cp_rank=1),
 )
 WIDE = DecodeCase(b=1, s_q=64, h_q=1, seqlens=140)  # a whole word, and drafts that cover a tile
-RECORD_CASES = tuple(replace(case, record="v32", h_q=case.h_q // case.h_kv, h_kv=1) for case in CASES)
+RECORD_CASES = tuple(replace(case, record="v32") for case in CASES)
 PAIRS = (
     *((case, SEESAW) for case in (CASES[0], CASES[1], CASES[3], WIDE)),
     (replace(CASES[2], d_qk=512), SEESAW),
@@ -261,7 +261,7 @@ MUTANTS = (
     Mutant("bits of no draft", MASK, " &\n                     ~0ull >> (kWordBits - p.s_q);", ";"),
     Mutant("a tile's first bits", MASK, "seen << shift | ((1ull << shift) - 1)", "seen << shift"),
     Mutant("drafts of the tile before", MASK, "seen >> -shift", "seen"),
-    Mutant("another query's word", MASK, "row / (p.h_q / p.h_kv)", "row"),
+    Mutant("another query's word", MASK, "row / p.h_q", "row"),
     Mutant("the first sequence's words", MASK, "item.request * p.tree_stride_b_elems", "0"),
     Mutant("the last draft of another rank", MASK, "p.s_q - 1 - item.behind_last", "p.s_q - 1"),
     Mutant("causal tiles only", "attention/row_block.cuh", "kTree ? p.s_q : hidden_from", "hidden_from"),

@@ -57,6 +57,7 @@ def _option(name: str, subject: Subject, rng: random.Random, drawn: Values) -> A
     choices: dict[str, Callable[[], Any]] = {
         "scale": lambda: math.exp(rng.uniform(-9, 4)),
         "causal": lambda: 1 if "tree_mask" in subject.dtypes or windowed else rng.randrange(2),
+        "relative": lambda: rng.randrange(2),
         "cp_world": lambda: rng.choice((1, 1, 2, 8, 65536)) if not grouped or rng.random() < 0.05 else 1,
         "cp_rank": lambda: rng.randrange(drawn["cp_world"]),
         "kv_scale": lambda: math.exp(rng.uniform(-5, 5)) if subject.notes.get("record") == "fp8" else 1.0,

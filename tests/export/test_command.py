@@ -32,7 +32,8 @@ WRONG = {
     (*DECODE, "--arch", "sm_1"): "--arch: got sm_1, expected some of ",
     ("--op", "prefill", "--h-q", "16", "--d-qk", "100"): "--d-qk: got 100, expected one of ",
     ("--op", "decode", "--h-q", "0", "--page-size", "64"): "q.shape[2]: got h_q=0, expected at least 1",
-    ("--op", "decode", "--h-q", "16", "--h-kv", "3", "--page-size", "64"): "h_q: got 16, expected a multiple of h_kv=3",
+    ("--op", "prefill", "--h-q", "16", "--h-kv", "3"): "q.shape[1]: got 16, expected a multiple of h_kv=3",
+    (*DECODE, "--h-kv", "2"): "--h-kv",
     ("--op", "decode", "--h-q", "16", "--page-size", "64", "--d-qk", "99"): "expected 576 or 512",
 }
 

@@ -63,7 +63,7 @@ class Step:
         """The package's plan, and its configuration."""
         sizes, own, dtypes = self.subject.sizes, self.own, self.subject.dtypes
         problem, limits, _ = examine_plan(
-            **{name: sizes[name] for name in ("s_q", "h_q", "h_kv", "page_size")},
+            **{name: sizes[name] for name in ("s_q", "h_q", "page_size")},
             **{name: own[name] for name in ("max_b", "max_pages")},
             d_qk=sizes["d_qk"] + 64 * ("q_rope" in dtypes),
             record=self.subject.notes["record"] or None,

@@ -21,7 +21,7 @@ FP8 = {**PAGES, "math": "fp8"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "decode-v32": ("decode", {"h_q": 16, "page_size": 64, "records": "v32", "s_q": 2}),
     "decode-fp8": ("decode", {"h_q": 128, "page_size": 64, "records": "fp8", "out_dtype": "float32"}),
-    "decode-512": ("decode", {"h_q": 32, "h_kv": 2, "page_size": 48, "d_qk": 512, "dtype": "float16"}),
+    "decode-512": ("decode", {"h_q": 32, "page_size": 48, "d_qk": 512, "dtype": "float16"}),
     "decode-tree": ("decode", {"h_q": 16, "s_q": 4, "page_size": 64, "arrays": ("tree_mask",)}),
     "decode_fp8": ("decode", {**FP8, "h_q": 128}),
     "decode_fp8-codes": (

@@ -27,7 +27,7 @@ class Ranks:
     """All ranks of a group, on one GPU or none.
 
     With `num_splits` each rank's decode has cut its batch into so many splits, elsewhere than the others', and has left
-    the pieces of split requests unmerged; query heads share `h_kv` KV heads.
+    the pieces of split requests unmerged.
     """
 
     call: Exchange
@@ -35,7 +35,6 @@ class Ranks:
     options: MergeOptions = field(default_factory=lambda: MergeOptions("e", float("-inf")))
     timeout_ns: int = 2 * 10**9
     num_splits: int = 0
-    h_kv: int = 1
 
     def __post_init__(self) -> None:
         call, world = self.call, self.call.world
@@ -103,10 +102,7 @@ class Ranks:
         lses[rng.random(lses.shape) < 0.25] = -np.inf  # a piece in which the row sees no token
         outs[lses == -np.inf] = 0
         self.partial_outs[rank, at], self.partial_lses[rank, at] = outs, lses
-        by_head = (len(at), 1, self.h_kv, s_q, heads // self.h_kv)  # rows of a KV head are (s, head) in this order
-        outs, lses = outs.reshape(*by_head, d), lses.reshape(by_head)
-        outs = outs.transpose(0, 1, 3, 2, 4, 5).reshape(len(at), 1, s_q, heads, d)
-        lses = lses.transpose(0, 1, 2, 4, 3).reshape(len(at), 1, heads, s_q)
+        outs, lses = outs.reshape(len(at), 1, s_q, heads, d), lses.reshape(len(at), 1, s_q, heads).swapaxes(2, 3)
         out, lse = reference.merge_states(outs.astype(np.float64), lses, lse_base="2")
         self.found[0][rank, request], self.found[1][rank, request] = out[0], lse[0] * log_of_base("2")
         self.found[1][rank, request] /= log_of_base(self.call.lse_base)
@@ -121,7 +117,7 @@ class Ranks:
             timeout_ns=self.timeout_ns,
             rank=rank,
             ranks=self.call.world if ranks is None else ranks,
-            splits=Splits(0, 0, 0, self.num_splits, self.num_splits, self.h_kv),
+            splits=Splits(0, 0, 0, self.num_splits, self.num_splits),
             split_strides=(self.num_splits + 1, math.prod(self.partial_lses.shape[1:])),
         )
         return Prepared([launch], exchange.ADDRESSES, Layout({}), gpu, stream)

@@ -24,7 +24,7 @@ CASES = (
     Ranks(Exchange(2, 1, 1, 2, 520, "float16", "e", 3), "float32"),  # a wide slice and a short one
     Ranks(Exchange(2, 1, 1, 1, 512, "float32", "e", 4), "float32", num_splits=20),  # narrow slices
     Ranks(Exchange(2, 5, 1, 1, 512, "float32", "2", 4), "float16", num_splits=60),  # wide ones, in turn
-    Ranks(Exchange(3, 2, 2, 2, 512, "float16", "e", 2), "float32", num_splits=5, h_kv=3),
+    Ranks(Exchange(3, 2, 2, 2, 512, "float16", "e", 2), "float32", num_splits=5),
 )
 
 
@@ -188,7 +188,7 @@ MUTANTS = [
     Mutant("the first piece is sought behind its cut", SLICES, "(piece == 0 ? shift : 0)", "0"),
     Mutant("a cut before a request splits it", SLICES, "x.tile > 0", "x.tile >= 0"),
     Mutant("the last piece is left out", SLICES, "end - begin + 1", "end - begin"),
-    Mutant("heads of a KV head are one row", SLICES, "at.head % group", "kv_head"),
+    Mutant("heads are one row", SLICES, "p.world + at.head;", "p.world;"),
     Mutant("pieces beyond the first load are lost", SLICES, "if (first >= pieces.count) break;", "break;"),
     SUMS_UNREAD,
     Mutant(
@@ -201,7 +201,7 @@ MUTANTS = [
 
 
 WHOLE = Ranks(Exchange(3, 1, 2, 6, 64, "float32", "e", 4), timeout_ns=20000)
-SPLIT = Ranks(Exchange(2, 2, 2, 1, 512, "float32", "e", 4), timeout_ns=40000, num_splits=44, h_kv=2)
+SPLIT = Ranks(Exchange(2, 2, 2, 1, 512, "float32", "e", 4), timeout_ns=40000, num_splits=44)
 
 
 @as_verdict

@@ -141,9 +141,7 @@ def run(seed: int, operation: Operation, call: dict[str, Any], **options: Any) -
 
 @seeds
 def test_decode(seed: int) -> None:
-    case = DecodeCase(
-        b=2, s_q=1 + seed % 2, h_q=4, h_kv=1 + seed % 2, page_size=(16, 24)[seed % 2], seqlens=(35, 17), seed=seed
-    )
+    case = DecodeCase(b=2, s_q=1 + seed % 2, h_q=4, page_size=(16, 24)[seed % 2], seqlens=(35, 17), seed=seed)
     inputs = make(case)
     names = [array.name for array in OPERATIONS["mla_decode"].inputs if not array.optional]
     call = dict(zip(names, inputs.arguments, strict=True))

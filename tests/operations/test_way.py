@@ -67,7 +67,7 @@ def inputs_of(operation: Operation, call: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_planned_call(recorder: Recorder) -> None:
     call = good_call(next(operation for operation in each() if operation.name == "mla_decode"))
-    sizes = {"max_b": 2, "s_q": 3, "h_q": 4, "h_kv": 2, "max_pages": 4, "page_size": 16}
+    sizes = {"max_b": 2, "s_q": 3, "h_q": 4, "max_pages": 4, "page_size": 16}
     plan = mla_cupy.plan_decode(**sizes, dtype="bfloat16", tree_mask=True, attn_sink=True, d_head=128)
     plan.update(call["seqlens"])
     mla_cupy.mla_decode(**call, plan=plan)

@@ -129,7 +129,7 @@ def test_a_workspace_that_overlaps(operation: Operation, recorder: Recorder) -> 
 def test_not_with_a_plan(recorder: Recorder) -> None:
     operation = next(operation for operation in each() if operation.name == "mla_decode")
     call = good_call(operation)
-    sizes = {"max_b": 2, "s_q": 3, "h_q": 4, "h_kv": 2, "max_pages": 4, "page_size": 16}
+    sizes = {"max_b": 2, "s_q": 3, "h_q": 4, "max_pages": 4, "page_size": 16}
     plan = mla_cupy.plan_decode(**sizes, dtype="bfloat16", tree_mask=True, attn_sink=True, d_head=128)
     plan.update(call["seqlens"])
     mla_cupy.mla_decode(**call, plan=plan)

@@ -58,7 +58,7 @@ def addresses_of(ranks: Ranks, placed: list[Any]) -> list[int]:
         Ranks(Exchange(4, 3, 1, 7, 128, "float16", "e"), "float32", MergeOptions("2", 0.0)),
         Ranks(Exchange(8, 1, 4, 2, 64, "float32", "e"), "float16"),
         Ranks(Exchange(2, 1, 1, 64, 512, "float32", "e", 128), "float32", num_splits=66),
-        Ranks(Exchange(2, 5, 2, 8, 512, "float32", "2", 64), "float16", num_splits=33, h_kv=2),
+        Ranks(Exchange(2, 5, 2, 8, 512, "float32", "2", 64), "float16", num_splits=33),
         Ranks(Exchange(4, 2, 1, 4, 512, "float32", "e", 32), "float32", num_splits=132),
     ],
     ids=lambda ranks: f"world{ranks.call.world}-rows{ranks.call.rows}-splits{ranks.num_splits}",

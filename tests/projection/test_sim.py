@@ -168,7 +168,7 @@ def check_decode(
     )
     with simulated(sm_count, mode=mode[0], seed=mode[1]) as driver:
         if plan is not None:
-            sizes = {"s_q": case.s_q, "h_q": case.h_q, "h_kv": case.h_kv, "page_size": case.page_size}
+            sizes = {"s_q": case.s_q, "h_q": case.h_q, "page_size": case.page_size}
             sizes |= {"max_pages": inputs.block_table.shape[1], "dtype": case.dtype, "device": 0, "d_head": d_head}
             options["plan"] = mla_cupy.plan_decode(max_b=case.b + 1, **sizes, **plan)
             options["plan"].update(inputs.seqlens)
@@ -185,7 +185,7 @@ def check_decode(
     [
         (DecodeCase(b=2, seqlens=(300, 70), h_q=16), 4, {}),  # one split, one not
         (DecodeCase(b=1, seqlens=1400, h_q=2), 12, {"kernel": "attention_generic"}),  # many pieces
-        (DecodeCase(b=3, seqlens=(66, 5, 131), s_q=4, h_q=12, h_kv=2, dtype="float16"), 2, {}),
+        (DecodeCase(b=3, seqlens=(66, 5, 131), s_q=4, h_q=12, dtype="float16"), 2, {}),
         (DecodeCase(b=2, seqlens=(700, 0), h_q=16), 3, {"kernel": "decode_sm90_small_cluster8"}),
         (DecodeCase(b=2, seqlens=(300, 70), h_q=16), 4, {"plan": {}}),
         (DecodeCase(b=2, seqlens=(300, 70), h_q=16), 4, {"plan": {"batch_invariant": True, "split_tokens": 64}}),
@@ -202,7 +202,7 @@ def test_decode(case: DecodeCase, sm_count: int, options: dict[str, Any]) -> Non
     ("case", "sm_count", "options", "launches"),
     [
         (DecodeCase(b=2, seqlens=(300, 70), h_q=16), 4, {}, 4),  # one split, one not
-        (DecodeCase(b=3, seqlens=(66, 5, 131), s_q=4, h_q=12, h_kv=2, dtype="float16"), 2, {}, 3),
+        (DecodeCase(b=3, seqlens=(66, 5, 131), s_q=4, h_q=12, dtype="float16"), 2, {}, 3),
         (DecodeCase(b=2, seqlens=(700, 0), h_q=16), 3, {"kernel": "decode_sm90_small_cluster8"}, 2),
         (DecodeCase(b=2, seqlens=(300, 70), h_q=16), 4, {"plan": {}}, 4),
         (DecodeCase(b=1, seqlens=100, h_q=16), 1, {}, 3),  # a single split
@@ -442,9 +442,7 @@ OF_RESULTS = (
     ),
 )
 OF_DECODE = (
-    Mutant(
-        "the first piece looked for where others are", SPLITS, "p.continued_index + split, kv_head", "split, kv_head"
-    ),
+    Mutant("the first piece looked for where others are", SPLITS, "p.continued_index + split, row", "split, row"),
     Mutant("a piece too few", SPLITS, "pieces = cuts + 1;", "pieces = cuts;"),
     Mutant("cuts of each lane's own request", SPLITS, "__shfl_sync(kFullWarp, request, i)", "request"),
     Mutant("the first cut among 32", SPLITS, "? index * kWarpThreads + __ffs(found) - 1 :", "? __ffs(found) - 1 :"),
@@ -578,7 +576,7 @@ def test_where_w_uv_is_multiplied(h: int, d_head: int, tokens: int, apart: bool)
 @pytest.mark.parametrize(("b", "apart"), [(64, True), (16, False)])
 def test_the_combine_leaves_room_for_what_multiplies(b: int, apart: bool) -> None:
     """Half of its blocks, and the word that the next kernel may start."""
-    wanted = DecodeProblem(1, 96, 1, "bfloat16", batch=Batch(b, 4096))
+    wanted = DecodeProblem(1, 96, "bfloat16", batch=Batch(b, 4096))
     merging, projecting = (DECODE.configure(replace(wanted, d_head=width), H200) for width in (0, 128))
     assert projecting.apart == apart
     assert projecting.combine_blocks * (2 if apart else 1) == merging.combine_blocks

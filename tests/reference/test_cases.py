@@ -9,7 +9,7 @@ from tests.support.cases import D_QK, DecodeCase, make
 
 CASES = [
     DecodeCase(),
-    DecodeCase(s_q=2, h_q=8, h_kv=2, page_size=24, dtype="float16", strides="odd"),
+    DecodeCase(s_q=2, h_q=8, page_size=24, dtype="float16", strides="odd"),
     DecodeCase(page_size=1, seqlens=(5, 0, 2), strides="dense"),
     DecodeCase(b=5, seqlens=(64, 65), missing_pages=1, head_axis=False),
 ]
@@ -90,4 +90,4 @@ def test_the_softmax_is_neither_flat_nor_one_hot() -> None:
 
 def test_ids_tell_cases_apart() -> None:
     assert len({case.id for case in CASES}) == len(CASES)
-    assert DecodeCase(b=2, s_q=3, seqlens=(4, 5), seed=6).id == "b2-sq3-h16x1-page64-len4,5-bfloat16-causal-seed6"
+    assert DecodeCase(b=2, s_q=3, seqlens=(4, 5), seed=6).id == "b2-sq3-h16-page64-len4,5-bfloat16-causal-seed6"

@@ -46,7 +46,7 @@ def on_gpu(case: DecodeCase) -> tuple[DecodeInputs, tuple[Any, ...]]:
 @pytest.fixture
 def prepared(kernel: str, gpu: DeviceInfo) -> list[tuple[DecodeInputs, tuple[Any, ...]]]:
     """Two cases that the kernel takes: of many heads, if it can."""
-    many = DecodeProblem(MANY_HEADS.s_q, MANY_HEADS.h_q, MANY_HEADS.h_kv, MANY_HEADS.dtype)
+    many = DecodeProblem(MANY_HEADS.s_q, MANY_HEADS.h_q, MANY_HEADS.dtype)
     first = FEW_HEADS if DECODE_KERNELS[kernel].unsupported(many, gpu) else MANY_HEADS
     return [on_gpu(first), on_gpu(OTHER)]
 

@@ -24,7 +24,7 @@ ALL_KERNELS = tuple(DECODE_KERNELS)
 
 def need(kernel: str, device: DeviceInfo, dtype: str = "bfloat16") -> None:
     """Skip where the kernel cannot run."""
-    reason = DECODE_KERNELS[kernel].unsupported(DecodeProblem(1, 16, 1, dtype), device)
+    reason = DECODE_KERNELS[kernel].unsupported(DecodeProblem(1, 16, dtype), device)
     if reason:
         pytest.skip(f"{kernel} {reason}")
 
@@ -38,7 +38,6 @@ def plan_of(inputs: DecodeInputs, **options: Any) -> Any:
         "max_b": case.b,
         "s_q": case.s_q,
         "h_q": case.h_q,
-        "h_kv": case.h_kv,
         "max_pages": inputs.block_table.shape[1],
         "page_size": case.page_size,
         "d_qk": case.d_qk,

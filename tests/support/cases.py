@@ -42,9 +42,9 @@ class DecodeCase:
     missing_pages
         How many pages of each sequence (from its second on, where it has one) are replaced by an id out of range.
     head_axis
-        False drops the cache's head axis; needs h_kv 1.
+        False drops the cache's head axis.
     record, scales
-        "v32", "v4" or "fp8" for a cache of FP8 records, and the rule of its scales; needs h_kv 1, "v4" a d_qk of 512.
+        "v32", "v4" or "fp8" for a cache of FP8 records, and the rule of its scales; "v4" needs a d_qk of 512.
     kv_scale, math
         Of "fp8".
     queries, q_scale
@@ -54,7 +54,6 @@ class DecodeCase:
     b: int = 3
     s_q: int = 1
     h_q: int = 16
-    h_kv: int = 1
     page_size: int = 64
     seqlens: tuple[int, ...] | int | str = "ragged-300"
     dtype: str = "bfloat16"
@@ -78,7 +77,7 @@ class DecodeCase:
     def id(self) -> str:
         lengths = self.seqlens if isinstance(self.seqlens, (int, str)) else ",".join(map(str, self.seqlens))
         parts = [
-            f"b{self.b}-sq{self.s_q}-h{self.h_q}x{self.h_kv}-page{self.page_size}-len{lengths}-{self.dtype}",
+            f"b{self.b}-sq{self.s_q}-h{self.h_q}-page{self.page_size}-len{lengths}-{self.dtype}",
             "causal" if self.causal else "full",
             "" if self.strides == "padded" else self.strides,
             f"missing{self.missing_pages}" if self.missing_pages else "",
@@ -176,13 +175,13 @@ def make(case: DecodeCase) -> DecodeInputs:
     kv_cache = (
         _records(case, num_pages)
         if case.record
-        else poisoned((num_pages, case.page_size, case.h_kv, case.d_qk), dtype, case.strides)
+        else poisoned((num_pages, case.page_size, 1, case.d_qk), dtype, case.strides)
     )
     max_pages = int(pages_of.max(initial=0)) + 2
     block_table = _block_table(rng, pages_of, num_pages, max_pages, case.strides)
     for i, length in enumerate(local):
         positions = np.arange(length)
-        tokens = values(rng, (int(length), case.h_kv, case.d_qk), loud=(1.0,) * 31 + (3.0,))
+        tokens = values(rng, (int(length), 1, case.d_qk), loud=(1.0,) * 31 + (3.0,))
         if case.record:
             slots = block_table[i, positions // case.page_size].astype(np.int64) * case.page_size
             _append(case, kv_cache, slots + positions % case.page_size, tokens[:, 0])

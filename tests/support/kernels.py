@@ -59,13 +59,13 @@ def cc_of(kernel: str) -> tuple[int, int]:
 def takes(kernel: str, case: DecodeCase) -> bool:
     """Whether a decode kernel takes the case, on a Hopper."""
     sizes: dict[str, Any] = {"d_qk": case.d_qk, "record": case.record, "math": case.math}
-    problem = DecodeProblem(case.s_q, case.h_q, case.h_kv, case.dtype, **sizes)
+    problem = DecodeProblem(case.s_q, case.h_q, case.dtype, **sizes)
     return not {**DECODE_KERNELS, **RECORD_KERNELS, **FP8_KERNELS}[kernel].unsupported(problem, fake_gpu(1))
 
 
 def fitting(case: DecodeCase, kernel: str) -> DecodeCase:
     """The case, with fewer heads where the kernel takes no more."""
     while not takes(kernel, case):
-        case = replace(case, h_q=case.h_q // 2 // case.h_kv * case.h_kv)
+        case = replace(case, h_q=case.h_q // 2)
         assert case.h_q > 0, f"{kernel} takes no number of heads"
     return case

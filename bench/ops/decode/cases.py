@@ -14,7 +14,7 @@ from mla_cupy.shapes import VALUE_WIDTHS
 from ...core.cost import D_QK, D_V, ELEMENT_BYTES, Cost
 from ...core.errors import BenchError
 
-FORM = "b<N>-sq<N>-hq<N>-skv<N>[-hkv<N>][-page<N>][-dqk<N>][-mix<N>][-win<N>]"
+FORM = "b<N>-sq<N>-hq<N>-skv<N>[-page<N>][-dqk<N>][-mix<N>][-win<N>]"
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,6 @@ class DecodeCase:
     s_q: int
     h_q: int
     s_kv: int
-    h_kv: int = 1
     page_size: int = 64
     d_qk: int = D_QK
     mix: int = 0
@@ -58,8 +57,6 @@ class DecodeCase:
     def name(self) -> str:
         """The canonical name, which `parse` reads; fields at their default are left out."""
         name = f"b{self.b}-sq{self.s_q}-hq{self.h_q}-skv{self.s_kv}"
-        if self.h_kv != 1:
-            name += f"-hkv{self.h_kv}"
         if self.page_size != 64:
             name += f"-page{self.page_size}"
         if self.d_qk != D_QK:
@@ -86,7 +83,7 @@ class DecodeCase:
         lengths = self.lengths()
         tokens = int((np.minimum(lengths, self.window + self.s_q - 1) if self.window else lengths).sum())
         flops = 2 * tokens * self.s_q * self.h_q * (self.d_qk + self.d_v)
-        cache = tokens * self.h_kv * self.d_qk * ELEMENT_BYTES
+        cache = tokens * self.d_qk * ELEMENT_BYTES
         queries_and_out = self.b * self.s_q * self.h_q * (self.d_qk + self.d_v) * ELEMENT_BYTES
         return Cost(flops, cache + queries_and_out)
 
@@ -118,7 +115,7 @@ class DecodeCase:
 
     def shape(self) -> dict[str, Any]:
         """The sizes as plain data, for the records."""
-        names = ("b", "s_q", "h_q", "s_kv", "h_kv", "page_size")
+        names = ("b", "s_q", "h_q", "s_kv", "page_size")
         shape = {**{name: getattr(self, name) for name in names}, "d_qk": self.d_qk, "d_v": self.d_v}
         return shape | {name: value for name in ("mix", "window") if (value := getattr(self, name))}
 
@@ -215,9 +212,7 @@ SUITES: dict[str, tuple[DecodeCase, ...]] = {
     "table": tuple(dict.fromkeys((*CASES, *HEADS, *NOPE, *MIXES))),
 }
 
-_PATTERN = re.compile(
-    r"b(\d+)-sq(\d+)-hq(\d+)-skv(\d+)(?:-hkv(\d+))?(?:-page(\d+))?(?:-dqk(\d+))?(?:-mix(\d+))?(?:-win(\d+))?"
-)
+_PATTERN = re.compile(r"b(\d+)-sq(\d+)-hq(\d+)-skv(\d+)(?:-page(\d+))?(?:-dqk(\d+))?(?:-mix(\d+))?(?:-win(\d+))?")
 
 
 def parse(name: str) -> DecodeCase:
@@ -230,21 +225,20 @@ def parse(name: str) -> DecodeCase:
     if not match:
         raise BenchError(f"case {name!r}: expected {FORM}; `list` prints the built-in ones")
     numbers = (int(text) if text else None for text in match.groups())
-    b, s_q, h_q, s_kv, h_kv, page_size, d_qk, mix, window = numbers
+    b, s_q, h_q, s_kv, page_size, d_qk, mix, window = numbers
     sizes: dict[str, Any] = {
         "b": b,
         "s_q": s_q,
         "h_q": h_q,
         "s_kv": s_kv,
-        "h_kv": h_kv or 1,
         "page_size": page_size or 64,
         "d_qk": d_qk or D_QK,
         "mix": mix or 0,
         "window": window or 0,
     }
     case = DecodeCase(**sizes)
-    if min(case.b, case.s_q, case.h_q, case.s_kv) < 1 or case.h_q % case.h_kv:
-        raise BenchError(f"case {name!r}: every size must be at least 1 and h_kv must divide h_q")
+    if min(case.b, case.s_q, case.h_q, case.s_kv) < 1:
+        raise BenchError(f"case {name!r}: every size must be at least 1")
     if case.d_qk not in VALUE_WIDTHS:
         raise BenchError(f"case {name!r}: d_qk must be one of {', '.join(map(str, VALUE_WIDTHS))}")
     return next((known for known in CASES if known == case), case)

@@ -52,21 +52,18 @@ class Verdict:
 
 def expect(case: DecodeCase, dtype: str, inputs: InputSet, device: Device) -> list[Expected]:
     """The oracle's values for the sampled sequences and heads."""
-    group = case.h_q // case.h_kv
-    expected = []
+    heads, expected = spaced(case.h_q), []
     for batch in spaced(case.b).tolist():
         q = device.to_host(inputs.q[batch : batch + 1])
         length = inputs.host_seqlens[batch : batch + 1]
-        for kv_head in spaced(case.h_kv).tolist():
-            heads = kv_head * group + spaced(group)
-            pages = device.take(inputs.kv_cache, inputs.host_table[batch])[:, :, kv_head]
-            table = np.arange(len(pages), dtype=np.int32)[None]
-            arguments = q[:, :, heads], pages, table, length
-            options = {"scale": case.scale, **case.options}
-            out, lse = reference.mla_decode(*arguments, math=case.expected_math, **options)
-            rounded_out, rounded_lse = reference.mla_decode(*arguments, math=case.math, **options, rounding=dtype)
-            errors = distance(rounded_out, out), distance(rounded_lse, lse)
-            expected.append(Expected(batch, heads, out[0], lse[0], *errors))
+        pages = device.take(inputs.kv_cache, inputs.host_table[batch])
+        table = np.arange(len(pages), dtype=np.int32)[None]
+        arguments = q[:, :, heads], pages, table, length
+        options = {"scale": case.scale, **case.options}
+        out, lse = reference.mla_decode(*arguments, math=case.expected_math, **options)
+        rounded_out, rounded_lse = reference.mla_decode(*arguments, math=case.math, **options, rounding=dtype)
+        errors = distance(rounded_out, out), distance(rounded_lse, lse)
+        expected.append(Expected(batch, heads, out[0], lse[0], *errors))
     return expected
 
 

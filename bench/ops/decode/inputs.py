@@ -20,7 +20,7 @@ class InputSet:
     """
 
     q: Any  # (b, s_q, h_q, d_qk)
-    kv_cache: Any  # (num_pages, page_size, h_kv, d_qk)
+    kv_cache: Any  # (num_pages, page_size, 1, d_qk)
     block_table: Any  # (b, max_pages) int32
     seqlens: Any  # (b,) int32
     host_table: npt.NDArray[np.int32]
@@ -45,7 +45,7 @@ def inputs_of(case: DecodeCase, dtype: str, seed: int, device: Device, table: np
     seqlens = case.lengths()
     return InputSet(
         q=device.normal((case.b, case.s_q, case.h_q, case.d_qk), dtype, 2 * seed + 1),
-        kv_cache=device.normal((case.num_pages, case.page_size, case.h_kv, case.d_qk), dtype, 2 * seed + 2),
+        kv_cache=device.normal((case.num_pages, case.page_size, 1, case.d_qk), dtype, 2 * seed + 2),
         block_table=device.upload(table),
         seqlens=device.upload(seqlens),
         host_table=table,

@@ -71,7 +71,6 @@ class Decode:
         plan = with_kernel(mla_cupy.plan_decode, self._kernel)(
             max_b=case.b,
             h_q=case.h_q,
-            h_kv=case.h_kv,
             max_pages=case.max_pages,
             page_size=case.page_size,
             **{"dtype": dtype, "s_q": case.s_q, **self.plan_options(case)},
@@ -195,8 +194,8 @@ class Packed(Decode):
         self._varying = varying
 
     def unsupported(self, case: DecodeCase, dtype: str) -> str | None:
-        if case.h_kv > 1 or case.d_v != D_V:
-            return f"takes one KV head, values of {D_V} columns"
+        if case.d_v != D_V:
+            return f"takes values of {D_V} columns"
         return "nothing varies" if self._varying and (case.s_q == 1 or case.b < 8 or case.b % 4) else None
 
     def counts(self, case: DecodeCase) -> npt.NDArray[np.int32]:

@@ -62,14 +62,15 @@ def mla_decode(
         of which 256 are the latent. With `q_rope`, their first 512 columns. With `cu_seqlens_q` those of all sequences,
         (total_q, h_q, d_qk). The last axis is contiguous; other strides are free (multiples of 16 bytes are fastest).
         In e4m3 with math="fp8" or "fp8x2" only; uint8 holds e4m3 codes, for libraries without that dtype.
-    kv_cache : array, (num_pages, page_size, h_kv, d_qk) or (num_pages, page_size, d_qk), dtype of q; or uint8
-        The pool of pages; the values are the first `d_v` elements of the keys. Query head h reads KV head h // (h_q //
-        h_kv). Any page size; strides as for q. Or the pages of an FP8 record, see `cache_append`: (num_pages,
-        page_size, 656) for "v32", whose d_qk is 576, or (num_pages, page_size, 584) for "v4", whose d_qk is 512 and
-        whose values include the RoPE part, or (num_pages, page_size, 528) for "v41", of which the same is true, or
-        (num_pages, page_size, 576) for "fp8", with one scale for all; or with a head axis of size 1. Pages of records
-        start at, and step by, multiples of 16 bytes: pages of "v4" with an odd number of tokens need a gap of 8 bytes
-        between them.
+    kv_cache : array, (num_pages, page_size, d_qk), dtype of q; or uint8
+        The pool of pages, which all query heads read; the values are the first `d_v` elements of the keys. Any page
+        size; strides as for q. An axis for the one KV head may stand on either side of the tokens: (num_pages,
+        page_size, 1, d_qk), or FlashInfer's (num_pages, 1, page_size, d_qk). Or the pages of an FP8 record, see
+        `cache_append`: (num_pages, page_size, 656) for "v32", whose d_qk is 576, or (num_pages, page_size, 584) for
+        "v4", whose d_qk is 512 and whose values include the RoPE part, or (num_pages, page_size, 528) for "v41", of
+        which the same is true, or (num_pages, page_size, 576) for "fp8", with one scale for all. Pages of records start
+        at, and step by, multiples of 16 bytes: pages of "v4" with an odd number of tokens need a gap of 8 bytes between
+        them.
     block_table : array, (b, max_pages), int32
         The pages of each sequence. Entries past a sequence's end are never read. A page outside [0, num_pages) is
         missing: its tokens are invisible.
@@ -82,7 +83,7 @@ def mla_decode(
     cu_seqlens_q : array, (b + 1,), int32, optional
         Queries of varying length: sequence n has those from cu_seqlens_q[n] to cu_seqlens_q[n + 1], its last tokens.
         Read on the device: clamped to [0, total_q], and one below its predecessor is raised to it. Queries of no
-        sequence see no token. With one KV head, and without a `tree_mask` or context parallelism.
+        sequence see no token. Without a `tree_mask` or context parallelism.
     tree_mask : array, (b, s_q), uint64 or int64, optional
         For sequences whose last s_q tokens are drafts that form a tree, to be verified in one call: query i sees every
         token before the drafts, and draft j iff bit j of tree_mask[b, i] is set. This takes the place of `causal`. Up
@@ -120,8 +121,8 @@ def mla_decode(
         With `cu_seqlens_q`, s_q is the number of queries of the sequence.
     window : int, optional
         Query i sees so many tokens at most: j > i + seqlen - s_q - window. Pages that lie wholly before the windows of
-        a sequence's queries are not read, nor their entries of `block_table`. Only causal, with one KV head, and
-        without a `tree_mask` or context parallelism.
+        a sequence's queries are not read, nor their entries of `block_table`. Only causal, and without a `tree_mask` or
+        context parallelism.
     max_seqlen_q : int, optional
         With `cu_seqlens_q`: how many queries most sequences have, by which a kernel is chosen; a sequence with more is
         served, too. Default: any number. A plan knows it as `s_q`.
@@ -136,8 +137,8 @@ def mla_decode(
     math : str
         "exact" converts the numbers of FP8 records, and multiplies in 16 bits. "fp8", for the record "fp8" on Hopper
         and Blackwell, multiplies in e4m3: weights, and queries in 16 bits, are rounded to it, see the notes. "fp8x2",
-        on Hopper, for more than 16 rows (s_q * h_q / h_kv) and without a `tree_mask`, does so with sums of two numbers
-        in e4m3 in place of each, which have about eight bits, as bfloat16 has.
+        on Hopper, for more than 16 rows (s_q * h_q) and without a `tree_mask`, does so with sums of two numbers in e4m3
+        in place of each, which have about eight bits, as bfloat16 has.
     out : array, (b, s_q, h_q, 512), dtype of q (bfloat16 where that is e4m3) or float32, optional
         Whose memory the result takes over.
     lse : array, (b, h_q, s_q), float32, optional

@@ -24,6 +24,7 @@ def indexer_head_sums(
     cu_seqlens_kv: jax.Array | None = None,
     scale: float | None = None,
     causal: bool | None = None,
+    relative: bool = True,
     buffer_bytes: int = 536870912,
     head_sums: jax.Array | None = None,
     kernel: str | None = None,
@@ -60,6 +61,8 @@ def indexer_head_sums(
         Factor of the scores; default: d**-0.5.
     causal : bool, optional
         As for the losses, whose defaults are those here: True for all keys, False with indices.
+    relative : bool
+        With indices: as for `indexer_sparse_loss`.
     buffer_bytes : int
         The tokens are processed in chunks whose sums fit; a chunk has at least one token.
     head_sums : array, (s_q, s_kv) or (s_q, topk), float32, optional
@@ -87,6 +90,6 @@ def indexer_head_sums(
     It has no gradient: nothing flows to the main attention.
     """
     arrays = (q, k, q_rope, k_rope, indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv, head_sums)
-    options = (scale, causal, buffer_bytes, kernel)
+    options = (scale, causal, relative, buffer_bytes, kernel)
     (head_sums,) = run(OPERATION, arrays, options, exportable)
     return head_sums

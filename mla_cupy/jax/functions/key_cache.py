@@ -37,7 +37,7 @@ def indexer_cache_append(
     ----------
     k : array, (n, d), bfloat16
         Keys, d 32, 64 or 128: after their LayerNorm, unless this is given. The last axis is contiguous.
-    cache : array, (num_pages, page_size, d + 4) or (num_pages, page_size, 1, d + 4), uint8
+    cache : array, (num_pages, page_size, d + 4), uint8
         As for `indexer_logits_paged`: of keys of 128 elements also 68 bytes, in e2m1.
     slots : array, (n,), int32 or int64
         Key i goes to page slots[i] // page_size, place slots[i] % page_size. A slot outside of the cache, -1 being the

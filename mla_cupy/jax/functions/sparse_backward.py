@@ -27,6 +27,7 @@ def sparse_mla_backward(
     topk_length: jax.Array | None = None,
     attn_sink: jax.Array | None = None,
     causal: bool = False,
+    relative: bool = True,
     cu_seqlens_q: jax.Array | None = None,
     cu_seqlens_kv: jax.Array | None = None,
     lse_base: str = "e",
@@ -64,7 +65,7 @@ def sparse_mla_backward(
     dlse : array, (s_q, h_q), float32, optional
         Gradient with respect to `lse` as it is given, so with lse_base="2" of the logarithm in base 2: as for a loss of
         its own or for a merge of partial results. It has no influence on `d_sink`.
-    d_v, scale, topk_length, attn_sink, causal, cu_seqlens_q, cu_seqlens_kv, lse_base
+    d_v, scale, topk_length, attn_sink, causal, relative, cu_seqlens_q, cu_seqlens_kv, lse_base
         As for the forward.
     deterministic : bool
         Make the results bitwise reproducible: see the notes.
@@ -117,6 +118,6 @@ def sparse_mla_backward(
         dkv,
         d_sink,
     )
-    options = (d_v, scale, causal, lse_base, deterministic, dkv_dtype, kernel)
+    options = (d_v, scale, causal, relative, lse_base, deterministic, dkv_dtype, kernel)
     dq, dkv, d_sink = run(OPERATION, arrays, options, exportable)
     return dq, dkv, d_sink

@@ -49,10 +49,11 @@ def sparse_mla_decode(
     q : array, (b, s_q, h_q, d_qk), bfloat16 or float16
         Absorbed queries: d_qk is 576 for the records "v32" and "fp8", 512 for "v4" and "v41". The last axis is
         contiguous, and the first two step evenly.
-    kv_cache : array, (num_pages, page_size, 656, 584, 528 or 576) or with a head axis of size 1, uint8
-        Pages of "v32", "v4", "v41" or, with math="fp8" only, "fp8": see `cache_append`. The values are the first 512
-        elements of the keys; with "v4" and "v41" these include the RoPE part. Pages start at, and step by, multiples of
-        16 bytes: pages of "v4" with an odd number of tokens need a gap of 8 bytes between them.
+    kv_cache : array, (num_pages, page_size, 656, 584, 528 or 576), uint8
+        An axis of size 1 may stand on either side of the tokens, as for `mla_decode`. Pages of "v32", "v4", "v41" or,
+        with math="fp8" only, "fp8": see `cache_append`. The values are the first 512 elements of the keys; with "v4"
+        and "v41" these include the RoPE part. Pages start at, and step by, multiples of 16 bytes: pages of "v4" with an
+        odd number of tokens need a gap of 8 bytes between them.
     indices : array, (b, s_q, topk), int32
         Slots, page * page_size + token, in any order. Any topk, any strides. Slots outside of the cache are skipped, -1
         being the usual mark; duplicates are counted as often as they occur.

@@ -24,7 +24,7 @@ SINK = ("attn_sink",)
 
 @dataclass(frozen=True)
 class SplitGrid:
-    """Division of the work: `row_blocks` blocks side by side (all KV heads), each in `num_splits` splits."""
+    """Division of the work: `row_blocks` blocks side by side, each in `num_splits` splits."""
 
     row_blocks: int
     num_splits: int
@@ -107,8 +107,8 @@ class AttentionKernel(KernelSpec[ProblemT]):
         reason = self.unsupported(problem, device)
         return Reason("takes no " + " and no ".join(lacking)) if lacking and reason is None else reason
 
-    def splits(self, rows: int, device: DeviceInfo, h_kv: int = 1) -> SplitGrid:
-        """Number of splits that keeps every block of the grid resident at once. `rows` are those of one KV head."""
-        row_blocks = h_kv * -(-rows // self.block_rows)
+    def splits(self, rows: int, device: DeviceInfo) -> SplitGrid:
+        """Number of splits that keeps every block of the grid resident at once."""
+        row_blocks = -(-rows // self.block_rows)
         resident = self.blocks_per_sm * device.sm_count
         return SplitGrid(row_blocks, min(MAX_SPLITS, max(1, resident // row_blocks)))

@@ -21,9 +21,9 @@ _LSE_BYTES = _TICKET_BYTES = 4
 class ClusterKernel(AttentionKernel[DecodeProblem]):
     """A kernel that clusters of `cluster_blocks` blocks run, in one launch."""
 
-    def splits(self, rows: int, device: DeviceInfo, h_kv: int = 1) -> SplitGrid:
+    def splits(self, rows: int, device: DeviceInfo) -> SplitGrid:
         """`num_splits` clusters for each of the row blocks, as many as are resident at once."""
-        row_blocks = h_kv * -(-rows // self.block_rows)
+        row_blocks = -(-rows // self.block_rows)
         return SplitGrid(row_blocks, min(MAX_CLUSTERS, max(1, self.resident(device) // row_blocks)))
 
     def resident(self, device: DeviceInfo) -> int:

@@ -153,7 +153,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         chosen = sm90_fp8.sized(chosen, problem, device)
         groups = _groups(problem, chosen)
         rows = groups.queries * problem.h_q if groups else problem.rows
-        splits = chosen.splits(rows, device, problem.h_kv)
+        splits = chosen.splits(rows, device)
         blocks = 0 if chosen.cluster_blocks > 1 else combine.blocks(splits.num_splits, device)
         config = DecodeConfig(problem, chosen, splits.row_blocks, splits.num_splits, blocks)
         if problem.d_head:
@@ -266,7 +266,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         assert config.groups is not None
         problem, kernel = config.problem, config.kernel
         rows = config.s_q * problem.h_q
-        merge_cost = heuristics.merge_cost(min(rows // problem.h_kv, kernel.block_rows))
+        merge_cost = heuristics.merge_cost(min(rows, kernel.block_rows))
         piece_cost = heuristics.piece_cost(rows) if kernel.counts_partials else 0
         return [schedule_groups.launch(config.groups, step, config.num_splits, merge_cost, piece_cost)]
 
@@ -280,7 +280,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
     def _params(self, config: DecodeConfig, call: Call, splits: int) -> DecodeParams:
         options: DecodeOptions = call.options
         kv_cache = call.view("kv_cache")
-        num_pages, page_size, h_kv, _ = kv_cache.shape
+        num_pages, page_size, _ = kv_cache.shape
         projects = config.projection is not None
         return DecodeParams(
             q="q",
@@ -298,7 +298,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             tickets="tickets" if config.in_clusters else NULL,
             tree_mask=call.name("tree_mask"),
             q_stride_b_s_h_elems=_query_strides(call, "q"),
-            kv_stride_page_token_h_elems=_cache_strides(config.problem.record, kv_cache),
+            kv_stride_page_token_elems=_cache_strides(config.problem.record, kv_cache),
             table_stride_b_page_elems=call.strides("block_table", 2),
             seqlens_stride_elems=call.stride("seqlens"),
             out_stride_b_s_h_elems=combine_project.latents_strides(config.s_q, config.problem.h_q)
@@ -311,7 +311,6 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             b=_requests(config, call),
             s_q=config.s_q,
             h_q=config.problem.h_q,
-            h_kv=h_kv,
             num_pages=num_pages,
             page_size=page_size,
             max_pages=call.view("block_table").shape[1],
@@ -335,8 +334,7 @@ def _groups(problem: DecodeProblem, kernel: AttentionKernel[DecodeProblem]) -> G
     wanted = problem.forms
     if not wanted.grouped:
         return None
-    heads = problem.h_q // problem.h_kv
-    return Groups(max(1, min(problem.s_q, kernel.block_rows // heads)), wanted.cu_seqlens_q, wanted.window)
+    return Groups(max(1, min(problem.s_q, kernel.block_rows // problem.h_q)), wanted.cu_seqlens_q, wanted.window)
 
 
 def _projecting(config: DecodeConfig, tokens: int, device: DeviceInfo) -> DecodeConfig:
@@ -411,13 +409,10 @@ def _position_strides(call: Call) -> tuple[int, int]:
     return (0, strides[0]) if len(strides) == 1 else (strides[0], strides[1])
 
 
-def _cache_strides(record: str, kv_cache: View) -> tuple[int, int, int]:
-    """Strides of pages, tokens and heads: in elements, or in bytes of a plane of records."""
-    (pages, page_size, _, width), (page, token, head, element) = kv_cache.shape, kv_cache.strides
-    if not record:
-        return page, token, head
-    tokens = kv_cache._replace(shape=(pages, page_size, width), strides=(page, token, element))
-    return (*page_and_token_bytes(FORMATS[record], tokens), head)
+def _cache_strides(record: str, kv_cache: View) -> tuple[int, int]:
+    """Strides of pages and tokens: in elements, or in bytes of a plane of records."""
+    page, token, _ = kv_cache.strides
+    return page_and_token_bytes(FORMATS[record], kv_cache) if record else (page, token)
 
 
 DECODE = DecodePipeline()

@@ -75,7 +75,6 @@ class DecodeProblem:
 
     s_q: int
     h_q: int
-    h_kv: int
     dtype: str
     aligned: bool = True
     d_qk: int = D_QK
@@ -94,7 +93,7 @@ class DecodeProblem:
     @property
     def told(self) -> dict[str, Any]:
         """Properties that a caller knows, by name."""
-        names = ("s_q", "h_q", "h_kv", "dtype", "d_qk", "record", "tree_mask", "math", "d_head")
+        names = ("s_q", "h_q", "dtype", "d_qk", "record", "tree_mask", "math", "d_head")
         return {**{name: getattr(self, name) for name in names}, **self.forms._asdict()}
 
     @property
@@ -104,8 +103,8 @@ class DecodeProblem:
 
     @property
     def rows(self) -> int:
-        """Query rows of one KV head."""
-        return self.s_q * self.h_q // self.h_kv
+        """Query rows of a sequence."""
+        return self.s_q * self.h_q
 
 
 class DecodeOptions(NamedTuple):

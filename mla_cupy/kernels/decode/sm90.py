@@ -37,26 +37,25 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
 
 
 def kv_map(kv_cache: View, l2: str = "128B") -> TensorMapSpec:
-    """The cache as (pages, heads, tokens, d_qk), fetched in boxes of 64 columns and gcd(page_size, 64) tokens.
+    """The cache as (pages, tokens, d_qk), fetched in boxes of 64 columns and gcd(page_size, 64) tokens.
 
     `l2` is the promotion of the fetches, which pays or costs with what binds the kernel.
 
     Strides of dimensions of size 1 mean nothing, and may be what the driver refuses: they are replaced.
     """
-    num_pages, page_size, h_kv, d_qk = kv_cache.shape
-    page, token, head, _ = kv_cache.strides
+    num_pages, page_size, d_qk = kv_cache.shape
+    page, token, _ = kv_cache.strides
     nbytes = TABLE[kv_cache.dtype].nbytes
     row_bytes = nbytes * d_qk
     return TensorMapSpec(
         kv_cache.dtype,
         kv_cache.ptr,
-        dims=(d_qk, page_size, h_kv, num_pages),
+        dims=(d_qk, page_size, num_pages),
         strides_bytes=(
             nbytes * token if page_size > 1 else row_bytes,
-            nbytes * head if h_kv > 1 else row_bytes,
             nbytes * page if num_pages > 1 else row_bytes,
         ),
-        box=(BOX_COLUMNS, min(TILE_TOKENS, page_size & -page_size), 1, 1),
+        box=(BOX_COLUMNS, min(TILE_TOKENS, page_size & -page_size), 1),
         l2=l2,
     )
 
@@ -66,19 +65,17 @@ def kv_maps(kv_cache: View, l2: str = "128B") -> tuple[TensorMapSpec]:
     return (kv_map(kv_cache, l2),)
 
 
-def _one_head(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
-    if problem.tree_mask:
-        return NO_TREE
-    return unsupported(problem, device) if problem.h_kv == 1 else Reason("takes one KV head")
+def _without_tree(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
+    return NO_TREE if problem.tree_mask else unsupported(problem, device)
 
 
 def box_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
-    """The cache of one head as (pages, groups of 8 tokens, columns / 64, 8, 64): boxes of half the values, and of RoPE.
+    """The cache as (pages, groups of 8 tokens, columns / 64, 8, 64): boxes of half the values, and of RoPE.
 
     If its pages are no groups of 8, twice the map of 16-bit rows.
     """
-    num_pages, page_size, _, d_qk = kv_cache.shape
-    page, token, _, _ = kv_cache.strides
+    num_pages, page_size, d_qk = kv_cache.shape
+    page, token, _ = kv_cache.strides
     if page_size % BOX_ROWS:
         return kv_map(kv_cache), kv_map(kv_cache)
     nbytes = TABLE[kv_cache.dtype].nbytes
@@ -120,14 +117,14 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
 
 BOXES: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_seesaw_boxes",
-    "dense decode as decode_sm90_seesaw, of one KV head and without a tree, by fewer and larger copies",
+    "dense decode as decode_sm90_seesaw, without a tree, by fewer and larger copies",
     "decode/sm90_seesaw_boxes.cu",
     DecodeParams,
     HOPPER,
     KEY_VARIANTS,
     core=DTYPE_VARIANTS,
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
-    unsupported=_one_head,
+    unsupported=_without_tree,
     variant=key_variant,
     block_rows=BLOCK_M,
     kv_maps=box_maps,

@@ -44,7 +44,7 @@ def _unsupported_terms(problem: DecodeProblem) -> Reason | None:
     if problem.tree_mask:
         return Reason(f"takes no tree_mask with math={TERMS!r}: {other}")
     if problem.rows < LEAST_ROWS_OF_TERMS:
-        rows = f"{problem.rows} query rows (s_q * h_q / h_kv)"
+        rows = f"{problem.rows} query rows (s_q * h_q)"
         return Reason(f"takes {LEAST_ROWS_OF_TERMS} and more, not {rows}, with math={TERMS!r}: {other}")
     return None
 
@@ -59,14 +59,14 @@ def variant(problem: DecodeProblem) -> Variant:
 
 
 def kv_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
-    """The cache as (pages, 1, tokens, bytes): boxes of 128 latent columns, and of the RoPE columns.
+    """The cache as (pages, tokens, bytes): boxes of 128 latent columns, and of the RoPE columns.
 
     Boxes are of gcd(page_size, 64) tokens. Of one token, the RoPE columns have a row of 128 bytes in shared memory,
     where a box begins at a multiple of that; what is past the record's end comes as zeros. Without a page nothing is
     fetched, but the map has one: the driver refuses empty ones.
     """
-    num_pages, page_size, _, width = kv_cache.shape
-    page, token, _, _ = kv_cache.strides
+    num_pages, page_size, width = kv_cache.shape
+    page, token, _ = kv_cache.strides
     rows = min(TILE_TOKENS, page_size & -page_size)
     rope, swizzle = (PANEL_COLUMNS, "128B") if rows == 1 else (D_ROPE, "64B")
 
@@ -74,9 +74,9 @@ def kv_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
         return TensorMapSpec(
             "uint8",
             kv_cache.ptr,
-            dims=(D_QK, page_size, 1, max(1, num_pages)),
-            strides_bytes=(token if page_size > 1 else width, width, page if num_pages > 1 else width),
-            box=(columns, rows, 1, 1),
+            dims=(D_QK, page_size, max(1, num_pages)),
+            strides_bytes=(token if page_size > 1 else width, page if num_pages > 1 else width),
+            box=(columns, rows, 1),
             swizzle=swizzle,
             l2="128B",
         )
@@ -126,5 +126,5 @@ def sized(
         return chosen
     if problem.math == TERMS:
         return chosen
-    row_blocks = problem.h_kv * -(-problem.rows // SMALL_BLOCKS)
+    row_blocks = -(-problem.rows // SMALL_BLOCKS)
     return _SMALL if problem.batch.tiles * row_blocks <= SMALL_FP8_TILES * device.sm_count else chosen

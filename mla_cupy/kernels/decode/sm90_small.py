@@ -38,7 +38,7 @@ def preferred(problem: DecodeProblem, device: DeviceInfo) -> bool:
         return False
     blocks = -(-problem.rows // BLOCK_ROWS[-1])
     most = MAX_SHARED_TILES.get(blocks, MOST_SHARED_TILES)
-    return problem.batch.tiles * problem.h_kv * blocks <= most * device.sm_count
+    return problem.batch.tiles * blocks <= most * device.sm_count
 
 
 def variant(problem: DecodeProblem) -> Variant:
@@ -55,7 +55,7 @@ def variant(problem: DecodeProblem) -> Variant:
 
 KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_small",
-    "dense decode with WGMMA and TMA for up to 32 query rows per KV head, or small batches, with swapped operands",
+    "dense decode with WGMMA and TMA for up to 32 query rows, or small batches, with swapped operands",
     "decode/sm90_small.cu",
     DecodeParams,
     HOPPER,

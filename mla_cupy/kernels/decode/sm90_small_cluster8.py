@@ -29,7 +29,7 @@ def preferred(problem: DecodeProblem, device: DeviceInfo) -> bool:
     batch = problem.batch
     if batch is None or batch.tokens > MAX_TOKENS:
         return False
-    row_blocks = problem.h_kv * -(-problem.rows // BLOCK_ROWS)
+    row_blocks = -(-problem.rows // BLOCK_ROWS)
     return batch.b * row_blocks <= KERNEL.resident(device)
 
 

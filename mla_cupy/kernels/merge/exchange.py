@@ -118,7 +118,7 @@ class Splits(NamedTuple):
     ----------
     schedule, partial_out, partial_lse : int
         Addresses.
-    num_splits, continued_index, h_kv : int
+    num_splits, continued_index : int
         As the decode had them.
     """
 
@@ -127,10 +127,9 @@ class Splits(NamedTuple):
     partial_lse: int
     num_splits: int
     continued_index: int
-    h_kv: int
 
 
-UNSPLIT = Splits(0, 0, 0, 0, 0, 1)
+UNSPLIT = Splits(0, 0, 0, 0, 0)
 """Splits of a decode that has merged everything itself."""
 
 
@@ -204,7 +203,6 @@ def launch(
         slices=exchange.slices,
         num_splits=splits.num_splits,
         continued_index=splits.continued_index,
-        h_kv=splits.h_kv,
         call=exchange.digest,
         outs_are_fp32=outs.dtype == "float32",
         out_is_fp32=out.dtype == "float32",

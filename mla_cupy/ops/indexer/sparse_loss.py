@@ -44,6 +44,7 @@ def indexer_sparse_loss(
     cu_seqlens_kv: Any = None,
     scale: float | None = None,
     causal: bool = False,
+    relative: bool = True,
     gradients: bool = True,
     deterministic: bool = False,
     buffer_bytes: int = BUFFER_BYTES,
@@ -97,6 +98,9 @@ def indexer_sparse_loss(
         Factor of the main attention's scores; default: d**-0.5.
     causal : bool
         Leave out keys after a token's own position.
+    relative : bool
+        As for `sparse_mla_forward`: True if indices count from the first key of the token's sequence, False if from the
+        first of all keys.
     gradients : bool
         Compute the gradients.
     deterministic : bool
@@ -169,7 +173,7 @@ def indexer_sparse_loss(
     scored = (q, k, index_q, index_k, weights, indices)
     inputs = (*scored, k_scale, q_scale, lse, head_sums, topk_length, row_weights, cu_seqlens_q, cu_seqlens_kv)
     outputs = (kl, mass, index_lse, d_index_q, d_index_k, d_weights)
-    options = (scale, causal, gradients, deterministic, buffer_bytes, kernel)
+    options = (scale, causal, relative, gradients, deterministic, buffer_bytes, kernel)
     return run(Invocation(OPERATION, (*inputs, *outputs), options, workspace, stream))
 
 
@@ -186,6 +190,7 @@ def _examine(views: Views, given: SparseLossOptions) -> Examined:
     options = given._replace(
         scale=resolve_scale(given.scale, head_dim),
         causal=check_flag("causal", given.causal),
+        relative=check_flag("relative", given.relative),
         gradients=check_flag("gradients", given.gradients),
         deterministic=check_flag("deterministic", given.deterministic),
         buffer_bytes=check_buffer_bytes(given.buffer_bytes),

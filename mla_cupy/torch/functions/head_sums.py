@@ -27,6 +27,7 @@ def indexer_head_sums(
     cu_seqlens_kv: torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool | None = None,
+    relative: bool = True,
     buffer_bytes: int = 536870912,
     head_sums: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
@@ -62,6 +63,8 @@ def indexer_head_sums(
         Factor of the scores; default: d**-0.5.
     causal : bool, optional
         As for the losses, whose defaults are those here: True for all keys, False with indices.
+    relative : bool
+        With indices: as for `indexer_sparse_loss`.
     buffer_bytes : int
         The tokens are processed in chunks whose sums fit; a chunk has at least one token.
     head_sums : tensor, (s_q, s_kv) or (s_q, topk), float32, optional
@@ -89,7 +92,7 @@ def indexer_head_sums(
     It has no gradient: nothing flows to the main attention. A `workspace` is for calls with tensors for the results.
     """
     arrays = (q, k, q_rope, k_rope, indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv, head_sums)
-    options = (scale, causal, buffer_bytes, kernel)
+    options = (scale, causal, relative, buffer_bytes, kernel)
     if is_plain_call(q) and not torch.is_grad_enabled():
         (head_sums,) = run(Invocation(OPERATION, arrays, options, workspace))
     else:

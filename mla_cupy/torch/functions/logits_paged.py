@@ -40,11 +40,12 @@ def indexer_logits_paged(
     q : tensor, (b, s_q, h, d), float8_e4m3fn or uint8
         e4m3 codes of 1 to 128 heads, d 32, 64 or 128, of up to 8 next tokens (more: the slow kernel). Strides as for
         `indexer_logits`.
-    cache : tensor, (num_pages, page_size, d + 4) or (num_pages, page_size, 1, d + 4), uint8
+    cache : tensor, (num_pages, page_size, d + 4), uint8
         Pages of records: in each page, the codes of all its keys, then their float32 scales. A page is contiguous;
-        pages lie multiples of 16 bytes apart. Pages of 64 keys of d = 128 are fast. Keys of 128 elements may have 68
-        bytes: 64 of e2m1, the first of two elements in the lower half of a byte, then, after the codes of all keys, the
-        exponents of four scales, of 32 elements each (ue8m0).
+        pages lie multiples of 16 bytes apart. An axis of size 1 may stand on either side of the keys, as for
+        `mla_decode`. Pages of 64 keys of d = 128 are fast. Keys of 128 elements may have 68 bytes: 64 of e2m1, the
+        first of two elements in the lower half of a byte, then, after the codes of all keys, the exponents of four
+        scales, of 32 elements each (ue8m0).
     weights : tensor, (b, s_q, h), float32
         As for `indexer_logits`.
     seqlens : tensor, (b,) or (b, s_q), int32

@@ -30,6 +30,7 @@ def sparse_mla_backward(
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     causal: bool = False,
+    relative: bool = True,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_kv: torch.Tensor | None = None,
     lse_base: str = "e",
@@ -67,7 +68,7 @@ def sparse_mla_backward(
     dlse : tensor, (s_q, h_q), float32, optional
         Gradient with respect to `lse` as it is given, so with lse_base="2" of the logarithm in base 2: as for a loss of
         its own or for a merge of partial results. It has no influence on `d_sink`.
-    d_v, scale, topk_length, attn_sink, causal, cu_seqlens_q, cu_seqlens_kv, lse_base
+    d_v, scale, topk_length, attn_sink, causal, relative, cu_seqlens_q, cu_seqlens_kv, lse_base
         As for the forward.
     deterministic : bool
         Make the results bitwise reproducible: see the notes.
@@ -121,7 +122,7 @@ def sparse_mla_backward(
         dkv,
         d_sink,
     )
-    options = (d_v, scale, causal, lse_base, deterministic, dkv_dtype, kernel)
+    options = (d_v, scale, causal, relative, lse_base, deterministic, dkv_dtype, kernel)
     if is_plain_call(q) and (dq is None) is (dkv is None) and (attn_sink is None or (dq is None) is (d_sink is None)):
         dq, dkv, d_sink = run(Invocation(OPERATION, arrays, options, workspace))
     else:

@@ -33,6 +33,7 @@ def indexer_sparse_loss(
     cu_seqlens_kv: torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool = False,
+    relative: bool = True,
     gradients: bool = True,
     deterministic: bool = False,
     buffer_bytes: int = 536870912,
@@ -87,6 +88,9 @@ def indexer_sparse_loss(
         Factor of the main attention's scores; default: d**-0.5.
     causal : bool
         Leave out keys after a token's own position.
+    relative : bool
+        As for `sparse_mla_forward`: True if indices count from the first key of the token's sequence, False if from the
+        first of all keys.
     gradients : bool
         Compute the gradients.
     deterministic : bool
@@ -150,7 +154,7 @@ def indexer_sparse_loss(
         d_index_k,
         d_weights,
     )
-    options = (scale, causal, gradients, deterministic, buffer_bytes, kernel)
+    options = (scale, causal, relative, gradients, deterministic, buffer_bytes, kernel)
     if (
         is_plain_call(q)
         and not torch.is_grad_enabled()
@@ -181,6 +185,7 @@ def indexer_sparse_objective(
     cu_seqlens_kv: torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool = False,
+    relative: bool = True,
     deterministic: bool = False,
     buffer_bytes: int = 536870912,
     kernel: str | None = None,
@@ -226,6 +231,9 @@ def indexer_sparse_objective(
         Factor of the main attention's scores; default: d**-0.5.
     causal : bool
         Leave out keys after a token's own position.
+    relative : bool
+        As for `sparse_mla_forward`: True if indices count from the first key of the token's sequence, False if from the
+        first of all keys.
     deterministic : bool
         Give `d_index_k` the same bits in every run; all other results have them anyway.
     buffer_bytes : int
@@ -266,5 +274,5 @@ def indexer_sparse_objective(
         cu_seqlens_q,
         cu_seqlens_kv,
     )
-    options = (scale, causal, True, deterministic, buffer_bytes, kernel)
+    options = (scale, causal, relative, True, deterministic, buffer_bytes, kernel)
     return objective(INDEXER_SPARSE_LOSS, arrays, options, straight_through)
