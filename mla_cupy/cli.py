@@ -76,11 +76,11 @@ def _main(arguments: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may contain characters that its encoding lacks
     try:
         if arguments[:1] == ["bench"]:
-            return int(_part("bench", "bench", "cli").main(arguments[1:]))
+            return int(_part("bench", "cli").main(arguments[1:]))
         if arguments[:1] == ["trace"]:
-            return int(_part("bench", "bench", "cli").main(arguments))
+            return int(_part("bench", "cli").main(arguments))
         if arguments[:1] == ["sim"]:
-            return int(_part("ptxsim", "ptxsim/ptxsim", "__main__").main(arguments[1:], "mla-cupy sim"))
+            return int(_part("ptxsim", "__main__").main(arguments[1:], "mla-cupy sim"))
         options, unknown = _parser(arguments).parse_known_args(arguments)
         if unknown:  # said by the command, with its own usage
             options.command.error(f"unrecognized arguments: {' '.join(unknown)}")

@@ -129,4 +129,4 @@ def _rate(value: float | None, unit: str) -> str:
 
 def _bench(name: str) -> Any:
     """Return a module of the benchmarks."""
-    return part("bench", "bench", name)
+    return part("bench", name)

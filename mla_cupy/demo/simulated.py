@@ -159,7 +159,7 @@ def compare(out: Array, lse: Array, inputs: Inputs, dtype: str) -> list[Comparis
     A kernel may err twice as much as the oracle that makes the kernel's own roundings, and one unit in the last place
     of the largest value.
     """
-    rule = parts.part("bench", "bench", "core.tolerance")
+    rule = parts.part("bench", "core.tolerance")
     exact_out, exact_lse = reference.mla_decode(*inputs, scale=SCALE)
     rounded_out, rounded_lse = reference.mla_decode(*inputs, scale=SCALE, rounding=dtype)
     lse_size = max(1.0, float(np.abs(exact_lse[np.isfinite(exact_lse)]).max(initial=0)))
