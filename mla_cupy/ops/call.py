@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from mla_cupy import arrays as families
 from mla_cupy.arrays import Family, Native, View
-from mla_cupy.errors import ArgumentError, DeviceError, PlanError, explain
+from mla_cupy.errors import ArgumentError, PlanError, explain
+from mla_cupy.kernels.choice import check_somewhere
 from mla_cupy.kernels.pipeline import WORKSPACE_ALIGNMENT, Prepared
 from mla_cupy.ops import backend, overlap, schema
 from mla_cupy.ops.checks import check_memory
@@ -227,8 +228,6 @@ def _check_arguments(call: Invocation) -> Family:
     if call.plan is not None and not (isinstance(call.plan, Plan) and call.plan.operation == operation.name):
         expected = f"a plan of {operation.name}, or None"
         raise PlanError(explain("plan", repr(call.plan), expected, "make it with plan_decode or plan_cascade"))
-    if call.workspace is not None and not family.on_gpu:
-        raise DeviceError(explain(WORKSPACE, f"an array of {family.name} on the CPU", "None for arrays on the CPU"))
     if call.workspace is not None and call.plan is not None:
         raise ArgumentError(explain(WORKSPACE, "an array, with a plan", "None: the plan has its own"))
     return family
@@ -398,6 +397,8 @@ def _on_host(call: Invocation, family: Family) -> tuple[Any, ...]:
     """Compute on the GPU and copy back, or by the oracle."""
     operation, plan = call.operation, call.plan
     request = _examine(call, family.native)
+    if call.workspace is not None:  # neither used nor needed: where it begins does not matter
+        check_memory(family.native.view(call.workspace, WORKSPACE)._replace(ptr=0), 0, families.HOST)
     if call.stream is not None:
         families.stream_handle(call.stream)  # refuses what is no stream, whether or not one is needed
     if backend.use_gpu():
@@ -406,6 +407,9 @@ def _on_host(call: Invocation, family: Family) -> tuple[Any, ...]:
         plan.configuration(request)
     if call.check:
         _check_values(call, request, lambda x: x)
+    if plan is None:
+        configure = functools.partial(operation.configure, request, request.problem, request.kernel)
+        check_somewhere(operation.name, request.kernel, configure)
     answer = backend.oracle(operation.name, request.options._asdict())(**call.inputs)
     return backend.deliver(backend.rounded(answer, _dtypes(operation, request).values()), call.results)
 
