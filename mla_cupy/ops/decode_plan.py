@@ -303,7 +303,7 @@ class DecodePlan(Plan):
         given = {name: view for name in names if (view := views[name]) is not None}
         for name, view in given.items():
             if got := misstep(view):
-                expected = "with a plan, a start and steps that are multiples of 16 bytes"
+                expected = "with a plan, a start and steps that are positive multiples of 16 bytes"
                 raise PlanError(explain(name, got, expected, f"copy {name}, or leave the plan out"))
         raise PlanError(explain("kv_cache.shape[0]", 0, "at least 1 page with a plan"))
 
