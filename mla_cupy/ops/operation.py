@@ -183,6 +183,10 @@ class NoOptions(NamedTuple):
     """Options of an operation that has arrays alone."""
 
 
+def check_nothing(arrays: Arrays, options: Any) -> None:
+    """Stands for the check of values of an operation that has none."""
+
+
 @dataclass(frozen=True, eq=False)
 class Operation:
     """One public operation.
@@ -231,7 +235,7 @@ class Operation:
     derivative: Literal["none", "reverse", "constant"] = "none"
     parallel: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     widths: str = ""
-    check_values: Callable[[Arrays, Any], None] = lambda arrays, options: None
+    check_values: Callable[[Arrays, Any], None] = check_nothing
 
     def __post_init__(self) -> None:
         _OPERATIONS[self.name] = self
