@@ -264,9 +264,9 @@ def _bind_axis(
     elif name not in sizes:
         allowed = operation.sizes.get(name)
         if allowed is not None and size not in allowed:
-            expected = _size_text(operation, name, dtype) + (f" for {dtype}" if name == "d_kv" else "")
+            built = _size_text(operation, name, dtype) + (f" for {dtype}" if name == "d_kv" else "")
             remedy = absorbing(size) if name == "d_qk" else operation.widths
-            raise ShapeError(explain(where, size, expected, remedy))
+            raise ShapeError(explain(where, size, built, remedy))
         least = operation.min_sizes.get(name, 0)
         if size < least:
             raise ShapeError(explain(where, f"{name}={size}", f"at least {least}"))

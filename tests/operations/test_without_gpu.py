@@ -92,6 +92,6 @@ def test_kernels_of_stages_are_checked() -> None:
     arrays = (q, cache[:, :, 0], table, seqlens)
     mla_cupy.cascade_decode(*arrays, groups, kernel="decode_sm90_small")
     with pytest.raises(ArgumentError, match=r"did you mean 'decode_sm90_small'\?"):
-        mla_cupy.cascade_decode(*arrays, groups, kernel="decode_sm90_smal")
+        mla_cupy.cascade_decode(*arrays, groups, kernel="decode_sm90_smaller")
     with pytest.raises(UnsupportedDeviceError, match="decode_sm90_records"):
         mla_cupy.cascade_decode(*arrays, groups, kernel="decode_sm90_records")
