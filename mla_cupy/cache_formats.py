@@ -6,7 +6,7 @@ the same for the device; `tests/budgets` compares the facts of the cubins with t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -288,8 +288,12 @@ def without_heads(cache: _ArrayT, argument: str = "cache") -> _ArrayT:
     return found
 
 
-def format_of(dtype: str, width: int, argument: str = "cache", name: object = None) -> CacheFormat:
+def format_of(
+    dtype: str, width: int, argument: str = "cache", name: object = None, listed: Collection[str] = ()
+) -> CacheFormat:
     """The latent record of a cache with this dtype and last axis, or check that it is the one called `name`.
+
+    An error lists the records of these names, or else all of them.
 
     Raises
     ------
@@ -306,5 +310,9 @@ def format_of(dtype: str, width: int, argument: str = "cache", name: object = No
     for record in candidates:
         if (record.dtype, record.width) == (kind, width):
             return record
-    expected = ", ".join(f"{record.width} of {record.dtype} ({record.name})" for record in candidates)
+    expected = ", ".join(
+        f"{record.width} of {record.dtype} ({record.name})"
+        for record in candidates
+        if not listed or record.name in listed
+    )
     raise ShapeError(explain(f"{argument}.shape[-1]", f"{width} of {dtype}", expected, "`mla-cupy formats` lists them"))

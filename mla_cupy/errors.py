@@ -6,7 +6,8 @@ before any kernel is launched. Each kind is also the built-in exception that a c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 class MlaError(Exception):
@@ -65,6 +66,12 @@ def either(choices: Sequence[object]) -> str:
     """List what is allowed, each once: "1", "1 or 2", "1, 2 or 3"."""
     *others, last = dict.fromkeys(map(str, choices))
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def nearest(name: str, known: Iterable[str], remedy: str) -> str:
+    """Return the remedy for a name that is not known: the one that was probably meant, or else `remedy`."""
+    found = difflib.get_close_matches(name, list(known), 1)
+    return f"did you mean {found[0]!r}?" if found else remedy
 
 
 def explain(argument: str, got: object, expected: str, remedy: str = "") -> str:

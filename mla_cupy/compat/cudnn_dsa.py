@@ -14,6 +14,8 @@ import torch
 
 from mla_cupy.ops import sparse_mla_backward
 
+__all__ = ["sparse_attention_backward_wrapper"]
+
 
 def sparse_attention_backward_wrapper(
     q: torch.Tensor,
@@ -73,3 +75,7 @@ def sparse_attention_backward_wrapper(
             stream=None if stream is None else int(stream),
         )
     return {"dq": dq, "dkv": dkv, "d_sink": d_sink}
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -416,3 +416,7 @@ def _check_strict_sparse(q: Any, kv: Any, indices: Any, indexer_topk: int) -> No
     if indexer_topk not in built:
         expected = f"one of {built}, with {q.shape[1]} heads and d_qk {q.shape[2]}"
         raise ArgumentError(explain("indexer_topk", indexer_topk, expected, "or strict=False"))
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -181,3 +181,7 @@ def _number(argument: str, value: Any) -> Any:
     native, x = family.native, family.adopt(value)
     view = native.view(x, argument)
     return float(native.to_numpy(x, native.current_stream(view.device)).reshape(()))
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -15,6 +15,8 @@ from mla_cupy.errors import UnsupportedDeviceError
 from mla_cupy.shapes import D_V
 from mla_cupy.torch import sparse_mla_forward
 
+__all__ = ["register", "run_fused_absorbed_sparse_attention"]
+
 BACKEND = "mla_cupy"
 _DISPATCHERS = (
     "megatron.core.ops.attention.dsa.dsa_kernels",
@@ -88,3 +90,7 @@ def run_fused_absorbed_sparse_attention(
         for i in range(b)
     ]
     return per_sequence[0].unsqueeze(1) if b == 1 else torch.stack(per_sequence, dim=1)
+
+
+def __dir__() -> list[str]:
+    return __all__

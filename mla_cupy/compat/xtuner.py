@@ -13,6 +13,8 @@ from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.shapes import D_V
 from mla_cupy.torch import sparse_mla_forward
 
+__all__ = ["SparseMLAOutputs", "sparse_mla"]
+
 
 class SparseMLAOutputs(NamedTuple):
     """The fields of xtuner's class of this name.
@@ -56,3 +58,7 @@ def sparse_mla(
         raise ArgumentError(explain("value_dim", value_dim, f"{D_V} or None"))
     out, lse, _ = sparse_mla_forward(q, kv, indices.to(torch.int32), scale=scaling)
     return SparseMLAOutputs(out, lse)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -177,7 +177,7 @@ def record_read(cache: View, d_qk: int, read: Sequence[str], argument: str, reme
     ------
     ShapeError
     """
-    record = format_of(cache.dtype, cache.shape[-1], argument)
+    record = format_of(cache.dtype, cache.shape[-1], argument, listed=read)
     if record.name not in read:
         raise ShapeError(explain(argument, f"pages of {record.name}", " or ".join(read), remedy))
     if d_qk != record.d_qk:

@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 
 from mla_cupy import arrays as families
 from mla_cupy.arrays import Family, Native, View
-from mla_cupy.errors import ArgumentError, DeviceError, PlanError, explain
+from mla_cupy.errors import ArgumentError, PlanError, explain
+from mla_cupy.kernels.choice import check_somewhere
 from mla_cupy.kernels.pipeline import WORKSPACE_ALIGNMENT, Prepared
 from mla_cupy.ops import backend, overlap, schema
 from mla_cupy.ops.checks import check_memory
 from mla_cupy.ops.entry import Entry, Plan, Request
-from mla_cupy.ops.operation import Operation, operation_of
+from mla_cupy.ops.operation import Operation, check_nothing, operation_of
 from mla_cupy.runtime import device as devices
-from mla_cupy.runtime import driver
+from mla_cupy.runtime import driver, env
 
 __all__ = ["workspace_bytes"]
 
@@ -203,6 +204,7 @@ def _first(call: Invocation) -> tuple[Any, ...]:
     """Check everything, run, and remember."""
     operation, family = call.operation, _check_arguments(call)
     adopted = call.adopted(family)
+    adopted.check = adopted.check or _always_checks(operation)
     if family.on_gpu:
         made = run(adopted, family.native)
         family.settle((*adopted.arrays, adopted.workspace))
@@ -227,8 +229,6 @@ def _check_arguments(call: Invocation) -> Family:
     if call.plan is not None and not (isinstance(call.plan, Plan) and call.plan.operation == operation.name):
         expected = f"a plan of {operation.name}, or None"
         raise PlanError(explain("plan", repr(call.plan), expected, "make it with plan_decode or plan_cascade"))
-    if call.workspace is not None and not family.on_gpu:
-        raise DeviceError(explain(WORKSPACE, f"an array of {family.name} on the CPU", "None for arrays on the CPU"))
     if call.workspace is not None and call.plan is not None:
         raise ArgumentError(explain(WORKSPACE, "an array, with a plan", "None: the plan has its own"))
     return family
@@ -305,7 +305,7 @@ def _prepare(call: Invocation, native: Native) -> tuple[Entry, list[int]]:
     configured = _configure(call, native)
     request = configured.request
     handle = native.current_stream(request.device) if call.stream is None else families.stream_handle(call.stream)
-    if call.check:
+    if call.check and not (_always_checks(operation) and driver.current().is_capturing(handle)):
         _check_values(call, request, lambda x: native.to_numpy(x, handle))
     told = request if call.plan is None else replace(request, planned=True)
     info = devices.describe(request.device)
@@ -316,7 +316,7 @@ def _prepare(call: Invocation, native: Native) -> tuple[Entry, list[int]]:
     entry = _entry(call, native, configured, prepared, addresses)
     # An array of a subclass, or a list among the options, is valid, but not cached.
     with contextlib.suppress(TypeError):
-        if signed:
+        if signed and not _always_checks(operation):
             entry.signature, entry.match = signed[1], native.matcher(arrays)
             _remember(call, entry)
     return entry, addresses
@@ -398,6 +398,8 @@ def _on_host(call: Invocation, family: Family) -> tuple[Any, ...]:
     """Compute on the GPU and copy back, or by the oracle."""
     operation, plan = call.operation, call.plan
     request = _examine(call, family.native)
+    if call.workspace is not None:  # neither used nor needed: where it begins does not matter
+        check_memory(family.native.view(call.workspace, WORKSPACE)._replace(ptr=0), 0, families.HOST)
     if call.stream is not None:
         families.stream_handle(call.stream)  # refuses what is no stream, whether or not one is needed
     if backend.use_gpu():
@@ -406,6 +408,9 @@ def _on_host(call: Invocation, family: Family) -> tuple[Any, ...]:
         plan.configuration(request)
     if call.check:
         _check_values(call, request, lambda x: x)
+    if plan is None:
+        configure = functools.partial(operation.configure, request, request.problem, request.kernel)
+        check_somewhere(operation.name, request.kernel, configure)
     answer = backend.oracle(operation.name, request.options._asdict())(**call.inputs)
     return backend.deliver(backend.rounded(answer, _dtypes(operation, request).values()), call.results)
 
@@ -429,6 +434,11 @@ def _dtypes(operation: Operation, request: Request) -> dict[str, str]:
     """Dtypes of the outputs; "" where there is no such result."""
     views = {output.name: request.views[output.name] for output in operation.outputs}
     return {name: "" if view is None else view.dtype for name, view in views.items()}
+
+
+def _always_checks(operation: Operation) -> bool:
+    """True if each call is to look at values that the operation knows a check for, whether or not it asks for it."""
+    return operation.check_values is not check_nothing and env.get("CHECK") == "1"
 
 
 def _check_values(call: Invocation, request: Request, to_numpy: Callable[[Any], Any]) -> None:

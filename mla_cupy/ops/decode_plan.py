@@ -13,7 +13,7 @@ from mla_cupy import arrays, cache_formats, dtypes
 from mla_cupy.arrays import HOST, Native, View
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, PlanError, ShapeError, either, explain
 from mla_cupy.kernels.attention.records import READ_DENSE as RECORDS
-from mla_cupy.kernels.choice import check_kernel
+from mla_cupy.kernels.choice import check_kernel, check_somewhere
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.combine_pieces import MAX_PIECES
 from mla_cupy.kernels.decode.pipeline import DecodeConfig
@@ -303,7 +303,7 @@ class DecodePlan(Plan):
         given = {name: view for name in names if (view := views[name]) is not None}
         for name, view in given.items():
             if got := misstep(view):
-                expected = "with a plan, a start and steps that are multiples of 16 bytes"
+                expected = "with a plan, a start and steps that are positive multiples of 16 bytes"
                 raise PlanError(explain(name, got, expected, f"copy {name}, or leave the plan out"))
         raise PlanError(explain("kv_cache.shape[0]", 0, "at least 1 page with a plan"))
 
@@ -345,7 +345,7 @@ def plan_decode(
     math: str = "exact",
     batch_invariant: bool = False,
     split_tokens: int = 4096,
-    device: int | None = None,
+    device: int | str | None = None,
     workspace: Any = None,
     kernel: str | None = None,
 ) -> DecodePlan:
@@ -384,11 +384,12 @@ def plan_decode(
         on the arguments of this function other than `max_b` and `max_pages`, and on the GPU's architecture.
     split_tokens : int
         A multiple of 64, and at least 1/256 of max_pages * page_size. Has no effect without `batch_invariant`.
-    device : int, optional
-        CUDA ordinal. Default: CuPy's current device; without a GPU, the NumPy backend.
+    device : int or "cpu", optional
+        CUDA ordinal. Default: CuPy's current device; without a GPU, the NumPy backend. "cpu": for arrays in the host's
+        memory, which a GPU computes if there is one.
     workspace : array, uint8, or function, optional
         Memory of the caller's for the plan, of at least `workspace_bytes`, 256-byte aligned, on `device`; or a function
-        that allocates it, `workspace(nbytes)`, called once.
+        that allocates it, `workspace(nbytes)`, called once. The NumPy backend uses neither.
     kernel : str, optional
         Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits; the choice depends on `max_b`
         and on max_pages * page_size, too: there are kernels for short sequences in small batches.
@@ -433,11 +434,12 @@ def plan_decode(
         split_tokens=split_tokens,
         kernel=kernel,
     )
-    if device is None and not backend.use_gpu():
+    ordinal = _ordinal(device)
+    if ordinal == HOST:
+        check_somewhere("plan_decode", kernel, lambda info: DECODE.configure(problem, info, kernel))
         if workspace is not None and not callable(workspace):
-            raise PlanError(explain("workspace", "an array", "None: a plan of the NumPy backend needs no memory"))
+            _workspace_address(workspace, 0, HOST)
         return DecodePlan(problem, limits, HOST, None, (None, 0))
-    ordinal = arrays.cupy_family().current_device() if device is None else _ordinal(device)
     info = devices.describe(ordinal)
     config = DECODE.configure(problem, info, kernel)
     if pieces:
@@ -553,16 +555,23 @@ def _record(name: Any, d_qk: int) -> str:
 
 
 def _ordinal(device: Any) -> int:
+    """The CUDA ordinal of a plan's device, or HOST."""
+    if device is None or (isinstance(device, str) and device == "cpu"):
+        simulated = device is None and arrays.NUMPY.on_gpu
+        return arrays.cupy_family().current_device() if simulated or backend.use_gpu() else HOST
     if not is_integer(device) or device < 0:
-        raise ArgumentError(explain("device", repr(device), "a CUDA ordinal, or None"))
+        raise ArgumentError(explain("device", repr(device), 'a CUDA ordinal, "cpu" or None'))
     return int(device)
 
 
 def _workspace_address(workspace: Any, nbytes: int, device: int) -> int:
     family = arrays.family_of(workspace, "workspace")
-    if not family.on_gpu or not family.mutable:
-        raise PlanError(explain("workspace", f"an array of {family.name}", "a writable array on the GPU"))
+    if family.on_gpu != (device != HOST) or not family.mutable:
+        place = "in the host's memory" if device == HOST else "on the GPU"
+        raise PlanError(explain("workspace", f"an array of {family.name}", f"a writable array {place}"))
     view = family.native.view(family.adopt(workspace), "workspace")
+    if device == HOST:
+        view = view._replace(ptr=0)  # not used: where it begins does not matter
     try:
         check_memory(view, nbytes, device)
     except (ShapeError, DeviceError) as error:

@@ -9,7 +9,7 @@ from mla_cupy.kernels.dense.problem import DenseBackwardProblem, PrefillBackward
 from mla_cupy.ops.call import Invocation, run
 from mla_cupy.ops.checks import STARTS, check_flag, resolve_scale
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, only_like_first
-from mla_cupy.ops.prefill_inputs import MIN_SIZES, QKV, ROPES, SIZES, aligned, check_prefill_values, check_sizes
+from mla_cupy.ops.prefill_inputs import MIN_SIZES, QKV, ROPES, SIZES, WIDTHS, aligned, check_prefill_values, check_sizes
 
 
 def mla_prefill_backward(
@@ -168,6 +168,7 @@ OPERATION = Operation(
         Output("dk_rope", "s_kv h_rope d_rope", only_like_first, layout="wide", like="k_rope", needs="k_rope"),
     ),
     sizes=SIZES,
+    widths=WIDTHS,
     min_sizes=MIN_SIZES,
     options=PrefillBackwardOptions,
     parallel={"h_q": ("h_kv?", "h_rope?")},

@@ -166,8 +166,8 @@ def _check_extra(views: Views, record: str) -> bool:
     if record == FP8.name:
         remedy = "append its tokens to kv_cache"
         raise ArgumentError(explain("extra_kv_cache", "an array", f"None beside a kv_cache of {record}", remedy))
-    extra = format_of(cache.dtype, cache.shape[2], "extra_kv_cache")
     allowed = [name for name in (record, COMPACT.get(record)) if name]
+    extra = format_of(cache.dtype, cache.shape[2], "extra_kv_cache", listed=allowed)
     if extra.name not in allowed:
         expected = " or ".join(allowed) + f" beside a kv_cache of {record}"
         raise ShapeError(explain("extra_kv_cache", f"pages of {extra.name}", expected))

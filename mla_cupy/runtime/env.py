@@ -57,6 +57,12 @@ VARIABLES: Mapping[str, Variable] = {
         ),
         Variable("DEBUG", "0", "1: a kernel whose bounded wait for another GPU has timed out traps", ("0", "1")),
         Variable(
+            "CHECK",
+            "0",
+            "1: calls look at the values of their arrays, as with `check=True`; read at the first call of each kind",
+            ("0", "1"),
+        ),
+        Variable(
             "BACKEND",
             "auto",
             "where NumPy arrays are computed: cuda, numpy, or auto (the GPU if there is one)",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mla_cupy.compiling import compile_all
 from mla_cupy.runtime import nvrtc
-from mla_cupy.terminal import progress, show, table
+from mla_cupy.terminal import Help, progress, show, table
 
 _EPILOG = """\
 Single instructions first (loads and stores of tensor memory, matrix products, TMA, reductions), then one block of each
@@ -31,7 +31,7 @@ examples:
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `mla-cupy selftest`."""
     command.epilog = _EPILOG
-    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.formatter_class = Help
     command.add_argument(
         "--arch", metavar="ARCH", help="such as sm_80, sm_89 or sm_100a (default: this machine's GPU, or sm_100a)"
     )

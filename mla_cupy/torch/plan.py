@@ -117,7 +117,7 @@ def _make_plan(device: Any, **sizes: Any) -> TorchDecodePlan:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(device)
     if place.type == "cpu":
-        return TorchDecodePlan(ops.plan_decode(**sizes), torch.empty(0, dtype=torch.uint8))
+        return TorchDecodePlan(ops.plan_decode(**sizes, device="cpu"), torch.empty(0, dtype=torch.uint8))
     ordinal = torch.cuda.current_device() if place.index is None else place.index
     made: list[torch.Tensor] = []
 
