@@ -15,7 +15,7 @@
 // scale per token, if any: scores are multiplied by it. It also has 16 RoPE columns.
 //
 // Values: ldmatrix.trans moves pairs of codes, neighbouring columns of a token. A byte permute parts them; the two
-// products have even and odd columns. P is multiplied by the scale of the warp's columns.
+// products have even and odd columns. P holds weights times the scales of the warp's columns (mma/scaled_rows.cuh).
 #pragma once
 #include "attention/mma/records.cuh"
 #include "attention/mma/scaled_rows.cuh"

@@ -9,7 +9,7 @@
 
 namespace mla::attention::mma {
 // Where a row's largest product is put, and where the row has to follow a larger one. Float16 ends at 2^16.
-constexpr float kProductLog2 = 7.f;
+constexpr float kProductLog2 = 8.f;
 constexpr u32 kProductEnd = 0x78007800, kSigns = 0x80008000;  // 2^15, twice
 // Weights of tokens with tiny scales end here, well before their sum overflows.
 constexpr float kMostWeight = 0x1p80f;
