@@ -2,8 +2,6 @@
 // at: attention/generic.cu, which explains it, and attention/generic_forms.cu.
 #pragma once
 #include "attention/generic_rows.cuh"
-#include "attention/query_groups.cuh"
-#include "attention/tree_mask.cuh"
 #include "ptx/control.cuh"
 #include "tile/elements.cuh"
 
@@ -132,13 +130,8 @@ MLA_DEVICE void run_item(const GenericPagesBlock<C>& block, const WorkItem& item
         const u32 fetched = fetch_keys(block, item, first, warp, lane);
         if (lane == 0) atomicOr(&present, fetched);
         __syncthreads();
-        bool counts;
-        if constexpr (C::Work::kForms) {
-            counts = row_sees_in_window(p, item, block.row0 + warp, first + lane) && first + lane < item.tokens &&
-                     ((present >> lane) & 1);
-        } else {
-            counts = first + lane < item.tokens && seen.contain(first + lane) && ((present >> lane) & 1);
-        }
+        const bool counts = first + lane < item.tokens && ((present >> lane) & 1) &&
+                            sees<typename C::Work>(p, item, seen, block.row0 + warp, first + lane);
         const float score =
             counts ? dot<typename C::Element>(block.s.q[warp], block.s.k[lane], C::kHeadDimQk) * p.scale_log2
                    : negative_infinity();

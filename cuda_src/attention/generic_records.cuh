@@ -9,7 +9,6 @@
 #include "attention/generic_rows.cuh"
 #include "attention/record_tokens.cuh"
 #include "attention/row_block.cuh"
-#include "attention/tree_mask.cuh"
 #include "ptx/control.cuh"
 
 namespace mla::attention {
@@ -129,15 +128,6 @@ MLA_DEVICE void add_values(const GenericStorage<C>& s, float2 (&out)[kGenericRow
     }
 }
 
-// Whether the warp's row sees a token; `seen` is what it sees where no list says whose tokens these are.
-template <class C>
-MLA_DEVICE bool sees(const GenericBlock<C>& block, const WorkItem& item, const SeenTokens& seen, i32 row, i32 token) {
-    if constexpr (C::Tokens::Work::kForms) {
-        if (forms_of(block.p).groups != nullptr) return row_sees_in_window(block.p, item, row, token);
-    }
-    return seen.contain(token);
-}
-
 template <class C>
 MLA_DEVICE void run_item(const GenericBlock<C>& block, const typename C::Tokens::Work::HeldItem& item) {
     const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
@@ -154,8 +144,8 @@ MLA_DEVICE void run_item(const GenericBlock<C>& block, const typename C::Tokens:
         __syncthreads();  // the previous step's keys have been read
         fetch_keys(block, item, first, end, warp, lane);
         __syncthreads();
-        const bool counts =
-            first + token < end && sees(block, item, seen, block.row0 + warp, first + token) && block.s.present[token];
+        const bool counts = first + token < end && block.s.present[token] &&
+                            sees<typename C::Tokens::Work>(block.p, item, seen, block.row0 + warp, first + token);
         const float score = score_token(block.s, warp, token, half, counts) * block.p.scale_log2;
         float scale;
         const float p = row.add(counts && half == 0 ? score : negative_infinity(), scale);

@@ -2,6 +2,8 @@
 #pragma once
 #include "attention/decode_output.cuh"
 #include "attention/output_rope.cuh"
+#include "attention/query_groups.cuh"
+#include "attention/tree_mask.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::attention {
@@ -21,6 +23,15 @@ struct Row {
         return p;
     }
 };
+
+// Whether the warp's row sees a token; `seen` is what it sees where queries are not in groups.
+template <class Work>
+MLA_DEVICE bool sees(const DecodeParams& p, const WorkItem& item, const SeenTokens& seen, i32 row, i32 token) {
+    if constexpr (Work::kForms) {
+        if (forms_of(p).groups != nullptr) return row_sees_in_window(p, item, row, token);
+    }
+    return seen.contain(token);
+}
 
 // Two columns of a row's result.
 template <class Element, class Work>

@@ -12,7 +12,8 @@ from mla_cupy import dtypes
 from mla_cupy.arrays import View
 from mla_cupy.cache_formats import BYTE_DTYPES, FORMATS
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain
-from mla_cupy.kernels.decode.problem import Forms
+from mla_cupy.kernels.decode.problem import DecodeProblem, Forms
+from mla_cupy.kernels.decode.sm90_fp8 import LEAST_ROWS_OF_TERMS, TERMS
 from mla_cupy.kernels.pipeline import WORKSPACE_ALIGNMENT as WORKSPACE_ALIGNMENT
 from mla_cupy.ops.operation import Arrays, Input, Views, present
 from mla_cupy.shapes import D_QK, D_ROPE, D_UNABSORBED, D_V, VALUE_WIDTHS
@@ -176,6 +177,31 @@ def check_forms(forms: Forms, *, tree_mask: bool, causal: bool, cp_world: int) -
         raise ArgumentError(explain("cp_world", cp_world, f"1 with {name}"))
     if forms.window and not causal:
         raise ArgumentError(explain("causal", causal, "True with a window"))
+
+
+def check_served(problem: DecodeProblem) -> None:
+    """Check that the kernels of some GPU serve such calls, so that the oracle refuses what they refuse.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    forms = problem.forms
+    beside = [name for name in forms.names if name != "attn_sink"]
+    if problem.d_v != D_V and forms.grouped:
+        expected = f"None with d_qk={problem.d_qk}"
+        raise ArgumentError(explain(beside[-1], "one", expected, "pass sequences of one length, without a window"))
+    if problem.math == "exact":
+        return
+    if beside:
+        raise ArgumentError(explain(beside[0], "one", f"None with math={problem.math!r}", "leave math out"))
+    if problem.math == TERMS and problem.tree_mask:
+        raise ArgumentError(
+            explain("tree_mask", "one", f"None with math={TERMS!r}", 'pass math="fp8", or leave it out')
+        )
+    if problem.math == TERMS and problem.rows < LEAST_ROWS_OF_TERMS:
+        got, expected = f"{problem.rows} query rows (s_q * h_q)", f"at least {LEAST_ROWS_OF_TERMS} with math={TERMS!r}"
+        raise ArgumentError(explain("q", got, expected, 'pass math="fp8", or leave it out'))
 
 
 def check_projected_forms(forms: Forms, d_head: int) -> None:

@@ -34,6 +34,7 @@ from mla_cupy.ops.checks import (
     check_math_of_queries,
     check_math_of_record,
     check_projected_forms,
+    check_served,
     check_shard,
     name_first,
     resolve_scale,
@@ -221,7 +222,11 @@ def mla_decode(
     FP8 records are read as they are: nothing is converted in memory. On tensor cores latents of "v32" are rounded to
     float16, see `sparse_mla_decode`; those of "fp8" are exact. More than 32 rows (s_q * h_q) are blocks of 64 rows of
     one query token, or of 32 of several; each converts for itself, so that with 128 heads 16-bit rows are faster. "v41"
-    has the plain kernel so far. Of what a call may have beside, products in FP8 go with an `attn_sink` alone.
+    has the plain kernel so far.
+
+    No GPU serves these, and the oracle refuses them too: `cu_seqlens_q` or `window` with a d_qk of 320 or 288, and
+    `q_rope`, `cu_seqlens_q` or `window` with a `math` other than "exact". A `tree_mask` with `q_rope` or `out_cos` runs
+    on CUDA cores.
 
     With `w_uv`, results of attention are rounded to 16 bits for the product, whose terms are added in float32. From
     5,120 rows of all heads on (b * s_q * h_q; of a plan as many as it has room for), or 65 where d_head is above 128,
@@ -332,6 +337,7 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
     if forms.cu_seqlens_q:  # what most sequences have decides which kernel runs, and no more
         batch, s_q = Batch(b, tokens, s_q), max(1, min(s_q, options.max_seqlen_q or s_q))
     problem = DecodeProblem(s_q, h_q, dtype, aligned, d_qk, record, tree_mask, options.math, forms, batch=batch)
+    check_served(problem)
     if d_v != D_V and views["w_uv"] is not None:
         raise ArgumentError(explain("w_uv", "one", f"None with d_v={d_v}", "multiply the result"))
     d_head = check_projection(views, problem.half)

@@ -36,6 +36,7 @@ from mla_cupy.ops.checks import (
     check_math_of_record,
     check_memory,
     check_projected_forms,
+    check_served,
     check_shard,
     is_integer,
 )
@@ -515,6 +516,7 @@ def examine_plan(
         s_q, h_q, queries, d_qk=d_qk, record=chosen, tree_mask=masked, math=arithmetic, forms=wanted
     )
     problem = replace(problem, d_head=int(d_head))
+    check_served(problem)
     if not batch_invariant:  # with it, results must not depend on these sizes
         most = max_b * s_q if wanted.cu_seqlens_q else 0
         problem = replace(problem, batch=Batch(max_b, max_pages * page_size, most))

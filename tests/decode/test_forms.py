@@ -620,8 +620,8 @@ RECORD_MUTANTS = (
                           "forms_of(p).q_rope_stride_h_elems);", "p.q_stride_h_elems);")),
     (MANY_RECORDS, Mutant("the scouts' round forgotten", MANY_ROLES, "scout.walk.set(Scout<C>::kRound, ring.phases);",
                           ";")),
-    (PLAIN_RECORDS, Mutant("groups see whole sequences", "attention/generic_records.cuh",
-                           "if (forms_of(block.p).groups != nullptr)", "if (false)")),
+    (PLAIN_RECORDS, Mutant("groups see whole sequences", "attention/generic_rows.cuh",
+                           "if (forms_of(p).groups != nullptr)", "if (false)")),
 )  # fmt: skip
 
 
