@@ -156,7 +156,7 @@ MLA_DEVICE void run_item(const GenericBlock<C>& block, const typename C::Tokens:
         __syncthreads();
         const bool counts =
             first + token < end && sees(block, item, seen, block.row0 + warp, first + token) && block.s.present[token];
-        const float score = score_token(block.s, warp, token, half, counts) * block.p.scale_log2;
+        const float score = __fmul_rn(score_token(block.s, warp, token, half, counts), block.p.scale_log2);
         float scale;
         const float p = row.add(counts && half == 0 ? score : negative_infinity(), scale);
         if (half == 0) block.s.p[warp][token] = p;
