@@ -14,8 +14,7 @@ constexpr u32 kHeadSwTileBytes = kHeads * kSw128RowBytes;
 
 // P^T from registers to [head][key] in shared memory, for a product to read after a barrier.
 template <class Element, i32 kHeads>
-MLA_DEVICE void store_p(Element, HeadState<kHeads>& heads, const float (&scores)[kHeads / 2], SmemAddr p,
-                        i32 thread) {
+MLA_DEVICE void store_p(Element, HeadState<kHeads>& heads, const float (&scores)[kHeads / 2], SmemAddr p, i32 thread) {
     // Matrix lane / 8: heads 8 * (lane / 16) on from the first, keys 8 * (lane / 8 % 2) on from the warp's first.
     const i32 lane = thread % kWarpThreads, head = lane / 16 * 8 + lane % 8;
     const i32 chunk = thread / kWarpThreads * 2 + lane / 8 % 2;

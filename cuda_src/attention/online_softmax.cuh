@@ -11,7 +11,8 @@ constexpr float kLowestMax = -kMaxFloat;
 // accumulators are rarely rescaled, and P is at most 256, well within fp16.
 constexpr float kLazyMaxLog2 = 8.f;
 
-// Whether a running maximum moves to that of a tile. A difference: a large maximum plus 8 rounds to more than 8 above it.
+// Whether a running maximum moves to that of a tile. A difference: a large maximum plus 8 rounds to more than 8 above
+// it.
 MLA_DEVICE bool is_far_above(float tile, float max, float log2 = kLazyMaxLog2) { return tile - max > log2; }
 
 // fma(score, scale, -max) is exact, but the maximum is a rounded product: every exponent of the row is off by what that

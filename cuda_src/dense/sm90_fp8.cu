@@ -372,7 +372,7 @@ MLA_DEVICE constexpr i32 chain_of(i32 i) { return i / 4 % 2 * 2 + i % 2; }
 struct TileSoftmax {
     float top[kFragmentRows];
     float sums[kFragmentRows][2];
-    bool huge;  // see attention/online_softmax.cuh
+    bool huge;  // some top of the warp: see attention/online_softmax.cuh
 };
 
 MLA_DEVICE TileSoftmax begin_softmax(const Math& math, float scale_log2) {
@@ -393,7 +393,8 @@ MLA_DEVICE TileSoftmax begin_softmax(const Math& math, float scale_log2) {
     return tile;
 }
 
-// The scores of 32 keys become weights, which are not rounded yet.
+// The scores of 32 keys become weights, which are not rounded yet. Beside a top of 2^27 or more, kWeightLog2 is lost or
+// rounded up: then all weights of the row are as much smaller or larger, and lse is off by less than its own rounding.
 template <i32 kStep>
 MLA_DEVICE void exponentiate(Math& math, TileSoftmax& tile, float scale_log2) {
     constexpr i32 kFirst = kStep * kStepScores;

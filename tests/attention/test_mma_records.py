@@ -239,8 +239,8 @@ PLANTED = [
         Mutant(
             "maximum never follows",
             SOFTMAX,
-            "any_sync(kFullWarp, largest > max",
-            "any_sync(kFullWarp, largest > 1e30f + max",
+            "any_sync(kFullWarp, is_far_above(largest, max))",
+            "any_sync(kFullWarp, is_far_above(largest, max, 1e30f))",
         ),
     ),
     (ONE_TILE, CASE, Mutant("maximum of a thread", SOFTMAX, "move_max(max_over_lanes(largest))", "move_max(largest)")),

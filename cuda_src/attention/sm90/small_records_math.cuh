@@ -73,8 +73,8 @@ MLA_DEVICE HeadValues<kHeads> move_raised_max(HeadState<kHeads>& heads, const fl
 
 // The same steps as update_maxima's.
 template <class C>
-MLA_DEVICE void update_raised_maxima(SmallMath<C>& math, float (&warps)[kWarpgroupWarps][C::kBlockRows],
-                                     i32 barrier, i32 thread) {
+MLA_DEVICE void update_raised_maxima(SmallMath<C>& math, float (&warps)[kWarpgroupWarps][C::kBlockRows], i32 barrier,
+                                     i32 thread) {
     store_warp_maxima_by_halves<C::kBlockRows>(warps[thread / kWarpThreads], math.scores, thread);
     bar_sync(barrier, kWarpgroupThreads);
     const HeadValues<C::kBlockRows> scale =

@@ -184,7 +184,7 @@ MLA_DEVICE void add_pair(float product, float score, const Factors& factors, flo
 // Those of half a tile's keys.
 template <i32 kFirst, bool kHuge>
 MLA_DEVICE void add_pairs_of(const Factors& factors, const float (&d)[kAccumulators], const float (&a)[kHalf],
-                          RowSums (&rows)[kFragmentRows]) {
+                             RowSums (&rows)[kFragmentRows]) {
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
         const float shift = rows[r].shift(factors.target_log2), score_shift = rows[r].score_shift();
@@ -209,7 +209,7 @@ MLA_DEVICE void add_pairs(const Factors& factors, const float (&d)[kAccumulators
 // P of half a tile, as the operand of the next product.
 template <i32 kFirst, bool kHuge>
 MLA_DEVICE void attend_to(const Factors& factors, const float (&d)[kAccumulators], RowSums (&rows)[kFragmentRows],
-                       u32 (&weights)[kKeySteps][4]) {
+                          u32 (&weights)[kKeySteps][4]) {
     if constexpr (kWithOutput) {
 #pragma unroll
         for (i32 r = 0; r < kFragmentRows; ++r) {
