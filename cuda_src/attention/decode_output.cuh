@@ -13,7 +13,7 @@ MLA_DEVICE float final_factor(const DecodeParams& p, i32 head, float m, float l)
     if (l == 0.f) return 0.f;
     if (p.attn_sink == nullptr) return 1.f / l;
     const float sink = p.attn_sink[head * p.sink_stride_elems];
-    return 1.f / (l + exp2f(fmaf(sink, kLog2E, -m)));
+    return 1.f / (l + exp2f(__fmul_rn(sink, kLog2E) - m));
 }
 
 // The same for a work item: a partial result does not include the sink yet.

@@ -133,7 +133,7 @@ MLA_DEVICE void run_item(const GenericPagesBlock<C>& block, const WorkItem& item
         const bool counts = first + lane < item.tokens && ((present >> lane) & 1) &&
                             sees<typename C::Work>(p, item, seen, block.row0 + warp, first + lane);
         const float score =
-            counts ? dot<typename C::Element>(block.s.q[warp], block.s.k[lane], C::kHeadDimQk) * p.scale_log2
+            counts ? __fmul_rn(dot<typename C::Element>(block.s.q[warp], block.s.k[lane], C::kHeadDimQk), p.scale_log2)
                    : negative_infinity();
         float scale;
         block.s.p[warp][lane] = row.add(score, scale);

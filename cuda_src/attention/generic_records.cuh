@@ -146,7 +146,7 @@ MLA_DEVICE void run_item(const GenericBlock<C>& block, const typename C::Tokens:
         __syncthreads();
         const bool counts = first + token < end && block.s.present[token] &&
                             sees<typename C::Tokens::Work>(block.p, item, seen, block.row0 + warp, first + token);
-        const float score = score_token(block.s, warp, token, half, counts) * block.p.scale_log2;
+        const float score = __fmul_rn(score_token(block.s, warp, token, half, counts), block.p.scale_log2);
         float scale;
         const float p = row.add(counts && half == 0 ? score : negative_infinity(), scale);
         if (half == 0) block.s.p[warp][token] = p;

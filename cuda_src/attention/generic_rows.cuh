@@ -8,7 +8,7 @@
 
 namespace mla::attention {
 // One row's online softmax, by its warp. The maximum starts at a finite value: no difference of infinities.
-constexpr float kLowestMax = -3.0e38f;
+constexpr float kLowestMax = -kMaxFloat;
 
 struct Row {
     float max = kLowestMax, sum = 0.f;
@@ -66,7 +66,7 @@ MLA_DEVICE void store_result(const Block& block, const WorkItem& item, const Row
     if (lane == 0 && my_row < rows) {
         const float max = row_state.max, sum = row_state.sum;
         const float lse2 = sum == 0.f ? negative_infinity() : max + log2f(sum);
-        const float row_max = max == kLowestMax ? negative_infinity() : max;
+        const float row_max = sum == 0.f ? negative_infinity() : max;
         store_row_lse<Work>(block.p, item, my_row, lse2);
         store_row_max(block.p, item, my_row, with_nan_of(sum, row_max));
         block.s.factor[warp] = output_factor(block.p, item, my_row, max, sum);

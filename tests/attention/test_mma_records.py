@@ -244,8 +244,8 @@ PLANTED = [
         Mutant(
             "maximum never follows",
             SOFTMAX,
-            "any_sync(kFullWarp, largest > max",
-            "any_sync(kFullWarp, largest > 1e30f + max",
+            "any_sync(kFullWarp, is_far_above(largest, max))",
+            "any_sync(kFullWarp, is_far_above(largest, max, 1e30f))",
         ),
     ),
     (

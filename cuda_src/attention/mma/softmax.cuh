@@ -87,13 +87,13 @@ struct SoftmaxRow {
         float largest = negative_infinity();
 #pragma unroll
         for (i32 i = 0; i < Layout::kTokens; ++i) {
-            x[i] = present >> i & 1 ? x[i] * scale_log2 : negative_infinity();
+            x[i] = present >> i & 1 ? __fmul_rn(x[i], scale_log2) : negative_infinity();
             largest = fmaxf(largest, x[i]);
         }
         bool rescales = false;
         float factor = 1.f;
         if (kVotes) {
-            rescales = __any_sync(kFullWarp, largest > max + kLazyMaxLog2);
+            rescales = __any_sync(kFullWarp, is_far_above(largest, max));
             if (rescales) factor = move_max(max_over_lanes(largest));
         } else {
             largest = max_over_lanes(largest);
@@ -115,7 +115,7 @@ struct SoftmaxRow {
    protected:
     // Lazy: see attention/online_softmax.cuh.
     MLA_DEVICE float move_max(float largest) {
-        if (!(largest > max + kLazyMaxLog2)) return 1.f;
+        if (!is_far_above(largest, max)) return 1.f;
         const float factor = ex2_approx(max - largest);
         max = largest;
         sum *= factor;
