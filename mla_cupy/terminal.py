@@ -1,12 +1,14 @@
-"""Tables and progress on a terminal. Every text is shown as it is: nothing in it is markup."""
+"""Options, tables and progress of commands on a terminal. Every text is shown as it is: nothing in it is markup."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,6 +17,13 @@ if TYPE_CHECKING:
 
 FIRST_LINE_SECONDS, LINE_SECONDS = 2.0, 10.0
 """Time of the first line of progress where there is no terminal, and between later ones."""
+
+
+def path(text: str) -> Path:
+    """Type of an option that names a file or directory: "" names none, although `Path` reads it as the current one."""
+    if not text:
+        raise argparse.ArgumentTypeError("got '', expected a path; name a file or directory")
+    return Path(text)
 
 
 def plain(text: object) -> str:
