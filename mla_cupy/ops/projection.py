@@ -199,8 +199,6 @@ def _examine_merge(views: Views, given: MergeProjectOptions) -> Examined:
 def _examine_absorb(views: Views, options: AbsorbOptions) -> Examined:
     q_nope = present(views, "q_nope")
     t, h_q, d_nope = q_nope.shape
-    if t > MAX_INT32:
-        raise ShapeError(explain("q_nope.shape[0]", t, f"at most {MAX_INT32}"))
     sizes = {"d_qk": D_V if views["q_rope"] is None else D_QK}
     return Examined(ProjectProblem(h_q, d_nope, q_nope.dtype, t), options, sizes)
 

@@ -138,7 +138,7 @@ def _examine(views: Views, given: LogitsOptions) -> Examined:
     q, k = present(views, "q"), present(views, "k")
     s_q, heads, d = q.shape
     s_kv = k.shape[0]
-    check_sizes(heads=heads, s_q=s_q, s_kv=s_kv)
+    check_sizes(heads=heads)
     aligned = steps_by_16_bytes(q) and steps_by_16_bytes(k)
     dtype, accumulate = kernel_dtype(q.dtype), check_accumulate(given.accumulate)
     if accumulate == "float16" and dtype not in CODES:
