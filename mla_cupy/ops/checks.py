@@ -297,6 +297,25 @@ def name_first(argument: str, values: np.ndarray[Any, Any], bad: np.ndarray[Any,
         raise ArgumentError(explain(f"{argument}[{at}]", int(values[at]), expected))
 
 
+def check_scale_values(arrays: Arrays, names: Sequence[str], *, zero: bool) -> None:
+    """Check arrays of scales, where they are given: finite, and above 0 or, where `zero` is allowed, at least 0.
+
+    Raises
+    ------
+    ArgumentError
+        That names the first bad one.
+    """
+    for name in names:
+        scales = arrays[name]
+        if scales is None:
+            continue
+        bad = ~(np.isfinite(scales) & ((scales >= 0) if zero else (scales > 0)))
+        if bad.any():
+            at = tuple(map(int, np.argwhere(bad)[0]))
+            expected = f"a finite number, {'at least' if zero else 'above'} 0"
+            raise ArgumentError(explain(f"{name}[{', '.join(map(str, at))}]", scales[at], expected))
+
+
 _NO_NUMBERS = (bool, np.bool_, np.timedelta64)
 """Kinds that count as integers for Python or NumPy."""
 

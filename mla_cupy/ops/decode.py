@@ -34,6 +34,7 @@ from mla_cupy.ops.checks import (
     check_math_of_queries,
     check_math_of_record,
     check_projected_forms,
+    check_scale_values,
     check_shard,
     name_first,
     resolve_scale,
@@ -137,11 +138,11 @@ def mla_decode(
     gate : array, (b, s_q, h_q, d_head), dtype of w_uv, optional
         Its sigmoid is a factor of each element of the result of `w_uv`. Strides as for w_uv.
     q_scales : array, (b, s_q, h_q), float32, optional
-        In place of `q_scale`, for queries in e4m3: a scale for each row, such as `mla_prepare` makes; any strides, so
-        that one number may serve all rows. (total_q, h_q) with `cu_seqlens_q`.
+        In place of `q_scale`, for queries in e4m3: a scale for each row, such as `mla_prepare` makes, finite and above
+        0; any strides, so that one number may serve all rows. (total_q, h_q) with `cu_seqlens_q`.
     kv_scales : array, (1,), float32, optional
-        In place of `kv_scale`, with math="fp8" or "fp8x2": the number on the device, where it may change between
-        replays of a CUDA graph.
+        In place of `kv_scale`, with math="fp8" or "fp8x2": the number on the device, finite and above 0, where it may
+        change between replays of a CUDA graph.
     d_v : int
         Width of the values: 512, or 256 of keys that are 320 or 288 wide. Those are of 16 bits, and have the plain
         kernel so far: no `w_uv`, `q_rope`, `cu_seqlens_q` or `window`, and no batch-invariant plan.
@@ -191,7 +192,8 @@ def mla_decode(
         Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits; the choice depends on b and on
         the tokens that a row of `block_table` has room for, too.
     check : bool
-        Look at the values of `block_table` and `seqlens` first, which synchronises.
+        Look at the values of `block_table`, `seqlens`, `cu_seqlens_q`, `q_scales` and `kv_scales` first, which
+        synchronises.
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 
@@ -427,6 +429,7 @@ def _check_values(arrays: Arrays, options: DecodeOptions) -> None:
     if starts is not None:
         bad = (starts < 0) | (starts > total) | (np.diff(starts, prepend=starts[:1]) < 0)
         name_first("cu_seqlens_q", starts, bad, f"ascending starts of 0 to {total}")
+    check_scale_values(arrays, ("q_scales", "kv_scales"), zero=False)
 
 
 def check_values(arrays: Arrays, world: int, rank: int) -> None:

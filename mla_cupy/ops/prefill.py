@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.dense import DENSE
 from mla_cupy.kernels.dense.problem import FP8_GEOMETRY, MASK_ROW_BYTES, DenseProblem, PrefillOptions
 from mla_cupy.ops.call import Invocation, run
-from mla_cupy.ops.checks import STARTS, check_all_or_none, check_flag, resolve_scale
+from mla_cupy.ops.checks import STARTS, check_all_or_none, check_flag, check_scale_values, resolve_scale
 from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_first_or_wider, present
 from mla_cupy.ops.prefill_inputs import (
     MIN_SIZES,
@@ -198,14 +196,7 @@ def _check_codes(views: Views, sizes: Sizes) -> None:
 
 def _check_values(arrays: Arrays, options: PrefillOptions) -> None:
     check_prefill_values(arrays, options)
-    for name in SCALES:
-        scales = arrays[name]
-        if scales is None:
-            continue
-        bad = ~(np.isfinite(scales) & (scales >= 0))
-        if bad.any():
-            at = tuple(map(int, np.argwhere(bad)[0]))
-            raise ArgumentError(explain(f"{name}[{at[0]}, {at[1]}]", scales[at], "a finite number, at least 0"))
+    check_scale_values(arrays, SCALES, zero=True)
 
 
 def _check_mask(views: Views) -> None:
