@@ -219,6 +219,14 @@ def mla_decode(
     `workspace`, a call allocates nothing and can be captured in a CUDA graph. It takes 2 * b * s_q * h_q * seqlen *
     (d_qk + 512) FLOPs.
 
+    Weights are rounded to 16 bits for the product with the values, and `out` is divided by the sum of the
+    weights before rounding. Where tokens have equal scores the rounding errors are equal too, so all of `out` may be
+    too small or too large by one common factor: up to 2^-8 in bfloat16, 2^-11 in float16. The CUDA-core kernel does not
+    round weights.
+
+    A plan requires q, `q_rope` and, without records, `kv_cache` to start at and step by multiples of 16 bytes. Without
+    a plan other strides run on a slower kernel.
+
     FP8 records are read as they are: nothing is converted in memory. On tensor cores latents of "v32" are rounded to
     float16, see `sparse_mla_decode`; those of "fp8" are exact. More than 32 rows (s_q * h_q) are blocks of 64 rows of
     one query token, or of 32 of several; each converts for itself, so that with 128 heads 16-bit rows are faster. "v41"
@@ -236,7 +244,8 @@ def mla_decode(
     64 tokens the weights are rounded to e4m3, the largest one being 256: those below 2^-18 of it become 0. `out` is
     divided by the sum of the rounded weights, `lse` and what a sink leaves of `out` are of the weights before. Sums of
     e4m3 products lose low bits in the tensor cores, so each tile's is added in float32: `out` is up to 0.06 % too small
-    or too large, and scores lose 0.1 to 0.3 % where their terms have one sign. On Hopper, what the splits of a request
+    or too large, and scores lose 0.1 to 0.3 % where their terms have one sign. These percentages assume that no column
+    dominates: each term of a sum may lose up to 2^-13 of the largest term. On Hopper, what the splits of a request
     have found is rounded to bfloat16 where `out` is bfloat16, but not in batch-invariant plans. On Blackwell weights
     are rounded against a running maximum: those below 2^-14 of it become 0.
 

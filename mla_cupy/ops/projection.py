@@ -139,6 +139,8 @@ def merge_project(
 
     Notes
     -----
+    `w_uv` has the dtype of `outs` where that is bfloat16 or float16.
+
     `mla_decode` and `sparse_mla_decode` do the same to their own results if they get `w_uv`. Merged results are rounded
     to the dtype of w_uv before the product, whose terms are added in float32. The weights are read once, whatever the
     number of tokens; with many tokens a batched matrix product is faster: see "Around attention" in the documentation.
