@@ -115,8 +115,8 @@ def mla_decode(
         In place of `kv_scale`, with math="fp8" or "fp8x2": the number on the device, finite and above 0, where it may
         change between replays of a CUDA graph.
     d_v : int
-        Width of the values: 512, or 256 of keys that are 320 or 288 wide. Those are of 16 bits, and have the plain
-        kernel so far: no `w_uv`, `q_rope`, `cu_seqlens_q` or `window`, and no batch-invariant plan.
+        Width of the values: 512, or 256 of keys that are 320 or 288 wide. Those are of 16 bits, without `w_uv`,
+        `q_rope`, `cu_seqlens_q`, `window` or a batch-invariant plan.
     scale : float, optional
         Factor of the scores: finite, above 0. Default: d_qk**-0.5.
     causal : bool
