@@ -27,7 +27,7 @@ from mla_cupy.parts import part as _part
 from mla_cupy.runtime import admission, cache, device, loader, nvrtc, report, worker
 from mla_cupy.runtime.build import BuildRequest
 from mla_cupy.selftest import command as selftest
-from mla_cupy.terminal import Help, say, show, table
+from mla_cupy.terminal import Help, path, say, show, table
 
 if TYPE_CHECKING:
     from mla_cupy.kernels.spec import KernelSpec, Variant
@@ -114,7 +114,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     command = add("compile", _compile, "compile kernels into the cache or a directory; needs no GPU")
     _add_selection(command)
     _add_jobs(command)
-    command.add_argument("--out", type=Path, metavar="DIR", help="also write them to DIR, for MLA_CUPY_CUBIN_DIR")
+    command.add_argument("--out", type=path, metavar="DIR", help="also write them to DIR, for MLA_CUPY_CUBIN_DIR")
     command = add("export", _export, "write an operation as C sources, kernels included; needs no GPU")
     if arguments[:1] == ["export"]:
         _export_module().add_arguments(command)

@@ -9,6 +9,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+_MOST_LETTERS = 400
+"""Letters of a value that a message prints."""
+
 
 class MlaError(Exception):
     """Base of every exception that mla_cupy raises on purpose."""
@@ -76,5 +79,13 @@ def nearest(name: str, known: Iterable[str], remedy: str) -> str:
 
 def explain(argument: str, got: object, expected: str, remedy: str = "") -> str:
     """The one form of message: argument, got, expected, remedy."""
-    message = f"{argument}: got {got}, expected {expected}"
+    message = f"{argument}: got {_in_short(got)}, expected {expected}"
     return f"{message}; {remedy}" if remedy else message
+
+
+def _in_short(got: object) -> str:
+    """Print a value on one line, and the beginning of a long one, such as an array in place of a number."""
+    text = str(got)
+    if "\n" in text or len(text) > _MOST_LETTERS:
+        text = " ".join(text.split())
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."

@@ -1,4 +1,4 @@
-"""Tables and progress on a terminal. Every text is shown as it is: nothing in it is markup."""
+"""Options, tables and progress of commands on a terminal. Every text is shown as it is: nothing in it is markup."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,6 +52,13 @@ def _examples(lines: Sequence[str], width: int) -> Iterator[str]:
         command, text = ("", line) if line.startswith(" " * 8) else re.split(r"(?<=\S)  +|$", line, maxsplit=1)
         yield from _wrapped(command, width, "    ", " \\") if line else [""]
         yield from (f"      {part}" for part in _wrapped(text.strip(), width - 6))
+
+
+def path(text: str) -> Path:
+    """Type of an option that names a file or directory: "" names none, although `Path` reads it as the current one."""
+    if not text:
+        raise argparse.ArgumentTypeError("got '', expected a path; name a file or directory")
+    return Path(text)
 
 
 def plain(text: object) -> str:

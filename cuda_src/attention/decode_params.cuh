@@ -1,8 +1,7 @@
 // Parameters and sizes of MLA decode, shared by its kernels (one layout, so that one host record serves all).
 //
 // Sparse attention is the special case of one-token pages: each query is a request of one token, its list of rows is
-// its line of the block table, and the length of the list its seqlen. Only sparse attention has attn_sink and
-// max_logits.
+// its line of the block table, and the length of the list its seqlen. Only sparse attention has max_logits.
 #pragma once
 #include "attention/shapes.cuh"
 #include "common/facts.cuh"

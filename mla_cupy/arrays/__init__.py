@@ -47,8 +47,11 @@ _KINDS: dict[type, str] = {}
 
 
 def _kind(kind: type) -> str:
-    """Library that a type belongs to, by the modules of its bases: no library is imported to find out."""
-    roots = [base.__module__.partition(".")[0] for base in kind.__mro__]
+    """Library that a type belongs to, by the modules of its bases: no library is imported to find out.
+
+    The module of a type that C code makes, such as an array type of ctypes, may be None.
+    """
+    roots = [str(base.__module__).partition(".")[0] for base in kind.__mro__]
     for root, library in _LIBRARIES.items():
         if root in roots:
             return library

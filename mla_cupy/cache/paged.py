@@ -75,9 +75,13 @@ class PagedKVCache:
 
     Without it, `append` and `append_keys` refuse a step that another thread has overtaken; `mla_decode` cannot tell.
 
-    Work on a GPU is enqueued on the caller's current stream, or on `stream`: steps and the calls that use them belong
-    on one stream. Sequences are numbers; those of sequences that have been freed are refused. Host memory: 4 bytes per
-    entry of the block table, some 20 per page.
+    All arrays are CuPy's on a GPU and NumPy's in host memory. The cache holds no arrays of PyTorch or JAX, and its
+    methods accept none. `torch.from_dlpack` views its arrays as tensors without a copy, for `mla_cupy.cache_append` and
+    `mla_cupy.mla_decode` on tensors.
+
+    Work on a GPU is enqueued on CuPy's current stream, or on `stream` where a method has it; the current stream of
+    PyTorch is another one. Steps and the calls that use them belong on one stream. Sequences are numbers; those of
+    sequences that have been freed are refused. Host memory: 4 bytes per entry of the block table, some 20 per page.
 
     Examples
     --------

@@ -9,7 +9,8 @@ engines that probe what a library can do.
 The LSE is natural. A query that sees nothing has an `out` of 0 and an LSE of +inf, as in FlashMLA; `mla_cupy` itself
 returns -inf, as do both libraries in `flash_attn_varlen_func`.
 
-This is FlashMLA's interface of April 2026, with `indexer_topk` of its branch nv_dev.
+This is FlashMLA's interface of April 2026, with `indexer_topk` of its branch nv_dev. What FlashMLA added later, caches
+of V4.1 and FP4 and V3.2's keys without RoPE, is not here.
 """
 
 from __future__ import annotations

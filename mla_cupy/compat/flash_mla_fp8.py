@@ -160,7 +160,7 @@ def _library_on_gpu(argument: str, value: Any) -> Any:
         return None
     family = arrays.family_of(value, argument)
     _check_scale(argument, family.native.view(family.adopt(value), argument))
-    library = sys.modules.get(type(value).__module__.partition(".")[0])
+    library = sys.modules.get(str(type(value).__module__).partition(".")[0])
     return library if family.on_gpu and library is not None and library.__name__ in ("cupy", "torch") else None
 
 

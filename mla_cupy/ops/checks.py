@@ -321,14 +321,37 @@ def name_first(argument: str, values: np.ndarray[Any, Any], bad: np.ndarray[Any,
         raise ArgumentError(explain(f"{argument}[{at}]", int(values[at]), expected))
 
 
+def check_scale_values(arrays: Arrays, names: Sequence[str], *, zero: bool) -> None:
+    """Check arrays of scales, where they are given: finite, and above 0 or, where `zero` is allowed, at least 0.
+
+    Raises
+    ------
+    ArgumentError
+        That names the first bad one.
+    """
+    for name in names:
+        scales = arrays[name]
+        if scales is None:
+            continue
+        bad = ~(np.isfinite(scales) & ((scales >= 0) if zero else (scales > 0)))
+        if bad.any():
+            at = tuple(map(int, np.argwhere(bad)[0]))
+            expected = f"a finite number, {'at least' if zero else 'above'} 0"
+            raise ArgumentError(explain(f"{name}[{', '.join(map(str, at))}]", scales[at], expected))
+
+
+_NO_NUMBERS = (bool, np.bool_, np.timedelta64)
+"""Kinds that count as integers for Python or NumPy."""
+
+
 def is_integer(value: Any) -> bool:
-    """True for an integer that is no bool."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
+    """True for an integer that is no bool and no length of time."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, _NO_NUMBERS)
 
 
 def is_number(value: Any) -> bool:
-    """True for a number of Python or NumPy that is no bool."""
-    return isinstance(value, (int, float, np.floating, np.integer)) and not isinstance(value, (bool, np.bool_))
+    """True for a number of Python or NumPy that is no bool and no length of time."""
+    return is_integer(value) or isinstance(value, (float, np.floating))
 
 
 def check_memory(view: View, nbytes: int, device: int) -> None:

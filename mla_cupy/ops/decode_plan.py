@@ -406,6 +406,11 @@ def plan_decode(
     UnsupportedDeviceError
         If no kernel fits the GPU.
 
+    Notes
+    -----
+    Calls with the plan require arrays that start at and step by multiples of 16 bytes, see `mla_decode`. A
+    batch-invariant plan supports neither `cu_seqlens_q` nor a `window`.
+
     Examples
     --------
     >>> import mla_cupy

@@ -14,6 +14,7 @@ from mla_cupy.dtypes import TABLE
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, either, explain
 from mla_cupy.ops.checks import absorbing, check_dtype
 from mla_cupy.ops.operation import Input, Operation, Output, Views, axes_of
+from mla_cupy.shapes import MAX_INT32
 
 _WIDE_BYTES = 16
 
@@ -271,6 +272,8 @@ def _bind_axis(
     owners: dict[str, str],
     owner: str,
 ) -> None:
+    if size > MAX_INT32:
+        raise ShapeError(explain(where, size, f"at most {MAX_INT32}", "split the call: kernels count in int32"))
     if "*" in name:
         expected = _size(operation, name, sizes)
         if size != expected:

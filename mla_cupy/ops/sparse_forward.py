@@ -157,6 +157,10 @@ def sparse_mla_forward(
     format. With "plain" scales and bfloat16 queries, converted latents are rounded to bfloat16, eight times as coarsely
     as to float16; which of the two a call gets depends on its sizes, unless `kernel` names one.
 
+    Weights are rounded to 16 bits for the product with the values, and `out` is divided by the sum of the
+    weights before rounding: where rows have equal scores, all of `out` may be off by one common factor, up to 2^-8 in
+    bfloat16, 2^-11 in float16. The CUDA-core kernel does not round weights.
+
     Rows that a query does not select never reach its result, whatever they contain: NaN, Inf, or memory that is not
     there (but to convert records is to read all of `kv`). The result does not change from run to run; it depends on how
     the queries are split over the GPU, that is on s_q and on the other queries' numbers of rows, and on where in `kv`

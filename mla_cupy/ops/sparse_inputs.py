@@ -80,7 +80,6 @@ def check_selection(views: Views) -> SparseSizes:
     s_q, h_q, d_qk = q.shape
     s_kv, topk = math.prod(kv.shape[:-1]), indices.shape[1]
     for argument, size, limit in (
-        ("q.shape[0]", s_q, MAX_INT32),
         ("kv.shape[0]" if len(kv.shape) == 2 else "kv.shape[0] * kv.shape[1]", s_kv, MAX_INT32),
         ("topk", topk, MAX_TOKENS),
     ):

@@ -161,7 +161,8 @@ def sparse_mla_backward(
     dout : array, (s_q, h_q, d_v)
         Gradient with respect to `out`.
     lse : array, (s_q, h_q)
-        As the forward returned it. Both infinities mark a query without a row: it has no gradient.
+        As the forward returned it. Both infinities mark a query without a row: it has no gradient, and neither has a
+        query that selects no row, whatever its `lse`.
     dlse : array, (s_q, h_q), optional
         Gradient with respect to `lse`.
     d_v, scale, topk_length, attn_sink, causal, relative, cu_seqlens_q, cu_seqlens_kv, lse_base
@@ -184,11 +185,11 @@ def sparse_mla_backward(
     shape, kv, indices = np.shape(kv), _without_head_axis(kv), _without_head_axis(indices)
     q, out, dout = map(np.asarray, (q, out, dout))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    rows_of = selected_rows(indices, len(kv), topk_length, causal, cu_seqlens_q, cu_seqlens_kv, relative)
+    rows_of = list(selected_rows(indices, len(kv), topk_length, causal, cu_seqlens_q, cu_seqlens_kv, relative))
 
     delta = (out.astype(working) * dout.astype(working)).sum(axis=-1)
     natural = np.asarray(lse).astype(np.float64) * log_of_base(lse_base)
-    empty = np.isinf(natural)
+    empty = np.isinf(natural) | ~np.array([len(rows) > 0 for rows in rows_of], bool)[:, None]
     sink = np.full(q.shape[1], -np.inf) if attn_sink is None else np.asarray(attn_sink, np.float64)
     total = np.where(empty, np.inf, np.logaddexp(natural, sink)).astype(working)
 

@@ -47,7 +47,7 @@ class Handed:
 
 def whole(x: Any) -> int:
     """A number, as Python's."""
-    if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
+    if isinstance(x, (bool, np.timedelta64)) or not isinstance(x, (int, np.integer)):
         raise NonsenseError
     return int(x)
 

@@ -152,7 +152,10 @@ def indexer_sparse_loss(
     it.
 
     What different tokens add to a key is summed by float32 atomics; if deterministic, to six bins, in which every
-    partial sum is exact: `cuda_src/tile/binned_sum.cuh`.
+    partial sum is exact: `cuda_src/tile/binned_sum.cuh`. A number keeps 23 - ceil(log2(n)) bits below the top of its
+    bin; n counts the additions to a key, one for each selection and 64 index heads. On Hopper four neighbouring columns
+    share the bin of the largest: at 2,400 additions that is 11 bits, and a column far smaller than a neighbour is off
+    by about 1 %.
 
     Workspace: at most `buffer_bytes` (or what one token needs: 8 * topk bytes), 4 * s_q * topk and 12 * s_q for the
     lists, 4 * s_kv * d_i for sums of gradients by keys, six times that and 8 * s_kv if deterministic, 2 * s_kv * d_i on

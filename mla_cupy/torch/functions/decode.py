@@ -110,14 +110,14 @@ def mla_decode(
     gate : tensor, (b, s_q, h_q, d_head), dtype of w_uv, optional
         Its sigmoid is a factor of each element of the result of `w_uv`. Strides as for w_uv.
     q_scales : tensor, (b, s_q, h_q), float32, optional
-        In place of `q_scale`, for queries in e4m3: a scale for each row, such as `mla_prepare` makes; any strides, so
-        that one number may serve all rows. (total_q, h_q) with `cu_seqlens_q`.
+        In place of `q_scale`, for queries in e4m3: a scale for each row, such as `mla_prepare` makes, finite and above
+        0; any strides, so that one number may serve all rows. (total_q, h_q) with `cu_seqlens_q`.
     kv_scales : tensor, (1,), float32, optional
-        In place of `kv_scale`, with math="fp8" or "fp8x2": the number on the device, where it may change between
-        replays of a CUDA graph.
+        In place of `kv_scale`, with math="fp8" or "fp8x2": the number on the device, finite and above 0, where it may
+        change between replays of a CUDA graph.
     d_v : int
-        Width of the values: 512, or 256 of keys that are 320 or 288 wide. Those are of 16 bits, and have the plain
-        kernel so far: no `w_uv`, `q_rope`, `cu_seqlens_q` or `window`, and no batch-invariant plan.
+        Width of the values: 512, or 256 of keys that are 320 or 288 wide. Those are of 16 bits, without `w_uv`,
+        `q_rope`, `cu_seqlens_q`, `window` or a batch-invariant plan.
     scale : float, optional
         Factor of the scores: finite, above 0. Default: d_qk**-0.5.
     causal : bool
