@@ -57,7 +57,7 @@ def test_results_vary(jax: Any, of_jax: Any, mesh: Any, call: BoundCall) -> None
         return [x[None] for x in results if x is not None]
 
     jax.eval_shape(shared(jax, mesh, run, varying=True), twice, call.arrays)
-    with pytest.raises(ValueError, match="can't be statically inferred|replicated"):
+    with pytest.raises(ValueError, match=r"can't be statically inferred|replicated"):
         jax.eval_shape(shared(jax, mesh, run, varying=False), twice, call.arrays)
 
 

@@ -10,13 +10,13 @@ import torch
 from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.dtypes import name_of
 from mla_cupy.torch.derivatives import no_gradient
-from mla_cupy.torch.gradients.register import Made, register, without_gradient
+from mla_cupy.torch.gradients.register import Made, backward_of, register
 from mla_cupy.torch.operators import MLA_PREFILL, MLA_PREFILL_BACKWARD
 
 _SHARED = ("causal", "scale")
 """The options that the backward takes as the forward does."""
 _ARRAYS = ("q", "k", "v", "q_rope", "k_rope", "cu_seqlens_q", "cu_seqlens_kv")
-_run_backward = without_gradient(MLA_PREFILL_BACKWARD)
+_run_backward = backward_of(MLA_PREFILL_BACKWARD)
 
 
 def _save(ctx: Any, given: Mapping[str, Any], output: Made) -> None:
