@@ -12,7 +12,17 @@ import numpy as np
 
 from mla_cupy.arrays.dynamo import breaks_graphs, methods_break_graphs
 from mla_cupy.arrays.numpy import NUMPY
-from mla_cupy.arrays.view import ARRAY_ALIGNMENT, Family, Matcher, Native, NativeFamily, Signature, View, view_of
+from mla_cupy.arrays.view import (
+    ARRAY_ALIGNMENT,
+    Counter,
+    Family,
+    Matcher,
+    Native,
+    NativeFamily,
+    Signature,
+    View,
+    view_of,
+)
 from mla_cupy.dtypes import TABLE
 from mla_cupy.errors import DTypeError, explain
 
@@ -34,6 +44,7 @@ class TorchFamily(NativeFamily):
         self._guards = _tensor_guards(torch)
         self._forward_mode = torch.autograd.forward_ad
         self._has_transforms = torch._C._are_functorch_transforms_active
+        self.count_writes = _counter(torch)
 
     @property
     def native(self) -> Native:
@@ -166,6 +177,10 @@ class TorchCpuFamily:
     def native(self) -> Native:
         return NUMPY
 
+    @property
+    def count_writes(self) -> Counter:
+        return _counter(sys.modules["torch"])
+
     def adopt(self, x: Any) -> Any:
         return _to_numpy(sys.modules["torch"], x.detach())
 
@@ -184,6 +199,23 @@ def _tensor_guards(torch: Any) -> Any:
     """The class with which torch.compile compares tensors in C++; None where it is not: it is private."""
     guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
     return getattr(guards, "TensorGuards", None)
+
+
+def _counter(torch: Any) -> Counter:
+    """Function that increments tensors' versions, by which autograd knows that one it has saved was overwritten."""
+    increment: Counter = torch._C._increment_version
+    try:
+        increment(())
+    except TypeError:
+        return functools.partial(_increment_each, torch.autograd.graph.increment_version)
+    return increment
+
+
+def _increment_each(increment: Any, tensors: Iterable[Any]) -> None:
+    """Do the same for PyTorch 2.4, which accepts one tensor that has a version."""
+    for x in tensors:
+        if not x.is_inference():
+            increment(x)
 
 
 @breaks_graphs

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from mla_cupy import ops
 from mla_cupy.errors import ArgumentError, PlanError, explain
@@ -165,6 +167,7 @@ def _run_update(
 ) -> None:
     found = _plan(plan)
     found.schedule(seqlens, _address(found, workspace), None, cu_seqlens_q, total_q)
+    increment_version(workspace)
 
 
 def _describe(workspace: torch.Tensor, plan: int, *given: Any, **results: Any) -> Invocation:
@@ -178,6 +181,13 @@ def _describe_fake(workspace: torch.Tensor, plan: int, *given: Any, **results: A
     return MLA_DECODE.describe(*given, **results)
 
 
+def _run(run: Callable[..., Any], workspace: torch.Tensor, *given: Any, **results: Any) -> Any:
+    """Make or write the results, and count the write to the plan's workspace."""
+    made = run(_describe, workspace, *given, **results)
+    increment_version(workspace)
+    return made
+
+
 _HEAD = f"(Tensor(z!) workspace, int plan, {MLA_DECODE.arguments}"
 _update = define(
     "decode_plan_update",
@@ -188,13 +198,13 @@ _update = define(
 _planned = define(
     "mla_decode_planned",
     f"{_HEAD}) -> (Tensor, Tensor)",
-    partial(library.make, _describe),
+    partial(_run, library.make),
     partial(library.fake, _describe_fake),
 )
 _planned_out = define(
     "mla_decode_planned_out",
     f"{_HEAD}, *, Tensor(a!) out, Tensor(b!) lse) -> ()",
-    partial(library.write, _describe),
+    partial(_run, library.write),
     partial(library.fake_write, _describe_fake),
 )
 
