@@ -6,7 +6,8 @@ before any kernel is launched. Each kind is also the built-in exception that a c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 
 class MlaError(Exception):
@@ -71,3 +72,9 @@ def explain(argument: str, got: object, expected: str, remedy: str = "") -> str:
     """The one form of message: argument, got, expected, remedy."""
     message = f"{argument}: got {got}, expected {expected}"
     return f"{message}; {remedy}" if remedy else message
+
+
+def renamed(error: MlaError, names: Mapping[str, str]) -> MlaError:
+    """The same error of an argument that the caller knows by another name."""
+    subject, colon, rest = str(error).partition(": ")
+    return type(error)(re.sub(r"\w+", lambda word: names.get(word[0], word[0]), subject) + colon + rest)

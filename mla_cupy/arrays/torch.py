@@ -24,7 +24,7 @@ from mla_cupy.arrays.view import (
     view_of,
 )
 from mla_cupy.dtypes import TABLE
-from mla_cupy.errors import DTypeError, explain
+from mla_cupy.errors import DTypeError, explain, kind_of
 
 
 @methods_break_graphs
@@ -164,7 +164,7 @@ class TorchFamily(NativeFamily):
 
 
 #: Dtypes that NumPy does not have, and the integers of their size.
-_UNKNOWN = {"bfloat16": "int16", "float8_e4m3fn": "uint8"}
+_UNKNOWN = {"bfloat16": "int16", "float8_e4m3fn": "uint8", "float8_e8m0fnu": "uint8"}
 
 
 @methods_break_graphs
@@ -232,27 +232,38 @@ def check_tensor(x: Any, argument: str) -> None:
         raise DTypeError(explain(argument, f"a tensor that {derivative}", expected, _DETACH))
     if torch._C._are_functorch_transforms_active():
         raise DTypeError(explain(argument, "a tensor under a transform", "no transform of torch.func", _BINDING))
-    check_dense(x, argument)
-    if x.device.type not in ("cpu", "cuda"):
-        raise DTypeError(explain(argument, f"a tensor on {x.device.type}", "one on the CPU or a CUDA GPU", "move it"))
-    try:
-        x.data_ptr()
-    except RuntimeError as error:
-        raise DTypeError(explain(argument, "a tensor without memory", "one that has its own", _UNWRAP)) from error
-    if x.is_neg() or x.is_conj():
-        raise DTypeError(explain(argument, "a lazily negated or conjugated tensor", "its values", _RESOLVE))
+    check_plain(x, argument)
+    if (place := x.device.type) not in ("cpu", "cuda"):
+        remedy = f"for shapes alone {_BINDING}" if place == "meta" else "move it"
+        raise DTypeError(explain(argument, f"a tensor on {place}", "one on the CPU or a CUDA GPU", remedy))
+    if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or not _has_memory(x):
+        raise DTypeError(explain(argument, f"{kind_of(x)} without memory", "one that has its own", _UNWRAP))
     name = str(x.dtype).removeprefix("torch.")
     if name not in TABLE and not hasattr(np, name):
         raise DTypeError(explain(f"{argument}.dtype", name, "one that NumPy or ml_dtypes has", f"convert {argument}"))
 
 
-def check_dense(x: Any, argument: str) -> None:
-    """Check that a tensor is neither sparse nor nested."""
+def _has_memory(x: Any) -> bool:
+    """Tell whether a tensor has an address, if it has elements. Some fakes raise, others are at 0."""
+    try:
+        return bool(x.data_ptr()) or not x.numel()
+    except RuntimeError:
+        return False
+
+
+def check_plain(x: Any, argument: str) -> None:
+    """Check that a tensor is dense, and that its memory holds its values as they are."""
     if x.is_nested:
         remedy = "pass its values(), and where sequences begin"
         raise DTypeError(explain(argument, "a nested tensor", "a dense one", remedy))
     if str(x.layout) != "torch.strided":
         raise DTypeError(explain(argument, f"a tensor of layout {x.layout}", "a dense one", "call its to_dense()"))
+    if x.is_quantized:
+        raise DTypeError(explain(argument, "a quantised tensor", "its values", "call its dequantize()"))
+    if x.is_neg() or x.is_conj():
+        raise DTypeError(explain(argument, "a lazily negated or conjugated tensor", "its values", _RESOLVE))
+    if x._is_zerotensor():
+        raise DTypeError(explain(argument, "a tensor of zeros without memory", "one that has its own", "clone it"))
 
 
 _DETACH = (

@@ -12,14 +12,14 @@ import torch
 from torch.autograd.graph import increment_version
 
 from mla_cupy import ops
-from mla_cupy.errors import ArgumentError, PlanError, explain
+from mla_cupy.errors import ArgumentError, DeviceError, PlanError, explain
 from mla_cupy.ops import DecodePlan
 from mla_cupy.ops.call import Invocation
 from mla_cupy.ops.entry import Plan, Request
 from mla_cupy.shapes import D_QK
 from mla_cupy.torch import library
-from mla_cupy.torch.call import arguments_of, targets, with_dtypes
-from mla_cupy.torch.derivatives import refuse
+from mla_cupy.torch.call import arguments_of, check_kind, targets, with_dtypes
+from mla_cupy.torch.derivatives import refuse, refuse_batches
 from mla_cupy.torch.library import define
 from mla_cupy.torch.operators import MLA_DECODE
 
@@ -57,7 +57,10 @@ class TorchDecodePlan:
         self, seqlens: torch.Tensor, cu_seqlens_q: torch.Tensor | None = None, total_q: int | None = None
     ) -> None:
         """Enqueue the schedule for the lengths of this step: see `mla_cupy.DecodePlan.update`."""
-        _update(self.workspace, seqlens, self.number, cu_seqlens_q, total_q)
+        lengths = check_kind("Tensor", "seqlens", seqlens)
+        starts = check_kind("Tensor?", "cu_seqlens_q", cu_seqlens_q)
+        refuse_batches("the update of a plan", {"seqlens": lengths, "cu_seqlens_q": starts})
+        _update(self.workspace, lengths, self.number, starts, check_kind("int?", "total_q", total_q))
 
     def __repr__(self) -> str:
         return f"Torch{self.plan!r}"
@@ -116,9 +119,7 @@ def plan_decode(
 
 def _make_plan(device: Any, **sizes: Any) -> TorchDecodePlan:
     """A plan with its workspace in PyTorch's memory; `device` is PyTorch's, the current GPU or else the CPU if None."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
+    place = _place(device)
     if place.type == "cpu":
         return TorchDecodePlan(ops.plan_decode(**sizes), torch.empty(0, dtype=torch.uint8))
     ordinal = torch.cuda.current_device() if place.index is None else place.index
@@ -130,6 +131,21 @@ def _make_plan(device: Any, **sizes: Any) -> TorchDecodePlan:
 
     plan = ops.plan_decode(**sizes, device=ordinal, workspace=allocate)
     return TorchDecodePlan(plan, made[0])
+
+
+def _place(device: Any) -> torch.device:
+    """The place of a plan: the CPU, or a GPU that PyTorch can use."""
+    there = torch.cuda.is_available()
+    if device is None:
+        device = "cuda" if there else "cpu"
+    expected = f"'cpu'{', a GPU as of torch.device' * there}, or None"
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(explain("device", repr(device), expected)) from error
+    if place.type != "cpu" and not (place.type == "cuda" and there):
+        raise DeviceError(explain("device", repr(device), expected, "" if there else "PyTorch finds no GPU"))
+    return place
 
 
 class _Placed(Plan):
@@ -231,6 +247,7 @@ def call_planned(
     plan_of(plan)
     arguments, results = arguments_of(MLA_DECODE, arrays, options)
     given = targets(results)
+    refuse_batches("mla_decode with a plan", {**arguments, **given})
     refuse("mla_decode", arguments)
     arguments = with_dtypes(MLA_DECODE, arguments)
     if not given:
