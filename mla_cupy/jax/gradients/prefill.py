@@ -85,12 +85,15 @@ def _pull_back(static: _Static, saved: Any, gradients: Sequence[Any]) -> tuple[A
 
 
 def _of_state(state_out: Any, state_lse: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> dict[str, Any]:
-    """Gradients of the state that the result was merged with, whose weight in it is exp(its lse - lse)."""
+    """Gradients of the state that the result was merged with, whose weight in it is exp(its lse - lse).
+
+    Of a weight of 1 the result's values are the state's, but rounded: their difference would be noise.
+    """
     empty = jnp.isinf(state_lse)
     weight = jnp.where(empty, 0, jnp.exp(jnp.where(empty, 0, state_lse) - jnp.where(empty, 0, lse)))
     of_values = jnp.where(empty[..., None], 0, state_out).astype(jnp.float32)
     wide = dout.astype(jnp.float32)
-    d_lse = (wide * (of_values - out.astype(jnp.float32))).sum(-1)
+    d_lse = jnp.where(state_lse == lse, 0, (wide * (of_values - out.astype(jnp.float32))).sum(-1))
     d_lse = weight * (d_lse if dlse is None else d_lse + dlse)
     return {"state_out": (weight[..., None] * wide).astype(state_out.dtype), "state_lse": d_lse}
 

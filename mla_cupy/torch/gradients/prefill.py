@@ -51,11 +51,14 @@ def _of_state(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
-    """Gradients of the state that the result was merged with, whose weight in it is exp(its lse - lse)."""
+    """Gradients of the state that the result was merged with, whose weight in it is exp(its lse - lse).
+
+    Of a weight of 1 the result's values are the state's, but rounded: their difference would be noise.
+    """
     empty = state_lse.isinf()
     weight = torch.where(empty, 0, torch.exp(torch.where(empty, 0, state_lse) - torch.where(empty, 0, lse)))
     values = torch.where(empty[..., None], 0, state_out).float()
-    d_lse = (dout.float() * (values - out.float())).sum(dim=-1)
+    d_lse = torch.where(state_lse == lse, 0, (dout.float() * (values - out.float())).sum(dim=-1))
     d_lse = weight * (d_lse if dlse is None else d_lse + dlse)
     return {"state_out": (weight[..., None] * dout.float()).to(state_out.dtype), "state_lse": d_lse}
 
