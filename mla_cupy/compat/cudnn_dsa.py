@@ -81,5 +81,5 @@ def _handle(stream: Any) -> Any:
     """The handle of a CUstream; of what is none `sparse_mla_backward` says so."""
     try:
         return None if stream is None else int(stream)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         return stream

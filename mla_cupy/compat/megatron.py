@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mla_cupy.errors import MlaError, UnsupportedDeviceError, renamed
+from mla_cupy.ops.checks import is_integer
 from mla_cupy.shapes import D_V
 from mla_cupy.torch import sparse_mla_forward
 from mla_cupy.torch.call import check_kind
@@ -84,7 +85,8 @@ def run_fused_absorbed_sparse_attention(
     if query.ndim != 4 or key.ndim != 4 or topk_indices.ndim != 3:
         return None
     s_q, b, _, width = query.shape
-    fits = key.shape[1:] == (b, 1, width) and topk_indices.shape[:2] == (b, s_q) and v_channels == D_V
+    fits = key.shape[1:] == (b, 1, width) and topk_indices.shape[:2] == (b, s_q)
+    fits = fits and is_integer(v_channels) and v_channels == D_V
     fits = fits and (topk_length is None or topk_length.shape == (b, s_q))
     if not fits or width not in _WIDTHS or query.dtype not in (torch.bfloat16, torch.float16):
         return None
