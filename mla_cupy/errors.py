@@ -75,6 +75,6 @@ def explain(argument: str, got: object, expected: str, remedy: str = "") -> str:
 
 
 def renamed(error: MlaError, names: Mapping[str, str]) -> MlaError:
-    """The same error of an argument that the caller knows by another name."""
+    """Return the same error with the names that the caller knows."""
     subject, colon, rest = str(error).partition(": ")
     return type(error)(re.sub(r"\w+", lambda word: names.get(word[0], word[0]), subject) + colon + rest)

@@ -68,7 +68,13 @@ def sparse_attention_backward_wrapper(
         None without a sink.
     """
     dout = check_kind("Tensor", "dout", dout).contiguous()
-    options = {"scale": softmax_scale, "topk_length": topk_length, "attn_sink": attn_sink, "dq": dq, "dkv": dkv}
+    options: dict[str, Any] = {
+        "scale": softmax_scale,
+        "topk_length": topk_length,
+        "attn_sink": attn_sink,
+        "dq": dq,
+        "dkv": dkv,
+    }
     try:
         with torch.no_grad():
             dq, dkv, d_sink = sparse_mla_backward(q, kv, out, dout, lse, topk_idxs, **options, stream=_handle(stream))
