@@ -7,7 +7,8 @@ before any kernel is launched. Each kind is also the built-in exception that a c
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 _MOST_LETTERS = 400
 """Letters of a value that a message prints."""
@@ -89,3 +90,9 @@ def _in_short(got: object) -> str:
     if "\n" in text or len(text) > _MOST_LETTERS:
         text = " ".join(text.split())
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
+
+
+def renamed(error: MlaError, names: Mapping[str, str]) -> MlaError:
+    """Return the same error with the names that the caller knows."""
+    subject, colon, rest = str(error).partition(": ")
+    return type(error)(re.sub(r"\w+", lambda word: names.get(word[0], word[0]), subject) + colon + rest)

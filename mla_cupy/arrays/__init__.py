@@ -17,13 +17,14 @@ from mla_cupy.arrays.dlpack import CUDA_DEVICE_TYPE, DLPACK, JAX
 from mla_cupy.arrays.dynamo import breaks_graphs, leave_alone, runs_as_it_is
 from mla_cupy.arrays.numpy import NUMPY, NumpyFamily
 from mla_cupy.arrays.torch import TORCH_CPU, check_tensor, torch_family
-from mla_cupy.arrays.view import ARRAY_ALIGNMENT, HOST, Family, Matcher, Native, Signature, View
+from mla_cupy.arrays.view import ARRAY_ALIGNMENT, HOST, Counter, Family, Matcher, Native, Signature, View
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, explain, kind_of
 
 __all__ = [
     "ARRAY_ALIGNMENT",
     "HOST",
     "NUMPY",
+    "Counter",
     "CupyFamily",
     "Family",
     "Matcher",

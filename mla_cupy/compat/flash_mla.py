@@ -16,7 +16,6 @@ of V4.1 and FP4 and V3.2's keys without RoPE, is not here.
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 from mla_cupy import dtypes
@@ -27,7 +26,7 @@ from mla_cupy.compat.flash_mla_varlen import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from mla_cupy.errors import ArgumentError, DTypeError, MlaError, PlanError, ShapeError, explain, kind_of
+from mla_cupy.errors import ArgumentError, DTypeError, MlaError, PlanError, ShapeError, explain, kind_of, renamed
 from mla_cupy.ops import mla_decode, sparse_mla_decode, sparse_mla_forward
 from mla_cupy.ops.checks import check_count, check_flag, is_integer
 from mla_cupy.shapes import D_V
@@ -296,12 +295,6 @@ OF_DECODE = {
 }
 """FlashMLA's names of the arguments of `mla_decode`, `sparse_mla_decode` and `sparse_mla_forward`."""
 _OF_SPARSE = {"scale": "sm_scale"}
-
-
-def renamed(error: MlaError, names: dict[str, str]) -> MlaError:
-    """Rename an error's argument to FlashMLA's."""
-    subject, colon, rest = str(error).partition(": ")
-    return type(error)(re.sub(r"\w+", lambda word: names.get(word[0], word[0]), subject) + colon + rest)
 
 
 def _sparse_decode_fp8(

@@ -14,9 +14,9 @@ from typing import Any
 from mla_cupy import arrays
 from mla_cupy.arrays import View
 from mla_cupy.cache_formats import BYTE_DTYPES
-from mla_cupy.compat.flash_mla import EMPTY_LSE, OF_DECODE, check_decode, renamed
+from mla_cupy.compat.flash_mla import EMPTY_LSE, OF_DECODE, check_decode
 from mla_cupy.compat.flash_mla_schedule import FlashMLASchedMeta, form_of
-from mla_cupy.errors import DTypeError, MlaError, ShapeError, explain
+from mla_cupy.errors import DTypeError, MlaError, ShapeError, explain, renamed
 from mla_cupy.ops import mla_decode
 from mla_cupy.ops.checks import check_flag, is_number
 

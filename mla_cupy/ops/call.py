@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import threading
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -149,6 +150,8 @@ def run(call: Invocation, adopted_by: Native | None = None) -> tuple[Any, ...]:
         scratch, memory = native.scratch(entry.nbytes, entry.device, handle)
     entry.prepared.enqueue(addresses, memory, handle)
     del scratch  # held until everything is enqueued: the stream orders its next use
+    if entry.count_writes is not None:
+        entry.count_writes(entry.changed(call.arrays if call.workspace is None else (*call.arrays, call.workspace)))
     return results
 
 
@@ -211,6 +214,9 @@ def _first(call: Invocation) -> tuple[Any, ...]:
     else:
         adopted.arrays = tuple(schema.narrowed_inputs(operation, adopted.named).values())
         made = _on_host(adopted, family)
+        if family.count_writes is not None:
+            named = call.named
+            family.count_writes([named[name] for name in operation.written if named[name] is not None])
     return tuple(
         kept if kept is not None else None if x is None else family.release(x)
         for kept, x in zip(call.results, made, strict=True)
@@ -335,6 +341,7 @@ def _entry(
         nbytes = native.view(call.workspace).shape[0]
         written.append(len(reach))
         reach.append((0, nbytes) if nbytes else None)
+    written = [at for at in written if reach[at] is not None]
     in_place = {
         (1 + names.index(result), 1 + names.index(array), 0)
         for result, array in call.operation.in_place.items()
@@ -351,10 +358,17 @@ def _entry(
         missing=tuple((index, *form) for index, form in missing.items()),
         given=slice(len(call.operation.inputs), None),
         reach=tuple(reach),
-        written=tuple(at for at in written if reach[at] is not None),
+        written=tuple(written),
         beside=frozenset(in_place | overlap.found_beside(addresses, reach, written)),
         apart=addresses.copy(),
+        changed=_picker([at - 1 for at in written]),
+        count_writes=native.count_writes if written else None,
     )
+
+
+def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Pick elements quickly. Of one, itemgetter makes no tuple."""
+    return operator.itemgetter(*indices) if len(indices) > 1 else lambda arrays: (arrays[indices[0]],)
 
 
 def _remember(call: Invocation, entry: Entry) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -81,9 +82,10 @@ def check_outputs(
     missing: dict[str, tuple[tuple[int, ...], str]] = {}
     for output in operation.outputs:
         view = given[output.name]
-        if lacking := _lacking(output, given, options):
+        is_set = functools.partial(getattr, options)
+        if reason := lacking(output.needs, output.when, given, is_set):
             if view is not None:
-                raise ArgumentError(explain(output.name, "an array", f"None: {lacking}"))
+                raise ArgumentError(explain(output.name, "an array", f"None: {reason}"))
             views[output.name] = None
             continue
         shape = _shape(operation, output, given, sizes)
@@ -100,11 +102,11 @@ def check_outputs(
     return views, missing
 
 
-def _lacking(output: Output, given: Views, options: Any) -> str:
-    """Reason that there is no such result; "" if there is."""
-    if output.needs and given[output.needs] is None:
-        return f"there is no {output.needs}"
-    return f"{output.when} is not set" if output.when and not getattr(options, output.when) else ""
+def lacking(needs: str, when: str, given: Mapping[str, Any], is_set: Callable[[str], bool]) -> str:
+    """Reason that there is no result that needs an input, or an option that is set; "" if there is."""
+    if needs and given.get(needs) is None:
+        return f"there is no {needs}"
+    return f"{when} is not set" if when and not is_set(when) else ""
 
 
 def low_words(view: View) -> View:

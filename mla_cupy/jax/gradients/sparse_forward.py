@@ -10,6 +10,7 @@ import jax
 from mla_cupy.jax.arguments import as_jax
 from mla_cupy.jax.derivatives import as_array, is_zero, refuse, values
 from mla_cupy.jax.lowering import call, run, signature_of
+from mla_cupy.jax.varying import spread
 from mla_cupy.ops import OPERATIONS
 from mla_cupy.ops.checks import check_flag
 
@@ -36,7 +37,8 @@ def differentiable(
         return run(_FORWARD, arrays, options, exportable)
     given = {name: as_jax(name, x) for name, x in zip(_INPUTS, arrays, strict=False)}
     resolved = signature_of(_FORWARD, given, _FORWARD.options(*options)._asdict()).options
-    found: tuple[Any, ...] = _sparse(_Static(resolved, deterministic, exportable), *given.values())
+    static = _Static(resolved, deterministic, exportable)
+    found: tuple[Any, ...] = _sparse(static, *spread(given.values()))
     return found
 
 

@@ -73,7 +73,7 @@ def cache_append(
     """
     arrays = (latent, rope, cache, slots, cos, sin, positions)
     options = (record, scales, kv_scale, interleaved)
-    if is_plain_call(latent):
+    if is_plain_call(arrays):
         run(Invocation(APPEND_OPERATION, arrays, options))
     else:
         call(CACHE_APPEND, arrays, options)
@@ -119,7 +119,7 @@ def cache_gather(
     """
     arrays = (cache, slots, out)
     options = (record, kv_scale, out_dtype)
-    if is_plain_call(cache):
+    if is_plain_call(arrays):
         (out,) = run(Invocation(GATHER_OPERATION, arrays, options))
     else:
         (out,) = call(CACHE_GATHER, arrays, options)

@@ -39,7 +39,7 @@ def cache_copy_pages(pool: torch.Tensor, pairs: torch.Tensor) -> None:
     """
     arrays = (pool, pairs)
     options = ()
-    if is_plain_call(pool):
+    if is_plain_call(arrays):
         run(Invocation(COPY_PAGES_OPERATION, arrays, options))
     else:
         call(CACHE_COPY_PAGES, arrays, options)
@@ -102,7 +102,7 @@ def cache_slots(
     """
     arrays = (block_table, starts, lengths, slots, cu_seqlens)
     options = (page_size, max_tokens, num_pages)
-    if is_plain_call(block_table) and (slots is None) is (cu_seqlens is None):
+    if is_plain_call(arrays) and (slots is None) is (cu_seqlens is None):
         slots, cu_seqlens = run(Invocation(SLOTS_OPERATION, arrays, options))
     else:
         slots, cu_seqlens = call(CACHE_SLOTS, arrays, options)

@@ -227,7 +227,7 @@ def mla_decode(
         empty_lse,
         kernel,
     )
-    if is_plain_call(q) and (out is None) is (lse is None):
+    if is_plain_call(arrays) and (out is None) is (lse is None):
         out, lse = run(Invocation(OPERATION, arrays, options, workspace, plan=plan_of(plan)))
     elif plan is not None:
         out, lse = call_planned(plan, arrays, options, workspace)

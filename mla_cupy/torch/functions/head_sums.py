@@ -93,7 +93,7 @@ def indexer_head_sums(
     """
     arrays = (q, k, q_rope, k_rope, indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv, head_sums)
     options = (scale, causal, relative, buffer_bytes, kernel)
-    if is_plain_call(q) and not torch.is_grad_enabled():
+    if is_plain_call(arrays) and not torch.is_grad_enabled():
         (head_sums,) = run(Invocation(OPERATION, arrays, options, workspace))
     else:
         (head_sums,) = call(INDEXER_HEAD_SUMS, arrays, options, workspace)

@@ -64,7 +64,7 @@ def indexer_cache_append(
     """
     arrays = (k, cache, slots, cos, sin, positions, norm_weight, norm_bias)
     options = (interleaved, hadamard, scales, reference_rounding, eps)
-    if is_plain_call(k):
+    if is_plain_call(arrays):
         run(Invocation(APPEND_OPERATION, arrays, options))
     else:
         call(INDEXER_CACHE_APPEND, arrays, options)
@@ -114,7 +114,7 @@ def indexer_cache_gather(
     """
     arrays = (cache, slots, codes, k_scale)
     options = (d,)
-    if is_plain_call(cache) and (codes is None) is (k_scale is None):
+    if is_plain_call(arrays) and (codes is None) is (k_scale is None):
         codes, k_scale = run(Invocation(GATHER_OPERATION, arrays, options))
     else:
         codes, k_scale = call(INDEXER_CACHE_GATHER, arrays, options)

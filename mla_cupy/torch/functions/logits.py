@@ -83,7 +83,7 @@ def indexer_logits(
     """
     arrays = (q, k, weights, ks, ke, k_scale, logits)
     options = (accumulate, clean, out_dtype, kernel)
-    if is_plain_call(q):
+    if is_plain_call(arrays):
         (logits,) = run(Invocation(OPERATION, arrays, options, workspace))
     else:
         (logits,) = call(INDEXER_LOGITS, arrays, options, workspace)

@@ -79,7 +79,7 @@ def indexer_logits_paged(
     """
     arrays = (q, cache, weights, seqlens, block_table, logits)
     options = (clean, out_dtype, kernel)
-    if is_plain_call(q):
+    if is_plain_call(arrays):
         (logits,) = run(Invocation(OPERATION, arrays, options, workspace))
     else:
         (logits,) = call(INDEXER_LOGITS_PAGED, arrays, options, workspace)

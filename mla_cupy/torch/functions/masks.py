@@ -65,7 +65,7 @@ def prefill_mask(
     """
     arrays = (indices, cu_seqlens_q, cu_seqlens_kv, mask)
     options = (max_keys, relative)
-    if is_plain_call(indices):
+    if is_plain_call(arrays):
         (mask,) = run(Invocation(OPERATION, arrays, options, workspace))
     else:
         (mask,) = call(PREFILL_MASK, arrays, options, workspace)

@@ -70,7 +70,7 @@ def merge_states(
     """
     arrays = (outs, lses, out, lse)
     options = (lse_base, empty_lse, out_dtype)
-    if is_plain_call(outs) and (out is None) is (lse is None):
+    if is_plain_call(arrays) and (out is None) is (lse is None):
         out, lse = run(Invocation(OPERATION, arrays, options, workspace))
     else:
         out, lse = call(MERGE_STATES, arrays, options, workspace)

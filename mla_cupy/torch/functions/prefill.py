@@ -147,7 +147,7 @@ def mla_prefill(
         lse,
     )
     options = (causal, scale, out_dtype, kernel)
-    if is_plain_call(q) and not torch.is_grad_enabled() and (out is None) is (lse is None):
+    if is_plain_call(arrays) and not torch.is_grad_enabled() and (out is None) is (lse is None):
         out, lse = run(Invocation(OPERATION, arrays, options, workspace))
     else:
         out, lse = call(MLA_PREFILL, arrays, options, workspace, gradient=transformed)

@@ -99,7 +99,7 @@ def mla_prefill_backward(
     arrays = (q, k, v, out, dout, lse, q_rope, k_rope, dlse, cu_seqlens_q, cu_seqlens_kv, dq, dk, dv, dq_rope, dk_rope)
     options = (causal, scale, deterministic, kernel)
     if (
-        is_plain_call(q)
+        is_plain_call(arrays)
         and (dq is None) is (dk is None) is (dv is None)
         and (q_rope is None or (dq is None) is (dq_rope is None))
         and (k_rope is None or (dq is None) is (dk_rope is None))

@@ -108,7 +108,7 @@ def mla_prepare(
     arrays = (q, latent, rope, cache, slots, q_rope, w_uk, cos, sin, positions, out, q_scales, rope_out)
     options = (theta, interleaved, quantise, q_scale, return_rope, record, scales, kv_scale)
     if (
-        is_plain_call(q)
+        is_plain_call(arrays)
         and (quantise is False or (out is None) is (q_scales is None))
         and (return_rope is False or (out is None) is (rope_out is None))
     ):

@@ -84,7 +84,7 @@ def indexer_prepare_q(
     """
     arrays = (q, weights, cos, sin, positions, codes, folded)
     options = (interleaved, hadamard, scales, reference_rounding, accumulate)
-    if is_plain_call(q) and (codes is None) is (folded is None):
+    if is_plain_call(arrays) and (codes is None) is (folded is None):
         codes, folded = run(Invocation(OPERATION_Q, arrays, options, workspace))
     else:
         codes, folded = call(INDEXER_PREPARE_Q, arrays, options, workspace)
@@ -145,7 +145,7 @@ def indexer_prepare_k(
     """
     arrays = (k, cos, sin, positions, norm_weight, norm_bias, codes, k_scale)
     options = (interleaved, hadamard, scales, reference_rounding, eps)
-    if is_plain_call(k) and (codes is None) is (k_scale is None):
+    if is_plain_call(arrays) and (codes is None) is (k_scale is None):
         codes, k_scale = run(Invocation(OPERATION_K, arrays, options, workspace))
     else:
         codes, k_scale = call(INDEXER_PREPARE_K, arrays, options, workspace)

@@ -99,7 +99,7 @@ def indexer_prepare(
     arrays = (q, weights, k, cos, sin, positions, cache, slots, norm_weight, norm_bias, codes, folded, k_codes, k_scale)
     options = (interleaved, hadamard, scales, reference_rounding, accumulate, eps, return_k)
     if (
-        is_plain_call(q)
+        is_plain_call(arrays)
         and (codes is None) is (folded is None)
         and (return_k is False or (codes is None) is (k_codes is None) is (k_scale is None))
     ):

@@ -61,7 +61,7 @@ def absorb(
     """
     arrays = (q_nope, w_uk, q_rope, out)
     options = ()
-    if is_plain_call(q_nope):
+    if is_plain_call(arrays):
         (out,) = run(Invocation(ABSORB_OPERATION, arrays, options, workspace))
     else:
         (out,) = call(ABSORB, arrays, options, workspace)
@@ -131,7 +131,7 @@ def merge_project(
     """
     arrays = (outs, w_uv, lses, gate, out, lse)
     options = (lse_base, empty_lse, out_dtype)
-    if is_plain_call(outs) and (lses is None or (out is None) is (lse is None)):
+    if is_plain_call(arrays) and (lses is None or (out is None) is (lse is None)):
         out, lse = run(Invocation(MERGE_OPERATION, arrays, options, workspace))
     else:
         out, lse = call(MERGE_PROJECT, arrays, options, workspace)

@@ -63,7 +63,7 @@ def prefill_segments(
     """
     arrays = (segment_ids_q, segment_ids_kv, cu_seqlens_q, cu_seqlens_kv)
     options = (max_segments,)
-    if is_plain_call(segment_ids_q) and (cu_seqlens_q is None) is (cu_seqlens_kv is None):
+    if is_plain_call(arrays) and (cu_seqlens_q is None) is (cu_seqlens_kv is None):
         cu_seqlens_q, cu_seqlens_kv = run(Invocation(OPERATION, arrays, options, workspace))
     else:
         cu_seqlens_q, cu_seqlens_kv = call(PREFILL_SEGMENTS, arrays, options, workspace)

@@ -123,7 +123,11 @@ def sparse_mla_backward(
         d_sink,
     )
     options = (d_v, scale, causal, relative, lse_base, deterministic, dkv_dtype, kernel)
-    if is_plain_call(q) and (dq is None) is (dkv is None) and (attn_sink is None or (dq is None) is (d_sink is None)):
+    if (
+        is_plain_call(arrays)
+        and (dq is None) is (dkv is None)
+        and (attn_sink is None or (dq is None) is (d_sink is None))
+    ):
         dq, dkv, d_sink = run(Invocation(OPERATION, arrays, options, workspace))
     else:
         dq, dkv, d_sink = call(SPARSE_MLA_BACKWARD, arrays, options, workspace)

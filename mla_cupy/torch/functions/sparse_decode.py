@@ -146,7 +146,7 @@ def sparse_mla_decode(
         lse,
     )
     options = (scale, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
-    if is_plain_call(q) and (out is None) is (lse is None):
+    if is_plain_call(arrays) and (out is None) is (lse is None):
         out, lse = run(Invocation(OPERATION, arrays, options, workspace))
     else:
         out, lse = call(SPARSE_MLA_DECODE, arrays, options, workspace)

@@ -139,7 +139,7 @@ def sparse_mla_forward(
     """
     arrays = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, out, lse, max_logits)
     options = (d_v, scale, causal, relative, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
-    if is_plain_call(q) and not torch.is_grad_enabled() and (out is None) is (lse is None) is (max_logits is None):
+    if is_plain_call(arrays) and not torch.is_grad_enabled() and (out is None) is (lse is None) is (max_logits is None):
         out, lse, max_logits = run(Invocation(OPERATION, arrays, options, workspace))
     else:
         out, lse, max_logits = call(SPARSE_MLA_FORWARD, arrays, options, workspace, gradient=transformed)

@@ -156,7 +156,7 @@ def indexer_sparse_loss(
     )
     options = (scale, causal, relative, gradients, deterministic, buffer_bytes, kernel)
     if (
-        is_plain_call(q)
+        is_plain_call(arrays)
         and not torch.is_grad_enabled()
         and (kl is None) is (mass is None) is (index_lse is None)
         and (gradients is False or (kl is None) is (d_index_q is None) is (d_index_k is None) is (d_weights is None))

@@ -99,7 +99,7 @@ def indexer_topk(
     arrays = (logits, ks, ke, block_table, indices, counts, values)
     options = (k, order, relative, page_size, keep_first, keep_last, return_values, kernel)
     if (
-        is_plain_call(logits)
+        is_plain_call(arrays)
         and (indices is None) is (counts is None)
         and (return_values is False or (indices is None) is (values is None))
     ):

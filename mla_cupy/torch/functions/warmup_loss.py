@@ -187,7 +187,7 @@ def indexer_warmup_loss(
     )
     options = (target, scale, target_scale, causal, gradients, buffer_bytes, kernel)
     if (
-        is_plain_call(q)
+        is_plain_call(arrays)
         and not torch.is_grad_enabled()
         and (kl is None) is (mass is None) is (index_lse is None)
         and (gradients is False or (kl is None) is (d_index_q is None) is (d_index_k is None) is (d_weights is None))
