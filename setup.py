@@ -1,4 +1,4 @@
-"""What setup.cfg cannot say: the file modes in a wheel do not depend on the umask that it is built under."""
+"""What setup.cfg cannot say: file modes in a wheel ignore the umask; an editable install is one path entry."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.editable_wheel import editable_wheel
 
 
 class ReproducibleWheel(bdist_wheel):
@@ -20,4 +21,17 @@ class ReproducibleWheel(bdist_wheel):
             os.chmod(path, 0o755 if path.is_dir() else 0o644)
 
 
-setup(cmdclass={"bdist_wheel": ReproducibleWheel})
+class ReadableInstall(editable_wheel):  # type: ignore[misc]
+    """An editable install that type checkers can read: one path entry instead of a hook that runs on import.
+
+    Setuptools writes a hook where `package_dir` puts packages elsewhere; `mla_cupy/__init__.py` finds these itself.
+    """
+
+    def finalize_options(self) -> None:
+        """The last step before setuptools looks at where packages lie."""
+        self.distribution.packages = ["mla_cupy"]
+        self.distribution.package_dir = {"": "."}
+        super().finalize_options()
+
+
+setup(cmdclass={"bdist_wheel": ReproducibleWheel, "editable_wheel": ReadableInstall})

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from mla_cupy.terminal import progress
+from mla_cupy.terminal import Help, Table, console, progress, say
 
 from .claims import command as claims
 from .context_parallel import command as context_parallel
@@ -32,7 +32,6 @@ calls that rotate over more inputs than the L2 cache holds; shares are of limits
 """
 PROG = "mla-cupy bench" if __name__.startswith("mla_cupy.") else "python -m bench"
 EXIT_STATUS = "\nexit status: 0 success, 1 a wrong result or an error in a case, 2 cannot run\n"
-_RAW = argparse.RawDescriptionHelpFormatter
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION, formatter_class=_RAW)
+    parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION, formatter_class=Help)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_run(commands)
     show = commands.add_parser("list", help="print the cases, their cost, and times on one H200")
@@ -79,7 +78,7 @@ def _add_run(commands: Any) -> None:
         title = operation.title[0].upper() + operation.title[1:] + "."
         epilog = operation.examples + EXIT_STATUS
         one = operations.add_parser(
-            operation.name, help=operation.title, description=title, epilog=epilog, formatter_class=_RAW
+            operation.name, help=operation.title, description=title, epilog=epilog, formatter_class=Help
         )
         _add_run_arguments(one, operation)
         one.set_defaults(handler=run_operation, operation=operation)
@@ -90,9 +89,9 @@ def _add_run(commands: Any) -> None:
 def _add_module(commands: Any, name: str, text: str, module: Any, status: str = "") -> None:
     """A command whose texts, arguments and handler a module has."""
     options = {"description": module.DESCRIPTION, "epilog": module.EPILOG + status}
-    parser = commands.add_parser(name, help=text, formatter_class=_RAW, **options)
+    parser = commands.add_parser(name, help=text, formatter_class=Help, **options)
     module.add_arguments(parser)
-    parser.set_defaults(handler=lambda args: module.run(args, _console()))
+    parser.set_defaults(handler=lambda args: module.run(args, console()))
 
 
 def _add_compare(commands: Any) -> None:
@@ -139,9 +138,9 @@ def _add_which_cases(parser: argparse.ArgumentParser, operation: BenchOperation)
         metavar="NAME",
         help=f"a case by name, repeatable; any {operation.case_form}",
     )
-    which.add_argument(
-        "--suite", choices=sorted(operation.suites), default="targets", help="a set of cases (default %(default)s)"
-    )
+    suites = sorted(operation.suites)
+    text = f"a set of cases: {', '.join(suites)} (default %(default)s)"
+    which.add_argument("--suite", choices=suites, default="targets", metavar="NAME", help=text)
     count = len(operation.suites["quick"])
     which.add_argument(
         "--quick", action="store_const", const="quick", dest="suite", help=f"the suite of {count} main cases"
@@ -204,14 +203,6 @@ def _replays(text: str) -> int:
     return number
 
 
-def _console() -> Any:
-    from rich.console import Console
-
-    # A file or a pipe has no width of its own: do not cut the tables down to 80 columns there.
-    width = None if sys.stdout.isatty() else 160
-    return Console(width=width, markup=False, emoji=False, highlight=False)
-
-
 def run_operation(args: argparse.Namespace) -> int:
     """`run decode` and the others."""
     from .core import environment, limits, report, table
@@ -224,15 +215,14 @@ def run_operation(args: argparse.Namespace) -> int:
         if value := getattr(args, name):
             cases = operation.select([option.rename(case.name, value) for case in cases], args.suite)
     implementations = _implementations(args, operation)
-    device = CudaDevice(args.method)
-    console = _console()
+    device, shown = CudaDevice(args.method), console()
     env = environment.describe(device.name, device.arch, args.tag)
     versions = f"CUDA {env['cuda_runtime']}, NVRTC {env['nvrtc']}, CuPy {env['cupy']}, git {env['git']}"
-    console.print(f"{device.name} ({device.arch}), {versions}")
+    shown.print(f"{device.name} ({device.arch}), {versions}")
     with device.current():
         measured = limits.NOT_MEASURED if args.no_limits else limits.measure(device)
-    console.print(f"limit: copy {_rate(measured.copy_tbps, 'TB/s')} ({measured.copy_note})")
-    console.print(f"limit: GEMM {_rate(measured.gemm_tflops, 'TFLOP/s')} ({measured.gemm_note})")
+    shown.print(f"limit: copy {_rate(measured.copy_tbps, 'TB/s')} ({measured.copy_note})")
+    shown.print(f"limit: GEMM {_rate(measured.gemm_tflops, 'TFLOP/s')} ({measured.gemm_note})")
 
     options = Options(
         args.dtype, args.replays, not args.no_check, measured, env, environment.command_line(args.arguments)
@@ -244,7 +234,7 @@ def run_operation(args: argparse.Namespace) -> int:
         for case in cases:
             advance(case.name, False)
             rows = run_case(operation, case, implementations, device, options)
-            table.show(console, rows, operation.ratios(rows))
+            table.show(shown, rows, operation.ratios(rows))
             if stream:
                 report.write(stream, rows)
             failed |= any(row["status"] in (report.WRONG, report.ERROR) for row in rows)
@@ -270,22 +260,28 @@ def _rate(value: float | None, unit: str) -> str:
 
 def list_cases(args: argparse.Namespace) -> int:
     """`list`."""
-    from rich.table import Table
-
     for operation in [OPERATIONS[name] for name in args.operations or OPERATIONS]:
-        table = Table(title=operation.name, title_justify="left")
-        table.add_column("case", no_wrap=True)
-        seen = operation.suites["targets"][0].seen
-        for column in ("GFLOP", "MB", "FLOP/B", *(f"{name} us" for name in seen), "suites"):
-            table.add_column(column, justify="right")
-        for case in operation.suites["targets"]:
+        cases = operation.suites["targets"]
+        seen = [name for name in cases[0].seen if any(case.seen[name] is not None for case in cases)]
+        heads = ("case", "GFLOP", "MB", "FLOP/B", *(f"{name} us" for name in seen), "suites")
+        table = Table(*heads, title=operation.name, left=1)
+        for case in cases:
             cost = case.cost
             suites = ", ".join(name for name, cases in operation.suites.items() if case in cases)
             figures = (f"{cost.flops / 1e9:.2f}", f"{cost.nbytes / 1e6:.1f}", f"{cost.intensity:.0f}")
-            table.add_row(case.name, *figures, *("-" if us is None else f"{us:g}" for us in case.seen.values()), suites)
-        _console().print(table)
-    print("Microseconds: measured on one H200 with bfloat16, and our target there; claims are ratios of one run.")
+            table.add_row(
+                case.name,
+                *figures,
+                *("-" if case.seen[name] is None else f"{case.seen[name]:g}" for name in seen),
+                suites,
+            )
+        console().print(table, "")
+    say("Microseconds: measured on one H200 with bfloat16, and our target there; claims are ratios of one run.")
     return 0
+
+
+def _seen(us: float | None) -> str:
+    return "-" if us is None else f"{us:g}"
 
 
 def compare_files(args: argparse.Namespace) -> int:
@@ -294,7 +290,7 @@ def compare_files(args: argparse.Namespace) -> int:
     from .core.report import read
 
     changes = compare(read(args.before), read(args.after), args.relative_to)
-    show(_console(), changes, args.fail_if_slower)
+    show(console(), changes, args.fail_if_slower)
     return int(args.fail_if_slower is not None and any(change.fails(args.fail_if_slower) for change in changes))
 
 

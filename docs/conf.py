@@ -63,15 +63,15 @@ html_title = f"mla_cupy {release}"
 html_static_path = ["_static"]
 html_css_files = ["mla.css"]
 html_js_files = ["code.js"]
-html_show_sourcelink = False
-html_copy_source = False
+html_favicon = "_static/favicon.svg"
+html_sourcelink_suffix = ""
 html_theme_options = {
-    "logo": {"text": "mla_cupy"},
+    "logo": {"text": f"mla_cupy {release}"},
     "header_links_before_dropdown": 7,
     "show_prev_next": True,
     "navigation_with_keys": False,
     "show_toc_level": 2,
-    "secondary_sidebar_items": ["page-toc"],
+    "secondary_sidebar_items": ["page-toc", "sourcelink"],
     "footer_start": ["copyright"],
     "footer_end": [],
     "pygments_light_style": "tango",

@@ -172,7 +172,7 @@ def plot(course: Course, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--pages", type=int, default=128)
     parser.add_argument("--page-size", type=int, default=16)

@@ -7,6 +7,7 @@ there and its kernels are not compiled yet, a child process starts to compile th
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from mla_cupy._version import __version__
@@ -197,6 +198,16 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def _find_parts() -> None:
+    """Let `mla_cupy.bench` and `mla_cupy.ptxsim` lead, in a checkout, to the folders beside this one."""
+    checkout = os.path.dirname(os.path.abspath(__path__[0]))
+    if os.path.isdir(os.path.join(checkout, "cuda_src")):
+        __path__.extend((checkout, os.path.join(checkout, "ptxsim")))
+
+
+_find_parts()
 
 
 def _compile_core_kernels() -> None:

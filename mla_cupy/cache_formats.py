@@ -6,12 +6,14 @@ the same for the device; `tests/budgets` compares the facts of the cubins with t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.shapes import D_QK, D_ROPE, D_V
+
+_ArrayT = TypeVar("_ArrayT")
 
 Kind = Literal["float8_e4m3fn", "float4_e2m1fn", "bfloat16", "float16", "float32", "float8_e8m0fnu", "padding"]
 Scales = Literal["power_of_2", "plain", "tensor", "none"]
@@ -277,15 +279,21 @@ def head_axis(shape: Sequence[int], argument: str = "cache") -> int:
     raise ShapeError(explain(f"{argument}.shape", tuple(shape), expected, remedy))
 
 
-def without_heads(cache: Any, argument: str = "cache") -> Any:
+def without_heads(cache: _ArrayT, argument: str = "cache") -> _ArrayT:
     """A NumPy array of pages without the axis of KV heads, if it has one: a view."""
-    if cache.ndim != 4:
-        return cache
-    return cache[:, 0] if head_axis(cache.shape, argument) == 1 else cache[:, :, 0]
+    pages: Any = cache
+    if pages.ndim == 4:
+        pages = pages[:, 0] if head_axis(pages.shape, argument) == 1 else pages[:, :, 0]
+    found: _ArrayT = pages
+    return found
 
 
-def format_of(dtype: str, width: int, argument: str = "cache", name: object = None) -> CacheFormat:
+def format_of(
+    dtype: str, width: int, argument: str = "cache", name: object = None, listed: Collection[str] = ()
+) -> CacheFormat:
     """The latent record of a cache with this dtype and last axis, or check that it is the one called `name`.
+
+    An error lists the records of these names, or else all of them.
 
     Raises
     ------
@@ -302,5 +310,9 @@ def format_of(dtype: str, width: int, argument: str = "cache", name: object = No
     for record in candidates:
         if (record.dtype, record.width) == (kind, width):
             return record
-    expected = ", ".join(f"{record.width} of {record.dtype} ({record.name})" for record in candidates)
+    expected = ", ".join(
+        f"{record.width} of {record.dtype} ({record.name})"
+        for record in candidates
+        if not listed or record.name in listed
+    )
     raise ShapeError(explain(f"{argument}.shape[-1]", f"{width} of {dtype}", expected, "`mla-cupy formats` lists them"))

@@ -27,7 +27,7 @@ from mla_cupy.parts import part as _part
 from mla_cupy.runtime import admission, cache, device, loader, nvrtc, report, worker
 from mla_cupy.runtime.build import BuildRequest
 from mla_cupy.selftest import command as selftest
-from mla_cupy.terminal import show, table
+from mla_cupy.terminal import Help, path, say, show, table
 
 if TYPE_CHECKING:
     from mla_cupy.kernels.spec import KernelSpec, Variant
@@ -76,11 +76,11 @@ def _main(arguments: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a path may contain characters that its encoding lacks
     try:
         if arguments[:1] == ["bench"]:
-            return int(_part("bench", "bench", "cli").main(arguments[1:]))
+            return int(_part("bench", "cli").main(arguments[1:]))
         if arguments[:1] == ["trace"]:
-            return int(_part("bench", "bench", "cli").main(arguments))
+            return int(_part("bench", "cli").main(arguments))
         if arguments[:1] == ["sim"]:
-            return int(_part("ptxsim", "ptxsim/ptxsim", "__main__").main(arguments[1:], "mla-cupy sim"))
+            return int(_part("ptxsim", "__main__").main(arguments[1:], "mla-cupy sim"))
         options, unknown = _parser(arguments).parse_known_args(arguments)
         if unknown:  # said by the command, with its own usage
             options.command.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -104,7 +104,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         prog="mla-cupy",
         description="Kernels for Multi-head Latent Attention: look at the installation, compile, try, measure.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.add_argument("--version", action="version", version=f"mla-cupy {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -114,7 +114,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     command = add("compile", _compile, "compile kernels into the cache or a directory; needs no GPU")
     _add_selection(command)
     _add_jobs(command)
-    command.add_argument("--out", type=Path, metavar="DIR", help="also write them to DIR, for MLA_CUPY_CUBIN_DIR")
+    command.add_argument("--out", type=path, metavar="DIR", help="also write them to DIR, for MLA_CUPY_CUBIN_DIR")
     command = add("export", _export, "write an operation as C sources, kernels included; needs no GPU")
     if arguments[:1] == ["export"]:
         _export_module().add_arguments(command)
@@ -199,11 +199,11 @@ def _info(options: argparse.Namespace) -> int:
         compiler = (
             "no kernel can be compiled: see NVRTC above" if "error" in facts["nvrtc"] else "kernels can be compiled"
         )
-        print(f"No GPU: NumPy arrays are computed by the NumPy backend; {compiler}.")
+        say(f"No GPU: NumPy arrays are computed by the NumPy backend; {compiler}.")
     for line in _waiting(facts):
-        print(line)
+        say(line)
     for problem in facts["problems"]:
-        print(f"Problem: {problem}")
+        say(f"Problem: {problem}")
     return 0
 
 

@@ -82,7 +82,7 @@ def name_of(dtype: Any) -> str:
         return dtype
     if isinstance(dtype, np.dtype):
         return str(dtype.name)
-    name = str(dtype).rpartition(".")[2] if type(dtype).__module__.partition(".")[0] == "torch" else ""
+    name = str(dtype).rpartition(".")[2] if str(type(dtype).__module__).partition(".")[0] == "torch" else ""
     return name or str(getattr(dtype, "__name__", getattr(dtype, "name", "")))
 
 

@@ -6,7 +6,12 @@ before any kernel is launched. Each kind is also the built-in exception that a c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+_MOST_LETTERS = 400
+"""Letters of a value that a message prints."""
 
 
 class MlaError(Exception):
@@ -67,7 +72,27 @@ def either(choices: Sequence[object]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
+def nearest(name: str, known: Iterable[str], remedy: str) -> str:
+    """Return the remedy for a name that is not known: the one that was probably meant, or else `remedy`."""
+    found = difflib.get_close_matches(name, list(known), 1)
+    return f"did you mean {found[0]!r}?" if found else remedy
+
+
 def explain(argument: str, got: object, expected: str, remedy: str = "") -> str:
     """The one form of message: argument, got, expected, remedy."""
-    message = f"{argument}: got {got}, expected {expected}"
+    message = f"{argument}: got {_in_short(got)}, expected {expected}"
     return f"{message}; {remedy}" if remedy else message
+
+
+def _in_short(got: object) -> str:
+    """Print a value on one line, and the beginning of a long one, such as an array in place of a number."""
+    text = str(got)
+    if "\n" in text or len(text) > _MOST_LETTERS:
+        text = " ".join(text.split())
+    return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}..."
+
+
+def renamed(error: MlaError, names: Mapping[str, str]) -> MlaError:
+    """Return the same error with the names that the caller knows."""
+    subject, colon, rest = str(error).partition(": ")
+    return type(error)(re.sub(r"\w+", lambda word: names.get(word[0], word[0]), subject) + colon + rest)

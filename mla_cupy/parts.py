@@ -1,50 +1,47 @@
-"""Parts that are modules of the installed package and directories beside it in a checkout: benches and simulator."""
+"""Parts that a wheel has inside this package and a checkout beside it: benches and simulator."""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
-from pathlib import Path
 from typing import Any
 
 from mla_cupy.errors import ArgumentError, explain
 
 
-def part(name: str, place: str, module: str = "") -> Any:
-    """A module of the part `name`, or the part itself.
+def part(name: str, module: str = "") -> Any:
+    """A module of the part `name`, or the part itself, under whichever name it has been imported already.
+
+    Two copies of a part would not recognize each other's errors.
 
     Parameters
     ----------
     name : str
         "bench" or "ptxsim".
-    place : str
-        Where it lies in a checkout, relative to its root.
     module : str, optional
         Which module of it.
 
     Raises
     ------
     ArgumentError
-        If it is in neither place.
+        If it is not installed.
     """
-    suffix = f".{module}" if module else ""
-    if importlib.util.find_spec(f"mla_cupy.{name}") is not None:
-        return importlib.import_module(f"mla_cupy.{name}{suffix}")
-    found = Path(__file__).resolve().parents[1] / place
-    if not (found / "__init__.py").is_file():
-        raise ArgumentError(explain(name, "nothing", f"mla_cupy.{name} in the package, or {place} in a checkout"))
-    if str(found.parent) not in sys.path:
-        sys.path.insert(0, str(found.parent))
-    return importlib.import_module(f"{name}{suffix}")
+    # A folder called ptxsim, on a path that leads to a checkout, imports as an empty namespace without a file.
+    package = name if getattr(sys.modules.get(name), "__file__", None) else f"mla_cupy.{name}"
+    try:
+        return importlib.import_module(f"{package}.{module}" if module else package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise ArgumentError(explain(name, "nothing", package, "install the package again")) from None
 
 
 def simulator() -> Any:
-    """The simulator, under whichever name it has been imported already: two copies would not know each other's errors.
+    """The simulator.
 
     Raises
     ------
     ArgumentError
-        If it is neither in the package nor in a checkout.
+        If it is not installed.
     """
-    return sys.modules.get("ptxsim") or part("ptxsim", "ptxsim/ptxsim")
+    return part("ptxsim")

@@ -138,6 +138,8 @@ class SimFamily(arrays.NumpyFamily):
     def view(self, x: Any, argument: str = "an array") -> arrays.View:
         """View of an array, on the one device."""
         view = _ON_HOST.view(x, argument)  # refuses what cannot be mapped
+        if x.dtype.hasobject:  # no memory for a device; the check of dtypes says so
+            return view._replace(device=DEVICE)
         return view._replace(ptr=self.address(x), device=DEVICE)
 
     def signature(self, arrays: Sequence[Any]) -> tuple[list[int], Signature] | None:
@@ -198,7 +200,9 @@ class SimFamily(arrays.NumpyFamily):
 
 
 def _in_whole_items(x: np.ndarray[Any, Any]) -> bool:
-    return not any(step % x.itemsize for step in (x.ctypes.data, *x.strides)) if x.itemsize else False
+    """True if the array starts at, and steps by, whole items, which are no objects of Python."""
+    whole = x.itemsize and not x.dtype.hasobject
+    return bool(whole) and not any(step % x.itemsize for step in (x.ctypes.data, *x.strides))
 
 
 def _lowest(x: np.ndarray[Any, Any]) -> int:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -202,6 +203,56 @@ print(sum(len(sources.gather(spec.source)) > 1 for spec in KERNELS.values()), le
     assert done.returncode == 0, done.stderr
     found, registered = done.stdout.split()
     assert found == registered != "0"
+
+
+CALLER = """\
+import mla_cupy
+
+reveal_type(mla_cupy.mla_decode)
+"""
+PARTS = """
+import site, sys
+site.addsitedir(sys.argv[1])
+import mla_cupy.bench.cli
+from mla_cupy import ptxsim
+print(mla_cupy.__file__, ptxsim.Module.__module__)
+"""
+
+
+def test_editable_installs_can_be_read(tmp_path: Path) -> None:
+    """By a type checker from elsewhere, which runs no hooks; and a program finds the parts beside the package."""
+    tree = tmp_path / "tree"
+    shutil.copytree(REPOSITORY, tree, ignore=LEFT_OUT)
+    venv.create(tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([*install, str(build(tree, "editable"))], check=True)
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+
+    caller = tmp_path / "caller.py"
+    caller.write_text(CALLER)
+    checked = run_elsewhere(tmp_path, "-m", "mypy", "--python-executable", str(python), str(caller))
+    assert 'note: Revealed type is "def (q: ' in checked
+
+    assert run_elsewhere(tmp_path, "-c", PARTS, str(site)).split() == [
+        str(tree / "mla_cupy" / "__init__.py"),
+        "mla_cupy.ptxsim.module",
+    ]
+
+
+def run_elsewhere(folder: Path, *arguments: str) -> str:
+    """Output of Python in a folder, without the checkout on its path."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "MYPYPATH")}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**environment, "MLA_CUPY_JIT": "lazy"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 IMPORT = """

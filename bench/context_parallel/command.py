@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mla_cupy.terminal import Table
+
 from ..core import environment
 from ..core.errors import BenchError
 from . import prediction
@@ -129,11 +131,8 @@ def _row(gpus: int, transport: str, us: float, local_us: float, exchange_us: flo
 
 
 def _show(console: Any, case: Problem, rows: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-
-    table = Table(title=f"{NAME} {case.name} bfloat16", title_justify="left")
-    for index, column in enumerate(("GPUs", "transport", "us", "local us", "exchange us", "efficiency", "")):
-        table.add_column(column, justify="left" if index in (1, 6) else "right")
+    heads = ("GPUs", "transport", "us", "local us", "exchange us", "efficiency", "")
+    table = Table(*heads, title=f"{NAME} {case.name} bfloat16", left=2)
     for row in rows:
         figures = [f"{row[name]:.1f}" for name in ("us", "local_us", "exchange_us")]
         note = "predicted" if row.get("predicted") else ""

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mla_cupy.terminal import Table
+
 from .implementation import OWN
 from .report import OK, microseconds
 from .selection import Key, newest
@@ -64,13 +66,8 @@ def _figure(rows: Rows, key: Key, relative_to: str | None) -> float | None:
 
 def show(console: Console, changes: Sequence[Change], percent: float | None) -> None:
     """The table of changes."""
-    from rich.table import Table
-
-    table = Table()
-    for column in ("operation", "case", "dtype", "record", "implementation"):
-        table.add_column(column, no_wrap=True)
-    for column in ("before", "after", "change", ""):
-        table.add_column(column, justify="right")
+    which = ("operation", "case", "dtype", "record", "implementation")
+    table = Table(*which, "before", "after", "change", "", left=len(which))
     for change in changes:
         slowdown = "-" if change.slowdown is None else f"{change.slowdown:+.1%}"
         remark = "" if change.after_status == OK else change.after_status

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mla_cupy.terminal import Table
+
 from .report import SINGLE_CALL, TIMED
 
 if TYPE_CHECKING:
@@ -34,9 +36,6 @@ ERROR_COLUMNS = ("rms error", "bias")
 
 def show(console: Console, rows: Sequence[Mapping[str, Any]], ratios: Sequence[Ratio] = ()) -> None:
     """The table of one case, and ratios of its times."""
-    from rich.table import Table
-
-    table = Table(title=f"{rows[0]['op']} {rows[0]['case']} {rows[0]['dtype']}", title_justify="left")
     sparse = rows[0]["l2_bytes"] is not None
     errors = any("out_rms" in (row["check"] or ()) for row in rows)
     single = any(SINGLE_CALL in row["figures_us"] for row in rows)
@@ -47,8 +46,7 @@ def show(console: Console, rows: Sequence[Mapping[str, Any]], ratios: Sequence[R
     )
     further = [(names, make) for wanted, names, make in known if wanted]
     columns = [*COLUMNS, *(name for names, _ in further for name in names)]
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
+    table = Table(*columns, title=f"{rows[0]['op']} {rows[0]['case']} {rows[0]['dtype']}", left=1)
     for row in rows:
         table.add_row(*cells(row), *(cell for _, make in further for cell in make(row)))
     console.print(table)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_cupy.errors import explain
+from mla_cupy.terminal import Table
 
 from ..core.errors import BenchError
 from . import plans, published, tables
@@ -18,7 +19,6 @@ from .machine import FORWARD_RATES, MACHINES, ForwardRates, Machine
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 OPERATION = "forward"
 SCHEMA_VERSION = 1

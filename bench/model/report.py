@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_cupy.errors import explain
+from mla_cupy.terminal import Table
 
 from ..core import environment
 from ..core.cost import D_QK, D_V
@@ -20,7 +21,6 @@ from .machine import MACHINES, NOT_COUNTED, Machine
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 SCHEMA_VERSION = 1
 LABEL = "predicted, not measured"
@@ -172,13 +172,11 @@ def tile_table(kernels: Sequence[counts.Kernel], machine: Machine) -> Table:
     )
     for index, name in enumerate(counts.PRODUCTS):
         table.add_row(name, *(_product(kernel, index, machine) for kernel in kernels))
-    table.add_section()
     for label, figure in _FIGURES:
         table.add_row(label, *(f"{figure(kernel, machine):,.0f}" for kernel in kernels))
     for rate in machine.addition_rates:
         cells = (f"{_addition_cycles(kernel, machine, rate):,.0f}" for kernel in kernels)
         table.add_row(f"additions at {rate:g} TB/s, clk", *cells)
-    table.add_section()
     for label, figure in _BLOCK_FIGURES:
         table.add_row(label, *(f"{figure(kernel, machine):,.0f}" for kernel in kernels))
     return table

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from mla_cupy.terminal import Table
 
 
 def titled(title: str, *columns: str, left: int = 1) -> Table:
     """A table, its first columns aligned to the left."""
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < left else "right", no_wrap=index == 0, overflow="fold")
-    return table
+    return Table(*columns, title=title, left=left)
 
 
 def assumptions(*rates: Any) -> Table:

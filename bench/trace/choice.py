@@ -59,9 +59,15 @@ class Choice:
             request = replace(request, defines=(*request.defines, (LEAN, "1")))
         if not self.pattern and self.parts == 1:
             return request
-        found = [number for number, site in places(request) if re.search(self.pattern, f"{site.function} {site}")]
-        numbers = ",".join(f"{number}u" for number in found[self.part :: self.parts])
+        numbers = ",".join(f"{number}u" for number in self._found(request)[self.part :: self.parts])
         return replace(request, defines=(*request.defines, (ONLY, numbers)))
+
+    def finds(self, request: BuildRequest) -> bool:
+        """True if the pattern finds a place of the request of a traced build."""
+        return bool(self._found(request))
+
+    def _found(self, request: BuildRequest) -> list[int]:
+        return [number for number, site in places(request) if re.search(self.pattern, f"{site.function} {site}")]
 
 
 def places(request: BuildRequest) -> list[tuple[int, Site]]:

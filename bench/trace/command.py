@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
 import statistics
@@ -17,7 +18,9 @@ from mla_cupy import simulation
 from mla_cupy.errors import KernelCompileError
 from mla_cupy.ops.call import forget
 from mla_cupy.runtime import driver, loader
+from mla_cupy.runtime.device import gpu_count
 from mla_cupy.runtime.launching import Driver
+from mla_cupy.terminal import Table
 
 from ..core.device import DTYPES, CudaDevice, Device
 from ..core.errors import BenchError
@@ -28,7 +31,7 @@ from ..core.recorders import EVENTS, Call
 from ..operations import OPERATIONS
 from . import report
 from .choice import NOWHERE, Choice
-from .driver import Access, CudaAccess, Limits, SimulatedAccess, TracingDriver
+from .driver import Access, CudaAccess, Limits, Rehearsal, SimulatedAccess, TracingDriver
 from .waits import BASIC_BLOCK, MICROSECOND, MIN_CYCLES, Trace, trace_of
 
 if TYPE_CHECKING:
@@ -45,7 +48,8 @@ more than 3 %, as long as that makes it cheaper.
 EPILOG = """examples:
   trace decode b128-sq1-hq128-skv4096
   trace decode b128-sq1-hq128-skv4096 --perfetto decode.json      open it in ui.perfetto.dev
-  trace decode b128-sq1-hq128-skv4096 --draw decode.svg --kernel-name decode_sm90_seesaw --window 20,40
+  trace decode b128-sq1-hq128-skv4096 --draw decode.svg --window 20,40
+  trace decode b2-sq1-hq128-skv256 --simulate 2 --draw decode.svg --kernel-name decode_sm90_seesaw_boxes
   trace decode b128-sq1-hq128-skv4096 --only run_load_role        only waits in a function, file or call of this name
   trace decode b128-sq1-hq128-skv4096 --parts 4                   a quarter of the waits in each of four runs
   trace decode b128-sq1-hq128-skv4096 --parts auto                as many runs as bring each one near the plain call
@@ -190,16 +194,51 @@ def run(args: argparse.Namespace, console: Console) -> int:
     implementation = operation.implementations(Choices(None, args.kernel))[OWN]()
     if reason := implementation.unsupported(case, args.dtype):
         raise BenchError(f"{case.name}: {reason}")
+    _check_files(args)
     auto = args.parts == AUTO
     parts = 1 if auto else args.parts
     choices = [Choice(args.only, part, parts) for part in range(parts)]
     with _device(args) as (device, tracer):
-        found = _trace(Subject(operation, case, implementation, args.dtype, device), tracer, choices, auto)
+        subject = Subject(operation, case, implementation, args.dtype, device)
+        if args.draw or args.only:
+            _check_names(args, subject, tracer)
+        found = _trace(subject, tracer, choices, auto)
     if not any(warp.places for trace in found.traces for warp in trace.warps) and args.only:
         raise BenchError(f"--only: got {args.only!r}, which finds no place at which this call waits; leave it out")
     _show(console, found)
     _write(args, console, found)
     return int(bool(found.wrong))
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Refuse, before the work, files that cannot be written after it."""
+    for name in ("json", "perfetto", "draw"):
+        path = getattr(args, name)
+        if path and not path.parent.is_dir():
+            raise BenchError(f"--{name}: got {path}, expected a file in a directory that exists")
+    if args.kernel_name and not args.draw:
+        raise BenchError("--kernel-name: got no --draw, expected a drawing of that kernel; add --draw FILE.svg")
+    if args.draw and args.draw.suffix not in report.FORMATS:
+        raise BenchError(f"--draw: got {args.draw}, expected a name that ends in {', '.join(report.FORMATS)}")
+    if args.draw and importlib.util.find_spec("matplotlib") is None:
+        raise BenchError("--draw: got no matplotlib, expected it installed; pip install matplotlib")
+
+
+def _check_names(args: argparse.Namespace, subject: Subject, tracer: Tracer) -> None:
+    """Refuse, before the work, a kernel or a block that the call does not launch, and places that it does not have."""
+    rehearsal = Rehearsal(tracer.target, tracer.access, tracer.limits)
+    with _tracing(rehearsal):
+        _call(subject.prepare())()
+    if args.only and not rehearsal.finds(Choice(args.only)):
+        raise BenchError(f"--only: got {args.only!r}, which finds no place at which this call waits; leave it out")
+    if not args.draw:
+        return
+    name, blocks = args.kernel_name, rehearsal.blocks
+    if name and name.partition(", part ")[0] not in blocks:
+        raise BenchError(f"--kernel-name: got {name!r}, expected one of {', '.join(blocks)}")
+    count = min(tracer.limits.blocks, blocks[name.partition(", part ")[0]] if name else max(blocks.values()))
+    if not 0 <= args.block < count:
+        raise BenchError(f"--block: got {args.block}, expected 0 to {count - 1}")
 
 
 @contextmanager
@@ -210,6 +249,8 @@ def _device(args: argparse.Namespace) -> Iterator[tuple[Device, Tracer]]:
             access = SimulatedAccess(target)
             yield HostDevice(), Tracer(target, access, limits, SIMULATED_GHZ, 1 if least is None else least)
         return
+    if gpu_count() == 0:
+        raise BenchError("trace: got no CUDA GPU, expected one; add --simulate 2 to run in the simulator")
     device = CudaDevice(EVENTS)
     with device.current():
         shortest = MIN_CYCLES if least is None else least
@@ -314,15 +355,10 @@ def _time(prepared: Prepared, device: Device) -> float:
 
 
 def _show(console: Console, found: Traced) -> None:
-    from rich.table import Table
-
     for kernel, traces in found.kernels.items():
         blocks, unit = len({warp.block for warp in traces[0].warps}), traces[0].unit.name
-        table = Table(title=f"{kernel}: {blocks} blocks", title_justify="left")
-        table.add_column("role", no_wrap=True)
-        table.add_column("waits for", overflow="fold")
-        for column in ("share of time", f"{unit} per warp", "waits per warp", f"{unit} per wait"):
-            table.add_column(column, justify="right")
+        heads = ("role", "waits for", "share", "per warp", "waits", "per wait")
+        table = Table(*heads, title=f"{kernel}: {blocks} blocks, times in {unit}", left=2)
         for row in report.rows(traces):
             table.add_row(*_cells(row))
         console.print(table)
@@ -347,7 +383,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         "" if row["site"] else row["role"],
         row["site"] or "nothing: it runs",
-        f"{row['share']:.1%}",
+        f"{round(row['share'], 3) + 0.0:.1%}",  # a little below 0 is shown as 0
         f"{row['time_per_warp']:.4g}",
         f"{row['waits_per_warp']:.4g}" if row["site"] else "",
         "" if row["time_per_wait"] is None else f"{row['time_per_wait']:.3g}",

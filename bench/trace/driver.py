@@ -248,6 +248,46 @@ class TracingDriver:
         return self._inner.device_guard(device)
 
 
+class Rehearsal(TracingDriver):
+    """Another driver, to which no launch goes: says which kernels a call launches, before the work.
+
+    Attributes
+    ----------
+    blocks : dict of str to int
+        Blocks of each launched kernel's grid, by its name without "mla_".
+    requests : list of BuildRequest
+        Their plain builds.
+    """
+
+    def __init__(self, inner: Driver, access: Access, limits: Limits, choice: Choice = EVERYWHERE) -> None:
+        super().__init__(inner, access, limits, choice)
+        self.blocks: dict[str, int] = {}
+        self.requests: list[BuildRequest] = []
+
+    def wanted(self, request: BuildRequest) -> BuildRequest:
+        """See `Driver.wanted`: the plain build."""
+        self.requests.append(request)
+        return self._inner.wanted(request)
+
+    def prepare(
+        self, kernel: LoadedKernel, grid: Dim3, block: Dim3, cluster: Dim3, smem: int, args: ArgumentBlock, pdl: bool
+    ) -> PreparedLaunch:
+        """Note the kernel and its grid."""
+        self.blocks[kernel.entry.removeprefix("mla_")] = grid[0] * grid[1] * grid[2]
+        return lambda stream: None
+
+    def in_order(self, launches: Sequence[PreparedLaunch]) -> PreparedLaunch:
+        """Launch nothing."""
+        return lambda stream: None
+
+    def memset(self, ptr: int, value: int, nbytes: int, stream: int) -> None:
+        """Write nothing."""
+
+    def finds(self, choice: Choice) -> bool:
+        """True if one of the kernels has a place that is recorded."""
+        return any(choice.finds(traced(request)) for request in self.requests)
+
+
 def traced(request: BuildRequest) -> BuildRequest:
     """Return the request of a traced build of the same kernel."""
     return dataclasses.replace(request, spill_bytes=SPILL_BYTES, prelude=PRELUDE, opening=OPENING)

@@ -14,7 +14,8 @@ from .waits import Trace, Unit, Wait, Warp, roles
 MAX_SITES = 6
 """Places that a table lists of a role, those of the longest waits first."""
 _NS_PER_US = 1000.0
-_RUNS = "#4c78a8"
+_RUNS = "#bbbbbb"
+FORMATS = ".svg", ".png", ".pdf"
 
 
 def rows(traces: Sequence[Trace], most: int = MAX_SITES) -> list[dict[str, Any]]:
@@ -61,11 +62,12 @@ def _row(role: str, site: Site, total: float, waits: Sequence[Wait], warps: int,
 
 
 def _running(role: str, share: float, nanoseconds: float, unit: Unit) -> dict[str, Any]:
+    share = round(share, 9) + 0.0 if nanoseconds else 0.0  # without what rounding leaves of a role that only waits
     return {
         "role": role,
         "site": "",
         "function": "",
-        "share": share if nanoseconds else 0.0,
+        "share": share,
         "unit": unit.name,
         "time_per_warp": share * nanoseconds / unit.nanoseconds,
         "waits_per_warp": 0.0,
@@ -125,12 +127,15 @@ def draw(path: Path, trace: Trace, block: int, window: tuple[float, float] | Non
         have = sorted({warp.block for warp in trace.warps})
         raise BenchError(f"block {block} of {trace.kernel}: got no record, expected one of {have[:8]} ...")
     try:
-        from matplotlib import colormaps, patches
+        from matplotlib import colors, patches
         from matplotlib.figure import Figure
     except ImportError as error:
         raise BenchError(f"a drawing needs matplotlib ({error}): pip install matplotlib") from None
     places = list(_by_site(warps))
-    colours = {site: colormaps["tab20"]((2 * index + 1) % 20) for index, site in enumerate(places)}
+    colours = {
+        site: colors.hsv_to_rgb((index / len(places), 1.0, 0.6 if index % 2 else 1.0))
+        for index, site in enumerate(places)
+    }
     figure = Figure(figsize=(14, 0.32 * len(warps) + 1.6 + 0.18 * len(places)), layout="constrained")
     axes = figure.add_subplot()
     scale = trace.unit.nanoseconds

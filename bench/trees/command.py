@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mla_cupy.terminal import Table
+
 from ..core import environment
 from ..core.device import DTYPES
 from ..core.errors import BenchError
@@ -98,8 +100,6 @@ def _count(text: str) -> int:
 
 def run(args: argparse.Namespace, console: Console, serve: str = SERVE) -> int:
     """`compare-trees`; `serve` is what the two processes run."""
-    from rich.table import Table
-
     work = _work(args)
     table = Table(*COLUMNS)
     with ExitStack() as stack:

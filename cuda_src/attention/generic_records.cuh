@@ -9,7 +9,6 @@
 #include "attention/generic_rows.cuh"
 #include "attention/record_tokens.cuh"
 #include "attention/row_block.cuh"
-#include "attention/tree_mask.cuh"
 #include "ptx/control.cuh"
 
 namespace mla::attention {
@@ -62,11 +61,11 @@ MLA_DEVICE void fetch_query(const GenericBlock<C>& block, const WorkItem& item, 
     const bool exists = row < block.rows_of(item);
     if constexpr (Work::kForms) {
         SplitRow from{nullptr, nullptr};
-        if (exists) from = split_query_row(p, Work::of(item), block.kv_head, row);
+        if (exists) from = split_query_row(p, Work::of(item), row);
         copy_row<kHeadDimV>(block.s.q[warp], from.latent, lane);
         if constexpr (C::kHeadDimQk > kHeadDimV) copy_row<kHeadDimRope>(block.s.q[warp] + kHeadDimV, from.rope, lane);
     } else {
-        const u16* from = exists ? C::Tokens::query_row(p, item.request, block.kv_head, row) : nullptr;
+        const u16* from = exists ? C::Tokens::query_row(p, item.request, row) : nullptr;
         copy_row<C::kHeadDimQk>(block.s.q[warp], from, lane);
     }
 }
@@ -129,15 +128,6 @@ MLA_DEVICE void add_values(const GenericStorage<C>& s, float2 (&out)[kGenericRow
     }
 }
 
-// Whether the warp's row sees a token; `seen` is what it sees where no list says whose tokens these are.
-template <class C>
-MLA_DEVICE bool sees(const GenericBlock<C>& block, const WorkItem& item, const SeenTokens& seen, i32 row, i32 token) {
-    if constexpr (C::Tokens::Work::kForms) {
-        if (forms_of(block.p).groups != nullptr) return row_sees_in_window(block.p, item, row, token);
-    }
-    return seen.contain(token);
-}
-
 template <class C>
 MLA_DEVICE void run_item(const GenericBlock<C>& block, const typename C::Tokens::Work::HeldItem& item) {
     const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
@@ -154,9 +144,9 @@ MLA_DEVICE void run_item(const GenericBlock<C>& block, const typename C::Tokens:
         __syncthreads();  // the previous step's keys have been read
         fetch_keys(block, item, first, end, warp, lane);
         __syncthreads();
-        const bool counts =
-            first + token < end && sees(block, item, seen, block.row0 + warp, first + token) && block.s.present[token];
-        const float score = score_token(block.s, warp, token, half, counts) * block.p.scale_log2;
+        const bool counts = first + token < end && block.s.present[token] &&
+                            sees<typename C::Tokens::Work>(block.p, item, seen, block.row0 + warp, first + token);
+        const float score = __fmul_rn(score_token(block.s, warp, token, half, counts), block.p.scale_log2);
         float scale;
         const float p = row.add(counts && half == 0 ? score : negative_infinity(), scale);
         if (half == 0) block.s.p[warp][token] = p;

@@ -7,7 +7,7 @@
 //
 // For dense decode, and for sparse attention: one-token pages, and o = sum p v / (sum p + exp2(sink - m)).
 //
-// Grid: x = row blocks of all KV heads, y = splits (attention/split_work.cuh). One block per SM iterates over the work
+// Grid: x = row blocks, y = splits (attention/split_work.cuh). One block per SM iterates over the work
 // items of its split. All eight warps do the same work, step by step:
 //
 //   scores   warp = 32 rows, a quarter of d      S(i+1), sent ->
@@ -187,23 +187,25 @@ MLA_DEVICE void load_partial(const Storage& s, const Math& math, Partial& x) {
     for (i32 i = 0; i < kQuarters - 1; ++i) x[i] = ld_shared_v4(mine + i * (i32)sizeof(s.partial[0][0]));
 }
 
-MLA_DEVICE void add_partial(Math& math, const Partial& x) {
+// The sums of all parts are the scores, in base 2.
+MLA_DEVICE void add_partial(const Rows& block, Math& math, const Partial& x) {
 #pragma unroll
     for (i32 i = 0; i < kQuarters - 1; ++i) {
         math.own[0] += x[i].x, math.own[1] += x[i].y, math.own[2] += x[i].z, math.own[3] += x[i].w;
     }
+    to_base_2(math.own, block.p.scale_log2);
 }
 
-// The largest score of the thread's row, in base 2.
-MLA_DEVICE float largest_score(const Rows& block, const Math& math) {
+// The largest score of the thread's row.
+MLA_DEVICE float largest_score(const Math& math) {
     const float (&x)[2 * kStepTiles] = math.own;
-    return quad_max(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]))) * block.p.scale_log2;
+    return quad_max(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])));
 }
 
 // Moves the running maximum, lazily (attention/online_softmax.cuh); returns the factor for what came before. Without a
 // branch, which products could not be moved past.
 MLA_DEVICE float move_max(Math& math, float largest) {
-    const float next = largest > math.max + kLazyMaxLog2 ? largest : math.max;
+    const float next = is_far_above(largest, math.max) ? largest : math.max;
     const float factor = next == math.max ? 1.f : ex2_approx(math.max - next);
     math.max = next;
     math.sum *= factor;
@@ -211,12 +213,12 @@ MLA_DEVICE float move_max(Math& math, float largest) {
 }
 
 // P of the warp's rows, as A fragments of the product with values.
-MLA_DEVICE void write_p(const Rows& block, Storage& s, Math& math, i32 buffer, float factor) {
+MLA_DEVICE void write_p(Storage& s, Math& math, i32 buffer, float factor) {
     u32(&to)[4][kWarpThreads] = s.p[buffer][(u32)math.warp / 2];
 #pragma unroll
     for (i32 pair = 0; pair < kStepTiles; ++pair) {
-        const float p0 = ex2_approx(fmaf(math.own[2 * pair], block.p.scale_log2, -math.max));
-        const float p1 = ex2_approx(fmaf(math.own[2 * pair + 1], block.p.scale_log2, -math.max));
+        const float p0 = ex2_approx(math.own[2 * pair] - math.max);
+        const float p1 = ex2_approx(math.own[2 * pair + 1] - math.max);
         math.sum += p0 + p1;
         to[2 * (pair ^ math.flip()) + (u32)math.warp % 2][math.lane] = cvt_x2(Element{}, p0, p1);
     }
@@ -340,12 +342,12 @@ MLA_DEVICE void run_step(const Rows& block, Storage& s, Math& math, Output<Eleme
     Partial partial;
     load_partial(s, math, partial);
     add_values(p, v, kValueTiles / 2, out);
-    add_partial(math, partial);
+    add_partial(block, math, partial);
     load_values(v, values, kValueTiles / 2 + 2);
-    const float largest = largest_score(block, math), factor = move_max(math, largest);
+    const float largest = largest_score(math), factor = move_max(math, largest);
     keep_row_max(block, s, math, largest);
     add_values(p, v, kValueTiles / 2 + 2, out);
-    write_p(block, s, math, ~step & 1, factor);
+    write_p(s, math, ~step & 1, factor);
     if (seldom != 0) {
         clean(block, s, math, step + 1);
         math.loader.look_up(block, s.rows, step, math.warp);
@@ -362,9 +364,9 @@ MLA_DEVICE void first_scores(const Rows& block, Storage& s, Math& math) {
     mbarrier_wait(s.sent[math.half()], math.phase);
     Partial partial;
     load_partial(s, math, partial);
-    add_partial(math, partial);
-    const float largest = largest_score(block, math), factor = move_max(math, largest);
-    write_p(block, s, math, 0, factor);
+    add_partial(block, math, partial);
+    const float largest = largest_score(math), factor = move_max(math, largest);
+    write_p(s, math, 0, factor);
     clean(block, s, math, 0);
     release(s.written, math.lane);
     keep_row_max(block, s, math, largest);
@@ -431,10 +433,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_attention_mma(cons
     const Rows block(p, s.items);
     // Where rows lie takes divisions: once, not at both ends of each item. `next` is a barrier.
     if (threadIdx.x < kRows) {
-        const i32 row = min(block.row0 + (i32)threadIdx.x, block.rows - 1), group = p.h_q / p.h_kv;
-        s.query_rows[threadIdx.x] =
-            (row / group) * p.q_stride_s_elems + query_head(p, block.kv_head, row) * p.q_stride_h_elems;
-        s.out_rows[threadIdx.x] = out_offset(p, 0, block.kv_head, row);
+        const i32 row = min(block.row0 + (i32)threadIdx.x, block.rows - 1);
+        s.query_rows[threadIdx.x] = row / p.h_q * p.q_stride_s_elems + row % p.h_q * p.q_stride_h_elems;
+        s.out_rows[threadIdx.x] = out_offset(p, 0, row);
     }
     Math math(s);
     while (block.next()) run_item(block, s, math);

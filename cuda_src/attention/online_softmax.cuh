@@ -4,11 +4,34 @@
 #include "tile/fragment.cuh"
 
 namespace mla::attention {
-// The running maximum starts at a finite value, so that no infinities are subtracted.
-constexpr float kLowestMax = -3.0e38f;
+// The running maximum starts at a finite value, so that no infinities are subtracted, and at the lowest one: a score
+// below it would weigh nothing.
+constexpr float kLowestMax = -kMaxFloat;
 // It follows the true maximum only when that is more than 2^8 larger. After normalisation the result is the same,
 // accumulators are rarely rescaled, and P is at most 256, well within fp16.
 constexpr float kLazyMaxLog2 = 8.f;
+
+// Whether a running maximum moves to that of a tile. A difference: a large maximum plus 8 rounds to more than 8 above
+// it.
+MLA_DEVICE bool is_far_above(float tile, float max, float log2 = kLazyMaxLog2) { return tile - max > log2; }
+
+// fma(score, scale, -max) is exact, but the maximum is a rounded product: every exponent of the row is off by what that
+// rounding left out. It cancels in the result as long as it is small. From this maximum on it is more than half, and
+// from 2^31 on P would overflow or vanish: such rows round every product, so that the largest exponent is exactly 0.
+constexpr float kHugeMax = 0x1p24f;
+
+// Whether one of two maxima of some lane is huge: uniform over the warp, so that one branch does.
+MLA_DEVICE bool any_huge(float a, float b) {
+    return __any_sync(kFullWarp, fabsf(a) >= kHugeMax || fabsf(b) >= kHugeMax);
+}
+MLA_DEVICE bool any_huge(float max) { return __any_sync(kFullWarp, fabsf(max) >= kHugeMax); }
+
+// Takes scores to base 2, rounded: the compiler must not fuse this product with a later difference.
+template <i32 kCount>
+MLA_DEVICE void to_base_2(float (&scores)[kCount], float scale_log2) {
+#pragma unroll
+    for (float& score : scores) score = __fmul_rn(score, scale_log2);
+}
 
 // The factor by which a new running maximum rescales what was accumulated under the old one.
 struct RowScale {
@@ -94,20 +117,32 @@ MLA_DEVICE void tile_max(float (&to)[kFragmentRows], const float (&scores)[kCoun
 MLA_DEVICE void lazy_max(float (&to)[kFragmentRows], RowState& rows, const float (&tile)[kFragmentRows]) {
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
-        to[r] = tile[r] > rows.max[r] + kLazyMaxLog2 ? tile[r] : rows.max[r];
+        to[r] = is_far_above(tile[r], rows.max[r]) ? tile[r] : rows.max[r];
         rows.row_max[r] = fmaxf(rows.row_max[r], tile[r]);
     }
 }
 
+// Where a maximum is huge, takes the scores to base 2; the scales still to apply are then 1.
+template <i32 kCount>
+MLA_DEVICE void round_huge(float (&scores)[kCount], float (&scale_log2)[kFragmentRows],
+                           const float (&max)[kFragmentRows]) {
+    if (!any_huge(max[0], max[1])) return;
+#pragma unroll
+    for (i32 i = 0; i < kCount; ++i) scores[i] = __fmul_rn(scores[i], scale_log2[fragment_half(i)]);
+    scale_log2[0] = scale_log2[1] = 1.f;
+}
+
 // P in 16 bits, as the A fragments of the product with V; adds the unrounded values to the rows' sums.
 template <class Element, i32 kCount>
-MLA_DEVICE void exponentiate(u32 (&p_fragment)[kCount / 8][4], RowState& rows, const float (&scores)[kCount],
+MLA_DEVICE void exponentiate(u32 (&p_fragment)[kCount / 8][4], RowState& rows, float (&scores)[kCount],
                              const float (&scale_log2)[kFragmentRows]) {
+    float scale[kFragmentRows] = {scale_log2[0], scale_log2[1]};
+    round_huge(scores, scale, rows.max);
 #pragma unroll
     for (i32 i = 0; i < kCount; i += 2) {
         const i32 r = fragment_half(i);
-        const float p0 = ex2_approx(fmaf(scores[i], scale_log2[r], -rows.max[r]));
-        const float p1 = ex2_approx(fmaf(scores[i + 1], scale_log2[r], -rows.max[r]));
+        const float p0 = ex2_approx(fmaf(scores[i], scale[r], -rows.max[r]));
+        const float p1 = ex2_approx(fmaf(scores[i + 1], scale[r], -rows.max[r]));
         rows.sum[r] += p0 + p1;
         p_fragment[i / 8][(i % 8) / 2] = cvt_x2(Element{}, p0, p1);
     }

@@ -1,6 +1,8 @@
 // Turns the indices of sparse attention into lists of kv rows, one list per query, without the invalid entries.
 //
-//   rows[i] = [start + j  for j in indices[i, :length]  if 0 <= j < limit],  sorted by bucket, stable
+//   rows[i] = [start + j - first  for j in indices[i, :length]  if 0 <= j - first < limit],  sorted by bucket, stable
+//
+// Relative indices count from the start of their sequence, and `first` is 0; of others it is the start.
 //
 // Sparse decode's indices have an axis of sequences, n queries each: i is then (i / n, i % n).
 //
@@ -53,6 +55,7 @@ struct SparseRowsParams {
     i32 s_q, s_kv, topk, b;
     i32 causal, ordered;
     i32 queries_of_length;  // n: queries of one topk_length
+    i32 relative;           // 1: indices count from the first row of their sequence; 0: of all
 };
 
 MLA_FACT_LIST(params_layout, MLA_OFFSET(SparseRowsParams, indices_stride_b_elems), MLA_OFFSET(SparseRowsParams, s_q),
@@ -72,10 +75,10 @@ struct Storage {
     i32 sequence;
 };
 
-// How a query's entries are read: index j is row start + j, if 0 <= j < limit and the entry is one of the first
-// `length`.
+// How a query's entries are read: index j is row start + j - first, if 0 <= j - first < limit and the entry is one of
+// the first `length`.
 struct Query {
-    i32 start, limit, length;
+    i32 start, first, limit, length;
 };
 
 struct TopkEntries {
@@ -106,7 +109,7 @@ MLA_DEVICE Query resolve_query(const SparseRowsParams& p, Storage& storage, i32 
     i64 start = 0, end = p.s_kv, end_q = p.s_q;
     if (p.cu_seqlens_q != nullptr) {
         const i32 n = find_sequence(p, storage, i);
-        if (n == p.b) return Query{0, 0, 0};
+        if (n == p.b) return Query{0, 0, 0, 0};
         const i32* bounds_kv = p.cu_seqlens_kv + n * p.cu_seqlens_kv_stride_elems;
         start = max(0, min(bounds_kv[0], p.s_kv));
         end = max(0, min(bounds_kv[p.cu_seqlens_kv_stride_elems], p.s_kv));
@@ -116,7 +119,8 @@ MLA_DEVICE Query resolve_query(const SparseRowsParams& p, Storage& storage, i32 
     const i64 limit = end - start - (p.causal ? end_q - 1 - i : 0);
     const i32 length =
         p.topk_length == nullptr ? p.topk : p.topk_length[i / p.queries_of_length * p.topk_length_stride_elems];
-    return Query{(i32)start, (i32)max(0ll, limit), max(0, min(length, p.topk))};
+    const i32 first = p.relative ? 0 : (i32)start;
+    return Query{(i32)start, first, (i32)max(0ll, limit), max(0, min(length, p.topk))};
 }
 
 // Rows in a bucket differ in their low `shift` bits only.
@@ -133,7 +137,8 @@ MLA_DEVICE void load_rows(const TopkEntries& entries, u32 first, i32 steps, i32 
 #pragma unroll
     for (i32 item = 0; item < kItems; ++item) {
         const i32 index = item * kWarpThreads < left ? *from : kNoRow;
-        rows[item] = (u32)index < (u32)entries.query.limit ? entries.query.start + index : kNoRow;
+        const u32 at = (u32)index - (u32)entries.query.first;  // negative ones stay above every limit
+        rows[item] = at < (u32)entries.query.limit ? entries.query.start + (i32)at : kNoRow;
         from += kWarpThreads * entries.stride_elems;
     }
 }

@@ -256,7 +256,7 @@ struct GroupLoader {
     MLA_DEVICE void load_group(const TileBoxes& boxes, SmemAddr tile, MBarrier& full, i32 group) const {
         const i32 begin = C::group_begin(group), end = C::group_begin(group + 1);
         if constexpr (!C::kCodes) {
-            boxes.load<C>(tile, kv_map, full, block.kv_head, begin, end);
+            boxes.load<C>(tile, kv_map, full, begin, end);
         } else {
 #pragma unroll
             for (i32 i = 0; i < 2; ++i) {
@@ -264,8 +264,8 @@ struct GroupLoader {
                 if (!boxes.contains(box)) continue;
                 for (i32 k = begin; k < end; ++k) {
                     const i32 sw_tile = C::sw_tile_in_order(k);
-                    cp_async_bulk_tensor_4d(tile + (sw_tile * kSw128Bytes + box * boxes.rows * kSw128RowBytes), kv_map,
-                                            full, sw_tile * C::kSwTileColumns, boxes.window.offset[i], block.kv_head,
+                    cp_async_bulk_tensor_3d(tile + (sw_tile * kSw128Bytes + box * boxes.rows * kSw128RowBytes), kv_map,
+                                            full, sw_tile * C::kSwTileColumns, boxes.window.offset[i],
                                             boxes.window.page[i], boxes.l2_policy);
                 }
             }
@@ -436,21 +436,21 @@ MLA_DEVICE void process_tile(const Block<C>& block, Math<C>& math, const WorkIte
                              i32 thread) {
     constexpr i32 kRows = C::kBlockRows;
     Storage<C>& s = block.s;
-    const float scale_log2 = block.p.scale_log2;
     const i32 stage = math.at.keys.stage;
     SharedMaxima<kRows>& maxima = s.warp_values[math.parity].maxima;
     load_scores(s, math, lanes, thread);
     if constexpr (C::kCodes) scale_scores(s, math, item, tile, thread);
+    to_base_2(math.scores, block.p.scale_log2);
     mask_tile<C>(block, math.scores, s.present[stage], item, tile, thread);
     const auto to = maxima.of_warp(thread / kWarpThreads);
     store_warp_maxima_by_halves<kRows>(to, math.scores, thread);
     bar_sync(Softmax, kWarpgroupThreads);
     HeadValues<kRows> scale;
     if constexpr (C::kCodes) {
-        scale = move_code_maxima(math, maxima, scale_log2, thread);
+        scale = move_code_maxima(math, maxima, thread);
         sanitize_codes(s.kv[stage], item, tile, thread);
     } else {
-        scale = math.heads.move_max(maxima, scale_log2, thread);
+        scale = math.heads.move_max(maxima, thread);
         sanitize_v<C>(block, s.kv[stage], item, tile, thread);
     }
     if (tile > item.tile_begin) {
@@ -458,9 +458,9 @@ MLA_DEVICE void process_tile(const Block<C>& block, Math<C>& math, const WorkIte
         if (scale.any_but_one()) rescale_out<C>(scale, lanes);
     }
     if constexpr (C::kCodes) {
-        store_code_weights(math, s.p, scale_log2, thread);
+        store_code_weights(math, s.p, thread);
     } else {
-        store_p(typename C::Element{}, math.heads, math.scores, smem_addr(s.p), scale_log2, thread);
+        store_p(typename C::Element{}, math.heads, math.scores, smem_addr(s.p), thread);
     }
     tcgen05_fence_before_thread_sync();
     mbarrier_arrive(s.p_full);
@@ -481,9 +481,8 @@ struct RowOffsets {
         for (i32 i = 0; i < kRowsOfLane; ++i) {
             const i32 lane = threadIdx.x % kWarpThreads;
             const i32 row = min(block.row0 + i * kWarpThreads + lane, block.rows - 1);
-            of[i] = item.partial_index == kNotSplit
-                        ? out_offset(p, item.request, block.kv_head, row)
-                        : workspace_row(p, item.partial_index, block.kv_head, row) * kHeadDimV;
+            of[i] = item.partial_index == kNotSplit ? out_offset(p, item.request, row)
+                                                    : workspace_row(p, item.partial_index, row) * kHeadDimV;
         }
     }
 
@@ -560,7 +559,7 @@ MLA_DEVICE void store_result(const Block<C>& block, const Math<C>& math, const W
         for (i32 k = 0; k < kHeadsOfThread<kRows>; ++k) s.stats.max[kth_head(k, thread)] = math.heads.max.value[k];
     }
     bar_sync(Softmax, kWarpgroupThreads);
-    const BlockHeads rows{block.kv_head, block.row0, block.rows};
+    const BlockHeads rows{block.row0, block.rows};
     if constexpr (C::kCodes) {
         finish_code_row(block, item, sums, thread);
     } else {

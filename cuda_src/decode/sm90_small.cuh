@@ -126,8 +126,7 @@ struct GroupLoader {
         __syncwarp();
         for (i32 group = 0; group < C::kGroups; ++group) {
             const i32 first = group * C::kGroupSwTiles;
-            boxes.load<C>(smem_addr(s.kv[stage]), kv_map, s.kv_full[stage][group], block.kv_head, first,
-                          first + C::kGroupSwTiles);
+            boxes.load<C>(smem_addr(s.kv[stage]), kv_map, s.kv_full[stage][group], first, first + C::kGroupSwTiles);
         }
         ring.advance(stage);
         stage = C::next_stage(stage);
@@ -168,13 +167,13 @@ template <class C>
 MLA_DEVICE void process_tile(Block<C>& block, Math<C>& math, const WorkItem& item, i32 tile, i32 thread) {
     using Element = typename C::Element;
     Storage<C>& s = block.s;
-    const float scale_log2 = block.p.scale_log2;
     score(s, math);
+    to_base_2(math.scores, block.p.scale_log2);
     if (tile + 1 == item.tile_end) release(s.q_empty[math.q_stage], thread);
     mask_tile<C>(block, math.scores, s.present[math.stage], item, tile, thread);
-    update_maxima(math, s.warp_values, scale_log2, MathOnly, thread);
+    update_maxima(math, s.warp_values, MathOnly, thread);
     sanitize_v<C>(block, s.kv[math.stage], item, tile, thread);
-    store_p(Element{}, math.heads, math.scores, smem_addr(s.p), scale_log2, thread);
+    store_p(Element{}, math.heads, math.scores, smem_addr(s.p), thread);
     bar_sync(MathOnly, kWarpgroupThreads);
     add_values(Element{}, math.out, uniform(mn_major_desc(smem_addr(s.kv[math.stage]))),
                uniform(k_major_desc(smem_addr(s.p))));

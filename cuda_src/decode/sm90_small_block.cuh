@@ -19,7 +19,7 @@ MLA_DEVICE void run_math_role(Block<C>& block, i32 thread) {
         process_item(block, math, item, thread);
         if constexpr (C::Work::kForms)
             turn_back<C::kBlockRows>(p, item, block.row0, math.out[C::kSwTilesV - 1], thread);
-        const BlockHeadsOf<typename C::Work> rows{block.kv_head, block.row0, block.rows_of(item)};
+        const BlockHeadsOf<typename C::Work> rows{block.row0, block.rows_of(item)};
         i32 at_end = thread;
         if constexpr (C::kBlockRows > 32)
             opaque(at_end);  // what follows from it would not fit beside the loops' values

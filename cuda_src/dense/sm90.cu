@@ -431,10 +431,12 @@ MLA_DEVICE attention::RowScale exponentiate(Math& math, float scale_log2) {
     tile_max(tile_maxima, math.scores, scale_log2);
     attention::lazy_max(maxima, math.rows, tile_maxima);
     const attention::RowScale scale = math.rows.move_max(maxima);
+    float by[kFragmentRows] = {scale_log2, scale_log2};
+    attention::round_huge(math.scores, by, math.rows.max);
 #pragma unroll
     for (i32 i = 0; i < kScores; ++i) {
         const i32 r = fragment_half(i);
-        math.scores[i] = ex2_approx(fmaf(math.scores[i], scale_log2, -math.rows.max[r]));
+        math.scores[i] = ex2_approx(fmaf(math.scores[i], by[r], -math.rows.max[r]));
         sums[r][chain_of(i)] += math.scores[i];
     }
 #pragma unroll

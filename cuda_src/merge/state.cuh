@@ -5,7 +5,7 @@
 namespace mla::merge {
 // The log-sum-exp in base 2; -Inf for an empty state, which says so by either infinity. NaN propagates.
 MLA_DEVICE float state_lse2(float lse, float to_log2) {
-    return fabsf(lse) == -negative_infinity() ? negative_infinity() : lse * to_log2;
+    return fabsf(lse) == -negative_infinity() ? negative_infinity() : __fmul_rn(lse, to_log2);
 }
 
 // The log-sum-exp of several, from their maximum and the sum of 2^(lse2 - maximum); -Inf if all are empty.

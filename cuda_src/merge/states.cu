@@ -53,11 +53,16 @@ struct alignas(16) Elements8 {
     u16 x[kColumns];
 };
 
-// Weights are of the log-sum-exp of all, `total`. An empty state's output is never read.
-MLA_DEVICE bool is_seen(const MergeStatesParams& p, const Row& row, i32 state, float total, float& weight) {
+// Weights are relative to the largest log-sum-exp: that of all, rounded, may be no larger. An empty state's output is
+// never read.
+struct Norm {
+    float max_lse, factor;
+};
+
+MLA_DEVICE bool is_seen(const MergeStatesParams& p, const Row& row, i32 state, const Norm& norm, float& weight) {
     if (state >= p.n) return false;
     const float lse = state_lse2(row.lses[state * p.lses_stride_n_elems], p.to_log2);
-    weight = exp2f(lse - total);
+    weight = exp2f(lse - norm.max_lse) * norm.factor;
     return lse != negative_infinity();
 }
 
@@ -96,14 +101,14 @@ MLA_DEVICE void write_columns(void* to, i64 at, const float (&x)[kColumns], i32 
     *reinterpret_cast<Elements8*>(static_cast<u16*>(to) + at) = narrow;
 }
 
-MLA_DEVICE void merge_columns(const MergeStatesParams& p, const Row& row, float total, i32 column) {
+MLA_DEVICE void merge_columns(const MergeStatesParams& p, const Row& row, const Norm& norm, i32 column) {
     float merged[kColumns] = {};
 #pragma unroll 1
     for (i32 first = 0; first < p.n; first += kTogether) {
         bool seen[kTogether];
         float weight[kTogether], x[kTogether][kColumns];
 #pragma unroll
-        for (i32 j = 0; j < kTogether; ++j) seen[j] = is_seen(p, row, first + j, total, weight[j]);
+        for (i32 j = 0; j < kTogether; ++j) seen[j] = is_seen(p, row, first + j, norm, weight[j]);
 #pragma unroll
         for (i32 j = 0; j < kTogether; ++j) {
             if (!seen[j]) continue;
@@ -118,11 +123,11 @@ MLA_DEVICE void merge_columns(const MergeStatesParams& p, const Row& row, float 
     write_columns(p.out, row.to + column, merged, p.out_is_fp32);
 }
 
-MLA_DEVICE void merge_column(const MergeStatesParams& p, const Row& row, float total, i32 column) {
+MLA_DEVICE void merge_column(const MergeStatesParams& p, const Row& row, const Norm& norm, i32 column) {
     float merged = 0.f;
     for (i32 state = 0; state < p.n; ++state) {
         float weight;
-        if (!is_seen(p, row, state, total, weight)) continue;
+        if (!is_seen(p, row, state, norm, weight)) continue;
         const i64 at = row.from + state * p.outs_stride_n_elems + column;
         merged = fmaf(weight, read_element<Element>(p.outs, at, p.outs_are_fp32), merged);
     }
@@ -149,17 +154,17 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_merge_states(const __
         const float lse = state_lse2(row.lses[j * p.lses_stride_n_elems], p.to_log2);
         if (lse != negative_infinity()) sum += exp2f(lse - max_lse);
     }
-    const float total = total_lse2(max_lse, sum);
+    const Norm norm{max_lse, 1.f / sum};
     if (is_aligned(p)) {
         for (i32 column = lane * kColumns; column < p.d; column += p.row_lanes * kColumns) {
-            merge_columns(p, row, total, column);
+            merge_columns(p, row, norm, column);
         }
     } else {
-        for (i32 column = lane; column < p.d; column += p.row_lanes) merge_column(p, row, total, column);
+        for (i32 column = lane; column < p.d; column += p.row_lanes) merge_column(p, row, norm, column);
     }
     if (lane == 0) {
         p.lse[b * p.lse_stride_b_elems + h * p.lse_stride_h_elems + s * p.lse_stride_s_elems] =
-            sum == 0.f ? p.empty_lse : total * p.lse_factor;
+            sum == 0.f ? p.empty_lse : total_lse2(max_lse, sum) * p.lse_factor;
     }
 }
 }  // namespace mla::merge

@@ -53,7 +53,7 @@ struct StateRows {
     }
     MLA_DEVICE bool is_fp32() const { return p.outs_are_fp32; }
     MLA_DEVICE float lse2(float lse) const {
-        return fabsf(lse) == -negative_infinity() ? negative_infinity() : lse * p.to_log2;
+        return fabsf(lse) == -negative_infinity() ? negative_infinity() : __fmul_rn(lse, p.to_log2);
     }
     MLA_DEVICE float factor(i32, float, float sum) const { return sum == 0.f ? 0.f : 1.f / sum; }
     MLA_DEVICE float final_lse(float max, float sum) const {

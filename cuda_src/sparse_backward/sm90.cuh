@@ -11,6 +11,7 @@
 #include "tile/fragment.cuh"
 #include "tile/product.cuh"
 #include "tile/ring.cuh"
+#include "tile/rounded_lse.cuh"
 #include "tile/sw128_fragments.cuh"
 
 namespace mla::sparse_backward::sm90 {
@@ -108,6 +109,15 @@ MLA_DEVICE void make_weights(u32 (&p)[kSw128MmaSteps][4], float (&s)[kScoresPerT
         for (i32 i = 0; i < kScoresPerThread; ++i) {
             if (fragment_column(thread, i) >= keys) s[i] = negative_infinity();
         }
+    }
+    if (any_huge_lse(lse2[0], lse2[1])) {
+#pragma unroll
+        for (i32 i = 0; i < kScoresPerThread; i += 2) {
+            const float less = lse2[fragment_half(i)];
+            p[i / 8][(i % 8) / 2] = cvt_x2(Element{}, ex2_approx(huge_exponent(s[i], scale_log2, less)),
+                                           ex2_approx(huge_exponent(s[i + 1], scale_log2, less)));
+        }
+        return;
     }
 #pragma unroll
     for (i32 i = 0; i < kScoresPerThread; i += 2) {

@@ -8,17 +8,20 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 typedef uint64_t CUdeviceptr;
 
-static inline void* cuda_function(const char* name) {
+// Points *place, a pointer to a function, at the driver's function of this name. Copied, since ISO C has no conversion
+// between pointers to objects and pointers to functions.
+static inline void cuda_find(const char* name, void* place) {
     void* library = dlopen("libcuda.so.1", RTLD_NOW);
     void* found = library == NULL ? NULL : dlsym(library, name);
     if (found == NULL) {
         fprintf(stderr, "%s\n", dlerror());
         exit(1);
     }
-    return found;
+    memcpy(place, &found, sizeof found);
 }
 
 static inline void cuda_check(int status, const char* what) {
@@ -32,30 +35,40 @@ static inline void cuda_check(int status, const char* what) {
 static inline void cuda_start(void) {
     void* context = NULL;
     int device = 0;
-    cuda_check(((int (*)(unsigned))cuda_function("cuInit"))(0), "cuInit");
-    cuda_check(((int (*)(int*, int))cuda_function("cuDeviceGet"))(&device, 0), "cuDeviceGet");
-    cuda_check(((int (*)(void**, int))cuda_function("cuDevicePrimaryCtxRetain"))(&context, device),
-               "cuDevicePrimaryCtxRetain");
-    cuda_check(((int (*)(void*))cuda_function("cuCtxSetCurrent"))(context), "cuCtxSetCurrent");
+    int (*init)(unsigned);
+    int (*get)(int*, int);
+    int (*retain)(void**, int);
+    int (*set_current)(void*);
+    cuda_find("cuInit", &init);
+    cuda_find("cuDeviceGet", &get);
+    cuda_find("cuDevicePrimaryCtxRetain", &retain);
+    cuda_find("cuCtxSetCurrent", &set_current);
+    cuda_check(init(0), "cuInit");
+    cuda_check(get(&device, 0), "cuDeviceGet");
+    cuda_check(retain(&context, device), "cuDevicePrimaryCtxRetain");
+    cuda_check(set_current(context), "cuCtxSetCurrent");
 }
 
 // Memory of the GPU, with a copy of what `data` points to, if it is not NULL.
 static inline void* cuda_memory(const void* data, size_t bytes) {
     CUdeviceptr address = 0;
+    int (*allocate)(CUdeviceptr*, size_t);
+    int (*copy)(CUdeviceptr, const void*, size_t);
     if (bytes == 0) return NULL;
-    cuda_check(((int (*)(CUdeviceptr*, size_t))cuda_function("cuMemAlloc_v2"))(&address, bytes), "cuMemAlloc");
-    if (data != NULL) {
-        int (*copy)(CUdeviceptr, const void*, size_t) =
-            (int (*)(CUdeviceptr, const void*, size_t))cuda_function("cuMemcpyHtoD_v2");
-        cuda_check(copy(address, data, bytes), "cuMemcpyHtoD");
-    }
+    cuda_find("cuMemAlloc_v2", &allocate);
+    cuda_find("cuMemcpyHtoD_v2", &copy);
+    cuda_check(allocate(&address, bytes), "cuMemAlloc");
+    if (data != NULL) cuda_check(copy(address, data, bytes), "cuMemcpyHtoD");
     return (void*)(uintptr_t)address;
 }
 
 // Waits for everything, then copies from the GPU.
 static inline void cuda_fetch(void* out, const void* address, size_t bytes) {
-    int (*copy)(void*, CUdeviceptr, size_t) = (int (*)(void*, CUdeviceptr, size_t))cuda_function("cuMemcpyDtoH_v2");
-    cuda_check(((int (*)(void))cuda_function("cuCtxSynchronize"))(), "cuCtxSynchronize");
+    int (*synchronize)(void);
+    int (*copy)(void*, CUdeviceptr, size_t);
+    cuda_find("cuCtxSynchronize", &synchronize);
+    cuda_find("cuMemcpyDtoH_v2", &copy);
+    cuda_check(synchronize(), "cuCtxSynchronize");
     cuda_check(copy(out, (CUdeviceptr)(uintptr_t)address, bytes), "cuMemcpyDtoH");
 }
 

@@ -17,13 +17,14 @@ from mla_cupy.arrays.dlpack import CUDA_DEVICE_TYPE, DLPACK, JAX
 from mla_cupy.arrays.dynamo import breaks_graphs, leave_alone, runs_as_it_is
 from mla_cupy.arrays.numpy import NUMPY, NumpyFamily
 from mla_cupy.arrays.torch import TORCH_CPU, check_tensor, torch_family
-from mla_cupy.arrays.view import ARRAY_ALIGNMENT, HOST, Family, Matcher, Native, Signature, View
+from mla_cupy.arrays.view import ARRAY_ALIGNMENT, HOST, Counter, Family, Matcher, Native, Signature, View
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, explain, kind_of
 
 __all__ = [
     "ARRAY_ALIGNMENT",
     "HOST",
     "NUMPY",
+    "Counter",
     "CupyFamily",
     "Family",
     "Matcher",
@@ -47,8 +48,11 @@ _KINDS: dict[type, str] = {}
 
 
 def _kind(kind: type) -> str:
-    """Library that a type belongs to, by the modules of its bases: no library is imported to find out."""
-    roots = [base.__module__.partition(".")[0] for base in kind.__mro__]
+    """Library that a type belongs to, by the modules of its bases: no library is imported to find out.
+
+    The module of a type that C code makes, such as an array type of ctypes, may be None.
+    """
+    roots = [str(base.__module__).partition(".")[0] for base in kind.__mro__]
     for root, library in _LIBRARIES.items():
         if root in roots:
             return library

@@ -56,7 +56,7 @@ class InFlight:
 class JaxFamily:
     """JAX arrays, through DLPack, which also orders the streams. They cannot be written to."""
 
-    name, mutable, takes_stream = "jax", False, False
+    name, mutable, takes_stream, count_writes = "jax", False, False, None
 
     def __init__(self, on_gpu: bool) -> None:
         self.on_gpu = on_gpu
@@ -90,7 +90,7 @@ class JaxFamily:
 class DlpackFamily:
     """GPU arrays of any other library with DLPack: results are CuPy arrays."""
 
-    name, on_gpu, mutable, takes_stream = "dlpack", True, True, False
+    name, on_gpu, mutable, takes_stream, count_writes = "dlpack", True, True, False, None
 
     @property
     def native(self) -> Native:

@@ -13,9 +13,19 @@ import numpy as np
 
 from mla_cupy.arrays.dynamo import breaks_graphs, methods_break_graphs
 from mla_cupy.arrays.numpy import NUMPY
-from mla_cupy.arrays.view import ARRAY_ALIGNMENT, Family, Matcher, Native, NativeFamily, Signature, View, view_of
+from mla_cupy.arrays.view import (
+    ARRAY_ALIGNMENT,
+    Counter,
+    Family,
+    Matcher,
+    Native,
+    NativeFamily,
+    Signature,
+    View,
+    view_of,
+)
 from mla_cupy.dtypes import TABLE
-from mla_cupy.errors import DTypeError, explain
+from mla_cupy.errors import DTypeError, explain, kind_of
 
 
 @methods_break_graphs
@@ -35,6 +45,7 @@ class TorchFamily(NativeFamily):
         self._guards = _tensor_guards(torch)
         self._forward_mode = torch.autograd.forward_ad
         self._has_transforms = torch._C._are_functorch_transforms_active
+        self.count_writes = _counter(torch)
 
     @property
     def native(self) -> Native:
@@ -166,7 +177,7 @@ class TorchFamily(NativeFamily):
 #: Handles of CUDA's legacy default stream: the null stream, and cudaStreamLegacy.
 _DEFAULT_STREAM = (0, 1)
 #: Dtypes that NumPy does not have, and the integers of their size.
-_UNKNOWN = {"bfloat16": "int16", "float8_e4m3fn": "uint8"}
+_UNKNOWN = {"bfloat16": "int16", "float8_e4m3fn": "uint8", "float8_e8m0fnu": "uint8"}
 
 
 @methods_break_graphs
@@ -178,6 +189,10 @@ class TorchCpuFamily:
     @property
     def native(self) -> Native:
         return NUMPY
+
+    @property
+    def count_writes(self) -> Counter:
+        return _counter(sys.modules["torch"])
 
     def adopt(self, x: Any) -> Any:
         return _to_numpy(sys.modules["torch"], x.detach())
@@ -199,6 +214,23 @@ def _tensor_guards(torch: Any) -> Any:
     return getattr(guards, "TensorGuards", None)
 
 
+def _counter(torch: Any) -> Counter:
+    """Function that increments tensors' versions, by which autograd knows that one it has saved was overwritten."""
+    increment: Counter = torch._C._increment_version
+    try:
+        increment(())
+    except TypeError:
+        return functools.partial(_increment_each, torch.autograd.graph.increment_version)
+    return increment
+
+
+def _increment_each(increment: Any, tensors: Iterable[Any]) -> None:
+    """Do the same for PyTorch 2.4, which accepts one tensor that has a version."""
+    for x in tensors:
+        if not x.is_inference():
+            increment(x)
+
+
 @breaks_graphs
 def check_tensor(x: Any, argument: str) -> None:
     """Check that a tensor has memory that says what it is, and that no derivatives are wanted.
@@ -213,27 +245,38 @@ def check_tensor(x: Any, argument: str) -> None:
         raise DTypeError(explain(argument, f"a tensor that {derivative}", expected, _DETACH))
     if torch._C._are_functorch_transforms_active():
         raise DTypeError(explain(argument, "a tensor under a transform", "no transform of torch.func", _BINDING))
-    check_dense(x, argument)
-    if x.device.type not in ("cpu", "cuda"):
-        raise DTypeError(explain(argument, f"a tensor on {x.device.type}", "one on the CPU or a CUDA GPU", "move it"))
-    try:
-        x.data_ptr()
-    except RuntimeError as error:
-        raise DTypeError(explain(argument, "a tensor without memory", "one that has its own", _UNWRAP)) from error
-    if x.is_neg() or x.is_conj():
-        raise DTypeError(explain(argument, "a lazily negated or conjugated tensor", "its values", _RESOLVE))
+    check_plain(x, argument)
+    if (place := x.device.type) not in ("cpu", "cuda"):
+        remedy = f"for shapes alone {_BINDING}" if place == "meta" else "move it"
+        raise DTypeError(explain(argument, f"a tensor on {place}", "one on the CPU or a CUDA GPU", remedy))
+    if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or not _has_memory(x):
+        raise DTypeError(explain(argument, f"{kind_of(x)} without memory", "one that has its own", _UNWRAP))
     name = str(x.dtype).removeprefix("torch.")
     if name not in TABLE and not hasattr(np, name):
         raise DTypeError(explain(f"{argument}.dtype", name, "one that NumPy or ml_dtypes has", f"convert {argument}"))
 
 
-def check_dense(x: Any, argument: str) -> None:
-    """Check that a tensor is neither sparse nor nested."""
+def _has_memory(x: Any) -> bool:
+    """Tell whether a tensor has an address, if it has elements. Some fakes raise, others are at 0."""
+    try:
+        return bool(x.data_ptr()) or not x.numel()
+    except RuntimeError:
+        return False
+
+
+def check_plain(x: Any, argument: str) -> None:
+    """Check that a tensor is dense, and that its memory holds its values as they are."""
     if x.is_nested:
         remedy = "pass its values(), and where sequences begin"
         raise DTypeError(explain(argument, "a nested tensor", "a dense one", remedy))
     if str(x.layout) != "torch.strided":
         raise DTypeError(explain(argument, f"a tensor of layout {x.layout}", "a dense one", "call its to_dense()"))
+    if x.is_quantized:
+        raise DTypeError(explain(argument, "a quantised tensor", "its values", "call its dequantize()"))
+    if x.is_neg() or x.is_conj():
+        raise DTypeError(explain(argument, "a lazily negated or conjugated tensor", "its values", _RESOLVE))
+    if x._is_zerotensor():
+        raise DTypeError(explain(argument, "a tensor of zeros without memory", "one that has its own", "clone it"))
 
 
 _DETACH = (

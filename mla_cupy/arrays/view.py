@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +20,9 @@ Signature = tuple[Any, ...]
 
 Matcher = Callable[[Sequence[Any]], "list[int] | None"]
 """Tells whether arrays have one certain signature: their addresses, as `Native.signature` gives them, or None."""
+
+Counter = Callable[[Collection[Any]], None]
+"""Counts a write to each of some arrays, for a library that would not notice it otherwise."""
 
 
 class View(NamedTuple):
@@ -70,6 +73,10 @@ def view_of(
 
 class Native(Protocol):
     """A library whose arrays can be viewed and allocated directly."""
+
+    @property
+    def count_writes(self) -> Counter | None:
+        """See `Family.count_writes`."""
 
     def view(self, x: Any, argument: str = "an array") -> View:
         """The array from outside; `argument` is its name in errors."""
@@ -126,6 +133,10 @@ class Family(Protocol):
         """True if a call may name a stream; else its arrays are ordered by CuPy's current one, through DLPack."""
 
     @property
+    def count_writes(self) -> Counter | None:
+        """Called with the caller's arrays that a call has written to; None for libraries that do not count."""
+
+    @property
     def native(self) -> Native:
         """Array library that computes on its arrays, in place of its own."""
 
@@ -143,6 +154,7 @@ class NativeFamily:
     """A family that is native itself: nothing to adopt."""
 
     mutable = takes_stream = True
+    count_writes: Counter | None = None
 
     def matcher(self, arrays: Sequence[Any]) -> Matcher | None:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -52,7 +53,8 @@ def whole_numbers(argument: str, given: Any, expected: str) -> npt.NDArray[np.in
         got, remedy = kind_of(given), "it is read on the host: a list or an array of NumPy"
         raise ArgumentError(explain(argument, got, expected, remedy)) from error
     if values.dtype.kind not in "iu" and values.size:
-        raise ArgumentError(explain(argument, f"{values.dtype} {values.shape}", expected))
+        got = f"{values.dtype} {values.shape}" if isinstance(given, np.ndarray) else reprlib.repr(given)
+        raise ArgumentError(explain(argument, got, expected))
     if values.dtype.kind == "u" and values.size and values.max() > _MAX_INT64:
         raise ArgumentError(explain(argument, int(values.max()), f"{expected}, of at most 2**63 - 1"))
     return values.astype(np.int64) if values.size else np.zeros(values.shape, np.int64)

@@ -132,7 +132,7 @@ class Book:
         bad = (given < 0) | (given // self.max_seqs != self.generation[rows]) | ~self.active[rows]
         if bad.any():
             at = int(np.flatnonzero(bad)[0])
-            raise ArgumentError(explain(f"sequences[{at}]", int(given[at]), "one that is alive", "it has been freed"))
+            raise self._dead(f"sequences[{at}]", int(given[at]))
         order = np.arange(len(rows))
         self._place[rows] = order
         if (self._place[rows] != order).any():
@@ -147,8 +147,14 @@ class Book:
             raise ArgumentError(explain("sequence", repr(handle), "one that `allocate` or `fork` returned"))
         row = int(handle) % self.max_seqs
         if int(handle) // self.max_seqs != self.generation[row] or not self.active[row]:
-            raise ArgumentError(explain("sequence", int(handle), "one that is alive", "it has been freed"))
+            raise self._dead("sequence", int(handle))
         return row
+
+    def _dead(self, argument: str, handle: int) -> ArgumentError:
+        generation, row = divmod(handle, self.max_seqs)
+        if 0 <= generation < self.generation[row]:
+            return ArgumentError(explain(argument, handle, "one that is alive", "it has been freed"))
+        return ArgumentError(explain(argument, handle, "one that `allocate` or `fork` returned"))
 
     def handle(self, row: int) -> int:
         """Number by which the caller knows a sequence; a row has a new one for each sequence that it holds."""

@@ -75,9 +75,13 @@ class PagedKVCache:
 
     Without it, `append` and `append_keys` refuse a step that another thread has overtaken; `mla_decode` cannot tell.
 
-    Work on a GPU is enqueued on the caller's current stream, or on `stream`: steps and the calls that use them belong
-    on one stream. Sequences are numbers; those of sequences that have been freed are refused. Host memory: 4 bytes per
-    entry of the block table, some 20 per page.
+    All arrays are CuPy's on a GPU and NumPy's in host memory. The cache holds no arrays of PyTorch or JAX, and its
+    methods accept none. `torch.from_dlpack` views its arrays as tensors without a copy, for `mla_cupy.cache_append` and
+    `mla_cupy.mla_decode` on tensors.
+
+    Work on a GPU is enqueued on CuPy's current stream, or on `stream` where a method has it; the current stream of
+    PyTorch is another one. Steps and the calls that use them belong on one stream. Sequences are numbers; those of
+    sequences that have been freed are refused. Host memory: 4 bytes per entry of the block table, some 20 per page.
 
     Examples
     --------
@@ -140,12 +144,12 @@ class PagedKVCache:
         """The lengths of all sequences, by row."""
         return self._memory.seqlens
 
-    def layer(self, index: int, pool: str = "kv") -> Any:
+    def layer(self, layer: int, pool: str = "kv") -> Any:
         """The pages of a layer.
 
         Parameters
         ----------
-        index : int
+        layer : int
         pool : str
 
         Returns
@@ -154,8 +158,8 @@ class PagedKVCache:
             A view, of uint8 or of the record's 16-bit dtype: what `mla_decode` and `cache_append` take.
         """
         record = self._pool(pool)
-        check_count("index", index, 0, self.num_layers - 1)
-        return self._memory.view(self._memory.pools[pool], record, index, self.page_size)
+        check_count("layer", layer, 0, self.num_layers - 1)
+        return self._memory.view(self._memory.pools[pool], record, layer, self.page_size)
 
     def allocate(self, tokens: Any = None, *, key: bytes = b"") -> tuple[int, int]:
         """Begin a sequence, with the pages of its longest cached prefix.
@@ -475,8 +479,8 @@ class PagedKVCache:
             return counts
         added = vector("counts", counts, b)
         most, remedy = self._max_tokens, "extend in several steps"
-        if added.min(initial=0) < 0:
-            raise ArgumentError(explain("counts", "one below 0", f"at most max_tokens={most}", remedy))
+        if (least := int(added.min(initial=0))) < 0:
+            raise ArgumentError(explain("counts", least, f"0 to max_tokens={most}", "truncate shortens a sequence"))
         largest = int(added.max(initial=0))
         total = largest if largest > most else int(added.sum())  # which cannot overflow then
         if total > most:

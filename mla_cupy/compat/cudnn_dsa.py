@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
+from mla_cupy.errors import MlaError, renamed
 from mla_cupy.ops import sparse_mla_backward
+from mla_cupy.torch.call import check_kind
+
+_NAMES = {"indices": "topk_idxs", "scale": "softmax_scale"}
+"""cuDNN's names of the arguments of `sparse_mla_backward`."""
+
+__all__ = ["sparse_attention_backward_wrapper"]
 
 
 def sparse_attention_backward_wrapper(
@@ -62,14 +69,29 @@ def sparse_attention_backward_wrapper(
         "dq", shape and dtype of q; "dkv", shape and dtype of kv, or the dtype of `dkv`; "d_sink", (h_q,), float32, or
         None without a sink.
     """
-    with torch.no_grad():
-        dq, dkv, d_sink = sparse_mla_backward(
-            *(q, kv, out, dout.contiguous(), lse, topk_idxs),
-            scale=softmax_scale,
-            topk_length=topk_length,
-            attn_sink=attn_sink,
-            dq=dq,
-            dkv=dkv,
-            stream=None if stream is None else int(stream),
-        )
+    dout = check_kind("Tensor", "dout", dout).contiguous()
+    options: dict[str, Any] = {
+        "scale": softmax_scale,
+        "topk_length": topk_length,
+        "attn_sink": attn_sink,
+        "dq": dq,
+        "dkv": dkv,
+    }
+    try:
+        with torch.no_grad():
+            dq, dkv, d_sink = sparse_mla_backward(q, kv, out, dout, lse, topk_idxs, **options, stream=_handle(stream))
+    except MlaError as error:
+        raise renamed(error, _NAMES) from error
     return {"dq": dq, "dkv": dkv, "d_sink": d_sink}
+
+
+def _handle(stream: Any) -> Any:
+    """The handle of a CUstream; of what is none `sparse_mla_backward` says so."""
+    try:
+        return None if stream is None else int(stream)
+    except (OverflowError, TypeError, ValueError):
+        return stream
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -9,13 +9,13 @@ engines that probe what a library can do.
 The LSE is natural. A query that sees nothing has an `out` of 0 and an LSE of +inf, as in FlashMLA; `mla_cupy` itself
 returns -inf, as do both libraries in `flash_attn_varlen_func`.
 
-This is FlashMLA's interface of April 2026, with `indexer_topk` of its branch nv_dev.
+This is FlashMLA's interface of April 2026, with `indexer_topk` of its branch nv_dev. What FlashMLA added later, caches
+of V4.1 and FP4 and V3.2's keys without RoPE, is not here.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 from mla_cupy import dtypes
@@ -26,7 +26,7 @@ from mla_cupy.compat.flash_mla_varlen import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from mla_cupy.errors import ArgumentError, DTypeError, MlaError, PlanError, ShapeError, explain, kind_of
+from mla_cupy.errors import ArgumentError, DTypeError, MlaError, PlanError, ShapeError, explain, kind_of, renamed
 from mla_cupy.ops import mla_decode, sparse_mla_decode, sparse_mla_forward
 from mla_cupy.ops.checks import check_count, check_flag, is_integer
 from mla_cupy.shapes import D_V
@@ -297,12 +297,6 @@ OF_DECODE = {
 _OF_SPARSE = {"scale": "sm_scale"}
 
 
-def renamed(error: MlaError, names: dict[str, str]) -> MlaError:
-    """Rename an error's argument to FlashMLA's."""
-    subject, colon, rest = str(error).partition(": ")
-    return type(error)(re.sub(r"\w+", lambda word: names.get(word[0], word[0]), subject) + colon + rest)
-
-
 def _sparse_decode_fp8(
     form: Form,
     q: Any,
@@ -416,3 +410,7 @@ def _check_strict_sparse(q: Any, kv: Any, indices: Any, indexer_topk: int) -> No
     if indexer_topk not in built:
         expected = f"one of {built}, with {q.shape[1]} heads and d_qk {q.shape[2]}"
         raise ArgumentError(explain("indexer_topk", indexer_topk, expected, "or strict=False"))
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -14,9 +14,9 @@ from typing import Any
 from mla_cupy import arrays
 from mla_cupy.arrays import View
 from mla_cupy.cache_formats import BYTE_DTYPES
-from mla_cupy.compat.flash_mla import EMPTY_LSE, OF_DECODE, check_decode, renamed
+from mla_cupy.compat.flash_mla import EMPTY_LSE, OF_DECODE, check_decode
 from mla_cupy.compat.flash_mla_schedule import FlashMLASchedMeta, form_of
-from mla_cupy.errors import DTypeError, MlaError, ShapeError, explain
+from mla_cupy.errors import DTypeError, MlaError, ShapeError, explain, renamed
 from mla_cupy.ops import mla_decode
 from mla_cupy.ops.checks import check_flag, is_number
 
@@ -160,7 +160,7 @@ def _library_on_gpu(argument: str, value: Any) -> Any:
         return None
     family = arrays.family_of(value, argument)
     _check_scale(argument, family.native.view(family.adopt(value), argument))
-    library = sys.modules.get(type(value).__module__.partition(".")[0])
+    library = sys.modules.get(str(type(value).__module__).partition(".")[0])
     return library if family.on_gpu and library is not None and library.__name__ in ("cupy", "torch") else None
 
 
@@ -181,3 +181,7 @@ def _number(argument: str, value: Any) -> Any:
     native, x = family.native, family.adopt(value)
     view = native.view(x, argument)
     return float(native.to_numpy(x, native.current_stream(view.device)).reshape(()))
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -8,11 +8,14 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from mla_cupy.errors import ArgumentError, ShapeError, explain
+from mla_cupy.errors import ArgumentError, MlaError, ShapeError, explain, renamed
 from mla_cupy.ops import mla_prefill
-from mla_cupy.ops.checks import check_count, check_flag
+from mla_cupy.ops.checks import check_count, check_flag, is_number
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func"]
+
+_NAMES = {"scale": "softmax_scale", "cu_seqlens_q": "cu_seqlens_qo"}
+"""FlashMLA's names of the arguments of `mla_prefill`."""
 
 
 def flash_attn_varlen_func(
@@ -83,16 +86,19 @@ def flash_attn_varlen_func(
     >>> out.shape, [round(float(x), 3) for x in lse[:, 0]]
     ((5, 4, 128), [13.856, 14.55, 13.856, 14.55, 14.955])
     """
-    if dropout_p != 0:
-        raise ArgumentError(explain("dropout_p", dropout_p, "0", "there is no dropout"))
+    if not is_number(dropout_p) or dropout_p != 0:
+        raise ArgumentError(explain("dropout_p", repr(dropout_p), "0", "there is no dropout"))
     check_flag("is_varlen", is_varlen)
     exactly = check_flag("deterministic", deterministic)
     options = {"cu_seqlens_q": cu_seqlens_qo, "cu_seqlens_kv": cu_seqlens_kv}
     options |= {"scale": softmax_scale, "causal": causal}
     torch = sys.modules.get("torch")
-    if torch is None or not isinstance(q, torch.Tensor):
-        return mla_prefill(q, k, v, **options)
-    return _of_torch(torch, (q, k, v), options, exactly)
+    try:
+        if torch is None or not isinstance(q, torch.Tensor):
+            return mla_prefill(q, k, v, **options)
+        return _of_torch(torch, (q, k, v), options, exactly)
+    except MlaError as error:
+        raise renamed(error, _NAMES) from error
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -200,8 +206,8 @@ def _of_torch(torch: Any, arrays: tuple[Any, Any, Any], options: dict[str, Any],
         out, lse = differentiable(*arrays, **options)
         return out, lse.T.contiguous().T
     q, _, v = arrays
-    attend = mla_prefill if is_plain_call(q) else differentiable
-    if q.ndim != 3 or v.ndim != 3:
+    attend = mla_prefill if is_plain_call(arrays) else differentiable
+    if q.ndim != 3 or getattr(v, "ndim", 0) != 3:
         return attend(*arrays, **options)  # which says what is wrong
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32).T

@@ -9,9 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from mla_cupy.errors import ArgumentError, explain
+from mla_cupy.errors import ArgumentError, MlaError, explain, renamed
+from mla_cupy.ops.checks import is_integer
 from mla_cupy.shapes import D_V
 from mla_cupy.torch import sparse_mla_forward
+
+__all__ = ["SparseMLAOutputs", "sparse_mla"]
 
 
 class SparseMLAOutputs(NamedTuple):
@@ -52,7 +55,14 @@ def sparse_mla(
     -------
     SparseMLAOutputs
     """
-    if value_dim not in (None, D_V):
-        raise ArgumentError(explain("value_dim", value_dim, f"{D_V} or None"))
-    out, lse, _ = sparse_mla_forward(q, kv, indices.to(torch.int32), scale=scaling)
+    if value_dim is not None and not (is_integer(value_dim) and value_dim == D_V):
+        raise ArgumentError(explain("value_dim", repr(value_dim), f"{D_V} or None"))
+    try:
+        out, lse, _ = sparse_mla_forward(q, kv, indices, scale=scaling)
+    except MlaError as error:
+        raise renamed(error, {"scale": "scaling"}) from error
     return SparseMLAOutputs(out, lse)
+
+
+def __dir__() -> list[str]:
+    return __all__

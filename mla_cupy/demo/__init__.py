@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 
 from mla_cupy.demo import measured, simulated
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.runtime import device
+from mla_cupy.terminal import Help, path
 
 _EPILOG = """\
 Without a GPU, decode's kernels for Hopper are compiled and run in the simulator of PTX on a small batch; that takes
@@ -28,12 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mla-cupy demo`."""
     jobs = os.cpu_count() or 1
     parser.epilog = _EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.formatter_class = Help
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="seed of the simulated inputs (default: %(default)s)")
     parser.add_argument("--simulate", action="store_true", help="use the simulator even if there is a GPU")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the timeline or, with a GPU, the roofline")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the timeline as a page; simulator only")
+    parser.add_argument("--png", type=path, metavar="FILE", help="draw the timeline or, with a GPU, the roofline")
+    parser.add_argument("--html", type=path, metavar="FILE", help="write the timeline as a page; simulator only")
     parser.add_argument(
         "-j", "--jobs", type=int, default=jobs, metavar="N", help=f"compilations at a time (default: {jobs})"
     )

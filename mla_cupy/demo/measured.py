@@ -14,7 +14,7 @@ from mla_cupy.errors import MlaError
 from mla_cupy.kernels import KERNELS
 from mla_cupy.parts import part
 from mla_cupy.runtime.build import BuildRequest
-from mla_cupy.terminal import progress, show, table
+from mla_cupy.terminal import progress, say, show, table
 
 CASES = (
     ("decode", "b64-sq1-hq128-skv8192-mix1"),
@@ -94,9 +94,9 @@ def _show(device: Any, limits: Any, rows: Sequence[Row]) -> None:
     heads = ("operation", "case", "us", "TFLOP/s", "TB/s", "of roofline", "error", "tolerance", "")
     print(f"{device.name} ({device.arch})")
     show(table("checked against the float64 oracle, then timed", heads, map(_cells, rows)))
-    print(f"\nThe roofline is that of the limits measured just now: copy {_rate(limits.copy_tbps, 'TB/s')}", end=", ")
-    print(f"GEMM {_rate(limits.gemm_tflops, 'TFLOP/s')}.")
-    print("More cases, and other libraries beside them: mla-cupy bench run decode --help")
+    rates = f"copy {_rate(limits.copy_tbps, 'TB/s')}, GEMM {_rate(limits.gemm_tflops, 'TFLOP/s')}"
+    say(f"\nThe roofline is that of the limits measured just now: {rates}.")
+    say("More cases, and other libraries beside them: mla-cupy bench run decode --help")
 
 
 def _cells(row: Row) -> list[str]:
@@ -129,4 +129,4 @@ def _rate(value: float | None, unit: str) -> str:
 
 def _bench(name: str) -> Any:
     """Return a module of the benchmarks."""
-    return part("bench", "bench", name)
+    return part("bench", name)

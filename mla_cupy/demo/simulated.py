@@ -24,7 +24,7 @@ from mla_cupy.runtime import nvrtc
 from mla_cupy.runtime.build import BuildRequest
 from mla_cupy.runtime.loader import Outcome
 from mla_cupy.shapes import D_QK, D_V
-from mla_cupy.terminal import show, table
+from mla_cupy.terminal import console, say, show, table
 
 H_Q, PAGE_SIZE, SMS = 128, 64, 4
 LENGTHS = (0, 1, 65, 300)
@@ -32,6 +32,7 @@ LENGTHS = (0, 1, 65, 300)
 ARCH = "sm_90a"
 SCALE = 192**-0.5
 LANE_WIDTH = 92
+"""Columns of the timeline, in a terminal that has them."""
 ROLES = {"warps 0-3": "left: even tiles", "warps 4-7": "right: odd tiles", "warps 8-11": "load"}
 """Roles of the warpgroups of `ATTENTION`, as its source has them under "Budget"."""
 ATTENTION = "mla_decode_sm90_seesaw_boxes"
@@ -159,7 +160,7 @@ def compare(out: Array, lse: Array, inputs: Inputs, dtype: str) -> list[Comparis
     A kernel may err twice as much as the oracle that makes the kernel's own roundings, and one unit in the last place
     of the largest value.
     """
-    rule = parts.part("bench", "bench", "core.tolerance")
+    rule = parts.part("bench", "core.tolerance")
     exact_out, exact_lse = reference.mla_decode(*inputs, scale=SCALE)
     rounded_out, rounded_lse = reference.mla_decode(*inputs, scale=SCALE, rounding=dtype)
     lse_size = max(1.0, float(np.abs(exact_lse[np.isfinite(exact_lse)]).max(initial=0)))
@@ -184,11 +185,10 @@ def kernel_rows(outcomes: Sequence[Outcome], found: Simulated) -> list[dict[str,
 
 
 def _describe(dtype: str) -> None:
-    print(
+    say(
         "No GPU: the kernels that `mla_decode` launches on Hopper run in ptxsim, a simulator of PTX.\n"
         f"Decode of {len(LENGTHS)} sequences of {', '.join(map(str, LENGTHS))} tokens, {H_Q} query heads, d_qk {D_QK}, "
-        f"d_v {D_V}, pages of {PAGE_SIZE}, {dtype}, on {SMS} simulated multiprocessors.\n",
-        flush=True,
+        f"d_v {D_V}, pages of {PAGE_SIZE}, {dtype}, on {SMS} simulated multiprocessors.\n"
     )
 
 
@@ -212,23 +212,23 @@ def _show(rows: Sequence[dict[str, Any]], comparisons: Sequence[Comparison], fou
         table(f"kernels for {ARCH}, and the warp-instructions simulated in {found.seconds:.1f} s", heads, shown),
         table("compared with the float64 oracle", ("result", "largest error", "tolerance", ""), errors),
     )
-    print("\nNo race, no access out of bounds, no undefined value: the simulator stops at the first.")
+    say("\nNo race, no access out of bounds, no undefined value: the simulator stops at the first.")
     if ATTENTION in found.launched:
         _show_lanes(found.timeline(ATTENTION).spans)
-    print("Simulated: what is computed and in which order, not how fast. All other kernels: mla-cupy compile")
+    say("Simulated: what is computed and in which order, not how fast. All other kernels: mla-cupy compile")
 
 
 def _show_lanes(spans: Sequence[Any]) -> None:
     block = lanes.busiest_block(spans)
     begin, end = lanes.extent(spans, block)
     name = ATTENTION.removeprefix("mla_")
-    print(f"\nTimeline of block {block} of {name}: {end - begin:,} basic blocks from left to right.")
+    say(f"\nTimeline of block {block} of {name}: {end - begin:,} basic blocks from left to right.")
     print("# at work   - partly   blank: waits, or nothing in flight")
-    drawn = lanes.lanes(spans, block, LANE_WIDTH)
-    labels = {lane: f"{lane}, {ROLES[lane]}" if lane in ROLES else lane for lane in drawn}
+    labels = {lane: f"{lane}, {role}" for lane, role in ROLES.items()}
     width = max(map(len, labels.values()))
-    for lane, text in drawn.items():
-        print(f"  {labels[lane]:{width}} |{text}|")
+    columns = min(LANE_WIDTH, console().width - width - len("   ||"))
+    for lane, text in lanes.lanes(spans, block, columns).items():
+        print(f"  {labels.get(lane, lane):{width}} |{text}|")
     print()
 
 

@@ -26,8 +26,11 @@ def local(name: str) -> str:
     return re.sub(r"\W+", "_", name).strip("_")
 
 
-def c(expression: Expression) -> str:
-    """An expression in C: of type int64_t or double, a condition an int. No operator binds across it."""
+def c(expression: Expression, *, bounded: bool = True) -> str:
+    """An expression in C: of type int64_t or double, a condition an int. No operator binds across it.
+
+    Unless it is `bounded`, its variables may have any value, so every sum and product stops at the ends of 64 bits.
+    """
     op, args = expression.op, expression.args
     if op == ex.VARIABLE:
         return local(args[0])
@@ -35,7 +38,7 @@ def c(expression: Expression) -> str:
         return _integer(args[0])
     if op == ex.REAL:
         return _real(args[0])
-    parts = [c(arg) for arg in args]
+    parts = [c(arg, bounded=bounded) for arg in args]
     if op in ex.CONDITIONS:
         return f"({parts[0]} {op} {parts[1]})"
     if op == ex.WHERE:
@@ -49,7 +52,8 @@ def c(expression: Expression) -> str:
     if op in _FUNCTIONS:
         return f"{_FUNCTIONS[op]}{'_real' * expression.is_real}({', '.join(parts)})"
     symbol, saturating = _OPERATORS[op]
-    return f"({parts[0]} {symbol} {parts[1]})" if _fits(expression) else f"{saturating}({', '.join(parts)})"
+    plain = _fits(expression) if bounded else expression.is_real
+    return f"({parts[0]} {symbol} {parts[1]})" if plain else f"{saturating}({', '.join(parts)})"
 
 
 def _fits(expression: Expression) -> bool:

@@ -295,11 +295,11 @@ def _initialiser(module: Module) -> Iterator[str]:
         for array in subject.arrays
         for stride, value in zip(array.strides, subject.contiguous_strides(array), strict=True)
     ]
-    read = {each.args[0] for _, value in strides for each in value.walk() if each.op == "variable"}
+    read = dict.fromkeys(each.args[0] for _, value in strides for each in value.walk() if each.op == "variable")
     for size in read:
         yield f"    const int64_t {local(size)} = args->{size};"
     for stride, value in strides:
-        yield f"    args->{stride} = {c(value)};"
+        yield f"    args->{stride} = {c(value, bounded=False)};"  # no rule has looked at the sizes yet
     yield "}"
     yield ""
     if module.is_planned:

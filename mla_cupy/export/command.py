@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import logging
+import os
 import re
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from mla_cupy.export.numbers import CannotRecordError
 from mla_cupy.export.operations import OPERATIONS, exported, subject_of
 from mla_cupy.export.record import Target
 from mla_cupy.runtime.build import Build, BuildRequest
-from mla_cupy.terminal import show, table
+from mla_cupy.terminal import path, show, table
 
 _PREFIX = re.compile(r"[a-z][a-z0-9_]*")
 _INTEGERS = {
@@ -61,7 +64,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         metavar="ARRAY",
         help="an optional input that calls have, such as attn_sink; may be given several times",
     )
-    command.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the files go; it is made")
+    command.add_argument("--out", type=path, required=True, metavar="DIR", help="where the files go; it is made")
     command.add_argument("--prefix", default="mla_", help="of the names of functions and files (default: mla_)")
     for name, (says, _) in _FURTHER.items():
         command.add_argument(f"--{name}", action="store_true", help=f"{says}, too")
@@ -104,14 +107,30 @@ def texts(made: Module, further: Sequence[str] = ()) -> dict[str, str]:
 
 
 def write(made: Module, folder: Path, further: Sequence[str] = ()) -> list[Path]:
-    """Write the files of a module into a folder, which is made."""
+    """Write the files of a module into a folder, which is made: all of them or none.
+
+    They are written under other names and renamed, so that a link in the folder is replaced and not followed.
+
+    Raises
+    ------
+    OSError
+        If a file cannot be written; the folder then holds what it held before.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, text in texts(made, further).items():
-        path = folder / name
-        path.write_text(text)
-        paths.append(path)
-    return paths
+    unique = uuid.uuid4().hex
+    written = texts(made, further)
+    fresh = {folder / name: folder / f".{name}.{unique}" for name in written}
+    try:
+        for (final, temporary), text in zip(fresh.items(), written.values(), strict=True):
+            if final.is_dir() and not final.is_symlink():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(final))
+            temporary.write_text(text)
+        for final, temporary in fresh.items():
+            temporary.replace(final)
+    finally:
+        for temporary in fresh.values():
+            temporary.unlink(missing_ok=True)
+    return [*fresh]
 
 
 def _recorded(record: Any, subject: Any, arch: str) -> Target:

@@ -381,7 +381,7 @@ def _args(args: LaunchArgs, places: Mapping[str, Any]) -> RecordedArgs:
             raise ArgumentError(explain(f"{struct.__name__}.{name}", value, "what 32 bits hold", "less work"))
     maps = []
     for array, spec in args.maps:
-        replace(spec, base=places[array]).validate()
+        replace(spec, base=places[array], array=array).validate()
         maps.append(
             RecordedMap(
                 spec.dtype,

@@ -7,7 +7,8 @@ The functions have the names, the arguments and the meaning of those of `mla_cup
   arguments. Where XLA still needs the array, it copies it first. `cache_append` and others that change an array of the
   caller return it in the same way.
 - `mla_prefill` and `sparse_mla_forward` are differentiable, and so are the scalars of `indexer_warmup_objective` and
-  `indexer_sparse_objective`, in reverse mode. Other derivatives raise DTypeError.
+  `indexer_sparse_objective`, in reverse mode. Other derivatives raise DTypeError; forward mode of these functions
+  raises JAX's TypeError.
 - `exportable=True` makes the call part of what `jax.export` can serialise, see `disabled_checks`.
 
 Kernels are chosen, compiled and loaded while JAX traces. What does not fit raises the errors of `mla_cupy` then; what
@@ -90,3 +91,7 @@ __all__ = [
     "sparse_mla_forward",
 ]
 # ---- End of what is written
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -375,6 +375,7 @@ def sparse_mla_backward(
     topk_length: jax.Array | None = None,
     attn_sink: jax.Array | None = None,
     causal: bool = False,
+    relative: bool = True,
     cu_seqlens_q: jax.Array | None = None,
     cu_seqlens_kv: jax.Array | None = None,
     lse_base: str = "e",
@@ -402,7 +403,7 @@ def sparse_mla_backward(
         dkv,
         d_sink,
     )
-    options = (d_v, scale, causal, lse_base, deterministic, dkv_dtype, kernel)
+    options = (d_v, scale, causal, relative, lse_base, deterministic, dkv_dtype, kernel)
     dq, dkv, d_sink = run(BOUND_OPERATIONS["sparse_mla_backward"], arrays, options, exportable)
     return dq, dkv, d_sink
 
@@ -467,6 +468,7 @@ def sparse_mla_forward(
     topk_length: jax.Array | None = None,
     attn_sink: jax.Array | None = None,
     causal: bool = False,
+    relative: bool = True,
     cu_seqlens_q: jax.Array | None = None,
     cu_seqlens_kv: jax.Array | None = None,
     kv_scale: float = 1,
@@ -482,7 +484,7 @@ def sparse_mla_forward(
     exportable: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     arrays = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, out, lse, max_logits)
-    options = (d_v, scale, causal, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
+    options = (d_v, scale, causal, relative, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
     out, lse, max_logits = sparse_forward_gradient.differentiable(arrays, options, deterministic, exportable)
     return out, lse, max_logits
 
@@ -501,13 +503,14 @@ def indexer_head_sums(
     cu_seqlens_kv: jax.Array | None = None,
     scale: float | None = None,
     causal: bool | None = None,
+    relative: bool = True,
     buffer_bytes: int = 536870912,
     head_sums: jax.Array | None = None,
     kernel: str | None = None,
     exportable: bool = False,
 ) -> jax.Array:
     arrays = (q, k, q_rope, k_rope, indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv, head_sums)
-    options = (scale, causal, buffer_bytes, kernel)
+    options = (scale, causal, relative, buffer_bytes, kernel)
     (head_sums,) = run(BOUND_OPERATIONS["indexer_head_sums"], arrays, options, exportable)
     return head_sums
 
@@ -692,6 +695,7 @@ def indexer_sparse_loss(
     cu_seqlens_kv: jax.Array | None = None,
     scale: float | None = None,
     causal: bool = False,
+    relative: bool = True,
     gradients: bool = True,
     deterministic: bool = False,
     buffer_bytes: int = 536870912,
@@ -726,7 +730,7 @@ def indexer_sparse_loss(
         d_index_k,
         d_weights,
     )
-    options = (scale, causal, gradients, deterministic, buffer_bytes, kernel)
+    options = (scale, causal, relative, gradients, deterministic, buffer_bytes, kernel)
     kl, mass, index_lse, d_index_q, d_index_k, d_weights = run(
         BOUND_OPERATIONS["indexer_sparse_loss"], arrays, options, exportable
     )
@@ -854,6 +858,7 @@ def indexer_sparse_objective(
     cu_seqlens_kv: jax.Array | None = None,
     scale: float | None = None,
     causal: bool = False,
+    relative: bool = True,
     deterministic: bool = False,
     buffer_bytes: int = 536870912,
     kernel: str | None = None,
@@ -876,7 +881,7 @@ def indexer_sparse_objective(
         cu_seqlens_q,
         cu_seqlens_kv,
     )
-    options = (scale, causal, True, deterministic, buffer_bytes, kernel)
+    options = (scale, causal, relative, True, deterministic, buffer_bytes, kernel)
     return objective(BOUND_OPERATIONS["indexer_sparse_loss"], arrays, options, straight_through, exportable)
 
 

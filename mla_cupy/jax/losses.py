@@ -12,6 +12,7 @@ from mla_cupy.errors import ArgumentError, DTypeError, ShapeError, explain
 from mla_cupy.jax.arguments import as_jax
 from mla_cupy.jax.derivatives import as_array, refuse, values
 from mla_cupy.jax.lowering import call
+from mla_cupy.jax.varying import spread
 from mla_cupy.ops.bind import options_of
 from mla_cupy.ops.checks import check_flag
 from mla_cupy.ops.indexer.loss_inputs import holds_codes
@@ -62,7 +63,7 @@ def objective(
         given |= dict(zip(_STRAIGHT, _checked(straight_through, given), strict=True))
     resolved = options_of(operation, operation.options(*options)._asdict())
     static = _Static(operation, tuple(given), resolved, check_flag("exportable", exportable))
-    value, kl = _objective(static, *given.values())
+    value, kl = _objective(static, *spread(given.values()))
     return value, kl
 
 

@@ -21,6 +21,7 @@ from mla_cupy.jax.arguments import as_jax
 from mla_cupy.jax.derivatives import constant
 from mla_cupy.jax.devices import gpu_ordinals, launcher, locate
 from mla_cupy.jax.sharding import Axes, Parts, Run, are_spread, by_shardy, can_ask, over_mesh, parts_of
+from mla_cupy.jax.varying import spread
 from mla_cupy.ops.bind import Launcher, Shaped, Signature, options_of
 from mla_cupy.ops.checks import check_flag
 from mla_cupy.ops.operation import Operation, axes_of
@@ -63,7 +64,7 @@ def call(
     arrays = {name: as_jax(name, x) for name in operation.names if (x := given.get(name)) is not None}
     signature = signature_of(operation, arrays, options)
     run = functools.partial(_over_devices, signature, exportable)
-    made = iter(constant(operation.name, run, arrays))
+    made = iter(spread(constant(operation.name, run, arrays), arrays.values()))
     return tuple(None if result is None else next(made) for result in signature.results)
 
 

@@ -1,8 +1,12 @@
-"""Axes of a mesh that arrays vary over inside `jax.shard_map`: JAX sums the gradients of those that do not vary."""
+"""Axes of a mesh that arrays vary over inside `jax.shard_map`.
+
+JAX takes an array that does not vary for the same on all devices, and sums its gradients over them. It cannot see what
+a custom call reads: the results vary over all axes that any operand varies over.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,13 +14,10 @@ import jax
 Axes = frozenset[Any]
 
 
-def axes_of(arrays: Iterable[Any]) -> Axes:
-    """The axes of the mesh that any of the arrays varies over; None among them counts for nothing."""
-    return frozenset().union(*(_axes(x) for x in arrays if x is not None))
-
-
-def spread(arrays: Sequence[Any], axes: Axes) -> tuple[Any, ...]:
-    """The arrays as ones that vary over all of these axes."""
+def spread(arrays: Iterable[Any], like: Iterable[Any] = ()) -> tuple[Any, ...]:
+    """Let arrays vary over all axes of the mesh that any of them, or of `like`, varies over; None stays None."""
+    arrays = tuple(arrays)
+    axes: Axes = frozenset().union(*(_axes(x) for x in (*arrays, *like) if x is not None))
     return tuple(None if x is None else _spread(x, axes - _axes(x)) for x in arrays)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from mla_cupy.errors import ArgumentError, UnsupportedDeviceError, explain
+from mla_cupy.errors import ArgumentError, UnsupportedDeviceError, explain, nearest
 from mla_cupy.kernels.spec import KernelSpec, ProblemT, Reason
-from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.runtime.device import SAMPLES, DeviceInfo
 
 logger = logging.getLogger("mla_cupy")
 
@@ -23,9 +23,33 @@ KernelT = TypeVar("KernelT", bound=KernelSpec)  # type: ignore[type-arg]
 
 def check_kernel(kernels: Sequence[KernelSpec[ProblemT]], name: object) -> None:
     """Raise ArgumentError unless `name` is that of one of the kernels, or None."""
-    if name is not None and not (isinstance(name, str) and name in [kernel.name for kernel in kernels]):
-        expected = "None, or one of " + ", ".join(kernel.name for kernel in kernels)
-        raise ArgumentError(explain("kernel", repr(name), expected, "see `mla-cupy list`"))
+    names = [kernel.name for kernel in kernels]
+    if name is not None and not (isinstance(name, str) and name in names):
+        remedy = nearest(str(name), names, "see `mla-cupy list`")
+        raise ArgumentError(explain("kernel", repr(name), "None, or one of " + ", ".join(names), remedy))
+
+
+def check_somewhere(operation: str, name: object, configure: Callable[[DeviceInfo], object]) -> None:
+    """Check, where there is no GPU, that the kernel that the caller names, if any, takes the problem on some GPU.
+
+    Raises
+    ------
+    ArgumentError, UnsupportedDeviceError
+        As on the GPU that comes nearest to it.
+    """
+    if not name:
+        return
+    reasons = []
+    for device in SAMPLES:
+        try:
+            configure(device)
+        except UnsupportedDeviceError as error:
+            reasons.append(str(error))
+        else:
+            _say_not_run(operation, str(name))
+            return
+    # Most are of other architectures than the kernel's: what is rarest says most about the problem.
+    raise UnsupportedDeviceError(min(reasons, key=reasons.count))
 
 
 def of_math(kernels: Sequence[KernelT], math: str, name: str | None) -> tuple[KernelT, ...]:
@@ -72,6 +96,12 @@ def choose(
             return kernel
         reasons[kernel.name] = reason
     raise UnsupportedDeviceError("no kernel fits: " + "; ".join(f"{name} {why}" for name, why in reasons.items()))
+
+
+@functools.cache
+def _say_not_run(operation: str, kernel: str) -> None:
+    """Log once that a kernel that is named does not run."""
+    logger.warning("%s does not run %s: there is no GPU, and the NumPy backend computes", operation, kernel)
 
 
 @functools.cache

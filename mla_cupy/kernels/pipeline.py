@@ -241,7 +241,8 @@ class _Block:
         self._pick = itemgetter(*(index[name] for name in values[:count]))
         self._pack = Struct(f"<{count}Q").pack_into
         self._maps = [
-            _Map(index[name], spec, view) for (name, spec), view in zip(args.maps, self.args.views[1:], strict=True)
+            _Map(index[name], replace(spec, array=name), view)
+            for (name, spec), view in zip(args.maps, self.args.views[1:], strict=True)
         ]
 
     def write(self, places: list[int]) -> None:

@@ -76,11 +76,12 @@ def cache_append(
 
     Notes
     -----
-    Exact: the bytes do not depend on the GPU, and are those of `mla_cupy.reference.cache_append`. A NaN or
-    an infinity makes its whole group of 128 (64 for "v4", 32 for "v41", 16 for "v41-fp4") read as NaN. The padding byte
-    of "v4" is set to 0. "v41" and "v41-fp4" quantise the RoPE part, too, after it was turned and rounded to the dtype
-    of `rope`. NumPy arrays are changed by a GPU if there is one, which copies the cache there and back, else by the
-    oracle. Not for JAX, whose arrays cannot be written: `mla_cupy.jax.cache_append` returns the changed cache.
+    Exact: the bytes do not depend on the GPU, and are those of `mla_cupy.reference.cache_append`, but for the sign and
+    payload of a NaN in `rope` that is converted to bfloat16. A NaN or an infinity makes its whole group of 128 (64 for
+    "v4", 32 for "v41", 16 for "v41-fp4") read as NaN. The padding byte of "v4" is set to 0. "v41" and "v41-fp4"
+    quantise the RoPE part, too, after it was turned and rounded to the dtype of `rope`. NumPy arrays are changed by a
+    GPU if there is one, which copies the cache there and back, else by the oracle. Not for JAX, whose arrays cannot be
+    written: `mla_cupy.jax.cache_append` returns the changed cache.
 
     Examples
     --------
@@ -173,7 +174,7 @@ def record_read(cache: View, d_qk: int, read: Sequence[str], argument: str, reme
     ------
     ShapeError
     """
-    record = format_of(cache.dtype, cache.shape[-1], argument)
+    record = format_of(cache.dtype, cache.shape[-1], argument, listed=read)
     if record.name not in read:
         raise ShapeError(explain(argument, f"pages of {record.name}", " or ".join(read), remedy))
     if d_qk != record.d_qk:

@@ -99,6 +99,9 @@ def cache_slots(
 
     Notes
     -----
+    Slots are int32, so a cache has at most (2^31 - 1) // page_size pages: those from there on are no pages, whatever
+    `num_pages` says.
+
     Exact, and the same from run to run. Guide: "Chunked prefill over the paged cache".
 
     Examples

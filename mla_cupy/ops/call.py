@@ -9,21 +9,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from mla_cupy import arrays as families
 from mla_cupy.arrays import Family, Native, View
-from mla_cupy.errors import ArgumentError, DeviceError, PlanError, explain
+from mla_cupy.errors import ArgumentError, PlanError, explain
+from mla_cupy.kernels.choice import check_somewhere
 from mla_cupy.kernels.pipeline import WORKSPACE_ALIGNMENT, Prepared
 from mla_cupy.ops import backend, overlap, schema
 from mla_cupy.ops.checks import check_memory
 from mla_cupy.ops.entry import Entry, Plan, Request
-from mla_cupy.ops.operation import Operation, operation_of
+from mla_cupy.ops.operation import Operation, check_nothing, operation_of
 from mla_cupy.runtime import device as devices
-from mla_cupy.runtime import driver
+from mla_cupy.runtime import driver, env
 
 __all__ = ["workspace_bytes"]
 
@@ -214,6 +216,8 @@ def run(call: Invocation, adopted_by: Native | None = None) -> tuple[Any, ...]:
         scratch, memory = native.scratch(entry.nbytes, entry.device, handle)
     entry.prepared.enqueue(addresses, memory, handle)
     del scratch  # held until everything is enqueued: the stream orders its next use
+    if entry.count_writes is not None:
+        entry.count_writes(entry.changed(call.arrays if call.workspace is None else (*call.arrays, call.workspace)))
     return results
 
 
@@ -269,12 +273,16 @@ def _first(call: Invocation) -> tuple[Any, ...]:
     """Check everything, run, and remember."""
     operation, family = call.operation, _check_arguments(call)
     adopted = call.adopted(family)
+    adopted.check = adopted.check or _always_checks(operation)
     if family.on_gpu:
         made = run(adopted, family.native)
         family.settle((*adopted.arrays, adopted.workspace))
     else:
         adopted.arrays = tuple(schema.narrowed_inputs(operation, adopted.named).values())
         made = _on_host(adopted, family)
+        if family.count_writes is not None:
+            named = call.named
+            family.count_writes([named[name] for name in operation.written if named[name] is not None])
     return tuple(
         kept if kept is not None else None if x is None else family.release(x)
         for kept, x in zip(call.results, made, strict=True)
@@ -293,8 +301,6 @@ def _check_arguments(call: Invocation) -> Family:
     if call.plan is not None and not (isinstance(call.plan, Plan) and call.plan.operation == operation.name):
         expected = f"a plan of {operation.name}, or None"
         raise PlanError(explain("plan", repr(call.plan), expected, "make it with plan_decode or plan_cascade"))
-    if call.workspace is not None and not family.on_gpu:
-        raise DeviceError(explain(WORKSPACE, f"an array of {family.name} on the CPU", "None for arrays on the CPU"))
     if call.workspace is not None and call.plan is not None:
         raise ArgumentError(explain(WORKSPACE, "an array, with a plan", "None: the plan has its own"))
     return family
@@ -371,7 +377,7 @@ def _prepare(call: Invocation, native: Native) -> tuple[Entry, list[int]]:
     configured = _configure(call, native)
     request = configured.request
     handle = native.current_stream(request.device) if call.stream is None else families.stream_handle(call.stream)
-    if call.check:
+    if call.check and not (_always_checks(operation) and driver.current().is_capturing(handle)):
         _check_values(call, request, lambda x: native.to_numpy(x, handle))
     told = request if call.plan is None else replace(request, planned=True)
     info = devices.describe(request.device)
@@ -382,7 +388,7 @@ def _prepare(call: Invocation, native: Native) -> tuple[Entry, list[int]]:
     entry = _entry(call, native, configured, prepared, addresses)
     # An array of a subclass, or a list among the options, is valid, but not cached.
     with contextlib.suppress(TypeError):
-        if signed:
+        if signed and not _always_checks(operation):
             entry.signature, entry.match = signed[1], native.matcher(arrays)
             _remember(call, entry)
     return entry, addresses
@@ -401,6 +407,7 @@ def _entry(
         nbytes = native.view(call.workspace).shape[0]
         written.append(len(reach))
         reach.append((0, nbytes) if nbytes else None)
+    written = [at for at in written if reach[at] is not None]
     in_place = {
         (1 + names.index(result), 1 + names.index(array), 0)
         for result, array in call.operation.in_place.items()
@@ -417,10 +424,17 @@ def _entry(
         missing=tuple((index, *form) for index, form in missing.items()),
         given=slice(len(call.operation.inputs), None),
         reach=tuple(reach),
-        written=tuple(at for at in written if reach[at] is not None),
+        written=tuple(written),
         beside=frozenset(in_place | overlap.found_beside(addresses, reach, written)),
         apart=addresses.copy(),
+        changed=_picker([at - 1 for at in written]),
+        count_writes=native.count_writes if written else None,
     )
+
+
+def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Pick elements quickly. Of one, itemgetter makes no tuple."""
+    return operator.itemgetter(*indices) if len(indices) > 1 else lambda arrays: (arrays[indices[0]],)
 
 
 def _remember(call: Invocation, entry: Entry) -> None:
@@ -464,6 +478,8 @@ def _on_host(call: Invocation, family: Family) -> tuple[Any, ...]:
     """Compute on the GPU and copy back, or by the oracle."""
     operation, plan = call.operation, call.plan
     request = _examine(call, family.native)
+    if call.workspace is not None:  # neither used nor needed: where it begins does not matter
+        check_memory(family.native.view(call.workspace, WORKSPACE)._replace(ptr=0), 0, families.HOST)
     if call.stream is not None:
         families.stream_handle(call.stream)  # refuses what is no stream, whether or not one is needed
     if backend.use_gpu():
@@ -472,6 +488,9 @@ def _on_host(call: Invocation, family: Family) -> tuple[Any, ...]:
         plan.configuration(request)
     if call.check:
         _check_values(call, request, lambda x: x)
+    if plan is None:
+        configure = functools.partial(operation.configure, request, request.problem, request.kernel)
+        check_somewhere(operation.name, request.kernel, configure)
     answer = backend.oracle(operation.name, request.options._asdict())(**call.inputs)
     return backend.deliver(backend.rounded(answer, _dtypes(operation, request).values()), call.results)
 
@@ -495,6 +514,11 @@ def _dtypes(operation: Operation, request: Request) -> dict[str, str]:
     """Dtypes of the outputs; "" where there is no such result."""
     views = {output.name: request.views[output.name] for output in operation.outputs}
     return {name: "" if view is None else view.dtype for name, view in views.items()}
+
+
+def _always_checks(operation: Operation) -> bool:
+    """True if each call is to look at values that the operation knows a check for, whether or not it asks for it."""
+    return operation.check_values is not check_nothing and env.get("CHECK") == "1"
 
 
 def _check_values(call: Invocation, request: Request, to_numpy: Callable[[Any], Any]) -> None:

@@ -19,6 +19,7 @@ from mla_cupy.ops.decode_plan import DecodePlan, plan_decode
 from mla_cupy.ops.entry import Plan, Request
 from mla_cupy.ops.prefix_groups import PrefixGroup, check_groups
 from mla_cupy.ops.schema import narrowed
+from mla_cupy.runtime import device as devices
 from mla_cupy.shapes import D_QK, D_V, MAX_INT32
 
 __all__ = ["CascadePlan", "plan_cascade"]
@@ -250,7 +251,8 @@ class CascadePlan(Plan):
             else section
             for section in self._sections
         ]
-        config = configure(divided(request, planned), request.device, request.options.kernel)
+        device = None if request.device == HOST else devices.describe(request.device)
+        config = configure(divided(request, planned), device, request.options.kernel)
         if self.device != HOST and config.layout.nbytes > self._nbytes:
             self._nbytes = config.layout.nbytes
             self._memory.append(families.cupy_family().own_memory(self._nbytes, self.device))
@@ -270,7 +272,7 @@ def plan_cascade(
     max_pages: int,
     page_size: int,
     dtype: Any,
-    device: int | None = None,
+    device: int | str | None = None,
 ) -> CascadePlan:
     """Prepare calls of `cascade_decode` over these groups: for the layers of a step, and the steps that follow.
 

@@ -11,6 +11,8 @@ import numpy as np
 from mla_cupy import dtypes
 from mla_cupy.arrays import View
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain
+from mla_cupy.kernels.decode.problem import DecodeProblem
+from mla_cupy.kernels.decode.sm90_fp8 import LEAST_ROWS_OF_TERMS, TERMS
 from mla_cupy.kernels.pipeline import WORKSPACE_ALIGNMENT as WORKSPACE_ALIGNMENT
 from mla_cupy.ops.operation import Arrays, Input, Views, present
 from mla_cupy.shapes import D_QK, D_ROPE, D_UNABSORBED, D_V, VALUE_WIDTHS
@@ -135,6 +137,18 @@ def check_drafts(tree_mask: bool, s_q: int) -> None:
         raise ShapeError(explain("s_q", s_q, f"at most {MAX_DRAFTS} with a tree_mask", "each draft is a bit of 64"))
 
 
+def check_terms(problem: DecodeProblem) -> None:
+    """Check that there are enough query rows for two FP8 terms.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    if problem.math == TERMS and problem.rows < LEAST_ROWS_OF_TERMS:
+        got, expected = f"{problem.rows} query rows (s_q * h_q)", f"at least {LEAST_ROWS_OF_TERMS} with math={TERMS!r}"
+        raise ArgumentError(explain("q", got, expected, 'pass math="fp8", or leave it out'))
+
+
 def check_count(argument: str, value: Any, minimum: int, maximum: int) -> int:
     """Check a whole number in [minimum, maximum]."""
     if not (is_integer(value) and minimum <= value <= maximum):
@@ -240,14 +254,37 @@ def name_first(argument: str, values: np.ndarray[Any, Any], bad: np.ndarray[Any,
         raise ArgumentError(explain(f"{argument}[{at}]", int(values[at]), expected))
 
 
+def check_scale_values(arrays: Arrays, names: Sequence[str], *, zero: bool) -> None:
+    """Check arrays of scales, where they are given: finite, and above 0 or, where `zero` is allowed, at least 0.
+
+    Raises
+    ------
+    ArgumentError
+        That names the first bad one.
+    """
+    for name in names:
+        scales = arrays[name]
+        if scales is None:
+            continue
+        bad = ~(np.isfinite(scales) & ((scales >= 0) if zero else (scales > 0)))
+        if bad.any():
+            at = tuple(map(int, np.argwhere(bad)[0]))
+            expected = f"a finite number, {'at least' if zero else 'above'} 0"
+            raise ArgumentError(explain(f"{name}[{', '.join(map(str, at))}]", scales[at], expected))
+
+
+_NO_NUMBERS = (bool, np.bool_, np.timedelta64)
+"""Kinds that count as integers for Python or NumPy."""
+
+
 def is_integer(value: Any) -> bool:
-    """True for an integer that is no bool."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, (bool, np.bool_))
+    """True for an integer that is no bool and no length of time."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, _NO_NUMBERS)
 
 
 def is_number(value: Any) -> bool:
-    """True for a number of Python or NumPy that is no bool."""
-    return isinstance(value, (int, float, np.floating, np.integer)) and not isinstance(value, (bool, np.bool_))
+    """True for a number of Python or NumPy that is no bool and no length of time."""
+    return is_integer(value) or isinstance(value, (float, np.floating))
 
 
 def check_memory(view: View, nbytes: int, device: int) -> None:

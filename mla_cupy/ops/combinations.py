@@ -46,13 +46,15 @@ PARTS = {
     "equal_lengths": Part("cu_seqlens_q", "an array", "without cu_seqlens_q"),
     "max_seqlen_q": Part("max_seqlen_q", "None", "with max_seqlen_q"),
     "cp_world": Part("cp_world", "1", "with cp_world={}"),
+    "q_rope": Part("q_rope", "None", "with q_rope"),
     "w_uv": Part("w_uv", "None", "with w_uv"),
     "out_cos": Part("out_cos", "None", "with out_cos"),
     "batch_invariant": Part("batch_invariant", "False", "with batch_invariant=True"),
     "narrow": Part("d_v", "512", "with d_v={}"),
     "state_out": Part("state_out", "None", "with state_out"),
     "mask": Part("mask", "None", "with a mask"),
-    "fp8_math": Part("math", '"exact"', 'with math="fp8"'),
+    "fp8_math": Part("math", '"exact"', "with math={}"),
+    "fp8x2": Part("math", '"fp8"', "with math={}"),
     "exact_math": Part("math", '"fp8"', 'with math="exact"'),
     "codes": Part("q.dtype", "bfloat16 or float16", "for queries in {}"),
     "half": Part("q.dtype", "float8_e4m3fn", "for queries in {}"),
@@ -90,6 +92,10 @@ DECODE = (
     Conflict("w_uv", "cu_seqlens_q", "multiply the result"),
     Conflict("w_uv", "window", "multiply the result"),
     Conflict("w_uv", "narrow", "multiply the result"),
+    Conflict("cu_seqlens_q", "narrow", "pass sequences of one length"),
+    Conflict("window", "narrow", "pass the tokens of the window"),
+    *(Conflict(name, "fp8_math", "leave math out") for name in ("q_rope", "cu_seqlens_q", "out_cos", "window")),
+    Conflict("tree_mask", "fp8x2", 'pass math="fp8", or leave it out'),
     Conflict("batch_invariant", "cu_seqlens_q", "pieces are of whole sequences"),
     Conflict("batch_invariant", "window", "pieces are of whole sequences"),
     Conflict("batch_invariant", "narrow"),
@@ -174,4 +180,5 @@ def held(record: str) -> dict[str, str]:
 def multiplied(math: str, dtype: str) -> dict[str, str]:
     """The parts that the arithmetic and the queries' dtype are."""
     arithmetic = "exact_math" if math == "exact" else "fp8_math"
-    return {arithmetic: repr(math), "codes" if dtype in BYTE_DTYPES else "half": dtype}
+    terms = {"fp8x2": repr(math)} if math == "fp8x2" else {}
+    return {arithmetic: repr(math), **terms, "codes" if dtype in BYTE_DTYPES else "half": dtype}

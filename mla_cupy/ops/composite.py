@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 from mla_cupy import arrays as families
 from mla_cupy.arrays.view import ARRAY_ALIGNMENT, View
 from mla_cupy.dtypes import TABLE
-from mla_cupy.errors import ArgumentError, explain
+from mla_cupy.errors import ArgumentError, explain, nearest
 from mla_cupy.kernels.pipeline import Call, Layout, Pipeline, Prepared, Step
 from mla_cupy.ops.call import examine
 from mla_cupy.ops.entry import Plan, Request
 from mla_cupy.ops.operation import Operation
 from mla_cupy.ops.schema import contiguous_view
-from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver
 from mla_cupy.runtime.device import DeviceInfo
 
@@ -164,7 +163,7 @@ class CompositePipeline(Pipeline[CompositeConfig]):
 
     def configure(self, problem: Division, device: DeviceInfo, kernel: Any = None) -> CompositeConfig:
         """See `Pipeline.configure`; `kernel` has names for some of the stages."""
-        return configure(problem, device.ordinal, kernel or {})
+        return configure(problem, device, kernel or {})
 
     def workspace(self, config: CompositeConfig) -> Layout:
         """Workspace: the arrays between stages, and the largest of their workspaces."""
@@ -208,10 +207,10 @@ class CompositePipeline(Pipeline[CompositeConfig]):
         return PreparedStages(actions, config.layout)
 
 
-def configure(division: Division, device: int, kernels: Kernels) -> CompositeConfig:
+def configure(division: Division, device: DeviceInfo | None, kernels: Kernels) -> CompositeConfig:
     """Check and configure the stages of a call on a device, those of the same kind once.
 
-    On the HOST there is nothing to configure but what a plan has to say.
+    Without a device there is nothing to configure but what a plan has to say.
     """
     known: dict[Any, _Configured] = {}
     steps: list[tuple[Stage, _Configured] | Assignment] = []
@@ -235,16 +234,16 @@ def _kind(stage: Stage) -> Any:
     return stage.name, stage.options, id(stage.plan), tuple(parts)
 
 
-def _configure(stage: Stage, device: int, kernel: str | None) -> _Configured:
+def _configure(stage: Stage, device: DeviceInfo | None, kernel: str | None) -> _Configured:
     operation = stage.operation
     views = {name: part.view if (part := stage.arrays.get(name)) else None for name in operation.names}
     request = replace(examine(operation, views, stage.options), kernel=kernel, planned=stage.plan is not None)
     assert not request.missing
     if stage.plan is not None:
         return _Configured(request, stage.plan.configuration(request))
-    if device == families.HOST:
+    if device is None:
         return _Configured(request, None)
-    config = operation.configure(request, request.problem, kernel, devices.describe(device))
+    config = operation.configure(request, request.problem, kernel, device)
     return _Configured(request, config, operation.pipeline.workspace(config).nbytes)
 
 
@@ -343,8 +342,9 @@ def check_kernels(pipeline: CompositePipeline, kernel: Any) -> Kernels:
     if isinstance(kernel, str):
         found = {stage: kernel for stage, names in known.items() if kernel in names}
         if not found:
-            expected = "None, one of " + ", ".join(dict.fromkeys(name for names in known.values() for name in names))
-            raise ArgumentError(explain("kernel", repr(kernel), f"{expected}, or a mapping from stages to names"))
+            every = list(dict.fromkeys(name for names in known.values() for name in names))
+            expected = f"None, one of {', '.join(every)}, or a mapping from stages to names"
+            raise ArgumentError(explain("kernel", repr(kernel), expected, nearest(kernel, every, "")))
         return found
     if not isinstance(kernel, (Mapping, tuple)) or not all(
         isinstance(x, tuple) and len(x) == 2 for x in _items(kernel)
@@ -356,7 +356,9 @@ def check_kernels(pipeline: CompositePipeline, kernel: Any) -> Kernels:
             raise ArgumentError(explain("kernel", f"a stage {stage!r}", "one of " + ", ".join(known)))
         if name is not None and not (isinstance(name, str) and name in known[stage]):
             expected = "None, or one of " + ", ".join(known[stage])
-            raise ArgumentError(explain(f"kernel[{stage!r}]", repr(name), expected))
+            raise ArgumentError(
+                explain(f"kernel[{stage!r}]", repr(name), expected, nearest(str(name), known[stage], ""))
+            )
     return {stage: name for stage, name in _items(kernel) if name is not None}
 
 

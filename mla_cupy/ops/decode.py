@@ -30,7 +30,9 @@ from mla_cupy.ops.checks import (
     check_flag,
     check_lse_base,
     check_math,
+    check_scale_values,
     check_shard,
+    check_terms,
     name_first,
     resolve_scale,
 )
@@ -134,14 +136,14 @@ def mla_decode(
     gate : array, (b, s_q, h_q, d_head), dtype of w_uv, optional
         Its sigmoid is a factor of each element of the result of `w_uv`. Strides as for w_uv.
     q_scales : array, (b, s_q, h_q), float32, optional
-        In place of `q_scale`, for queries in e4m3: a scale for each row, such as `mla_prepare` makes; any strides, so
-        that one number may serve all rows. (total_q, h_q) with `cu_seqlens_q`.
+        In place of `q_scale`, for queries in e4m3: a scale for each row, such as `mla_prepare` makes, finite and above
+        0; any strides, so that one number may serve all rows. (total_q, h_q) with `cu_seqlens_q`.
     kv_scales : array, (1,), float32, optional
-        In place of `kv_scale`, with math="fp8" or "fp8x2": the number on the device, where it may change between
-        replays of a CUDA graph.
+        In place of `kv_scale`, with math="fp8" or "fp8x2": the number on the device, finite and above 0, where it may
+        change between replays of a CUDA graph.
     d_v : int
-        Width of the values: 512, or 256 of keys that are 320 or 288 wide. Those are of 16 bits, and have the plain
-        kernel so far: no `w_uv`, `q_rope`, `cu_seqlens_q` or `window`, and no batch-invariant plan.
+        Width of the values: 512, or 256 of keys that are 320 or 288 wide. Those are of 16 bits, without `w_uv`,
+        `q_rope`, `cu_seqlens_q`, `window` or a batch-invariant plan.
     scale : float, optional
         Factor of the scores: finite, above 0. Default: d_qk**-0.5.
     causal : bool
@@ -188,7 +190,8 @@ def mla_decode(
         Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits; the choice depends on b and on
         the tokens that a row of `block_table` has room for, too.
     check : bool
-        Look at the values of `block_table` and `seqlens` first, which synchronises.
+        Look at the values of `block_table`, `seqlens`, `cu_seqlens_q`, `q_scales` and `kv_scales` first, which
+        synchronises.
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 
@@ -214,10 +217,22 @@ def mla_decode(
     `workspace`, a call allocates nothing and can be captured in a CUDA graph. It takes 2 * b * s_q * h_q * seqlen *
     (d_qk + 512) FLOPs.
 
+    Weights are rounded to 16 bits for the product with the values, and `out` is divided by the sum of the
+    weights before rounding. Where tokens have equal scores the rounding errors are equal too, so all of `out` may be
+    too small or too large by one common factor: up to 2^-8 in bfloat16, 2^-11 in float16. The CUDA-core kernel does not
+    round weights.
+
+    A plan requires q, `q_rope` and, without records, `kv_cache` to start at and step by multiples of 16 bytes. Without
+    a plan other strides run on a slower kernel.
+
     FP8 records are read as they are: nothing is converted in memory. On tensor cores latents of "v32" are rounded to
     float16, see `sparse_mla_decode`; those of "fp8" are exact. More than 32 rows (s_q * h_q) are blocks of 64 rows of
     one query token, or of 32 of several; each converts for itself, so that with 128 heads 16-bit rows are faster. "v41"
-    has the plain kernel so far. Of what a call may have beside, products in FP8 go with an `attn_sink` alone.
+    has the plain kernel so far.
+
+    No GPU serves these, and the oracle refuses them too: `cu_seqlens_q` or `window` with a d_qk of 320 or 288, and
+    `q_rope`, `cu_seqlens_q` or `window` with a `math` other than "exact". A `tree_mask` with `q_rope` or `out_cos` runs
+    on CUDA cores.
 
     With `w_uv`, results of attention are rounded to 16 bits for the product, whose terms are added in float32. From
     5,120 rows of all heads on (b * s_q * h_q; of a plan as many as it has room for), or 65 where d_head is above 128,
@@ -231,7 +246,8 @@ def mla_decode(
     64 tokens the weights are rounded to e4m3, the largest one being 256: those below 2^-18 of it become 0. `out` is
     divided by the sum of the rounded weights, `lse` and what a sink leaves of `out` are of the weights before. Sums of
     e4m3 products lose low bits in the tensor cores, so each tile's is added in float32: `out` is up to 0.06 % too small
-    or too large, and scores lose 0.1 to 0.3 % where their terms have one sign. On Hopper, what the splits of a request
+    or too large, and scores lose 0.1 to 0.3 % where their terms have one sign. These percentages assume that no column
+    dominates: each term of a sum may lose up to 2^-13 of the largest term. On Hopper, what the splits of a request
     have found is rounded to bfloat16 where `out` is bfloat16, but not in batch-invariant plans. On Blackwell weights
     are rounded against a running maximum: those below 2^-14 of it become 0.
 
@@ -290,6 +306,7 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
     if forms.cu_seqlens_q:  # what most sequences have decides which kernel runs, and no more
         batch, s_q = Batch(b, tokens, s_q), max(1, min(s_q, options.max_seqlen_q or s_q))
     problem = DecodeProblem(s_q, h_q, dtype, aligned, d_qk, record, tree_mask, options.math, forms, batch=batch)
+    check_terms(problem)
     d_head = check_projection(views, problem.half)
     return Examined(replace(problem, d_head=d_head), options, {"d_head": d_head or d_v})
 
@@ -315,7 +332,7 @@ def _optional_count(argument: str, given: Any) -> int | None:
 def _parts(views: Views, options: DecodeOptions, record: str) -> combinations.Parts:
     """What a call has, for the table of combinations."""
     return {
-        **combinations.given(views, "tree_mask", "cu_seqlens_q", "w_uv", "q_scales", "kv_scales"),
+        **combinations.given(views, "tree_mask", "q_rope", "cu_seqlens_q", "out_cos", "w_uv", "q_scales", "kv_scales"),
         **combinations.multiplied(options.math, present(views, "q").dtype),
         **combinations.held(record),
         "equal_lengths": "None" if views["cu_seqlens_q"] is None else None,
@@ -361,6 +378,7 @@ def _check_values(arrays: Arrays, options: DecodeOptions) -> None:
     if starts is not None:
         bad = (starts < 0) | (starts > total) | (np.diff(starts, prepend=starts[:1]) < 0)
         name_first("cu_seqlens_q", starts, bad, f"ascending starts of 0 to {total}")
+    check_scale_values(arrays, ("q_scales", "kv_scales"), zero=False)
 
 
 def check_values(arrays: Arrays, world: int, rank: int) -> None:

@@ -13,7 +13,7 @@ from mla_cupy import arrays, cache_formats, dtypes
 from mla_cupy.arrays import HOST, Native, View
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, PlanError, ShapeError, either, explain
 from mla_cupy.kernels.attention.records import READ_DENSE as RECORDS
-from mla_cupy.kernels.choice import check_kernel
+from mla_cupy.kernels.choice import check_kernel, check_somewhere
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.combine_pieces import MAX_PIECES
 from mla_cupy.kernels.decode.pipeline import DecodeConfig
@@ -33,6 +33,7 @@ from mla_cupy.ops.checks import (
     check_math,
     check_memory,
     check_shard,
+    check_terms,
     is_integer,
 )
 from mla_cupy.ops.entry import Plan, Request
@@ -299,7 +300,7 @@ class DecodePlan(Plan):
         given = {name: view for name in names if (view := views[name]) is not None}
         for name, view in given.items():
             if got := misstep(view):
-                expected = "with a plan, a start and steps that are multiples of 16 bytes"
+                expected = "with a plan, a start and steps that are positive multiples of 16 bytes"
                 raise PlanError(explain(name, got, expected, f"copy {name}, or leave the plan out"))
         raise PlanError(explain("kv_cache.shape[0]", 0, "at least 1 page with a plan"))
 
@@ -341,7 +342,7 @@ def plan_decode(
     math: str = "exact",
     batch_invariant: bool = False,
     split_tokens: int = 4096,
-    device: int | None = None,
+    device: int | str | None = None,
     workspace: Any = None,
     kernel: str | None = None,
 ) -> DecodePlan:
@@ -380,11 +381,12 @@ def plan_decode(
         on the arguments of this function other than `max_b` and `max_pages`, and on the GPU's architecture.
     split_tokens : int
         A multiple of 64, and at least 1/256 of max_pages * page_size. Has no effect without `batch_invariant`.
-    device : int, optional
-        CUDA ordinal. Default: CuPy's current device; without a GPU, the NumPy backend.
+    device : int or "cpu", optional
+        CUDA ordinal. Default: CuPy's current device; without a GPU, the NumPy backend. "cpu": for arrays in the host's
+        memory, which a GPU computes if there is one.
     workspace : array, uint8, or function, optional
         Memory of the caller's for the plan, of at least `workspace_bytes`, 256-byte aligned, on `device`; or a function
-        that allocates it, `workspace(nbytes)`, called once.
+        that allocates it, `workspace(nbytes)`, called once. The NumPy backend uses neither.
     kernel : str, optional
         Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits; the choice depends on `max_b`
         and on max_pages * page_size, too: there are kernels for short sequences in small batches.
@@ -399,6 +401,11 @@ def plan_decode(
         If a size, the dtype or the workspace does not fit.
     UnsupportedDeviceError
         If no kernel fits the GPU.
+
+    Notes
+    -----
+    Calls with the plan require arrays that start at and step by multiples of 16 bytes, see `mla_decode`. A
+    batch-invariant plan supports neither `cu_seqlens_q` nor a `window`.
 
     Examples
     --------
@@ -429,11 +436,12 @@ def plan_decode(
         split_tokens=split_tokens,
         kernel=kernel,
     )
-    if device is None and not backend.use_gpu():
+    ordinal = _ordinal(device)
+    if ordinal == HOST:
+        check_somewhere("plan_decode", kernel, lambda info: DECODE.configure(problem, info, kernel))
         if workspace is not None and not callable(workspace):
-            raise PlanError(explain("workspace", "an array", "None: a plan of the NumPy backend needs no memory"))
+            _workspace_address(workspace, 0, HOST)
         return DecodePlan(problem, limits, HOST, None, (None, 0))
-    ordinal = arrays.cupy_family().current_device() if device is None else _ordinal(device)
     info = devices.describe(ordinal)
     config = DECODE.configure(problem, info, kernel)
     if pieces:
@@ -498,7 +506,9 @@ def examine_plan(
         **combinations.multiplied(arithmetic, queries),
         **combinations.held(chosen),
         "tree_mask": masked or None,
+        "q_rope": wanted.q_rope or None,
         "cu_seqlens_q": wanted.cu_seqlens_q or None,
+        "out_cos": wanted.out_cos or None,
         "window": wanted.window or None,
         "w_uv": f"d_head={d_head}" if d_head else None,
         "batch_invariant": True if pieces else None,
@@ -510,6 +520,7 @@ def examine_plan(
         s_q, h_q, queries, d_qk=d_qk, record=chosen, tree_mask=masked, math=arithmetic, forms=wanted
     )
     problem = replace(problem, d_head=int(d_head))
+    check_terms(problem)
     if not batch_invariant:  # with it, results must not depend on these sizes
         most = max_b * s_q if wanted.cu_seqlens_q else 0
         problem = replace(problem, batch=Batch(max_b, max_pages * page_size, most))
@@ -550,16 +561,23 @@ def _record(name: Any, d_qk: int) -> str:
 
 
 def _ordinal(device: Any) -> int:
+    """The CUDA ordinal of a plan's device, or HOST."""
+    if device is None or (isinstance(device, str) and device == "cpu"):
+        simulated = device is None and arrays.NUMPY.on_gpu
+        return arrays.cupy_family().current_device() if simulated or backend.use_gpu() else HOST
     if not is_integer(device) or device < 0:
-        raise ArgumentError(explain("device", repr(device), "a CUDA ordinal, or None"))
+        raise ArgumentError(explain("device", repr(device), 'a CUDA ordinal, "cpu" or None'))
     return int(device)
 
 
 def _workspace_address(workspace: Any, nbytes: int, device: int) -> int:
     family = arrays.family_of(workspace, "workspace")
-    if not family.on_gpu or not family.mutable:
-        raise PlanError(explain("workspace", f"an array of {family.name}", "a writable array on the GPU"))
+    if family.on_gpu != (device != HOST) or not family.mutable:
+        place = "in the host's memory" if device == HOST else "on the GPU"
+        raise PlanError(explain("workspace", f"an array of {family.name}", f"a writable array {place}"))
     view = family.native.view(family.adopt(workspace), "workspace")
+    if device == HOST:
+        view = view._replace(ptr=0)  # not used: where it begins does not matter
     try:
         check_memory(view, nbytes, device)
     except (ShapeError, DeviceError) as error:

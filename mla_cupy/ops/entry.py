@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mla_cupy.arrays import HOST, Matcher, Native, Signature
+from mla_cupy.arrays import HOST, Counter, Matcher, Native, Signature
 from mla_cupy.kernels.pipeline import Call, Prepared
 from mla_cupy.ops.overlap import Beside, Span
 
@@ -76,6 +76,10 @@ class Entry:
         Types are compared, too, since True == 1 == 1.0.
     native : Native
         The library of the arrays.
+    changed : callable
+        Picks the arrays that are written to, of the call's and the workspace.
+    count_writes : callable or None
+        Counts writes to these, if there are any, and if their library does.
     signature : tuple or None
         All about the arrays, and the workspace if one is lent, but their addresses.
     match : callable or None
@@ -114,6 +118,8 @@ class Entry:
     written: tuple[int, ...]
     beside: frozenset[Beside]
     apart: list[int]
+    changed: Callable[[Sequence[Any]], tuple[Any, ...]]
+    count_writes: Counter | None
     known: set[tuple[int, ...]] = field(default_factory=set)
     signature: Signature | None = None
     match: Matcher | None = None

@@ -186,6 +186,10 @@ class NoOptions(NamedTuple):
     """Options of an operation that has arrays alone."""
 
 
+def check_nothing(arrays: Arrays, options: Any) -> None:
+    """Stands for the check of values of an operation that has none."""
+
+
 @dataclass(frozen=True, eq=False)
 class Operation:
     """One public operation.
@@ -215,6 +219,8 @@ class Operation:
         Axes along which a call consists of independent ones, so that devices may divide it; with those that are divided
         in proportion. One of these that ends in "?" stays whole where its size is 1, and all parts read it. A result
         without the axis is the sum of what the parts have for it.
+    widths : str
+        Which sizes go together, where single ones in `sizes` do not say it: for errors.
     check_values : callable
         `check_values(arrays, examined)`: looks at copies of the inputs, for `check=True`.
     keys : mapping of str to callable
@@ -233,7 +239,8 @@ class Operation:
     internal: bool = False
     derivative: Literal["none", "reverse", "constant"] = "none"
     parallel: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    check_values: Callable[[Arrays, Any], None] = lambda arrays, options: None
+    widths: str = ""
+    check_values: Callable[[Arrays, Any], None] = check_nothing
     keys: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from mla_cupy.cache_formats import BYTE_DTYPES
-from mla_cupy.errors import ArgumentError, ShapeError, explain
+from mla_cupy.errors import ShapeError, explain
 from mla_cupy.kernels.dense import DENSE
 from mla_cupy.kernels.dense.problem import FP8_GEOMETRY, MASK_ROW_BYTES, DenseProblem, PrefillOptions
 from mla_cupy.ops import combinations
 from mla_cupy.ops.call import call
-from mla_cupy.ops.checks import STARTS, check_all_or_none, check_flag, resolve_scale
+from mla_cupy.ops.checks import STARTS, check_all_or_none, check_flag, check_scale_values, resolve_scale
 from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_first_or_wider, present
 from mla_cupy.ops.prefill_inputs import (
     MIN_SIZES,
     QKV_OR_CODES,
     ROPES,
     SIZES,
+    WIDTHS,
     Sizes,
     aligned,
     check_prefill_values,
@@ -139,10 +138,18 @@ def mla_prefill(
     Workspace: 32 bytes for each 128 queries and each sequence, and 28 for each sequence. It takes
     2 * h_q * (d_qk + d_v) FLOPs for each query and key that it sees; keys that only a mask hides count as well.
 
+    `out` needs a contiguous last axis, and a start and other strides that are multiples of 16 bytes.
+
+    Weights are rounded to 16 bits for the product with the values, and `out` is divided by the sum of the
+    weights before rounding: where keys have equal scores, all of `out` may be off by one common factor, up to 2^-8 in
+    bfloat16, 2^-11 in float16. The CUDA-core kernel does not round weights.
+
     Of e4m3 the plain kernel's products are exact. Hopper's multiplies in e4m3: the weights of each 128 keys, counted
     from the sequence's first, are rounded to it, the largest one being 256, so those below 2^-18 of it become 0. `out`
     is divided by the sum of the rounded weights, `lse` is of the weights before. Sums of e4m3 products lose low bits in
-    the tensor cores, which is why none is longer than 192 columns or 64 keys. What a query does not see never reaches
+    the tensor cores, which is why none is longer than 192 columns or 64 keys: each term may lose 2^-13 of the largest
+    term. A score loses 0.02 % of the sum of its terms' magnitudes where their signs mix, and up to 0.3 % where they
+    have one sign, so scores in the thousands are off by up to tens. What a query does not see never reaches
     its result, the codes 0x7F and 0xFF, which are NaN, included. There is no gradient.
 
     Examples
@@ -188,14 +195,7 @@ def _check_codes(views: Views, sizes: Sizes) -> None:
 
 def _check_values(arrays: Arrays, options: PrefillOptions) -> None:
     check_prefill_values(arrays, options)
-    for name in SCALES:
-        scales = arrays[name]
-        if scales is None:
-            continue
-        bad = ~(np.isfinite(scales) & (scales >= 0))
-        if bad.any():
-            at = tuple(map(int, np.argwhere(bad)[0]))
-            raise ArgumentError(explain(f"{name}[{at[0]}, {at[1]}]", scales[at], "a finite number, at least 0"))
+    check_scale_values(arrays, SCALES, zero=True)
 
 
 def _check_mask(views: Views) -> None:
@@ -227,6 +227,7 @@ OPERATION = Operation(
         Output("lse", "s_q h_q", may_be="state_lse"),
     ),
     sizes=SIZES,
+    widths=WIDTHS,
     min_sizes={**MIN_SIZES, "mask_bytes": 1},
     options=PrefillOptions,
     parallel={"h_q": ("h_kv?", "h_rope?")},

@@ -9,7 +9,7 @@ from mla_cupy.kernels.dense.problem import DenseBackwardProblem, PrefillBackward
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import STARTS, check_flag, resolve_scale
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, only_like_first
-from mla_cupy.ops.prefill_inputs import MIN_SIZES, QKV, ROPES, SIZES, aligned, check_prefill_values, check_sizes
+from mla_cupy.ops.prefill_inputs import MIN_SIZES, QKV, ROPES, SIZES, WIDTHS, aligned, check_prefill_values, check_sizes
 
 
 def mla_prefill_backward(
@@ -106,6 +106,10 @@ def mla_prefill_backward(
     `deterministic=True` they are summed in one order, which takes 1.38 times the FLOPs for (192, 128), but neither
     atomic additions nor sums of dq in memory. The plain kernel is always deterministic.
 
+    On Hopper, P and dS / scale are rounded to the dtype of q for the products. In float16 what is below 3e-8 becomes 0,
+    and a dS / scale above 65,504 becomes infinite: scale the loss, or use bfloat16. The plain kernel computes in
+    float32.
+
     Workspace: rows, of 8 bytes per head, for each query and up to 15 more per sequence, and 128; to each row 4 * d_qk
     bytes per head more if not deterministic; for a shared dk_rope 256 bytes per key, or 256 * h_kv if deterministic;
     and the lists of the forward, for keys, too. A call takes 2 * h_q * (3 * d_qk + 2 * d_v) FLOPs for each query and
@@ -164,6 +168,7 @@ OPERATION = Operation(
         Output("dk_rope", "s_kv h_rope d_rope", only_like_first, layout="wide", like="k_rope", needs="k_rope"),
     ),
     sizes=SIZES,
+    widths=WIDTHS,
     min_sizes=MIN_SIZES,
     options=PrefillBackwardOptions,
     parallel={"h_q": ("h_kv?", "h_rope?")},

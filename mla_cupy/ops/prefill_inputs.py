@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.dtypes import HALF
-from mla_cupy.errors import ShapeError, explain
+from mla_cupy.errors import ShapeError, either, explain
 from mla_cupy.kernels.dense.problem import D_ROPE, GEOMETRIES
 from mla_cupy.ops.checks import check_kv_heads, check_start_values, check_starts, pair_width
 from mla_cupy.ops.operation import Arrays, Input, Views, present
@@ -29,6 +29,8 @@ ROPES = (
 _WIDTHS_QK = tuple(dict.fromkeys(width for d_qk, _ in GEOMETRIES for width in (d_qk - D_ROPE, d_qk)))
 _WIDTHS_V = tuple(dict.fromkeys(d_v for _, d_v in GEOMETRIES))
 SIZES = {"d_q": _WIDTHS_QK, "d_k": _WIDTHS_QK, "d_v": _WIDTHS_V, "d_rope": (D_ROPE,)}
+WIDTHS = f"(d_qk, d_v) is {either(GEOMETRIES)}; d_qk includes the {D_ROPE} columns of q_rope and k_rope"
+"""The widths that go together."""
 MIN_SIZES = {"h_q": 1, "h_kv": 1, "b+1": 1}
 
 
@@ -75,8 +77,7 @@ def _check_geometry(views: Views, d_v: int) -> int:
     """The width of queries and keys."""
     d_qk = pair_width(views)
     if (d_qk, d_v) not in GEOMETRIES:
-        built = " or ".join(map(str, GEOMETRIES))
-        raise ShapeError(explain("q.shape[-1], v.shape[-1]", (d_qk, d_v), built, "these are built"))
+        raise ShapeError(explain("q.shape[-1], v.shape[-1]", (d_qk, d_v), either(GEOMETRIES)))
     return d_qk
 
 

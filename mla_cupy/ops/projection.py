@@ -138,6 +138,8 @@ def merge_project(
 
     Notes
     -----
+    `w_uv` has the dtype of `outs` where that is bfloat16 or float16.
+
     `mla_decode` and `sparse_mla_decode` do the same to their own results if they get `w_uv`. Merged results are rounded
     to the dtype of w_uv before the product, whose terms are added in float32. The weights are read once, whatever the
     number of tokens; with many tokens a batched matrix product is faster: see "Around attention" in the documentation.
@@ -196,8 +198,6 @@ def _examine_merge(views: Views, given: MergeProjectOptions) -> Examined:
 def _examine_absorb(views: Views, options: AbsorbOptions) -> Examined:
     q_nope = present(views, "q_nope")
     t, h_q, d_nope = q_nope.shape
-    if t > MAX_INT32:
-        raise ShapeError(explain("q_nope.shape[0]", t, f"at most {MAX_INT32}"))
     sizes = {"d_qk": D_V if views["q_rope"] is None else D_QK}
     return Examined(ProjectProblem(h_q, d_nope, q_nope.dtype, t), options, sizes)
 

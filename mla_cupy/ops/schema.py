@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from mla_cupy.dtypes import TABLE
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, either, explain
 from mla_cupy.ops.checks import absorbing, check_dtype
 from mla_cupy.ops.operation import Input, Operation, Output, Views, axes_of
+from mla_cupy.shapes import MAX_INT32
 
 _WIDE_BYTES = 16
 
@@ -80,9 +82,10 @@ def check_outputs(
     missing: dict[str, tuple[tuple[int, ...], str]] = {}
     for output in operation.outputs:
         view = given[output.name]
-        if lacking := _lacking(output, given, options):
+        is_set = functools.partial(getattr, options)
+        if reason := lacking(output.needs, output.when, given, is_set):
             if view is not None:
-                raise ArgumentError(explain(output.name, "an array", f"None: {lacking}"))
+                raise ArgumentError(explain(output.name, "an array", f"None: {reason}"))
             views[output.name] = None
             continue
         shape = _shape(operation, output, given, sizes)
@@ -99,11 +102,11 @@ def check_outputs(
     return views, missing
 
 
-def _lacking(output: Output, given: Views, options: Any) -> str:
-    """Reason that there is no such result; "" if there is."""
-    if output.needs and given[output.needs] is None:
-        return f"there is no {output.needs}"
-    return f"{output.when} is not set" if output.when and not getattr(options, output.when) else ""
+def lacking(needs: str, when: str, given: Mapping[str, Any], is_set: Callable[[str], bool]) -> str:
+    """Reason that there is no result that needs an input, or an option that is set; "" if there is."""
+    if needs and given.get(needs) is None:
+        return f"there is no {needs}"
+    return f"{when} is not set" if when and not is_set(when) else ""
 
 
 def low_words(view: View) -> View:
@@ -172,8 +175,9 @@ def check_even(argument: str, view: View) -> None:
 
 def form(operation: Operation, array: Input | Output, given: Views) -> str:
     """The shape as a reader would write it: "(b, s_q, h_q, 576)"."""
-    names = axes_of(array, given)
-    kept = [_size_text(operation, name.removesuffix("?")) for name in names if name != "1?"]
+    names, view = axes_of(array, given), given.get(array.name)
+    dtype = view.dtype if view else ""
+    kept = [_size_text(operation, name.removesuffix("?"), dtype) for name in names if name != "1?"]
     text = f"({', '.join(kept)}{',' if len(kept) == 1 else ''})"
     if "1?" in names:
         return f"{text}, or with a head axis of size 1: {_with_head_axis(names)}{_or_before(names)}"
@@ -191,8 +195,13 @@ def _or_before(names: list[str]) -> str:
     return f" or {_with_head_axis([names[0], '1?', *names[2:axis], '...', *names[axis + 1 :]])}" * (axis == 2)
 
 
-def _size_text(operation: Operation, name: str) -> str:
-    return " or ".join(dict.fromkeys(map(str, operation.sizes[name]))) if name in operation.sizes else name
+def _size_text(operation: Operation, name: str, dtype: str) -> str:
+    """The sizes of an axis. The rows of a cache are as wide as queries, or, in bytes, as the records after these."""
+    sizes = operation.sizes.get(name, ())
+    if name == "d_kv":
+        widths = len(operation.sizes["d_qk"])
+        sizes = sizes[widths:] if dtype in BYTE_DTYPES else sizes[:widths]
+    return " or ".join(dict.fromkeys(map(str, sizes))) or name
 
 
 def _check_rank(operation: Operation, array: Input, view: View, given: Views) -> None:
@@ -240,7 +249,7 @@ def _bind(
             strides.insert(axis, strides[axis - 1])
             places.insert(axis, axis)
         where = f"{array.name}.shape[{-1 if axis == len(names) - 1 and axis else places[axis]}]"
-        _bind_axis(operation, where, name.removesuffix("?"), shape[axis], sizes, owners, array.name)
+        _bind_axis(operation, where, name.removesuffix("?"), shape[axis], view.dtype, sizes, owners, array.name)
     return view._replace(shape=tuple(shape), strides=tuple(strides))
 
 
@@ -256,8 +265,17 @@ def _head_axis(argument: str, names: list[str], shape: tuple[int, ...]) -> int:
 
 
 def _bind_axis(
-    operation: Operation, where: str, name: str, size: int, sizes: dict[str, int], owners: dict[str, str], owner: str
+    operation: Operation,
+    where: str,
+    name: str,
+    size: int,
+    dtype: str,
+    sizes: dict[str, int],
+    owners: dict[str, str],
+    owner: str,
 ) -> None:
+    if size > MAX_INT32:
+        raise ShapeError(explain(where, size, f"at most {MAX_INT32}", "split the call: kernels count in int32"))
     if "*" in name:
         expected = _size(operation, name, sizes)
         if size != expected:
@@ -265,9 +283,9 @@ def _bind_axis(
     elif name not in sizes:
         allowed = operation.sizes.get(name)
         if allowed is not None and size not in allowed:
-            built = f"{name} = {_size_text(operation, name)} is what is built"
-            remedy = name == "d_qk" and absorbing(size)
-            raise ShapeError(explain(where, size, _size_text(operation, name), remedy or built))
+            built = _size_text(operation, name, dtype) + (f" for {dtype}" if name == "d_kv" else "")
+            remedy = absorbing(size) if name == "d_qk" else operation.widths
+            raise ShapeError(explain(where, size, built, remedy))
         least = operation.min_sizes.get(name, 0)
         if size < least:
             raise ShapeError(explain(where, f"{name}={size}", f"at least {least}"))
@@ -334,7 +352,7 @@ def _check_output(operation: Operation, output: Output, view: View, shape: tuple
 def check_wide(argument: str, view: View) -> None:
     """Check that the last axis is contiguous, and that start and other strides are multiples of 16 bytes."""
     if not (contiguous_along_last(view) and steps_by_16_bytes(view)):
-        expected = "a contiguous last axis, and a start and further strides that are multiples of 16 bytes"
+        expected = "a contiguous last axis, and a start and further strides that are positive multiples of 16 bytes"
         raise ShapeError(explain(f"{argument}.strides", view.strides, expected, "pass a contiguous array"))
 
 

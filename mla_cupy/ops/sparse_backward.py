@@ -36,6 +36,7 @@ def sparse_mla_backward(
     topk_length: Any = None,
     attn_sink: Any = None,
     causal: bool = False,
+    relative: bool = True,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
     lse_base: str = "e",
@@ -68,11 +69,11 @@ def sparse_mla_backward(
         Gradient with respect to `out`. The last axes of both are contiguous.
     lse : array, (s_q, h_q), float32
         As the forward returned it, without the sink. Both infinities mark a query and head without a row: it has no
-        gradient.
+        gradient, and neither has a query that selects no row, whatever its `lse`.
     dlse : array, (s_q, h_q), float32, optional
         Gradient with respect to `lse` as it is given, so with lse_base="2" of the logarithm in base 2: as for a loss of
         its own or for a merge of partial results. It has no influence on `d_sink`.
-    d_v, scale, topk_length, attn_sink, causal, cu_seqlens_q, cu_seqlens_kv, lse_base
+    d_v, scale, topk_length, attn_sink, causal, relative, cu_seqlens_q, cu_seqlens_kv, lse_base
         As for the forward.
     deterministic : bool
         Make the results bitwise reproducible: see the notes.
@@ -119,15 +120,18 @@ def sparse_mla_backward(
     bits may differ from run to run before it is rounded. With `deterministic=True` each number is rounded before it is
     added, to so few bits that float32 holds every sum exactly, in any order. The error of that rounding grows with the
     number of times that a row is selected, times the additions per selection; at 4096 of them it is 0.2 % of `dkv` on
-    random data, about as much as rounding to bfloat16. The page of `cuda_src/sparse_backward` has the derivation. The
-    bits are guaranteed only if `lse` is the forward's.
+    random data, about as much as rounding to bfloat16. Every addition may also lose an absolute 2^-42 * n * a * c: n is
+    how often the row is selected, a the additions per selection (one per block of heads), and c a bound on what one
+    query adds to an element. The page of `cuda_src/sparse_backward` has c and the derivation. The bits are guaranteed
+    only if `lse` is the forward's.
 
     What `dlse` adds to dS is computed as P * exp(lse_total - lse) * dlse, with P in 16 bits. It is lost where a sink
     takes so much of the weight that P underflows (float16: below 6e-8, bfloat16: below 1e-38).
 
-    So are `dq` and `dkv` themselves there: P and dS have 16 bits on the tensor cores, and in float16 what is below 3e-8
-    becomes 0. A row whose sink is 18 or more above its scores has a `dq` of 0, whatever `dout` is; from 10 on it has
-    fewer digits. bfloat16 keeps such rows, as does kernel="sparse_backward_generic", whose numbers are of float32.
+    So are `dq` and `dkv` themselves there: P and dS, which includes `scale`, have 16 bits on the tensor cores. In
+    float16 what is below 3e-8 becomes 0, and a dS above 65,504 becomes infinite. A row whose sink is 18 or more above
+    its scores has a `dq` of 0, whatever `dout` is; from 10 on it has fewer digits. bfloat16 keeps such rows, as does
+    kernel="sparse_backward_generic", whose numbers are of float32.
 
     A head whose sink is +inf contributes nothing to `dq` and `dkv`, with or without `dlse`, and its `d_sink` is 0,
     given the forward's `out`, which is 0. A sink of -inf is no sink; its `d_sink` is 0.
@@ -156,6 +160,7 @@ def _examine(views: Views, given: SparseBackwardOptions) -> Examined:
     options = given._replace(
         scale=resolve_scale(given.scale, sizes.d_qk),
         causal=check_flag("causal", given.causal),
+        relative=check_flag("relative", given.relative),
         lse_base=check_lse_base(given.lse_base),
         deterministic=check_flag("deterministic", given.deterministic),
     )

@@ -131,10 +131,15 @@ def sparse_mla_decode(
     to run. Workspace: the pieces of split queries and, with math="fp8", lists of the entries that are slots, of
     4 * topk bytes for each query.
 
+    Weights are rounded to 16 bits for the product with the values, and `out` is divided by the sum of the weights
+    before rounding: where tokens have equal scores, all of `out` may be off by one common factor, up to 2^-8 in
+    bfloat16, 2^-11 in float16. The CUDA-core kernel does not round weights.
+
     On tensor cores keys are rounded to 16 bits: latents of "v32" to float16, whatever the dtype of q, and all of "v4"
     and "v41" to the dtype of q. Latents are exact then if scales are powers of two, in float16 from 2^-15 to 2^7; those
-    of "v41-fp4" always are. Elements beyond 65504 overflow in float16. The plain kernel computes in float32. "v41" has
-    kernels for Hopper and the plain one.
+    of "v41-fp4" always are. In float16 elements beyond 65504 overflow, and those of a scale below 2^-25 become 0. Two
+    kernels do not round latents: the plain kernel, and the mma.sync kernels over "v32", which round weight times scale
+    to float16 and lose 2e-4 of a result whatever the scales are.
 
     Examples
     --------
@@ -161,8 +166,8 @@ def _check_extra(views: Views, record: str) -> bool:
     if record == FP8.name:
         remedy = "append its tokens to kv_cache"
         raise ArgumentError(explain("extra_kv_cache", "an array", f"None beside a kv_cache of {record}", remedy))
-    extra = format_of(cache.dtype, cache.shape[2], "extra_kv_cache")
     allowed = [name for name in (record, COMPACT.get(record)) if name]
+    extra = format_of(cache.dtype, cache.shape[2], "extra_kv_cache", listed=allowed)
     if extra.name not in allowed:
         expected = " or ".join(allowed) + f" beside a kv_cache of {record}"
         raise ShapeError(explain("extra_kv_cache", f"pages of {extra.name}", expected))

@@ -45,6 +45,7 @@ def sparse_mla_forward(
     topk_length: Any = None,
     attn_sink: Any = None,
     causal: bool = False,
+    relative: bool = True,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
     kv_scale: float = 1.0,
@@ -77,9 +78,9 @@ def sparse_mla_forward(
         tokens of 656 or 576 bytes need no pages, (s_kv, 656). Pages of records start at, and step by, multiples of 16
         bytes: pages of "v4" with an odd number of tokens need a gap of 8 bytes between them.
     indices : array, (s_q, topk) or (s_q, 1, topk), int32
-        The rows of each query, counted from the start of its sequence, in any order. Any topk, any strides. A slot
-        counts if 0 <= index < limit; all others are skipped, -1 being the usual mark. The limit is the sequence's
-        length in kv. Duplicates are counted as often as they occur.
+        The rows of each query, in any order, counted from the start of its sequence: see `relative`. Any topk, any
+        strides. A slot counts if 0 <= index < limit; all others are skipped, -1 being the usual mark. The limit is the
+        sequence's length in kv. Duplicates are counted as often as they occur.
     d_v : int
         Width of the values: 512.
     scale : float, optional
@@ -91,6 +92,10 @@ def sparse_mla_forward(
     causal : bool
         Lower the limit of each query by the number of queries of its sequence that come after it: of as many queries
         as rows, query i sees rows 0 to i.
+    relative : bool
+        With `cu_seqlens_kv`: True if indices count from the first row of the query's sequence, False if they are row
+        numbers of kv, as in cuDNN and Megatron. A row of another sequence is then skipped. Pass the same as to
+        `indexer_select` or `indexer_topk`, whose default is False.
     cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), int32, optional
         Sequence n has the queries from cu_seqlens_q[n] to cu_seqlens_q[n + 1] and the rows from cu_seqlens_kv[n] to
         cu_seqlens_kv[n + 1]. A query of no sequence has no row; a query of several belongs to the first. Values of
@@ -150,6 +155,10 @@ def sparse_mla_forward(
     format. With "plain" scales and bfloat16 queries, converted latents are rounded to bfloat16, eight times as coarsely
     as to float16; which of the two a call gets depends on its sizes, unless `kernel` names one.
 
+    Weights are rounded to 16 bits for the product with the values, and `out` is divided by the sum of the
+    weights before rounding: where rows have equal scores, all of `out` may be off by one common factor, up to 2^-8 in
+    bfloat16, 2^-11 in float16. The CUDA-core kernel does not round weights.
+
     Rows that a query does not select never reach its result, whatever they contain: NaN, Inf, or memory that is not
     there (but to convert records is to read all of `kv`). The result does not change from run to run; it depends on how
     the queries are split over the GPU, that is on s_q and on the other queries' numbers of rows, and on where in `kv`
@@ -177,6 +186,7 @@ def _examine(views: Views, given: SparseForwardOptions) -> Examined:
     options = given._replace(
         scale=resolve_scale(given.scale, sizes.d_qk),
         causal=check_flag("causal", given.causal),
+        relative=check_flag("relative", given.relative),
         kv_scale=check_factor("kv_scale", given.kv_scale),
         math=check_math(given.math),
         lse_base=check_lse_base(given.lse_base),

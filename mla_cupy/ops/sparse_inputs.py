@@ -80,7 +80,6 @@ def check_selection(views: Views) -> SparseSizes:
     s_q, h_q, d_qk = q.shape
     s_kv, topk = math.prod(kv.shape[:-1]), indices.shape[1]
     for argument, size, limit in (
-        ("q.shape[0]", s_q, MAX_INT32),
         ("kv.shape[0]" if len(kv.shape) == 2 else "kv.shape[0] * kv.shape[1]", s_kv, MAX_INT32),
         ("topk", topk, MAX_TOKENS),
     ):
@@ -120,11 +119,15 @@ def check_sparse_values(arrays: Arrays, options: Any) -> None:
     outside = (sequence < 0) | (sequence >= len(starts_q) - 1)
     after = np.where(outside, 0, sequence) + 1
     limits = np.where(outside, 0, np.append(starts_kv, 0)[after] - starts_kv[after - 1])
+    first = np.where(outside | options.relative, 0, starts_kv[after - 1])
     if options.causal:
         limits = limits - (np.append(starts_q, 0)[after] - 1 - queries)
     slots = np.arange(topk) < lengths[:, None]
-    bad = slots & ((indices < -1) | (indices >= np.maximum(limits, 0)[:, None]))
+    ends = first + np.maximum(limits, 0)
+    bad = slots & (indices != -1) & ((indices < first[:, None]) | (indices >= ends[:, None]))
     if bad.any():
         i, slot = np.argwhere(bad)[0]
-        expected = f"-1, or a row of 0 to {limits[i] - 1}" if limits[i] > 0 else "-1: the query sees no row"
-        raise ArgumentError(explain(f"indices[{i}, {slot}]", int(indices[i, slot]), expected))
+        rows = f"-1, or a row of {first[i]} to {ends[i] - 1}"
+        expected = rows if limits[i] > 0 else "-1: the query sees no row"
+        remedy = "pass relative=False for row numbers of kv" if options.relative and len(starts_kv) > 2 else ""
+        raise ArgumentError(explain(f"indices[{i}, {slot}]", int(indices[i, slot]), expected, remedy))

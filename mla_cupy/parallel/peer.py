@@ -150,6 +150,8 @@ class PeerTransport(OfGroup):
         shared = own.mailboxes.ptr, own.states.ptr, own.report[1]
         self._prepared[key].enqueue([0, *(view.ptr for view in views), *splits[:3], *shared], 0, handle)
         family.settle((*lent, *made))
+        if family.count_writes is not None:
+            family.count_writes([x for x in (result.out, result.lse) if x is not None])
         kept = [x if x is not None else family.release(y) for x, y in zip((result.out, result.lse), made, strict=True)]
         return kept[0], kept[1]
 

@@ -74,3 +74,7 @@ __all__ = [
     "sparse_mla_forward",
 ]
 # ---- End of what is written
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -176,6 +176,7 @@ def indexer_sparse_loss(
     row_weights: npt.ArrayLike | None = None,
     scale: float | None = None,
     causal: bool = False,
+    relative: bool = True,
     gradients: bool = True,
     cu_seqlens_q: npt.ArrayLike | None = None,
     cu_seqlens_kv: npt.ArrayLike | None = None,
@@ -184,7 +185,7 @@ def indexer_sparse_loss(
 
     Parameters
     ----------
-    indices, topk_length, causal, cu_seqlens_q, cu_seqlens_kv
+    indices, topk_length, causal, relative, cu_seqlens_q, cu_seqlens_kv
         As for `sparse_mla_forward`: which slots count. A key that is selected twice counts twice.
     q, k, index_q, index_k, weights, k_scale, q_scale, lse, row_weights, scale
         As for `indexer_warmup_loss`, with keys that all heads share; by default, `lse` is over the selected keys.
@@ -198,7 +199,7 @@ def indexer_sparse_loss(
     IndexerLoss
     """
     s_kv = len(np.asarray(k))
-    selected = list(selected_rows(indices, s_kv, topk_length, causal, cu_seqlens_q, cu_seqlens_kv))
+    selected = list(selected_rows(indices, s_kv, topk_length, causal, cu_seqlens_q, cu_seqlens_kv, relative))
     main, index = _main(q, k), _index(index_q, index_k, weights, k_scale, q_scale)
     sums = None if head_sums is None else [x[: len(rows)] for x, rows in zip(_double(head_sums), selected, strict=True)]
     loss = _loss("head_sum", iter(selected), main, index, lse, row_weights, scale, 1.0, sums)
@@ -217,6 +218,7 @@ def indexer_head_sums(
     topk_length: npt.ArrayLike | None = None,
     scale: float | None = None,
     causal: bool | None = None,
+    relative: bool = True,
     cu_seqlens_q: npt.ArrayLike | None = None,
     cu_seqlens_kv: npt.ArrayLike | None = None,
 ) -> Array:
@@ -226,7 +228,7 @@ def indexer_head_sums(
     ----------
     q, k, q_rope, k_rope, lse, scale, cu_seqlens_q, cu_seqlens_kv
         As for `indexer_warmup_loss`.
-    indices, topk_length
+    indices, topk_length, relative
         As for `indexer_sparse_loss`.
     causal : bool, optional
         As for these. Default: whether there are no indices.
@@ -242,7 +244,7 @@ def indexer_head_sums(
     every = every.reshape(s_q, every.shape[-1])
     causal = indices is None if causal is None else causal
     sums = np.zeros(every.shape)
-    for t, rows in enumerate(selected_rows(every, s_kv, topk_length, causal, cu_seqlens_q, cu_seqlens_kv)):
+    for t, rows in enumerate(selected_rows(every, s_kv, topk_length, causal, cu_seqlens_q, cu_seqlens_kv, relative)):
         given = None if lse is None else _double(lse)[t]
         to = rows if indices is None else np.arange(len(rows))
         sums[t, to] = _head_sum(scale * main.products(t, rows), given)[0]

@@ -30,6 +30,7 @@ def sparse_mla_forward(
     topk_length: npt.ArrayLike | None = None,
     attn_sink: npt.ArrayLike | None = None,
     causal: bool = False,
+    relative: bool = True,
     cu_seqlens_q: npt.ArrayLike | None = None,
     cu_seqlens_kv: npt.ArrayLike | None = None,
     kv_scale: float = 1.0,
@@ -52,7 +53,7 @@ def sparse_mla_forward(
         Latents. The values are the first `d_v` elements of the keys. Or the pages of an FP8 record, (num_pages,
         page_size, width): row r is token r % page_size of page r / page_size.
     indices : array, (s_q, topk) or (s_q, 1, topk), integers
-        The rows that each query attends to, counted from the start of its sequence. A slot counts if
+        The rows that each query attends to, counted from the start of its sequence, or of `kv`. A slot counts if
         0 <= index < limit, where the limit is the length of the sequence, or, if causal, what `selected_rows` says.
         Duplicates are counted as often as they occur.
     d_v : int
@@ -65,6 +66,8 @@ def sparse_mla_forward(
         Logits of one more key per head that has no value: it takes weight away. -inf has no effect, +inf gives out 0.
     causal : bool
         Hide the rows after a query's own position, the queries being the last of their sequence.
+    relative : bool
+        False if indices are row numbers of `kv`: see `selected_rows`.
     cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), integers, optional
         Where the sequences begin, and where the last one ends, in `q` and in `kv`. Default: one sequence.
     kv_scale : float
@@ -97,7 +100,7 @@ def sparse_mla_forward(
     s_q, h_q, d_qk = q.shape
     scale = d_qk**-0.5 if scale is None else scale
     s_kv = prod(kv.shape[:-1])
-    rows_of = selected_rows(indices, s_kv, topk_length, causal, cu_seqlens_q, cu_seqlens_kv)
+    rows_of = selected_rows(indices, s_kv, topk_length, causal, cu_seqlens_q, cu_seqlens_kv, relative)
     queries, weights, factor = q, rounding, 1.0
     if math == "fp8":
         queries = dequantised(q)
@@ -132,6 +135,7 @@ def sparse_mla_backward(
     topk_length: npt.ArrayLike | None = None,
     attn_sink: npt.ArrayLike | None = None,
     causal: bool = False,
+    relative: bool = True,
     cu_seqlens_q: npt.ArrayLike | None = None,
     cu_seqlens_kv: npt.ArrayLike | None = None,
     lse_base: str = "e",
@@ -157,10 +161,11 @@ def sparse_mla_backward(
     dout : array, (s_q, h_q, d_v)
         Gradient with respect to `out`.
     lse : array, (s_q, h_q)
-        As the forward returned it. Both infinities mark a query without a row: it has no gradient.
+        As the forward returned it. Both infinities mark a query without a row: it has no gradient, and neither has a
+        query that selects no row, whatever its `lse`.
     dlse : array, (s_q, h_q), optional
         Gradient with respect to `lse`.
-    d_v, scale, topk_length, attn_sink, causal, cu_seqlens_q, cu_seqlens_kv, lse_base
+    d_v, scale, topk_length, attn_sink, causal, relative, cu_seqlens_q, cu_seqlens_kv, lse_base
         As for the forward.
     dkv_dtype : str, optional
         Dtype to which the rounding mode rounds `dkv`; default: that of `kv`.
@@ -180,11 +185,11 @@ def sparse_mla_backward(
     shape, kv, indices = np.shape(kv), _without_head_axis(kv), _without_head_axis(indices)
     q, out, dout = map(np.asarray, (q, out, dout))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    rows_of = selected_rows(indices, len(kv), topk_length, causal, cu_seqlens_q, cu_seqlens_kv)
+    rows_of = list(selected_rows(indices, len(kv), topk_length, causal, cu_seqlens_q, cu_seqlens_kv, relative))
 
     delta = (out.astype(working) * dout.astype(working)).sum(axis=-1)
     natural = np.asarray(lse).astype(np.float64) * log_of_base(lse_base)
-    empty = np.isinf(natural)
+    empty = np.isinf(natural) | ~np.array([len(rows) > 0 for rows in rows_of], bool)[:, None]
     sink = np.full(q.shape[1], -np.inf) if attn_sink is None else np.asarray(attn_sink, np.float64)
     total = np.where(empty, np.inf, np.logaddexp(natural, sink)).astype(working)
 
@@ -232,13 +237,15 @@ def selected_rows(
     causal: bool = False,
     cu_seqlens_q: npt.ArrayLike | None = None,
     cu_seqlens_kv: npt.ArrayLike | None = None,
+    relative: bool = True,
 ) -> Iterator[Array]:
     """The rows of `kv` that each query attends to, in the order of its slots.
 
     Query i belongs to the first sequence n with cu_seqlens_q[n] <= i < cu_seqlens_q[n + 1]; if there is none, it has
-    no row. Index j means row cu_seqlens_kv[n] + j, and counts if 0 <= j < limit. The limit is the length of the
-    sequence; if causal, it is less by the number of queries of the sequence that come after query i. What
-    cu_seqlens_kv holds is clamped to [0, s_kv], and a negative length is 0.
+    no row. Index j means row cu_seqlens_kv[n] + j, and counts if 0 <= j < limit; if not relative, it means row j, and
+    counts if 0 <= j - cu_seqlens_kv[n] < limit. The limit is the length of the sequence; if causal, it is less by the
+    number of queries of the sequence that come after query i. What cu_seqlens_kv holds is clamped to [0, s_kv], and a
+    negative length is 0.
 
     Yields
     ------
@@ -259,7 +266,7 @@ def selected_rows(
         limit = int(starts_kv[n + 1]) - int(starts_kv[n])
         if causal:
             limit -= int(starts_q[n + 1]) - 1 - i
-        slots = indices[i, : lengths[i]]
+        slots = indices[i, : lengths[i]] - (0 if relative else int(starts_kv[n]))
         yield int(starts_kv[n]) + slots[(slots >= 0) & (slots < limit)]
 
 

@@ -68,16 +68,16 @@ def find_places() -> Places:
     try:
         _prepare(first)
         return Places((first / LAYOUT,), first / LAYOUT)
-    except trust.UntrustedError as error:
-        readable: tuple[Path, ...] = ()
-        why, remedy = f"is not trusted ({error.filename} {error.strerror})", f"make it yours alone (chmod go-w {first})"
     except OSError as error:
-        readable = (first / LAYOUT,) if _is_trusted(first) else ()
-        why, remedy = f"cannot be used ({error.strerror})", "make it writable"
+        problem = error
+    readable = (first / LAYOUT,) if _is_trusted(first) else ()
+    what = "is not trusted" if isinstance(problem, trust.UntrustedError) else "cannot be used"
     second = _temporary()
     where = f"{second} is used" if second else "kernels are kept in memory only"
-    problem = f"the kernel cache {first} {why}: {where}; {remedy}, or set MLA_CUPY_CACHE_DIR to another directory"
-    return Places((*readable, second / LAYOUT), second / LAYOUT, problem) if second else Places(readable, None, problem)
+    remedies = (trust.remedy(problem), "set MLA_CUPY_CACHE_DIR to another directory")
+    why = f"{problem.filename}: {problem.strerror}"
+    text = f"the kernel cache {first} {what} ({why}): {where}; {', or '.join(filter(None, remedies))}"
+    return Places((*readable, second / LAYOUT), second / LAYOUT, text) if second else Places(readable, None, text)
 
 
 def cache_dir() -> Path | None:
@@ -172,8 +172,8 @@ def prebuilt(request: BuildRequest) -> Build | None:
         owners = trust.trusted_owners(directory.stat().st_uid)
         trust.check_directory(Path(os.path.realpath(directory)), owners)
     except OSError as error:
-        remedy = "name a directory that only its owner can write"
-        warn_once(f"MLA_CUPY_CUBIN_DIR: {given} is ignored ({error.strerror}); {remedy}")
+        remedy = trust.remedy(error) or "name a directory that `mla-cupy compile --out` has written"
+        warn_once(f"MLA_CUPY_CUBIN_DIR: {given} is ignored ({error.filename}: {error.strerror}); {remedy}")
         return None
     entry = directory / request.name
     if not os.path.lexists(entry):

@@ -67,6 +67,13 @@ class DeviceInfo:
         return kernel in self.admitted or self.admitted == EVERY_KERNEL
 
 
+SAMPLES = tuple(
+    DeviceInfo(0, f"a GPU of {arch}", cc, 108, smem_per_block(cc), 50 << 20, 1 << 34, EVERY_KERNEL)
+    for arch, cc in ((arch, divmod(number_of(arch), 10)) for arch in TARGETS)
+)
+"""A GPU of each kind, on which every kernel may be chosen: stand-ins where there is none."""
+
+
 @dataclass(frozen=True)
 class VisibleGpu:
     """One GPU as NVML sees it, which needs neither CuPy nor a CUDA context."""

@@ -14,12 +14,16 @@ _PREFIX = "MLA_CUPY_"
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable, without its prefix `MLA_CUPY_`; `choices` is empty where any text is good."""
+    """One variable, without its prefix `MLA_CUPY_`; `choices` is empty where any text is good.
+
+    In front of a path "~" is the home directory: not every shell expands it in an assignment, and no other caller does.
+    """
 
     name: str
     default: str
     meaning: str
     choices: tuple[str, ...] = ()
+    is_path: bool = False
 
     @property
     def full_name(self) -> str:
@@ -29,11 +33,14 @@ class Variable:
 VARIABLES: Mapping[str, Variable] = {
     variable.name: variable
     for variable in (
-        Variable("CACHE_DIR", "", "where compiled kernels are kept (default: the user's cache directory)"),
+        Variable(
+            "CACHE_DIR", "", "where compiled kernels are kept (default: the user's cache directory)", is_path=True
+        ),
         Variable(
             "CUBIN_DIR",
             "",
             "read-only directory of prebuilt kernels, made by `mla-cupy compile --out DIR`; its owner is trusted",
+            is_path=True,
         ),
         Variable(
             "JIT",
@@ -42,8 +49,13 @@ VARIABLES: Mapping[str, Variable] = {
             "off: never compile",
             ("import", "lazy", "off"),
         ),
-        Variable("NVRTC", "", "path of the libnvrtc to compile with (default: the installed wheel, then the system)"),
-        Variable("CUDA_SRC", "", "directory of the CUDA sources (default: those of the package)"),
+        Variable(
+            "NVRTC",
+            "",
+            "path of the libnvrtc to compile with (default: the installed wheel, then the system)",
+            is_path=True,
+        ),
+        Variable("CUDA_SRC", "", "directory of the CUDA sources (default: those of the package)", is_path=True),
         Variable("LINEINFO", "0", "1: kernels carry source lines for profilers", ("0", "1")),
         Variable(
             "TMEM_CHECK", "0", "1: Blackwell kernels stop at wrong accesses to tensor memory, and are slow", ("0", "1")
@@ -56,6 +68,12 @@ VARIABLES: Mapping[str, Variable] = {
             ("record", "all", "none"),
         ),
         Variable("DEBUG", "0", "1: a kernel whose bounded wait for another GPU has timed out traps", ("0", "1")),
+        Variable(
+            "CHECK",
+            "0",
+            "1: calls look at the values of their arrays, as with `check=True`; read at the first call of each kind",
+            ("0", "1"),
+        ),
         Variable(
             "BACKEND",
             "auto",
@@ -103,7 +121,7 @@ def get(name: str) -> str:
     if variable.choices and value not in variable.choices:
         expected = "one of " + ", ".join(variable.choices)
         raise ArgumentError(explain(f"environment variable {variable.full_name}", repr(value), expected))
-    return value
+    return os.path.expanduser(value) if variable.is_path else value
 
 
 def problems() -> list[str]:

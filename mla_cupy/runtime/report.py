@@ -18,6 +18,11 @@ _PACKAGES = (
     "cuda-bindings",
     "nvidia-cuda-nvrtc-cu12",
     "nvidia-cuda-nvrtc",
+    "torch",
+    "triton",
+    "jax",
+    "vllm",
+    "sglang",
 )
 
 

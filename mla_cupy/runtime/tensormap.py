@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mla_cupy.dtypes import TABLE
@@ -45,6 +45,8 @@ class TensorMapSpec:
         "none", "32B", "64B" or "128B": the span of the swizzle, and the most bytes that a row of the box may have.
     l2 : str
         Promotion of the fetches into L2: "none", "64B", "128B" or "256B".
+    array : str
+        Name of the array that it is of, for errors; "" where there is none.
     """
 
     dtype: str
@@ -54,6 +56,7 @@ class TensorMapSpec:
     box: tuple[int, ...]
     swizzle: str = "128B"
     l2: str = "256B"
+    array: str = field(default="", compare=False)
 
     def validate(self) -> None:
         """Check what the driver would refuse.
@@ -61,28 +64,39 @@ class TensorMapSpec:
         Raises
         ------
         ArgumentError
-            That names the field and the rule.
+            That names the array, the field and the rule.
         """
-        _among("dtype", self.dtype, _ELEMENT)
-        _among("swizzle", self.swizzle, _SWIZZLE)
-        _among("l2", self.l2, _L2)
+        self._among("dtype", _ELEMENT)
+        self._among("swizzle", _SWIZZLE)
+        self._among("l2", _L2)
         rank = len(self.dims)
-        _demand(1 <= rank <= 5, "dims", self.dims, "1 to 5 dimensions")
-        _demand(len(self.box) == rank, "box", self.box, f"{rank} sizes, one per dimension")
-        _demand(len(self.strides_bytes) == rank - 1, "strides_bytes", self.strides_bytes, f"{rank - 1} strides")
-        _demand(self.base > 0 and self.base % 16 == 0, "base", hex(self.base), "a multiple of 16")
-        _demand(all(0 < size <= 1 << 32 for size in self.dims), "dims", self.dims, "each from 1 to 2^32")
-        _demand(
+        self._demand(1 <= rank <= 5, "dims", self.dims, "1 to 5 dimensions")
+        self._demand(len(self.box) == rank, "box", self.box, f"{rank} sizes, one per dimension")
+        self._demand(len(self.strides_bytes) == rank - 1, "strides_bytes", self.strides_bytes, f"{rank - 1} strides")
+        self._demand(self.base > 0 and self.base % 16 == 0, "base", hex(self.base), "a multiple of 16")
+        self._demand(all(0 < size <= 1 << 32 for size in self.dims), "dims", self.dims, "each from 1 to 2^32")
+        self._demand(
             all(0 < stride < 1 << 40 and stride % 16 == 0 for stride in self.strides_bytes),
             "strides_bytes",
             self.strides_bytes,
             "multiples of 16 below 2^40",
         )
-        _demand(all(0 < size <= 256 for size in self.box), "box", self.box, "each from 1 to 256")
+        self._demand(all(0 < size <= 256 for size in self.box), "box", self.box, "each from 1 to 256")
         row = self.box[0] * _ELEMENT[self.dtype][1]
-        _demand(row % 16 == 0, "box", self.box, f"rows of a multiple of 16 bytes, not of {row}")
+        self._demand(row % 16 == 0, "box", self.box, f"rows of a multiple of 16 bytes, not of {row}")
         span = _SWIZZLE[self.swizzle][1]
-        _demand(row <= span, "box", self.box, f"rows of at most {span} bytes with swizzle {self.swizzle}, not of {row}")
+        self._demand(
+            row <= span, "box", self.box, f"rows of at most {span} bytes with swizzle {self.swizzle}, not of {row}"
+        )
+
+    def _among(self, field: str, allowed: Mapping[str, object]) -> None:
+        value = getattr(self, field)
+        self._demand(value in allowed, field, repr(value), "one of " + ", ".join(allowed))
+
+    def _demand(self, good: bool, field: str, got: object, expected: str) -> None:
+        if not good:
+            where = f"the tensor map of {self.array}, {field}" if self.array else f"TensorMapSpec.{field}"
+            raise ArgumentError(explain(where, got, expected, f"copy {self.array}" if self.array else ""))
 
 
 def codes(dtype: str, swizzle: str, l2: str) -> tuple[int, int, int]:
@@ -140,12 +154,3 @@ def _encode_function() -> ctypes._NamedFuncPointer:
 
 def _array(kind: Any, values: Sequence[int]) -> Any:
     return (kind * len(values))(*values)
-
-
-def _among(field: str, value: str, allowed: Mapping[str, object]) -> None:
-    _demand(value in allowed, field, repr(value), "one of " + ", ".join(allowed))
-
-
-def _demand(good: bool, field: str, got: object, expected: str) -> None:
-    if not good:
-        raise ArgumentError(explain(f"TensorMapSpec.{field}", got, expected))

@@ -10,12 +10,22 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import stat
 from pathlib import Path
+
+_OPEN = "can be written by other users"
 
 
 class UntrustedError(OSError):
     """Another user could have written a file or directory."""
+
+
+def remedy(error: OSError) -> str:
+    """Return what makes the place usable that an error is about; "" if only another place does."""
+    if isinstance(error, UntrustedError):
+        return f"make it yours alone (chmod go-w {shlex.quote(str(error.filename))})" if error.strerror == _OPEN else ""
+    return f"make {error.filename} writable" if error.errno == errno.EACCES and error.filename else ""
 
 
 def trusted_owners(*more: int) -> frozenset[int]:
@@ -92,4 +102,4 @@ def check_owner(path: Path, status: os.stat_result, owners: frozenset[int]) -> N
 
 def _check_mode(path: Path, status: os.stat_result) -> None:
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise UntrustedError(errno.EPERM, "can be written by other users", str(path))
+        raise UntrustedError(errno.EPERM, _OPEN, str(path))

@@ -6,11 +6,10 @@ import argparse
 import json
 import os
 import sys
-from pathlib import Path
 
 from mla_cupy.compiling import compile_all
 from mla_cupy.runtime import nvrtc
-from mla_cupy.terminal import progress, show, table
+from mla_cupy.terminal import Help, path, progress, show, table
 
 _EPILOG = """\
 Single instructions first (loads and stores of tensor memory, matrix products, TMA, reductions), then one block of each
@@ -31,13 +30,13 @@ examples:
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options of `mla-cupy selftest`."""
     command.epilog = _EPILOG
-    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    command.formatter_class = Help
     command.add_argument(
         "--arch", metavar="ARCH", help="such as sm_80, sm_89 or sm_100a (default: this machine's GPU, or sm_100a)"
     )
     command.add_argument("--probes", default="*", metavar="GLOB", help="only probes with such names, as 'mma/*'")
     command.add_argument("--list", action="store_true", help="show the probes, run none")
-    command.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE, as JSON")
+    command.add_argument("--json", type=path, metavar="FILE", help="also write the report to FILE, as JSON")
     command.add_argument("--simulate", action="store_true", help="use the simulator even if there is such a GPU")
     command.add_argument("--keep-going", action="store_true", help="run also what needs a probe that has failed")
 

@@ -6,11 +6,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
-from mla_cupy.arrays.torch import check_dense
+from mla_cupy.arrays.torch import check_plain
 from mla_cupy.errors import ArgumentError, DTypeError, explain, kind_of
 from mla_cupy.ops.checks import check_count, check_dtype, check_flag, check_float
-from mla_cupy.torch.derivatives import refuse, refuse_beside, refuse_tangents, refuse_transforms, transformed
+from mla_cupy.ops.schema import lacking
+from mla_cupy.torch.derivatives import (
+    refuse,
+    refuse_batches,
+    refuse_beside,
+    refuse_tangents,
+    refuse_transforms,
+    transformed,
+)
 from mla_cupy.torch.library import Operators
 
 _MAX_INT64 = 2**63 - 1
@@ -47,8 +56,10 @@ def call(
         If an argument is of another kind, or if a derivative is wanted that does not exist.
     """
     arguments, named = arguments_of(operators, arrays, options)
-    wanted = _wanted(operators, arguments)
+    wanted = _wanted(operators, arguments, named)
     given = targets({name: named[name] for name in wanted})
+    if given or operators.write is operators.make:
+        refuse_batches(operators.operation.name, {**arguments, **given})
     if not given and workspace is not None:
         raise ArgumentError(explain("workspace", "a tensor", "None, unless tensors for the results are given, too"))
     arguments, by_transform = _differentiable(operators, arguments, bool(given), gradient)
@@ -83,7 +94,19 @@ def arguments_of(
         return named, results
     chosen = {key: x for key, x in named.items() if key not in defaults or _differ(x, defaults[key])}
     given = {name: None if x is None else _of_kind("Tensor", name, x) for name, x in results.items()}
-    return {key: _of_kind(kinds[key], key, x) for key, x in chosen.items()}, given
+    arguments = {key: _of_kind(kinds[key], key, x) for key, x in chosen.items()}
+    _check_fakes({**arguments, **given})
+    return arguments, given
+
+
+def _check_fakes(given: Mapping[str, Any]) -> None:
+    """Check that all tensors are fake if one is, unless their mode allows others."""
+    tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
+    fakes = {name: x.fake_mode for name, x in tensors.items() if isinstance(x, FakeTensor)}
+    real = next((name for name in tensors if name not in fakes), None)
+    if real and fakes and not any(mode.allow_non_fake_inputs for mode in fakes.values()):
+        expected = f"a fake one, like {next(iter(fakes))}"
+        raise DTypeError(explain(real, "a tensor that is not fake", expected, "make it with the same FakeTensorMode"))
 
 
 def _differ(value: Any, default: Any) -> bool:
@@ -99,14 +122,20 @@ def targets(given: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]
     return there
 
 
-def _wanted(operators: Operators, arguments: Mapping[str, Any]) -> list[str]:
-    """The results that there are."""
-    return [
-        name
-        for name, needs, when in operators.outputs
-        if not (needs and arguments.get(needs) is None)
-        and not (when and not check_flag(when, arguments.get(when, operators.defaults[when])))
-    ]
+def _wanted(operators: Operators, arguments: Mapping[str, Any], results: Mapping[str, Any]) -> list[str]:
+    """The results that there are; of the others none may be given."""
+
+    def is_set(option: str) -> bool:
+        return check_flag(option, arguments.get(option, operators.defaults[option]))
+
+    wanted = []
+    for name, needs, when in operators.outputs:
+        reason = lacking(needs, when, arguments, is_set)
+        if reason and results[name] is not None:
+            raise ArgumentError(explain(name, "a tensor", f"None: {reason}"))
+        if not reason:
+            wanted.append(name)
+    return wanted
 
 
 def _differentiable(
@@ -165,7 +194,7 @@ def _of_kind(kind: str, key: str, value: Any) -> Any:
     if kind == "Tensor":
         if type(value) is not torch.Tensor and not isinstance(value, torch.Tensor):  # the second takes a microsecond
             raise DTypeError(explain(key, kind_of(value), "a tensor"))
-        check_dense(value, key)
+        check_plain(value, key)
     elif isinstance(value, _SYMBOLS):
         return value
     elif kind == "int":

@@ -65,6 +65,18 @@ def refuse_transforms(operation: str, given: Mapping[str, Any]) -> None:
 
 
 @runs_as_it_is
+def refuse_batches(operation: str, given: Mapping[str, Any]) -> None:
+    """Raise DTypeError for tensors under vmap: PyTorch cannot batch what writes to its arguments."""
+    if _is_compiling() or not _has_transforms():
+        return
+    for name, x in given.items():
+        if isinstance(x, torch.Tensor) and any(map(_FUNCTORCH.is_batchedtensor, _layers(x))):
+            remedy = "call it without tensors for results, or in a loop"
+            expected = f"one without a batch: {operation} writes to its arguments here"
+            raise DTypeError(explain(name, "a tensor under vmap", expected, remedy))
+
+
+@runs_as_it_is
 def is_recorded(x: torch.Tensor) -> bool:
     """Tell whether reverse mode records what happens to a tensor, beneath vmap, too."""
     _look_outside()

@@ -66,7 +66,7 @@ def cache_append(
 ) -> None:
     arrays = (latent, rope, cache, slots, cos, sin, positions)
     options = (record, scales, kv_scale, interleaved)
-    if is_plain_call(latent):
+    if is_plain_call(arrays):
         run(Invocation(CACHE_APPEND.operation, arrays, options))
     else:
         call(CACHE_APPEND, arrays, options)
@@ -84,7 +84,7 @@ def cache_gather(
 ) -> torch.Tensor:
     arrays = (cache, slots, out)
     options = (record, kv_scale, out_dtype)
-    if is_plain_call(cache):
+    if is_plain_call(arrays):
         (out,) = run(Invocation(CACHE_GATHER.operation, arrays, options))
     else:
         (out,) = call(CACHE_GATHER, arrays, options)
@@ -95,7 +95,7 @@ def cache_gather(
 def cache_copy_pages(pool: torch.Tensor, pairs: torch.Tensor) -> None:
     arrays = (pool, pairs)
     options = ()
-    if is_plain_call(pool):
+    if is_plain_call(arrays):
         run(Invocation(CACHE_COPY_PAGES.operation, arrays, options))
     else:
         call(CACHE_COPY_PAGES, arrays, options)
@@ -115,7 +115,7 @@ def cache_slots(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     arrays = (block_table, starts, lengths, slots, cu_seqlens)
     options = (page_size, max_tokens, num_pages)
-    if is_plain_call(block_table) and (slots is None) is (cu_seqlens is None):
+    if is_plain_call(arrays) and (slots is None) is (cu_seqlens is None):
         slots, cu_seqlens = run(Invocation(CACHE_SLOTS.operation, arrays, options))
     else:
         slots, cu_seqlens = call(CACHE_SLOTS, arrays, options)
@@ -194,7 +194,7 @@ def mla_decode(
         empty_lse,
         kernel,
     )
-    if is_plain_call(q) and (out is None) is (lse is None):
+    if is_plain_call(arrays) and (out is None) is (lse is None):
         out, lse = run(Invocation(MLA_DECODE.operation, arrays, options, workspace, plan=plan_of(plan)))
     elif plan is not None:
         out, lse = call_planned(plan, arrays, options, workspace)
@@ -216,7 +216,7 @@ def prefill_mask(
 ) -> torch.Tensor:
     arrays = (indices, cu_seqlens_q, cu_seqlens_kv, mask)
     options = (max_keys, relative)
-    if is_plain_call(indices):
+    if is_plain_call(arrays):
         (mask,) = run(Invocation(PREFILL_MASK.operation, arrays, options, workspace))
     else:
         (mask,) = call(PREFILL_MASK, arrays, options, workspace)
@@ -237,7 +237,7 @@ def merge_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     arrays = (outs, lses, out, lse)
     options = (lse_base, empty_lse, out_dtype)
-    if is_plain_call(outs) and (out is None) is (lse is None):
+    if is_plain_call(arrays) and (out is None) is (lse is None):
         out, lse = run(Invocation(MERGE_STATES.operation, arrays, options, workspace))
     else:
         out, lse = call(MERGE_STATES, arrays, options, workspace)
@@ -286,7 +286,7 @@ def mla_prefill(
         lse,
     )
     options = (causal, scale, out_dtype, kernel)
-    if is_plain_call(q) and not torch.is_grad_enabled() and (out is None) is (lse is None):
+    if is_plain_call(arrays) and not torch.is_grad_enabled() and (out is None) is (lse is None):
         out, lse = run(Invocation(MLA_PREFILL.operation, arrays, options, workspace))
     else:
         out, lse = call(MLA_PREFILL, arrays, options, workspace, gradient=prefill_gradient.transformed)
@@ -321,7 +321,7 @@ def mla_prefill_backward(
     arrays = (q, k, v, out, dout, lse, q_rope, k_rope, dlse, cu_seqlens_q, cu_seqlens_kv, dq, dk, dv, dq_rope, dk_rope)
     options = (causal, scale, deterministic, kernel)
     if (
-        is_plain_call(q)
+        is_plain_call(arrays)
         and (dq is None) is (dk is None) is (dv is None)
         and (q_rope is None or (dq is None) is (dq_rope is None))
         and (k_rope is None or (dq is None) is (dk_rope is None))
@@ -360,7 +360,7 @@ def mla_prepare(
     arrays = (q, latent, rope, cache, slots, q_rope, w_uk, cos, sin, positions, out, q_scales, rope_out)
     options = (theta, interleaved, quantise, q_scale, return_rope, record, scales, kv_scale)
     if (
-        is_plain_call(q)
+        is_plain_call(arrays)
         and (quantise is False or (out is None) is (q_scales is None))
         and (return_rope is False or (out is None) is (rope_out is None))
     ):
@@ -381,7 +381,7 @@ def absorb(
 ) -> torch.Tensor:
     arrays = (q_nope, w_uk, q_rope, out)
     options = ()
-    if is_plain_call(q_nope):
+    if is_plain_call(arrays):
         (out,) = run(Invocation(ABSORB.operation, arrays, options, workspace))
     else:
         (out,) = call(ABSORB, arrays, options, workspace)
@@ -404,7 +404,7 @@ def merge_project(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     arrays = (outs, w_uv, lses, gate, out, lse)
     options = (lse_base, empty_lse, out_dtype)
-    if is_plain_call(outs) and (lses is None or (out is None) is (lse is None)):
+    if is_plain_call(arrays) and (lses is None or (out is None) is (lse is None)):
         out, lse = run(Invocation(MERGE_PROJECT.operation, arrays, options, workspace))
     else:
         out, lse = call(MERGE_PROJECT, arrays, options, workspace)
@@ -423,7 +423,7 @@ def prefill_segments(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     arrays = (segment_ids_q, segment_ids_kv, cu_seqlens_q, cu_seqlens_kv)
     options = (max_segments,)
-    if is_plain_call(segment_ids_q) and (cu_seqlens_q is None) is (cu_seqlens_kv is None):
+    if is_plain_call(arrays) and (cu_seqlens_q is None) is (cu_seqlens_kv is None):
         cu_seqlens_q, cu_seqlens_kv = run(Invocation(PREFILL_SEGMENTS.operation, arrays, options, workspace))
     else:
         cu_seqlens_q, cu_seqlens_kv = call(PREFILL_SEGMENTS, arrays, options, workspace)
@@ -445,6 +445,7 @@ def sparse_mla_backward(
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     causal: bool = False,
+    relative: bool = True,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_kv: torch.Tensor | None = None,
     lse_base: str = "e",
@@ -472,8 +473,12 @@ def sparse_mla_backward(
         dkv,
         d_sink,
     )
-    options = (d_v, scale, causal, lse_base, deterministic, dkv_dtype, kernel)
-    if is_plain_call(q) and (dq is None) is (dkv is None) and (attn_sink is None or (dq is None) is (d_sink is None)):
+    options = (d_v, scale, causal, relative, lse_base, deterministic, dkv_dtype, kernel)
+    if (
+        is_plain_call(arrays)
+        and (dq is None) is (dkv is None)
+        and (attn_sink is None or (dq is None) is (d_sink is None))
+    ):
         dq, dkv, d_sink = run(Invocation(SPARSE_MLA_BACKWARD.operation, arrays, options, workspace))
     else:
         dq, dkv, d_sink = call(SPARSE_MLA_BACKWARD, arrays, options, workspace)
@@ -525,7 +530,7 @@ def sparse_mla_decode(
         lse,
     )
     options = (scale, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
-    if is_plain_call(q) and (out is None) is (lse is None):
+    if is_plain_call(arrays) and (out is None) is (lse is None):
         out, lse = run(Invocation(SPARSE_MLA_DECODE.operation, arrays, options, workspace))
     else:
         out, lse = call(SPARSE_MLA_DECODE, arrays, options, workspace)
@@ -543,6 +548,7 @@ def sparse_mla_forward(
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     causal: bool = False,
+    relative: bool = True,
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_kv: torch.Tensor | None = None,
     kv_scale: float = 1,
@@ -557,8 +563,8 @@ def sparse_mla_forward(
     kernel: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     arrays = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, out, lse, max_logits)
-    options = (d_v, scale, causal, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
-    if is_plain_call(q) and not torch.is_grad_enabled() and (out is None) is (lse is None) is (max_logits is None):
+    options = (d_v, scale, causal, relative, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
+    if is_plain_call(arrays) and not torch.is_grad_enabled() and (out is None) is (lse is None) is (max_logits is None):
         out, lse, max_logits = run(Invocation(SPARSE_MLA_FORWARD.operation, arrays, options, workspace))
     else:
         out, lse, max_logits = call(
@@ -581,14 +587,15 @@ def indexer_head_sums(
     cu_seqlens_kv: torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool | None = None,
+    relative: bool = True,
     buffer_bytes: int = 536870912,
     head_sums: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     kernel: str | None = None,
 ) -> torch.Tensor:
     arrays = (q, k, q_rope, k_rope, indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv, head_sums)
-    options = (scale, causal, buffer_bytes, kernel)
-    if is_plain_call(q) and not torch.is_grad_enabled():
+    options = (scale, causal, relative, buffer_bytes, kernel)
+    if is_plain_call(arrays) and not torch.is_grad_enabled():
         (head_sums,) = run(Invocation(INDEXER_HEAD_SUMS.operation, arrays, options, workspace))
     else:
         (head_sums,) = call(INDEXER_HEAD_SUMS, arrays, options, workspace)
@@ -614,7 +621,7 @@ def indexer_cache_append(
 ) -> None:
     arrays = (k, cache, slots, cos, sin, positions, norm_weight, norm_bias)
     options = (interleaved, hadamard, scales, reference_rounding, eps)
-    if is_plain_call(k):
+    if is_plain_call(arrays):
         run(Invocation(INDEXER_CACHE_APPEND.operation, arrays, options))
     else:
         call(INDEXER_CACHE_APPEND, arrays, options)
@@ -631,7 +638,7 @@ def indexer_cache_gather(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     arrays = (cache, slots, codes, k_scale)
     options = (d,)
-    if is_plain_call(cache) and (codes is None) is (k_scale is None):
+    if is_plain_call(arrays) and (codes is None) is (k_scale is None):
         codes, k_scale = run(Invocation(INDEXER_CACHE_GATHER.operation, arrays, options))
     else:
         codes, k_scale = call(INDEXER_CACHE_GATHER, arrays, options)
@@ -656,7 +663,7 @@ def indexer_logits(
 ) -> torch.Tensor:
     arrays = (q, k, weights, ks, ke, k_scale, logits)
     options = (accumulate, clean, out_dtype, kernel)
-    if is_plain_call(q):
+    if is_plain_call(arrays):
         (logits,) = run(Invocation(INDEXER_LOGITS.operation, arrays, options, workspace))
     else:
         (logits,) = call(INDEXER_LOGITS, arrays, options, workspace)
@@ -679,7 +686,7 @@ def indexer_logits_paged(
 ) -> torch.Tensor:
     arrays = (q, cache, weights, seqlens, block_table, logits)
     options = (clean, out_dtype, kernel)
-    if is_plain_call(q):
+    if is_plain_call(arrays):
         (logits,) = run(Invocation(INDEXER_LOGITS_PAGED.operation, arrays, options, workspace))
     else:
         (logits,) = call(INDEXER_LOGITS_PAGED, arrays, options, workspace)
@@ -705,7 +712,7 @@ def indexer_prepare_q(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     arrays = (q, weights, cos, sin, positions, codes, folded)
     options = (interleaved, hadamard, scales, reference_rounding, accumulate)
-    if is_plain_call(q) and (codes is None) is (folded is None):
+    if is_plain_call(arrays) and (codes is None) is (folded is None):
         codes, folded = run(Invocation(INDEXER_PREPARE_Q.operation, arrays, options, workspace))
     else:
         codes, folded = call(INDEXER_PREPARE_Q, arrays, options, workspace)
@@ -732,7 +739,7 @@ def indexer_prepare_k(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     arrays = (k, cos, sin, positions, norm_weight, norm_bias, codes, k_scale)
     options = (interleaved, hadamard, scales, reference_rounding, eps)
-    if is_plain_call(k) and (codes is None) is (k_scale is None):
+    if is_plain_call(arrays) and (codes is None) is (k_scale is None):
         codes, k_scale = run(Invocation(INDEXER_PREPARE_K.operation, arrays, options, workspace))
     else:
         codes, k_scale = call(INDEXER_PREPARE_K, arrays, options, workspace)
@@ -767,7 +774,7 @@ def indexer_prepare(
     arrays = (q, weights, k, cos, sin, positions, cache, slots, norm_weight, norm_bias, codes, folded, k_codes, k_scale)
     options = (interleaved, hadamard, scales, reference_rounding, accumulate, eps, return_k)
     if (
-        is_plain_call(q)
+        is_plain_call(arrays)
         and (codes is None) is (folded is None)
         and (return_k is False or (codes is None) is (k_codes is None) is (k_scale is None))
     ):
@@ -796,6 +803,7 @@ def indexer_sparse_loss(
     cu_seqlens_kv: torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool = False,
+    relative: bool = True,
     gradients: bool = True,
     deterministic: bool = False,
     buffer_bytes: int = 536870912,
@@ -830,9 +838,9 @@ def indexer_sparse_loss(
         d_index_k,
         d_weights,
     )
-    options = (scale, causal, gradients, deterministic, buffer_bytes, kernel)
+    options = (scale, causal, relative, gradients, deterministic, buffer_bytes, kernel)
     if (
-        is_plain_call(q)
+        is_plain_call(arrays)
         and not torch.is_grad_enabled()
         and (kl is None) is (mass is None) is (index_lse is None)
         and (gradients is False or (kl is None) is (d_index_q is None) is (d_index_k is None) is (d_weights is None))
@@ -868,7 +876,7 @@ def indexer_topk(
     arrays = (logits, ks, ke, block_table, indices, counts, values)
     options = (k, order, relative, page_size, keep_first, keep_last, return_values, kernel)
     if (
-        is_plain_call(logits)
+        is_plain_call(arrays)
         and (indices is None) is (counts is None)
         and (return_values is False or (indices is None) is (values is None))
     ):
@@ -949,7 +957,7 @@ def indexer_warmup_loss(
     )
     options = (target, scale, target_scale, causal, gradients, buffer_bytes, kernel)
     if (
-        is_plain_call(q)
+        is_plain_call(arrays)
         and not torch.is_grad_enabled()
         and (kl is None) is (mass is None) is (index_lse is None)
         and (gradients is False or (kl is None) is (d_index_q is None) is (d_index_k is None) is (d_weights is None))
@@ -984,6 +992,7 @@ def indexer_sparse_objective(
     cu_seqlens_kv: torch.Tensor | None = None,
     scale: float | None = None,
     causal: bool = False,
+    relative: bool = True,
     deterministic: bool = False,
     buffer_bytes: int = 536870912,
     kernel: str | None = None,
@@ -1005,7 +1014,7 @@ def indexer_sparse_objective(
         cu_seqlens_q,
         cu_seqlens_kv,
     )
-    options = (scale, causal, True, deterministic, buffer_bytes, kernel)
+    options = (scale, causal, relative, True, deterministic, buffer_bytes, kernel)
     return objective(INDEXER_SPARSE_LOSS, arrays, options, straight_through)
 
 

@@ -27,17 +27,20 @@ LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 """The operators live as long as it does."""
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _PLACES = ("CPU", "CUDA")
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _is_compiling = torch.compiler.is_compiling
 _count_modes = torch._C._len_torch_dispatch_stack
 _has_transforms = torch._C._are_functorch_transforms_active
 
 
-def is_plain_call(first: torch.Tensor) -> bool:
-    """Tell whether nothing has to see an operator: no compiler, mode, transform or subclass is at work.
+def is_plain_call(arrays: Sequence[Any]) -> bool:
+    """Tell whether nothing has to see an operator: no compiler, mode, transform or subclass is at work, nor "meta".
 
     The dispatcher costs several microseconds for operators of so many arguments.
     """
-    return type(first) is torch.Tensor and not (_is_compiling() or _count_modes() or _has_transforms())
+    if _is_compiling() or _count_modes() or _has_transforms():
+        return False
+    return _PLAIN.issuperset(map(type, arrays)) and arrays[0] is not None and not arrays[0].is_meta
 
 
 def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:

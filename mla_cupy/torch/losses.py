@@ -11,6 +11,7 @@ from mla_cupy.errors import ArgumentError, DTypeError, ShapeError, explain
 from mla_cupy.ops.indexer.loss_inputs import holds_codes
 from mla_cupy.torch.call import call, check_kind, detached
 from mla_cupy.torch.derivatives import is_recorded, no_gradient, refuse_tangents, transformed
+from mla_cupy.torch.gradients.register import without_gradient
 from mla_cupy.torch.library import LIBRARY, NAMESPACE, Operators, define
 
 _SCORED = ("index_q", "index_k", "weights")
@@ -115,12 +116,21 @@ def _fake(*tensors: torch.Tensor) -> torch.Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[-3:])
+    ctx.save_for_backward(*inputs[:3], *inputs[-3:])
 
 
 def _pull_back(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    made = [gradient * cotangent.to(gradient.dtype) for gradient in ctx.saved_tensors]
+    made = _scaled(*ctx.saved_tensors, cotangent)
     return (*made, *[None] * (len(_TENSORS) - len(made)))
+
+
+def _scale(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Multiply gradients by the cotangent. They depend on the leaves, which are given for autograd to see that."""
+    *_, cotangent = tensors
+    return tuple(gradient * cotangent.to(gradient.dtype) for gradient in tensors[3:-1])
+
+
+_scaled = without_gradient("the backward of an indexer's objective", _scale)
 
 
 _with_gradients = define(_NAME, f"({', '.join(f'Tensor {name}' for name in _TENSORS)}) -> Tensor", _value, _fake)

@@ -475,6 +475,7 @@ def _sparse_mla_backward(
     topk_length: Any = None,
     attn_sink: Any = None,
     causal: Any = False,
+    relative: Any = True,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
     lse_base: Any = "e",
@@ -503,7 +504,7 @@ def _sparse_mla_backward(
         dkv,
         d_sink,
     )
-    options = (d_v, scale, causal, lse_base, deterministic, dkv_dtype, kernel)
+    options = (d_v, scale, causal, relative, lse_base, deterministic, dkv_dtype, kernel)
     return Invocation(BOUND_OPERATIONS["sparse_mla_backward"], arrays, options, workspace)
 
 
@@ -513,8 +514,8 @@ SPARSE_MLA_BACKWARD = Operators(
     arguments=(
         "Tensor q, Tensor kv, Tensor out, Tensor dout, Tensor lse, Tensor indices, Tensor? dlse=None, "
         "int d_v=512, float? scale=None, Tensor? topk_length=None, Tensor? attn_sink=None, bool causal=False, "
-        'Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, str lse_base="e", bool deterministic=False, '
-        "ScalarType? dkv_dtype=None, str? kernel=None"
+        'bool relative=True, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, str lse_base="e", '
+        "bool deterministic=False, ScalarType? dkv_dtype=None, str? kernel=None"
     ),
     results="Tensor(a!) dq, Tensor(b!) dkv, Tensor(c!)? d_sink=None",
     returns="(Tensor, Tensor, Tensor)",
@@ -594,6 +595,7 @@ def _sparse_mla_forward(
     topk_length: Any = None,
     attn_sink: Any = None,
     causal: Any = False,
+    relative: Any = True,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
     kv_scale: Any = 1,
@@ -610,7 +612,7 @@ def _sparse_mla_forward(
 ) -> Invocation:
     empty_lse = -inf if empty_lse is None else empty_lse
     arrays = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, out, lse, max_logits)
-    options = (d_v, scale, causal, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
+    options = (d_v, scale, causal, relative, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
     return Invocation(BOUND_OPERATIONS["sparse_mla_forward"], arrays, options, workspace)
 
 
@@ -619,9 +621,9 @@ SPARSE_MLA_FORWARD = Operators(
     _sparse_mla_forward,
     arguments=(
         "Tensor q, Tensor kv, Tensor indices, int d_v=512, float? scale=None, Tensor? topk_length=None, "
-        "Tensor? attn_sink=None, bool causal=False, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, "
-        'float kv_scale=1.0, str math="exact", str lse_base="e", float? empty_lse=None, '
-        "ScalarType? out_dtype=None, str? kernel=None"
+        "Tensor? attn_sink=None, bool causal=False, bool relative=True, Tensor? cu_seqlens_q=None, "
+        'Tensor? cu_seqlens_kv=None, float kv_scale=1.0, str math="exact", str lse_base="e", '
+        "float? empty_lse=None, ScalarType? out_dtype=None, str? kernel=None"
     ),
     results="Tensor(a!) out, Tensor(b!) lse, Tensor(c!) max_logits",
     returns="(Tensor, Tensor, Tensor)",
@@ -641,6 +643,7 @@ def _indexer_head_sums(
     cu_seqlens_kv: Any = None,
     scale: Any = None,
     causal: Any = None,
+    relative: Any = True,
     buffer_bytes: Any = 536870912,
     kernel: Any = None,
     *,
@@ -648,7 +651,7 @@ def _indexer_head_sums(
     workspace: Any = None,
 ) -> Invocation:
     arrays = (q, k, q_rope, k_rope, indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv, head_sums)
-    options = (scale, causal, buffer_bytes, kernel)
+    options = (scale, causal, relative, buffer_bytes, kernel)
     return Invocation(BOUND_OPERATIONS["indexer_head_sums"], arrays, options, workspace)
 
 
@@ -658,7 +661,7 @@ INDEXER_HEAD_SUMS = Operators(
     arguments=(
         "Tensor q, Tensor k, Tensor? q_rope=None, Tensor? k_rope=None, Tensor? indices=None, Tensor? lse=None, "
         "Tensor? topk_length=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, float? scale=None, "
-        "bool? causal=None, int buffer_bytes=536870912, str? kernel=None"
+        "bool? causal=None, bool relative=True, int buffer_bytes=536870912, str? kernel=None"
     ),
     results="Tensor(a!) head_sums",
     returns="(Tensor)",
@@ -904,6 +907,7 @@ def _indexer_sparse_loss(
     cu_seqlens_kv: Any = None,
     scale: Any = None,
     causal: Any = False,
+    relative: Any = True,
     gradients: Any = True,
     deterministic: Any = False,
     buffer_bytes: Any = 536870912,
@@ -939,7 +943,7 @@ def _indexer_sparse_loss(
         d_index_k,
         d_weights,
     )
-    options = (scale, causal, gradients, deterministic, buffer_bytes, kernel)
+    options = (scale, causal, relative, gradients, deterministic, buffer_bytes, kernel)
     return Invocation(BOUND_OPERATIONS["indexer_sparse_loss"], arrays, options, workspace)
 
 
@@ -950,8 +954,8 @@ INDEXER_SPARSE_LOSS = Operators(
         "Tensor q, Tensor k, Tensor index_q, Tensor index_k, Tensor weights, Tensor indices, "
         "Tensor? k_scale=None, Tensor? q_scale=None, Tensor? lse=None, Tensor? head_sums=None, "
         "Tensor? topk_length=None, Tensor? row_weights=None, Tensor? cu_seqlens_q=None, "
-        "Tensor? cu_seqlens_kv=None, float? scale=None, bool causal=False, bool gradients=True, "
-        "bool deterministic=False, int buffer_bytes=536870912, str? kernel=None"
+        "Tensor? cu_seqlens_kv=None, float? scale=None, bool causal=False, bool relative=True, "
+        "bool gradients=True, bool deterministic=False, int buffer_bytes=536870912, str? kernel=None"
     ),
     results=(
         "Tensor(a!) kl, Tensor(b!) mass, Tensor(c!) index_lse, Tensor(d!)? d_index_q=None, "

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from mla_cupy import ops
-from mla_cupy.errors import ArgumentError, PlanError, explain
+from mla_cupy.errors import ArgumentError, DeviceError, PlanError, explain
 from mla_cupy.ops import DecodePlan
 from mla_cupy.ops.call import Invocation
 from mla_cupy.ops.entry import Plan, Request
 from mla_cupy.shapes import D_QK
 from mla_cupy.torch import library
-from mla_cupy.torch.call import arguments_of, targets, with_dtypes
-from mla_cupy.torch.derivatives import refuse
+from mla_cupy.torch.call import arguments_of, check_kind, targets, with_dtypes
+from mla_cupy.torch.derivatives import refuse, refuse_batches
 from mla_cupy.torch.library import define
 from mla_cupy.torch.operators import MLA_DECODE
 
@@ -55,7 +57,10 @@ class TorchDecodePlan:
         self, seqlens: torch.Tensor, cu_seqlens_q: torch.Tensor | None = None, total_q: int | None = None
     ) -> None:
         """Enqueue the schedule for the lengths of this step: see `mla_cupy.DecodePlan.update`."""
-        _update(self.workspace, seqlens, self.number, cu_seqlens_q, total_q)
+        lengths = check_kind("Tensor", "seqlens", seqlens)
+        starts = check_kind("Tensor?", "cu_seqlens_q", cu_seqlens_q)
+        refuse_batches("the update of a plan", {"seqlens": lengths, "cu_seqlens_q": starts})
+        _update(self.workspace, lengths, self.number, starts, check_kind("int?", "total_q", total_q))
 
     def __repr__(self) -> str:
         return f"Torch{self.plan!r}"
@@ -113,11 +118,9 @@ def plan_decode(
 
 def _make_plan(device: Any, **sizes: Any) -> TorchDecodePlan:
     """A plan with its workspace in PyTorch's memory; `device` is PyTorch's, the current GPU or else the CPU if None."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
+    place = _place(device)
     if place.type == "cpu":
-        return TorchDecodePlan(ops.plan_decode(**sizes), torch.empty(0, dtype=torch.uint8))
+        return TorchDecodePlan(ops.plan_decode(**sizes, device="cpu"), torch.empty(0, dtype=torch.uint8))
     ordinal = torch.cuda.current_device() if place.index is None else place.index
     made: list[torch.Tensor] = []
 
@@ -127,6 +130,21 @@ def _make_plan(device: Any, **sizes: Any) -> TorchDecodePlan:
 
     plan = ops.plan_decode(**sizes, device=ordinal, workspace=allocate)
     return TorchDecodePlan(plan, made[0])
+
+
+def _place(device: Any) -> torch.device:
+    """The place of a plan: the CPU, or a GPU that PyTorch can use."""
+    there = torch.cuda.is_available()
+    if device is None:
+        device = "cuda" if there else "cpu"
+    expected = f"'cpu'{', a GPU as of torch.device' * there}, or None"
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(explain("device", repr(device), expected)) from error
+    if place.type != "cpu" and not (place.type == "cuda" and there):
+        raise DeviceError(explain("device", repr(device), expected, "" if there else "PyTorch finds no GPU"))
+    return place
 
 
 class _Placed(Plan):
@@ -164,6 +182,7 @@ def _run_update(
 ) -> None:
     found = _plan(plan)
     found.schedule(seqlens, _address(found, workspace), None, cu_seqlens_q, total_q)
+    increment_version(workspace)
 
 
 def _describe(workspace: torch.Tensor, plan: int, *given: Any, **results: Any) -> Invocation:
@@ -177,6 +196,13 @@ def _describe_fake(workspace: torch.Tensor, plan: int, *given: Any, **results: A
     return MLA_DECODE.describe(*given, **results)
 
 
+def _run(run: Callable[..., Any], workspace: torch.Tensor, *given: Any, **results: Any) -> Any:
+    """Make or write the results, and count the write to the plan's workspace."""
+    made = run(_describe, workspace, *given, **results)
+    increment_version(workspace)
+    return made
+
+
 _HEAD = f"(Tensor(z!) workspace, int plan, {MLA_DECODE.arguments}"
 _update = define(
     "decode_plan_update",
@@ -187,13 +213,13 @@ _update = define(
 _planned = define(
     "mla_decode_planned",
     f"{_HEAD}) -> (Tensor, Tensor)",
-    partial(library.make, _describe),
+    partial(_run, library.make),
     partial(library.fake, _describe_fake),
 )
 _planned_out = define(
     "mla_decode_planned_out",
     f"{_HEAD}, *, Tensor(a!) out, Tensor(b!) lse) -> ()",
-    partial(library.write, _describe),
+    partial(_run, library.write),
     partial(library.fake_write, _describe_fake),
 )
 
@@ -220,6 +246,7 @@ def call_planned(
     plan_of(plan)
     arguments, results = arguments_of(MLA_DECODE, arrays, options)
     given = targets(results)
+    refuse_batches("mla_decode with a plan", {**arguments, **given})
     refuse("mla_decode", arguments)
     arguments = with_dtypes(MLA_DECODE, arguments)
     if not given:

@@ -179,10 +179,11 @@ def test_tree_masks() -> None:
 # ---- Planted bugs ----------------------------------------------------------------------------------------------
 
 RECORDS, CODES, DECODE = "attention/mma/records.cuh", "attention/mma/codes.cuh", "decode/mma_records.cu"
-SOFTMAX = "attention/mma/softmax.cuh"
+SOFTMAX, SCALED = "attention/mma/softmax.cuh", "attention/mma/scaled_rows.cuh"
 TWO_TILES, ONE_TILE = DENSE[0], DENSE[1]
 #: More steps than are on their way, an absent page, a token that only the second query sees.
 CASE = v32(b=1, seqlens=150, s_q=2, h_q=3, page_size=32, missing_pages=1, scales="plain")
+UNSCALED = fp8(b=1, seqlens=150, s_q=2, h_q=3, page_size=32, missing_pages=1, kv_scale=1.0)
 CONVERTED = v4(b=1, seqlens=150, s_q=2, h_q=3, page_size=32, missing_pages=1)
 #: More than are looked up at once.
 LONG = v32(b=1, seqlens=270, h_q=1)
@@ -209,8 +210,12 @@ PLANTED = [
         CASE,
         Mutant("one scale for all groups", CODES, "s.scales[slot][token][quarter]", "s.scales[slot][token][0]"),
     ),
-    (ONE_TILE, CASE, Mutant("values have the first scale", CODES, "of[8 * k][warp / 2]", "of[8 * k][0]")),
-    (ONE_TILE, CASE, Mutant("scale of a neighbour", CODES, "of[8 * k + 1][warp / 2]", "of[8 * k][warp / 2]")),
+    (
+        ONE_TILE,
+        CASE,
+        Mutant("values have the first scale", CODES, "group = warp * Few::Softmax::kWeights / kWarps", "group = 0"),
+    ),
+    (ONE_TILE, CASE, Mutant("scale of a neighbour", SCALED, "w[i + 1] * scales[i + 1]", "w[i + 1] * scales[i]")),
     (
         ONE_TILE,
         CASE,
@@ -235,15 +240,19 @@ PLANTED = [
     (ONE_TILE, CASE, Mutant("no copies of scales", CODES, "copies.due & (copies.k == 0)", "false")),
     (
         ONE_TILE,
-        CASE,
+        UNSCALED,
         Mutant(
             "maximum never follows",
             SOFTMAX,
-            "any_sync(kFullWarp, largest > max",
-            "any_sync(kFullWarp, largest > 1e30f + max",
+            "any_sync(kFullWarp, is_far_above(largest, max))",
+            "any_sync(kFullWarp, is_far_above(largest, max, 1e30f))",
         ),
     ),
-    (ONE_TILE, CASE, Mutant("maximum of a thread", SOFTMAX, "move_max(max_over_lanes(largest))", "move_max(largest)")),
+    (
+        ONE_TILE,
+        UNSCALED,
+        Mutant("maximum of a thread", SOFTMAX, "move_max(max_over_lanes(largest))", "move_max(largest)"),
+    ),
     (
         ONE_TILE,
         LONG,
@@ -314,7 +323,7 @@ def test_is_caught(gpu: Gpu, case: DecodeCase, mutant: Mutant, plant: Plant) -> 
 @pytest.mark.settled
 @pytest.mark.parametrize(
     ("gpu", "case"),
-    [(TWO_TILES, CASE), (ONE_TILE, CONVERTED), (TWO_TILES, CONVERTED), (ONE_TILE, LONG)],
+    [(TWO_TILES, CASE), (ONE_TILE, UNSCALED), (ONE_TILE, CONVERTED), (TWO_TILES, CONVERTED), (ONE_TILE, LONG)],
     ids=lambda x: x[0] if isinstance(x, tuple) else x.id,
 )
 def test_kernels_as_they_are(gpu: Gpu, case: DecodeCase) -> None:

@@ -141,4 +141,4 @@ def test_rows_of_a_case(monkeypatch):
     lines = []
     console = type("Console", (), {"print": lambda self, table: lines.append(table)})()
     command._show(console, Problem(1, 100_000), rows)
-    assert lines[0].row_count == 5
+    assert len(lines[0].rows) == 5

@@ -32,7 +32,7 @@ def options(*arguments):
 @pytest.fixture
 def gpu(monkeypatch, device, fake):
     """A GPU whose only implementation is the oracle, which takes 12.5 us; holds what was compiled."""
-    bench = partial(part, "bench", "bench")
+    bench = partial(part, "bench")
     seen = SimpleNamespace(compiled=[], error="", spoil=None)
 
     def compile_all(requests, jobs, *, quiet):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import functools
@@ -473,3 +474,77 @@ def test_a_decode_on_a_gpu(tmp_path: Path, gpu: object) -> None:
     rows = [row for kernel in found["kernels"] for row in kernel["rows"] if kernel["kernel"].startswith("decode")]
     assert rows
     assert all(0.2 < kernel["clock_ghz"] < 4 for kernel in found["kernels"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--draw", "x.svg", "--kernel-name", "decode_sm90_seesaw"),
+            "--kernel-name: got 'decode_sm90_seesaw', expected",
+        ),
+        (("--draw", "x.svg", "--block", "99"), "--block: got 99, expected 0 to "),
+        (("--kernel-name", "decode_sm90_small"), "add --draw FILE.svg"),
+        (("--draw", "x.doc"), "expected a name that ends in .svg, .png, .pdf"),
+        (("--json", "nowhere/x.json"), "expected a file in a directory that exists"),
+        (("--only", "no_such_role"), "finds no place"),
+    ],
+)
+def test_options_are_checked_before_the_work(
+    options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "_trace", lambda *given: pytest.fail("the work has begun"))
+    assert main(["trace", "decode", "b1-sq1-hq16-skv130", "--simulate", "1", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_matplotlib_is_looked_for_before_the_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "_trace", lambda *given: pytest.fail("the work has begun"))
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    assert main(["trace", "decode", "b1-sq1-hq16-skv130", "--simulate", "1", "--draw", "x.svg"]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_simulator_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "gpu_count", lambda: 0)
+    assert main(["trace", "decode", "b1-sq1-hq16-skv130"]) == 2
+    assert "add --simulate 2" in capsys.readouterr().err
+
+
+def test_help_and_guide_name_a_kernel_that_runs(tmp_path: Path) -> None:
+    """Of the one case that they simulate."""
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "tracing.md").read_text()
+    lines = [line.split() for text in (guide, command.EPILOG) for line in text.splitlines() if "--kernel-name" in line]
+    assert len(lines) == 2
+    for words in lines:
+        operation, case, *options = words[words.index("decode") :]
+        options[options.index("--draw") + 1] = str(tmp_path / "x.svg")
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        args = parser.parse_args([operation, case, *options])
+        implementation = command.OPERATIONS[operation].implementations(command.Choices(None, None))[command.OWN]()
+        (chosen,) = command.OPERATIONS[operation].select([case], "targets")
+        with command._device(args) as (device, tracer):
+            subject = command.Subject(command.OPERATIONS[operation], chosen, implementation, args.dtype, device)
+            command._check_names(args, subject, tracer)
+
+
+def test_a_role_that_only_waits_runs_for_no_time() -> None:
+    """And not for a negative one that rounding leaves."""
+    row = report._running("warp 0", -4.314e-16, 1000.0, BASIC_BLOCK)
+    assert command._cells(row)[2:4] == ("0.0%", "0")
+    assert command._cells({**row, "share": -0.0004})[2] == "0.0%"
+
+
+def test_every_wait_has_a_colour_of_its_own(tmp_path: Path) -> None:
+    waits = {(0, 0): [(100 * n, 50, 2) for n in range(1, 5)]}
+    trace = trace_of(recorded(waits), GHZ)
+    (warp,) = trace.warps
+    many = tuple(warp.waits[0]._replace(site=dataclasses.replace(warp.waits[0].site, line=line)) for line in range(30))
+    report.draw(tmp_path / "t.svg", dataclasses.replace(trace, warps=(dataclasses.replace(warp, waits=many),)), 0, None)
+    fills = set(re.findall(r"fill: (#[0-9a-f]{6})", (tmp_path / "t.svg").read_text()))
+    assert len(fills - {"#ffffff", "#000000"}) == 31

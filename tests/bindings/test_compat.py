@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mla_cupy import ArgumentError, ShapeError, UnsupportedDeviceError
+from mla_cupy import ArgumentError, DTypeError, ShapeError, UnsupportedDeviceError
 from tests.bindings.stand_in import install_modules
 
 pytestmark = pytest.mark.usefixtures("_numpy_backend")
@@ -120,6 +120,25 @@ def test_cudnn_backward_of_an_infinite_lse(torch: Any, backward: Any, problem: d
     assert torch.equal(results[0]["dkv"], results[1]["dkv"])
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"dout": None}, "^dout: got None, expected a tensor"),
+        ({"topk_idxs": 3}, "^topk_idxs: got an int"),
+        ({"softmax_scale": "x"}, "^softmax_scale: got 'x'"),
+        ({"stream": "x"}, "^stream: got 'x', expected a raw handle"),
+    ],
+)
+def test_cudnn_and_wrong_arguments(
+    torch: Any, backward: Any, problem: dict[str, Any], change: dict[str, Any], text: str
+) -> None:
+    out, lse = attention(torch, problem["q"].double(), problem["kv"].double(), problem["indices"])
+    given = {"q": problem["q"], "kv": problem["kv"], "out": out.bfloat16(), "dout": problem["dout"], "lse": lse.float()}
+    given |= {"attn_sink": None, "topk_idxs": problem["indices"]}
+    with pytest.raises((ArgumentError, DTypeError), match=text):
+        backward(**{**given, **change})
+
+
 # ---- xtuner ------------------------------------------------------------------------------------------------------
 
 
@@ -148,6 +167,28 @@ def test_xtuner_says_what_it_cannot(torch: Any, problem: dict[str, Any]) -> None
         sparse_mla(problem["q"], kv, indices, scaling=None, value_dim=576)
     with pytest.raises(ShapeError, match="1 head"):
         sparse_mla(problem["q"], kv.expand(-1, 2, -1), indices, scaling=None)
+
+
+WRONG_INDICES: list[tuple[Any, type[Exception], str]] = [
+    (lambda x: x.masked_fill(x == x.max(), 2**32 + 1), ArgumentError, "got 4294967297, expected an integer of 32 bits"),
+    (lambda x: x.float(), DTypeError, "got float32, expected int32 or int64"),
+    (lambda x: x > 0, DTypeError, "got bool, expected int32 or int64"),
+    (lambda x: x.numpy(), DTypeError, "got a ndarray"),
+    (lambda x: None, DTypeError, "got None"),
+]
+wrong_indices = pytest.mark.parametrize(
+    ("change", "kind", "text"), WRONG_INDICES, ids=[x[2][:12] for x in WRONG_INDICES]
+)
+
+
+@wrong_indices
+def test_xtuner_and_wrong_indices(torch: Any, problem: dict[str, Any], change: Any, kind: Any, text: str) -> None:
+    """What 32 bits do not hold is refused, not narrowed."""
+    sparse_mla = importlib.import_module("mla_cupy.compat.xtuner").sparse_mla
+    with pytest.raises(kind, match=rf"^indices.*: {text}"):
+        sparse_mla(problem["q"], problem["kv"][:, None], change(problem["indices"][:, None]), scaling=SCALE)
+    with pytest.raises(ArgumentError, match=r"^scaling: got"):
+        sparse_mla(problem["q"], problem["kv"][:, None], problem["indices"][:, None], scaling=-1.0)
 
 
 # ---- Megatron ----------------------------------------------------------------------------------------------------
@@ -179,6 +220,29 @@ def test_megatron_attention(torch: Any, megatron: Any, problem: dict[str, Any], 
     wanted.backward(dout.double())
     check(query.grad, exact[0].grad)
     check(key.grad, exact[1].grad)
+
+
+@wrong_indices
+@pytest.mark.parametrize("name", ["topk_indices", "topk_length"])
+def test_megatron_and_wrong_indices(
+    torch: Any, megatron: Any, problem: dict[str, Any], name: str, change: Any, kind: Any, text: str
+) -> None:
+    given = {"topk_indices": problem["indices"][None], "topk_length": torch.full((1, S_Q), TOPK)}
+    given[name] = change(given[name])
+    query, key = problem["q"][:, None], problem["kv"][:, None, None]
+    attend = megatron.run_fused_absorbed_sparse_attention
+    if name == "topk_length" and given[name] is None:  # which counts all
+        assert attend(query, key, softmax_scale=SCALE, v_channels=D_V, **given) is not None
+        return
+    with pytest.raises(kind, match=rf"^{name}.*: {text}"):
+        attend(query, key, softmax_scale=SCALE, v_channels=D_V, **given)
+
+
+def test_megatron_without_sequences(torch: Any, megatron: Any) -> None:
+    query, key = torch.zeros(S_Q, 0, HEADS, D_QK).bfloat16(), torch.zeros(S_KV, 0, 1, D_QK).bfloat16()
+    indices = torch.zeros(0, S_Q, TOPK, dtype=torch.int32)
+    got = megatron.run_fused_absorbed_sparse_attention(query, key, indices, SCALE, D_V)
+    assert (got.shape, got.dtype) == ((S_Q, 0, HEADS, D_V), torch.bfloat16)
 
 
 @pytest.mark.parametrize(

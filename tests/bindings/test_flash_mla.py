@@ -325,7 +325,11 @@ def test_a_schedule_for_another_form() -> None:
         ({"causal": True}, ArgumentError, "causal: got True"),
         ({"indices": np.zeros((B, S_Q + 1, TOPK), "i4")}, ShapeError, "indices.shape"),
         ({"indices": np.zeros((B * S_Q, TOPK), "i4")}, ShapeError, "indices.shape"),
-        ({"k_cache": np.zeros((PAGES, PAGE, 2, 576), ml_dtypes.bfloat16)}, ShapeError, r"k_cache.shape\[2\]: got 2"),
+        (
+            {"k_cache": np.zeros((PAGES, PAGE, 2, 576), ml_dtypes.bfloat16)},
+            ShapeError,
+            r"k_cache.shape: got .*, 2, 576",
+        ),
         (
             {"k_cache": np.zeros((PAGES, PAGE + 1, 1, 576), ml_dtypes.bfloat16)[:, :PAGE]},
             ShapeError,

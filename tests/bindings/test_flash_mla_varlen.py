@@ -67,11 +67,11 @@ MISTAKES = [
     ({"deterministic": 2}, ArgumentError, "deterministic: got 2"),
     ({"is_varlen": "yes"}, ArgumentError, "is_varlen: got 'yes'"),
     ({"causal": None}, ArgumentError, "causal: got None"),
-    ({"softmax_scale": 0.0}, ArgumentError, "scale: got 0.0"),
+    ({"softmax_scale": 0.0}, ArgumentError, "^softmax_scale: got 0.0"),
     ({"v": np.zeros((7, 2, 64), np.float16)}, ShapeError, "v.shape"),
     ({"k": np.zeros((7, 2, 192), np.float16)}, ShapeError, "the width of k: got 192, expected 128, like q"),
     ({"k": np.zeros((7, 2, 128), np.float32)}, DTypeError, "k.dtype: got float32"),
-    ({"cu_seqlens_qo": None}, ArgumentError, "cu_seqlens_q: got None"),
+    ({"cu_seqlens_qo": None}, ArgumentError, "^cu_seqlens_qo: got None"),
 ]
 
 
@@ -100,6 +100,8 @@ def test_tensors_have_the_tokens_side_by_side(torch: Any) -> None:
     assert lse.stride() == (1, len(out))
     with pytest.raises(ShapeError, match=r"q\.shape"):
         flash_attn_varlen_func(arrays[0][0], *arrays[1:], 4, 4)
+    with pytest.raises(DTypeError, match=r"^v: got None"):
+        flash_attn_varlen_func(*arrays[:2], None, *arrays[3:], 4, 4)
 
 
 def textbook(torch: Any, arrays: list[Any], starts: list[list[int]], scale: float) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,50 @@ def test_torch_func(torch: Any, of_torch: Any) -> None:
         torch.func.grad(value)(*leaves, of_kl=1)
     with pytest.raises(DTypeError, match=r"^index_q: got a derivative"):
         torch.func.jvp(value, leaves, leaves)
+
+
+SECOND: dict[str, Callable[[Any, Callable[..., Any], Any], Any]] = {
+    "jacrev": lambda torch, f, x: torch.func.jacrev(torch.func.jacrev(f))(x),
+    "grad": lambda torch, f, x: torch.func.grad(lambda x: torch.func.grad(f)(x).sum())(x),
+    "hessian": lambda torch, f, x: torch.func.hessian(f)(x),
+    "jvp": lambda torch, f, x: torch.func.jvp(torch.func.grad(f), (x,), (x,)),
+    "functional": lambda torch, f, x: torch.autograd.functional.hessian(f, x),
+    "linear": lambda torch, f, x: twice_by_autograd(torch, f, x),
+    "square": lambda torch, f, x: twice_by_autograd(torch, lambda x: f(x) ** 2, x),
+    "beside": lambda torch, f, x: twice_by_autograd(torch, lambda x: f(x) + x.square().sum(), x),
+}
+
+
+def twice_by_autograd(torch: Any, function: Callable[..., Any], x: Any) -> Any:
+    """The first derivative of a double backward is right."""
+    x = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(function(x), x, create_graph=True)
+    assert torch.equal(first, torch.func.grad(function)(x))
+    return torch.autograd.grad(first.sum(), x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:There is a performance drop")
+@pytest.mark.parametrize("how", SECOND)
+@pytest.mark.parametrize("loss", ["warmup", "sparse"])
+def test_second_derivatives(torch: Any, of_torch: Any, loss: str, how: str) -> None:
+    """They raise. A product of gradients and a cotangent would have some by the cotangent alone."""
+    arrays = loss_inputs(CASES[0]) if loss == "warmup" else sparse_loss_inputs(SPARSE)
+    inputs = {name: tensor(torch, x) for name, x in arrays.items()}
+    function = getattr(of_torch, f"indexer_{loss}_objective")
+    x = inputs.pop("weights").float()
+    with pytest.raises(DTypeError, match="an indexer's objective has no such gradient"):
+        SECOND[how](torch, lambda x: function(**inputs, weights=x)[0], x)
+
+
+def test_second_derivatives_in_jax(jax: Any, of_jax: Any) -> None:
+    inputs = {name: jax.numpy.asarray(x) for name, x in sparse_loss_inputs(SPARSE).items()}
+
+    def loss(x: Any) -> Any:
+        return of_jax.indexer_sparse_objective(**{**inputs, "weights": x})[0] ** 2
+
+    x = inputs["weights"]
+    with pytest.raises(DTypeError, match="indexer_sparse_loss has no such gradient"):
+        jax.grad(lambda x: jax.grad(loss)(x).sum())(x)
 
 
 def test_jax_does_not_differentiate_kl(jax: Any, of_jax: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -72,6 +73,10 @@ def ways_of(torch: Any) -> tuple[Callable[[Any], Any], ...]:
         lambda x: torch.cat([x, x], -1),
         lambda x: x.float().numpy(),
         lambda x: x.tolist(),
+        lambda x: x.long() * 2**33 + 1,
+        lambda x: torch.empty(x.shape, dtype=torch.float8_e8m0fnu),
+        lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+        torch._subclasses.fake_tensor.FakeTensorMode().from_tensor,
     )
 
 
@@ -80,13 +85,21 @@ def spoiled_tensor(torch: Any, rng: np.random.Generator, x: Any) -> Any:
         return nonsense(rng)
     ways = ways_of(torch)
     while True:
-        with contextlib.suppress(RuntimeError, IndexError, TypeError, NotImplementedError):
+        with contextlib.suppress(RuntimeError, IndexError, TypeError, NotImplementedError, AssertionError):
             return ways[rng.integers(len(ways))](x)
 
 
 def is_plain(torch: Any, x: Any) -> bool:
     """Whether NumPy can have it: the answer can be compared then."""
-    return isinstance(x, torch.Tensor) and x.layout == torch.strided and x.device.type == "cpu" and not x.is_nested
+    if not isinstance(x, torch.Tensor) or x.layout != torch.strided or x.device.type != "cpu":
+        return False
+    return not (x.is_nested or x._is_zerotensor() or is_shape(torch, x))
+
+
+def is_shape(torch: Any, x: Any) -> bool:
+    """Whether it is a tensor without values."""
+    fake = torch._subclasses.fake_tensor.FakeTensor
+    return isinstance(x, fake) or (isinstance(x, torch.Tensor) and x.device.type == "meta")
 
 
 def values(torch: Any, x: Any) -> Any:
@@ -128,8 +141,8 @@ def test_torch(torch: Any, of_torch: Any, call: BoundCall, count: int) -> None:
 def assert_answers(torch: Any, call: BoundCall, given: Call, before: Call, results: Any, about: str) -> None:
     """Those of the plain function for NumPy's arrays, which takes them, too."""
     plain = {name: str(x).removeprefix("torch.") if isinstance(x, torch.dtype) else x for name, x in before.items()}
-    if any(isinstance(x, torch.Tensor) and x.device.type == "meta" for x in plain.values()):
-        assert all(x is None or x.device.type == "meta" for x in results), about  # an operator tells shapes
+    if any(is_shape(torch, x) for x in plain.values()):
+        assert all(x is None or is_shape(torch, x) for x in results), about  # an operator tells shapes
         return
     assert not any(isinstance(x, torch.Tensor) for x in plain.values()), f"{about}: {plain}"
     wanted = as_tuple(getattr(mla_cupy, call.operation)(**plain))
@@ -141,6 +154,46 @@ def assert_answers(torch: Any, call: BoundCall, given: Call, before: Call, resul
             assert_same(array(torch, got), expected)
     for name in set(call.changed) & set(plain):
         assert_same(array(torch, given[name]), plain[name])
+
+
+# ---- Other libraries' names, with tensors -------------------------------------------------------------------------
+
+
+def compat_calls(torch: Any) -> dict[str, tuple[Any, Call]]:
+    """Functions under the names of other libraries, and good calls of them."""
+    modules = {name: importlib.import_module(f"mla_cupy.compat.{name}") for name in ("megatron", "xtuner", "cudnn_dsa")}
+    q, kv, out = torch.ones(3, 4, 576).bfloat16(), torch.ones(20, 1, 576).bfloat16(), torch.ones(3, 4, 512).bfloat16()
+    lse, indices = torch.ones(3, 4), torch.arange(18, dtype=torch.int32).view(3, 1, 6)
+    starts = torch.tensor([0, 2, 3], dtype=torch.int32)
+    keys, heads = torch.ones(3, 4, 192).half(), torch.ones(3, 4, 128).half()
+    megatron = {"query": q[:, None], "key": kv[:, None], "topk_indices": indices.transpose(0, 1), "softmax_scale": 0.1}
+    xtuner = {"q": q, "kv": kv, "indices": indices, "scaling": 0.1, "value_dim": 512}
+    cudnn = {"q": q, "kv": kv[:, 0], "out": out, "dout": out, "lse": lse, "attn_sink": None, "topk_idxs": indices[:, 0]}
+    varlen = {"q": keys, "k": keys, "v": heads, "cu_seqlens_qo": starts, "cu_seqlens_kv": starts}
+    return {
+        "megatron": (
+            modules["megatron"].run_fused_absorbed_sparse_attention,
+            {**megatron, "v_channels": 512, "topk_length": torch.full((1, 3), 6)},
+        ),
+        "xtuner": (modules["xtuner"].sparse_mla, xtuner),
+        "cudnn": (modules["cudnn_dsa"].sparse_attention_backward_wrapper, {**cudnn, "softmax_scale": 0.1}),
+        "varlen": (flash_mla.flash_attn_varlen_func, {**varlen, "max_seqlen_qo": 2, "max_seqlen_kv": 2}),
+    }
+
+
+@pytest.mark.parametrize("count", numbers(60, 1000))
+@pytest.mark.parametrize("name", ["megatron", "xtuner", "cudnn", "varlen"])
+def test_compat(torch: Any, name: str, count: int) -> None:
+    accepted = 0
+    for seed in range(count):
+        rng = np.random.default_rng([seed, 22])
+        function, given = compat_calls(torch)[name]
+        tensors = [key for key, x in given.items() if isinstance(x, torch.Tensor)]
+        options = [key for key in inspect.signature(function).parameters if key not in (*tensors, "max_seqlen_qo")]
+        given = spoil(rng, given, tensors, options, lambda x: spoiled_tensor(torch, rng, x))  # noqa: B023
+        result = attempt(lambda: function(**given), given, (), f"{name}, seed {seed}")  # noqa: B023
+        accepted += not isinstance(result, Refused)
+    assert 0 < accepted < count
 
 
 # ---- JAX --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -14,7 +15,7 @@ from mla_cupy import DTypeError
 from tests.bindings.cases import Array, BoundCall, prefill
 from tests.bindings.test_jax import both_roads, on_cpu
 from tests.bindings.test_torch import tensors
-from tests.interop.test_torch import array
+from tests.interop.test_torch import array, tensor
 from tests.support.calls import assert_same
 
 pytestmark = [
@@ -162,6 +163,24 @@ def test_torch_empty_state(torch: Any, of_torch: Any) -> None:
     assert_same(array(torch, q.grad), wanted(call, 0.0)["q"])
 
 
+def test_torch_state_alone(torch: Any, of_torch: Any) -> None:
+    """Of rows that see no key the result is the state, whatever its lse: it was noise of rounded values."""
+    q, k, v, state, lse = state_alone()
+    leaves = torch.from_numpy(state).requires_grad_(), torch.from_numpy(lse).requires_grad_()
+    given = (tensor(torch, x) for x in (q, k, v))
+    out, _ = of_torch.mla_prefill(*given, state_out=leaves[0], state_lse=leaves[1])
+    (out.float() * torch.linspace(-1, 1, 128)).sum().backward()
+    assert leaves[0].grad.any()
+    assert not leaves[1].grad.any()
+
+
+def state_alone() -> tuple[Array, ...]:
+    """Queries that come before all keys, and a state in float32."""
+    rng = np.random.default_rng(0)
+    q, k, v = (np.ones(shape, ml_dtypes.bfloat16) for shape in ((3, 2, 192), (0, 2, 192), (0, 2, 128)))
+    return q, k, v, rng.standard_normal((3, 2, 128), np.float32), rng.standard_normal((3, 2), np.float32)
+
+
 # ---- JAX ---------------------------------------------------------------------------------------------------------
 
 
@@ -188,6 +207,18 @@ def test_jax(jax: Any, of_jax: Any, changes: dict[str, Any], exportable: bool) -
     expected = wanted(call)
     for name, gradient in got.items():
         assert_same(np.asarray(gradient), expected[name])
+
+
+def test_jax_state_alone(jax: Any, of_jax: Any) -> None:
+    q, k, v, state, lse = state_alone()
+
+    def loss(state: Any, lse: Any) -> Any:
+        out, _ = of_jax.mla_prefill(q, k, v, state_out=state, state_lse=lse)
+        return (out.astype(np.float32) * np.linspace(-1, 1, 128)).sum()
+
+    of_values, of_lse = jax.grad(loss, (0, 1))(state, lse)
+    assert of_values.any()
+    assert not of_lse.any()
 
 
 def test_jax_chunks(jax: Any, of_jax: Any) -> None:

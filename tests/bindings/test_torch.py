@@ -10,9 +10,25 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, ShapeError
-from tests.bindings.cases import CALLS, Array, BoundCall, append, as_tuple, backward, decode, every_call, forward, merge
+from tests.bindings.cases import (
+    CALLS,
+    Array,
+    BoundCall,
+    append,
+    as_tuple,
+    backward,
+    decode,
+    every_call,
+    forward,
+    merge,
+    mla_prepare,
+    sparse_loss,
+    warmup_loss,
+)
 from tests.interop.test_torch import array, tensor
 from tests.support.calls import assert_same
+from tests.support.loss_cases import LossCase
+from tests.support.sparse_loss_cases import SparseLossCase
 
 pytestmark = pytest.mark.usefixtures("_numpy_backend")
 
@@ -312,6 +328,109 @@ def test_tensors_that_are_not_dense(torch: Any, of_torch: Any) -> None:
             of_torch.sparse_mla_forward(**{**given, "q": nested})
 
 
+def fakes_of(torch: Any) -> dict[str, Any]:
+    """Ways to make a tensor that has no memory, or none that says what it is."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class Wrapper(torch.Tensor):  # type: ignore[misc, name-defined]
+        @staticmethod
+        def __new__(cls, x: Any) -> Any:
+            return torch.Tensor._make_wrapper_subclass(cls, x.shape, dtype=x.dtype)
+
+        @classmethod
+        def __torch_dispatch__(cls, *given: Any) -> Any:
+            raise AssertionError("nothing may be asked of it")
+
+    mode = FakeTensorMode()
+    return {
+        "FakeTensor": mode.from_tensor,
+        "Wrapper": Wrapper,
+        "functional": torch._to_functional_tensor,
+        "zeros": lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype),
+        "negative": torch._neg_view,
+        "meta": lambda x: x.to("meta"),
+        "scales": lambda x: torch.empty(x.shape, dtype=torch.float8_e8m0fnu),
+        "quantised": lambda x: torch.quantize_per_tensor(x.float(), 1.0, 0, torch.quint8),
+    }
+
+
+FAKES = ["FakeTensor", "Wrapper", "functional", "zeros", "negative", "meta", "scales", "quantised"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("kind", FAKES)
+@pytest.mark.parametrize("name", ["q", "kv_cache", "seqlens"])
+def test_tensors_without_values(torch: Any, of_torch: Any, kind: str, name: str) -> None:
+    """The plain functions refuse them, wherever they stand."""
+    call = decode()
+    given = tensors(torch, call)
+    if name == "seqlens" and kind in ("negative", "quantised"):
+        given[name] = given[name].float()
+    given[name] = fakes_of(torch)[kind](given[name])
+    with pytest.raises(DTypeError, match=rf"^{name}(\.dtype)?: got "):
+        mla_cupy.mla_decode(**given)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("kind", [kind for kind in FAKES if kind not in ("Wrapper", "functional")])
+@pytest.mark.parametrize("name", ["q", "kv"])
+def test_operators_refuse_mixtures(torch: Any, of_torch: Any, kind: str, name: str, recorded: bool) -> None:
+    given = tensors(torch, forward())
+    given[name] = fakes_of(torch)[kind](given[name])
+    with torch.set_grad_enabled(recorded), pytest.raises((DTypeError, mla_cupy.DeviceError)):
+        of_torch.sparse_mla_forward(**given)
+
+
+@every_call
+def test_shapes_alone(torch: Any, of_torch: Any, call: BoundCall) -> None:
+    """Of tensors on "meta", and of fake ones without their mode."""
+    wanted = call.eager()[: len(call.outputs)]
+    for kind in ("meta", "FakeTensor"):
+        make = fakes_of(torch)[kind]
+        given = {name: make(x) for name, x in tensors(torch, call).items()}
+        with torch.no_grad():
+            results = as_tuple(getattr(of_torch, call.operation)(**given, **options(torch, call)))
+        for x, expected in zip(results, wanted, strict=True):
+            assert (x is None) == (expected is None)
+            assert x is None or x.shape == expected.shape
+
+
+def test_vmap_over_what_writes(torch: Any, of_torch: Any) -> None:
+    call, appended = merge(), append("v32")
+    given = {name: torch.stack([x, x]) for name, x in tensors(torch, call).items()}
+    out, lse = (torch.stack([tensor(torch, x)] * 2) for x in call.eager())
+    with pytest.raises(DTypeError, match=r"^outs: got a tensor under vmap, .*: merge_states writes to its arguments"):
+        torch.vmap(lambda outs, lses, out, lse: of_torch.merge_states(outs, lses, out=out, lse=lse))(
+            *given.values(), out, lse
+        )
+    others = tensors(torch, appended)
+    latent = torch.stack([others.pop("latent")] * 2)
+    with pytest.raises(DTypeError, match=r"^latent: got a tensor under vmap, .*: cache_append writes to its arguments"):
+        torch.vmap(lambda x: of_torch.cache_append(x, **others, **options(torch, appended)))(latent)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize(
+    ("call", "name", "text"),
+    [
+        (warmup_loss(LossCase()), "out", "there is no v"),
+        (warmup_loss(LossCase(), gradients=False), "d_weights", "gradients is not set"),
+        (sparse_loss(SparseLossCase(), gradients=False), "d_index_q", "gradients is not set"),
+        (mla_prepare(theta=1e4), "rope_out", "return_rope is not set"),
+    ],
+    ids=["out", "d_weights", "d_index_q", "rope_out"],
+)
+def test_results_that_there_are_not(
+    torch: Any, of_torch: Any, call: BoundCall, name: str, text: str, recorded: bool
+) -> None:
+    assert name in call.outputs
+    given = {**tensors(torch, call), **options(torch, call), name: torch.zeros(3)}
+    for module in (mla_cupy, of_torch):
+        with torch.set_grad_enabled(recorded), pytest.raises(ArgumentError, match=f"^{name}: got .*None: {text}"):
+            getattr(module, call.operation)(**given)
+
+
 @pytest.mark.parametrize("name", ["kv", "indices"])
 def test_tensors_of_which_one_has_no_memory(torch: Any, of_torch: Any, name: str) -> None:
     """Of all on "meta" there are shapes; where one is not, what was returned had never been written."""
@@ -333,6 +452,30 @@ def test_plans_that_are_not_pytorchs(torch: Any, of_torch: Any) -> None:
         mla_cupy.PlanError, match=r"plan: got TorchDecodePlan\(max_b=3.*, expected a plan of mla_decode"
     ):
         mla_cupy.mla_decode(**tensors(torch, call), plan=of_torch.plan_decode(**sizes, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "text"),
+    [
+        (("x",), DTypeError, "seqlens: got a str, expected a tensor"),
+        ((None,), DTypeError, "seqlens: got None"),
+        (("lengths", "x"), DTypeError, "cu_seqlens_q: got a str"),
+        (("lengths", None, 1.5), ArgumentError, "total_q: got 1.5"),
+        (("lengths", None, 3), mla_cupy.PlanError, "total_q: got one"),
+    ],
+)
+def test_updates_of_wrong_kinds(torch: Any, of_torch: Any, changes: Any, kind: Any, text: str) -> None:
+    plan = of_torch.plan_decode(max_b=3, s_q=2, h_q=4, max_pages=2, page_size=64, dtype="bfloat16", device="cpu")
+    given = [torch.zeros(3, dtype=torch.int32) if x == "lengths" else x for x in changes]
+    with pytest.raises(kind, match=f"^{text}"):
+        plan.update(*given)
+
+
+@pytest.mark.parametrize("device", ["nope", "meta", "xla", (), 1.5, True, "cuda:-1"], ids=str)
+def test_plans_of_no_place(of_torch: Any, device: Any) -> None:
+    sizes: dict[str, Any] = {"max_b": 3, "s_q": 2, "h_q": 4, "max_pages": 2, "page_size": 64, "dtype": "bfloat16"}
+    with pytest.raises(mla_cupy.DeviceError, match=r"^device: got .*, expected 'cpu'"):
+        of_torch.plan_decode(**sizes, device=device)
 
 
 def test_unknown_options(torch: Any, of_torch: Any) -> None:

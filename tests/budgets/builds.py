@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import functools
 import hashlib
 import importlib.metadata
@@ -35,6 +36,7 @@ UNCHANGED = 6
 CONSUMER = ("sm_89", "sm_120")
 LINES = (12, 13)
 PACKAGES = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}
+SETUP = Path(__file__).resolve().parents[2] / "setup.cfg"
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "budgets.json"
 #: Kernel -> `fingerprint` when all of its builds were made and the golden file written.
 VERIFIED = GOLDEN.with_name("verified.json")
@@ -133,6 +135,14 @@ def library(line: int) -> str:
 def version(line: int) -> str:
     """Such as "12.9.86"."""
     return nvrtc.load(library(line)).exact_version()
+
+
+def pinned(line: int) -> str:
+    """The version that the extra `test` pins, of which the golden file is."""
+    config = configparser.ConfigParser()
+    config.read(SETUP)
+    (pin,) = re.findall(rf"^{PACKAGES[line]}==([\d.]+)$", config["options.extras_require"]["test"], re.MULTILINE)
+    return str(pin)
 
 
 @functools.cache

@@ -5,8 +5,6 @@ A run without long forms makes some of the builds: see `Target.is_made`.
 
 from __future__ import annotations
 
-import configparser
-import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import replace
@@ -19,7 +17,7 @@ from mla_cupy.kernels.attention import mma
 from mla_cupy.runtime import nvrtc, sources
 from mla_cupy.runtime.build import Build, compile_kernel
 from mla_cupy.runtime.device import TARGETS
-from tests.budgets import builds
+from tests.budgets import builds, update
 from tests.budgets.builds import Target
 
 REGISTERS_OF_AN_SM = 65536
@@ -133,15 +131,24 @@ def test_twins_need_the_same_resources(twin: str) -> None:
         assert figures[target.name] == figures[other.name], "then both are to be built in every run"
 
 
+def test_other_versions_write_no_golden_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A set of figures of another NVRTC would replace those of the pinned one."""
+    monkeypatch.setattr(builds, "version", lambda line: "12.8.93" if line == 12 else builds.pinned(line))
+    monkeypatch.setattr(update, "make", lambda *given: pytest.fail("the work has begun"))
+    assert update.main([]) == 1
+    assert "NVRTC of CUDA 12: got 12.8.93, expected 12.9.86; pip install nvidia-cuda-nvrtc-cu12==12.9.86" in (
+        capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize("line", builds.LINES)
 def test_golden_file_is_complete(line: int) -> None:
     """One set of figures a line, of the version that the extra `test` pins, without a kernel that is no more."""
-    config = configparser.ConfigParser()
-    config.read(SETUP)
-    package = builds.PACKAGES[line]
-    pins = re.findall(rf"^{package}==([\d.]+)$", config["options.extras_require"]["test"], re.MULTILINE)
-    assert pins == [version for version in builds.golden() if version.startswith(f"{line}.")]
-    assert builds.golden()[pins[0]].keys() == {target.name for target in builds.TARGETS if target.line == line}
+    pin = builds.pinned(line)
+    assert [pin] == [version for version in builds.golden() if version.startswith(f"{line}.")]
+    assert builds.golden()[pin].keys() == {target.name for target in builds.TARGETS if target.line == line}
 
 
 def test_a_fingerprint_is_of_all_that_a_build_depends_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
-from mla_cupy.errors import KernelCompileError
+from mla_cupy.errors import KernelCompileError, explain
 from tests.budgets import builds
 from tests.budgets.builds import Target
 
@@ -30,6 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = [line for line in builds.LINES if not builds.library(line)]
     if missing:
         print(f"no NVRTC wheel of CUDA {missing}: pip install -e '.[test]'", file=sys.stderr)
+        return 1
+    others = [line for line in builds.LINES if builds.version(line) != builds.pinned(line)]
+    for line in others:
+        got, pin = builds.version(line), builds.pinned(line)
+        remedy = f"pip install {builds.PACKAGES[line]}=={pin}"
+        print(explain(f"NVRTC of CUDA {line}", got, pin, remedy), file=sys.stderr)
+    if others:
         return 1
     changed = {name for name in builds.KERNELS if builds.fingerprint(name) != builds.verified().get(name)}
 

@@ -113,10 +113,10 @@ CALLS: tuple[tuple[str, Call], ...] = (
     ("key: got None", lambda c, s: c.allocate([1], key=None)),  # type: ignore[arg-type]
     ("tokens: got 9223372036854775808, .* at most 2", lambda c, s: c.allocate([2**63])),
     ("tokens: got 18446744073709551615", lambda c, s: c.commit(s, np.array([1, 2**64 - 1], np.uint64))),
-    ("tokens: got object", lambda c, s: c.allocate([2**64])),
-    ("tokens: got float64", lambda c, s: c.allocate([1.0])),
+    (r"tokens: got \[18446744073709551616\]", lambda c, s: c.allocate([2**64])),
+    (r"tokens: got \[1.0\]", lambda c, s: c.allocate([1.0])),
     ("tokens: got a list, .* read on the host", lambda c, s: c.allocate([[1], [2, 3]])),
-    ("tokens: got bool", lambda c, s: c.allocate([True])),
+    (r"tokens: got \[True\]", lambda c, s: c.allocate([True])),
     ("counts: got 9223372036854775807 in all", lambda c, s: c.extend([s, *c.fork(s)], [2**63 - 1, 2**63 - 1])),
     ("counts: got 9223372036854775808", lambda c, s: c.extend([s], [2**63])),
     ("counts", lambda c, s: c.extend([], 2**70)),

@@ -47,7 +47,7 @@ class Handed:
 
 def whole(x: Any) -> int:
     """A number, as Python's."""
-    if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
+    if isinstance(x, (bool, np.timedelta64)) or not isinstance(x, (int, np.integer)):
         raise NonsenseError
     return int(x)
 
@@ -291,13 +291,13 @@ class Session:
 
     def layer(self) -> tuple[Call, Any]:
         def meaning(given: Call) -> Any:
-            index = in_range(whole(given["index"]), 0, self.ledger.sizes.num_layers - 1)
+            index = in_range(whole(given["layer"]), 0, self.ledger.sizes.num_layers - 1)
             if not isinstance(given["pool"], str) or given["pool"] not in POOLS:
                 raise NonsenseError
             pool = self.cache.layer(index, given["pool"])
             return lambda: np.testing.assert_array_equal(self.cache.layer(**given), pool)
 
-        return self.spoil({"index": self.rng.randrange(self.ledger.sizes.num_layers), "pool": "kv"}, meaning)
+        return self.spoil({"layer": self.rng.randrange(self.ledger.sizes.num_layers), "pool": "kv"}, meaning)
 
     def append(self) -> tuple[Call, Any]:
         return self._writing("latent", "kv", np.float16, 512)
@@ -381,10 +381,9 @@ NAMES = (
         "key",
         "lengths",
         "count",
-        "index",
+        "layer",
         "pool",
         "step",
-        "layer",
         "device",
     ),
     *("latent", "k", *OPTIONS["latent"], *OPTIONS["k"], "pools", "pages", "cache"),

@@ -263,6 +263,7 @@ def test_info(registry: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert cli.main(["info", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["versions"]["mla_cupy"] == __version__
+    assert facts["versions"].keys() >= {"torch", "triton", "jax", "vllm", "sglang"}
     assert len(facts["nvrtc"]["version"].split(".")) == 3
     assert Path(facts["nvrtc"]["path"]).is_file()
     assert facts["cache"]["directory"] == str(registry / "cache" / cache.LAYOUT)

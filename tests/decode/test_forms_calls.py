@@ -129,9 +129,9 @@ TURNED = {
             "needs q to start at, and step by, multiples of 16 bytes",
         ),
         (
-            {"kv_cache": np.zeros((3, 8, 576), np.uint8), "math": "fp8", "window": 4},
+            {"window": 4, "kv_cache": np.ones((3, 8, 577), np.float16)[..., :576], "kernel": SMALL},
             UnsupportedDeviceError,
-            "decode_sm90_fp8 takes no window",
+            "multiples of 16 bytes",
         ),
     ],
 )
@@ -139,6 +139,45 @@ def test_mistakes(changes: dict[str, Any], error: type[Exception], match: str, r
     with pytest.raises(error, match=match):
         mla_cupy.mla_decode(**_call(**changes))
     assert recorder.launches == []
+
+
+NARROW = {"q": np.ones((2, 1, 4, 320), np.float16), "kv_cache": np.ones((3, 8, 320), np.float16), "d_v": 256}
+CODES = {"kv_cache": np.zeros((3, 8, 576), np.uint8), "math": "fp8"}
+WIDE = {"q": np.ones((2, 1, 64, 576), np.float16), **CODES, "math": "fp8x2"}
+#: Calls that no GPU has a kernel for, what the error says, and a plan for such calls.
+UNSERVED = (
+    ({**NARROW, "window": 3}, "window: got one, expected None with d_qk=320", {"d_qk": 320, "window": 3}),
+    (
+        {**NARROW, **PACKED, "q": np.ones((5, 4, 320), np.float16)},
+        "cu_seqlens_q: got one, expected None with d_qk=320",
+        {"d_qk": 320, "cu_seqlens_q": True},
+    ),
+    ({**CODES, "window": 4}, "window: got one, expected None with math='fp8'", {"math": "fp8", "window": 4}),
+    ({**CODES, "q": LATENT, "q_rope": ROPE}, "q_rope: got one, expected None", {"math": "fp8", "q_rope": True}),
+    ({**CODES, **PACKED}, "cu_seqlens_q: got one, expected None", {"math": "fp8", "cu_seqlens_q": True}),
+    ({**WIDE, "window": 4}, "window: got one, expected None with math='fp8x2'", {"math": "fp8x2", "window": 4}),
+    (
+        {**WIDE, "tree_mask": np.ones((2, 1), np.uint64)},
+        "tree_mask: got one, expected None with math='fp8x2'",
+        {"math": "fp8x2", "h_q": 64, "tree_mask": True},
+    ),
+    ({**CODES, "math": "fp8x2"}, "q: got 4 query rows .*, expected at least 17 with", {"math": "fp8x2"}),
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match", "planned"), UNSERVED, ids=lambda value: value if type(value) is str else ""
+)
+def test_the_oracle_refuses_what_no_gpu_serves(
+    changes: dict[str, Any], match: str, planned: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    with pytest.raises(ArgumentError, match=match):
+        mla_cupy.mla_decode(**_call(**changes))
+    shape = {"max_b": 2, "s_q": 1, "h_q": 4, "max_pages": 2, "page_size": 8, "dtype": "float16"}
+    record = {"record": "fp8"} if "math" in planned else {}
+    with pytest.raises(ArgumentError, match=match):
+        mla_cupy.plan_decode(**{**shape, **record, **planned})
 
 
 def test_values_are_checked_on_request(recorder: Recorder) -> None:

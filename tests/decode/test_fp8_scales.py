@@ -149,11 +149,28 @@ def test_refusals(wrong: str, recorder: Recorder) -> None:
     assert recorder.launches == []
 
 
+@pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
+@pytest.mark.parametrize(("name", "shape", "place"), [("q_scales", (2, 3, 5), (1, 2, 4)), ("kv_scales", (1,), (0,))])
+def test_scales_are_above_zero(
+    name: str, shape: tuple[int, ...], place: tuple[int, ...], bad: float, recorder: Recorder
+) -> None:
+    inputs, scales = make(CODED[1]), np.ones(shape, np.float32)
+    np.clip(inputs.block_table, 0, len(inputs.kv_cache) - 1, out=inputs.block_table)
+    options = {**CODED[1].options, "check": True} | ({"kv_scale": 1.0} if name == "kv_scales" else {})
+    mla_cupy.mla_decode(*inputs.arguments, **options, **{name: scales})
+    launches = len(recorder.launches)
+    scales[place] = bad
+    where = ", ".join(map(str, place))
+    with pytest.raises(ArgumentError, match=rf"{name}\[{where}\]: got {bad}, expected a finite number, above 0"):
+        mla_cupy.mla_decode(*inputs.arguments, **options, **{name: scales})
+    assert len(recorder.launches) == launches
+
+
 # ---- Planted bugs ----------------------------------------------------------------------------------------------
 
 MUTANTS = (
-    Mutant("the scale of the first head", SCALES, "(kv_head * group + row % group)", "(kv_head * group)"),
-    Mutant("the scale of the first query", SCALES, "row / group * p.q_scales_stride_s_elems", "0"),
+    Mutant("the scale of the first head", SCALES, "row % p.h_q * p.q_scales_stride_h_elems", "0"),
+    Mutant("the scale of the first query", SCALES, "row / p.h_q * p.q_scales_stride_s_elems", "0"),
     Mutant("the scale of the first request", SCALES, "request * p.q_scales_stride_b_elems", "0"),
     Mutant(
         "scores without the cache's scale",

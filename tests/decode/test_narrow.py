@@ -177,7 +177,7 @@ BAD: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
     ("w_uv", lambda: call(w_uv=np.zeros((4, 64, 512), ml_dtypes.bfloat16)), ArgumentError, "w_uv.*d_v=256"),
     ("q_rope", lambda: call(q_rope=np.zeros((2, 1, 4, 64), ml_dtypes.bfloat16)), ShapeError, "512 with q_rope"),
     ("out", lambda: call(out=np.zeros((2, 1, 4, 512), ml_dtypes.bfloat16)), ShapeError, "out.shape.*256"),
-    ("window", lambda: call(window=3), UnsupportedDeviceError, "takes no window"),
+    ("window", lambda: call(window=3), ArgumentError, "window: got one, expected None with d_qk=320"),
     ("FP8", lambda: call(kv_cache=np.zeros((4, 8, 656), np.uint8)), ShapeError, "576 for v32"),
 )  # fmt: skip
 
@@ -200,8 +200,6 @@ def test_other_kernels_say_why_not(kernel: str, recorder: Recorder) -> None:
     ("kernel", "changes", "match"),
     [
         (SM90, {"tree_mask": np.ones((2, 1), np.uint64)}, "takes no tree_mask"),
-        (SM90, {"attn_sink": np.ones(4, np.float32), "window": 3}, "takes no window"),
-        (MMA, {"window": 3}, "takes no window"),
         (MMA, {"kernel": "other width"}, "takes no values of 512 columns"),
         (SM90, {"kernel": "other width"}, "takes no values of 512 columns"),
     ],

@@ -228,7 +228,7 @@ def test_keys_of_score_minus_infinity_have_no_weight(rounding: str | None) -> No
 
 
 def test_bad_arguments() -> None:
-    with pytest.raises(ShapeError, match="kv_cache.shape: .*(num_pages, 1, page_size, width)"):
+    with pytest.raises(ShapeError, match=r"kv_cache.shape: .*\(num_pages, 1, page_size, width\)"):
         mla_decode(gaussian(1, 1, 3, 8), gaussian(1, 4, 2, 8), np.zeros((1, 1), int), np.ones(1, int), d_v=4)
     with pytest.raises(ArgumentError, match="lse_base"):
         dense(gaussian(3, 8), gaussian(1, 1, 8), d_v=4, lse_base="10")

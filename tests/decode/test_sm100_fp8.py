@@ -234,7 +234,7 @@ MUTANTS = (
     ),
     Mutant("sums not rescaled", CODES, "heads.sum.value[k] *= scale.value[k], ", ""),
     Mutant("rounded sums not rescaled", CODES, "math.codes.rounded_sum.value[k] *= scale.value[k];", ""),
-    Mutant("a maximum that is not followed", CODES, "kCodeLazyMaxLog2 ? tile", "64.f ? tile"),
+    Mutant("a maximum that is not followed", CODES, "max.value[k], kCodeLazyMaxLog2)", "max.value[k], 64.f)"),
     Mutant("bytes of other lanes", CODES, "odd ? 0x3715 : 0x6240", "odd ? 0x6240 : 0x3715"),
     Mutant("words not exchanged", CODES, "upper ? 0x3276 : 0x5410", "0x3210"),
     Mutant("tokens of the other half", CODES, "of_four / 2 * 8 + lane / 16 * 4", "of_four / 2 * 4 + lane / 16 * 8"),

@@ -228,6 +228,41 @@ def test_kernels_in_all_modes(case: DecodeCase, kernel: str, mode: tuple[str, in
         check(run(inputs, kernel, sm_count, mode), inputs.exact, inputs.rounded, case.dtype)
 
 
+#: Rows and records, of a shard too, with what else a call may have beside a mask.
+BESIDE = (
+    (replace(CASES[1], h_q=2), "q_rope"),
+    (replace(CASES[3], h_q=1), "q_rope"),
+    (replace(CASES[0], h_q=1, d_qk=512), "out_cos"),
+    (replace(RECORD_CASES[1], h_q=2), "q_rope"),
+    (replace(RECORD_CASES[0], h_q=1, record="v4", d_qk=512), "out_cos"),
+)
+
+
+def beside(case: DecodeCase, form: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments and options of a call with a mask and another optional input."""
+    inputs = tree_inputs(case)
+    q, *rest = inputs.base.arguments
+    options = {**case.options, "tree_mask": inputs.masks, "out_dtype": "float32"}
+    if form == "q_rope":
+        return (q[..., :512], *rest), {**options, "q_rope": q[..., 512:]}
+    rng = np.random.default_rng(case.seed)
+    cos, sin = rng.standard_normal((2, 9, 32)).astype(np.float32)
+    positions = rng.integers(0, 9, (case.b, case.s_q)).astype(np.int32)
+    return (q, *rest), {**options, "out_cos": cos, "out_sin": sin, "out_positions": positions}
+
+
+@pytest.mark.parametrize(("case", "form"), BESIDE, ids=lambda value: getattr(value, "id", value))
+@pytest.mark.parametrize("cc", [(8, 0), (9, 0)], ids=str)
+def test_queries_in_two_arrays_and_turned_results(case: DecodeCase, form: str, cc: tuple[int, int]) -> None:
+    arguments, options = beside(case, form)
+    exact = mla_cupy.mla_decode(*arguments, **options)  # the oracle: there is no GPU
+    with simulated(3, cc) as target:
+        got = mla_cupy.mla_decode(*arguments, **options)
+    assert target.launched[1] == ("mla_decode_generic_records" if case.record else "mla_attention_generic_forms")
+    np.testing.assert_allclose(got[0], exact[0], atol=2e-5, rtol=2e-5)
+    np.testing.assert_allclose(got[1], exact[1], atol=2e-5)
+
+
 @pytest.mark.settled
 @pytest.mark.parametrize("kernel", [SEESAW, SMALL, BLACKWELL])
 def test_what_a_row_does_not_see_does_not_reach_it(kernel: str) -> None:
@@ -261,7 +296,7 @@ MUTANTS = (
     Mutant("bits of no draft", MASK, " &\n                     ~0ull >> (kWordBits - p.s_q);", ";"),
     Mutant("a tile's first bits", MASK, "seen << shift | ((1ull << shift) - 1)", "seen << shift"),
     Mutant("drafts of the tile before", MASK, "seen >> -shift", "seen"),
-    Mutant("another query's word", MASK, "row / (p.h_q / p.h_kv)", "row"),
+    Mutant("another query's word", MASK, "row / p.h_q", "row"),
     Mutant("the first sequence's words", MASK, "item.request * p.tree_stride_b_elems", "0"),
     Mutant("the last draft of another rank", MASK, "p.s_q - 1 - item.behind_last", "p.s_q - 1"),
     Mutant("causal tiles only", "attention/row_block.cuh", "kTree ? p.s_q : hidden_from", "hidden_from"),

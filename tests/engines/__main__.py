@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mla_cupy.terminal import show, table
+from mla_cupy.terminal import Help, show, table
 from tests.engines import packages, records
 from tests.engines.compare import compare
 from tests.engines.versions import DATE, VERSIONS, pinned
@@ -35,9 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.engines", epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.engines", epilog=_EPILOG, formatter_class=Help)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     said = {
         "fetch": (_fetch, "download versions of the engines and keep their Python files"),

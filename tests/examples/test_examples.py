@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import resource
 import runpy
 import subprocess
 import sys
@@ -285,6 +286,27 @@ def test_a_wrong_gradient_is_said(library: str, tmp_path: Path) -> None:
 def test_every_example_is_in_its_readme() -> None:
     listed = re.findall(r"^\| \[(\w+\.py)\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+TIMED = re.findall(r"^\| \[(\w+\.py)\].* (\d+) s \|$", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+MOST_SECONDS = 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "seconds"), [each for each in TIMED if each[0] != "context_parallel.py"])
+def test_defaults_fit_the_cpu(name: str, seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By processor time, which other work on the machine does not add to."""
+    library = name.partition("_")[0]
+    if library in ("torch", "jax"):
+        needs(library)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run(name)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    took = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert took < 2 * MOST_SECONDS
+    assert int(seconds) <= MOST_SECONDS
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))

@@ -23,7 +23,7 @@ def values(subject: Subject, rng: random.Random, limits: dict[str, int]) -> Valu
     for size in subject.free_sizes:
         most = limits.get(size.name, _SMALL[-1])
         drawn[size.name] = max(size.low, min(most, rng.choice(_SMALL)))
-    drawn |= _fitting(drawn, rng) if rng.random() < 0.9 else {}
+    drawn |= _fitting(subject, drawn, rng) if rng.random() < 0.9 else {}
     for option in subject.free_options:
         drawn[option.name] = _option(option.name, subject, rng, drawn)
     call = Call(subject, drawn)
@@ -37,13 +37,15 @@ def values(subject: Subject, rng: random.Random, limits: dict[str, int]) -> Valu
     return drawn
 
 
-def _fitting(drawn: Values, rng: random.Random) -> Values:
+def _fitting(subject: Subject, drawn: Values, rng: random.Random) -> Values:
     """Sizes that fit others, which few random ones would."""
     found: Values = {}
     if "ends" in drawn:  # of the top-k: as many as rows, or one for several
         found["ends"] = drawn["s_q"] if rng.random() < 0.5 else max(1, drawn["s_q"] // 4)
     if "tables" in drawn:
         found["tables"] = drawn["s_q"] if rng.random() < 0.5 else 1
+    if "extra_width" in drawn:
+        found |= {"extra_width": subject.sizes["width"], "extra_page_size": max(1, drawn["extra_page_size"])}
     if "rope_pairs" in drawn:
         found["rope_pairs"] = rng.choice((0, 16, 32, 32, 64))
     if "mask_bytes" in drawn:
@@ -57,6 +59,7 @@ def _option(name: str, subject: Subject, rng: random.Random, drawn: Values) -> A
     choices: dict[str, Callable[[], Any]] = {
         "scale": lambda: math.exp(rng.uniform(-9, 4)),
         "causal": lambda: 1 if "tree_mask" in subject.dtypes or windowed else rng.randrange(2),
+        "relative": lambda: rng.randrange(2),
         "cp_world": lambda: rng.choice((1, 1, 2, 8, 65536)) if not grouped or rng.random() < 0.05 else 1,
         "cp_rank": lambda: rng.randrange(drawn["cp_world"]),
         "kv_scale": lambda: math.exp(rng.uniform(-5, 5)) if subject.notes.get("record") == "fp8" else 1.0,

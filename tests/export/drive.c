@@ -1,89 +1,102 @@
-// Drives a module of dense decode against the stub driver: random arguments, sensible and not, for the sanitizers.
+// Calls an exported module against the stub driver with the argument structs of a file, for the sanitizers.
 //
-//     drive ENTRY PARAMETERS SIZE ...      the kernels' entries and the bytes of their parameters
-#include <mla_decode.h>
+//     drive FILE ENTRY PARAMETERS SIZE ...      the kernels' entries and the bytes of their parameters
+//
+// Compiled with -DMODULE=mla_decode and -DHEADER="<mla_decode.h>"; with -DPLANNED where the module has plans.
+#include HEADER
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
+
+#define PASTED(module, name) module##_##name
+#define NAMED(module, name) PASTED(module, name)
+#define OF(name) NAMED(MODULE, name)
+
+typedef OF(args) Args;
+typedef OF(module) Module;
+
+enum { kModules = 2, kLogBytes = 1 << 16 };
 
 void stub_device(int major, int minor, int sms, int shared, int l2, size_t memory);
 void stub_entry(const char* name, int count, const int* sizes);
 size_t stub_log(void* out, size_t room);
 
-static uint64_t state = 34;
+static int64_t launched, planned, refused;
 
-static int64_t draw(int64_t below) {
-    state = state * 6364136223846793005u + 1442695040888963407u;
-    return (int64_t)((state >> 33) % (uint64_t)below);
+static void fail(void) {
+    puts(OF(why)());
+    exit(1);
 }
 
-// A number that is sensible, or an end of 64 bits, or any.
-static int64_t number(int64_t sensible) {
-    static const int64_t ends[] = {0, -1, INT64_MAX, INT64_MIN, 1LL << 48, 1LL << 40, 2147483647, 2147483648LL};
-    switch (draw(24)) {
-        case 0:
-            return ends[draw(8)];
-        case 1:
-            return (int64_t)(state ^ (state << 31));
-        default:
-            return sensible;
+// True if something has been launched since the last call.
+static int has_launched(void) {
+    static unsigned char log[kLogBytes];
+    return stub_log(log, sizeof log) > 0;
+}
+
+#ifdef PLANNED
+static void call_with_a_plan(const Module* module, const Args* args, int spare) {
+    OF(plan) plan;
+    OF(plan_defaults)(&plan);
+    plan.max_b = (int64_t)((uint64_t)args->b + (uint64_t)spare);
+    plan.max_pages = args->max_pages;
+    plan.cp_world = args->cp_world;
+    plan.cp_rank = args->cp_rank;
+    plan.workspace = args->workspace;
+    plan.workspace_bytes = args->workspace_bytes;
+    OF(lengths) lengths = {sizeof lengths, args->b, args->seqlens, {1}};
+    size_t bytes = 0;
+    OF(plan_workspace)(module, &plan, &bytes);
+    if (OF(plan_make)(module, &plan) != 0 || OF(plan_update)(module, &plan, &lengths, NULL) != 0) return;
+    has_launched();
+    if (OF(call_planned)(module, args, &plan, NULL) > 0) fail();
+    planned += has_launched();
+}
+#endif
+
+static void call(const Module* module, Args* args, int spare) {
+    size_t bytes = 0;
+    int status = OF(call)(module, args, NULL);
+    if (status > 0 || (status == 0) != (OF(check)(module, args) == 0)) fail();
+    launched += has_launched();
+    refused += status < 0;
+    OF(workspace)(module, args, &bytes);
+#ifdef PLANNED
+    call_with_a_plan(module, args, spare);
+#else
+    (void)spare;
+#endif
+    OF(contiguous)(args);
+}
+
+static void open_modules(Module** modules) {
+    static const int sms[kModules] = {132, 2};
+    for (int i = 0; i < kModules; i++) {
+        stub_device(9, 0, sms[i], 227 << 10, 50 << 20, (size_t)1 << 36);
+        if (OF(open)(&modules[i]) != 0) fail();
     }
 }
 
-static void arguments(mla_decode_args* args) {
-    mla_decode_defaults(args);
-    args->b = draw(300);
-    args->num_pages = draw(5000);
-    args->max_pages = draw(3000);
-    mla_decode_contiguous(args);
-    args->b = number(args->b);
-    args->num_pages = number(args->num_pages);
-    args->max_pages = number(args->max_pages);
-    args->q = (const uint16_t*)(uintptr_t)number(1LL << 44);
-    args->kv_cache = (const uint16_t*)(uintptr_t)number(2LL << 44);
-    args->block_table = (const int32_t*)(uintptr_t)number(3LL << 44);
-    args->seqlens = (const int32_t*)(uintptr_t)number(4LL << 44);
-    args->out = (uint16_t*)(uintptr_t)number(5LL << 44);
-    args->lse = (float*)(uintptr_t)number(6LL << 44);
-    for (int i = 0; i < 3; i++) args->q_strides[i] = number(args->q_strides[i]);
-    for (int i = 0; i < 2; i++) args->kv_cache_strides[i] = number(args->kv_cache_strides[i]);
-    for (int i = 0; i < 3; i++) args->out_strides[i] = number(args->out_strides[i]);
-    args->causal = (int32_t)number(1);
-    args->workspace = (void*)(uintptr_t)number(7LL << 44);
-    args->workspace_bytes = (size_t)number(1LL << 40);
-}
-
 int main(int count, char** words) {
-    int64_t launched = 0, refused = 0;
-    for (int at = 1; at < count;) {
-        int sizes[4], parameters = atoi(words[at + 1]);
+    for (int at = 2; at < count;) {
+        int sizes[8], parameters = atoi(words[at + 1]);
         for (int i = 0; i < parameters; i++) sizes[i] = atoi(words[at + 2 + i]);
         stub_entry(words[at], parameters, sizes);
         at += 2 + parameters;
     }
-    stub_device(9, 0, 132, 227 << 10, 50 << 20, (size_t)1 << 36);
-    mla_decode_module* module = NULL;
-    if (mla_decode_open(&module) != 0) return puts(mla_decode_why()), 1;
-    for (int i = 0; i < 20000; i++) {
-        unsigned char log[1 << 14];
-        mla_decode_args args;
-        arguments(&args);
-        mla_decode_plan plan;
-        mla_decode_plan_defaults(&plan);
-        plan.max_b = number(1 + draw(300));
-        plan.max_pages = number(args.max_pages);
-        plan.workspace = args.workspace;
-        plan.workspace_bytes = args.workspace_bytes;
-        mla_decode_lengths lengths = {sizeof lengths, args.b, args.seqlens, {1}};
-        int status = mla_decode_call(module, &args, NULL);
-        if (mla_decode_plan_make(module, &plan) == 0) mla_decode_plan_update(module, &plan, &lengths, NULL);
-        int planned = mla_decode_call_planned(module, &args, &plan, NULL);
-        size_t bytes = 0;
-        mla_decode_workspace(module, &args, &bytes);
-        if (status > 0 || planned > 0) return puts(mla_decode_why()), 1;
-        launched += stub_log(log, sizeof log) > 0;
-        refused += status < 0;
+    Module* modules[kModules] = {NULL};
+    open_modules(modules);
+    FILE* file = fopen(words[1], "rb");
+    Args read;
+    for (int i = 0; file != NULL && fread(&read, sizeof read, 1, file) == 1; i++) {
+        Args* args = malloc(sizeof *args);  // of its own, so that what lies beyond it is not ours
+        if (args == NULL) abort();
+        memcpy(args, &read, sizeof read);
+        call(modules[i % 5 == 0], args, i % 3);
+        free(args);
     }
-    mla_decode_close(module);
-    printf("launched %lld refused %lld\n", (long long)launched, (long long)refused);
+    if (file != NULL) fclose(file);
+    for (int i = 0; i < kModules; i++) OF(close)(modules[i]);
+    printf("launched %lld planned %lld refused %lld\n", (long long)launched, (long long)planned, (long long)refused);
     return 0;
 }

@@ -22,7 +22,7 @@ from tests.export import package
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STUB = Path(__file__).with_name("stub.c")
-FLAGS = ("-Wall", "-Wextra", "-Werror")
+FLAGS = ("-Wall", "-Wextra", "-Werror", "-pedantic")
 _LOG_BYTES = 1 << 20
 _C_TYPES = {"size": ctypes.c_int64, "integer": ctypes.c_int32, "real": ctypes.c_double, "plan": ctypes.c_int64}
 
@@ -81,8 +81,8 @@ class Library:
         for entry, sizes in self.parameters.items():
             self.stub.stub_entry(entry.encode(), len(sizes), (ctypes.c_int * len(sizes))(*sizes))
         self._log = ctypes.create_string_buffer(_LOG_BYTES)
-        self.Args = _struct([*module.subject.arguments()])
-        self.Plan = _struct(list(PLAN_ARGUMENTS[:-1]), last=PLAN_ARGUMENTS[-1])
+        self.Args = struct_of([*module.subject.arguments()])
+        self.Plan = struct_of(list(PLAN_ARGUMENTS[:-1]), last=PLAN_ARGUMENTS[-1])
         self.Lengths = _lengths()
 
     def function(self, name: str) -> Any:
@@ -134,8 +134,8 @@ class RealLibrary:
         path = compiled(folder / "module.so", sources, "-shared", "-fPIC", "-O2", "-ldl")
         self._library = ctypes.CDLL(str(path))
         self._name = sources[0].stem
-        self.Args = _struct([*subject.arguments()])
-        self.Plan = _struct(list(PLAN_ARGUMENTS[:-1]), last=PLAN_ARGUMENTS[-1])
+        self.Args = struct_of([*subject.arguments()])
+        self.Plan = struct_of(list(PLAN_ARGUMENTS[:-1]), last=PLAN_ARGUMENTS[-1])
         self.Lengths = _lengths()
 
     def function(self, name: str) -> Any:
@@ -161,7 +161,7 @@ class RealLibrary:
         return str(self.function("why")().decode())
 
 
-def _struct(arguments: Sequence[Argument], last: Argument | None = None) -> type[ctypes.Structure]:
+def struct_of(arguments: Sequence[Argument], last: Argument | None = None) -> type[ctypes.Structure]:
     """A struct of the interface: its own size, the arguments, the workspace."""
     fields: list[tuple[str, Any]] = [("struct_bytes", ctypes.c_size_t)]
     for argument in arguments:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
 from mla_cupy import cli
+from mla_cupy.export import command
 from mla_cupy.export.operations import OPERATIONS
+from tests.export import modules
 
 DECODE = ("--op", "decode", "--h-q", "16", "--page-size", "64")
 WRONG = {
@@ -53,6 +56,54 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixt
     arguments = ["--op", "merge_states", "--h-q", "16", "--arch", "sm_90a", "--out", str(tmp_path / "file")]
     assert cli.main(["export", *arguments]) == 1
     assert "expected a directory with room that you can write" in capsys.readouterr().err
+
+
+MERGE = modules.merge()
+FILES = ("mla_merge_states.h", "mla_merge_states.c", "mla_merge_states_images.c", "mla_merge_states.json")
+
+
+def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "out"
+    elsewhere.write_text("mine")
+    folder.mkdir()
+    (folder / FILES[0]).symlink_to(elsewhere)
+    command.write(MERGE, folder)
+    assert elsewhere.read_text() == "mine"
+    assert not (folder / FILES[0]).is_symlink()
+    assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_all_files_are_written_or_none(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(IsADirectoryError):
+        command.write(MERGE, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_full_disk_leaves_the_files_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths, write = command.write(MERGE, tmp_path), Path.write_text
+
+    def failing(path: Path, text: str) -> int:
+        if path.name.startswith(f".{FILES[1]}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, "new")
+
+    before = [path.read_bytes() for path in paths]
+    monkeypatch.setattr(Path, "write_text", failing)
+    with pytest.raises(OSError, match="No space"):
+        command.write(MERGE, tmp_path)
+    assert [path.read_bytes() for path in paths] == before
+    assert len([*tmp_path.iterdir()]) == len(FILES)
+
+
+@pytest.mark.parametrize("arguments", [("compile",), ("export", *DECODE), ("selftest", "--json"), ("demo", "--html")])
+def test_an_empty_path_is_no_path(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    option = () if arguments[-1].startswith("--") else ("--out",)
+    with pytest.raises(SystemExit) as error:
+        cli.main([*arguments, *option, ""])
+    assert error.value.code == 2
+    assert "got '', expected a path; name a file or directory" in capsys.readouterr().err
 
 
 def test_the_guide_has_every_operation() -> None:

@@ -162,20 +162,3 @@ def test_declarations_are_those_of_cuda(tmp_path: Path) -> None:
     source.write_text(wrong)
     with pytest.raises(subprocess.CalledProcessError):
         compiled(source.with_suffix(".o"), [source], "-c", "-DMLA_CUDA_H", "-isystem", str(headers[0]))
-
-
-def test_clean_under_asan(made: Module, tmp_path: Path) -> None:
-    """Calls, plans and refusals in a program of their own, with the sanitizers of addresses and undefined behaviour."""
-    command.write(made, tmp_path)
-    driver = compiled(tmp_path / "libstub.so", [Path(__file__).with_name("stub.c")], "-shared", "-fPIC")
-    sources = [Path(__file__).with_name("drive.c"), tmp_path / "mla_decode.c", tmp_path / "mla_decode_images.c"]
-    options = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{tmp_path}")
-    library = (f'-DMLA_CUDA_LIBRARY="{driver}"', str(driver), "-ldl")
-    program = compiled(tmp_path / "drive", sources, *options, *library)
-    entries = [
-        word for entry, sizes in package.parameters(made).items() for word in (entry, *map(str, [len(sizes), *sizes]))
-    ]
-    done = subprocess.run([program, *entries], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-    assert done.stdout.startswith("launched ")
-    assert int(done.stdout.split()[1]) > 1000

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.generate import LISTS, MADE_OF_RECORDS
-from tests.generate.files import outdated, write
+from tests.generate.files import RuffError, outdated, write
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,7 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     check = parser.parse_args(argv).check
     clean = True
     for makers in (LISTS, MADE_OF_RECORDS):
-        found = outdated(ROOT, makers)
+        try:
+            found = outdated(ROOT, makers)
+        except RuffError as error:
+            print(error, file=sys.stderr)
+            return 2
         clean = clean and not found
         for path in found:
             print(f"{'out of date' if check else 'written'}: {path.relative_to(ROOT)}")

@@ -10,6 +10,8 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from mla_cupy.errors import explain
+
 Texts = dict[Path, str]
 """Path -> what the file should hold."""
 
@@ -17,6 +19,10 @@ BEGIN = "# ---- Written by `python -m tests.generate`: "
 FIRST_PARTY = ("--config", 'lint.isort.known-first-party = ["mla_cupy"]')
 """Ruff sees by the folders which imports are the package's own: those are not all in a copy of a few files."""
 END = "# ---- End of what is written\n"
+
+
+class RuffError(Exception):
+    """Ruff is missing, or cannot read what was written."""
 
 
 def with_block(text: str, name: str, block: str, indent: str = "") -> str:
@@ -45,8 +51,10 @@ def formatted(texts: Texts, root: Path) -> Texts:
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_text(python[path])
         for command in (["check", "--select", "I,RUF022", "--fix", *FIRST_PARTY], ["format"]):
-            done = [sys.executable, "-m", "ruff", *command, "--quiet", "--no-cache", "."]
-            subprocess.run(done, cwd=folder, capture_output=True, text=True, check=True)
+            whole = [sys.executable, "-m", "ruff", *command, "--quiet", "--no-cache", "."]
+            done = subprocess.run(whole, cwd=folder, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RuffError(explain("ruff", done.stderr.strip(), "success", "pip install -e '.[test]'"))
         return texts | {path: copy.read_text() for path, copy in copies.items()}
 
 

@@ -131,9 +131,8 @@ def _function(one: Bound) -> str:
 
 def _body(one: Bound) -> str:
     takes = one.parameters
-    first = one.inputs[0]
     lines = [f"arrays = {tuple_of([*one.inputs, *one.outputs])}", f"options = {tuple_of(one.options)}"]
-    plain = [f"is_plain_call({first})", *_agreement(one)]
+    plain = ["is_plain_call(arrays)", *_agreement(one)]
     if one.operation.derivative != "none":
         plain.insert(1, "not torch.is_grad_enabled()")
     others = ["workspace"] if "workspace" in takes else []

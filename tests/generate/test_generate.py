@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.generate import LISTS, MADE_OF_RECORDS
-from tests.generate.__main__ import ROOT
+from tests.generate.__main__ import ROOT, main
 from tests.generate.files import outdated, with_block
 
 READ = ("mla_cupy", "cuda_src", "bench", "ptxsim/ptxsim", "docs/reference", "setup.cfg", "ruff.toml")
@@ -17,6 +17,16 @@ READ = ("mla_cupy", "cuda_src", "bench", "ptxsim/ptxsim", "docs/reference", "set
 def test_nothing_is_out_of_date() -> None:
     found = [path.relative_to(ROOT).as_posix() for path in outdated(ROOT, (*LISTS, *MADE_OF_RECORDS))]
     assert found == [], "run `python -m tests.generate`"
+
+
+def test_without_ruff_the_command_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ruff.py").write_text("raise ImportError('No module named ruff')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert main(["--check"]) == 2
+    (last,) = capsys.readouterr().err.splitlines()[-1:]
+    assert last == "ImportError: No module named ruff, expected success; pip install -e '.[test]'"
 
 
 @pytest.fixture

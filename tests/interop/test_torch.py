@@ -20,7 +20,7 @@ CASE = DecodeCase(b=4, s_q=2, h_q=32, seqlens="ragged-700")
 
 
 #: Dtypes that NumPy does not have, and the integers of their size.
-UNKNOWN = {"bfloat16": "int16", "float8_e4m3fn": "uint8"}
+UNKNOWN = {"bfloat16": "int16", "float8_e4m3fn": "uint8", "float8_e8m0fnu": "uint8"}
 
 
 def tensor(torch: Any, x: Array, device: Any = "cpu") -> Any:

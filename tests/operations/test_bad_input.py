@@ -24,7 +24,7 @@ MISTAKES = [
     for bad in mistakes(operation)
 ]
 #: Uploading would undo them.
-OF_THE_HOST = ("between_items", "odd_strides", "repeated", "scalar", "masked", "reversed", "backwards")
+OF_THE_HOST = ("between_items", "odd_strides", "repeated", "scalar", "masked", "endless", "reversed", "backwards")
 operations = pytest.mark.parametrize("operation", each(), ids=lambda operation: operation.name)
 
 

@@ -49,6 +49,17 @@ def narrow(call: Call) -> Call:
     return call | {"d_v": 256, "q": np.zeros((B, S_Q, H_Q, 320), HALF), "kv_cache": np.zeros((PAGES, PAGE, 320), HALF)}
 
 
+def turned(call: Call) -> Call:
+    tables = {"out_cos": np.ones((9, 32), np.float32), "out_sin": np.zeros((9, 32), np.float32)}
+    if "block_table" in call:
+        call = call | {"q": call["q"][..., :512], "kv_cache": cache("rows")[..., :512]}
+    return call | tables | {"out_positions": np.zeros((B, S_Q), np.int32)}
+
+
+def split(call: Call) -> Call:
+    return call | {"q": call["q"][..., :512], "q_rope": call["q"][..., 512:]}
+
+
 ROWS = np.ones((B, S_Q, H_Q), np.float32)
 HEADS = np.ones((1, H_Q), np.float32)
 ADD: dict[str, Callable[[Call], Call]] = {
@@ -59,6 +70,8 @@ ADD: dict[str, Callable[[Call], Call]] = {
     "equal_lengths": added(),
     "max_seqlen_q": added(max_seqlen_q=2),
     "cp_world": added(cp_world=2),
+    "q_rope": split,
+    "fp8x2": added(math="fp8x2"),
     "w_uv": added(w_uv=np.zeros((H_Q, 128, 512), HALF)),
     "narrow": narrow,
     "fp8_math": added(math="fp8"),
@@ -73,11 +86,7 @@ ADD: dict[str, Callable[[Call], Call]] = {
     "v_scales": added(v_scales=HEADS),
     "mask": added(mask=np.zeros((S_Q, 16), np.uint8)),
     "state_out": added(state_out=np.zeros((S_Q, H_Q, 128), np.float32), state_lse=np.zeros((S_Q, H_Q), np.float32)),
-    "out_cos": added(
-        out_cos=np.ones((9, 32), np.float32),
-        out_sin=np.zeros((9, 32), np.float32),
-        out_positions=np.zeros((B, S_Q), np.int32),
-    ),
+    "out_cos": turned,
     **{name: held(name) for name in ("rows", "v32", "v4", "v41", "fp8")},
 }
 OF_PLANS = {
@@ -86,6 +95,9 @@ OF_PLANS = {
     "cu_seqlens_q": {"cu_seqlens_q": True},
     "cp_world": {"cp_world": 2},
     "w_uv": {"d_head": 128},
+    "q_rope": {"q_rope": True},
+    "out_cos": {"out_cos": True, "d_qk": 512},
+    "fp8x2": {"math": "fp8x2"},
     "batch_invariant": {"batch_invariant": True},
     "narrow": {"d_qk": 320},
     "fp8_math": {"math": "fp8"},
@@ -119,7 +131,11 @@ def call_with(name: str, *parts: str) -> Call:
     if {"kv_scale", "kv_scales"} <= {*parts}:
         parts += ("fp8", "fp8_math")
     order = sorted(parts, key=lambda part: part not in ("rows", "v32", "v4", "v41", "fp8", "narrow"))
-    if "codes" in parts and name == "mla_decode":
+    if (
+        name == "mla_decode"
+        and {*parts} & {"codes", "fp8x2", "fp8_math"}
+        and not {*parts} & {"rows", "v32", "v4", "v41"}
+    ):
         call |= {"kv_cache": cache("fp8"), "math": "fp8"}
     for part in order:
         if name == "sparse_mla_forward" and part in FORMATS:

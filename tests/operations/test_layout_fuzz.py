@@ -71,13 +71,13 @@ def layout_of(array: Input) -> str:
     return "wide" if array.wide else "rows" if array.contiguous else "any"
 
 
-def lay_out(rng: np.random.Generator, x: Array, array: Input | Output) -> LaidOut:
-    """The same values somewhere else, in some other way that the record allows."""
+def lay_out(rng: np.random.Generator, x: Array, array: Input | Output, backwards: float = 0.3) -> LaidOut:
+    """The same values somewhere else, in some other way that the record allows; a part of the axes runs backwards."""
     layout = array.layout if isinstance(array, Output) else layout_of(array)
     if array.even and x.ndim > 1:  # the first two axes as one
-        one = lay_out(rng, x.reshape(-1, *x.shape[2:]), replace(array, even=False))
+        one = lay_out(rng, x.reshape(-1, *x.shape[2:]), replace(array, even=False), backwards)
         return one._replace(view=one.view.reshape(x.shape))
-    if array.name == "cache":  # of records: whole pages lie apart
+    if array.name == "cache" and x.dtype == np.uint8:  # of records: whole pages lie apart
         return lay_out_pages(rng, x)
     free = list(range(x.ndim if layout == "any" else x.ndim - 1))
     order = [*rng.permutation(free), *range(len(free), x.ndim)]
@@ -91,7 +91,7 @@ def lay_out(rng: np.random.Generator, x: Array, array: Input | Output) -> LaidOu
         padding = -(begin + taken + end) % unit if inner else 0
         sizes.append(begin + taken + end + padding)
         cut.append(slice(begin, begin + taken, step))
-        flipped.append(axis in free and layout != "wide" and bool(rng.random() < 0.3))
+        flipped.append(axis in free and layout != "wide" and bool(rng.random() < backwards))
     poison = np.float32(np.nan) if x.dtype.kind not in "iu" else np.iinfo(x.dtype).max
     memory = np.empty(sizes, x.dtype)
     memory[...] = poison

@@ -18,8 +18,25 @@ from tests.support.operations import each, function_of, good_call, output_names
 
 ALL = ({**OPERATIONS, **POOL_OPERATIONS, **COMPOSITE_OPERATIONS}).values()
 #: For flags; 0 and 1, and NumPy's truth values, are fine.
-NO_FLAGS = ("True", "False", "", 2, -1, 0.0, None, [], [True], np.ones(2), np.array([True]), object())
-NO_NUMBERS = ("0.5", True, [], [1.0], np.ones(2), np.array([1.0]), 1j, object(), float)
+NO_FLAGS = (
+    "True",
+    "False",
+    "",
+    2,
+    -1,
+    0.0,
+    None,
+    [],
+    [True],
+    np.ones(2),
+    np.array([True]),
+    object(),
+    np.timedelta64(1),
+)
+NO_NUMBERS = (
+    *("0.5", True, [], [1.0], np.ones(2), np.array([1.0]), 1j, object(), float),
+    *(np.timedelta64(1), np.timedelta64(1, "s"), np.timedelta64("NaT")),
+)
 NO_KERNELS = (
     "fastest",
     "",
@@ -34,7 +51,7 @@ NO_KERNELS = (
 )
 NO_DTYPES = ("float", "fp32", "", 3, True, [], ["float32"], {}, np.zeros(3, np.float32), object(), Ellipsis)
 NO_BASES = ("10", "E", "", 2, 2.718281828, None, [], ["e"], np.array("e"), np.zeros(2), object())
-NO_COUNTS = ("3", "", 1.0, -1, 2**31, None, [], True, 1j, np.ones(2), object(), int)
+NO_COUNTS = ("3", "", 1.0, -1, 2**31, None, [], True, 1j, np.ones(2), object(), int, np.timedelta64(1, "s"))
 WRONG: dict[str, tuple[tuple[Any, ...], type[Exception]]] = {
     "accumulate": (
         ("", "fp16", "bfloat16", np.float16, 2, None, [], True, np.array("float16"), object()),
@@ -180,3 +197,13 @@ def test_the_oracle_names_what_it_takes(operation: Operation) -> None:
     assert all(value.kind is not inspect.Parameter.VAR_KEYWORD for value in taken.values())
     required = {name for name, value in taken.items() if value.default is inspect.Parameter.empty}
     assert required <= {*operation.names, *operation.options._fields}
+
+
+def test_a_message_does_not_print_a_whole_array() -> None:
+    call = good_call(OPERATIONS["merge_states"])
+    with pytest.raises(
+        ArgumentError, match=r"^empty_lse: got array\(\[0\., 0\., .*\.\.\., expected a number"
+    ) as caught:
+        mla_cupy.merge_states(**call, empty_lse=np.zeros(900))
+    assert len(str(caught.value)) < 600
+    assert "\n" not in str(caught.value)

@@ -413,7 +413,7 @@ def test_plans_are_neither_copied_nor_pickled(
         ({"device": "cuda"}, mla_cupy.ArgumentError, "device"),
         ({"device": -1}, mla_cupy.ArgumentError, "device"),
         ({"device": 1.0}, mla_cupy.ArgumentError, "device"),
-        ({"workspace": np.zeros(8, np.uint8)}, PlanError, "workspace"),
+        ({"workspace": np.zeros(8, np.float32)}, PlanError, "workspace"),
     ],
     ids=str,
 )

@@ -140,12 +140,14 @@ def test_not_with_a_plan(recorder: Recorder) -> None:
 
 
 @operations
-def test_not_on_the_host(operation: Operation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_needs_none_and_takes_any(operation: Operation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So what allocates one for a GPU runs on the CPU, too; what is no workspace is refused there as well."""
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     call = good_call(operation)
     assert needed(operation, call) == 0
-    with pytest.raises(DeviceError, match="workspace: got an array of numpy on the CPU"):
-        function_of(operation)(**call, workspace=aligned_bytes(256))
+    function_of(operation)(**call, workspace=np.empty(0, np.uint8))
+    with pytest.raises(ShapeError, match="workspace: got float32"):
+        function_of(operation)(**call, workspace=np.empty(8, np.float32))
 
 
 @operations

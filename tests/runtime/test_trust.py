@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tiny_kernels import TINY_REQUEST, tiny_build
 
-from mla_cupy.runtime import cache, loader, nvrtc, trust, worker
+from mla_cupy.runtime import cache, env, loader, nvrtc, trust, worker
 
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -65,13 +65,42 @@ def test_images_for_others_are_not_writable_by_them(cuda_src: Path, tmp_path: Pa
 def test_a_cache_that_others_can_write_is_not_used(entry: Path, own_tmp: Path, mode: int, which: str) -> None:
     directory = entry.parent if which == "layout" else entry.parent.parent
     directory.chmod(mode)
-    with pytest.warns(RuntimeWarning, match=r"not trusted .*can be written by other users.*chmod go-w"):
+    with pytest.warns(RuntimeWarning, match=rf"not trusted .*can be written by other users.*chmod go-w {directory}\)"):
         found = cache.places()
     assert cache.places() == found  # a second warning would be an error
     assert (found.read, found.write) == ((own_tmp,), own_tmp)
     assert cache.usage() == (0, 0)
     directory.chmod(0o700)
     assert cache.places().problem == ""
+
+
+@pytest.mark.parametrize("what", ["file", "in a file", "loop", "dangling link", "foreign", "foreign link"])
+def test_no_remedy_is_named_that_does_not_help(
+    fresh: Path, tmp_path: Path, own_tmp: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    place = tmp_path / "place"
+    if what.startswith("foreign"):
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a file away")
+        place.symlink_to(fresh) if what.endswith("link") else place.mkdir()
+        os.chown(place, 12345, 12345, follow_symlinks=False)
+    elif what.endswith("file"):
+        place.write_text("")
+    else:
+        place.symlink_to(place if what == "loop" else tmp_path / "nothing")
+    monkeypatch.setenv("MLA_CUPY_CACHE_DIR", str(place / "deeper" if what == "in a file" else place))
+    problem = cache.find_places().problem
+    assert problem.endswith(f"{own_tmp.parent} is used; set MLA_CUPY_CACHE_DIR to another directory")
+
+
+def test_the_home_directory_in_a_path(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name in ("CACHE_DIR", "CUBIN_DIR", "NVRTC", "CUDA_SRC"):
+        monkeypatch.setenv(f"MLA_CUPY_{name}", "~/kernels")
+        assert env.get(name) == str(tmp_path / "kernels")
+    assert cache.cache_dir() == tmp_path / "kernels" / cache.LAYOUT
+    assert not (tmp_path / "~").exists()
 
 
 def test_a_sticky_directory_is_used(entry: Path) -> None:

@@ -93,6 +93,7 @@ def test_every_argument_has_a_mistake() -> None:
     """A new argument of the call must come with the tests of its checks."""
     assert arguments_without([*BAD, MANY, *mistakes(OPERATION)], mla_cupy.sparse_mla_backward) == {
         "causal",
+        "relative",
         "check",
         "stream",
     }

@@ -263,6 +263,21 @@ def test_nothing_to_do(sizes: tuple[int, int, int], deterministic: bool) -> None
         assert (x == 0).all()
 
 
+def test_a_query_without_a_row_adds_nothing_to_the_sinks_gradient() -> None:
+    """Its lse may be finite, as that of attention to more keys is."""
+    inputs = make(SparseCase(s_q=2, s_kv=30, h_q=2, topk=4, sink=True, strides="dense", invalid=0.0))
+    q, kv, out, dout, lse, indices = inputs.backward_arguments
+    indices[1] = -1
+    out[1], lse[1] = 1, 0.5
+    arguments = (q, kv, out, dout, lse, indices)
+    with simulated():
+        got = mla_cupy.sparse_mla_backward(*arguments, **inputs.options)
+    wanted = reference.sparse_mla_backward(*arguments, **inputs.options)
+    for x, y in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(x.astype(np.float64), y, rtol=2e-2, atol=2e-2 * np.abs(y).max())
+    np.testing.assert_allclose(got[2], wanted[2], rtol=1e-4)
+
+
 def launch(target: SimDriver, step: Launch, **arrays: Any) -> None:
     """One launch alone, on arrays by the names of its record."""
     prepared = Prepared([step], tuple(arrays), Layout({}), fake_gpu(1), 0)

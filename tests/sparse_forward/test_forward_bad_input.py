@@ -82,7 +82,12 @@ def test_refuses(bad: Bad, place: str) -> None:
 
 def test_every_argument_has_a_mistake() -> None:
     """A new argument of the call must come with the tests of its checks."""
-    assert arguments_without([*BAD, *mistakes(OPERATION)], mla_cupy.sparse_mla_forward) == {"causal", "check", "stream"}
+    assert arguments_without([*BAD, *mistakes(OPERATION)], mla_cupy.sparse_mla_forward) == {
+        "causal",
+        "relative",
+        "check",
+        "stream",
+    }
 
 
 def test_the_call_that_the_mistakes_are_made_in_is_good(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,13 @@ class Lists:
     selected: np.ndarray[Any, Any]
 
 
-def run(inputs: SparseInputs, ordered: bool, count_selected: bool = True, s_kv: int | None = None) -> Lists:
+def run(
+    inputs: SparseInputs,
+    ordered: bool,
+    count_selected: bool = True,
+    s_kv: int | None = None,
+    relative: bool = True,
+) -> Lists:
     """The launcher on a simulated GPU, with the strides of the inputs."""
     indices = inputs.indices
     s_q, topk = indices.shape
@@ -65,7 +71,7 @@ def run(inputs: SparseInputs, ordered: bool, count_selected: bool = True, s_kv: 
         kv = View(0, (s_kv, 512), (512, 1), "bfloat16", DEVICE)
         call = Call({**views, "kv": kv}, options=None)
         counted = "selected" if count_selected else NULL
-        launch = attention_row_lists.launch(call, inputs.case.causal, ordered=ordered, selected=counted)
+        launch = attention_row_lists.launch(call, inputs.case.causal, relative, ordered=ordered, selected=counted)
         written = (*inputs_of.values(), rows, counts, selected)
         addresses = [0 if x is None or x.size == 0 else target.memory.map(x) for x in written]
         Prepared([launch], NAMES, Layout({}), fake_gpu(1), 0).enqueue([0, *addresses], 0, 0)
@@ -73,11 +79,9 @@ def run(inputs: SparseInputs, ordered: bool, count_selected: bool = True, s_kv: 
     return Lists(rows, counts, selected)
 
 
-def expected_rows(inputs: SparseInputs, s_kv: int) -> list[np.ndarray[Any, Any]]:
-    case = inputs.case
-    return list(
-        selected_rows(inputs.indices, s_kv, inputs.topk_length, case.causal, inputs.cu_seqlens_q, inputs.cu_seqlens_kv)
-    )
+def expected_rows(inputs: SparseInputs, s_kv: int, relative: bool = True) -> list[np.ndarray[Any, Any]]:
+    starts = inputs.cu_seqlens_q, inputs.cu_seqlens_kv
+    return list(selected_rows(inputs.indices, s_kv, inputs.topk_length, inputs.case.causal, *starts, relative))
 
 
 def check(lists: Lists, wanted: list[np.ndarray[Any, Any]], ordered: bool, s_kv: int) -> None:
@@ -132,6 +136,7 @@ def test_buckets_at_the_edges(s_kv: int) -> None:
     check(lists, expected_rows(inputs, s_kv), True, s_kv)
 
 
+@pytest.mark.parametrize("relative", [True, False])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("starts_q", "starts_kv"),
@@ -146,12 +151,22 @@ def test_buckets_at_the_edges(s_kv: int) -> None:
         ([0], [0]),
     ],
 )
-def test_hostile_starts(starts_q: list[int], starts_kv: list[int], causal: bool) -> None:
-    indices = np.tile(np.array([0, 1, 5, 2, 3, -1, INT_MAX, INT_MIN], np.int32), (4, 1))
+def test_hostile_starts(starts_q: list[int], starts_kv: list[int], causal: bool, relative: bool) -> None:
+    indices = np.tile(np.array([0, 1, 5, 2, 3, 4, -1, -5, INT_MAX, INT_MIN], np.int32), (4, 1))
     starts = {"cu_seqlens_q": starts_q, "cu_seqlens_kv": starts_kv}
     inputs = bare(indices, **{name: np.asarray(x, np.int32) for name, x in starts.items()})
     inputs = replace(inputs, case=replace(inputs.case, causal=causal))
-    check(run(inputs, True, s_kv=6), expected_rows(inputs, 6), True, 6)
+    check(run(inputs, True, s_kv=6, relative=relative), expected_rows(inputs, 6, relative), True, 6)
+
+
+@pytest.mark.parametrize("index", [INT_MIN, -1, 0, INT_MAX - 2, INT_MAX - 1, INT_MAX])
+def test_row_numbers_at_the_ends_of_int32(index: int) -> None:
+    """A sequence of the last two rows that 32 bits can number."""
+    starts = {"cu_seqlens_q": [0, 0, 1], "cu_seqlens_kv": [0, INT_MAX - 2, INT_MAX]}
+    arrays = {name: np.asarray(x, np.int32) for name, x in starts.items()}
+    inputs = bare(np.full((1, 1), index, np.int32), **arrays)
+    lists = run(inputs, False, count_selected=False, s_kv=INT_MAX, relative=False)
+    check(lists, expected_rows(inputs, INT_MAX, relative=False), False, INT_MAX)
 
 
 def test_many_sequences() -> None:

@@ -175,6 +175,9 @@ def _sizes(operation: Operation, array: Input | Output) -> Iterator[Bad]:
             yield Bad(f"{array.name} {axis}+1", swap(array.name, _resized(at, 1)), ShapeError, words)
         if operation.min_sizes.get(axis, 0) > 0 and isinstance(array, Input):
             yield Bad(f"{array.name} {axis}=0", swap(array.name, _resized(at, None)), ShapeError, ())
+        if isinstance(array, Input) and axis != "1?" and array.name not in operation.written:
+            words = (f"{array.name}.shape[", "at most 2147483647")
+            yield Bad(f"{array.name} {axis} endless", swap(array.name, _endless(at)), ShapeError, words)
 
 
 def _is_shared(operation: Operation, array: Input, axis: str) -> bool:
@@ -188,6 +191,17 @@ def _resized(at: int, more: int | None) -> Callable[[Array], Array]:
         shape = list(x.shape)
         shape[at] = 0 if more is None else shape[at] + more
         return np.resize(x, shape) if 0 not in shape else np.zeros(shape, x.dtype)
+
+    return change
+
+
+def _endless(at: int) -> Callable[[Array], Array]:
+    """The same with more elements along an axis than 32 bits count, all in the memory of the first."""
+
+    def change(x: Array) -> Array:
+        shape = list(x.shape)
+        shape[at] = 2**31
+        return np.broadcast_to(x.take([0], at), shape)
 
     return change
 
@@ -242,6 +256,10 @@ def _libraries(operation: Operation, array: Input | Output) -> Iterator[Bad]:
     if isinstance(array, Input) and not array.optional:
         yield Bad(f"{name} None", swap(name, lambda x: None), DTypeError, (name, "an array"))
     yield Bad(f"{name} list", swap(name, lambda x: [1.0]), DTypeError, (name, "a list", "an array"))
+    ctypes_array = np.ctypeslib.as_ctypes(np.zeros(3))  # its type says of no module where it is from
+    yield Bad(
+        f"{name} ctypes", swap(name, lambda x: ctypes_array), DTypeError, (name, "a c_double_Array_3", "an array")
+    )
     yield Bad(f"{name} scalar", swap(name, lambda x: x.reshape(-1)[0]), DTypeError, (name, "an array"))
     yield Bad(f"{name} masked", swap(name, np.ma.masked_array), DTypeError, (name, "masked"))
     if name != first:

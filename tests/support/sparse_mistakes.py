@@ -86,7 +86,7 @@ BOTH = [
 
 
 #: On the host it is not wanted at all.
-WORKSPACE = Bad("workspace", option("workspace", np.zeros(1, np.uint8)), ArgumentError, ("workspace",))
+WORKSPACE = Bad("workspace", option("workspace", np.zeros(1, np.float32)), ArgumentError, ("workspace",))
 
 
 def arguments_without(bads: Iterable[Bad], function: Callable[..., Any]) -> set[str]:

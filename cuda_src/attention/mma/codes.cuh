@@ -15,9 +15,10 @@
 // scale per token, if any: scores are multiplied by it. It also has 16 RoPE columns.
 //
 // Values: ldmatrix.trans moves pairs of codes, neighbouring columns of a token. A byte permute parts them; the two
-// products have even and odd columns. P is multiplied by the scale of the warp's columns.
+// products have even and odd columns. P holds weights times the scales of the warp's columns (mma/scaled_rows.cuh).
 #pragma once
 #include "attention/mma/records.cuh"
+#include "attention/mma/scaled_rows.cuh"
 
 namespace mla::attention::mma {
 constexpr i32 kPlaceSteps = 8;       // whose tokens a warp looks up at once, a lane each
@@ -205,10 +206,6 @@ MLA_DEVICE void load_code_queries(const typename C::Rows& block, typename C::Few
     }
 }
 
-// A scale that f16 cannot hold makes what it is multiplied by NaN.
-constexpr float kMaxFloat16 = 65504.f;
-MLA_DEVICE float checked_scale(float scale) { return fabsf(scale) <= kMaxFloat16 ? scale : __int_as_float(0x7fffffff); }
-
 // Where a lane reads and writes, in bytes: found once.
 template <class C>
 struct CodePlaces {
@@ -224,7 +221,8 @@ struct CodePlaces {
         rope =
             Token::offset(first + g, Token::kLatentChunks + rope_chunk) + (Token::Raw::kWideRope ? c % 2 * 8 : c * 4);
         values = Token::offset(lane % 16, warp * 4 + lane / 16);
-        p = (lane % 16 * Few::Softmax::kPitch + lane / 16 * 8) * (i32)sizeof(u16);
+        const i32 group = warp * Few::Softmax::kWeights / kWarps;
+        p = ((group * Few::kRows + lane % 16) * Few::Softmax::kPitch + lane / 16 * 8) * (i32)sizeof(u16);
         scores = ((quarter * Few::kRows + g) * Few::Softmax::kPitch + first + c * 2) * (i32)sizeof(float);
         opaque(keys), opaque(rope), opaque(values), opaque(p), opaque(scores);  // not to be found again in each step
     }
@@ -280,7 +278,7 @@ struct CodeScores {
 #pragma unroll
                 for (i32 i = 0; i < 2; ++i) {
                     const i32 token = half * Few::kScoreTokens + n * kMmaColumns + c * 2 + i;
-                    const float scale = checked_scale(s.scales[slot][token][quarter]);
+                    const float scale = s.scales[slot][token][quarter];
 #pragma unroll
                     for (i32 tile = 0; tile < Few::kRowTiles; ++tile) {
                         x[tile][n][i] *= scale, x[tile][n][2 + i] *= scale;
@@ -325,25 +323,12 @@ struct CodeValues {
     using Latent = typename C::Latent;
     using P = u32[Few::kRowTiles][4];
 
-    // Of the 16 tokens of half `half`, times the scales of the warp's columns.
-    MLA_DEVICE static void load_p(P& p, const CodeStorage<C>& s, i32 slot, const CodePlaces<C>& at, i32 half, i32 warp,
-                                  i32 lane) {
+    // Of the 16 tokens of half `half`, for the warp's columns.
+    MLA_DEVICE static void load_p(P& p, const CodeStorage<C>& s, const CodePlaces<C>& at, i32 half) {
         const SmemAddr from = smem_addr(s.softmax.p) + (u32)at.p;
 #pragma unroll
         for (i32 tile = 0; tile < Few::kRowTiles; ++tile) {
             ldmatrix_x4(p[tile], from + (u32)((tile * kMmaRows * Few::Softmax::kPitch + half * 16) * sizeof(u16)));
-        }
-        if constexpr (Token::kScaled) {
-            const float (*of)[Token::kGroups] = s.scales[slot] + half * kMmaDepth + lane % 4 * 2;
-#pragma unroll
-            for (i32 k = 0; k < 2; ++k) {
-                const u32 pair = cvt_x2(Latent{}, of[8 * k][warp / 2], of[8 * k + 1][warp / 2]);
-#pragma unroll
-                for (i32 i = 0; i < 2 * Few::kRowTiles; ++i) {
-                    u32& x = p[i / 2][2 * k + i % 2];
-                    x = mul_x2(Latent{}, x, pair);
-                }
-            }
         }
     }
 
@@ -405,9 +390,8 @@ struct PartedOutput : Output<Element, kRowTiles> {
         const DecodeParams& p = block.p;
         const i32 partial = block.item().partial_index;
         const bool split = partial != kNotSplit;
-        const i64 at = (split ? workspace_row(p, partial, block.kv_head, row) * kHeadDimV
-                              : out_offset(p, block.item().request, block.kv_head, row)) +
-                       column;
+        const i64 at =
+            (split ? workspace_row(p, partial, row) * kHeadDimV : out_offset(p, block.item().request, row)) + column;
         if (split || p.out_is_fp32) {
             float2* to = reinterpret_cast<float2*>((split ? p.partial_out : static_cast<float*>(p.out)) + at);
             to[0] = make_float2(of_row[0], of_row[1]), to[1] = make_float2(of_row[2], of_row[3]);
@@ -418,8 +402,8 @@ struct PartedOutput : Output<Element, kRowTiles> {
     }
 };
 
-// By all threads. 0 * NaN is not 0: of the tokens of a step that not every row sees, codes of NaN become 0, and scales
-// that are not numbers of f16; a row that does see such a token has a score of NaN, and so is NaN as a whole.
+// By all threads. 0 * NaN is not 0: of the tokens of a step that not every row sees, codes of NaN become 0; a row that
+// does see such a token has a score of NaN, and so is NaN as a whole.
 template <class C>
 MLA_DEVICE void clean_codes(CodeStorage<C>& s, i32 slot, i32 token, i32 seen_by_all) {
     using Token = CodedToken<typename C::TokenRecord>;
@@ -432,12 +416,6 @@ MLA_DEVICE void clean_codes(CodeStorage<C>& s, i32 slot, i32 token, i32 seen_by_
         const u32 nan = ((codes & ~kSigns) + 0x01010101) & kSigns;
         codes &= ~((nan >> 7) * 0xff);
     }
-    if constexpr (Token::kScaled) {
-        if (threadIdx.x % kTokenLanes < Token::kGroups) {
-            float& scale = s.scales[slot][mine][threadIdx.x % kTokenLanes];
-            if (!(fabsf(scale) <= kMaxFloat16)) scale = 0.f;
-        }
-    }
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
@@ -446,7 +424,7 @@ struct CodeMath {
     static_assert(!C::Tokens::kWithRowMax, "the softmax does not find it");
     typename C::Few::Queries q;
     CodeLoader<C> loader;
-    SoftmaxRow<typename C::Few::Softmax, true> row;
+    typename CodeRow<typename C::Few::Softmax>::Type row;
     float scale_log2;  // of that row: times what its queries were divided by
     i32 slot = 0;      // of the step that is scored next
     u32 parity = 0;
@@ -470,6 +448,17 @@ MLA_DEVICE float row_factor(const CodeStorage<C>& s, i32 row) {
         return QueryFactors<C>::factor(largest);
     }
     return 1.f;
+}
+
+// P of the step that was scored last.
+template <class C>
+MLA_DEVICE void add_step(const typename C::Rows& block, CodeStorage<C>& s, CodeMath<C>& math, i32 token, bool masked,
+                         u32 present) {
+    if constexpr (CodedToken<typename C::TokenRecord>::kScaled) {
+        math.row.add_step(block, s.softmax, s.scales[math.last_slot()], token, masked, present, math.scale_log2);
+    } else {
+        math.row.add_step(typename C::Latent{}, block, s.softmax, token, masked, present, math.scale_log2);
+    }
 }
 
 // Scores of the item's first step.
@@ -507,7 +496,7 @@ MLA_DEVICE void values_and_scores(const typename C::Rows& block, CodeStorage<C>&
     Values::load(v, tokens, math.at, 0);
 #pragma unroll
     for (i32 i = 0; i < kCodeParts; ++i) {
-        if (i % 2 == 0) Values::load_p(p, s, slot, math.at, i / 2, math.warp, math.lane);
+        if (i % 2 == 0) Values::load_p(p, s, math.at, i / 2);
         scores.add(k, math.q, i);
         if (i + 1 < kCodeParts) k = CodeScores<C>::load(keys, math.at, i + 1);
         Values::add(v, p, out, i);
@@ -533,7 +522,7 @@ MLA_DEVICE void last_values(const CodeStorage<C>& s, const CodeMath<C>& math, Ou
     typename Values::P p;
 #pragma unroll
     for (i32 i = 0; i < kCodeParts; ++i) {
-        if (i % 2 == 0) Values::load_p(p, s, slot, math.at, i / 2, math.warp, math.lane);
+        if (i % 2 == 0) Values::load_p(p, s, math.at, i / 2);
         u32 v[4];
         Values::load(v, smem_addr(s.tokens[slot]), math.at, i);
         Values::add(v, p, out, i);
@@ -563,7 +552,7 @@ MLA_DEVICE void run_item(const typename C::Rows& block, CodeStorage<C>& s, CodeM
         const bool masked = C::Tokens::kMasked && token + Few::kStepTokens > seen_by_all;
         const i32 mine = math.row.first_token();
         const u32 present = s.present[step % kKnownCodeSteps][mine / kLaneTokens] >> mine % kLaneTokens;
-        math.row.add_step(typename C::Latent{}, block, s.softmax, token, masked, present, math.scale_log2);
+        add_step<C>(block, s, math, token, masked, present);
         if constexpr (C::Tokens::kMasked) {
             if (masked) clean_codes(s, math.last_slot(), token, seen_by_all);
         }
@@ -573,7 +562,7 @@ MLA_DEVICE void run_item(const typename C::Rows& block, CodeStorage<C>& s, CodeM
     if (steps > 0) last_values(s, math, out);
     const float sum = math.row.whole_sum();
     if (math.row.is_first()) {
-        const float factor = store_statistics(block, math.row.row(), math.row.max, sum, math.row.row_max);
+        const float factor = store_statistics(block, math.row.row(), math.row.reference(), sum, math.row.row_max);
         s.factor[math.row.row()] = kHasValueScale<typename C::TokenRecord> ? factor * block.p.value_scale : factor;
     }
     __syncthreads();

@@ -7,8 +7,9 @@
 #include "ptx/matrix.cuh"
 
 namespace mla::attention::mma {
-// Keys are 16-bit elements of type Latent_, those of the segments from kRopeStep_ on of type Rope_.
-template <class Latent_, class Rope_, i32 kRows_, i32 kHeadDimQk_, i32 kRopeStep_>
+// Keys are 16-bit elements of type Latent_, those of the segments from kRopeStep_ on of type Rope_. Values have P of
+// their own in each of kWeights_ groups of columns.
+template <class Latent_, class Rope_, i32 kRows_, i32 kHeadDimQk_, i32 kRopeStep_, i32 kWeights_ = 1>
 struct FewRows {
     using Latent = Latent_;
     using Rope = Rope_;
@@ -18,7 +19,7 @@ struct FewRows {
     static constexpr i32 kScoreSteps = padded_row_bytes(kHeadDimQk) / kSegmentBytes;  // along d: one in each segment
     static constexpr bool kPadded = kScoreSteps * kSegmentBytes > kHeadDimQk*(i32)sizeof(u16);  // by zeros
     static constexpr i32 kRopeStep = kRopeStep_;
-    using Softmax = SoftmaxLayout<kRows, kStepTokens>;
+    using Softmax = SoftmaxLayout<kRows, kStepTokens, kWeights_>;
     using Queries = u32[kScoreSteps][kRowTiles][4];
     static_assert(kSegmentBytes % (kColumns / kWarps * (i32)sizeof(u16)) == 0,
                   "a warp's values are in one segment of each row");
@@ -37,7 +38,7 @@ MLA_DEVICE u32 load_pair(const u16* from) {
     return *reinterpret_cast<const u32*>(from);
 }
 
-// The block's rows, as A fragments; zeros past the KV head's rows, and in the columns that a row is padded by.
+// The block's rows, as A fragments; zeros past the last row, and in the columns that a row is padded by.
 template <class C, bool kAnywhere, class Block>
 MLA_DEVICE void load_queries(const Block& block, typename C::Queries& q, i32 warp, i32 lane) {
 #pragma unroll

@@ -7,9 +7,10 @@
 namespace mla::attention::mma {
 constexpr i32 kQuarters = 4;  // of d: as many warps score the same tokens
 
-template <i32 kRows_, i32 kStepTokens>
+// kWeights_: P of so many groups of columns.
+template <i32 kRows_, i32 kStepTokens, i32 kWeights_ = 1>
 struct SoftmaxLayout {
-    static constexpr i32 kRows = kRows_;
+    static constexpr i32 kRows = kRows_, kWeights = kWeights_;
     static constexpr i32 kLanes = kThreads / kRows;       // that share a row
     static constexpr i32 kTokens = kStepTokens / kLanes;  // of each of them
     // Eight more than a step: rows of scores, and rows of P for ldmatrix, hit different banks.
@@ -21,7 +22,7 @@ struct SoftmaxLayout {
 template <class Layout>
 struct SoftmaxSlots {
     alignas(16) float scores[kQuarters][Layout::kRows][Layout::kPitch];
-    alignas(16) u16 p[Layout::kRows][Layout::kPitch];
+    alignas(16) u16 p[Layout::kWeights * Layout::kRows][Layout::kPitch];
     float scale[Layout::kRows];      // by which a step's new maximum rescales what came before
     alignas(8) u8 rescales[kWarps];  // whether a warp's rows have such a factor
 };
@@ -39,6 +40,9 @@ struct SoftmaxRow {
     MLA_DEVICE static bool is_first() { return threadIdx.x % Layout::kLanes == 0; }
 
     MLA_DEVICE void begin() { max = kLowestMax, sum = 0.f, row_max = negative_infinity(); }
+
+    // What `sum` is relative to, in base 2.
+    MLA_DEVICE float reference() const { return max; }
 
     MLA_DEVICE float whole_sum() const {
         return over_lanes(sum, [](float a, float b) { return a + b; });
@@ -83,13 +87,13 @@ struct SoftmaxRow {
         float largest = negative_infinity();
 #pragma unroll
         for (i32 i = 0; i < Layout::kTokens; ++i) {
-            x[i] = present >> i & 1 ? x[i] * scale_log2 : negative_infinity();
+            x[i] = present >> i & 1 ? __fmul_rn(x[i], scale_log2) : negative_infinity();
             largest = fmaxf(largest, x[i]);
         }
         bool rescales = false;
         float factor = 1.f;
         if (kVotes) {
-            rescales = __any_sync(kFullWarp, largest > max + kLazyMaxLog2);
+            rescales = __any_sync(kFullWarp, is_far_above(largest, max));
             if (rescales) factor = move_max(max_over_lanes(largest));
         } else {
             largest = max_over_lanes(largest);
@@ -108,10 +112,10 @@ struct SoftmaxRow {
         if (threadIdx.x % kWarpThreads == 0) s.rescales[threadIdx.x / kWarpThreads] = rescales;
     }
 
-   private:
+   protected:
     // Lazy: see attention/online_softmax.cuh.
     MLA_DEVICE float move_max(float largest) {
-        if (!(largest > max + kLazyMaxLog2)) return 1.f;
+        if (!is_far_above(largest, max)) return 1.f;
         const float factor = ex2_approx(max - largest);
         max = largest;
         sum *= factor;

@@ -254,7 +254,7 @@ struct JointSoftmax {
     // The factor by which the new maximum rescales what was summed under the old one.
     MLA_DEVICE float move_max(float tile) {
         row_max = fmaxf(row_max, tile);
-        const float to = tile > max + kLazyMaxLog2 ? tile : max;
+        const float to = is_far_above(tile, max) ? tile : max;
         const float scale = ex2_approx(max - to);
         sum *= scale;
         max = to;
@@ -262,11 +262,13 @@ struct JointSoftmax {
     }
 
     // P of the piece in 16 bits, to [head][key] in shared memory.
-    MLA_DEVICE void exponentiate(u32 (&words)[kTileKeys / 2], const float (&scores)[kTileKeys]) {
+    MLA_DEVICE void exponentiate(u32 (&words)[kTileKeys / 2], float (&scores)[kTileKeys]) {
+        float scale_log2 = p.scale_log2;
+        if (any_huge(max)) to_base_2(scores, scale_log2), scale_log2 = 1.f;
 #pragma unroll
         for (i32 i = 0; i < kTileKeys; i += 2) {
-            const float p0 = ex2_approx(fmaf(scores[i], p.scale_log2, -max));
-            const float p1 = ex2_approx(fmaf(scores[i + 1], p.scale_log2, -max));
+            const float p0 = ex2_approx(fmaf(scores[i], scale_log2, -max));
+            const float p1 = ex2_approx(fmaf(scores[i + 1], scale_log2, -max));
             sum += p0 + p1;
             words[i / 2] = cvt_x2(Element{}, p0, p1);
         }
@@ -319,10 +321,10 @@ struct JointSoftmax {
         const i32 row = heads.row0 + head;
         if (row >= heads.rows) return 0.f;
         if (half == 0) {
-            store_row_lse(p, item, heads.kv_head, row, row_lse2(max, total));
-            if (C::kWithRowMax) store_row_max(p, item, heads.kv_head, row, with_nan_of(total, row_max));
+            store_row_lse(p, item, row, row_lse2(max, total));
+            if (C::kWithRowMax) store_row_max(p, item, row, with_nan_of(total, row_max));
         }
-        return output_factor(p, item, heads.kv_head, row, max, total);
+        return output_factor(p, item, row, max, total);
     }
 
     // kPiece columns of the result from `column` of the thread's on.
@@ -364,8 +366,8 @@ struct JointSoftmax {
         const i32 row = heads.row0 + head;
         const bool present = row < heads.rows;
         const i64 offset = item.partial_index == kNotSplit
-                               ? item_out_offset<ScheduledWork>(p, item, heads.kv_head, present ? row : heads.row0)
-                               : workspace_row(p, item.partial_index, heads.kv_head, row) * kHeadDimV;
+                               ? item_out_offset<ScheduledWork>(p, item, present ? row : heads.row0)
+                               : workspace_row(p, item.partial_index, row) * kHeadDimV;
 #pragma unroll 1
         for (i32 column = 0; column < kBlockDims; column += kPiece) {
             float x[kPiece] = {};

@@ -235,12 +235,13 @@ struct SwappedSoftmax {
         tcgen05_wait_ld();
         pin_loaded(scores);
         mask(scores, stage);
+        to_base_2(scores, p.scale_log2);
         auto& maxima = s.warp_values[stage];
         store_warp_maxima_by_halves<kHeads>(maxima[thread / kWarpThreads], scores, thread);
         bar_sync(SoftmaxOnly, kWarpgroupThreads);
-        const HeadValues<kHeads> scale = heads.move_max(maxima, p.scale_log2, thread);
+        const HeadValues<kHeads> scale = heads.move_max(maxima, thread);
         if (scale.any_but_one() && !first) rescale_out(scale);
-        store_p(typename C::Latent{}, heads, scores, smem_addr(s.p(stage)), p.scale_log2, thread);
+        store_p(typename C::Latent{}, heads, scores, smem_addr(s.p(stage)), thread);
         tcgen05_fence_before_thread_sync();
         mbarrier_arrive(s.p_full[stage]);
         ring.advance();
@@ -248,7 +249,7 @@ struct SwappedSoftmax {
 
     // Writes kPieceHeads heads from `head` on.
     MLA_DEVICE void store_heads(const WorkItem& item, const BlockHeads& block, i32 head) const {
-        const BlockHeads piece{0, block.row0 + head, block.rows};
+        const BlockHeads piece{block.row0 + head, block.rows};
         if (piece.row0 >= piece.rows) return;
         const HeadValues<kPieceHeads> factors = own_factors<kPieceHeads>(s.stats.factor + head, thread);
 #pragma unroll 1
@@ -279,7 +280,7 @@ struct SwappedSoftmax {
         finish_heads<C::kWithRowMax>(p, item, block, heads, s.warp_values[ring.stage()], s.stats, true, SoftmaxOnly,
                                      thread);
         for (i32 head = 0; head < kHeads; head += kPieceHeads) {
-            const BlockHeads piece{0, block.row0 + head, block.rows};
+            const BlockHeads piece{block.row0 + head, block.rows};
             if (piece.row0 >= piece.rows) return;
             for (i32 t = 0; t < kDimTiles; ++t) {
                 store_out<32, 16>(Element{}, p, item, piece, x, zeros, t * kTileDims, thread);

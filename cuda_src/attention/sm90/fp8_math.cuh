@@ -17,7 +17,7 @@
 namespace mla::attention::sm90 {
 // A reference after a tile: see kFp8ReferenceLog2.
 MLA_DEVICE float moved_reference(float reference, float tile_max) {
-    return tile_max > reference + kFp8ReferenceLog2 ? tile_max : reference;
+    return is_far_above(tile_max, reference, kFp8ReferenceLog2) ? tile_max : reference;
 }
 
 template <class Owner>
@@ -199,8 +199,15 @@ struct Fp8Math {
     }
 
     // P of row r, four tokens a word. Returns the thread's sum of the weights before they are rounded.
-    MLA_DEVICE float weights(u32 (&words)[kTerms][8], i32 r, float scale_log2, float top) const {
-        const float shift = kFp8WeightLog2 - top;
+    MLA_DEVICE float weights(u32 (&words)[kTerms][8], i32 r, float scale_log2, float top) {
+        float shift = kFp8WeightLog2 - top;
+        if (any_huge(top)) {
+#pragma unroll
+            for (i32 i = 0; i < kScores; ++i) {
+                if (fragment_half(i) == r) scores[i] = __fmul_rn(scores[i], scale_log2) - top;
+            }
+            scale_log2 = 1.f, shift = kFp8WeightLog2;
+        }
         float sum[2] = {0.f, 0.f};
 #pragma unroll
         for (i32 i = 0; i < kTileTokens / 16; ++i) {

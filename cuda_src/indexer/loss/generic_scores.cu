@@ -9,6 +9,7 @@
 #include "indexer/loss/generic_rows.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
+#include "tile/rounded_lse.cuh"
 
 namespace mla::indexer::loss {
 // ---- Budget ----------------------------------------------------------------------------------------------------
@@ -29,7 +30,7 @@ using IndexRow = LaneRow<kMaxIndexDim>;
 MLA_DEVICE float target_of(const LossParams& p, i32 token, i32 head, float product) {
     if (p.per_head) return p.target_scale * product;
     const float lse = p.lse[token * p.lse_stride_token_elems + head * p.lse_stride_head_elems];
-    const float part = ex2_approx((p.scale * product - lse) * kLog2E);
+    const float part = ex2_approx(weight_exponent(product, p.scale, lse) * kLog2E);
     return fabsf(lse) <= kMaxFloat ? part : 0.f;
 }
 

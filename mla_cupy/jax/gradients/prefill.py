@@ -15,7 +15,7 @@ from mla_cupy.jax.arguments import as_jax
 from mla_cupy.jax.derivatives import as_array, is_zero, values
 from mla_cupy.jax.lowering import call, run, signature_of
 from mla_cupy.jax.segments import Segments, with_starts
-from mla_cupy.jax.varying import Axes, axes_of, spread
+from mla_cupy.jax.varying import spread
 from mla_cupy.ops import OPERATIONS
 from mla_cupy.ops.checks import check_flag
 
@@ -35,7 +35,6 @@ class _Static(NamedTuple):
     options: Any
     deterministic: bool
     exportable: bool
-    axes: Axes
 
 
 def differentiable(
@@ -54,16 +53,15 @@ def differentiable(
     if coded or any(given[name] is not None for name in _WITHOUT):
         return run(_FORWARD, tuple((given | named).values()), options, exportable)
     resolved = signature_of(_FORWARD, named, _FORWARD.options(*options)._asdict()).options
-    inputs = list(named.values())
-    axes = axes_of(inputs)
-    found: tuple[Any, ...] = _prefill(_Static(resolved, deterministic, exportable, axes), *spread(inputs, axes))
+    static = _Static(resolved, deterministic, exportable)
+    found: tuple[Any, ...] = _prefill(static, *spread(named.values()))
     return found
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _prefill(static: _Static, *arrays: Any) -> tuple[Any, ...]:
     given = dict(zip(_INPUTS, arrays, strict=True))
-    return spread(call(_FORWARD, given, static.options._asdict(), static.exportable), static.axes)
+    return call(_FORWARD, given, static.options._asdict(), static.exportable)
 
 
 def _save(static: _Static, *primals: Any) -> tuple[tuple[Any, ...], Any]:
@@ -82,17 +80,20 @@ def _pull_back(static: _Static, saved: Any, gradients: Sequence[Any]) -> tuple[A
     options = {name: getattr(static.options, name) for name in _SHARED}
     options["deterministic"] = static.deterministic
     made = call(_BACKWARD, given, options, static.exportable)
-    found |= zip(_GRADIENTS, spread(made, static.axes), strict=True)
+    found |= zip(_GRADIENTS, made, strict=True)
     return tuple(found.get(name) for name in _INPUTS)  # None: integers have no gradient
 
 
 def _of_state(state_out: Any, state_lse: Any, out: Any, lse: Any, dout: Any, dlse: Any) -> dict[str, Any]:
-    """Gradients of the state that the result was merged with, whose weight in it is exp(its lse - lse)."""
+    """Gradients of the state that the result was merged with, whose weight in it is exp(its lse - lse).
+
+    Of a weight of 1 the result's values are the state's, but rounded: their difference would be noise.
+    """
     empty = jnp.isinf(state_lse)
     weight = jnp.where(empty, 0, jnp.exp(jnp.where(empty, 0, state_lse) - jnp.where(empty, 0, lse)))
     of_values = jnp.where(empty[..., None], 0, state_out).astype(jnp.float32)
     wide = dout.astype(jnp.float32)
-    d_lse = (wide * (of_values - out.astype(jnp.float32))).sum(-1)
+    d_lse = jnp.where(state_lse == lse, 0, (wide * (of_values - out.astype(jnp.float32))).sum(-1))
     d_lse = weight * (d_lse if dlse is None else d_lse + dlse)
     return {"state_out": (weight[..., None] * wide).astype(state_out.dtype), "state_lse": d_lse}
 

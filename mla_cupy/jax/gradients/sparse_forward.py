@@ -10,12 +10,13 @@ import jax
 from mla_cupy.jax.arguments import as_jax
 from mla_cupy.jax.derivatives import as_array, is_zero, refuse, values
 from mla_cupy.jax.lowering import call, run, signature_of
+from mla_cupy.jax.varying import spread
 from mla_cupy.ops import OPERATIONS
 from mla_cupy.ops.checks import check_flag
 
 _FORWARD, _BACKWARD = OPERATIONS["sparse_mla_forward"], OPERATIONS["sparse_mla_backward"]
 _INPUTS = tuple(array.name for array in _FORWARD.inputs)
-_SHARED = ("d_v", "scale", "causal", "lse_base")
+_SHARED = ("d_v", "scale", "causal", "relative", "lse_base")
 """The options that the backward takes as the forward does."""
 
 
@@ -36,7 +37,8 @@ def differentiable(
         return run(_FORWARD, arrays, options, exportable)
     given = {name: as_jax(name, x) for name, x in zip(_INPUTS, arrays, strict=False)}
     resolved = signature_of(_FORWARD, given, _FORWARD.options(*options)._asdict()).options
-    found: tuple[Any, ...] = _sparse(_Static(resolved, deterministic, exportable), *given.values())
+    static = _Static(resolved, deterministic, exportable)
+    found: tuple[Any, ...] = _sparse(static, *spread(given.values()))
     return found
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention import generic
-from mla_cupy.kernels.attention.kernel import NO_TREE, AttentionKernel
+from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.params import DecodeFormParams
-from mla_cupy.kernels.spec import Reason, Variant, variants
-from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.kernels.spec import Variant, variants
 from mla_cupy.shapes import D_QK, D_V
 
 FORMS = ("attn_sink", "q_rope", "cu_seqlens_q", "out_cos", "window")
@@ -23,11 +22,6 @@ def wide_variant(problem: Any) -> Variant:
     return Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk)
 
 
-def unsupported(problem: Any, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
-    return NO_TREE if problem.tree_mask else generic.unsupported_rows(problem, device)
-
-
 KERNEL: AttentionKernel[Any] = replace(
     generic.KERNEL,
     name="attention_generic_forms",
@@ -36,7 +30,6 @@ KERNEL: AttentionKernel[Any] = replace(
     params=DecodeFormParams,
     variants=BUILDS,
     core=(),
-    unsupported=unsupported,
     variant=wide_variant,
     value_widths=(D_V,),
     forms=FORMS,

@@ -33,13 +33,21 @@ def list_sizes(s_q: int, topk: int) -> dict[str, int]:
 
 
 def launch(
-    call: Call, causal: bool, *, ordered: bool, selected: str = NULL, keys: str = "kv", s_kv: int = -1
+    call: Call,
+    causal: bool,
+    relative: bool = True,
+    *,
+    ordered: bool,
+    selected: str = NULL,
+    keys: str = "kv",
+    s_kv: int = -1,
 ) -> Launch:
     """Write the lists and their lengths to the workspace.
 
     `selected`, if given, is an array of (s_kv,) zeros: how many entries select each row is added to it. `ordered`
     lists are sorted by the 256th of kv that a row is in; the others keep the order of the indices. `keys` is the array
-    that the rows are of, as many as `s_kv` if that is not the size of its first axis. Indices of three axes are those
+    that the rows are of, as many as `s_kv` if that is not the size of its first axis. `relative` indices count from the
+    first row of their sequence, others from the first of all. Indices of three axes are those
     of sequences, each of which has one `topk_length`.
     """
     indices = call.view("indices")
@@ -68,6 +76,7 @@ def launch(
         b=0 if starts is None else starts.shape[0] - 1,
         causal=causal,
         ordered=ordered,
+        relative=relative,
         queries_of_length=of_length,
     )
     return Launch(KERNEL, PLAIN[0], (min(s_q, heuristics.MAX_ROW_LIST_BLOCKS), 1, 1), LaunchArgs(params))

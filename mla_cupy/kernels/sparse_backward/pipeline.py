@@ -135,7 +135,9 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
         steps: list[Step] = [ZeroFill(_FIRST_ZEROED)]
         if problem.s_q > 0:
             selected = "selected" if problem.deterministic else NULL
-            lists = row_lists.launch(call, call.options.causal, ordered=config.ordered, selected=selected)
+            lists = row_lists.launch(
+                call, call.options.causal, call.options.relative, ordered=config.ordered, selected=selected
+            )
             # Milliseconds of work: nothing to gain from a kernel that starts while its predecessor still adds.
             steps += [replace(lists, dependent=False)]
             if not config.delta_in_main:

@@ -56,6 +56,7 @@ class SparseBackwardOptions(NamedTuple):
     d_v: int
     scale: float
     causal: bool
+    relative: bool
     lse_base: str
     deterministic: bool
     dkv_dtype: str | None

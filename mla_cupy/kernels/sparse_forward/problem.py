@@ -45,6 +45,7 @@ class SparseForwardOptions(NamedTuple):
     d_v: int
     scale: float
     causal: bool
+    relative: bool
     kv_scale: float
     math: str
     lse_base: str

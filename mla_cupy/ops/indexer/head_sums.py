@@ -36,6 +36,7 @@ def indexer_head_sums(
     cu_seqlens_kv: Any = None,
     scale: float | None = None,
     causal: bool | None = None,
+    relative: bool = True,
     buffer_bytes: int = BUFFER_BYTES,
     head_sums: Any = None,
     workspace: Any = None,
@@ -70,6 +71,8 @@ def indexer_head_sums(
         Factor of the scores; default: d**-0.5.
     causal : bool, optional
         As for the losses, whose defaults are those here: True for all keys, False with indices.
+    relative : bool
+        With indices: as for `indexer_sparse_loss`.
     buffer_bytes : int
         The tokens are processed in chunks whose sums fit; a chunk has at least one token.
     head_sums : array, (s_q, s_kv) or (s_q, topk), float32, optional
@@ -131,6 +134,7 @@ def _examine(views: Views, given: HeadSumsOptions) -> Examined:
     options = given._replace(
         scale=resolve_scale(given.scale, main["head_dim"]),
         causal=causal,
+        relative=check_flag("relative", given.relative),
         buffer_bytes=check_buffer_bytes(given.buffer_bytes),
     )
     problem = LossProblem(

@@ -18,7 +18,6 @@ from mla_cupy.ops.indexer.prepare import (
     code_dtypes,
 )
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
-from mla_cupy.shapes import MAX_INT32
 
 _SLOT_DTYPES = ("int32", "int64")
 SCALE_BYTES = 4
@@ -173,8 +172,6 @@ def check_pages(cache: View, d: int) -> None:
     num_pages, page_size = cache.shape[:2]
     if 0 in cache.shape:
         return
-    if num_pages > MAX_INT32 or page_size > MAX_INT32:
-        raise ShapeError(explain("cache.shape", cache.shape, f"at most {MAX_INT32} pages, and tokens of a page"))
     if cache.strides[2] != 1 or (page_size > 1 and cache.strides[1] != record):
         remedy = "only whole pages may lie apart"
         raise ShapeError(explain("cache.strides", cache.strides, f"contiguous pages: (any, {record}, 1)", remedy))
@@ -213,11 +210,9 @@ class GatherKeysOptions(NamedTuple):
 
 
 def _examine_gather(views: Views, given: GatherKeysOptions) -> Examined:
-    cache, slots = present(views, "cache"), present(views, "slots")
+    cache = present(views, "cache")
     d = cache.shape[2] - SCALE_BYTES if given.d is None else check_count("d", given.d, 1, max(HEAD_DIMS))
     check_pages(cache, d)
-    if slots.shape[0] > MAX_INT32:
-        raise ShapeError(explain("slots.shape[0]", slots.shape[0], f"at most {MAX_INT32}", "split the call"))
     return Examined(None, given, sizes={"d": d})
 
 

@@ -79,8 +79,9 @@ def indexer_logits_paged(
 
     Notes
     -----
-    NaN, determinism and the NumPy backend: as for `indexer_logits`. Source: DeepGEMM's fp8_paged_mqa_logits; the record
-    is that of DeepSeek-V3.2-Exp and vLLM, that of 68 bytes DeepGEMM's for its logits in FP4, of DeepSeek-V4.
+    NaN, determinism, what sums of e4m3 lose, and the NumPy backend: as for `indexer_logits`. Source: DeepGEMM's
+    fp8_paged_mqa_logits; the record is that of DeepSeek-V3.2-Exp and vLLM, that of 68 bytes DeepGEMM's for its logits
+    in FP4, of DeepSeek-V4.
 
     Keys in e2m1 become e4m3 with one scale, which is exact where the scales of a key are at most 2**14 apart; elements
     with a smaller one are zeros (the plain kernel has no such limit). They have the kernel with mma.sync, on Hopper,

@@ -10,13 +10,13 @@ import torch
 from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.dtypes import name_of
 from mla_cupy.torch.derivatives import no_gradient
-from mla_cupy.torch.gradients.register import Made, register, without_gradient
+from mla_cupy.torch.gradients.register import Made, backward_of, register
 from mla_cupy.torch.operators import MLA_PREFILL, MLA_PREFILL_BACKWARD
 
 _SHARED = ("causal", "scale")
 """The options that the backward takes as the forward does."""
 _ARRAYS = ("q", "k", "v", "q_rope", "k_rope", "cu_seqlens_q", "cu_seqlens_kv")
-_run_backward = without_gradient(MLA_PREFILL_BACKWARD)
+_run_backward = backward_of(MLA_PREFILL_BACKWARD)
 
 
 def _save(ctx: Any, given: Mapping[str, Any], output: Made) -> None:
@@ -51,11 +51,14 @@ def _of_state(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
-    """Gradients of the state that the result was merged with, whose weight in it is exp(its lse - lse)."""
+    """Gradients of the state that the result was merged with, whose weight in it is exp(its lse - lse).
+
+    Of a weight of 1 the result's values are the state's, but rounded: their difference would be noise.
+    """
     empty = state_lse.isinf()
     weight = torch.where(empty, 0, torch.exp(torch.where(empty, 0, state_lse) - torch.where(empty, 0, lse)))
     values = torch.where(empty[..., None], 0, state_out).float()
-    d_lse = (dout.float() * (values - out.float())).sum(dim=-1)
+    d_lse = torch.where(state_lse == lse, 0, (dout.float() * (values - out.float())).sum(dim=-1))
     d_lse = weight * (d_lse if dlse is None else d_lse + dlse)
     return {"state_out": (weight[..., None] * dout.float()).to(state_out.dtype), "state_lse": d_lse}
 

@@ -86,16 +86,15 @@ def register(
     return transformed
 
 
-def without_gradient(operators: Operators) -> Callable[[Mapping[str, Any]], Made]:
-    """An operation that runs in a backward, by its parameters' names. It has no gradient itself, and says so."""
-    name = operators.operation.name
+def without_gradient(name: str, function: Callable[..., Made]) -> Callable[..., Made]:
+    """A function that runs in a backward. It has no gradient itself, and says so by its name."""
 
     class Backward(torch.autograd.Function):  # type: ignore[misc]
         generate_vmap_rule = True
 
         @staticmethod
         def forward(*given: Any) -> Any:
-            return operators.make(*given)
+            return function(*given)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -109,11 +108,15 @@ def without_gradient(operators: Operators) -> Callable[[Mapping[str, Any]], Made
         def jvp(ctx: Any, *tangents: Any) -> Any:
             raise no_gradient(name, "its results")
 
-    def run(given: Mapping[str, Any]) -> Made:
-        if torch.is_grad_enabled():  # it is recorded, whether or not somebody differentiates it again
-            found: Made = Backward.apply(*_ordered(operators, given))
-        else:
-            found = operators.make(**given)
+    def run(*given: Any) -> Made:
+        # It is recorded, whether or not somebody differentiates it again.
+        found: Made = (Backward.apply if torch.is_grad_enabled() else function)(*given)
         return found
 
     return run
+
+
+def backward_of(operators: Operators) -> Callable[[Mapping[str, Any]], Made]:
+    """An operation that runs in a backward, by its parameters' names."""
+    run = without_gradient(operators.operation.name, operators.make)
+    return lambda given: run(*_ordered(operators, given))

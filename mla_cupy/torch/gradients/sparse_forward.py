@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from mla_cupy.torch.derivatives import no_gradient
-from mla_cupy.torch.gradients.register import Made, register, without_gradient
+from mla_cupy.torch.gradients.register import Made, backward_of, register
 from mla_cupy.torch.operators import SPARSE_MLA_BACKWARD, SPARSE_MLA_FORWARD
 
-_SHARED = ("d_v", "scale", "causal", "lse_base")
+_SHARED = ("d_v", "scale", "causal", "relative", "lse_base")
 """The options that the backward takes as the forward does."""
 _OPTIONAL = ("topk_length", "attn_sink", "cu_seqlens_q", "cu_seqlens_kv")
-_run_backward = without_gradient(SPARSE_MLA_BACKWARD)
+_run_backward = backward_of(SPARSE_MLA_BACKWARD)
 
 
 def _save(ctx: Any, given: Mapping[str, Any], output: Made) -> None:

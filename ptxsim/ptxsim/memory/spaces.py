@@ -289,13 +289,20 @@ class Memory:
 
 def _owner(array: np.ndarray, start: int, stop: int) -> tuple[np.ndarray, int]:
     """Return the bytes of the array that owns another's memory, or of that one itself, and where they begin."""
-    root = array
-    while isinstance(root.base, np.ndarray):
-        root = root.base
+    root = _root(array)
     low, high = byte_bounds(root) if root.size else (start, start)
     if array.size and root.flags.c_contiguous and low <= start and stop <= high:
         return root.reshape(-1).view(np.uint8), low
     return _flat(array, start, stop), start
+
+
+def _root(array: np.ndarray) -> np.ndarray:
+    """Return the array that owns another's memory, with its axes in the order in which they lie there."""
+    # What numpy.lib.stride_tricks.as_strided returns has an object as its base that is no array, but has one.
+    base = array.base if isinstance(array.base, np.ndarray) else getattr(array.base, "base", None)
+    if isinstance(base, np.ndarray):
+        return _root(base)
+    return array.transpose(sorted(range(array.ndim), key=lambda axis: -array.strides[axis]))
 
 
 def _flat(array: np.ndarray, start: int, stop: int) -> np.ndarray:
@@ -309,9 +316,7 @@ def _flat(array: np.ndarray, start: int, stop: int) -> np.ndarray:
 
 def _window(array: np.ndarray, start: int, stop: int) -> np.ndarray:
     """Return the bytes from a strided view's first to last element, backed by the same memory."""
-    root = array
-    while isinstance(root.base, np.ndarray):
-        root = root.base
+    root = _root(array)
     root_start, root_stop = byte_bounds(root)
     if not root.flags.c_contiguous or not (root_start <= start and stop <= root_stop):
         raise MemoryFault("cannot map this strided array: its base is not contiguous")

@@ -26,7 +26,7 @@ def compile_cuda(path: Path, arch: str, includes: Sequence[Path] = (), defines: 
         from cuda.bindings import nvrtc
     except ImportError:
         raise SimError(
-            "compiling CUDA needs the package cuda-bindings, of the extra ptxsim[cuda]; a .ptx file does not"
+            "compiling CUDA needs the package cuda-bindings, of ptxsim's extra `cuda`; a .ptx file does not"
         ) from None
 
     error, program = nvrtc.nvrtcCreateProgram(path.read_bytes(), path.name.encode(), 0, None, None)

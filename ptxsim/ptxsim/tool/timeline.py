@@ -122,6 +122,6 @@ def drawing() -> tuple[Any, type]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise SimError(
-            f"a PNG needs matplotlib, the extra ptxsim[plot]; an HTML page needs nothing ({error})"
+            f"a PNG needs matplotlib, of ptxsim's extra `plot`; an HTML page needs nothing ({error})"
         ) from None
     return patches, Figure

@@ -47,6 +47,25 @@ def test_strided_views_share_memory() -> None:
         memory.slice(address + 64, 20)
 
 
+@pytest.mark.parametrize("order", ["F", "K"])
+def test_arrays_in_other_orders_are_mapped_as_they_lie(order: str) -> None:
+    numbers = np.arange(24, dtype=np.int32).reshape(2, 3, 4)
+    array = np.moveaxis(numbers, 1, 2).copy(order=order)  # type: ignore[call-overload]
+    memory = ptxsim.Memory()
+    base = memory.map(array)
+    for index in np.ndindex(*array.shape):
+        place = base + int(np.dot(index, array.strides))
+        assert memory.slice(place, 4).view(np.int32) == array[index]
+    assert memory.map(array[1:]) == base + array.strides[0]
+
+
+def test_views_by_strides_are_mapped_with_what_they_view() -> None:
+    whole = np.arange(10, dtype=np.int32)
+    view = np.lib.stride_tricks.as_strided(whole[3:], (2, 3), (16, 4))
+    memory = ptxsim.Memory()
+    assert memory.map(view) == memory.map(whole) + 12
+
+
 def test_views_of_one_array_lie_as_they_do_on_the_host() -> None:
     memory = ptxsim.Memory()
     whole = np.arange(64, dtype="f4")

@@ -37,7 +37,7 @@ def test_a_png_without_matplotlib_fails_before_the_run(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(ptxsim.Module, "launch", lambda *args, **options: pytest.fail("launched"))
-    assert "ptxsim[plot]" in error_of(capsys, "run", SAXPY, *WORDS, "--png", tmp_path / "t.png")
+    assert "extra `plot`" in error_of(capsys, "run", SAXPY, *WORDS, "--png", tmp_path / "t.png")
 
 
 def test_a_file_that_cannot_be_written_is_said_before_the_run(
@@ -59,7 +59,7 @@ def test_cuda_files_need_an_extra(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    assert "ptxsim[cuda]" in error_of(capsys, "run", HOUSE / "examples" / "saxpy.cu", *WORDS)
+    assert "extra `cuda`" in error_of(capsys, "run", HOUSE / "examples" / "saxpy.cu", *WORDS)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class HeadSumsPipeline(Pipeline[HeadSumsConfig]):
             return []
         steps: list[Step] = []
         if problem.topk is not None:
-            steps.append(row_lists.launch(call, call.options.causal, ordered=False, keys="k"))
+            steps.append(row_lists.launch(call, call.options.causal, call.options.relative, ordered=False, keys="k"))
         whole = loss_args(config, call, 0, problem.s_q)
         steps += loss_launch(generic.RANGES, problem, problem.s_q, whole, call)
         if config.attention is not None:

@@ -24,7 +24,7 @@ from mla_cupy.kernels.indexer.loss.pipeline import (
     loss_args,
     loss_launch,
 )
-from mla_cupy.kernels.indexer.loss.problem import LossKernel, LossOptions, LossProblem
+from mla_cupy.kernels.indexer.loss.problem import LossKernel, LossProblem, SparseLossOptions
 from mla_cupy.kernels.indexer.loss.sm90_maps import DECODED_QUERIES, FINITE_KEYS
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import DkvParams
@@ -126,11 +126,11 @@ class SparseLossPipeline(Pipeline[SparseLossConfig]):
     def steps(self, config: SparseLossConfig, call: Call) -> list[Step]:
         """Without a query, the gradients by keys become zeros all the same."""
         problem = config.problem
-        options = cast(LossOptions, call.options)
+        options = cast(SparseLossOptions, call.options)
         steps: list[Step] = [ZeroFill(_FIRST_ZEROED)] if problem.gradients else []
         if problem.s_q > 0:
             selected = _FIRST_ZEROED if config.binned else NULL
-            lists = row_lists.launch(call, options.causal, ordered=False, selected=selected, keys="k")
+            lists = row_lists.launch(call, options.causal, options.relative, ordered=False, selected=selected, keys="k")
             steps.append(replace(lists, dependent=not problem.gradients))
             steps += self._tokens(config, call)
         if problem.gradients and problem.s_kv > 0:

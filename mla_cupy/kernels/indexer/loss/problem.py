@@ -101,6 +101,7 @@ class SparseLossOptions(NamedTuple):
 
     scale: float
     causal: bool
+    relative: bool
     gradients: bool
     deterministic: bool
     buffer_bytes: int
@@ -117,6 +118,7 @@ class HeadSumsOptions(NamedTuple):
 
     scale: float
     causal: bool
+    relative: bool
     buffer_bytes: int
     kernel: str | None
 

@@ -1,0 +1,218 @@
+"""Values of "v32" whose scales are small, large, or mixed: the mma.sync kernels multiply weights by them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import mla_cupy
+from mla_cupy import dtypes, reference
+from mla_cupy.cache_formats import FORMATS
+from tests.attention.test_mma_records import DENSE, SPARSE, Gpu
+from tests.support.mutants import CAUGHT, Mutant, Plant
+from tests.support.sim_driver import simulated
+
+Array = npt.NDArray[Any]
+
+#: Both sizes of shared memory, with conversions of e4m3 and without.
+GPUS = (DENSE[0], DENSE[1], SPARSE[0], SPARSE[2])
+PAGE = 64
+#: Largest error in the root mean square; rounding products to float16 leaves 2e-4.
+LIMIT = 5e-4
+#: The RoPE columns are 0, but for the first one: the logit of a token, beside its latent's.
+LOGIT = 512
+
+
+def cache_of(latent: Array, scales: Array, logits: Array) -> Array:
+    """Pages of tokens with these latents, of which each 128 columns are divided by a scale."""
+    n, form = len(latent), FORMATS["v32"]
+    cache = np.zeros((-(-n // PAGE), PAGE, 1, form.token_bytes), np.uint8)
+    rope = np.zeros((n, 64), np.float32)
+    rope[:, 0] = logits
+    codes = (
+        (latent.reshape(n, 4, 128) / scales[..., None]).astype(np.float32).astype(dtypes.numpy_dtype("float8_e4m3fn"))
+    )
+    for name, values in (
+        ("latent", codes),
+        ("scales", scales.astype(np.float32)),
+        ("rope", rope.astype(dtypes.numpy_dtype("bfloat16"))),
+    ):
+        field = form.field(name)
+        view = reference.cache.field_view(cache[:, :, 0], form, field)
+        flat = np.zeros((len(cache) * PAGE, field.nbytes), np.uint8)
+        flat[:n] = values.reshape(n, -1).view(np.uint8)
+        view[...] = flat.reshape(view.shape)
+    return cache
+
+
+def call(kernel: str | None, q: Array, cache: Array, n: int) -> tuple[Array, Array]:
+    """Dense or sparse decode of one request of n tokens, by what the kernel is for; the oracle without one."""
+    if kernel and "sparse" in kernel:
+        indices = np.broadcast_to(np.arange(n, dtype=np.int32), (1, q.shape[1], n)).copy()
+        out, lse = mla_cupy.sparse_mla_decode(q, cache, indices, scale=1.0, out_dtype="float32", kernel=kernel)
+        return out[0], lse[0].T
+    table, seqlens = np.arange(len(cache), dtype=np.int32)[None], np.array([n], np.int32)
+    out, lse = mla_cupy.mla_decode(
+        q, cache, table, seqlens, scale=1.0, out_dtype="float32", causal=False, kernel=kernel
+    )
+    return out[0], lse[0]
+
+
+def errors(gpu: Gpu, q: Array, cache: Array, n: int) -> tuple[Array, Array]:
+    """Errors of each query's columns, in the root mean square relative to the exact ones; and of each lse."""
+    exact, exact_lse = call(None, q, cache, n)
+    with simulated(1, gpu[1]):
+        got, lse = call(gpu[0], q, cache, n)
+    difference, size = (got - exact).astype(np.float64), exact.astype(np.float64)
+    groups = (*size.shape[:-1], 4, 128)
+    squares = [(x.reshape(groups) ** 2).mean(-1) for x in (difference, size)]
+    return np.sqrt(squares[0] / squares[1]), np.abs(lse - exact_lse)
+
+
+def queries(h_q: int, logit: float = 1.0) -> Array:
+    q = np.zeros((1, 1, h_q, 576), dtypes.numpy_dtype("bfloat16"))
+    q[..., LOGIT] = logit
+    return q
+
+
+def scales_for(latent: Array) -> Array:
+    largest = np.abs(latent.reshape(len(latent), 4, 128)).max(-1)
+    return np.exp2(np.ceil(np.log2(largest / 448)))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("size", [1e-4, 1e-10, 1e6], ids=str)
+@pytest.mark.parametrize("gpu", GPUS, ids=str)
+def test_values_of_any_size_keep_their_digits(gpu: Gpu, size: float) -> None:
+    rng = np.random.default_rng(1)
+    n, h_q = 100, 17 if gpu is GPUS[1] else 3
+    latent = rng.standard_normal((n, 512)) * size
+    q = queries(h_q)
+    q[..., LOGIT] = rng.standard_normal(h_q)
+    of_out, of_lse = errors(gpu, q, cache_of(latent, scales_for(latent), rng.standard_normal(n) * 3), n)
+    assert of_out.max() < LIMIT
+    assert of_lse.max() < 1e-5
+
+
+@pytest.mark.parametrize("gpu", GPUS[:2], ids=str)
+@pytest.mark.parametrize(
+    ("large", "logit"),
+    [
+        (2.0**3, -1e4),  # the large value weighs nothing
+        (2.0**30, -1e4),
+        (2.0**3, -13.0),  # and something: weights are e^-13 and 1
+        (2.0**40, -40.0),  # a weight that float16 does not have
+        (-(2.0**15), 0.0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("first", [0, 40], ids=["same step", "earlier step"])
+def test_mixed_scales(gpu: Gpu, large: float, logit: float, first: int) -> None:
+    """A token of large values, before, among or behind those of small ones."""
+    rng = np.random.default_rng(2)
+    n = 72
+    latent, logits = rng.standard_normal((n, 512)) * 2.0**-12, rng.standard_normal(n)
+    scales = scales_for(latent)
+    for token in (first, n - 1):
+        latent[token] *= 2.0**12 * abs(large)
+        scales[token] *= 2.0**12 * large
+        logits[token] = logit
+    of_out, of_lse = errors(gpu, queries(2), cache_of(latent, scales, logits), n)
+    assert of_out.max() < LIMIT
+    assert of_lse.max() < 1e-5
+
+
+def mixed_scales(gpu: Gpu) -> None:
+    test_mixed_scales(gpu, 2.0**30, -1e4, 0)
+    test_mixed_scales(gpu, -(2.0**15), 0.0, 40)
+
+
+@pytest.mark.parametrize("gpu", GPUS[:2], ids=str)
+def test_a_group_of_small_values(gpu: Gpu) -> None:
+    """Columns of which the values are 2^18 times smaller than others."""
+    rng = np.random.default_rng(3)
+    latent = rng.standard_normal((40, 512))
+    latent[:, 128:256] *= 2.0**-18
+    of_out, _ = errors(gpu, queries(2), cache_of(latent, scales_for(latent), rng.standard_normal(40)), 40)
+    assert of_out.max() < LIMIT
+
+
+@pytest.mark.parametrize("gpu", GPUS[:2], ids=str)
+@pytest.mark.parametrize("size", [1e-6, 1e6], ids=str)
+def test_huge_scores(gpu: Gpu, size: float) -> None:
+    """Scores of which a float has no fractions."""
+    rng = np.random.default_rng(4)
+    latent = rng.standard_normal((40, 512)) * size
+    logits = np.linspace(0.5, 1.0, 40) * 1e12
+    q = queries(2)
+    exact, exact_lse = call(None, q, cache := cache_of(latent, scales_for(latent), logits), 40)
+    with simulated(1, gpu[1]):
+        got, lse = call(gpu[0], q, cache, 40)
+    np.testing.assert_allclose(got, exact, rtol=1e-3, atol=1e-4 * size)
+    np.testing.assert_allclose(lse, exact_lse, rtol=1e-6)
+
+
+@pytest.mark.parametrize("gpu", GPUS[:2], ids=str)
+def test_a_row_does_not_depend_on_its_neighbours(gpu: Gpu) -> None:
+    rng = np.random.default_rng(5)
+    latent = rng.standard_normal((100, 512)) * np.exp2(rng.integers(-20, 4, 100))[:, None]
+    cache = cache_of(latent, scales_for(latent), rng.standard_normal(100) * 20)
+    q = queries(16)
+    q[..., LOGIT] = rng.standard_normal(16)
+    with simulated(1, gpu[1]):
+        together, alone = call(gpu[0], q, cache, 100), call(gpu[0], q[:, :, 5:6], cache, 100)
+    np.testing.assert_array_equal(together[0][:, 5], alone[0][:, 0])
+    np.testing.assert_array_equal(together[1][5], alone[1][0])
+
+
+def hidden_scale(gpu: Gpu, scale: float) -> None:
+    """The second of two queries sees a token with such a scale."""
+    rng = np.random.default_rng(6)
+    latent = rng.standard_normal((40, 512))
+    scales, q = scales_for(latent), np.repeat(queries(3), 2, axis=1)
+    cache = cache_of(latent, scales, rng.standard_normal(40))
+    form = FORMATS["v32"]
+    view = reference.cache.field_view(cache[:, :, 0], form, form.field("scales"))
+    view[0, 39] = np.full(4, scale, np.float32).view(np.uint8)
+    args = q, cache, np.zeros((1, 1), np.int32), np.array([40], np.int32)
+    exact, _ = mla_cupy.mla_decode(*args, scale=1.0)
+    with simulated(1, gpu[1]):
+        out, _ = mla_cupy.mla_decode(*args, scale=1.0, kernel=gpu[0])
+    assert np.isnan(out[0, 1].astype(np.float32)).all()
+    np.testing.assert_allclose(out[0, 0].astype(np.float32), exact[0, 0].astype(np.float32), atol=0.01)
+
+
+@pytest.mark.parametrize("gpu", GPUS[:2], ids=str)
+@pytest.mark.parametrize("scale", [np.nan, np.inf], ids=str)
+def test_a_hidden_scale_is_no_number(gpu: Gpu, scale: float) -> None:
+    hidden_scale(gpu, scale)
+
+
+# ---- Planted bugs ----------------------------------------------------------------------------------------------
+
+ROWS = "attention/mma/scaled_rows.cuh"
+PLANTED = [
+    Mutant("never followed", ROWS, "any_sync(kFullWarp, !fits)", "any_sync(kFullWarp, false)"),
+    Mutant("largest product of a thread", ROWS, "product = Base::max_over_lanes(product);", ""),
+    Mutant("products may be infinite", ROWS, "kProductEnd = 0x78007800", "kProductEnd = 0x7fff7fff"),
+    Mutant("sum not rescaled", ROWS, "this->sum *= factor;", ""),
+    Mutant("a maximum without its shift", ROWS, "this->max - to + shift", "this->max - to"),
+    Mutant("lse without the shift", ROWS, "return this->max + shift;", "return this->max;"),
+    Mutant("negative products do not count", ROWS, "largest, p & ~kSigns)", "largest, p)"),
+]
+
+
+@pytest.mark.parametrize("mutant", PLANTED, ids=lambda mutant: mutant.id)
+def test_bugs_in_following_products_show(mutant: Mutant, plant: Plant) -> None:
+    plant(mutant)
+    with pytest.raises(CAUGHT):
+        mixed_scales(GPUS[1])
+
+
+def test_a_hidden_scale_that_is_read_shows(plant: Plant) -> None:
+    plant(Mutant("hidden scales are read", ROWS, "hide(scales, present);", ""))
+    with pytest.raises(CAUGHT):
+        hidden_scale(GPUS[1], np.nan)

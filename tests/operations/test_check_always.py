@@ -1,0 +1,78 @@
+"""MLA_CUPY_CHECK=1 turns `check=True` on for every call that it can."""
+
+from __future__ import annotations
+
+import pytest
+
+import mla_cupy
+from mla_cupy import ArgumentError
+from tests.operations.test_without_gpu import SCALE, batch
+from tests.support.recorder import Recorder
+
+
+@pytest.fixture(autouse=True)
+def _check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_CHECK", "1")
+
+
+def refuses(q, cache, table, seqlens, call=mla_cupy.mla_decode):  # type: ignore[no-untyped-def]
+    for _ in range(2):  # the second call is like the first one
+        with pytest.raises(ArgumentError, match=r"block_table\[0, 1\]: got 99"):
+            call(q, cache, table, seqlens, scale=SCALE)
+
+
+@pytest.fixture
+def _numpy_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+
+
+@pytest.mark.usefixtures("_numpy_backend")
+def test_on_the_cpu() -> None:
+    arrays = batch()
+    mla_cupy.mla_decode(*arrays, scale=SCALE)
+    arrays[2][0, 1] = 99
+    refuses(*arrays)
+
+
+def test_calls_like_an_earlier_one(recorder: Recorder) -> None:
+    """On a GPU they skip every check otherwise."""
+    arrays = batch()
+    mla_cupy.mla_decode(*arrays, scale=SCALE)
+    recorder.launches.clear()
+    arrays[2][0, 1] = 99
+    refuses(*arrays)
+    assert recorder.launches == []
+
+
+def test_a_capture_is_not_waited_for(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = batch()
+    mla_cupy.mla_decode(*arrays, scale=SCALE)
+    arrays[2][0, 1] = 99
+    monkeypatch.setattr(recorder, "is_capturing", lambda stream: True)
+    mla_cupy.mla_decode(*arrays, scale=SCALE)
+
+
+@pytest.mark.usefixtures("_numpy_backend")
+def test_in_pytorch() -> None:
+    torch = pytest.importorskip("torch")
+    import mla_cupy.torch as mla
+
+    arrays = tuple(map(torch.from_numpy, batch()))
+    mla.mla_decode(*arrays, scale=SCALE)
+    arrays[2][0, 1] = 99
+    refuses(*arrays, call=mla.mla_decode)
+    refuses(*arrays, call=torch.compile(mla.mla_decode, backend="aot_eager", fullgraph=True))
+
+
+@pytest.mark.usefixtures("_numpy_backend")
+def test_in_jax() -> None:
+    jax = pytest.importorskip("jax")
+    import mla_cupy.jax as mla
+
+    q, cache, table, seqlens = batch()
+    good = table.copy()
+    table[0, 1] = 99
+    step = jax.jit(lambda *arrays: mla.mla_decode(*arrays, scale=SCALE))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"block_table\[0, 1\]: got 99"):
+        jax.block_until_ready(step(q, cache, table, seqlens))
+    jax.block_until_ready(step(q, cache, good, seqlens))
