@@ -5,6 +5,7 @@ The calls are random: most are accepted and launched through the stub driver, so
 
 from __future__ import annotations
 
+import functools
 import random
 import subprocess
 from pathlib import Path
@@ -16,11 +17,12 @@ from mla_cupy.export import command
 from mla_cupy.export.module import Module
 from mla_cupy.export.subject import Subject
 from tests.export import draws, modules, package
-from tests.export.library import STUB, compiled, filled, struct_of
+from tests.export.library import STUB, compiled, compiler, filled, struct_of
 from tests.export.test_operations import CASES, LIMITS
 
 DRIVE = Path(__file__).with_name("drive.c")
 SANITIZED = ("-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+"""Options of the sanitizers, whose libraries not every installation of gcc has."""
 LAUNCHES = 1000
 """Launched calls of each module in slow runs."""
 ENDS = (0, -1, 2**63 - 1, -(2**63), 2**62, 2**50, 1 << 48, 1 << 40, 2**31 - 1, 2**31)
@@ -50,6 +52,14 @@ def _is_spoilt(value: Any, rng: random.Random) -> bool:
     return isinstance(value, int) and rng.random() < 0.1
 
 
+@functools.cache
+def sanitizers() -> tuple[str, ...]:
+    """Options with which a program links: those of the sanitizers, or none."""
+    command = [compiler(), "-x", "c", "-", *SANITIZED, "-o", "/dev/null"]
+    tried = subprocess.run(command, input="int main(void) { return 0; }", text=True, capture_output=True, check=False)
+    return SANITIZED if tried.returncode == 0 else ()
+
+
 def driven(module: Module, folder: Path, count: int) -> dict[str, int]:
     """Make as many calls; how many were launched, launched with a plan, and refused."""
     command.write(module, folder)
@@ -57,7 +67,7 @@ def driven(module: Module, folder: Path, count: int) -> dict[str, int]:
     sources = [DRIVE, folder / f"{module.name}.c", folder / f"{module.name}_images.c"]
     defines = [f"-DMODULE={module.name}", f"-DHEADER=<{module.name}.h>", f'-DMLA_CUDA_LIBRARY="{driver}"']
     defines += ["-DPLANNED"] * module.is_planned
-    program = compiled(folder / "drive", sources, *SANITIZED, *defines, f"-I{folder}", str(driver), "-ldl", "-lm")
+    program = compiled(folder / "drive", sources, *sanitizers(), *defines, f"-I{folder}", str(driver), "-ldl", "-lm")
     calls = folder / "calls"
     calls.write_bytes(structs(module.subject, count))
     entries = [f"{word}" for name, sizes in package.parameters(module).items() for word in (name, len(sizes), *sizes)]

@@ -176,7 +176,7 @@ def _sizes(operation: Operation, array: Input | Output) -> Iterator[Bad]:
         if operation.min_sizes.get(axis, 0) > 0 and isinstance(array, Input):
             yield Bad(f"{array.name} {axis}=0", swap(array.name, _resized(at, None)), ShapeError, ())
         if isinstance(array, Input) and axis != "1?" and array.name not in operation.written:
-            limit = (f"{array.name}.shape[", "at most 2147483647")
+            limit = f"{array.name}.shape[", "at most 2147483647"
             yield Bad(f"{array.name} {axis} endless", swap(array.name, _endless(at)), ShapeError, limit)
 
 
