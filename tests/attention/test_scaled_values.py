@@ -54,22 +54,26 @@ def call(kernel: str | None, q: Array, cache: Array, n: int) -> tuple[Array, Arr
         indices = np.broadcast_to(np.arange(n, dtype=np.int32), (1, q.shape[1], n)).copy()
         out, lse = mla_cupy.sparse_mla_decode(q, cache, indices, scale=1.0, out_dtype="float32", kernel=kernel)
         return out[0], lse[0].T
-    table, seqlens = np.arange(len(cache), dtype=np.int32)[None], np.array([n], np.int32)
-    out, lse = mla_cupy.mla_decode(
-        q, cache, table, seqlens, scale=1.0, out_dtype="float32", causal=False, kernel=kernel
-    )
+    args = q, cache, np.arange(len(cache), dtype=np.int32)[None], np.array([n], np.int32)
+    if kernel is None:
+        out, lse = reference.mla_decode(*args, scale=1.0, causal=False)
+    else:
+        out, lse = mla_cupy.mla_decode(*args, scale=1.0, out_dtype="float32", causal=False, kernel=kernel)
     return out[0], lse[0]
 
 
-def errors(gpu: Gpu, q: Array, cache: Array, n: int) -> tuple[Array, Array]:
+def difference(got: tuple[Array, Array], q: Array, cache: Array, n: int) -> tuple[Array, Array]:
     """Errors of each query's columns, in the root mean square relative to the exact ones; and of each lse."""
     exact, exact_lse = call(None, q, cache, n)
+    squares = [(x.reshape(*x.shape[:-1], 4, 128) ** 2).mean(-1) for x in (got[0] - exact, exact)]
+    return np.sqrt(squares[0] / squares[1]), np.abs(got[1] - exact_lse)
+
+
+def errors(gpu: Gpu, q: Array, cache: Array, n: int) -> tuple[Array, Array]:
+    """The same of a run in the simulator."""
     with simulated(1, gpu[1]):
-        got, lse = call(gpu[0], q, cache, n)
-    difference, size = (got - exact).astype(np.float64), exact.astype(np.float64)
-    groups = (*size.shape[:-1], 4, 128)
-    squares = [(x.reshape(groups) ** 2).mean(-1) for x in (difference, size)]
-    return np.sqrt(squares[0] / squares[1]), np.abs(lse - exact_lse)
+        got = call(gpu[0], q, cache, n)
+    return difference(got, q, cache, n)
 
 
 def queries(h_q: int, logit: float = 1.0) -> Array:
@@ -216,3 +220,20 @@ def test_a_hidden_scale_that_is_read_shows(plant: Plant) -> None:
     plant(Mutant("hidden scales are read", ROWS, "hide(scales, present);", ""))
     with pytest.raises(CAUGHT):
         hidden_scale(GPUS[1], np.nan)
+
+
+# ---- On a GPU --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", [name for name, _ in GPUS])
+@pytest.mark.parametrize("h_q", [16, 64])
+@pytest.mark.parametrize("size", [1.0, 1e-4, 1e-10], ids=str)
+def test_values_on_a_gpu(hopper: object, kernel: str, h_q: int, size: float) -> None:
+    rng, n = np.random.default_rng(7), 2000
+    latent = rng.standard_normal((n, 512)) * size * np.exp2(rng.integers(-12, 1, n))[:, None]
+    q, cache = queries(h_q), cache_of(latent, scales_for(latent), rng.standard_normal(n) * 3)
+    q[..., LOGIT] = rng.standard_normal(h_q)
+    of_out, of_lse = difference(call(kernel, q, cache, n), q, cache, n)
+    assert of_out.max() < LIMIT
+    assert of_lse.max() < 1e-4
