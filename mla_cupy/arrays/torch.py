@@ -45,7 +45,7 @@ class TorchFamily(NativeFamily):
         self._guards = _tensor_guards(torch)
         self._forward_mode = torch.autograd.forward_ad
         self._has_transforms = torch._C._are_functorch_transforms_active
-        self.count_writes = _counter(torch)
+        self.count_writes = write_counter(torch)
 
     @property
     def native(self) -> Native:
@@ -192,7 +192,7 @@ class TorchCpuFamily:
 
     @property
     def count_writes(self) -> Counter:
-        return _counter(sys.modules["torch"])
+        return write_counter(sys.modules["torch"])
 
     def adopt(self, x: Any) -> Any:
         return _to_numpy(sys.modules["torch"], x.detach())
@@ -214,12 +214,12 @@ def _tensor_guards(torch: Any) -> Any:
     return getattr(guards, "TensorGuards", None)
 
 
-def _counter(torch: Any) -> Counter:
+def write_counter(torch: Any) -> Counter:
     """Function that increments tensors' versions, by which autograd knows that one it has saved was overwritten."""
     increment: Counter = torch._C._increment_version
     try:
         increment(())
-    except TypeError:
+    except (RuntimeError, TypeError):
         return functools.partial(_increment_each, torch.autograd.graph.increment_version)
     return increment
 

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from mla_cupy import ops
+from mla_cupy.arrays.torch import write_counter
 from mla_cupy.errors import ArgumentError, DeviceError, PlanError, explain
 from mla_cupy.ops import DecodePlan
 from mla_cupy.ops.call import Invocation
@@ -25,6 +25,7 @@ from mla_cupy.torch.operators import MLA_DECODE
 
 __all__ = ["TorchDecodePlan", "plan_decode"]
 
+_count_writes = write_counter(torch)
 _numbers = itertools.count(1)
 _plans: weakref.WeakValueDictionary[int, TorchDecodePlan] = weakref.WeakValueDictionary()
 
@@ -182,7 +183,7 @@ def _run_update(
 ) -> None:
     found = _plan(plan)
     found.schedule(seqlens, _address(found, workspace), None, cu_seqlens_q, total_q)
-    increment_version(workspace)
+    _count_writes([workspace])
 
 
 def _describe(workspace: torch.Tensor, plan: int, *given: Any, **results: Any) -> Invocation:
@@ -199,7 +200,7 @@ def _describe_fake(workspace: torch.Tensor, plan: int, *given: Any, **results: A
 def _run(run: Callable[..., Any], workspace: torch.Tensor, *given: Any, **results: Any) -> Any:
     """Make or write the results, and count the write to the plan's workspace."""
     made = run(_describe, workspace, *given, **results)
-    increment_version(workspace)
+    _count_writes([workspace])
     return made
 
 
