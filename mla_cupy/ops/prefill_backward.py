@@ -57,7 +57,8 @@ def mla_prefill_backward(
         Gradient with respect to `out`. The last axes of both are contiguous.
     lse : array, (s_q, h_q), float32
         As the forward returned it, or merged. Both infinities mark a query without a key: it has no gradient, and
-        contributes none.
+        contributes none. From 4.6e7 on, float32 does not tell how many keys share the largest score: each of these has
+        a weight of 1.
     dlse : array, (s_q, h_q), float32, optional
         Gradient with respect to `lse`, as for a loss of its own or for a merge outside.
     deterministic : bool
