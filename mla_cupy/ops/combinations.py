@@ -1,4 +1,4 @@
-"""Which parts of a call exclude each other: one table, which checks, messages, a page of the docs and tests follow.
+"""Table of the parts of a call that exclude each other: checks, messages, a page of the docs and tests follow it.
 
 A *part* is an optional input, or an option that is not at its default, or a dtype or format that an argument has.
 """
@@ -75,7 +75,7 @@ _KEEP_FP8 = 'leave math out, or keep the cache in the record "fp8", see cache_ap
 
 
 def _of_formats(*names: str) -> tuple[Conflict, ...]:
-    """What caches in these formats refuse; "rows" hold no scales, and tokens of the others hold their own."""
+    """Conflicts of caches in these formats; "rows" hold no scales, and tokens of the others hold their own."""
     math = (Conflict("fp8_math", name, _KEEP_FP8) for name in names)
     own = {name: "" if name == "rows" else "its scales are in the record" for name in names}
     return (*math, *(Conflict("kv_scale", name, remedy) for name, remedy in own.items()))

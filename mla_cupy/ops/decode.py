@@ -330,7 +330,7 @@ def _optional_count(argument: str, given: Any) -> int | None:
 
 
 def _parts(views: Views, options: DecodeOptions, record: str) -> combinations.Parts:
-    """What a call has, for the table of combinations."""
+    """Parts of a call, for the table of combinations."""
     return {
         **combinations.given(views, "tree_mask", "q_rope", "cu_seqlens_q", "out_cos", "w_uv", "q_scales", "kv_scales"),
         **combinations.multiplied(options.math, present(views, "q").dtype),

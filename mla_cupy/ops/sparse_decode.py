@@ -176,7 +176,7 @@ def _check_extra(views: Views, record: str) -> bool:
 
 
 def _parts(views: Views, options: SparseDecodeOptions, record: str) -> combinations.Parts:
-    """What a call has, for the table of combinations."""
+    """Parts of a call, for the table of combinations."""
     return {
         **combinations.given(views, "w_uv", "out_cos"),
         **combinations.multiplied(options.math, present(views, "q").dtype),

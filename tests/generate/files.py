@@ -54,7 +54,8 @@ def formatted(texts: Texts, root: Path) -> Texts:
             whole = [sys.executable, "-m", "ruff", *command, "--quiet", "--no-cache", "."]
             done = subprocess.run(whole, cwd=folder, capture_output=True, text=True, check=False)
             if done.returncode:
-                raise RuffError(explain("ruff", done.stderr.strip(), "success", "pip install -e '.[test]'"))
+                last = done.stderr.strip().rpartition("\n")[2]
+                raise RuffError(explain("ruff", last, "success", "pip install -e '.[test]'"))
         return texts | {path: copy.read_text() for path, copy in copies.items()}
 
 

@@ -26,7 +26,7 @@ def test_without_ruff_the_command_says_so(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert main(["--check"]) == 2
     (last,) = capsys.readouterr().err.splitlines()[-1:]
-    assert last == "ImportError: No module named ruff, expected success; pip install -e '.[test]'"
+    assert last == "ruff: got ImportError: No module named ruff, expected success; pip install -e '.[test]'"
 
 
 @pytest.fixture
