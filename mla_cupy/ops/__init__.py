@@ -29,6 +29,7 @@ from mla_cupy.ops.cascade_plan import CascadePlan, plan_cascade
 from mla_cupy.ops.composite import Composite
 from mla_cupy.ops.decode import mla_decode
 from mla_cupy.ops.decode_plan import DecodePlan, plan_decode
+from mla_cupy.ops.groups import Fp8, OutRope, Packed, Project, Shard
 from mla_cupy.ops.indexer import (
     head_sums,
     key_cache,
@@ -73,7 +74,12 @@ __all__ = [
     "POOL_OPERATIONS",
     "CascadePlan",
     "DecodePlan",
+    "Fp8",
+    "OutRope",
+    "Packed",
     "PrefixGroup",
+    "Project",
+    "Shard",
     "absorb",
     "cache_append",
     "cache_copy_pages",

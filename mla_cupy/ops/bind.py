@@ -38,8 +38,7 @@ def parameters(name: str) -> dict[str, inspect.Parameter]:
     """The parameters of a public function that a binding has, too: the inputs and the options, in its order."""
     operation = ops.BOUND_OPERATIONS[name]
     outputs = [output.name for output in operation.outputs]
-    whole = inspect.signature(operation.function).parameters
-    return {key: value for key, value in whole.items() if key not in (*outputs, *_NOT_OPTIONS)}
+    return {key: value for key, value in operation.parameters.items() if key not in (*outputs, *_NOT_OPTIONS)}
 
 
 def options_of(operation: Operation, given: Mapping[str, Any]) -> Any:
@@ -152,7 +151,7 @@ class Signature:
         for name in self.changed:
             if kept[name] is not None:
                 np.copyto(targets[name], kept[name])
-        self.record.function(**{**kept, **targets}, **self.options._asdict())
+        self.record.function(**self.record.grouped({**kept, **targets, **self.options._asdict()}))
 
 
 class Launcher:

@@ -23,6 +23,7 @@ from mla_cupy.kernels.pipeline import WORKSPACE_ALIGNMENT, Prepared
 from mla_cupy.ops import backend, overlap, schema
 from mla_cupy.ops.checks import check_memory
 from mla_cupy.ops.entry import Entry, Plan, Request
+from mla_cupy.ops.groups import taken
 from mla_cupy.ops.operation import Operation, check_nothing, operation_of
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver, env
@@ -151,7 +152,7 @@ def call(function: Callable[..., _R], arguments: Mapping[str, Any]) -> _R:
     """
     operation = operation_of(function)
     assert operation is not None
-    results = run(Invocation.of(operation, **arguments))
+    results = run(Invocation.of(operation, **operation.flattened(arguments)))
     _list_arguments(function, operation)
     answer: Any = results if len(operation.outputs) > 1 else results[0] if results else None
     returned: _R = answer
@@ -165,18 +166,24 @@ def _list_arguments(function: Callable[..., Any], operation: Operation) -> None:
     count = code.co_argcount
     parameters = code.co_varnames[: count + code.co_kwonlyargcount]
     kwonly = ("*", *parameters[count:]) if code.co_kwonlyargcount else ()
+    known: dict[str, Any] = {"_run": run, "_Invocation": Invocation, f"_{name}": operation}
+    lines = [f"def {name}({', '.join((*parameters[:count], *kwonly))}):"]
+    for group, kind in operation.groups.items():
+        members = operation.members(group)
+        known |= {f"_take_{group}": taken, f"_kind_{group}": kind, f"_of_{group}_{name}": members}
+        known[f"_no_{group}_{name}"] = taken(None, kind, group, members)
+        take = f"_take_{group}({group}, _kind_{group}, {group!r}, _of_{group}_{name})"
+        lines.append(f"    {_listed(members)} = _no_{group}_{name} if {group} is None else {take}")
+    known |= {f"_key_{key}": make for key, make in operation.keys.items()}
     options = (f"_key_{x}({x})" if x in operation.keys else x for x in operation.options._fields)
     others = (x if x in parameters else "None" for x in ("workspace", "stream", "plan"))
-    arguments = ", ".join(
-        (f"_{name}", _listed(operation.names), _listed(options), *others, "check" if "check" in parameters else "False")
-    )
-    result = ("", "return _run(CALL)[0]", "return _run(CALL)")[min(len(operation.outputs), 2)] or "_run(CALL)"
-    source = f"def {name}({', '.join((*parameters[:count], *kwonly))}):\n    "
-    source += result.replace("CALL", f"_Invocation({arguments})") + "\n"
+    check = "check" if "check" in parameters else "False"
+    arguments = ", ".join((f"_{name}", _listed(operation.names), _listed(options), *others, check))
+    result = ("_run(CALL)", "return _run(CALL)[0]", "return _run(CALL)")[min(len(operation.outputs), 2)]
+    lines.append("    " + result.replace("CALL", f"_Invocation({arguments})"))
     made: dict[str, Any] = {}
-    exec(compile(source, f"<arguments of {name}>", "exec"), made)
-    keys = {f"_key_{key}": make for key, make in operation.keys.items()}
-    function.__globals__.update({"_run": run, "_Invocation": Invocation, f"_{name}": operation, **keys})
+    exec(compile("\n".join(lines), f"<arguments of {name}>", "exec"), made)
+    function.__globals__.update(known)
     function.__code__ = made[name].__code__
     families.runs_as_it_is(function)
 
@@ -568,7 +575,7 @@ def workspace_bytes(operation: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 def _measure(operation: Operation, arguments: Mapping[str, Any]) -> int:
     """The bytes of workspace that a call needs, by its arguments' names."""
-    call = Invocation.of(operation, **arguments)
+    call = Invocation.of(operation, **operation.flattened(arguments))
     family = _check_arguments(call)
     if family.on_gpu:
         return _configure(call.adopted(family), family.native).nbytes

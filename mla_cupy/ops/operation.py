@@ -20,6 +20,7 @@ from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.dtypes import FLOATS
 from mla_cupy.kernels.choice import check_kernel
 from mla_cupy.kernels.pipeline import Call, Pipeline
+from mla_cupy.ops.groups import Group, taken
 from mla_cupy.runtime.device import DeviceInfo
 
 Views = Mapping[str, View | None]
@@ -225,6 +226,8 @@ class Operation:
         `check_values(arrays, examined)`: looks at copies of the inputs, for `check=True`.
     keys : mapping of str to callable
         Options that are lists or mappings, and what makes them hashable, so that a repeated call is recognised.
+    groups : mapping of str to group class
+        Parameters of the public function that are groups.
     """
 
     name: str
@@ -242,6 +245,7 @@ class Operation:
     widths: str = ""
     check_values: Callable[[Arrays, Any], None] = check_nothing
     keys: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    groups: Mapping[str, type[Group]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _OPERATIONS[self.name] = self
@@ -280,13 +284,49 @@ class Operation:
         return found
 
     @functools.cached_property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The public function's parameters, those of groups in place of the groups."""
+        found: dict[str, inspect.Parameter] = {}
+        for name, parameter in inspect.signature(self.function).parameters.items():
+            for member in self.members(name):
+                kind = self.options.__annotations__.get(member, "Any")
+                default = self.groups[name].absent[member]
+                found[member] = parameter.replace(name=member, default=default, annotation=kind)
+            if name not in self.groups:
+                found[name] = parameter
+        return MappingProxyType(found)
+
+    def members(self, group: str) -> tuple[str, ...]:
+        """Members of a group that this operation has, by their names inside the package."""
+        if group not in self.groups:
+            return ()
+        mine = (*self.names, *self.options._fields)
+        return tuple(name for name in self.groups[group].absent if name in mine)
+
+    def flattened(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of the public function with the members of groups in place of the groups."""
+        flat = {name: value for name, value in arguments.items() if name not in self.groups}
+        for name in self.groups.keys() & arguments.keys():
+            members = self.members(name)
+            flat |= zip(members, taken(arguments[name], self.groups[name], name, members), strict=True)
+        return flat
+
+    def grouped(self, flat: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments for the public function: the inverse of `flattened`."""
+        arguments = dict(flat)
+        for name, kind in self.groups.items():
+            members = {member: arguments.pop(member) for member in self.members(name) if member in arguments}
+            if (group := kind.gathered(members)) is not None:
+                arguments[name] = group
+        return arguments
+
+    @functools.cached_property
     def defaults(self) -> Mapping[str, Any]:
-        """Defaults of the public function's parameters: the one place that has them."""
-        parameters = inspect.signature(self.function).parameters.values()
-        return MappingProxyType({x.name: x.default for x in parameters})
+        """Defaults of `parameters`: the signature and the groups are the only places that have them."""
+        return MappingProxyType({name: x.default for name, x in self.parameters.items()})
 
     def with_defaults(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """All arguments of the public function: these, and the defaults of the others.
+        """All arguments, groups in members: these, and the defaults of the others.
 
         Raises
         ------

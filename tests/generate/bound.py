@@ -45,6 +45,11 @@ class Bound:
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
+        """Parameters of the public function, with the members of groups in place of the groups."""
+        return dict(self.operation.parameters)
+
+    @property
+    def signature(self) -> dict[str, inspect.Parameter]:
         """Parameters of the public function."""
         return dict(inspect.signature(self.function).parameters)
 
@@ -109,7 +114,7 @@ def signature_of(one: Bound, left_out: Sequence[str], array: str, more: Sequence
     arrays = {*one.inputs, *one.outputs, "workspace"}
     optional = {array.name for array in one.operation.inputs if array.optional} | {*one.outputs, "workspace"}
     found: list[str] = []
-    for name, parameter in one.parameters.items():
+    for name, parameter in one.signature.items():
         if name in left_out:
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in found:
@@ -140,6 +145,22 @@ def returned_by(one: Bound, array: str) -> str:
 def function_of(head: str, body: str) -> str:
     """A function, which gets its docstring where it is defined."""
     return f"@documented\n{head}\n{textwrap.indent(body, '    ')}\n"
+
+
+def ungrouped(one: Bound) -> list[str]:
+    """Statements that take the members out of groups."""
+    lines = []
+    for group, kind in one.operation.groups.items():
+        members = one.operation.members(group)
+        names = tuple_of(f'"{name}"' for name in members)
+        lines.append(f'{names_of(members)} = taken({group}, {kind.__name__}, "{group}", {names})')
+    return lines
+
+
+def groups_of(every: Sequence[Bound]) -> str:
+    """The import of the groups."""
+    kinds = sorted({kind.__name__ for one in every for kind in one.operation.groups.values()})
+    return f"from mla_cupy.ops.groups import {', '.join([*kinds, 'taken'])}" if kinds else ""
 
 
 def file_of(arrays: str, imports: Sequence[str], body: str) -> str:

@@ -9,9 +9,11 @@ from tests.generate.bound import (
     Bound,
     file_of,
     function_of,
+    groups_of,
     names_of,
     signature_of,
     tuple_of,
+    ungrouped,
 )
 
 LEFT_OUT = ("stream", "check", "workspace", "plan")
@@ -33,6 +35,7 @@ def functions(every: Sequence[Bound]) -> str:
     imports = (
         "import math\nfrom typing import Any\n\nimport jax\n",
         "from mla_cupy.ops import BOUND_OPERATIONS",
+        groups_of(every),
         "from mla_cupy.jax.docstrings import documented",
         *(f"from mla_cupy.jax.gradients import {stem} as {stem}_gradient" for stem in gradients),
         "from mla_cupy.jax.lowering import run",
@@ -49,7 +52,8 @@ def _function(one: Bound) -> str:
     kinds += [f"jax.Array{' | None' * (name in one.operation.optional)}" for name in results[len(kinds) :]]
     returned = f"tuple[{', '.join(kinds)}]" if len(kinds) > 1 else kinds[0]
     head = f"def {one.name}({signature_of(one, LEFT_OUT, 'jax.Array', more)}) -> {returned}:"
-    lines = [f"arrays = {tuple_of([*one.inputs, *one.outputs])}", f"options = {tuple_of(one.options)}"]
+    lines = [*ungrouped(one), f"arrays = {tuple_of([*one.inputs, *one.outputs])}"]
+    lines.append(f"options = {tuple_of(one.options)}")
     if one.reverse:
         others = "".join(f", {each.partition(':')[0]}" for each in segments)
         stem = one.module.rpartition(".")[2]
@@ -70,7 +74,7 @@ def _objective(one: Bound) -> str:
     arrays = tuple_of("None" if x in without else x for x in one.inputs)
     options = tuple_of("True" if x == "gradients" else x for x in one.options)
     body = (
-        f"arrays = {arrays}\noptions = {options}\n"
+        "".join(f"{line}\n" for line in ungrouped(one)) + f"arrays = {arrays}\noptions = {options}\n"
         f'return objective(BOUND_OPERATIONS["{one.name}"], arrays, options, straight_through, exportable)'
     )
     return function_of(head, body)

@@ -14,10 +14,12 @@ from tests.generate.bound import (
     file_of,
     for_compilers,
     function_of,
+    groups_of,
     names_of,
     returned_by,
     signature_of,
     tuple_of,
+    ungrouped,
     value_of,
 )
 
@@ -113,6 +115,7 @@ def functions(every: Sequence[Bound]) -> str:
     imports = (
         "import math\nfrom typing import Any\n\nimport torch\n",
         "from mla_cupy.ops.call import Invocation, run",
+        groups_of(every),
         "from mla_cupy.torch.call import call",
         "from mla_cupy.torch.docstrings import documented",
         *(f"from mla_cupy.torch.gradients import {stem} as {stem}_gradient" for stem in gradients),
@@ -131,7 +134,8 @@ def _function(one: Bound) -> str:
 
 def _body(one: Bound) -> str:
     takes = one.parameters
-    lines = [f"arrays = {tuple_of([*one.inputs, *one.outputs])}", f"options = {tuple_of(one.options)}"]
+    lines = [*ungrouped(one), f"arrays = {tuple_of([*one.inputs, *one.outputs])}"]
+    lines.append(f"options = {tuple_of(one.options)}")
     plain = ["is_plain_call(arrays)", *_agreement(one)]
     if one.operation.derivative != "none":
         plain.insert(1, "not torch.is_grad_enabled()")
@@ -177,5 +181,7 @@ def _objective(one: Bound) -> str:
     arrays = tuple_of("None" if x in without else x for x in one.inputs)
     options = tuple_of("True" if x == "gradients" else x for x in one.options)
     lines = (f"arrays = {arrays}", f"options = {options}")
-    body = "\n".join((*lines, f"return objective({one.name.upper()}, arrays, options, straight_through)"))
+    body = "\n".join(
+        (*ungrouped(one), *lines, f"return objective({one.name.upper()}, arrays, options, straight_through)")
+    )
     return function_of(head, body)

@@ -1,0 +1,223 @@
+"""Arguments that only make sense together: a group is one argument of a public function.
+
+Inside the package the members of a group travel under the names of an operation's arrays and options. `flat` alone
+knows which member becomes which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, TypeVar
+
+from mla_cupy.errors import ArgumentError, explain, kind_of
+
+__all__ = ["Fp8", "OutRope", "Packed", "Project", "Shard"]
+
+_G = TypeVar("_G", bound="Group")
+
+
+class Group:
+    """Base of the groups."""
+
+    absent: ClassVar[Mapping[str, Any]]
+    """Names inside the package, and their values in a call without the group."""
+
+    def flat(self) -> dict[str, Any]:
+        """The members by their names inside the package."""
+        raise NotImplementedError
+
+    @classmethod
+    def gathered(cls: type[_G], flat: Mapping[str, Any]) -> _G | None:
+        """The group with these members, by their names inside the package; None if all are absent."""
+        given = {name: x for name, x in flat.items() if _differs(x, cls.absent[name])}
+        return cls(**cls._members(given)) if given else None
+
+    @classmethod
+    def _members(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(given)
+
+
+def _differs(value: Any, absent: Any) -> bool:
+    return value is not absent and not (isinstance(value, (bool, int, float, str)) and value == absent)
+
+
+def taken(group: Any, kind: type[Group], argument: str, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """The members of a group that an operation has, in the order of `names`.
+
+    Raises
+    ------
+    ArgumentError
+        If it is no such group, or has a member that the operation has not.
+    """
+    if group is None:
+        return tuple(kind.absent[name] for name in names)
+    if not isinstance(group, kind):
+        members = ", ".join(one.name for one in fields(kind))  # type: ignore[arg-type]
+        expected = f"mla_cupy.{kind.__name__} or None"
+        raise ArgumentError(explain(argument, kind_of(group), expected, f"pass {kind.__name__}({members})"))
+    flat = group.flat()
+    for name, value in flat.items():
+        if name not in names and _differs(value, kind.absent[name]):
+            raise ArgumentError(explain(f"{argument}.{name}", "a value", "none: the operation has no such member"))
+    return tuple(flat[name] for name in names)
+
+
+@dataclass(frozen=True, eq=False)
+class Packed(Group):
+    """Sequences that lie one after another in one array, without padding.
+
+    Attributes
+    ----------
+    cu_seqlens_q : array, (b + 1,), int32
+        Sequence n has the queries from cu_seqlens_q[n] to cu_seqlens_q[n + 1].
+    cu_seqlens_kv : array, (b + 1,), int32, optional
+        The same of the keys, where these are packed, too.
+    max_seqlen_q : int, optional
+        For decode: the number of queries that most sequences have. It chooses the kernel; a sequence with more queries
+        is served as well. Default: any number.
+    """
+
+    cu_seqlens_q: Any
+    cu_seqlens_kv: Any = None
+    max_seqlen_q: int | None = None
+
+    absent: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {"cu_seqlens_q": None, "cu_seqlens_kv": None, "max_seqlen_q": None}
+    )
+
+    def flat(self) -> dict[str, Any]:
+        """See `Group.flat`."""
+        return {
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "cu_seqlens_kv": self.cu_seqlens_kv,
+            "max_seqlen_q": self.max_seqlen_q,
+        }
+
+    @classmethod
+    def _members(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {"cu_seqlens_q": None, **given}
+
+
+@dataclass(frozen=True, eq=False)
+class OutRope(Group):
+    """RoPE undone in results, as DeepSeek-V4 does, whose values include the RoPE part of the keys.
+
+    A pair (x, y) of neighbouring columns among the last 64 becomes (x * cos + y * sin, y * cos - x * sin).
+
+    Attributes
+    ----------
+    cos, sin : array, (max_position, 32), float32
+        The last axis is contiguous.
+    positions : array, (b, s_q) or (total_q,), int32 or int64
+        Rows of `cos` and `sin`, one for each query; clamped to them.
+    """
+
+    cos: Any
+    sin: Any
+    positions: Any
+
+    absent: ClassVar[Mapping[str, Any]] = MappingProxyType({"out_cos": None, "out_sin": None, "out_positions": None})
+
+    def flat(self) -> dict[str, Any]:
+        """See `Group.flat`."""
+        return {"out_cos": self.cos, "out_sin": self.sin, "out_positions": self.positions}
+
+    @classmethod
+    def _members(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: given.get(f"out_{name}") for name in ("cos", "sin", "positions")}
+
+
+@dataclass(frozen=True, eq=False)
+class Project(Group):
+    """W_UV behind attention: out[.., h, d] = sum_c out[.., h, c] * w_uv[h, d, c].
+
+    Attributes
+    ----------
+    w_uv : array, (h_q, d_head, 512), bfloat16 or float16
+        The values' half of kv_b_proj as it lies in the weights: `kv_b_proj.reshape(h_q, -1, 512)[:, d_nope:]`. Of the
+        dtype that `out` has without it; d_head is 64, 128, 192 or 256. A contiguous last axis; the start and the other
+        strides are multiples of 16 bytes.
+    gate : array, (b, s_q, h_q, d_head), dtype of w_uv, optional
+        Its sigmoid multiplies each element of the result. Strides as for w_uv.
+    """
+
+    w_uv: Any
+    gate: Any = None
+
+    absent: ClassVar[Mapping[str, Any]] = MappingProxyType({"w_uv": None, "gate": None})
+
+    def flat(self) -> dict[str, Any]:
+        """See `Group.flat`."""
+        return {"w_uv": self.w_uv, "gate": self.gate}
+
+    @classmethod
+    def _members(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {"w_uv": None, **given}
+
+
+@dataclass(frozen=True, eq=False)
+class Shard(Group):
+    """Context parallelism: a rank's share of the tokens of all sequences.
+
+    Attributes
+    ----------
+    world : int
+        Ranks that share the tokens.
+    rank : int
+        This rank: token j of its cache is token j * world + rank of the sequence.
+    """
+
+    world: int
+    rank: int
+
+    absent: ClassVar[Mapping[str, Any]] = MappingProxyType({"cp_world": 1, "cp_rank": 0})
+
+    def flat(self) -> dict[str, Any]:
+        """See `Group.flat`."""
+        return {"cp_world": self.world, "cp_rank": self.rank}
+
+    @classmethod
+    def _members(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {"world": given.get("cp_world", 1), "rank": given.get("cp_rank", 0)}
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8(Group):
+    """Arithmetic and scales of FP8 queries and of a cache in the format "fp8".
+
+    Attributes
+    ----------
+    math : str
+        "exact": convert FP8 numbers to 16 bits first. "fp8": multiply on FP8 tensor cores. "fp8x2", dense decode only:
+        the same with two FP8 numbers for each element of 16 bits.
+    q_scale : float, or array, (b, s_q, h_q), float32
+        Scale of queries in e4m3: one for all, or one for each row, as `mla_prepare` returns them; above 0.
+    kv_scale : float, or array, (1,), float32
+        Scale of a cache in the format "fp8"; above 0. An array is read when kernels run, so it may change between
+        replays of a CUDA graph.
+    """
+
+    math: Literal["exact", "fp8", "fp8x2"] = "exact"
+    q_scale: Any = 1.0
+    kv_scale: Any = 1.0
+
+    absent: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {"math": "exact", "q_scale": 1.0, "kv_scale": 1.0, "q_scales": None, "kv_scales": None}
+    )
+
+    def flat(self) -> dict[str, Any]:
+        """See `Group.flat`."""
+        of_q, of_kv = hasattr(self.q_scale, "shape"), hasattr(self.kv_scale, "shape")
+        return {
+            "math": self.math,
+            "q_scale": 1.0 if of_q and self.q_scale.shape else self.q_scale,
+            "kv_scale": 1.0 if of_kv and self.kv_scale.shape else self.kv_scale,
+            "q_scales": self.q_scale if of_q and self.q_scale.shape else None,
+            "kv_scales": self.kv_scale if of_kv and self.kv_scale.shape else None,
+        }
+
+    @classmethod
+    def _members(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        return {name.removesuffix("s") if name.endswith("scales") else name: x for name, x in given.items()}
