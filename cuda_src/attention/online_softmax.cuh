@@ -26,6 +26,9 @@ MLA_DEVICE bool any_huge(float a, float b) {
 }
 MLA_DEVICE bool any_huge(float max) { return __any_sync(kFullWarp, fabsf(max) >= kHugeMax); }
 
+// The maximum of a row that has seen no token is not huge: for where such rows are frequent.
+MLA_DEVICE float max_of_seen(float max) { return max == kLowestMax ? 0.f : max; }
+
 // Takes scores to base 2, rounded: the compiler must not fuse this product with a later difference.
 template <i32 kCount>
 MLA_DEVICE void to_base_2(float (&scores)[kCount], float scale_log2) {
