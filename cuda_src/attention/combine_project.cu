@@ -108,19 +108,19 @@ struct SplitRows {
 
     // Of a row whose request has so many pieces, the first of which ends `split`.
     MLA_DEVICE RowPieces row_pieces(i32 request, i32 query, i32 head, i32 split, i32 pieces) const {
-        const i32 row = query * p.h_q + head;
+        const i32 group = p.h_q / p.h_kv, kv_head = head / group, row = query * group + head % group;
         if (pieces < 2) {
-            const u8* const final_row = bytes_of(p.out, out_offset(p, request, row));
+            const u8* const final_row = bytes_of(p.out, out_offset(p, request, kv_head, row));
             return RowPieces{final_row, final_row, nullptr, nullptr, nullptr, 1};
         }
         // The first piece ended its split, every other one began its split.
-        const i64 first = workspace_row(p, p.continued_index + split, row);
-        const i64 others = workspace_row(p, split, row);
+        const i64 first = workspace_row(p, p.continued_index + split, kv_head, row);
+        const i64 others = workspace_row(p, split, kv_head, row);
         return RowPieces{bytes_of(p.partial_out, first * kHeadDimV),
                          bytes_of(p.partial_out, others * kHeadDimV),
                          p.partial_lse + first,
                          p.partial_lse + others,
-                         p.lse + lse_offset(p, request, row),
+                         p.lse + lse_offset(p, request, kv_head, row),
                          pieces};
     }
     MLA_DEVICE static const u8* bytes_of(const void* from, i64 elems) {

@@ -15,10 +15,11 @@ struct SchedulePoint {
     i32 tile;
 };
 
-// Strides are in elements. Query row r is query token r / h_q, head r % h_q: all of them share the keys.
+// Strides are in elements. A query row of KV head g is r = s * group + i, where group = h_q / h_kv and the head is
+// g * group + i: the rows that share keys.
 struct DecodeParams {
     const u16* q;                   // (b, s_q, h_q, d_qk)
-    const u16* kv;                  // (num_pages, page_size, d_qk)
+    const u16* kv;                  // (num_pages, page_size, h_kv, d_qk)
     const i32* block_table;         // (b, max_pages)
     const i32* seqlens;             // (b,)
     const SchedulePoint* schedule;  // (num_splits + 1,)
@@ -32,14 +33,14 @@ struct DecodeParams {
     u32* tickets;                   // of kernels whose last block merges, see decode/cluster_work.cuh: zeros
     const u64* tree_mask;           // (b, s_q), or null: see attention/tree_mask.cuh
     i64 q_stride_b_elems, q_stride_s_elems, q_stride_h_elems;
-    i64 kv_stride_page_elems, kv_stride_token_elems;
+    i64 kv_stride_page_elems, kv_stride_token_elems, kv_stride_h_elems;
     i64 table_stride_b_elems, table_stride_page_elems, seqlens_stride_elems;
     i64 out_stride_b_elems, out_stride_s_elems, out_stride_h_elems;
     i64 lse_stride_b_elems, lse_stride_h_elems, lse_stride_s_elems;
     i64 max_stride_b_elems, max_stride_h_elems, max_stride_s_elems;
     i64 sink_stride_elems;
     i64 tree_stride_b_elems, tree_stride_s_elems;
-    i32 b, s_q, h_q;
+    i32 b, s_q, h_q, h_kv;
     i32 num_pages, page_size, max_pages, num_splits;
     i32 causal, out_is_fp32;
     i32 continued_index;    // partial index of split 0 where split 1 continues its last request
@@ -73,10 +74,11 @@ MLA_DEVICE RequestLength request_length(const DecodeParams& p, i32 request) {
     return request_length(p.seqlens[request * p.seqlens_stride_elems], max_tokens, p.cp_world, p.cp_rank);
 }
 
-MLA_DEVICE i32 query_rows(const DecodeParams& p) { return p.s_q * p.h_q; }
+// Rows of one KV head.
+MLA_DEVICE i32 query_rows(const DecodeParams& p) { return p.s_q * (p.h_q / p.h_kv); }
 
 // Tokens at the sequence's end that row `row` does not see.
-MLA_DEVICE i32 hidden_from(const DecodeParams& p, i32 row) { return p.causal ? p.s_q - 1 - row / p.h_q : 0; }
+MLA_DEVICE i32 hidden_from(const DecodeParams& p, i32 row) { return p.causal ? p.s_q - 1 - row / (p.h_q / p.h_kv) : 0; }
 
 // How many of the last `hidden` tokens of the sequence are in this cache.
 MLA_DEVICE i32 hidden_here(const DecodeParams& p, i32 hidden, i32 behind_last) {
@@ -84,11 +86,12 @@ MLA_DEVICE i32 hidden_here(const DecodeParams& p, i32 hidden, i32 behind_last) {
 }
 
 // A token's key in the cache; null where its page is not in the pool. Only for tokens of the request.
-MLA_DEVICE const u16* cached_row(const DecodeParams& p, i32 request, i32 token) {
+MLA_DEVICE const u16* cached_row(const DecodeParams& p, i32 request, i32 kv_head, i32 token) {
     const i32 table_index = token / p.page_size;
     const i32 page = p.block_table[request * p.table_stride_b_elems + table_index * p.table_stride_page_elems];
     if ((u32)page >= (u32)p.num_pages) return nullptr;
-    return p.kv + page * p.kv_stride_page_elems + (token - table_index * p.page_size) * p.kv_stride_token_elems;
+    return p.kv + page * p.kv_stride_page_elems + (token - table_index * p.page_size) * p.kv_stride_token_elems +
+           kv_head * p.kv_stride_h_elems;
 }
 
 }  // namespace mla::attention

@@ -119,11 +119,12 @@ struct Fp8QueryType<float8_e4m3fn> {
 template <class Query>
 constexpr bool kIsCoded = sizeof(typename Fp8QueryType<Query>::Stored) == 1;
 
-// The caller's memory of row `row` of the block, one that there is.
+// The caller's memory of row `row` of the block, one that the KV head has.
 template <class Query, class Block>
 MLA_DEVICE const typename Fp8QueryType<Query>::Stored* fp8_query_row(const Block& block, i32 request, i32 row) {
     const DecodeParams& p = block.p;
+    const i32 group = p.h_q / p.h_kv;
     return reinterpret_cast<const typename Fp8QueryType<Query>::Stored*>(p.q) + request * p.q_stride_b_elems +
-           row / p.h_q * p.q_stride_s_elems + row % p.h_q * p.q_stride_h_elems;
+           row / group * p.q_stride_s_elems + (i64)(block.kv_head * group + row % group) * p.q_stride_h_elems;
 }
 }  // namespace mla::attention

@@ -16,10 +16,11 @@ struct DecodeFp8Params : Fp8ScaleAddresses, DecodeParams {
 MLA_DEVICE float cache_scale(const DecodeFp8Params& p) { return p.kv_scales == nullptr ? 1.f : *p.kv_scales; }
 
 // Of a row of queries in e4m3.
-MLA_DEVICE float query_row_scale(const DecodeFp8Params& p, i32 request, i32 row) {
+MLA_DEVICE float query_row_scale(const DecodeFp8Params& p, i32 request, i32 kv_head, i32 row) {
     if (p.q_scales == nullptr) return 1.f;
-    return p.q_scales[request * p.q_scales_stride_b_elems + row / p.h_q * p.q_scales_stride_s_elems +
-                      row % p.h_q * p.q_scales_stride_h_elems];
+    const i32 group = p.h_q / p.h_kv;
+    return p.q_scales[request * p.q_scales_stride_b_elems + row / group * p.q_scales_stride_s_elems +
+                      (i64)(kv_head * group + row % group) * p.q_scales_stride_h_elems];
 }
 }  // namespace mla::attention
 

@@ -4,7 +4,7 @@
 //
 // Also for sparse attention: one-token pages, and o = sum p v / (sum p + exp2(sink - m)).
 //
-// Grid: x = blocks of 8 query rows, y = splits (attention/split_work.cuh).
+// Grid: x = blocks of 8 query rows of all KV heads, y = splits (attention/split_work.cuh).
 // A block fetches 32 tokens at a time into shared memory:
 //
 //   all warps   | fetch 32 keys |  scores: warp = row, lane = token | out: thread = 2 columns, 8 rows | fetch ...

@@ -41,27 +41,27 @@ template <class C>
 struct GenericPagesBlock {
     const DecodeParams& p;
     GenericPagesStorage<C>& s;
-    i32 split;
-    i32 row0, rows;  // first row of this block; rows of a request
+    i32 split, kv_head;
+    i32 row0, rows;  // first row of the KV head in this block; rows of the KV head
 };
 
 // ---- Fetching --------------------------------------------------------------------------------------------------
 template <class C>
 MLA_DEVICE void fetch_query(const GenericPagesBlock<C>& block, const WorkItem& item, i32 warp, i32 lane) {
     const DecodeParams& p = block.p;
-    const i32 row = block.row0 + warp;
+    const i32 group = p.h_q / p.h_kv, row = block.row0 + warp;
     if constexpr (C::Work::kForms) {
         const GroupItem& of_group = GroupedWork::of(item);
         SplitRow from{nullptr, nullptr};
-        if (row < block.rows - of_group.lacking_rows) from = split_query_row(p, of_group, row);
+        if (row < block.rows - of_group.lacking_rows) from = split_query_row(p, of_group, block.kv_head, row);
         copy_row<kHeadDimV>(block.s.q[warp], from.latent, lane);
         if constexpr (C::kHeadDimQk > kHeadDimV) copy_row<kHeadDimRope>(block.s.q[warp] + kHeadDimV, from.rope, lane);
         return;
     }
     const u16* from = nullptr;
     if (row < block.rows) {
-        from = p.q + item.request * p.q_stride_b_elems + row / p.h_q * p.q_stride_s_elems +
-               row % p.h_q * p.q_stride_h_elems;
+        from = p.q + item.request * p.q_stride_b_elems + (row / group) * p.q_stride_s_elems +
+               (i64)(block.kv_head * group + row % group) * p.q_stride_h_elems;
     }
     copy_row<C::kHeadDimQk>(block.s.q[warp], from, lane);
 }
@@ -80,7 +80,7 @@ MLA_DEVICE u32 fetch_keys(const GenericPagesBlock<C>& block, const WorkItem& ite
     for (i32 i = warp; i < kTokens; i += kWarps) {
         const u16* key = nullptr;
         if (first + i < item.tokens && is_wanted<typename C::Work>(item, first + i)) {
-            key = cached_row(block.p, item.request, first + i);
+            key = cached_row(block.p, item.request, block.kv_head, first + i);
         }
         copy_row<C::kHeadDimQk>(block.s.k[i], key, lane);
         present |= (u32)(key != nullptr) << i;
@@ -149,7 +149,9 @@ MLA_DEVICE void run_item(const GenericPagesBlock<C>& block, const WorkItem& item
 template <class C>
 MLA_DEVICE void run_generic_pages(const DecodeParams& p, GenericPagesStorage<C>& s) {
     griddepcontrol_wait();
-    GenericPagesBlock<C> block{p, s, (i32)blockIdx.y, (i32)blockIdx.x * kBlockM, query_rows(p)};
+    const i32 rows = query_rows(p), row_blocks = ceil_div(rows, kBlockM);
+    GenericPagesBlock<C> block{
+        p, s, (i32)blockIdx.y, (i32)blockIdx.x / row_blocks, (i32)blockIdx.x % row_blocks * kBlockM, rows};
     typename C::Work::HeldItem item;
     for (WorkIteratorOf<typename C::Work> walk(p, block.split); walk.next(p, item);) run_item(block, item);
     griddepcontrol_launch_dependents();

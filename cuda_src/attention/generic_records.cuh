@@ -61,11 +61,11 @@ MLA_DEVICE void fetch_query(const GenericBlock<C>& block, const WorkItem& item, 
     const bool exists = row < block.rows_of(item);
     if constexpr (Work::kForms) {
         SplitRow from{nullptr, nullptr};
-        if (exists) from = split_query_row(p, Work::of(item), row);
+        if (exists) from = split_query_row(p, Work::of(item), block.kv_head, row);
         copy_row<kHeadDimV>(block.s.q[warp], from.latent, lane);
         if constexpr (C::kHeadDimQk > kHeadDimV) copy_row<kHeadDimRope>(block.s.q[warp] + kHeadDimV, from.rope, lane);
     } else {
-        const u16* from = exists ? C::Tokens::query_row(p, item.request, row) : nullptr;
+        const u16* from = exists ? C::Tokens::query_row(p, item.request, block.kv_head, row) : nullptr;
         copy_row<C::kHeadDimQk>(block.s.q[warp], from, lane);
     }
 }

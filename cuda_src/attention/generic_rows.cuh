@@ -35,7 +35,7 @@ MLA_DEVICE bool sees(const DecodeParams& p, const WorkItem& item, const SeenToke
 
 // Two columns of a row's result.
 template <class Element, class Work>
-MLA_DEVICE void store_columns(const DecodeParams& p, const WorkItem& item, i32 row, i32 column, float2 x) {
+MLA_DEVICE void store_columns(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row, i32 column, float2 x) {
     if constexpr (Work::kForms) {
         if (turns_back(p) && column >= kFirstTurnedColumn) {
             const RowAngles angles = angles_of_row(p, Work::of(item), row);
@@ -43,11 +43,11 @@ MLA_DEVICE void store_columns(const DecodeParams& p, const WorkItem& item, i32 r
         }
     }
     if (item.partial_index != kNotSplit) {
-        float* to = p.partial_out + workspace_row(p, item.partial_index, row) * kHeadDimV + column;
+        float* to = p.partial_out + workspace_row(p, item.partial_index, kv_head, row) * kHeadDimV + column;
         *reinterpret_cast<float2*>(to) = x;
         return;
     }
-    const i64 at = item_out_offset<Work>(p, item, row) + column;
+    const i64 at = item_out_offset<Work>(p, item, kv_head, row) + column;
     if (p.out_is_fp32) {
         *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at) = x;
     } else {
@@ -67,9 +67,9 @@ MLA_DEVICE void store_result(const Block& block, const WorkItem& item, const Row
         const float max = row_state.max, sum = row_state.sum;
         const float lse2 = sum == 0.f ? negative_infinity() : max + log2f(sum);
         const float row_max = sum == 0.f ? negative_infinity() : max;
-        store_row_lse<Work>(block.p, item, my_row, lse2);
-        store_row_max(block.p, item, my_row, with_nan_of(sum, row_max));
-        block.s.factor[warp] = output_factor(block.p, item, my_row, max, sum);
+        store_row_lse<Work>(block.p, item, block.kv_head, my_row, lse2);
+        store_row_max(block.p, item, block.kv_head, my_row, with_nan_of(sum, row_max));
+        block.s.factor[warp] = output_factor(block.p, item, block.kv_head, my_row, max, sum);
     }
     __syncthreads();
     if (threadIdx.x >= kColumnThreads) return;
@@ -80,7 +80,7 @@ MLA_DEVICE void store_result(const Block& block, const WorkItem& item, const Row
         for (i32 i = 1; i < kBlockM; ++i) {
             if (row == i) x = out[i];
         }
-        store_columns<Element, Work>(block.p, item, block.row0 + row, threadIdx.x * 2,
+        store_columns<Element, Work>(block.p, item, block.kv_head, block.row0 + row, threadIdx.x * 2,
                                      make_float2(x.x * factor, x.y * factor));
     }
 }

@@ -36,11 +36,11 @@ MLA_DEVICE void store_p(Element, HeadState<kHeads>& heads, const float (&scores)
 // It runs once per work item, so its instructions are rarely in the cache: whatever takes divisions is computed by one
 // thread per head and shared.
 
-// The heads of a thread block: rows [row0, row0 + kHeads), those below `rows`; and what a split holds.
+// The heads of a thread block: rows [row0, row0 + kHeads) of a KV head, those below `rows`; and what a split holds.
 template <class Work_>
 struct BlockHeadsOf {
     using Work = Work_;
-    i32 row0, rows;
+    i32 kv_head, row0, rows;
 };
 using BlockHeads = BlockHeadsOf<ScheduledWork>;
 
@@ -63,10 +63,10 @@ MLA_DEVICE void finish_head(const DecodeParams& p, const WorkItem& item, const B
     float sum = 0.f;
 #pragma unroll
     for (i32 warp = 0; warp < kWarpgroupWarps; ++warp) sum += warps[warp][head];
-    stats.factor[head] = output_factor(p, item, row, stats.max[head], sum);
+    stats.factor[head] = output_factor(p, item, block.kv_head, row, stats.max[head], sum);
     if (!reports) return;
-    store_row_lse<Work>(p, item, row, row_lse2(stats.max[head], sum));
-    if (kWithRowMax) store_row_max(p, item, row, with_nan_of(sum, stats.row_max[head]));
+    store_row_lse<Work>(p, item, block.kv_head, row, row_lse2(stats.max[head], sum));
+    if (kWithRowMax) store_row_max(p, item, block.kv_head, row, with_nan_of(sum, stats.row_max[head]));
 }
 
 // By a warpgroup, at the end of a work item: the heads' factors to `stats`, for all of its threads.
@@ -108,8 +108,8 @@ MLA_DEVICE void store_out(Element, const DecodeParams& p, const WorkItem& item, 
 #pragma unroll
     for (i32 i = 0; i < ceil_div(kHeads, kWarpThreads); ++i) {
         const i32 my_row = block.row0 + min(i * kWarpThreads + lane, heads - 1);
-        my_offset[i] =
-            whole ? item_out_offset<Work>(p, item, my_row) : workspace_row(p, item.partial_index, my_row) * kHeadDimV;
+        my_offset[i] = whole ? item_out_offset<Work>(p, item, block.kv_head, my_row)
+                             : workspace_row(p, item.partial_index, block.kv_head, my_row) * kHeadDimV;
     }
     constexpr i32 kFragments = kWarpThreads / 2;                              // of a thread, for each 32 heads
     const i32 column0 = first_column + thread / kWarpThreads * kWarpColumns;  // of the warp, in the first piece

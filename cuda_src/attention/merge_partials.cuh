@@ -74,7 +74,7 @@ struct Team {
 };
 
 // To a group `request` of the schedule: the request that its queries are of, the first one of them, and how many of the
-// rows from `first_row` on it has. Those it lacks are the last ones.
+// rows from `first_row` on it has. (There is one KV head then, so that those it lacks are the last ones.)
 MLA_DEVICE void take_group(const DecodeParams& p, i32& request, i32& first_query, i32& num_rows, i32 first_row) {
     const QueryGroup* const groups = forms_of(p).groups;
     if (groups == nullptr) return;
@@ -84,14 +84,15 @@ MLA_DEVICE void take_group(const DecodeParams& p, i32& request, i32& first_query
     request = of.request;
 }
 
-// By a team: what belongs to one of the columns of the rows from `first_row` on.
+// By a team: what belongs to one of the columns of the rows from `first_row` on (kv_head * rows + row of that head).
 // `split` is what the request's first piece ends.
 template <class Work = ScheduledWork>
 MLA_DEVICE void prepare_unit(const DecodeParams& p, Team& team, const UnitShape& shape, i32 split, i32 num_partials,
                              i32 request, i32 first_row, i32 column) {
-    i32 thread = threadIdx.x % kTeamThreads, s_q = p.s_q;
+    i32 thread = threadIdx.x % kTeamThreads, s_q = p.s_q, h_kv = p.h_kv;
     opaque(thread);  // what follows from these is not to stay in registers while units are merged
     opaque(s_q);
+    opaque(h_kv);
     const i32 total_rows = s_q * p.h_q;
     Team::sync();  // the unit before is done
     i32 num_rows = min(shape.rows(), total_rows - first_row), first_query = 0;
@@ -108,7 +109,8 @@ MLA_DEVICE void prepare_unit(const DecodeParams& p, Team& team, const UnitShape&
     }
     const i32 row = kTeamThreads - 1 - thread;  // the last warp's business: the first one has the slots
     if (row < kMaxRows) {                       // past the last one, the last one
-        const i32 at = min(first_row + row, total_rows - 1), token = at / p.h_q, head = at % p.h_q;
+        const i32 at = min(first_row + row, total_rows - 1), group = p.h_q / h_kv, rows = s_q * group;
+        const i32 kv_head = at / rows, token = at % rows / group, head = kv_head * group + at % group;
         team.heads[row] = head;
         team.out_offsets[row] =
             request * p.out_stride_b_elems + token * p.out_stride_s_elems + head * p.out_stride_h_elems;

@@ -7,7 +7,7 @@
 //
 // For dense decode, and for sparse attention: one-token pages, and o = sum p v / (sum p + exp2(sink - m)).
 //
-// Grid: x = row blocks, y = splits (attention/split_work.cuh). One block per SM iterates over the work
+// Grid: x = row blocks of all KV heads, y = splits (attention/split_work.cuh). One block per SM iterates over the work
 // items of its split. All eight warps do the same work, step by step:
 //
 //   scores   warp = 32 rows, a quarter of d      S(i+1), sent ->
@@ -433,9 +433,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_attention_mma(cons
     const Rows block(p, s.items);
     // Where rows lie takes divisions: once, not at both ends of each item. `next` is a barrier.
     if (threadIdx.x < kRows) {
-        const i32 row = min(block.row0 + (i32)threadIdx.x, block.rows - 1);
-        s.query_rows[threadIdx.x] = row / p.h_q * p.q_stride_s_elems + row % p.h_q * p.q_stride_h_elems;
-        s.out_rows[threadIdx.x] = out_offset(p, 0, row);
+        const i32 row = min(block.row0 + (i32)threadIdx.x, block.rows - 1), group = p.h_q / p.h_kv;
+        s.query_rows[threadIdx.x] =
+            (row / group) * p.q_stride_s_elems + query_head(p, block.kv_head, row) * p.q_stride_h_elems;
+        s.out_rows[threadIdx.x] = out_offset(p, 0, block.kv_head, row);
     }
     Math math(s);
     while (block.next()) run_item(block, s, math);

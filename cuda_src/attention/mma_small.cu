@@ -7,7 +7,7 @@
 //
 // For dense decode, and for sparse attention: one-token pages, and o = sum p v / (sum p + exp2(sink - m)).
 //
-// Grid: x = row blocks, y = splits (attention/split_work.cuh). One block per SM iterates over the work
+// Grid: x = row blocks of all KV heads, y = splits (attention/split_work.cuh). One block per SM iterates over the work
 // items of its split. All eight warps do the same work, 32 tokens at a time, between two barriers:
 //
 //   scores   warp = 16 tokens, a quarter of d  | Q K^T  |         |          | Q K^T of the next step

@@ -21,7 +21,7 @@ MLA_DEVICE bool turns_back(const DecodeParams& p) { return forms_of(p).out_cos !
 MLA_DEVICE RowAngles angles_of_row(const DecodeParams& p, const GroupItem& item, i32 row) {
     const DecodeFormParams& forms = forms_of(p);
     const i32 last = query_rows(p) - item.lacking_rows - 1;
-    const i32 query = item.first_query + min(row, last) / p.h_q;
+    const i32 query = item.first_query + min(row, last) / (p.h_q / p.h_kv);
     const u8* const at = forms.out_positions + item.request * forms.out_positions_stride_b_bytes +
                          query * forms.out_positions_stride_s_bytes;
     const i64 position =

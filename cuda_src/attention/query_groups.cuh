@@ -108,7 +108,7 @@ struct WorkIteratorOf<GroupedWork> {
         item.behind_last = 0;
         item.first_query = of.first_query;
         item.more_hidden = p.causal ? of.later_queries + of.queries - p.s_q : 0;
-        item.lacking_rows = (p.s_q - of.queries) * p.h_q;
+        item.lacking_rows = (p.s_q - of.queries) * (p.h_q / p.h_kv);
         item.first_token = of.first_token;
         item.seen_from = window == 0 ? 0 : max(0, of.tokens - of.later_queries - window);
     }
@@ -140,9 +140,9 @@ struct SplitRow {
     const u16 *latent, *rope;
 };
 
-MLA_DEVICE SplitRow split_query_row(const DecodeParams& p, const GroupItem& item, i32 row) {
+MLA_DEVICE SplitRow split_query_row(const DecodeParams& p, const GroupItem& item, i32 kv_head, i32 row) {
     const DecodeFormParams& forms = forms_of(p);
-    const i32 head = row % p.h_q, query = item.first_query + row / p.h_q;
+    const i32 group = p.h_q / p.h_kv, head = kv_head * group + row % group, query = item.first_query + row / group;
     const u16* const latent =
         p.q + item.request * p.q_stride_b_elems + (i64)query * p.q_stride_s_elems + (i64)head * p.q_stride_h_elems;
     if (forms.q_rope == nullptr) return {latent, latent + kHeadDimV};

@@ -109,7 +109,7 @@ struct SelectedTokens {
         return false;
     }
 
-    MLA_DEVICE static const u16* query_row(const DecodeParams& p, i32 request, i32 row) {
+    MLA_DEVICE static const u16* query_row(const DecodeParams& p, i32 request, i32, i32 row) {
         return p.q + request * p.q_stride_b_elems + row * p.q_stride_h_elems;
     }
 };
@@ -144,7 +144,7 @@ struct ListedRows {
         return false;
     }
 
-    MLA_DEVICE static const u16* query_row(const DecodeParams& p, i32 request, i32 row) {
+    MLA_DEVICE static const u16* query_row(const DecodeParams& p, i32 request, i32, i32 row) {
         return p.q + request * p.q_stride_b_elems + row * p.q_stride_h_elems;
     }
 };
@@ -183,8 +183,10 @@ struct PagedTokens {
         return false;
     }
 
-    MLA_DEVICE static const u16* query_row(const DecodeParams& p, i32 request, i32 row) {
-        return p.q + request * p.q_stride_b_elems + row / p.h_q * p.q_stride_s_elems + row % p.h_q * p.q_stride_h_elems;
+    MLA_DEVICE static const u16* query_row(const DecodeParams& p, i32 request, i32 kv_head, i32 row) {
+        const i32 group = p.h_q / p.h_kv;
+        return p.q + request * p.q_stride_b_elems + row / group * p.q_stride_s_elems +
+               (i64)(kv_head * group + row % group) * p.q_stride_h_elems;
     }
 };
 // The same for the forms of attention/query_groups.cuh: a split holds groups of queries, whose number in the list takes
@@ -198,17 +200,17 @@ struct GroupedTokens : PagedTokens {
     }
 
     // Null where the group has no such row.
-    MLA_DEVICE static SplitRow query_row(const DecodeParams& p, i32 group, i32 row) {
+    MLA_DEVICE static SplitRow query_row(const DecodeParams& p, i32 group, i32 kv_head, i32 row) {
         const QueryGroup* const groups = forms_of(p).groups;
         GroupItem item;
         item.request = group;
         item.first_query = 0;
         if (groups != nullptr) {
-            if (row / p.h_q >= groups[group].queries) return {nullptr, nullptr};
+            if (row / (p.h_q / p.h_kv) >= groups[group].queries) return {nullptr, nullptr};
             item.request = groups[group].request;
             item.first_query = groups[group].first_query;
         }
-        return split_query_row(p, item, row);
+        return split_query_row(p, item, kv_head, row);
     }
 };
 

@@ -32,7 +32,7 @@ static_assert(kTileTokens == 1 << 6 && kTileTokens == kWordBits, "s_q drafts are
 
 // By the row's word of the mask. Rows past the last one do not matter.
 MLA_DEVICE SeenTokens seen_of_tree(const DecodeParams& p, const WorkItem& item, i32 row) {
-    const i32 query = min(row / p.h_q, p.s_q - 1);
+    const i32 query = min(row / (p.h_q / p.h_kv), p.s_q - 1);
     const u64 word = p.tree_mask[item.request * p.tree_stride_b_elems + query * p.tree_stride_s_elems] &
                      ~0ull >> (kWordBits - p.s_q);
     const i32 here = hidden_here(p, p.s_q, item.behind_last);

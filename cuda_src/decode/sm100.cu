@@ -5,7 +5,7 @@
 //   l = sum of P,  O^T = V^T P^T  (512 x 64) (64 x rows); V is K's first 512 columns
 //   out = O / l,   lse = ln 2 (m + log2 l)
 //
-// Grid: x = row blocks (up to 64 rows each, of s_q * h_q), y = splits. One block per SM iterates
+// Grid: x = row blocks of all KV heads (up to 64 rows each, of s_q * h_q / h_kv), y = splits. One block per SM iterates
 // over the work items of its split (attention/split_work.cuh).
 //
 // Rows are the narrow side of both products, so that few of them are not padded to the tensor cores' 128. One warp

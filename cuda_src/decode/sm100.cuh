@@ -256,7 +256,7 @@ struct GroupLoader {
     MLA_DEVICE void load_group(const TileBoxes& boxes, SmemAddr tile, MBarrier& full, i32 group) const {
         const i32 begin = C::group_begin(group), end = C::group_begin(group + 1);
         if constexpr (!C::kCodes) {
-            boxes.load<C>(tile, kv_map, full, begin, end);
+            boxes.load<C>(tile, kv_map, full, block.kv_head, begin, end);
         } else {
 #pragma unroll
             for (i32 i = 0; i < 2; ++i) {
@@ -264,8 +264,8 @@ struct GroupLoader {
                 if (!boxes.contains(box)) continue;
                 for (i32 k = begin; k < end; ++k) {
                     const i32 sw_tile = C::sw_tile_in_order(k);
-                    cp_async_bulk_tensor_3d(tile + (sw_tile * kSw128Bytes + box * boxes.rows * kSw128RowBytes), kv_map,
-                                            full, sw_tile * C::kSwTileColumns, boxes.window.offset[i],
+                    cp_async_bulk_tensor_4d(tile + (sw_tile * kSw128Bytes + box * boxes.rows * kSw128RowBytes), kv_map,
+                                            full, sw_tile * C::kSwTileColumns, boxes.window.offset[i], block.kv_head,
                                             boxes.window.page[i], boxes.l2_policy);
                 }
             }
@@ -481,8 +481,9 @@ struct RowOffsets {
         for (i32 i = 0; i < kRowsOfLane; ++i) {
             const i32 lane = threadIdx.x % kWarpThreads;
             const i32 row = min(block.row0 + i * kWarpThreads + lane, block.rows - 1);
-            of[i] = item.partial_index == kNotSplit ? out_offset(p, item.request, row)
-                                                    : workspace_row(p, item.partial_index, row) * kHeadDimV;
+            of[i] = item.partial_index == kNotSplit
+                        ? out_offset(p, item.request, block.kv_head, row)
+                        : workspace_row(p, item.partial_index, block.kv_head, row) * kHeadDimV;
         }
     }
 
@@ -559,7 +560,7 @@ MLA_DEVICE void store_result(const Block<C>& block, const Math<C>& math, const W
         for (i32 k = 0; k < kHeadsOfThread<kRows>; ++k) s.stats.max[kth_head(k, thread)] = math.heads.max.value[k];
     }
     bar_sync(Softmax, kWarpgroupThreads);
-    const BlockHeads rows{block.row0, block.rows};
+    const BlockHeads rows{block.kv_head, block.row0, block.rows};
     if constexpr (C::kCodes) {
         finish_code_row(block, item, sums, thread);
     } else {

@@ -80,7 +80,7 @@ MLA_DEVICE void store_query_rows(const Block& block, i32 request, i32 stage, i32
         float factor = rows[i].template store<Query>(block.s.q[stage][0], row, lane) * of_cache;
         if (lane != 0) continue;
         if (kIsCoded<Query> && of_head < block.rows) {
-            factor *= query_row_scale(block.params(), request, of_head);
+            factor *= query_row_scale(block.params(), request, block.kv_head, of_head);
         }
         block.s.q_factors[stage][row] = factor;
     }
@@ -198,8 +198,8 @@ MLA_DEVICE void finish_code_row(const Block& block, const WorkItem& item,
 #pragma unroll
     for (i32 warp = 0; warp < kWarpgroupWarps; ++warp) sum += sums[warp][row], rounded += s.rounded_sums[warp][row];
     const float max = s.stats.max[row] - kCodeWeightLog2;
-    s.stats.factor[row] =
-        rounded_output_factor(p, item, of_head, max, sum, rounded) * (p.value_scale * cache_scale(block.params()));
-    store_row_lse(p, item, of_head, row_lse2(max, sum));
+    s.stats.factor[row] = rounded_output_factor(p, item, block.kv_head, of_head, max, sum, rounded) *
+                          (p.value_scale * cache_scale(block.params()));
+    store_row_lse(p, item, block.kv_head, of_head, row_lse2(max, sum));
 }
 }  // namespace mla::decode::sm100

@@ -6,7 +6,7 @@
 //   l = sum of P,  O = P V      (128 x 128) (128 x 512); V is K's first 512 columns
 //   out = O / l,   lse = ln 2 (m + log2 l)
 //
-// Grid: x = row blocks (64 rows each), y = splits. Clusters of 2 x 1, which iterate over the work items
+// Grid: x = row blocks of all KV heads (64 rows each), y = splits. Clusters of 2 x 1, which iterate over the work items
 // of their split (attention/split_work.cuh).
 //
 //   keys     |  K j+1 |  K j+2          |  K j+3          | as columns are scored

@@ -84,8 +84,8 @@ MLA_DEVICE void load_sw_tiles(const JointBlock<C>& block, const TileBoxes& boxes
         if (!boxes.contains(boxes.box(i))) continue;
         for (i32 sw_tile = 0; sw_tile < count; ++sw_tile) {
             const SmemAddr at = smem_addr(to) + (sw_tile * kSw128Bytes + boxes.box(i) * boxes.rows * kSw128RowBytes);
-            cp_async_bulk_tensor_pair_3d(at, block.kv_map, full, (begin + sw_tile) * kSw128Columns,
-                                         boxes.window.offset[i], boxes.window.page[i], boxes.l2_policy);
+            cp_async_bulk_tensor_pair_4d(at, block.kv_map, full, (begin + sw_tile) * kSw128Columns,
+                                         boxes.window.offset[i], block.kv_head, boxes.window.page[i], boxes.l2_policy);
         }
     }
 }
@@ -235,7 +235,7 @@ struct DecodeSoftmax : JointSoftmax<C, DecodeStorage<C>> {
     }
 
     MLA_DEVICE void process(const WorkItem& item) {
-        const BlockHeads heads{block.row0, block.rows};
+        const BlockHeads heads{block.kv_head, block.row0, block.rows};
         const i32 row = min(block.row0 + head, block.rows - 1);
         const i32 visible = min(visible_tokens(p, item, row), item.tokens);
         this->reset();

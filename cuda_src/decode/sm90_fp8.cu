@@ -5,7 +5,7 @@
 //   l = sum of P,  O = P V       V is K's first 512 columns
 //   out = O / l,   lse = ln 2 (m - 8 + log2 of the sum of P before it is rounded)
 //
-// Grid: x = blocks of up to 64 of the s_q * h_q rows, y = splits. One block per
+// Grid: x = blocks of up to 64 rows of all KV heads (rows of one KV head = s_q * h_q / h_kv), y = splits. One block per
 // SM iterates over the work items of its split (attention/split_work.cuh). No cluster. Two math warpgroups and a warp
 // that loads tiles by TMA, see attention/sm90/fp8.cuh.
 //
@@ -84,11 +84,11 @@ struct TileLoader {
         const u32 first = boxes.box(i) * boxes.rows, rope_row_bytes = (block.ring.tile_bytes - kFp8LatentBytes) / 64;
         const i32 page = boxes.window.page[i], token = boxes.window.offset[i];
         for (i32 panel = 0; panel < kFp8Panels; ++panel) {
-            cp_async_bulk_tensor_3d(to + (panel * kSw128Bytes + first * kSw128RowBytes), latent_map, full,
-                                    panel * kSw128ByteColumns, token, page, boxes.l2_policy);
+            cp_async_bulk_tensor_4d(to + (panel * kSw128Bytes + first * kSw128RowBytes), latent_map, full,
+                                    panel * kSw128ByteColumns, token, block.kv_head, page, boxes.l2_policy);
         }
-        cp_async_bulk_tensor_3d(to + (kFp8LatentBytes + first * rope_row_bytes), rope_map, full, kHeadDimV, token, page,
-                                boxes.l2_policy);
+        cp_async_bulk_tensor_4d(to + (kFp8LatentBytes + first * rope_row_bytes), rope_map, full, kHeadDimV, token,
+                                block.kv_head, page, boxes.l2_policy);
     }
 };
 

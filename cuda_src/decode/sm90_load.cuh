@@ -33,12 +33,13 @@ struct QueryStages {
     MLA_DEVICE static i32 next(i32 stage) { return stage + 1 == kStages ? 0 : stage + 1; }
 };
 
-// Row `row` of the block; past the last row, that one (which is then not used).
+// Row `row` of the block; past the KV head's rows, its last one (which is then not used).
 template <class Block>
 MLA_DEVICE const u16* query_row(const Block& block, i32 request, i32 row) {
     const DecodeParams& p = block.p;
-    const i32 r = min(block.row0 + row, block.rows - 1);
-    return p.q + request * p.q_stride_b_elems + r / p.h_q * p.q_stride_s_elems + r % p.h_q * p.q_stride_h_elems;
+    const i32 group = p.h_q / p.h_kv, r = min(block.row0 + row, block.rows - 1);
+    return p.q + request * p.q_stride_b_elems + (r / group) * p.q_stride_s_elems +
+           (i64)(block.kv_head * group + r % group) * p.q_stride_h_elems;
 }
 
 // Each warp loads every third row. Its lanes compute the rows' addresses in parallel and shuffle them, since an address
@@ -100,7 +101,7 @@ struct ItemRows<true> {
 
     template <class Block>
     MLA_DEVICE ItemRows(const Block& block, const GroupItem& item, i32 row)
-        : my_row(split_query_row(block.p, item, min(block.row0 + row, block.rows_of(item) - 1))) {}
+        : my_row(split_query_row(block.p, item, block.kv_head, min(block.row0 + row, block.rows_of(item) - 1))) {}
     template <class Tile, class Block>
     MLA_DEVICE void load(const Block& block, const GroupItem& item, SmemAddr q, i32 first_row, i32 lane) const {
         load_split_query_rows<Tile>(block, item, q, my_row, first_row, lane);
@@ -227,14 +228,15 @@ struct TileBoxes {
 
     // Fetches SW128 tiles [begin, end) of the tile, in the order of arrival.
     template <class Tile>
-    MLA_DEVICE void load(SmemAddr tile, const TensorMap& kv_map, MBarrier& full, i32 begin, i32 end) const {
+    MLA_DEVICE void load(SmemAddr tile, const TensorMap& kv_map, MBarrier& full, i32 kv_head, i32 begin,
+                         i32 end) const {
 #pragma unroll
         for (i32 i = 0; i < 2; ++i) {
             if (!contains(box(i))) continue;
             for (i32 k = begin; k < end; ++k) {
                 const i32 sw_tile = Tile::sw_tile_in_order(k);
-                cp_async_bulk_tensor_3d(tile + (sw_tile * kSw128Bytes + box(i) * rows * kSw128RowBytes), kv_map, full,
-                                        sw_tile * kSw128Columns, window.offset[i], window.page[i], l2_policy);
+                cp_async_bulk_tensor_4d(tile + (sw_tile * kSw128Bytes + box(i) * rows * kSw128RowBytes), kv_map, full,
+                                        sw_tile * kSw128Columns, window.offset[i], kv_head, window.page[i], l2_policy);
             }
         }
     }

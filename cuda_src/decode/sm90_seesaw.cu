@@ -5,7 +5,7 @@
 //   l = sum of P,  O = P V       V is K's first 512 columns
 //   out = O / l,   lse = ln 2 (m + log2 l)
 //
-// Grid: x = blocks of 64 of the s_q * h_q rows, y = splits. One block per
+// Grid: x = 64-row blocks of all KV heads (rows of one KV head = s_q * h_q / h_kv), y = splits. One block per
 // SM iterates over the work items of its split (attention/split_work.cuh). No cluster.
 //
 // Tiles are processed in pairs: the left warpgroup scores the even tile, the right one the odd tile, and each

@@ -21,13 +21,14 @@ static_assert(2 * kRegsSeesawMath + kRegsSeesawLoad <= 3 * kRegsEntry, "what the
 template <class C>
 struct SwTileFetch {
     const TensorMap& kv_map;
+    i32 kv_head;
 
     MLA_DEVICE void prefetch_maps() const { prefetch_tensormap(kv_map); }
     MLA_DEVICE i32 most_tokens() const { return kTileTokens; }  // of a box
     template <bool kRight>
     MLA_DEVICE void half(const TileBoxes& boxes, SmemAddr to, MBarrier& full) const {
         constexpr i32 kBegin = kRight ? C::kSwTilesLeft : 0, kEnd = kRight ? C::kSwTilesQk : C::kSwTilesLeft;
-        boxes.load<C>(to, kv_map, full, kBegin, kEnd);
+        boxes.load<C>(to, kv_map, full, kv_head, kBegin, kEnd);
     }
 };
 
@@ -111,6 +112,6 @@ MLA_DEVICE void run_seesaw_block(Block<C>& block, const Fetch& fetch) {
 template <class C>
 MLA_DEVICE void run_seesaw_block(const DecodeParams& p, const TensorMap& kv_map, Storage<C>& s) {
     Block<C> block(p, s);
-    run_seesaw_block(block, SwTileFetch<C>{kv_map});
+    run_seesaw_block(block, SwTileFetch<C>{kv_map, block.kv_head});
 }
 }  // namespace mla::decode

@@ -5,7 +5,7 @@
 // pages of 16 tokens a tile of 64 is 12 boxes instead of 36, with pages of 64 it is 3 instead of 9; one thread after
 // the other issues them, while both warpgroups wait for the first half.
 //
-// Pages that are no multiples of 8 tokens come in boxes of one SW128 tile and up to 4 rows.
+// One KV head. Pages that are no multiples of 8 tokens come in boxes of one SW128 tile and up to 4 rows.
 #include "common/limits.cuh"
 #include "decode/sm90_seesaw.cuh"
 
@@ -77,8 +77,8 @@ struct HalfFetch {
             const u32 rows = sw_tile == kSwTilesV ? first * kSw128RowBytes
                                                   : first / Layout::kRowsInAtom * Layout::kNextRows +
                                                         first % Layout::kRowsInAtom * kSw128RowBytes;
-            cp_async_bulk_tensor_3d(to + (Layout::sw_tile_offset(sw_tile) + rows), half_map, full,
-                                    sw_tile * kSw128Columns, token, page, boxes.l2_policy);
+            cp_async_bulk_tensor_4d(to + (Layout::sw_tile_offset(sw_tile) + rows), half_map, full,
+                                    sw_tile * kSw128Columns, token, 0, page, boxes.l2_policy);
         }
     }
 };

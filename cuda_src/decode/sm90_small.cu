@@ -5,7 +5,7 @@
 //   l = sum of P,  O^T = V^T P^T  (d_v x 64) (64 x rows); V is K's first d_v columns
 //   out = O / l,   lse = ln 2 (m + log2 l)
 //
-// Grid: x = row blocks (up to 32 rows each, of s_q * h_q), y = splits. One block per SM iterates
+// Grid: x = row blocks of all KV heads (up to 32 rows each, of s_q * h_q / h_kv), y = splits. One block per SM iterates
 // over the work items of its split (attention/split_work.cuh). With values of 256 columns, half as many accumulators
 // leave room for 64 rows, and a tile arrives as a whole.
 //

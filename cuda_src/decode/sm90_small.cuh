@@ -126,7 +126,8 @@ struct GroupLoader {
         __syncwarp();
         for (i32 group = 0; group < C::kGroups; ++group) {
             const i32 first = group * C::kGroupSwTiles;
-            boxes.load<C>(smem_addr(s.kv[stage]), kv_map, s.kv_full[stage][group], first, first + C::kGroupSwTiles);
+            boxes.load<C>(smem_addr(s.kv[stage]), kv_map, s.kv_full[stage][group], block.kv_head, first,
+                          first + C::kGroupSwTiles);
         }
         ring.advance(stage);
         stage = C::next_stage(stage);

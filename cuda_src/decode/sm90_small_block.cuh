@@ -22,7 +22,7 @@ MLA_DEVICE void run_math_role(Block<C>& block, i32 thread) {
         i32 at_end = thread, row0 = block.row0;
         if constexpr (C::kBlockRows > 32)
             opaque(at_end), opaque(row0);  // what follows from them would not fit beside the loops' values
-        const BlockHeadsOf<typename C::Work> rows{row0, block.rows_of(item)};
+        const BlockHeadsOf<typename C::Work> rows{block.kv_head, row0, block.rows_of(item)};
         store_result</*kWithRowMax=*/false>(Element{}, p, item, rows, math, s.warp_values, s.stats, 0, true, MathOnly,
                                             at_end);
         if (s.nonfinite_request == item.request) {

@@ -288,7 +288,7 @@ MLA_DEVICE void store_final(const ClusterBlock<C>& block, const Merge<C>& merge,
     const DecodeParams& p = block.p;
     const i32 request = block.share.request;
     const i32 my_row = min(block.row0 + thread % kWarpThreads, block.rows - 1);
-    const i64 my_offset = out_offset(p, request, my_row);
+    const i64 my_offset = out_offset(p, request, block.kv_head, my_row);
     const i32 column0 = rank * C::kSliceSwTiles * kSw128Columns;
     if (p.out_is_fp32) {
         store_slice_fp32(block, slice, my_offset, column0, thread);
@@ -297,7 +297,7 @@ MLA_DEVICE void store_final(const ClusterBlock<C>& block, const Merge<C>& merge,
     }
     const i32 row = block.row0 + thread;
     if (rank != 0 || thread >= C::kBlockRows || row >= block.rows) return;
-    p.lse[lse_offset(p, request, row)] = final_lse(p, merge.lse2[thread]);
+    p.lse[lse_offset(p, request, block.kv_head, row)] = final_lse(p, merge.lse2[thread]);
 }
 
 // ---- Merge of the clusters of a request ----------------------------------------------------------------------------

@@ -88,8 +88,9 @@ struct PieceRows {
     i32 shift;  // but it ended the one before
 
     MLA_DEVICE PieceRows(const MergeExchangeParams& p, const SlicePlace& at, i32 split) {
+        const i32 group = p.heads * p.world / p.h_kv, kv_head = at.head / group;
         rows = p.s_q * p.heads * p.world;
-        first = split * rows + at.s * p.heads * p.world + at.head;
+        first = split * rows + (kv_head * p.s_q + at.s) * group + at.head % group;
         shift = p.continued_index * rows;
     }
     MLA_DEVICE i64 operator[](i32 piece) const { return first + piece * rows + (piece == 0 ? shift : 0); }

@@ -84,6 +84,16 @@ MLA_DEVICE void cp_async_bulk_tensor_pair_3d(SmemAddr to, const TensorMap& map, 
         : "memory");
 }
 
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
+MLA_DEVICE void cp_async_bulk_tensor_pair_4d(SmemAddr to, const TensorMap& map, ClusterAddr full, i32 c0, i32 c1,
+                                             i32 c2, i32 c3, u64 l2_policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.cta_group::2.L2::cache_hint"
+        " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to.value),
+        "l"(&map), "r"(full.value), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(l2_policy)
+        : "memory");
+}
+
 // Four rows of a matrix: see cp_async_bulk_tensor_gather4.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
 MLA_DEVICE void cp_async_bulk_tensor_pair_gather4(SmemAddr to, const TensorMap& map, ClusterAddr full, i32 column,

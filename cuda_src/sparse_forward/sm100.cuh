@@ -159,7 +159,7 @@ MLA_DEVICE void run_block(const DecodeParams& p, const Maps& maps, Storage<C>& s
         if (warp < kMmaWarp) {
             setmaxnreg_inc<kRegsSoftmax>();
             const i32 thread = threadIdx.x;
-            run_softmax_role<C, ScheduledWork>(p, block.split(), BlockHeads{block.head0(), p.h_q}, s, tmem, thread,
+            run_softmax_role<C, ScheduledWork>(p, block.split(), BlockHeads{0, block.head0(), p.h_q}, s, tmem, thread,
                                                [&](auto& scores, i32, const WorkItem& item, i32 tile) {
                                                    mask_rows(scores, item.tokens - tile * kTileKeys, thread);
                                                });

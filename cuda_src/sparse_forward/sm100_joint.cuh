@@ -145,7 +145,7 @@ MLA_DEVICE void run_joint_block(const DecodeParams& p, const JointMaps& maps, Jo
             const i32 lane = threadIdx.x % kWarpThreads;
             if (warp < kMmaWarp) {
                 setmaxnreg_inc<kRegsSoftmax>();
-                const BlockHeads heads{block.head0(), p.h_q};
+                const BlockHeads heads{0, block.head0(), p.h_q};
                 run_joint_softmax_role<C, ScheduledWork>(
                     p, block.split(), heads, s, tmem, threadIdx.x, [&](auto& scores, const WorkItem& item, i32 tile) {
                         mask_keys_from(scores, min(item.tokens, item.tile_end * kTileKeys) - tile * kTileKeys);

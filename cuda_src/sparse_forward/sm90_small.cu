@@ -217,7 +217,7 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread) {
             add_own_values<kRight>(s, math, stage);
             release(kRight ? s.kv_empty[stage].right : s.kv_empty[stage].left, thread);
         }
-        store_result</*kWithRowMax=*/true>(Element{}, p, item, BlockHeads{block.head0, p.h_q}, math,
+        store_result</*kWithRowMax=*/true>(Element{}, p, item, BlockHeads{0, block.head0, p.h_q}, math,
                                            s.warp_values[kRight], s.stats[kRight], kRight ? kHeadDimV / 2 : 0, !kRight,
                                            own_barrier(kRight), thread);
     }

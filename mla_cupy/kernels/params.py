@@ -35,7 +35,7 @@ class DecodeParams(Params):
     tickets: Address
     tree_mask: Address
     q_stride_b_s_h_elems: tuple[I64, I64, I64]
-    kv_stride_page_token_elems: tuple[I64, I64]
+    kv_stride_page_token_h_elems: tuple[I64, I64, I64]
     table_stride_b_page_elems: tuple[I64, I64]
     seqlens_stride_elems: I64
     out_stride_b_s_h_elems: tuple[I64, I64, I64]
@@ -46,6 +46,7 @@ class DecodeParams(Params):
     b: I32
     s_q: I32
     h_q: I32
+    h_kv: I32
     num_pages: I32
     page_size: I32
     max_pages: I32
@@ -990,6 +991,7 @@ class MergeExchangeParams(Params):
     slices: I32
     num_splits: I32
     continued_index: I32
+    h_kv: I32
     call: I32
     outs_are_fp32: I32
     out_is_fp32: I32

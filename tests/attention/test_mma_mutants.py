@@ -60,8 +60,8 @@ OF_WIDE = [
         "to = math.half() * kQuarters + ((c + 1) ^ math.quarter()) % 4;",
     ),
     Mutant("values of the next step", WIDE, "math.keys.back(1)", "math.keys.first"),
-    Mutant("queries of one head", WIDE, "row % p.h_q * p.q_stride_h_elems", "0"),
-    Mutant("outputs in one row", WIDE, "out_offset(p, 0, row)", "out_offset(p, 0, 0)"),
+    Mutant("queries of one head", WIDE, "query_head(p, block.kv_head, row)", "query_head(p, block.kv_head, 0)"),
+    Mutant("outputs in one row", WIDE, "out_offset(p, 0, block.kv_head, row)", "out_offset(p, 0, block.kv_head, 0)"),
     Mutant("P of tokens in the other order", WIDE, "2 * (pair ^ math.flip())", "2 * pair"),
     Mutant("no mask of 64 rows", WIDE, "if (hides_some) hide(block, s, math, step + 1, scores);", ";"),
     Mutant(

@@ -218,10 +218,10 @@ def test_kv_map_boxes_tile_a_page(page_size: int) -> None:
     strides = (page_size * 1200, 1200, 1)
     spec = kv_map(View(1 << 20, (10, page_size, 576), strides, "bfloat16", HOST))
     assert spec.box[1] == max(n for n in (1, 2, 4, 8, 16, 32, 64) if page_size % n == 0)
-    assert spec.dims == (576, page_size, 10)
+    assert spec.dims == (576, page_size, 1, 10)
     narrow = kv_map(View(1 << 20, (10, page_size, 512), strides, "bfloat16", HOST))
     assert (narrow.dims[0], narrow.box) == (512, spec.box)
-    assert spec.strides_bytes == (2400 if page_size > 1 else 1152, page_size * 2400)
+    assert spec.strides_bytes == (2400 if page_size > 1 else 1152, 1152, page_size * 2400)
 
 
 @pytest.mark.parametrize("page_size", [8, 16, 24, 32, 64, 192])
@@ -254,4 +254,4 @@ def test_promotion_of_fetches_is_the_kernels() -> None:
 def test_kv_map_replaces_strides_that_mean_nothing() -> None:
     """A driver refuses zero and odd strides, also those of axes of one element."""
     cache = View(1 << 20, (1, 1, 576), (0, 3, 1), "float16", HOST)
-    assert kv_map(cache).strides_bytes == (1152, 1152)
+    assert kv_map(cache).strides_bytes == (1152, 1152, 1152)

@@ -468,13 +468,13 @@ MUTANTS = (
     Mutant(
         "the group's queries are the request's first",
         GROUPS,
-        "query = item.first_query + row / p.h_q",
-        "query = row / p.h_q",
+        "query = item.first_query + row / group",
+        "query = row / group",
     ),
     Mutant("RoPE columns of the latent array", GROUPS, "if (forms.q_rope == nullptr)", "if (true)"),
     Mutant("a full group's mask", GROUPS, "p.causal ? of.later_queries + of.queries - p.s_q : 0", "0"),
     Mutant("later queries forgotten", GROUPS, "of.later_queries + of.queries - p.s_q", "of.queries - p.s_q"),
-    Mutant("rows that are not there", GROUPS, "(p.s_q - of.queries) * p.h_q", "0"),
+    Mutant("rows that are not there", GROUPS, "(p.s_q - of.queries) * (p.h_q / p.h_kv)", "0"),
     Mutant(
         "windows begin with the tile",
         GROUPS,

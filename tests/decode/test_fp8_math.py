@@ -291,10 +291,10 @@ def test_a_launch(recorder: Recorder) -> None:
     assert p["value_scale"] == pytest.approx(0.03, rel=1e-6)
     latent, rope = recorder.maps
     assert {latent.base, rope.base} == {address(inputs.kv_cache)}
-    assert (latent.box, latent.swizzle) == ((128, 16, 1), "128B")
-    assert (rope.box, rope.swizzle) == ((64, 16, 1), "64B")
-    assert latent.dims == (576, 48, len(inputs.kv_cache))
-    assert latent.strides_bytes == (inputs.kv_cache.strides[1], inputs.kv_cache.strides[0])
+    assert (latent.box, latent.swizzle) == ((128, 16, 1, 1), "128B")
+    assert (rope.box, rope.swizzle) == ((64, 16, 1, 1), "64B")
+    assert latent.dims == (576, 48, 1, len(inputs.kv_cache))
+    assert latent.strides_bytes == (inputs.kv_cache.strides[1], 576, inputs.kv_cache.strides[0])
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_the_merge_of_bfloat16_is_built_beside_the_other() -> None:
 @pytest.mark.parametrize(("page_size", "rope"), [(1, (128, "128B")), (65, (128, "128B")), (2, (64, "64B"))])
 def test_boxes_of_one_token_are_as_wide_as_the_swizzle(page_size: int, rope: tuple[int, str]) -> None:
     """Since a box begins at a multiple of 128 bytes of shared memory."""
-    cache = make(fp8(b=1, seqlens=5, page_size=page_size)).kv_cache[:, :, 0]
+    cache = make(fp8(b=1, seqlens=5, page_size=page_size)).kv_cache
     from mla_cupy import arrays
 
     _, spec = kv_maps(arrays.family_of(cache, "kv_cache").native.view(cache, "kv_cache"))

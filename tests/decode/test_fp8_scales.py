@@ -169,8 +169,8 @@ def test_scales_are_above_zero(
 # ---- Planted bugs ----------------------------------------------------------------------------------------------
 
 MUTANTS = (
-    Mutant("the scale of the first head", SCALES, "row % p.h_q * p.q_scales_stride_h_elems", "0"),
-    Mutant("the scale of the first query", SCALES, "row / p.h_q * p.q_scales_stride_s_elems", "0"),
+    Mutant("the scale of the first head", SCALES, "(kv_head * group + row % group)", "(kv_head * group)"),
+    Mutant("the scale of the first query", SCALES, "row / group * p.q_scales_stride_s_elems", "0"),
     Mutant("the scale of the first request", SCALES, "request * p.q_scales_stride_b_elems", "0"),
     Mutant(
         "scores without the cache's scale",

@@ -368,7 +368,7 @@ MUTANTS = (
     Mutant("pages not compared", TOKENS, "(u32)place.page >= (u32)p.num_pages", "place.page == kNoPage"),
     Mutant("tokens past the end", TOKENS, "if (token >= item.tokens) return nowhere();", ""),
     Mutant("places of the first page", TOKENS, "token - index * p.page_size", "token"),
-    Mutant("the first query's heads for all", TOKENS, "row / p.h_q * p.q_stride_s_elems", "0"),
+    Mutant("the first query's heads for all", TOKENS, "row / group * p.q_stride_s_elems", "0"),
     Mutant(
         "no list of what is there", CONVERSION, "if (lane == 0) reinterpret_cast", "if (lane > 31) reinterpret_cast"
     ),

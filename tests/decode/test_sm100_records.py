@@ -181,7 +181,7 @@ MUTANTS = (
     Mutant(
         "stale keys in the softmax", ROLES, "const u32 parity = softmax.ring.full_parity();", "const u32 parity = 0;"
     ),
-    Mutant("queries of the first token", TOKENS, "row / p.h_q * p.q_stride_s_elems", "0"),
+    Mutant("queries of the first token", TOKENS, "row / group * p.q_stride_s_elems", "0"),
     Mutant("Q released with the first tile", ROLES, "tile + 1 == item.tile_end", "tile == item.tile_begin"),
     Mutant("scores without factors", ROLES, "if (C::kScaled) own_factors", "if (false) own_factors"),
 )

@@ -296,7 +296,7 @@ MUTANTS = (
     Mutant("bits of no draft", MASK, " &\n                     ~0ull >> (kWordBits - p.s_q);", ";"),
     Mutant("a tile's first bits", MASK, "seen << shift | ((1ull << shift) - 1)", "seen << shift"),
     Mutant("drafts of the tile before", MASK, "seen >> -shift", "seen"),
-    Mutant("another query's word", MASK, "row / p.h_q", "row"),
+    Mutant("another query's word", MASK, "row / (p.h_q / p.h_kv)", "row"),
     Mutant("the first sequence's words", MASK, "item.request * p.tree_stride_b_elems", "0"),
     Mutant("the last draft of another rank", MASK, "p.s_q - 1 - item.behind_last", "p.s_q - 1"),
     Mutant("causal tiles only", "attention/row_block.cuh", "kTree ? p.s_q : hidden_from", "hidden_from"),

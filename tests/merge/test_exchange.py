@@ -188,7 +188,7 @@ MUTANTS = [
     Mutant("the first piece is sought behind its cut", SLICES, "(piece == 0 ? shift : 0)", "0"),
     Mutant("a cut before a request splits it", SLICES, "x.tile > 0", "x.tile >= 0"),
     Mutant("the last piece is left out", SLICES, "end - begin + 1", "end - begin"),
-    Mutant("heads are one row", SLICES, "p.world + at.head;", "p.world;"),
+    Mutant("heads of a KV head are one row", SLICES, "at.head % group", "kv_head"),
     Mutant("pieces beyond the first load are lost", SLICES, "if (first >= pieces.count) break;", "break;"),
     SUMS_UNREAD,
     Mutant(

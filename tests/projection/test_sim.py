@@ -442,7 +442,9 @@ OF_RESULTS = (
     ),
 )
 OF_DECODE = (
-    Mutant("the first piece looked for where others are", SPLITS, "p.continued_index + split, row", "split, row"),
+    Mutant(
+        "the first piece looked for where others are", SPLITS, "p.continued_index + split, kv_head", "split, kv_head"
+    ),
     Mutant("a piece too few", SPLITS, "pieces = cuts + 1;", "pieces = cuts;"),
     Mutant("cuts of each lane's own request", SPLITS, "__shfl_sync(kFullWarp, request, i)", "request"),
     Mutant("the first cut among 32", SPLITS, "? index * kWarpThreads + __ffs(found) - 1 :", "? __ffs(found) - 1 :"),

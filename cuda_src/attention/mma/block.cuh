@@ -27,15 +27,17 @@ struct ItemsOf {
 };
 using Items = ItemsOf<ScheduledWork>;
 
-// Up to kRows query rows, in one split.
+// Up to kRows query rows of one KV head, in one split.
 template <i32 kRows, class Work = ScheduledWork>
 struct Block {
     const DecodeParams& p;
     ItemsOf<Work>& items;
-    i32 row0, rows;  // first row of this block; rows of a request
+    i32 kv_head, row0, rows;  // first row of the KV head in this block; rows of the KV head
 
     MLA_DEVICE Block(const DecodeParams& p, ItemsOf<Work>& items) : p(p), items(items), rows(query_rows(p)) {
-        row0 = blockIdx.x * kRows;
+        const i32 row_blocks = ceil_div(rows, kRows);
+        kv_head = blockIdx.x / row_blocks;
+        row0 = blockIdx.x % row_blocks * kRows;
         if (threadIdx.x != 0) return;
         items.walk = WorkIteratorOf<Work>(p, blockIdx.y, p.tree_mask != nullptr ? p.s_q : hidden_from(p, row0));
     }
@@ -52,11 +54,11 @@ struct Block {
     MLA_DEVICE i32 end() const { return min(item().tile_end * kTileTokens, item().tokens); }
     MLA_DEVICE bool sees(i32 row, i32 token) const { return seen_tokens(p, item(), row0 + row).contain(token); }
 
-    // Columns of row `row` of the block from `column` on, as words: those past the last row do not matter.
+    // Columns of row `row` of the block from `column` on, as words: those past the KV head's last row do not matter.
     MLA_DEVICE const u16* query(i32 row, i32 column) const {
-        const i32 r = min(row0 + row, rows - 1);
-        return p.q + item().request * p.q_stride_b_elems + r / p.h_q * p.q_stride_s_elems +
-               r % p.h_q * p.q_stride_h_elems + column;
+        const i32 group = p.h_q / p.h_kv, r = min(row0 + row, rows - 1);
+        return p.q + item().request * p.q_stride_b_elems + (r / group) * p.q_stride_s_elems +
+               (i64)(kv_head * group + r % group) * p.q_stride_h_elems + column;
     }
 };
 
@@ -95,7 +97,7 @@ struct Output {
     MLA_DEVICE void add_nonfinite(const Block& block, i32 warp, i32 lane) {
 #pragma unroll 1
         for (i32 token = max(max(block.item().seen_by_all, block.begin()), 0); token < block.end(); ++token) {
-            const u16* values = cached_row(block.p, block.item().request, token);
+            const u16* values = cached_row(block.p, block.item().request, block.kv_head, token);
             if (values == nullptr) continue;
 #pragma unroll
             for (i32 i = 0; i < kHalves; ++i) {
@@ -114,7 +116,7 @@ struct Output {
     template <class Block>
     MLA_DEVICE void store(const Block& block, const float* factors, i32 warp, i32 lane) {
         store(block, factors, warp, lane,
-              [&](i32 row) { return out_offset(block.p, block.item().request, block.row0 + row); });
+              [&](i32 row) { return out_offset(block.p, block.item().request, block.kv_head, block.row0 + row); });
     }
 
     // `out_at` says where a row of the block lies in the output.
@@ -143,7 +145,8 @@ struct Output {
         const DecodeParams& p = block.p;
         const i32 partial = block.item().partial_index;
         const bool split = partial != kNotSplit;
-        const i64 at = (split ? workspace_row(p, partial, block.row0 + row) * kHeadDimV : out_at(row)) + column;
+        const i64 at =
+            (split ? workspace_row(p, partial, block.kv_head, block.row0 + row) * kHeadDimV : out_at(row)) + column;
         if (split || p.out_is_fp32) {
             float* to = (split ? p.partial_out : static_cast<float*>(p.out)) + at;
 #pragma unroll
@@ -165,8 +168,8 @@ template <class Block>
 MLA_DEVICE float store_statistics(const Block& block, i32 row, float max, float sum, float row_max) {
     const i32 r = block.row0 + row;
     if (r >= block.rows) return 0.f;
-    store_row_lse(block.p, block.item(), r, row_lse2(max, sum));
-    store_row_max(block.p, block.item(), r, with_nan_of(sum, row_max));
-    return output_factor(block.p, block.item(), r, max, sum);
+    store_row_lse(block.p, block.item(), block.kv_head, r, row_lse2(max, sum));
+    store_row_max(block.p, block.item(), block.kv_head, r, with_nan_of(sum, row_max));
+    return output_factor(block.p, block.item(), block.kv_head, r, max, sum);
 }
 }  // namespace mla::attention::mma

@@ -390,8 +390,9 @@ struct PartedOutput : Output<Element, kRowTiles> {
         const DecodeParams& p = block.p;
         const i32 partial = block.item().partial_index;
         const bool split = partial != kNotSplit;
-        const i64 at =
-            (split ? workspace_row(p, partial, row) * kHeadDimV : out_offset(p, block.item().request, row)) + column;
+        const i64 at = (split ? workspace_row(p, partial, block.kv_head, row) * kHeadDimV
+                              : out_offset(p, block.item().request, block.kv_head, row)) +
+                       column;
         if (split || p.out_is_fp32) {
             float2* to = reinterpret_cast<float2*>((split ? p.partial_out : static_cast<float*>(p.out)) + at);
             to[0] = make_float2(of_row[0], of_row[1]), to[1] = make_float2(of_row[2], of_row[3]);

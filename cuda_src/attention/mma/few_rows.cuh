@@ -38,7 +38,7 @@ MLA_DEVICE u32 load_pair(const u16* from) {
     return *reinterpret_cast<const u32*>(from);
 }
 
-// The block's rows, as A fragments; zeros past the last row, and in the columns that a row is padded by.
+// The block's rows, as A fragments; zeros past the KV head's rows, and in the columns that a row is padded by.
 template <class C, bool kAnywhere, class Block>
 MLA_DEVICE void load_queries(const Block& block, typename C::Queries& q, i32 warp, i32 lane) {
 #pragma unroll

@@ -129,7 +129,7 @@ struct KeyLoader {
         const i32 chunk = (i32)threadIdx.x % Ring::kTokenThreads;
         step_pages = Ring::kStepTokens / p.page_size;
         step_tokens = Ring::kStepTokens - step_pages * p.page_size;
-        u64 from = reinterpret_cast<u64>(p.kv + chunk * kChunkElems);
+        u64 from = reinterpret_cast<u64>(p.kv + block.kv_head * p.kv_stride_h_elems + chunk * kChunkElems);
         opaque(from);  // not to be computed again in each step
         keys = reinterpret_cast<const u16*>(from);
         octets = held(smem_addr(s.octets[0]) + Ring::offset(mine() % kOctetTokens, chunk));

@@ -135,7 +135,8 @@ struct StepLoader {
         const DecodeParams& p = block.p;
         const i32 lane = threadIdx.x % kWarpThreads, token = block.begin() + token_of_lane(index, warp);
         const bool present = (u32)page < (u32)p.num_pages;
-        const u16* row = p.kv + page * p.kv_stride_page_elems + token % p.page_size * p.kv_stride_token_elems;
+        const u16* row = p.kv + block.kv_head * p.kv_stride_h_elems + page * p.kv_stride_page_elems +
+                         token % p.page_size * p.kv_stride_token_elems;
         table.rows[warp][index % kRowTables * kWarpThreads + lane] = present ? row : nullptr;
         const u32 all = __ballot_sync(kFullWarp, present);
         if (lane < kRowSteps) {

@@ -321,10 +321,10 @@ struct JointSoftmax {
         const i32 row = heads.row0 + head;
         if (row >= heads.rows) return 0.f;
         if (half == 0) {
-            store_row_lse(p, item, row, row_lse2(max, total));
-            if (C::kWithRowMax) store_row_max(p, item, row, with_nan_of(total, row_max));
+            store_row_lse(p, item, heads.kv_head, row, row_lse2(max, total));
+            if (C::kWithRowMax) store_row_max(p, item, heads.kv_head, row, with_nan_of(total, row_max));
         }
-        return output_factor(p, item, row, max, total);
+        return output_factor(p, item, heads.kv_head, row, max, total);
     }
 
     // kPiece columns of the result from `column` of the thread's on.
@@ -366,8 +366,8 @@ struct JointSoftmax {
         const i32 row = heads.row0 + head;
         const bool present = row < heads.rows;
         const i64 offset = item.partial_index == kNotSplit
-                               ? item_out_offset<ScheduledWork>(p, item, present ? row : heads.row0)
-                               : workspace_row(p, item.partial_index, row) * kHeadDimV;
+                               ? item_out_offset<ScheduledWork>(p, item, heads.kv_head, present ? row : heads.row0)
+                               : workspace_row(p, item.partial_index, heads.kv_head, row) * kHeadDimV;
 #pragma unroll 1
         for (i32 column = 0; column < kBlockDims; column += kPiece) {
             float x[kPiece] = {};

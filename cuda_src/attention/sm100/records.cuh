@@ -89,7 +89,7 @@ MLA_DEVICE void store_item(SwappedSoftmax<C, RecordStorage<C>>& softmax, const W
 template <class C, class Mask>
 MLA_DEVICE void run_softmax_role(const SmallBlock<C>& block, RecordStorage<C>& s, TmemAddr tmem, i32 thread,
                                  Mask mask) {
-    const BlockHeads rows{block.row0, block.rows};
+    const BlockHeads rows{block.kv_head, block.row0, block.rows};
     SwappedSoftmax<C, RecordStorage<C>> softmax{block.p, s, tmem, thread};
     using Work = WorkIteratorOf<typename C::Tokens::Work>;
     WorkItem item;

@@ -248,7 +248,7 @@ struct SwappedSoftmax {
 
     // Writes kPieceHeads heads from `head` on.
     MLA_DEVICE void store_heads(const WorkItem& item, const BlockHeads& block, i32 head) const {
-        const BlockHeads piece{block.row0 + head, block.rows};
+        const BlockHeads piece{0, block.row0 + head, block.rows};
         if (piece.row0 >= piece.rows) return;
         const HeadValues<kPieceHeads> factors = own_factors<kPieceHeads>(s.stats.factor + head, thread);
 #pragma unroll 1
@@ -279,7 +279,7 @@ struct SwappedSoftmax {
         finish_heads<C::kWithRowMax>(p, item, block, heads, s.warp_values[ring.stage()], s.stats, true, SoftmaxOnly,
                                      thread);
         for (i32 head = 0; head < kHeads; head += kPieceHeads) {
-            const BlockHeads piece{block.row0 + head, block.rows};
+            const BlockHeads piece{0, block.row0 + head, block.rows};
             if (piece.row0 >= piece.rows) return;
             for (i32 t = 0; t < kDimTiles; ++t) {
                 store_out<32, 16>(Element{}, p, item, piece, x, zeros, t * kTileDims, thread);

@@ -44,13 +44,14 @@ MLA_DEVICE void finish_fp8_row(const Block& block, const WorkItem& item, i32 sid
     const float rounded = fmaf(left.rounded_sum[row], of_left, right.rounded_sum[row] * of_right) *
                           fp8_regain<Block::Memory::kWeightTerms>(item.tokens);
     const i32 global_row = block.row0 + row;
-    const float factor = rounded_output_factor(p, item, global_row, reference - kFp8WeightLog2, sum, rounded);
+    const float factor =
+        rounded_output_factor(p, item, block.kv_head, global_row, reference - kFp8WeightLog2, sum, rounded);
     own.factor[row] = factor * ex2_approx(out_reference - reference) * (p.value_scale * cache_scale(block.params()));
     if (side != 0) return;
-    store_row_lse(p, item, global_row, row_lse2(reference - kFp8WeightLog2, sum));
+    store_row_lse(p, item, block.kv_head, global_row, row_lse2(reference - kFp8WeightLog2, sum));
     if constexpr (Block::Memory::kListed) {
         const float row_max = fmaxf(fp8_row_maxima(block.s, 0)[row], fp8_row_maxima(block.s, 1)[row]);
-        store_row_max(p, item, global_row, with_nan_of(sum, row_max));
+        store_row_max(p, item, block.kv_head, global_row, with_nan_of(sum, row_max));
     }
 }
 
@@ -98,8 +99,8 @@ MLA_DEVICE void store_fp8_out(const Math& math, const WorkItem& item) {
 #pragma unroll
     for (i32 i = 0; i < Math::kRowsOfLane; ++i) {
         const i32 row = block.row0 + own_lane() + i * kWarpThreads;
-        const i64 offset =
-            whole ? out_offset(p, item.request, row) : workspace_row(p, item.partial_index, row) * kHeadDimV;
+        const i64 offset = whole ? out_offset(p, item.request, block.kv_head, row)
+                                 : workspace_row(p, item.partial_index, block.kv_head, row) * kHeadDimV;
         offsets[i] = row < block.s.rows ? offset * (i64)(wide ? sizeof(float) : sizeof(u16)) : -1;
     }
     u8* const to = whole ? static_cast<u8*>(p.out) : reinterpret_cast<u8*>(p.partial_out);

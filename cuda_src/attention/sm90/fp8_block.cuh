@@ -110,7 +110,7 @@ struct Fp8Storage {
     u64 present[kStages];  // bit t: token t of the tile is there
     MBarrier kv_full[kStages], kv_empty[kStages];
     MBarrier p_full[2], p_empty[2];
-    i32 rows;  // of a request: math warpgroups have no register for it
+    i32 rows;  // of the KV head: math warpgroups have no register for it
     Fp8TreeWords<kTree, kRows> tree;
 
     MLA_DEVICE SmemAddr tile(const Fp8Ring& ring, i32 stage) const { return smem_addr(kv) + stage * ring.tile_bytes; }
@@ -162,9 +162,9 @@ struct Fp8Block : RowBlock<Memory_::kRows, Memory_::kTree> {
         : RowBlock<Memory::kRows, Memory::kTree>(p),
           s(s),
           ring(Memory::kListed ? Fp8Ring::of_rows() : Fp8Ring::of<Memory::kQueryTerms>(p, Memory::kTree)) {
-        this->row0 = in_uniform(this->row0);
+        this->kv_head = in_uniform(this->kv_head), this->row0 = in_uniform(this->row0);
         this->hidden = in_uniform(this->hidden);
-        if (Memory::kListed) this->hidden = 0;  // requests of one token
+        if (Memory::kListed) this->kv_head = this->hidden = 0;  // one KV head, and requests of one token
     }
 
     MLA_DEVICE const DecodeFp8Params& params() const { return static_cast<const DecodeFp8Params&>(this->p); }

@@ -48,7 +48,7 @@ struct Fp8QueryLoad {
         const bool there = row < block.s.rows;
         from = there ? fp8_query_row<Query>(block, request, row) : nullptr;
         factor = cache_scale(block.params());
-        if (kCoded && there) factor *= query_row_scale(block.params(), request, row);
+        if (kCoded && there) factor *= query_row_scale(block.params(), request, block.kv_head, row);
         aligned = __all_sync(kFullWarp, reinterpret_cast<u64>(from) % sizeof(uint4) == 0);
         if (!aligned) return;
         if constexpr (kCoded) {

@@ -312,8 +312,8 @@ MLA_DEVICE void store_out(const Block<C>& block, const WorkItem& item, const Mat
     const DecodeParams& p = block.p;
     const bool whole = item.partial_index == kNotSplit;
     const i32 lane = thread % kWarpThreads;
-    const i64 my_offset = whole ? item_out_offset<typename C::Work>(p, item, my_row)
-                                : workspace_row(p, item.partial_index, my_row) * kHeadDimV;
+    const i64 my_offset = whole ? item_out_offset<typename C::Work>(p, item, block.kv_head, my_row)
+                                : workspace_row(p, item.partial_index, block.kv_head, my_row) * kHeadDimV;
     constexpr i32 kFirstColumn = kRight ? kHeadDimV / 2 : 0;
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
@@ -346,10 +346,10 @@ MLA_DEVICE void store_result(const Block<C>& block, const WorkItem& item, const 
     const float my_max = of_my_row(math.rows.max, lane), my_sum = of_my_row(sums, lane);
     const float my_row_max = C::kWithRowMax && !kRight ? of_my_row(math.rows.row_max, lane) : 0.f;
     if (!kRight && lane < kRowsPerWarp && row < block.rows_of(item)) {
-        store_row_lse<typename C::Work>(p, item, row, row_lse2(my_max, my_sum));
-        if (C::kWithRowMax) store_row_max(p, item, row, with_nan_of(my_sum, my_row_max));
+        store_row_lse<typename C::Work>(p, item, block.kv_head, row, row_lse2(my_max, my_sum));
+        if (C::kWithRowMax) store_row_max(p, item, block.kv_head, row, with_nan_of(my_sum, my_row_max));
     }
-    float factor = output_factor(p, item, my_row, my_max, my_sum);
+    float factor = output_factor(p, item, block.kv_head, my_row, my_max, my_sum);
     if constexpr (C::kValueScale) factor *= p.value_scale;
     store_out<kRight>(block, item, math, factor, row0, my_row, thread);
 }

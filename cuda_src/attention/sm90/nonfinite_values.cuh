@@ -73,7 +73,7 @@ MLA_DEVICE void for_each_nonfinite(const RowBlock<kRows, kTree, Work>& block, co
             if (Work::of(item).seen_from <= token && token < item.seen_by_all) token = item.seen_by_all;
             if (token >= last) break;
         }
-        const u16* values = cached_row(p, item.request, token);
+        const u16* values = cached_row(p, item.request, block.kv_head, token);
         if (values == nullptr) continue;
 #pragma unroll 1
         for (i32 i = 0; i < kColumns / kWarpgroupThreads; ++i) {
@@ -97,7 +97,7 @@ template <class Element, i32 kColumns, i32 kRows, bool kTree, class Work>
 MLA_DEVICE void fixup_nonfinite(const RowBlock<kRows, kTree, Work>& block, const WorkItem& item, i32 first_column,
                                 i32 thread) {
     for_each_nonfinite<Element, kColumns>(block, item, first_column, thread, [&](i32 row, i32 column, float value) {
-        add_to_output<Element, Work>(block.p, item, row, column, value);
+        add_to_output<Element, Work>(block.p, item, block.kv_head, row, column, value);
     });
 }
 }  // namespace mla::attention::sm90

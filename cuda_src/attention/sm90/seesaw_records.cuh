@@ -126,7 +126,7 @@ template <class C>
 MLA_DEVICE auto first_query_row(const Block<C>& block, i32 request, i32 warp) {
     i32 row = block.row0 + warp * kRowsOfWarp;
     if constexpr (C::Work::kForms) opaque(row);  // or what follows from it would be kept from query to query
-    return C::Tokens::query_row(block.p, request, row);
+    return C::Tokens::query_row(block.p, request, block.kv_head, row);
 }
 
 // How many of them there are; below 0 where not even the first one is.
@@ -148,7 +148,7 @@ struct Scout {
     typename Tokens::Place place;  // of the lane's row of that tile
 
     // Words of the walk with forms, beside its own and those of TileBefore.
-    enum Word : i32 { kFirstRow = 16, kNumRows, kRound };
+    enum Word : i32 { kKvHead = 16, kFirstRow, kNumRows, kRound };
 
     MLA_DEVICE Scout(Block<C>& block, i32 warp)
         : block(block),
@@ -157,6 +157,7 @@ struct Scout {
           exists(true),
           place(Tokens::nowhere()) {
         if constexpr (C::Work::kForms) {
+            walk.set(kKvHead, block.kv_head);
             walk.set(kFirstRow, block.row0 + warp * kRowsOfWarp);
             walk.set(kNumRows, query_rows_of_warp(block, warp));
         }
@@ -184,10 +185,10 @@ struct Scout {
     MLA_DEVICE void prefetch_query() const {
         const i32 lane = own_lane();
         if constexpr (C::Work::kForms) {  // rows of one query
-            const i32 column = lane * kSw128Columns, query = walk.queries();
+            const i32 column = lane * kSw128Columns, query = walk.queries(), kv_head = walk.get(kKvHead);
             const i32 row = walk.get(kFirstRow), rows = walk.get(kNumRows);
             if (rows <= 0 || lane >= C::kSwTilesQk) return;
-            const u16* from = part_of_row(Tokens::query_row(block.p, query, row), column) + column;
+            const u16* from = part_of_row(Tokens::query_row(block.p, query, kv_head, row), column) + column;
             const i64 stride = column < kHeadDimV ? block.p.q_stride_h_elems : forms_of(block.p).q_rope_stride_h_elems;
 #pragma unroll 1
             for (i32 i = 0; i < rows; ++i, from += stride) prefetch_global_l2(from);
@@ -195,7 +196,8 @@ struct Scout {
 #pragma unroll 1
             for (i32 i = 0; i < kRowsOfWarp; ++i) {
                 const i32 row = block.row0 + warp * kRowsOfWarp + i;
-                const u16* from = row < block.rows ? Tokens::query_row(block.p, walk.request, row) : nullptr;
+                const u16* from =
+                    row < block.rows ? Tokens::query_row(block.p, walk.request, block.kv_head, row) : nullptr;
                 if (from != nullptr && lane < C::kSwTilesQk) prefetch_global_l2(from + lane * kSw128Columns);
             }
         }

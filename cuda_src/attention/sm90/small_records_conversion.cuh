@@ -25,7 +25,7 @@ struct DequantWarp {
     MLA_DEVICE auto query_row(i32 query, i32 i) const {
         const i32 row = block.row0 + warp + i * kDequantWarps;
         if (row >= block.rows) return NoRow<typename C::Tokens>::value;
-        return C::Tokens::query_row(block.p, query, row);
+        return C::Tokens::query_row(block.p, query, block.kv_head, row);
     }
 
     MLA_DEVICE void store_query(i32 query) {

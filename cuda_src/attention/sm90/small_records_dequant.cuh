@@ -35,7 +35,7 @@ struct Dequantiser : DequantWarp<C> {
             // registers.
             const i32 row = min(block.row0 + warp + i * kDequantWarps, block.rows - 1);
             const i32 column = min(lane, C::kSwTilesQk - 1) * kSw128Columns;
-            const u16* from = part_of_row(C::Tokens::query_row(block.p, listed.query, row), column);
+            const u16* from = part_of_row(C::Tokens::query_row(block.p, listed.query, block.kv_head, row), column);
             if constexpr (C::Tokens::Work::kForms) from = from == nullptr ? block.p.q : from + column;
             prefetch_global_l2(C::Tokens::Work::kForms ? from : from + column);
         }

@@ -302,7 +302,7 @@ MLA_DEVICE void run_math_role(SmallBlock<C>& block, i32 group, i32 thread) {
         }
         constexpr bool kTurned = Held::kForms && C::kHeadDimQk == kHeadDimV;
         if constexpr (kTurned) turn_back<C::kBlockRows>(p, item, block.row0, math.out[kSwTilesV - 1], thread);
-        const BlockHeadsOf<Held> heads{block.row0, block.rows_of(item)};
+        const BlockHeadsOf<Held> heads{block.kv_head, block.row0, block.rows_of(item)};
         store_result<C::Tokens::kWithRowMax>(Element{}, p, item, heads, math, s.warp_values[0], s.stats, 0, true,
                                              MathOnly, thread);
     }

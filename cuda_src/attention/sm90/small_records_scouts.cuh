@@ -30,7 +30,7 @@ struct Scout {
 #pragma unroll 1
         for (i32 i = thread; i < C::kBlockRows * C::kSwTilesQk; i += kTileTokens) {
             const i32 row = min(block.row0 + i / C::kSwTilesQk, block.rows - 1);
-            const u16* from = Tokens::query_row(block.p, query, row);
+            const u16* from = Tokens::query_row(block.p, query, block.kv_head, row);
             prefetch_global_l2(from + i % C::kSwTilesQk * kSw128Columns);
         }
     }

@@ -87,7 +87,7 @@ def _widths(builds: tuple[Variant, ...]) -> tuple[Variant, ...]:
 def _small(name: str, smem_kb: int) -> AttentionKernel[Any]:
     return AttentionKernel(
         name,
-        f"dense decode and sparse forward with mma.sync for up to 32 rows, in {smem_kb} KB per block",
+        f"dense decode and sparse forward with mma.sync for up to 32 rows per KV head, in {smem_kb} KB per block",
         "attention/mma_small.cu",
         DecodeParams,
         archs(smem_kb),

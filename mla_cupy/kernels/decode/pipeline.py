@@ -298,7 +298,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             tickets="tickets" if config.in_clusters else NULL,
             tree_mask=call.name("tree_mask"),
             q_stride_b_s_h_elems=_query_strides(call, "q"),
-            kv_stride_page_token_elems=_cache_strides(config.problem.record, kv_cache),
+            kv_stride_page_token_h_elems=_cache_strides(config.problem.record, kv_cache),
             table_stride_b_page_elems=call.strides("block_table", 2),
             seqlens_stride_elems=call.stride("seqlens"),
             out_stride_b_s_h_elems=combine_project.latents_strides(config.s_q, config.problem.h_q)
@@ -311,6 +311,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             b=_requests(config, call),
             s_q=config.s_q,
             h_q=config.problem.h_q,
+            h_kv=1,
             num_pages=num_pages,
             page_size=page_size,
             max_pages=call.view("block_table").shape[1],
@@ -409,10 +410,10 @@ def _position_strides(call: Call) -> tuple[int, int]:
     return (0, strides[0]) if len(strides) == 1 else (strides[0], strides[1])
 
 
-def _cache_strides(record: str, kv_cache: View) -> tuple[int, int]:
-    """Strides of pages and tokens: in elements, or in bytes of a plane of records."""
-    page, token, _ = kv_cache.strides
-    return page_and_token_bytes(FORMATS[record], kv_cache) if record else (page, token)
+def _cache_strides(record: str, kv_cache: View) -> tuple[int, int, int]:
+    """Strides of pages, tokens and heads: in elements, or in bytes of a plane of records."""
+    page, token = page_and_token_bytes(FORMATS[record], kv_cache) if record else kv_cache.strides[:2]
+    return page, token, 0
 
 
 DECODE = DecodePipeline()

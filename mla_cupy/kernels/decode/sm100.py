@@ -77,7 +77,7 @@ def _not_by_a_pair(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
     if problem.tree_mask:
         return NO_TREE
     if -(-problem.rows // JOINT_ROWS) % PAIR_BLOCKS != 0:
-        return Reason(f"takes an even number of blocks of {JOINT_ROWS} rows, such as 65 to 128 rows")
+        return Reason(f"takes an even number of blocks of {JOINT_ROWS} rows of a KV head, such as 65 to 128 rows")
     return None
 
 

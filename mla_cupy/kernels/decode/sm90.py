@@ -37,7 +37,7 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
 
 
 def kv_map(kv_cache: View, l2: str = "128B") -> TensorMapSpec:
-    """The cache as (pages, tokens, d_qk), fetched in boxes of 64 columns and gcd(page_size, 64) tokens.
+    """The cache as (pages, 1, tokens, d_qk), fetched in boxes of 64 columns and gcd(page_size, 64) tokens.
 
     `l2` is the promotion of the fetches, which pays or costs with what binds the kernel.
 
@@ -50,12 +50,13 @@ def kv_map(kv_cache: View, l2: str = "128B") -> TensorMapSpec:
     return TensorMapSpec(
         kv_cache.dtype,
         kv_cache.ptr,
-        dims=(d_qk, page_size, num_pages),
+        dims=(d_qk, page_size, 1, num_pages),
         strides_bytes=(
             nbytes * token if page_size > 1 else row_bytes,
+            row_bytes,
             nbytes * page if num_pages > 1 else row_bytes,
         ),
-        box=(BOX_COLUMNS, min(TILE_TOKENS, page_size & -page_size), 1),
+        box=(BOX_COLUMNS, min(TILE_TOKENS, page_size & -page_size), 1, 1),
         l2=l2,
     )
 

@@ -59,7 +59,7 @@ def variant(problem: DecodeProblem) -> Variant:
 
 
 def kv_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
-    """The cache as (pages, tokens, bytes): boxes of 128 latent columns, and of the RoPE columns.
+    """The cache as (pages, 1, tokens, bytes): boxes of 128 latent columns, and of the RoPE columns.
 
     Boxes are of gcd(page_size, 64) tokens. Of one token, the RoPE columns have a row of 128 bytes in shared memory,
     where a box begins at a multiple of that; what is past the record's end comes as zeros. Without a page nothing is
@@ -74,9 +74,9 @@ def kv_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
         return TensorMapSpec(
             "uint8",
             kv_cache.ptr,
-            dims=(D_QK, page_size, max(1, num_pages)),
-            strides_bytes=(token if page_size > 1 else width, page if num_pages > 1 else width),
-            box=(columns, rows, 1),
+            dims=(D_QK, page_size, 1, max(1, num_pages)),
+            strides_bytes=(token if page_size > 1 else width, width, page if num_pages > 1 else width),
+            box=(columns, rows, 1, 1),
             swizzle=swizzle,
             l2="128B",
         )

@@ -142,7 +142,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
             tickets=NULL,
             tree_mask=NULL,
             q_stride_b_s_h_elems=(q[0], 0, q[1]),
-            kv_stride_page_token_elems=row_strides,
+            kv_stride_page_token_h_elems=row_strides,
             table_stride_b_page_elems=(list_stride, 1),
             seqlens_stride_elems=1,
             out_stride_b_s_h_elems=(out[0], 0, out[1]),
@@ -153,6 +153,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
             b=problem.s_q,
             s_q=1,
             h_q=problem.h_q,
+            h_kv=1,
             num_pages=num_pages,
             page_size=page_size,
             max_pages=list_stride,
@@ -188,14 +189,14 @@ def _with_scales(config: SparseForwardConfig, args: LaunchArgs) -> LaunchArgs:
     return LaunchArgs(params)
 
 
-def _rows(config: SparseForwardConfig, kv: View) -> tuple[tuple[int, int], tuple[int, ...]]:
-    """The strides of pages and tokens of what is attended to, and how many pages of how many tokens it has."""
+def _rows(config: SparseForwardConfig, kv: View) -> tuple[tuple[int, int, int], tuple[int, ...]]:
+    """The strides of pages, tokens and heads of what is attended to, and how many pages of how many tokens it has."""
     problem = config.problem
     if config.converted:
-        return (problem.d_qk, 0), (problem.s_kv, 1)
+        return (problem.d_qk, 0, 0), (problem.s_kv, 1)
     if problem.record:
-        return page_and_token_bytes(FORMATS[problem.record], kv), kv.shape[:2]
-    return (kv.strides[0], 0), kv.shape[:2]
+        return (*page_and_token_bytes(FORMATS[problem.record], kv), 0), kv.shape[:2]
+    return (kv.strides[0], 0, 0), kv.shape[:2]
 
 
 SPARSE_FORWARD = SparseForwardPipeline()
