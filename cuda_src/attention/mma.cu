@@ -187,19 +187,17 @@ MLA_DEVICE void load_partial(const Storage& s, const Math& math, Partial& x) {
     for (i32 i = 0; i < kQuarters - 1; ++i) x[i] = ld_shared_v4(mine + i * (i32)sizeof(s.partial[0][0]));
 }
 
-// The sums of all parts are the scores, in base 2.
-MLA_DEVICE void add_partial(const Rows& block, Math& math, const Partial& x) {
+MLA_DEVICE void add_partial(Math& math, const Partial& x) {
 #pragma unroll
     for (i32 i = 0; i < kQuarters - 1; ++i) {
         math.own[0] += x[i].x, math.own[1] += x[i].y, math.own[2] += x[i].z, math.own[3] += x[i].w;
     }
-    to_base_2(math.own, block.p.scale_log2);
 }
 
-// The largest score of the thread's row.
-MLA_DEVICE float largest_score(const Math& math) {
+// The largest score of the thread's row, in base 2.
+MLA_DEVICE float largest_score(const Rows& block, const Math& math) {
     const float (&x)[2 * kStepTiles] = math.own;
-    return quad_max(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])));
+    return quad_max(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]))) * block.p.scale_log2;
 }
 
 // Moves the running maximum, lazily (attention/online_softmax.cuh); returns the factor for what came before. Without a
@@ -212,13 +210,14 @@ MLA_DEVICE float move_max(Math& math, float largest) {
     return factor;
 }
 
-// P of the warp's rows, as A fragments of the product with values.
-MLA_DEVICE void write_p(Storage& s, Math& math, i32 buffer, float factor) {
+// P of the warp's rows, as A fragments of the product with values. To round each product, see kHugeMax, takes no more
+// than a branch.
+MLA_DEVICE void write_p(const Rows& block, Storage& s, Math& math, i32 buffer, float factor) {
     u32(&to)[4][kWarpThreads] = s.p[buffer][(u32)math.warp / 2];
 #pragma unroll
     for (i32 pair = 0; pair < kStepTiles; ++pair) {
-        const float p0 = ex2_approx(math.own[2 * pair] - math.max);
-        const float p1 = ex2_approx(math.own[2 * pair + 1] - math.max);
+        const float p0 = ex2_approx(__fmul_rn(math.own[2 * pair], block.p.scale_log2) - math.max);
+        const float p1 = ex2_approx(__fmul_rn(math.own[2 * pair + 1], block.p.scale_log2) - math.max);
         math.sum += p0 + p1;
         to[2 * (pair ^ math.flip()) + (u32)math.warp % 2][math.lane] = cvt_x2(Element{}, p0, p1);
     }
@@ -342,12 +341,12 @@ MLA_DEVICE void run_step(const Rows& block, Storage& s, Math& math, Output<Eleme
     Partial partial;
     load_partial(s, math, partial);
     add_values(p, v, kValueTiles / 2, out);
-    add_partial(block, math, partial);
+    add_partial(math, partial);
     load_values(v, values, kValueTiles / 2 + 2);
-    const float largest = largest_score(math), factor = move_max(math, largest);
+    const float largest = largest_score(block, math), factor = move_max(math, largest);
     keep_row_max(block, s, math, largest);
     add_values(p, v, kValueTiles / 2 + 2, out);
-    write_p(s, math, ~step & 1, factor);
+    write_p(block, s, math, ~step & 1, factor);
     if (seldom != 0) {
         clean(block, s, math, step + 1);
         math.loader.look_up(block, s.rows, step, math.warp);
@@ -364,9 +363,9 @@ MLA_DEVICE void first_scores(const Rows& block, Storage& s, Math& math) {
     mbarrier_wait(s.sent[math.half()], math.phase);
     Partial partial;
     load_partial(s, math, partial);
-    add_partial(block, math, partial);
-    const float largest = largest_score(math), factor = move_max(math, largest);
-    write_p(s, math, 0, factor);
+    add_partial(math, partial);
+    const float largest = largest_score(block, math), factor = move_max(math, largest);
+    write_p(block, s, math, 0, factor);
     clean(block, s, math, 0);
     release(s.written, math.lane);
     keep_row_max(block, s, math, largest);
