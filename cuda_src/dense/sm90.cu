@@ -425,25 +425,16 @@ MLA_DEVICE void tile_max(float (&to)[kFragmentRows], const float (&scores)[kScor
     }
 }
 
-// The scores become weights relative to the running maximum, and count in the rows' sums. Many rows see nothing of the
-// first tile: their maxima, the lowest number, are not huge scores.
-template <bool kFirst>
+// The scores become weights relative to the running maximum, and count in the rows' sums.
 MLA_DEVICE attention::RowScale exponentiate(Math& math, float scale_log2) {
     float tile_maxima[kFragmentRows], maxima[kFragmentRows], sums[kFragmentRows][kChains] = {};
     tile_max(tile_maxima, math.scores, scale_log2);
     attention::lazy_max(maxima, math.rows, tile_maxima);
     const attention::RowScale scale = math.rows.move_max(maxima);
-    float by[kFragmentRows] = {scale_log2, scale_log2};
-    if (kFirst) {
-        const float seen[kFragmentRows] = {attention::max_of_seen(maxima[0]), attention::max_of_seen(maxima[1])};
-        attention::round_huge(math.scores, by, seen);
-    } else {
-        attention::round_huge(math.scores, by, maxima);
-    }
 #pragma unroll
     for (i32 i = 0; i < kScores; ++i) {
         const i32 r = fragment_half(i);
-        math.scores[i] = ex2_approx(fmaf(math.scores[i], by[r], -math.rows.max[r]));
+        math.scores[i] = ex2_approx(fmaf(math.scores[i], scale_log2, -math.rows.max[r]));
         sums[r][chain_of(i)] += math.scores[i];
     }
 #pragma unroll
@@ -470,7 +461,7 @@ MLA_DEVICE void first_step(const PrefillParams& p, Storage& s, Math& math, const
     finish_scores(s, math, keys == 0);
     mask_scores(math, tile, keys * kTileKeys);
     for (i32 r = 0; kHasMask && r < kFragmentRows; ++r) hide_scores(math.scores, r, seen[r], math.thread);
-    exponentiate<true>(math, p.scale_log2);
+    exponentiate(math, p.scale_log2);
     hold_wait(s, math, keys == 0);
     pack_weights(math);
 }
@@ -490,7 +481,7 @@ MLA_DEVICE void step(const PrefillParams& p, Storage& s, Math& math, const Query
     finish_scores(s, math, keys == 0);
     if (kEnds) mask_scores(math, tile, keys * kTileKeys);
     for (i32 r = 0; kHasMask && r < kFragmentRows; ++r) hide_scores(math.scores, r, seen[r], math.thread);
-    const attention::RowScale scale = exponentiate<false>(math, p.scale_log2);
+    const attention::RowScale scale = exponentiate(math, p.scale_log2);
     hold_wait(s, math, keys == 0);
     finish_values(s, math);
     pack_weights(math);
