@@ -75,6 +75,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const i32 token = p.first_token + at;
         const KeyRange range = p.ranges[token];
         const i32 first = range.begin + blockIdx.x * kBlockKeys + warp;
+#pragma unroll 1  // otherwise NVRTC 12.9 aims at 80 registers on older GPUs, and spills
         for (i32 key = first; key < range.end; key += gridDim.x * kBlockKeys) {
             make_target(p, token, key, lane);
             make_score(p, token, key, lane);
