@@ -26,7 +26,7 @@ MLA_FACT(threads, kThreads);
 // ---- One query -------------------------------------------------------------------------------------------------
 // Relative to the largest score so far. The maximum starts at a finite value: no difference of infinities.
 struct Sums {
-    float max = -kMaxFloat, sum = 0.f;
+    float max = -3.0e38f, sum = 0.f;
     float out[kColumnsPerLane] = {};  // of columns lane, lane + 32, ...
 
     // Takes a score per lane; returns the lane's weight.
@@ -56,8 +56,7 @@ MLA_DEVICE Sums attend(const PrefillParams& p, const QueryTile& tile, i64 row, i
         const bool visible = first + lane < seen && (p.mask == nullptr || mask_bit(p, row, first + lane));
         float score = negative_infinity();
         if (visible) {
-            const float product = key_row<Element, kHeadDimQk>(p, tile.first_key + first + lane, kv_head).dot(query);
-            score = __fmul_rn(product, p.scale_log2);
+            score = key_row<Element, kHeadDimQk>(p, tile.first_key + first + lane, kv_head).dot(query) * p.scale_log2;
         }
         const float weight = sums.add(score);
         const u32 all_visible = __ballot_sync(kFullWarp, visible);

@@ -20,8 +20,8 @@ struct Pair {
     float gradient;  // dS, without the factor of the scores
 };
 
-MLA_DEVICE Pair pair_of(float weight_log2, float dp, float delta) {
-    const float weight = exp2f(weight_log2);
+MLA_DEVICE Pair pair_of(float score_log2, float dp, float lse2, float delta) {
+    const float weight = exp2f(score_log2 - lse2);
     return Pair{weight, weight * (dp - delta)};
 }
 

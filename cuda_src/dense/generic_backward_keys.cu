@@ -9,7 +9,6 @@
 #include "dense/generic_backward.cuh"
 #include "ptx/control.cuh"
 #include "ptx/element.cuh"
-#include "tile/rounded_lse.cuh"
 
 namespace mla::dense {
 // ---- Variant ---------------------------------------------------------------------------------------------------
@@ -46,7 +45,7 @@ MLA_DEVICE void add_head(Sums& sums, const PrefillBackwardParams& p, const KeyTi
         const float lse2 = p.lse2[at + own], delta = p.delta[at + own];
         const float score = query_row<Element, kHeadDimQk>(p, tile.first_query + own, head).dot(key);
         const float dp = dout_row<Element, kHeadDimV>(p, tile.first_query + own, head).dot(value);
-        const Pair pair = pair_of(weight_exponent(score, p.scale_log2, lse2), dp, delta);
+        const Pair pair = pair_of(score * p.scale_log2, dp, lse2, delta);
         const u32 counting = __ballot_sync(kFullWarp, first + lane < tile.queries && lse2 != -negative_infinity());
 #pragma unroll 1
         for (u32 left = counting; left != 0; left &= left - 1) {

@@ -8,7 +8,6 @@
 #include "dense/generic_backward.cuh"
 #include "ptx/control.cuh"
 #include "ptx/element.cuh"
-#include "tile/rounded_lse.cuh"
 
 namespace mla::dense {
 // ---- Variant ---------------------------------------------------------------------------------------------------
@@ -40,7 +39,7 @@ MLA_DEVICE LaneColumns<kHeadDimQk> query_gradient(const PrefillBackwardParams& p
         const i64 key = (i64)tile.first_key + first, own = tile.first_key + min(first + lane, seen - 1);
         const float score = key_row<Element, kHeadDimQk>(p, own, kv_head).dot(query);
         const float dp = value_row<Element, kHeadDimV>(p, own, kv_head).dot(dout);
-        const float gradient = pair_of(weight_exponent(score, p.scale_log2, lse2), dp, delta).gradient;
+        const float gradient = pair_of(score * p.scale_log2, dp, lse2, delta).gradient;
 #pragma unroll 1
         for (i32 i = 0; i < min(kWarpThreads, seen - first); ++i) {
             sums.add(__shfl_sync(kFullWarp, gradient, i), key_row<Element, kHeadDimQk>(p, key + i, kv_head), lane);

@@ -54,7 +54,7 @@ MLA_DEVICE float dot_key(const float* query, const PrefillFp8Params& p, i64 key,
 // ---- One query -------------------------------------------------------------------------------------------------
 // Relative to the largest score so far, in base 2. The maximum starts at a finite value: no difference of infinities.
 struct Sums {
-    float max = -kMaxFloat, sum = 0.f;
+    float max = -3.0e38f, sum = 0.f;
     float out[kColumnsPerLane] = {};  // of columns lane, lane + 32, ...
 };
 
@@ -65,9 +65,7 @@ MLA_DEVICE Sums attend(const PrefillFp8Params& p, const QueryTile& tile, i32 see
 #pragma unroll 1
     for (i32 first = 0; first < seen; first += kWarpThreads) {
         float score = negative_infinity();
-        if (first + lane < seen) {
-            score = __fmul_rn(dot_key(query, p, tile.first_key + first + lane, kv_head), scale_log2);
-        }
+        if (first + lane < seen) score = dot_key(query, p, tile.first_key + first + lane, kv_head) * scale_log2;
         const float before = sums.max;
         sums.max = fmaxf(sums.max, warp_max(score));
         const float decay = exp2f(before - sums.max), weight = exp2f(score - sums.max);

@@ -14,8 +14,7 @@ struct RowResult {
 // `max` is the maximum that the sum of exponentials, in base 2, is relative to.
 MLA_DEVICE RowResult row_result(float max, float sum, float earlier_lse) {
     const float own_lse2 = sum == 0.f ? negative_infinity() : max + log2f(sum);
-    const float earlier_lse2 =
-        fabsf(earlier_lse) == -negative_infinity() ? negative_infinity() : __fmul_rn(earlier_lse, kLog2E);
+    const float earlier_lse2 = fabsf(earlier_lse) == -negative_infinity() ? negative_infinity() : earlier_lse * kLog2E;
     if (own_lse2 == negative_infinity() && earlier_lse2 == negative_infinity()) {
         return RowResult{negative_infinity(), 0.f, 0.f};
     }

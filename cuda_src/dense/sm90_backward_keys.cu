@@ -31,7 +31,6 @@
 #include "tile/product.cuh"
 #include "tile/prologue.cuh"
 #include "tile/ring.cuh"
-#include "tile/rounded_lse.cuh"
 #include "tile/sw128_fragments.cuh"
 #include "tile/warp.cuh"
 
@@ -433,13 +432,10 @@ MLA_DEVICE void poison_scores(const Math& math, float (&scores)[kScores], const 
 // A number of each of the thread's queries, two of every eight.
 struct QueryValues {
     float2 of[kStepQueries / 8];
-    bool huge;  // the log-sum-exp of some query of the step: by the lanes of a warp, two each
 
     MLA_DEVICE QueryValues(const float (&values)[kStepQueries], i32 thread) {
 #pragma unroll
         for (i32 i = 0; i < kStepQueries / 8; ++i) of[i] = load(values, i, thread);
-        const float2 own = reinterpret_cast<const float2*>(values)[thread % kWarpThreads];
-        huge = any_huge_lse(own.x, own.y);
     }
     MLA_DEVICE static float2 load(const float (&values)[kStepQueries], i32 i, i32 thread) {
         return *reinterpret_cast<const float2*>(values + 8 * i + fragment_column(thread));
@@ -448,18 +444,8 @@ struct QueryValues {
 
 // P^T in 16 bits, from S^T. What is hidden becomes 0 whatever it was: there may be NaN in it, and in lse2.
 template <bool kMasked>
-MLA_DEVICE void make_weights(Math& math, float (&scores)[kScores], QueryValues& lse2, const Seers& seers,
+MLA_DEVICE void make_weights(Math& math, const float (&scores)[kScores], const QueryValues& lse2, const Seers& seers,
                              float scale_log2) {
-    if (lse2.huge) {
-#pragma unroll
-        for (i32 i = 0; i < kScores; ++i) {
-            const float2 less = lse2.of[i / 4];
-            scores[i] = weight_exponent(scores[i], scale_log2, i % 2 == 0 ? less.x : less.y);
-        }
-#pragma unroll
-        for (float2& less : lse2.of) less = make_float2(0.f, 0.f);
-        scale_log2 = 1.f;
-    }
 #pragma unroll
     for (i32 i = 0; i < kScores; i += 4) {
         const i32 column = fragment_column(math.thread(), i);
@@ -582,7 +568,7 @@ MLA_DEVICE void step(const PrefillBackwardParams& p, Storage& s, Math& math, i32
     wgmma_fence();  // of the branch, too
     wgmma_commit_group();
     const Operands of(s, math, stage);
-    QueryValues lse2(s.lse2[stage], math.thread());
+    const QueryValues lse2(s.lse2[stage], math.thread());
     wgmma_wait_group<1>();
     pin(products);
     if (kSumsDq) poison_scores(math, products, item);

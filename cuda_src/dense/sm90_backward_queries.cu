@@ -26,7 +26,6 @@
 #include "tile/product.cuh"
 #include "tile/prologue.cuh"
 #include "tile/ring.cuh"
-#include "tile/rounded_lse.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::dense {
@@ -284,13 +283,6 @@ MLA_DEVICE void finish_dq(Storage& s, Math& math, i32 stage) {
 }
 
 MLA_DEVICE void exponentiate(Math& math, float scale_log2) {
-    if (any_huge_lse(math.lse2[0], math.lse2[1])) {
-#pragma unroll
-        for (i32 i = 0; i < kScores; ++i) {
-            math.scores[i] = ex2_approx(huge_exponent(math.scores[i], scale_log2, math.lse2[fragment_half(i)]));
-        }
-        return;
-    }
 #pragma unroll
     for (i32 i = 0; i < kScores; ++i) {
         math.scores[i] = ex2_approx(fmaf(math.scores[i], scale_log2, -math.lse2[fragment_half(i)]));

@@ -372,7 +372,6 @@ MLA_DEVICE constexpr i32 chain_of(i32 i) { return i / 4 % 2 * 2 + i % 2; }
 struct TileSoftmax {
     float top[kFragmentRows];
     float sums[kFragmentRows][2];
-    bool huge;  // some top of the warp: see attention/online_softmax.cuh
 };
 
 MLA_DEVICE TileSoftmax begin_softmax(const Math& math, float scale_log2) {
@@ -389,21 +388,14 @@ MLA_DEVICE TileSoftmax begin_softmax(const Math& math, float scale_log2) {
         tile.top[r] = fmaxf(quad_max(top) * scale_log2, attention::kLowestMax);
         tile.sums[r][0] = tile.sums[r][1] = 0.f;
     }
-    tile.huge = attention::any_huge(tile.top[0], tile.top[1]);
     return tile;
 }
 
-// The scores of 32 keys become weights, which are not rounded yet. Beside a top of 2^27 or more, kWeightLog2 is lost or
-// rounded up: then all weights of the row are as much smaller or larger, and lse is off by less than its own rounding.
+// The scores of 32 keys become weights, which are not rounded yet.
 template <i32 kStep>
 MLA_DEVICE void exponentiate(Math& math, TileSoftmax& tile, float scale_log2) {
-    constexpr i32 kFirst = kStep * kStepScores;
-    if (tile.huge) {
-        attention::to_base_2(reinterpret_cast<float (&)[kStepScores]>(math.scores[kFirst]), scale_log2);
-        scale_log2 = 1.f;
-    }
 #pragma unroll
-    for (i32 i = kFirst; i < kFirst + kStepScores; ++i) {
+    for (i32 i = kStep * kStepScores; i < (kStep + 1) * kStepScores; ++i) {
         const i32 r = fragment_half(i);
         math.scores[i] = ex2_approx(fmaf(math.scores[i], scale_log2, kWeightLog2 - tile.top[r]));
         tile.sums[r][i / 4 % 2] += math.scores[i];
@@ -425,7 +417,7 @@ MLA_DEVICE void end_softmax(Math& math, const TileSoftmax& tile) {
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
         const float before = math.reference[r];
-        const float moved = attention::is_far_above(tile.top[r], before, kReferenceLog2) ? tile.top[r] : before;
+        const float moved = tile.top[r] > before + kReferenceLog2 ? tile.top[r] : before;
         decay[r] = ex2_approx(before - moved);
         math.factor[r] = ex2_approx(tile.top[r] - moved);
         math.sum[r] = fmaf(tile.sums[r][0] + tile.sums[r][1], math.factor[r], math.sum[r] * decay[r]);

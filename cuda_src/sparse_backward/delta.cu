@@ -83,10 +83,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const i64 end = min((span + 1) * kSpanQueries, (i64)p.s_q);
     const float sink2 = p.attn_sink == nullptr || span * kSpanQueries >= p.s_q
                             ? negative_infinity()
-                            : __fmul_rn(p.attn_sink[head * p.attn_sink_stride_elems], kLog2E);
+                            : p.attn_sink[head * p.attn_sink_stride_elems] * kLog2E;
     float sink_sum = 0.f;
     for (i64 query = span * kSpanQueries; query < end; ++query) {
-        const float own = __fmul_rn(p.lse[query * p.lse_stride_s_elems + head * p.lse_stride_h_elems], p.lse_to_log2);
+        const float own = p.lse[query * p.lse_stride_s_elems + head * p.lse_stride_h_elems] * p.lse_to_log2;
         float delta = 0.f, lse2 = -negative_infinity();
         if (p.counts[query] > 0 && fabsf(own) != -negative_infinity()) {
             delta = row_delta(p, query, head, lane);

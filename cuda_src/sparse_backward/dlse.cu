@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_sparse_backward_dlse(
     const float total = p.lse2[at], delta = p.delta[at];
     float natural = 0.f, share = 0.f;
     if (total != -negative_infinity()) {
-        const float own = __fmul_rn(p.lse[query * p.lse_stride_s_elems + head * p.lse_stride_h_elems], p.lse_to_log2);
+        const float own = p.lse[query * p.lse_stride_s_elems + head * p.lse_stride_h_elems] * p.lse_to_log2;
         natural = p.dlse[query * p.dlse_stride_s_elems + head * p.dlse_stride_h_elems] * (kLog2E / p.lse_to_log2);
         share = exp2f(fminf(total - own, kMostShareLog2));
     }

@@ -13,7 +13,6 @@
 #include "sparse_backward/params.cuh"
 #include "tile/binned_sum.cuh"
 #include "tile/elements.cuh"
-#include "tile/rounded_lse.cuh"
 
 namespace mla::sparse_backward {
 // ---- Variant ---------------------------------------------------------------------------------------------------
@@ -100,7 +99,7 @@ MLA_DEVICE void make_weights(const Block& block, const Statistics& statistics, i
     const float d_weight = __shfl_down_sync(kFullWarp, x, kKeys);
     if (!is_score) return;
     const bool counts = s.rows[key] != kNoRow && statistics.lse2 != -negative_infinity();
-    const float weight = counts ? exp2f(weight_exponent(x, block.p.scale_log2, statistics.lse2)) : 0.f;
+    const float weight = counts ? exp2f(x * block.p.scale_log2 - statistics.lse2) : 0.f;
     s.p[head][key] = weight;
     s.ds[head][key] = counts ? weight * (d_weight - statistics.delta) * block.p.scale : 0.f;
 }

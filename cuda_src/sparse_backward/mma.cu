@@ -24,7 +24,6 @@
 #include "sparse_backward/dkv_adder.cuh"
 #include "sparse_backward/params.cuh"
 #include "tile/fragment.cuh"
-#include "tile/rounded_lse.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::sparse_backward {
@@ -268,8 +267,8 @@ MLA_DEVICE void store_weights(const Block& block, i32 head, i32 key, float2 scor
     const i32* rows = &s.rows[step % 2][key];
     const bool live = block.is_live(head);
     const bool first = live && rows[0] != kNoRow, second = live && rows[1] != kNoRow;
-    const float p0 = first ? ex2_approx(weight_exponent(score.x, block.p.scale_log2, lse2)) : 0.f;
-    const float p1 = second ? ex2_approx(weight_exponent(score.y, block.p.scale_log2, lse2)) : 0.f;
+    const float p0 = first ? ex2_approx(score.x * block.p.scale_log2 - lse2) : 0.f;
+    const float p1 = second ? ex2_approx(score.y * block.p.scale_log2 - lse2) : 0.f;
     const float ds0 = first ? p0 * (d_weight.x - delta) * block.p.scale : 0.f;
     const float ds1 = second ? p1 * (d_weight.y - delta) * block.p.scale : 0.f;
     *reinterpret_cast<u32*>(s.p[head] + key * sizeof(u16)) = cvt_x2(Element{}, p0, p1);

@@ -21,7 +21,6 @@
 #include "tile/fragment.cuh"
 #include "tile/matrix_desc.cuh"
 #include "tile/ring.cuh"
-#include "tile/rounded_lse.cuh"
 #include "tile/tmem_product.cuh"
 #include "tile/warp.cuh"
 
@@ -278,7 +277,7 @@ MLA_DEVICE void run_softmax_role(const Item<C>& item, const Maps& maps, S& s, Tm
         Plan::load_s(x, tmem, thread);
 #pragma unroll
         for (i32 i = 0; i < Plan::kScores; ++i) {
-            const float exponential = ex2_approx(weight_exponent(x[i], p.scale_log2, heads.lse2(i)));
+            const float exponential = ex2_approx(fmaf(x[i], p.scale_log2, -heads.lse2(i)));
             weight[i] = Plan::key(i, thread) < keys && heads.present(i) ? exponential : 0.f;
         }
         Plan::store_scores(s.p, weight, thread);

@@ -11,7 +11,6 @@
 #include "tile/fragment.cuh"
 #include "tile/product.cuh"
 #include "tile/ring.cuh"
-#include "tile/rounded_lse.cuh"
 #include "tile/sw128_fragments.cuh"
 
 namespace mla::sparse_backward::sm90 {
@@ -110,17 +109,11 @@ MLA_DEVICE void make_weights(u32 (&p)[kSw128MmaSteps][4], float (&s)[kScoresPerT
             if (fragment_column(thread, i) >= keys) s[i] = negative_infinity();
         }
     }
-    float less[kFragmentRows] = {lse2[0], lse2[1]};
-    if (any_huge_lse(lse2[0], lse2[1])) {
-#pragma unroll
-        for (i32 i = 0; i < kScoresPerThread; ++i) s[i] = huge_exponent(s[i], scale_log2, lse2[fragment_half(i)]);
-        scale_log2 = 1.f, less[0] = less[1] = 0.f;
-    }
 #pragma unroll
     for (i32 i = 0; i < kScoresPerThread; i += 2) {
         const i32 r = fragment_half(i);
-        const float p0 = ex2_approx(fmaf(s[i], scale_log2, -less[r]));
-        const float p1 = ex2_approx(fmaf(s[i + 1], scale_log2, -less[r]));
+        const float p0 = ex2_approx(fmaf(s[i], scale_log2, -lse2[r]));
+        const float p1 = ex2_approx(fmaf(s[i + 1], scale_log2, -lse2[r]));
         p[i / 8][(i % 8) / 2] = cvt_x2(Element{}, p0, p1);
     }
 }

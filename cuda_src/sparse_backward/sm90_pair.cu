@@ -401,7 +401,6 @@ MLA_DEVICE void multiply_scores(const Block& block, Math& math, i32 thread) {
     send_tile<!kValues>(block, math.tile, buffer, full, thread);
     multiply(block.rank());
     mbarrier_wait(full, math.state.full_parity());
-    if (!kValues) opaque(thread);  // NVRTC 12.9 would keep the addresses of the sent pieces, and spill
     add_sent<!kValues>(math.tile, buffer, thread);
     if (!kValues) fence_proxy_async();  // the peer's P arrives in the same buffer
     release(block.peer(kValues ? &s.dp_empty : &s.s_read), thread);

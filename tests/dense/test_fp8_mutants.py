@@ -136,8 +136,8 @@ MUTANTS = [
     Mutant(
         "plain: a key too many",
         PLAIN,
-        "if (first + lane < seen) {",
-        "if (first + lane <= seen) {",
+        "if (first + lane < seen) score",
+        "if (first + lane <= seen) score",
         kernel=GENERIC_FP8,
     ),
 ]

@@ -42,7 +42,7 @@ MLA_DEVICE void attend(const LossParams& p, i32 token, i32 head, i32 lane, Atten
     for (i32 s = range.begin; s < range.end; ++s) {
         const i64 row = key_row(p, token, s);
         load_key(key, p, row, head, lane);
-        const float score = __fmul_rn(p.scale, q.dot(key));
+        const float score = p.scale * q.dot(key);
         const float next_max = fmaxf(a.max_score, score);
         const float shift = fmaxf(next_max, -kMaxFloat);  // -inf less itself were NaN
         const float decay = ex2_approx((a.max_score - shift) * kLog2E);

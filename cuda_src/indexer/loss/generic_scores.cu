@@ -9,7 +9,6 @@
 #include "indexer/loss/generic_rows.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
-#include "tile/rounded_lse.cuh"
 
 namespace mla::indexer::loss {
 // ---- Budget ----------------------------------------------------------------------------------------------------
@@ -30,7 +29,7 @@ using IndexRow = LaneRow<kMaxIndexDim>;
 MLA_DEVICE float target_of(const LossParams& p, i32 token, i32 head, float product) {
     if (p.per_head) return p.target_scale * product;
     const float lse = p.lse[token * p.lse_stride_token_elems + head * p.lse_stride_head_elems];
-    const float part = ex2_approx(weight_exponent(product, p.scale, lse) * kLog2E);
+    const float part = ex2_approx((p.scale * product - lse) * kLog2E);
     return fabsf(lse) <= kMaxFloat ? part : 0.f;
 }
 
@@ -75,7 +74,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const i32 token = p.first_token + at;
         const KeyRange range = p.ranges[token];
         const i32 first = range.begin + blockIdx.x * kBlockKeys + warp;
-#pragma unroll 1  // otherwise NVRTC 12.9 aims at 80 registers on older GPUs, and spills
         for (i32 key = first; key < range.end; key += gridDim.x * kBlockKeys) {
             make_target(p, token, key, lane);
             make_score(p, token, key, lane);

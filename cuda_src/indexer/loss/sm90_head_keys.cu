@@ -21,7 +21,6 @@
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
 #include "tile/prologue.cuh"
-#include "tile/rounded_lse.cuh"
 
 namespace mla::indexer::loss {
 // ---- Variant ---------------------------------------------------------------------------------------------------
@@ -215,26 +214,14 @@ MLA_DEVICE void hide_tokens(const Visible* visible, i32 key, i32 thread, float (
     }
 }
 
-// Whether some log-sum-exp of a step is huge: by the lanes of a warp.
-MLA_DEVICE bool any_huge(const TokenNumbers* numbers, i32 thread) {
-    bool found = false;
-#pragma unroll
-    for (i32 first = 0; first < kTileTokens; first += kWarpThreads) {
-        const TokenNumbers& own = numbers[first + thread % kWarpThreads];
-        found |= is_huge_lse(own.minus_mass) || is_huge_lse(own.minus_index_lse);
-    }
-    return __any_sync(kFullWarp, found);
-}
-
-template <bool kHuge>
 MLA_DEVICE float weighted_gradient(const TokenNumbers& token, float target_log2, float product, float a) {
-    const float target = ex2_approx(exponent_of<kHuge>(product, target_log2, token.minus_mass));
-    const float score = ex2_approx(exponent_of<kHuge>(a, token.weight_log2, token.minus_index_lse));
+    const float target = ex2_approx(fmaf(product, target_log2, token.minus_mass));
+    const float score = ex2_approx(fmaf(a, token.weight_log2, token.minus_index_lse));
     return a > 0.f ? token.factor * (score - target) : 0.f;
 }
 
 // M of half a step.
-template <i32 kFirst, bool kHuge>
+template <i32 kFirst>
 MLA_DEVICE void make_gradients(const TokenNumbers* numbers, float target_log2, i32 thread,
                                const float (&d)[kAccumulators], const float (&a)[kHalf], u32 (&m)[kTokenSteps][4]) {
 #pragma unroll
@@ -245,19 +232,9 @@ MLA_DEVICE void make_gradients(const TokenNumbers* numbers, float target_log2, i
         for (i32 r = 0; r < kFragmentRows; ++r) {
             const i32 i = 4 * block + 2 * r;
             m[block / 2][block % 2 * 2 + r] =
-                cvt_x2(bfloat16{}, weighted_gradient<kHuge>(low, target_log2, d[kFirst + i], a[i]),
-                       weighted_gradient<kHuge>(high, target_log2, d[kFirst + i + 1], a[i + 1]));
+                cvt_x2(bfloat16{}, weighted_gradient(low, target_log2, d[kFirst + i], a[i]),
+                       weighted_gradient(high, target_log2, d[kFirst + i + 1], a[i + 1]));
         }
-    }
-}
-
-template <i32 kFirst>
-MLA_DEVICE void make_gradients(const TokenNumbers* numbers, bool huge, float target_log2, i32 thread,
-                               const float (&d)[kAccumulators], const float (&a)[kHalf], u32 (&m)[kTokenSteps][4]) {
-    if (huge) {
-        make_gradients<kFirst, true>(numbers, target_log2, thread, d, a, m);
-    } else {
-        make_gradients<kFirst, false>(numbers, target_log2, thread, d, a, m);
     }
 }
 
@@ -273,21 +250,20 @@ MLA_DEVICE void take_step(Storage& s, i32 stage, bool inside, const Keys& keys, 
     const TokenNumbers* numbers = s.numbers[stage];
     const Visible* visible = s.visible[stage];
     const u8* index_q = s.index_q[stage][0];
-    const bool huge = any_huge(numbers, keys.thread);
     issue_products(s.k, s.q[stage][0], keys.warpgroup, d);
     issue_products(s.index_k, index_q, keys.warpgroup, a);
     wgmma_wait_group<0>();
     pin(d);
     pin(a);
     if (!inside) hide_tokens(visible, keys.first, keys.thread, a);
-    make_gradients<0>(numbers, huge, keys.target_log2, keys.thread, d, a, m[0]);
+    make_gradients<0>(numbers, keys.target_log2, keys.thread, d, a, m[0]);
     issue_sums(m[0], index_q, sums);
     issue_products(s.index_k, index_q + kHalfBytes, keys.warpgroup, a);
     wgmma_wait_group<0>();
     pin(sums);
     pin(a);
     if (!inside) hide_tokens(visible + kHalfTokens, keys.first, keys.thread, a);
-    make_gradients<kHalf>(numbers + kHalfTokens, huge, keys.target_log2, keys.thread, d, a, m[1]);
+    make_gradients<kHalf>(numbers + kHalfTokens, keys.target_log2, keys.thread, d, a, m[1]);
     add_products(m[1], index_q + kHalfBytes, sums);
 }
 

@@ -19,7 +19,6 @@
 #include "ptx/convert.cuh"
 #include "tile/elements.cuh"
 #include "tile/prologue.cuh"
-#include "tile/rounded_lse.cuh"
 
 namespace mla::indexer::loss {
 // ---- Variant ---------------------------------------------------------------------------------------------------
@@ -82,7 +81,6 @@ struct RowExponents {
     float target_log2;
     float weight[kFragmentRows], minus_mass[kFragmentRows], minus_index_lse[kFragmentRows];
     bool live[kFragmentRows];
-    bool huge;  // some log-sum-exp of the warp's rows
 };
 
 MLA_DEVICE RowExponents row_numbers(const LossParams& p, const RowTile& tile, const Math& math) {
@@ -96,8 +94,6 @@ MLA_DEVICE RowExponents row_numbers(const LossParams& p, const RowTile& tile, co
         numbers.minus_mass[r] = row.minus_mass;
         numbers.minus_index_lse[r] = row.minus_index_lse;
     }
-    numbers.huge = any_huge_lse(numbers.minus_mass[0], numbers.minus_mass[1]) ||
-                   any_huge_lse(numbers.minus_index_lse[0], numbers.minus_index_lse[1]);
     return numbers;
 }
 
@@ -112,22 +108,19 @@ MLA_DEVICE void hide_keys(const LossParams& p, const Math& math, const RowExpone
     if (!ranges.hold(first_key)) hide(ranges, math.thread, first_key, -1.f, a);
 }
 
-// `kHuge`: some log-sum-exp is.
-template <bool kHuge>
 MLA_DEVICE float masked_gradient(const RowExponents& numbers, i32 r, float product, float a) {
-    const float target = ex2_approx(exponent_of<kHuge>(product, numbers.target_log2, numbers.minus_mass[r]));
-    const float score = ex2_approx(exponent_of<kHuge>(a, numbers.weight[r], numbers.minus_index_lse[r]));
+    const float target = ex2_approx(fmaf(product, numbers.target_log2, numbers.minus_mass[r]));
+    const float score = ex2_approx(fmaf(a, numbers.weight[r], numbers.minus_index_lse[r]));
     return a > 0.f ? score - target : 0.f;
 }
 
-template <bool kHuge>
 MLA_DEVICE void make_gradients(const RowExponents& numbers, const float (&d)[kAccumulators],
                                const float (&a)[kAccumulators], u32 (&m)[kKeySteps][4]) {
 #pragma unroll
     for (i32 i = 0; i < kAccumulators; i += 2) {
         const i32 r = fragment_half(i);
-        m[i / 8][i / 2 % 4] = cvt_x2(bfloat16{}, masked_gradient<kHuge>(numbers, r, d[i], a[i]),
-                                     masked_gradient<kHuge>(numbers, r, d[i + 1], a[i + 1]));
+        m[i / 8][i / 2 % 4] = cvt_x2(bfloat16{}, masked_gradient(numbers, r, d[i], a[i]),
+                                     masked_gradient(numbers, r, d[i + 1], a[i + 1]));
     }
 }
 
@@ -144,11 +137,7 @@ MLA_DEVICE void take_tile(const LossParams& p, Storage& s, UnitRing& units, cons
     release(s.unit_empty[k], math.thread);
     hide_keys(p, math, numbers, first_key, a);
     u32 m[kKeySteps][4];
-    if (numbers.huge) {
-        make_gradients<true>(numbers, d, a, m);
-    } else {
-        make_gradients<false>(numbers, d, a, m);
-    }
+    make_gradients(numbers, d, a, m);
     add_products(m, s.units[index_k][0], sums);
     release(s.unit_empty[index_k], math.thread);
 }

@@ -18,7 +18,6 @@
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
 #include "tile/prologue.cuh"
-#include "tile/rounded_lse.cuh"
 
 namespace mla::indexer::loss {
 // ---- Variant ---------------------------------------------------------------------------------------------------
@@ -99,15 +98,14 @@ struct RowSums {
     MLA_DEVICE float raise_product(float next, float scale_log2, float target_log2) {
         const float before = shift(scale_log2), target_before = shift(target_log2);
         max_product = next;
-        const float decay = ex2_approx(before - shift(scale_log2));
-        const float more = fminf(shift(target_log2) - target_before, kMaxFloat);  // 0 * inf is NaN
+        const float decay = ex2_approx(before - shift(scale_log2)), more = shift(target_log2) - target_before;
         attention *= decay;
         divergence = fmaf(-target, more, divergence) * ex2_approx(-more);
         target *= ex2_approx(-more);
         return decay;
     }
     MLA_DEVICE void raise_score(float next) {
-        const float more = fminf(finite_shift(next) - score_shift(), kMaxFloat);
+        const float more = finite_shift(next) - score_shift();
         max_score = next;
         score *= ex2_approx(-more);
         divergence = fmaf(target, more, divergence);
@@ -146,7 +144,7 @@ MLA_DEVICE void raise_products(const Factors& factors, const float (&d)[kAccumul
 // The indexer's products become its scores, in base 2.
 MLA_DEVICE void make_scores(const Factors& factors, float (&a)[kHalf]) {
 #pragma unroll
-    for (i32 i = 0; i < kHalf; ++i) a[i] = __fmul_rn(factors.weight_log2[fragment_half(i)], fmaxf(a[i], 0.f));
+    for (i32 i = 0; i < kHalf; ++i) a[i] = factors.weight_log2[fragment_half(i)] * fmaxf(a[i], 0.f);
 }
 
 MLA_DEVICE void raise_scores(const float (&a)[kHalf], RowSums (&rows)[kFragmentRows]) {
@@ -159,22 +157,10 @@ MLA_DEVICE void raise_scores(const float (&a)[kHalf], RowSums (&rows)[kFragmentR
     }
 }
 
-// A product less its row's shift, in base 2. `kHuge`: some shift of the warp is, and fma would give back what rounding
-// took of it.
-template <bool kHuge>
-MLA_DEVICE float below_shift(float product, float scale_log2, float shift) {
-    return kHuge ? __fmul_rn(product, scale_log2) - shift : fmaf(product, scale_log2, -shift);
-}
-
-MLA_DEVICE bool any_huge_shift(const RowSums (&rows)[kFragmentRows], float scale_log2) {
-    return any_huge_lse(rows[0].shift(scale_log2), rows[1].shift(scale_log2));
-}
-
 // The sums of a pair of target and score.
-template <bool kHuge>
 MLA_DEVICE void add_pair(float product, float score, const Factors& factors, float shift, float score_shift,
                          RowSums& row) {
-    const float x = below_shift<kHuge>(product, factors.target_log2, shift), y = score - score_shift;
+    const float x = fmaf(product, factors.target_log2, -shift), y = score - score_shift;
     const float weight = ex2_approx(x);
     row.target += weight;
     row.score += ex2_approx(y);
@@ -182,56 +168,36 @@ MLA_DEVICE void add_pair(float product, float score, const Factors& factors, flo
 }
 
 // Those of half a tile's keys.
-template <i32 kFirst, bool kHuge>
-MLA_DEVICE void add_pairs_of(const Factors& factors, const float (&d)[kAccumulators], const float (&a)[kHalf],
-                             RowSums (&rows)[kFragmentRows]) {
+template <i32 kFirst>
+MLA_DEVICE void add_pairs(const Factors& factors, const float (&d)[kAccumulators], const float (&a)[kHalf],
+                          RowSums (&rows)[kFragmentRows]) {
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
         const float shift = rows[r].shift(factors.target_log2), score_shift = rows[r].score_shift();
 #pragma unroll
         for (i32 i = 2 * r; i < kHalf; i += 4) {
-            add_pair<kHuge>(d[kFirst + i], a[i], factors, shift, score_shift, rows[r]);
-            add_pair<kHuge>(d[kFirst + i + 1], a[i + 1], factors, shift, score_shift, rows[r]);
+            add_pair(d[kFirst + i], a[i], factors, shift, score_shift, rows[r]);
+            add_pair(d[kFirst + i + 1], a[i + 1], factors, shift, score_shift, rows[r]);
         }
     }
 }
 
-template <i32 kFirst>
-MLA_DEVICE void add_pairs(const Factors& factors, const float (&d)[kAccumulators], const float (&a)[kHalf],
-                          RowSums (&rows)[kFragmentRows]) {
-    if (any_huge_shift(rows, factors.target_log2)) {
-        add_pairs_of<kFirst, true>(factors, d, a, rows);
-    } else {
-        add_pairs_of<kFirst, false>(factors, d, a, rows);
-    }
-}
-
 // P of half a tile, as the operand of the next product.
-template <i32 kFirst, bool kHuge>
-MLA_DEVICE void attend_to(const Factors& factors, const float (&d)[kAccumulators], RowSums (&rows)[kFragmentRows],
-                          u32 (&weights)[kKeySteps][4]) {
+template <i32 kFirst>
+MLA_DEVICE void attend(const Factors& factors, const float (&d)[kAccumulators], RowSums (&rows)[kFragmentRows],
+                       u32 (&weights)[kKeySteps][4]) {
     if constexpr (kWithOutput) {
 #pragma unroll
         for (i32 r = 0; r < kFragmentRows; ++r) {
             const float shift = rows[r].shift(factors.scale_log2);
 #pragma unroll
             for (i32 i = kFirst + 2 * r; i < kFirst + kHalf; i += 4) {
-                const float low = ex2_approx(below_shift<kHuge>(d[i], factors.scale_log2, shift));
-                const float high = ex2_approx(below_shift<kHuge>(d[i + 1], factors.scale_log2, shift));
+                const float low = ex2_approx(fmaf(d[i], factors.scale_log2, -shift));
+                const float high = ex2_approx(fmaf(d[i + 1], factors.scale_log2, -shift));
                 rows[r].attention += low + high;
                 weights[i / 8][i / 4 % 2 * 2 + r] = cvt_x2(bfloat16{}, low, high);
             }
         }
-    }
-}
-
-template <i32 kFirst>
-MLA_DEVICE void attend(const Factors& factors, const float (&d)[kAccumulators], RowSums (&rows)[kFragmentRows],
-                       u32 (&weights)[kKeySteps][4]) {
-    if (any_huge_shift(rows, factors.scale_log2)) {
-        attend_to<kFirst, true>(factors, d, rows, weights);
-    } else {
-        attend_to<kFirst, false>(factors, d, rows, weights);
     }
 }
 

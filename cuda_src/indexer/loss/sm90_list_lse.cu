@@ -73,7 +73,7 @@ MLA_DEVICE void run_gather_role(const LossParams& p, Storage& s, const TensorMap
 MLA_DEVICE void scale_and_cut(const KeyList& list, i32 tile, i32 thread, float scale_log2, float (&d)[kLseProducts]) {
     const i32 left = list.count - tile * kListTileKeys;
 #pragma unroll
-    for (i32 i = 0; i < kLseProducts; ++i) d[i] = __fmul_rn(d[i], scale_log2);
+    for (i32 i = 0; i < kLseProducts; ++i) d[i] *= scale_log2;
     if (left >= kListTileKeys) return;
 #pragma unroll
     for (i32 i = 0; i < kLseProducts; ++i) d[i] = fragment_column(thread, i) < left ? d[i] : negative_infinity();

@@ -18,7 +18,6 @@
 #include "tile/fragment.cuh"
 #include "tile/product.cuh"
 #include "tile/prologue.cuh"
-#include "tile/rounded_lse.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::indexer::loss {
@@ -127,15 +126,6 @@ struct Exponential {
     MLA_DEVICE float operator()(float x, float number) const { return ex2_approx(fmaf(x, scale_log2, number)); }
 };
 
-// The same where log-sum-exps are huge.
-struct RoundedExponential {
-    float scale_log2;
-
-    MLA_DEVICE float operator()(float x, float number) const {
-        return ex2_approx(weight_exponent(x, scale_log2, -number));
-    }
-};
-
 struct WeightedRelu {
     MLA_DEVICE float operator()(float x, float number) const { return fmaxf(x, 0.f) * number; }
 };
@@ -183,32 +173,16 @@ MLA_DEVICE void load_numbers(const LossParams& p, Storage& s, i32 token, i32 war
     bar_sync(kMathBarrier, kMathWarpgroups * kWarpgroupThreads);
 }
 
-MLA_DEVICE void make_targets(const LossParams& p, Storage& s, Pieces& pieces, const KeyList& list, i32 warpgroup,
-                             i32 thread) {
-    bool huge = false;
-#pragma unroll
-    for (i32 head = 0; head < kMaxHeads; head += 2 * kWarpThreads) {
-        const float* own = s.minus_lse + head + thread % kWarpThreads;
-        huge |= any_huge_lse(own[0], own[kWarpThreads]);
-    }
-    const auto add = [&](auto term) {
-        make_sums<kPieces, kMaxHeads / 2>(bfloat16{}, s, pieces, list, s.minus_lse,
-                                          p.target + target_offset(p, list.token, 0), warpgroup, thread, term,
-                                          [](i32) { return 1.f; });
-    };
-    mbarrier_wait(s.q_full, 0);
-    if (huge) {
-        add(RoundedExponential{p.scale * kLog2E});
-    } else {
-        add(Exponential{p.scale * kLog2E});
-    }
-    release(s.q_empty, thread);
-}
-
 MLA_DEVICE void run_math_role(const LossParams& p, Storage& s, const KeyList& list, i32 warpgroup, i32 thread) {
     load_numbers(p, s, list.token, warpgroup, thread);
     Pieces pieces;
-    if (p.heads > 0) make_targets(p, s, pieces, list, warpgroup, thread);
+    if (p.heads > 0) {
+        mbarrier_wait(s.q_full, 0);
+        make_sums<kPieces, kMaxHeads / 2>(bfloat16{}, s, pieces, list, s.minus_lse,
+                                          p.target + target_offset(p, list.token, 0), warpgroup, thread,
+                                          Exponential{p.scale * kLog2E}, [](i32) { return 1.f; });
+        release(s.q_empty, thread);
+    }
     if (p.index_heads == 0) return;
     mbarrier_wait(s.q_full, p.heads > 0 ? 1 : 0);
     float* to = p.scores + row_offset(p, list.token, 0);

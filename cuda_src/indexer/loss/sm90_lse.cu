@@ -125,7 +125,7 @@ MLA_DEVICE void scale_and_mask(const Math& math, float scale_log2, i32 first_key
         inside &= math.ranges[r].begin <= first_key && first_key + kTileKeys <= math.ranges[r].end;
     }
 #pragma unroll
-    for (i32 i = 0; i < kLseProducts; ++i) d[i] = __fmul_rn(d[i], scale_log2);
+    for (i32 i = 0; i < kLseProducts; ++i) d[i] *= scale_log2;
     if (inside) return;
 #pragma unroll
     for (i32 i = 0; i < kLseProducts; ++i) {

@@ -26,7 +26,6 @@
 #include "tile/product.cuh"
 #include "tile/prologue.cuh"
 #include "tile/ring.cuh"
-#include "tile/rounded_lse.cuh"
 #include "tile/sw128.cuh"
 #include "tile/warp.cuh"
 
@@ -325,22 +324,6 @@ MLA_DEVICE void clear(float (&sums)[kAccumulators]) {
     for (i32 i = 0; i < kAccumulators; ++i) sums[i] = 0.f;
 }
 
-// Adds the weights of a head.
-MLA_DEVICE void add_targets(float (&sums)[kAccumulators], const float (&d)[kAccumulators], float scale_log2,
-                            const float (&minus_lse)[kFragmentRows]) {
-    if (any_huge_lse(minus_lse[0], minus_lse[1])) {
-#pragma unroll
-        for (i32 i = 0; i < kAccumulators; ++i) {
-            sums[i] += ex2_approx(weight_exponent(d[i], scale_log2, -minus_lse[fragment_half(i)]));
-        }
-        return;
-    }
-#pragma unroll
-    for (i32 i = 0; i < kAccumulators; ++i) {
-        sums[i] += ex2_approx(fmaf(d[i], scale_log2, minus_lse[fragment_half(i)]));
-    }
-}
-
 MLA_DEVICE void make_targets(const LossParams& p, Storage& s, Pieces& stages, const MainPieces& pieces,
                              const Tile& tile, const Math& math) {
     const RowLses lses(p, tile, math);
@@ -358,7 +341,10 @@ MLA_DEVICE void make_targets(const LossParams& p, Storage& s, Pieces& stages, co
             multiply<kPieces>(bfloat16{}, s, stages, math, d);
         }
         lse[0] = minus_lse2(lse[0]), lse[1] = minus_lse2(lse[1]);
-        add_targets(sums, d, scale_log2, lse);
+#pragma unroll
+        for (i32 i = 0; i < kAccumulators; ++i) {
+            sums[i] += ex2_approx(fmaf(d[i], scale_log2, lse[fragment_half(i)]));
+        }
     }
     release(s.k_empty, math.thread);
     store_sums(p.target + target_offset(p, tile.first_token, 0), p.target_stride_elems, tile, math, sums,
