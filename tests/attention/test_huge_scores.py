@@ -242,6 +242,8 @@ def test_every_size(operation: str, kernel: str, dtype: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("operation", "kernel"), ON_HOPPER)
 def test_on_a_gpu(hopper: object, operation: str, kernel: str) -> None:
+    """A GPU has multiprocessors enough to split every request."""
     dtype = next(candidates(operation, kernel)).dtype
     for number in range(2 * len(SHIFTS[dtype])):
-        run_first(([*variants(case)][number] for case in candidates(operation, kernel) if case.dtype == dtype), 0)
+        cases = ([*variants(case)][number] for case in candidates(operation, kernel) if case.dtype == dtype)
+        run_first((replace(case, split=True) for case in cases), 0)

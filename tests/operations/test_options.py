@@ -31,11 +31,11 @@ NO_FLAGS = (
     np.ones(2),
     np.array([True]),
     object(),
-    np.timedelta64(1),
+    np.timedelta64(1, "D"),
 )
 NO_NUMBERS = (
     *("0.5", True, [], [1.0], np.ones(2), np.array([1.0]), 1j, object(), float),
-    *(np.timedelta64(1), np.timedelta64(1, "s"), np.timedelta64("NaT")),
+    *(np.timedelta64(1, "D"), np.timedelta64(1, "s"), np.timedelta64("NaT", "s")),
 )
 NO_KERNELS = (
     "fastest",

@@ -53,7 +53,7 @@ NONSENSE: tuple[Any, ...] = (
     *(float("inf"), -float("inf"), 1j, "", "e", "2", "10", "float32", "bfloat16", "float16", "True", b"e", "q"),
     *([], [1], {}, (), set(), (1, 2), [[1.0]], range(3), slice(None), len, object(), object, type, Ellipsis),
     *(np.float32(0.5), np.float64(2), np.uint8(2), np.uint64(5), np.int32(1), np.int64(512), np.int8(100)),
-    *(np.bool_(True), np.str_("e"), np.dtype("float32"), np.timedelta64(1), np.timedelta64(1, "s")),
+    *(np.bool_(True), np.str_("e"), np.dtype("float32"), np.timedelta64(1, "D"), np.timedelta64(1, "s")),
     *(np.ctypeslib.as_ctypes(np.ones(3)), ctypes.c_int(3)),
     *(np.float32, np.float16, np.dtype("float64"), np.void, np.zeros(3), np.zeros(()), np.ones(1), np.zeros((2, 2))),
     *(np.zeros(0, np.uint8), np.zeros(3, object), np.zeros(3, "U3"), np.zeros(3, "M8[s]"), np.zeros(2, complex)),

@@ -14,12 +14,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
-os.environ.setdefault("MLA_CUPY_BACKEND", "numpy")
-
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "MLA_CUPY_BACKEND": "numpy",
+}
+"""Of this process, not of one that imports it: a test run would compute everything without its GPU."""
 VOCABULARY = 4096
 SHARED = ((0, 5), (64, 40), (100, 1), (0, 150), (37, 0), (130, 3))
 """Prompts: tokens that they share from their start on, and tokens of their own."""
@@ -29,6 +31,8 @@ def main(backend: str, result: str, case: dict[str, Any]) -> None:
     """Generate, and write down tokens, logprobs, and what has run."""
     from tests.engines.cpu import operators
 
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     stand_in()
     from vllm import LLM, SamplingParams
 
