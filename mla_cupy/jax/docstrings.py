@@ -118,7 +118,7 @@ _TEXTS: dict[str, Text] = {
 >>> import mla_cupy.jax as mla
 >>> q, kv = jnp.ones((2, 16, 576), jnp.bfloat16), jnp.ones((100, 576), jnp.bfloat16)
 >>> indices = jnp.array([[3, 70, -1], [5, -1, -1]], jnp.int32)
->>> loss = lambda kv: mla.sparse_mla_forward(q, kv, indices)[0].astype(jnp.float32).sum()
+>>> loss = lambda kv: mla.sparse_mla_forward(q, kv, indices, scale=192**-0.5)[0].astype(jnp.float32).sum()
 >>> gradient = jax.jit(jax.grad(loss))(kv)
 >>> float(gradient[3, 0]), float(gradient[5, 0]), float(gradient[4, 0])
 (8.0, 16.0, 0.0)""",

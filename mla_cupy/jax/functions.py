@@ -16,6 +16,7 @@ from mla_cupy.jax.gradients import sparse_forward as sparse_forward_gradient
 from mla_cupy.jax.losses import objective
 from mla_cupy.jax.lowering import run
 from mla_cupy.ops import BOUND_OPERATIONS
+from mla_cupy.ops.groups import Fp8, Packed, taken
 
 
 @documented
@@ -369,15 +370,13 @@ def sparse_mla_backward(
     lse: jax.Array,
     indices: jax.Array,
     *,
+    scale: float,
     dlse: jax.Array | None = None,
-    d_v: int = 512,
-    scale: float | None = None,
     topk_length: jax.Array | None = None,
     attn_sink: jax.Array | None = None,
     causal: bool = False,
     relative: bool = True,
-    cu_seqlens_q: jax.Array | None = None,
-    cu_seqlens_kv: jax.Array | None = None,
+    packed: Packed | None = None,
     lse_base: str = "e",
     deterministic: bool = False,
     dkv_dtype: Any = None,
@@ -387,6 +386,9 @@ def sparse_mla_backward(
     kernel: str | None = None,
     exportable: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
     arrays = (
         q,
         kv,
@@ -403,7 +405,7 @@ def sparse_mla_backward(
         dkv,
         d_sink,
     )
-    options = (d_v, scale, causal, relative, lse_base, deterministic, dkv_dtype, kernel)
+    options = (scale, causal, relative, lse_base, deterministic, dkv_dtype, kernel)
     dq, dkv, d_sink = run(BOUND_OPERATIONS["sparse_mla_backward"], arrays, options, exportable)
     return dq, dkv, d_sink
 
@@ -463,16 +465,13 @@ def sparse_mla_forward(
     kv: jax.Array,
     indices: jax.Array,
     *,
-    d_v: int = 512,
-    scale: float | None = None,
+    scale: float,
     topk_length: jax.Array | None = None,
     attn_sink: jax.Array | None = None,
     causal: bool = False,
     relative: bool = True,
-    cu_seqlens_q: jax.Array | None = None,
-    cu_seqlens_kv: jax.Array | None = None,
-    kv_scale: float = 1,
-    math: str = "exact",
+    packed: Packed | None = None,
+    fp8: Fp8 | None = None,
     lse_base: str = "e",
     empty_lse: float = -math.inf,
     out: jax.Array | None = None,
@@ -483,8 +482,12 @@ def sparse_mla_forward(
     deterministic: bool = False,
     exportable: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
+    math, kv_scale = ("exact", 1) if fp8 is None else taken(fp8, Fp8, "fp8", ("math", "kv_scale"))
     arrays = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, out, lse, max_logits)
-    options = (d_v, scale, causal, relative, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
+    options = (scale, causal, relative, math, kv_scale, lse_base, empty_lse, out_dtype, kernel)
     out, lse, max_logits = sparse_forward_gradient.differentiable(arrays, options, deterministic, exportable)
     return out, lse, max_logits
 

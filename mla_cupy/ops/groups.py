@@ -40,7 +40,8 @@ class Group:
 
 
 def _differs(value: Any, absent: Any) -> bool:
-    return value is not absent and not (isinstance(value, (bool, int, float, str)) and value == absent)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)  # True == 1, but is no scale
+    return value is not absent and not ((is_number or isinstance(value, str)) and value == absent)
 
 
 def taken(group: Any, kind: type[Group], argument: str, names: tuple[str, ...]) -> tuple[Any, ...]:

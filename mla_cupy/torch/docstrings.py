@@ -79,7 +79,7 @@ _TEXTS: dict[str, Text] = {
 >>> import mla_cupy.torch as mla
 >>> q, kv = torch.ones(2, 16, 576).bfloat16(), torch.ones(100, 576).bfloat16().requires_grad_()
 >>> indices = torch.tensor([[3, 70, -1], [5, -1, -1]], dtype=torch.int32)
->>> out, lse, max_logits = mla.sparse_mla_forward(q, kv, indices)
+>>> out, lse, max_logits = mla.sparse_mla_forward(q, kv, indices, scale=192**-0.5)
 >>> out.sum().backward()
 >>> float(kv.grad[3, 0]), float(kv.grad[5, 0]), float(kv.grad[4, 0])
 (8.0, 16.0, 0.0)""",

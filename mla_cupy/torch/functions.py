@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.groups import Fp8, Packed, taken
 from mla_cupy.torch.call import call
 from mla_cupy.torch.docstrings import documented
 from mla_cupy.torch.gradients import prefill as prefill_gradient
@@ -439,15 +440,13 @@ def sparse_mla_backward(
     lse: torch.Tensor,
     indices: torch.Tensor,
     *,
+    scale: float,
     dlse: torch.Tensor | None = None,
-    d_v: int = 512,
-    scale: float | None = None,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     causal: bool = False,
     relative: bool = True,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_kv: torch.Tensor | None = None,
+    packed: Packed | None = None,
     lse_base: str = "e",
     deterministic: bool = False,
     dkv_dtype: Any = None,
@@ -457,6 +456,9 @@ def sparse_mla_backward(
     workspace: torch.Tensor | None = None,
     kernel: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
     arrays = (
         q,
         kv,
@@ -473,7 +475,7 @@ def sparse_mla_backward(
         dkv,
         d_sink,
     )
-    options = (d_v, scale, causal, relative, lse_base, deterministic, dkv_dtype, kernel)
+    options = (scale, causal, relative, lse_base, deterministic, dkv_dtype, kernel)
     if (
         is_plain_call(arrays)
         and (dq is None) is (dkv is None)
@@ -543,16 +545,13 @@ def sparse_mla_forward(
     kv: torch.Tensor,
     indices: torch.Tensor,
     *,
-    d_v: int = 512,
-    scale: float | None = None,
+    scale: float,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     causal: bool = False,
     relative: bool = True,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_kv: torch.Tensor | None = None,
-    kv_scale: float = 1,
-    math: str = "exact",
+    packed: Packed | None = None,
+    fp8: Fp8 | None = None,
     lse_base: str = "e",
     empty_lse: float = -math.inf,
     out: torch.Tensor | None = None,
@@ -562,8 +561,12 @@ def sparse_mla_forward(
     out_dtype: Any = None,
     kernel: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
+    math, kv_scale = ("exact", 1) if fp8 is None else taken(fp8, Fp8, "fp8", ("math", "kv_scale"))
     arrays = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, out, lse, max_logits)
-    options = (d_v, scale, causal, relative, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
+    options = (scale, causal, relative, math, kv_scale, lse_base, empty_lse, out_dtype, kernel)
     if is_plain_call(arrays) and not torch.is_grad_enabled() and (out is None) is (lse is None) is (max_logits is None):
         out, lse, max_logits = run(Invocation(SPARSE_MLA_FORWARD.operation, arrays, options, workspace))
     else:

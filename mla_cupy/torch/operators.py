@@ -469,9 +469,8 @@ def _sparse_mla_backward(
     dout: Any,
     lse: Any,
     indices: Any,
+    scale: Any,
     dlse: Any = None,
-    d_v: Any = 512,
-    scale: Any = None,
     topk_length: Any = None,
     attn_sink: Any = None,
     causal: Any = False,
@@ -504,7 +503,7 @@ def _sparse_mla_backward(
         dkv,
         d_sink,
     )
-    options = (d_v, scale, causal, relative, lse_base, deterministic, dkv_dtype, kernel)
+    options = (scale, causal, relative, lse_base, deterministic, dkv_dtype, kernel)
     return Invocation(BOUND_OPERATIONS["sparse_mla_backward"], arrays, options, workspace)
 
 
@@ -512,8 +511,8 @@ SPARSE_MLA_BACKWARD = Operators(
     BOUND_OPERATIONS["sparse_mla_backward"],
     _sparse_mla_backward,
     arguments=(
-        "Tensor q, Tensor kv, Tensor out, Tensor dout, Tensor lse, Tensor indices, Tensor? dlse=None, "
-        "int d_v=512, float? scale=None, Tensor? topk_length=None, Tensor? attn_sink=None, bool causal=False, "
+        "Tensor q, Tensor kv, Tensor out, Tensor dout, Tensor lse, Tensor indices, float scale, "
+        "Tensor? dlse=None, Tensor? topk_length=None, Tensor? attn_sink=None, bool causal=False, "
         'bool relative=True, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, str lse_base="e", '
         "bool deterministic=False, ScalarType? dkv_dtype=None, str? kernel=None"
     ),
@@ -590,16 +589,15 @@ def _sparse_mla_forward(
     q: Any,
     kv: Any,
     indices: Any,
-    d_v: Any = 512,
-    scale: Any = None,
+    scale: Any,
     topk_length: Any = None,
     attn_sink: Any = None,
     causal: Any = False,
     relative: Any = True,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
-    kv_scale: Any = 1,
     math: Any = "exact",
+    kv_scale: Any = 1,
     lse_base: Any = "e",
     empty_lse: Any = None,
     out_dtype: Any = None,
@@ -612,7 +610,7 @@ def _sparse_mla_forward(
 ) -> Invocation:
     empty_lse = -inf if empty_lse is None else empty_lse
     arrays = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, out, lse, max_logits)
-    options = (d_v, scale, causal, relative, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
+    options = (scale, causal, relative, math, kv_scale, lse_base, empty_lse, out_dtype, kernel)
     return Invocation(BOUND_OPERATIONS["sparse_mla_forward"], arrays, options, workspace)
 
 
@@ -620,10 +618,10 @@ SPARSE_MLA_FORWARD = Operators(
     BOUND_OPERATIONS["sparse_mla_forward"],
     _sparse_mla_forward,
     arguments=(
-        "Tensor q, Tensor kv, Tensor indices, int d_v=512, float? scale=None, Tensor? topk_length=None, "
-        "Tensor? attn_sink=None, bool causal=False, bool relative=True, Tensor? cu_seqlens_q=None, "
-        'Tensor? cu_seqlens_kv=None, float kv_scale=1.0, str math="exact", str lse_base="e", '
-        "float? empty_lse=None, ScalarType? out_dtype=None, str? kernel=None"
+        "Tensor q, Tensor kv, Tensor indices, float scale, Tensor? topk_length=None, Tensor? attn_sink=None, "
+        "bool causal=False, bool relative=True, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, "
+        'str math="exact", float kv_scale=1.0, str lse_base="e", float? empty_lse=None, '
+        "ScalarType? out_dtype=None, str? kernel=None"
     ),
     results="Tensor(a!) out, Tensor(b!) lse, Tensor(c!) max_logits",
     returns="(Tensor, Tensor, Tensor)",

@@ -25,6 +25,7 @@ from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
 from mla_cupy.shapes import D_V, VALUE_WIDTHS
 from tests.cache.inputs import empty_cache
+from tests.support.flat import flat
 from tests.support.kernels import cc_of
 from tests.support.sim_driver import simulated
 
@@ -148,7 +149,7 @@ def sparse_forward(case: HugeCase) -> Call:
     kv = cache_of(case, np.arange(case.starts[-1]), -(-int(case.starts[-1]) // PAGE))
     kv = kv.reshape(-1, 1, kv.shape[-1])[: case.starts[-1]]
     arguments = (queries(case, (2,), case.d_qk), kv, lists(case))
-    return mla_cupy.sparse_mla_forward, reference.sparse_mla_forward, arguments, case.options
+    return flat(mla_cupy.sparse_mla_forward), reference.sparse_mla_forward, arguments, case.options
 
 
 def prefill(case: HugeCase) -> Call:

@@ -98,8 +98,7 @@ def _sparse(case: PrefillCase, dtype: str, sets: Sequence[PrefillInputs], device
         partial(
             mla_cupy.sparse_mla_forward,
             *(q, kv, inputs.indices),
-            cu_seqlens_q=inputs.starts_q,
-            cu_seqlens_kv=inputs.starts_kv,
+            packed=mla_cupy.Packed(inputs.starts_q, inputs.starts_kv),
             scale=case.scale,
             out=out,
             lse=lse,
