@@ -217,7 +217,6 @@ def sparse_decode(
         {**sizes, "topk": topk, "d_v": D_V, "d_head": D_V},
         {**arrays, "topk_length": "int32", "out": dtype, "lse": "float32"},
         free={"scale": "real", "empty_lse": "real"},
-        defaults={"scale": record.d_qk**-0.5},
         notes={"record": record.name},
     )
 

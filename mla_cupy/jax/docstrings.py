@@ -60,7 +60,7 @@ _TEXTS: dict[str, Text] = {
 >>> @functools.partial(jax.jit, donate_argnums=0)
 ... def step(cache, q, latent, rope, slots, indices):
 ...     cache = mla.cache_append(latent, rope, cache, slots)
-...     return cache, mla.sparse_mla_decode(q, cache, indices)[0]
+...     return cache, mla.sparse_mla_decode(q, cache, indices, scale=192**-0.5)[0]
 >>> latent, rope = jnp.ones((2, 512), jnp.bfloat16), jnp.zeros((2, 64), jnp.bfloat16)
 >>> q, slots = jnp.ones((1, 1, 8, 576), jnp.bfloat16), jnp.array([70, 5])
 >>> cache, out = step(jnp.zeros((4, 64, 656), jnp.uint8), q, latent, rope, slots, jnp.array([[[5, -1, 70]]]))

@@ -16,7 +16,7 @@ from mla_cupy.jax.gradients import sparse_forward as sparse_forward_gradient
 from mla_cupy.jax.losses import objective
 from mla_cupy.jax.lowering import run
 from mla_cupy.ops import BOUND_OPERATIONS
-from mla_cupy.ops.groups import Fp8, Packed, taken
+from mla_cupy.ops.groups import Fp8, OutRope, Packed, Project, taken
 
 
 @documented
@@ -416,19 +416,15 @@ def sparse_mla_decode(
     kv_cache: jax.Array,
     indices: jax.Array,
     *,
+    scale: float,
     topk_length: jax.Array | None = None,
     attn_sink: jax.Array | None = None,
     extra_kv_cache: jax.Array | None = None,
     extra_indices: jax.Array | None = None,
     extra_topk_length: jax.Array | None = None,
-    out_cos: jax.Array | None = None,
-    out_sin: jax.Array | None = None,
-    out_positions: jax.Array | None = None,
-    w_uv: jax.Array | None = None,
-    gate: jax.Array | None = None,
-    scale: float | None = None,
-    kv_scale: float = 1,
-    math: str = "exact",
+    out_rope: OutRope | None = None,
+    project: Project | None = None,
+    fp8: Fp8 | None = None,
     lse_base: str = "e",
     empty_lse: float = -math.inf,
     out: jax.Array | None = None,
@@ -437,6 +433,13 @@ def sparse_mla_decode(
     kernel: str | None = None,
     exportable: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
+    out_cos, out_sin, out_positions = (
+        (None, None, None)
+        if out_rope is None
+        else taken(out_rope, OutRope, "out_rope", ("out_cos", "out_sin", "out_positions"))
+    )
+    w_uv, gate = (None, None) if project is None else taken(project, Project, "project", ("w_uv", "gate"))
+    math, kv_scale = ("exact", 1) if fp8 is None else taken(fp8, Fp8, "fp8", ("math", "kv_scale"))
     arrays = (
         q,
         kv_cache,
@@ -454,7 +457,7 @@ def sparse_mla_decode(
         out,
         lse,
     )
-    options = (scale, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
+    options = (scale, math, kv_scale, lse_base, empty_lse, out_dtype, kernel)
     out, lse = run(BOUND_OPERATIONS["sparse_mla_decode"], arrays, options, exportable)
     return out, lse
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mla_cupy.ops.call import Invocation, run
-from mla_cupy.ops.groups import Fp8, Packed, taken
+from mla_cupy.ops.groups import Fp8, OutRope, Packed, Project, taken
 from mla_cupy.torch.call import call
 from mla_cupy.torch.docstrings import documented
 from mla_cupy.torch.gradients import prefill as prefill_gradient
@@ -493,19 +493,15 @@ def sparse_mla_decode(
     kv_cache: torch.Tensor,
     indices: torch.Tensor,
     *,
+    scale: float,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     extra_kv_cache: torch.Tensor | None = None,
     extra_indices: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
-    out_cos: torch.Tensor | None = None,
-    out_sin: torch.Tensor | None = None,
-    out_positions: torch.Tensor | None = None,
-    w_uv: torch.Tensor | None = None,
-    gate: torch.Tensor | None = None,
-    scale: float | None = None,
-    kv_scale: float = 1,
-    math: str = "exact",
+    out_rope: OutRope | None = None,
+    project: Project | None = None,
+    fp8: Fp8 | None = None,
     lse_base: str = "e",
     empty_lse: float = -math.inf,
     out: torch.Tensor | None = None,
@@ -514,6 +510,13 @@ def sparse_mla_decode(
     out_dtype: Any = None,
     kernel: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    out_cos, out_sin, out_positions = (
+        (None, None, None)
+        if out_rope is None
+        else taken(out_rope, OutRope, "out_rope", ("out_cos", "out_sin", "out_positions"))
+    )
+    w_uv, gate = (None, None) if project is None else taken(project, Project, "project", ("w_uv", "gate"))
+    math, kv_scale = ("exact", 1) if fp8 is None else taken(fp8, Fp8, "fp8", ("math", "kv_scale"))
     arrays = (
         q,
         kv_cache,
@@ -531,7 +534,7 @@ def sparse_mla_decode(
         out,
         lse,
     )
-    options = (scale, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
+    options = (scale, math, kv_scale, lse_base, empty_lse, out_dtype, kernel)
     if is_plain_call(arrays) and (out is None) is (lse is None):
         out, lse = run(Invocation(SPARSE_MLA_DECODE.operation, arrays, options, workspace))
     else:

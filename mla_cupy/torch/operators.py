@@ -525,6 +525,7 @@ def _sparse_mla_decode(
     q: Any,
     kv_cache: Any,
     indices: Any,
+    scale: Any,
     topk_length: Any = None,
     attn_sink: Any = None,
     extra_kv_cache: Any = None,
@@ -535,9 +536,8 @@ def _sparse_mla_decode(
     out_positions: Any = None,
     w_uv: Any = None,
     gate: Any = None,
-    scale: Any = None,
-    kv_scale: Any = 1,
     math: Any = "exact",
+    kv_scale: Any = 1,
     lse_base: Any = "e",
     empty_lse: Any = None,
     out_dtype: Any = None,
@@ -565,7 +565,7 @@ def _sparse_mla_decode(
         out,
         lse,
     )
-    options = (scale, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
+    options = (scale, math, kv_scale, lse_base, empty_lse, out_dtype, kernel)
     return Invocation(BOUND_OPERATIONS["sparse_mla_decode"], arrays, options, workspace)
 
 
@@ -573,11 +573,12 @@ SPARSE_MLA_DECODE = Operators(
     BOUND_OPERATIONS["sparse_mla_decode"],
     _sparse_mla_decode,
     arguments=(
-        "Tensor q, Tensor kv_cache, Tensor indices, Tensor? topk_length=None, Tensor? attn_sink=None, "
-        "Tensor? extra_kv_cache=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "
-        "Tensor? out_cos=None, Tensor? out_sin=None, Tensor? out_positions=None, Tensor? w_uv=None, "
-        'Tensor? gate=None, float? scale=None, float kv_scale=1.0, str math="exact", str lse_base="e", '
-        "float? empty_lse=None, ScalarType? out_dtype=None, str? kernel=None"
+        "Tensor q, Tensor kv_cache, Tensor indices, float scale, Tensor? topk_length=None, "
+        "Tensor? attn_sink=None, Tensor? extra_kv_cache=None, Tensor? extra_indices=None, "
+        "Tensor? extra_topk_length=None, Tensor? out_cos=None, Tensor? out_sin=None, "
+        'Tensor? out_positions=None, Tensor? w_uv=None, Tensor? gate=None, str math="exact", '
+        'float kv_scale=1.0, str lse_base="e", float? empty_lse=None, ScalarType? out_dtype=None, '
+        "str? kernel=None"
     ),
     results="Tensor(a!) out, Tensor(b!) lse",
     returns="(Tensor, Tensor)",

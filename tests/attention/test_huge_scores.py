@@ -142,7 +142,7 @@ def lists(case: HugeCase) -> Array:
 def sparse_decode(case: HugeCase) -> Call:
     cache = cache_of(case, np.arange(case.starts[-1]), -(-int(case.starts[-1]) // PAGE))
     arguments = (queries(case, (2, 1), case.d_qk), cache, lists(case))
-    return mla_cupy.sparse_mla_decode, reference.sparse_mla_decode, arguments, case.options
+    return flat(mla_cupy.sparse_mla_decode), reference.sparse_mla_decode, arguments, case.options
 
 
 def sparse_forward(case: HugeCase) -> Call:

@@ -52,7 +52,7 @@ def attend(operation: str, kernel: str, record: str, heads: int, scores: Array) 
             out, lse = mla_cupy.mla_decode(q, cache, table, lengths, **options)
             return out[0, 0, 0], lse[0, 0]
         if operation == "sparse":
-            out, lse = mla_cupy.sparse_mla_decode(q, cache, slots[None, None], **options)
+            out, lse = flat(mla_cupy.sparse_mla_decode)(q, cache, slots[None, None], **options)
             return out[0, 0, 0], lse[0, 0, 0]
         out, lse, _ = flat(mla_cupy.sparse_mla_forward)(q[0], cache, slots[None], **options)
         return out[0, 0], lse[0, 0]

@@ -343,6 +343,7 @@ def sparse_decode(record: str, extra: bool = False, **options: Any) -> BoundCall
         arrays |= {"attn_sink": np.zeros(4, np.float32), "topk_length": np.array([5, 0], np.int32)}
         tables = rng.standard_normal((2, 6, 32)).astype(np.float32)
         arrays |= {"out_cos": tables[0], "out_sin": tables[1], "out_positions": np.array([[4], [0]], np.int32)}
+    options = {"scale": SCALE, **options}
     return BoundCall(_id(f"sparse_decode-{record}", options), "sparse_mla_decode", arrays, options)
 
 

@@ -167,7 +167,7 @@ def test_a_step_that_appends_to_its_cache(torch: Any, of_torch: Any) -> None:
     @torch.compile(fullgraph=True, backend="aot_eager")
     def step(latent: Any, rope: Any, slots: Any, indices: Any) -> Any:
         of_torch.cache_append(latent * 2, rope, cache, slots)
-        out, _ = of_torch.sparse_mla_decode(q, cache, indices)
+        out, _ = of_torch.sparse_mla_decode(q, cache, indices, scale=576**-0.5)
         rows = of_torch.cache_gather(cache, slots, out_dtype="float32")
         return out + 1, rows
 

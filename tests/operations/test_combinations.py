@@ -118,7 +118,7 @@ def plain(name: str) -> Call:
     if name == "mla_prefill":
         return {"q": q[0, ..., :192], "k": q[0, ..., :192], "v": q[0, ..., :128]}
     if name == "sparse_mla_decode":
-        return {"q": q, "kv_cache": cache("v32"), "indices": indices}
+        return {"q": q, "kv_cache": cache("v32"), "indices": indices, "scale": 0.1}
     if name == "sparse_mla_forward":
         return {"q": q[0], "kv": cache("rows")[0], "indices": indices[0], "scale": 0.1}
     return {"q": q, "kv_cache": cache("rows"), "block_table": table, "seqlens": seqlens}
