@@ -28,7 +28,7 @@ _OWN = (
     Field(
         ("segment_ids_q",),
         "array, (s_q,), integers, optional",
-        "In place of `cu_seqlens_q` and `cu_seqlens_kv`: queries attend to the keys whose id is theirs. Tokens of one "
+        "In place of `packed`: queries attend to the keys whose id is theirs. Tokens of one "
         "id lie together, and both sides have theirs in one order, or else results are undefined; 0 and below is "
         "padding, whose results are 0. The device looks at the ids, the host does not.",
     ),

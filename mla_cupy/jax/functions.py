@@ -165,12 +165,14 @@ def prefill_mask(
     indices: jax.Array,
     max_keys: int,
     *,
-    cu_seqlens_q: jax.Array | None = None,
-    cu_seqlens_kv: jax.Array | None = None,
+    packed: Packed | None = None,
     relative: bool = False,
     mask: jax.Array | None = None,
     exportable: bool = False,
 ) -> jax.Array:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
     arrays = (indices, cu_seqlens_q, cu_seqlens_kv, mask)
     options = (max_keys, relative)
     (mask,) = run(BOUND_OPERATIONS["prefill_mask"], arrays, options, exportable)
@@ -203,8 +205,7 @@ def mla_prefill(
     *,
     q_rope: jax.Array | None = None,
     k_rope: jax.Array | None = None,
-    cu_seqlens_q: jax.Array | None = None,
-    cu_seqlens_kv: jax.Array | None = None,
+    packed: Packed | None = None,
     state_out: jax.Array | None = None,
     state_lse: jax.Array | None = None,
     mask: jax.Array | None = None,
@@ -223,6 +224,9 @@ def mla_prefill(
     deterministic: bool = False,
     exportable: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
     arrays = (
         q,
         k,
@@ -259,8 +263,7 @@ def mla_prefill_backward(
     q_rope: jax.Array | None = None,
     k_rope: jax.Array | None = None,
     dlse: jax.Array | None = None,
-    cu_seqlens_q: jax.Array | None = None,
-    cu_seqlens_kv: jax.Array | None = None,
+    packed: Packed | None = None,
     causal: bool = True,
     scale: float | None = None,
     deterministic: bool = False,
@@ -272,6 +275,9 @@ def mla_prefill_backward(
     kernel: str | None = None,
     exportable: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
     arrays = (q, k, v, out, dout, lse, q_rope, k_rope, dlse, cu_seqlens_q, cu_seqlens_kv, dq, dk, dv, dq_rope, dk_rope)
     options = (causal, scale, deterministic, kernel)
     dq, dk, dv, dq_rope, dk_rope = run(BOUND_OPERATIONS["mla_prefill_backward"], arrays, options, exportable)

@@ -209,12 +209,14 @@ def prefill_mask(
     indices: torch.Tensor,
     max_keys: int,
     *,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_kv: torch.Tensor | None = None,
+    packed: Packed | None = None,
     relative: bool = False,
     mask: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
     arrays = (indices, cu_seqlens_q, cu_seqlens_kv, mask)
     options = (max_keys, relative)
     if is_plain_call(arrays):
@@ -253,8 +255,7 @@ def mla_prefill(
     *,
     q_rope: torch.Tensor | None = None,
     k_rope: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_kv: torch.Tensor | None = None,
+    packed: Packed | None = None,
     state_out: torch.Tensor | None = None,
     state_lse: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
@@ -269,6 +270,9 @@ def mla_prefill(
     out_dtype: Any = None,
     kernel: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
     arrays = (
         q,
         k,
@@ -306,8 +310,7 @@ def mla_prefill_backward(
     q_rope: torch.Tensor | None = None,
     k_rope: torch.Tensor | None = None,
     dlse: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_kv: torch.Tensor | None = None,
+    packed: Packed | None = None,
     causal: bool = True,
     scale: float | None = None,
     deterministic: bool = False,
@@ -319,6 +322,9 @@ def mla_prefill_backward(
     workspace: torch.Tensor | None = None,
     kernel: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
     arrays = (q, k, v, out, dout, lse, q_rope, k_rope, dlse, cu_seqlens_q, cu_seqlens_kv, dq, dk, dv, dq_rope, dk_rope)
     options = (causal, scale, deterministic, kernel)
     if (

@@ -59,7 +59,7 @@ def test_dense_backward(kernel: str, deterministic: bool) -> None:
     exact = reference.mla_prefill_backward(q, k, v, out, dout, lse, **options)
     with simulated(1, cc_of(kernel), mode="random"):
         arguments = (q, k, v, out.astype(np.float32), dout, lse.astype(np.float32))
-        got = mla_cupy.mla_prefill_backward(*arguments, **options, deterministic=deterministic, kernel=kernel)
+        got = flat(mla_cupy.mla_prefill_backward)(*arguments, **options, deterministic=deterministic, kernel=kernel)
     check(got, exact)
 
 

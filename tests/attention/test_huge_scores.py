@@ -160,7 +160,7 @@ def prefill(case: HugeCase) -> Call:
     v = np.random.default_rng(5).integers(-4, 5, (*shape, 128)).astype(np.float32)
     of_sequences = {"cu_seqlens_q": np.array([0, 3, 6], np.int32), "cu_seqlens_kv": case.starts}
     arguments = (queries(case, (6,), 192), k.astype(dtype), v.astype(dtype))
-    return mla_cupy.mla_prefill, reference.mla_prefill, arguments, case.options | of_sequences
+    return flat(mla_cupy.mla_prefill), reference.mla_prefill, arguments, case.options | of_sequences
 
 
 OPERATIONS: dict[str, tuple[Any, Callable[[HugeCase], Call]]] = {

@@ -197,7 +197,7 @@ def test_gradients(jax: Any, of_jax: Any, sharding: Any, kind: str) -> None:
     starts = {name: x for name, x in call.arrays.items() if name not in leaves}
 
     def loss(leaves: dict[str, Any]) -> Any:
-        out, lse = of_jax.mla_prefill(**leaves, **starts, **call.options)
+        out, lse = flat(of_jax.mla_prefill)(**leaves, **starts, **call.options)
         return jnp.square(out.astype(jnp.float32)).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
 
     gradient = jax.value_and_grad(loss)

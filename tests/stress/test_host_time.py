@@ -142,7 +142,7 @@ def _dense_calls(move: Callable[[Any], Any]) -> Iterator[Timed]:
         move(x) for x in (inputs.forward.q, inputs.dout, *(inputs.options[name] for name in _DENSE_OPTIONS))
     )
     kv = move(np.ones((60, 4, 256), inputs.dout.dtype))
-    options = {"k_rope": k_rope, "cu_seqlens_q": starts[0], "cu_seqlens_kv": starts[1]}
+    options = {"k_rope": k_rope, "packed": mla_cupy.Packed(*starts)}
     arrays = q, kv[..., :128], kv[..., 128:]
     out, lse = mla_cupy.mla_prefill(*arrays, **options)
     yield Timed(
