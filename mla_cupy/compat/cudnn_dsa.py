@@ -88,7 +88,7 @@ def sparse_attention_backward_wrapper(
 
 def _width(q: torch.Tensor) -> int:
     """The width of the queries, 1 where they have none: what is wrong with them `sparse_mla_backward` says."""
-    return max(1, math.prod(check_kind("Tensor", "q", q).shape[-1:]))
+    return int(math.prod(check_kind("Tensor", "q", q).shape[-1:])) or 1
 
 
 def _handle(stream: Any) -> Any:

@@ -91,7 +91,7 @@ def flash_attn_varlen_func(
     check_flag("is_varlen", is_varlen)
     exactly = check_flag("deterministic", deterministic)
     packed = Packed(cu_seqlens_qo, cu_seqlens_kv)
-    options = {"packed": packed, "scale": softmax_scale, "causal": causal}
+    options: dict[str, Any] = {"packed": packed, "scale": softmax_scale, "causal": causal}
     torch = sys.modules.get("torch")
     try:
         if torch is None or not isinstance(q, torch.Tensor):

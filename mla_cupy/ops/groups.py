@@ -61,6 +61,9 @@ def taken(group: Any, kind: type[Group], argument: str, names: tuple[str, ...]) 
     flat = group.flat()
     for name, value in flat.items():
         if name not in names and _differs(value, kind.absent[name]):
+            number = name.removesuffix("s")
+            if number in names:  # of numbers and arrays the operation has numbers
+                raise ArgumentError(explain(f"{argument}.{number}", "an array", "a number"))
             raise ArgumentError(explain(f"{argument}.{name}", "a value", "none: the operation has no such member"))
     return tuple(flat[name] for name in names)
 
