@@ -14,13 +14,14 @@ constexpr u32 kHeadSwTileBytes = kHeads * kSw128RowBytes;
 
 // P^T from registers to [head][key] in shared memory, for a product to read after a barrier.
 template <class Element, i32 kHeads>
-MLA_DEVICE void store_p(Element, HeadState<kHeads>& heads, const float (&scores)[kHeads / 2], SmemAddr p, i32 thread) {
+MLA_DEVICE void store_p(Element, HeadState<kHeads>& heads, const float (&scores)[kHeads / 2], SmemAddr p,
+                        float scale_log2, i32 thread) {
     // Matrix lane / 8: heads 8 * (lane / 16) on from the first, keys 8 * (lane / 8 % 2) on from the warp's first.
     const i32 lane = thread % kWarpThreads, head = lane / 16 * 8 + lane % 8;
     const i32 chunk = thread / kWarpThreads * 2 + lane / 8 % 2;
     constexpr i32 kWords = kHeads / 4;  // two for each eight heads: keys 0..7 and 8..15 of the warp's
     u32 words[kWords];
-    heads.exponentiate(Element{}, words, scores);
+    heads.exponentiate(Element{}, words, scores, scale_log2);
 #pragma unroll
     for (i32 i = 0; i + 4 <= kWords; i += 4) {
         stmatrix_x4_trans(p + sw128_offset(4 * i + head, chunk), {words[i], words[i + 1], words[i + 2], words[i + 3]});

@@ -1,5 +1,6 @@
 // Online softmax of a tile of scores with swapped operands: S^T in WGMMA fragments, 64 rows of keys x heads, in base 2:
-// P^T = exp2(S^T - max), with S^T scaled (to_base_2). Heads are the columns, so statistics go down the fragments.
+// P^T = exp2(S^T * scale_log2 - max). Heads are the columns, so statistics go down the fragments. A thread has two
+// scores of a head: to round each product (see kHugeMax) takes no more than to look whether the maximum is huge.
 #pragma once
 #include "attention/online_softmax.cuh"
 #include "attention/shapes.cuh"
@@ -119,7 +120,7 @@ MLA_DEVICE void store_lane_maxima(To& to, const float (&values)[kCount], i32 k, 
     }
 }
 
-// The maxima of a warp's 16 rows, one float per head.
+// The maxima of a warp's 16 rows, unscaled, one float per head.
 template <i32 kHeads>
 MLA_DEVICE void store_warp_maxima(float (&to)[kHeads], const float (&scores)[kHeads / 2], i32 thread) {
 #pragma unroll
@@ -192,11 +193,11 @@ struct HeadState {
 
     // Takes the maxima of a tile as stored by the warps; returns the factors by which to rescale the accumulators.
     template <class Maxima>
-    MLA_DEVICE HeadValues<kHeads> move_max(const Maxima& warps, i32 thread) {
+    MLA_DEVICE HeadValues<kHeads> move_max(const Maxima& warps, float scale_log2, i32 thread) {
         HeadValues<kHeads> scale;
 #pragma unroll
         for (i32 k = 0; k < kHeadsOfThread<kHeads>; ++k) {
-            const float tile = max_of_warps(warps, kth_head(k, thread));
+            const float tile = max_of_warps(warps, kth_head(k, thread)) * scale_log2;
             row_max.value[k] = fmaxf(row_max.value[k], tile);
             const float to = is_far_above(tile, max.value[k]) ? tile : max.value[k];
             scale.value[k] = ex2_approx(max.value[k] - to);
@@ -208,11 +209,12 @@ struct HeadState {
 
     // P in 16 bits, two heads a word; adds the unrounded values to the sums.
     template <class Element, i32 kCount>
-    MLA_DEVICE void exponentiate(Element, u32 (&p_fragment)[kCount / 2], const float (&scores)[kCount]) {
+    MLA_DEVICE void exponentiate(Element, u32 (&p_fragment)[kCount / 2], const float (&scores)[kCount],
+                                 float scale_log2) {
 #pragma unroll
         for (i32 i = 0; i < kCount; i += 2) {
-            const float p0 = ex2_approx(scores[i] - max.of(i));
-            const float p1 = ex2_approx(scores[i + 1] - max.of(i + 1));
+            const float p0 = ex2_approx(__fmul_rn(scores[i], scale_log2) - max.of(i));
+            const float p1 = ex2_approx(__fmul_rn(scores[i + 1], scale_log2) - max.of(i + 1));
             sum.value[head_number(i)] += p0;
             sum.value[head_number(i + 1)] += p1;
             p_fragment[i / 2] = cvt_x2(Element{}, p0, p1);

@@ -436,21 +436,21 @@ MLA_DEVICE void process_tile(const Block<C>& block, Math<C>& math, const WorkIte
                              i32 thread) {
     constexpr i32 kRows = C::kBlockRows;
     Storage<C>& s = block.s;
+    const float scale_log2 = block.p.scale_log2;
     const i32 stage = math.at.keys.stage;
     SharedMaxima<kRows>& maxima = s.warp_values[math.parity].maxima;
     load_scores(s, math, lanes, thread);
     if constexpr (C::kCodes) scale_scores(s, math, item, tile, thread);
-    to_base_2(math.scores, block.p.scale_log2);
     mask_tile<C>(block, math.scores, s.present[stage], item, tile, thread);
     const auto to = maxima.of_warp(thread / kWarpThreads);
     store_warp_maxima_by_halves<kRows>(to, math.scores, thread);
     bar_sync(Softmax, kWarpgroupThreads);
     HeadValues<kRows> scale;
     if constexpr (C::kCodes) {
-        scale = move_code_maxima(math, maxima, thread);
+        scale = move_code_maxima(math, maxima, scale_log2, thread);
         sanitize_codes(s.kv[stage], item, tile, thread);
     } else {
-        scale = math.heads.move_max(maxima, thread);
+        scale = math.heads.move_max(maxima, scale_log2, thread);
         sanitize_v<C>(block, s.kv[stage], item, tile, thread);
     }
     if (tile > item.tile_begin) {
@@ -458,9 +458,9 @@ MLA_DEVICE void process_tile(const Block<C>& block, Math<C>& math, const WorkIte
         if (scale.any_but_one()) rescale_out<C>(scale, lanes);
     }
     if constexpr (C::kCodes) {
-        store_code_weights(math, s.p, thread);
+        store_code_weights(math, s.p, scale_log2, thread);
     } else {
-        store_p(typename C::Element{}, math.heads, math.scores, smem_addr(s.p), thread);
+        store_p(typename C::Element{}, math.heads, math.scores, smem_addr(s.p), scale_log2, thread);
     }
     tcgen05_fence_before_thread_sync();
     mbarrier_arrive(s.p_full);

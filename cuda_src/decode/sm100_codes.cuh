@@ -119,12 +119,12 @@ MLA_DEVICE void scale_scores(Storage& s, Math& math, const WorkItem& item, i32 t
 
 // As HeadState::move_max, with weights that e4m3 holds.
 template <class Math, class Maxima>
-MLA_DEVICE auto move_code_maxima(Math& math, const Maxima& warps, i32 thread) {
+MLA_DEVICE auto move_code_maxima(Math& math, const Maxima& warps, float scale_log2, i32 thread) {
     HeadValues<Math::kRows> scale;
     auto& heads = math.heads;
 #pragma unroll
     for (i32 k = 0; k < kHeadsOfThread<Math::kRows>; ++k) {
-        const float tile = max_of_warps(warps, kth_head(k, thread));
+        const float tile = max_of_warps(warps, kth_head(k, thread)) * scale_log2;
         const float to = is_far_above(tile, heads.max.value[k], kCodeLazyMaxLog2) ? tile : heads.max.value[k];
         scale.value[k] = ex2_approx(heads.max.value[k] - to);
         heads.sum.value[k] *= scale.value[k], math.codes.rounded_sum.value[k] *= scale.value[k];
@@ -143,7 +143,7 @@ MLA_DEVICE u32 transpose_bytes(u32 word, i32 lane) {
 // P^T from registers to [row][token] in shared memory, 64 bytes of each row of an SW128 tile. A thread's two tokens of
 // two rows become four tokens of one row, a word.
 template <class Math>
-MLA_DEVICE void store_code_weights(Math& math, u8* p, i32 thread) {
+MLA_DEVICE void store_code_weights(Math& math, u8* p, float scale_log2, i32 thread) {
     const i32 lane = thread % kWarpThreads, of_four = lane / 4 % 4;
     const i32 first_row = fragment_column(lane) + of_four % 2, byte = of_four / 2 * 8 + lane / 16 * 4;
     auto &sum = math.heads.sum, &rounded_sum = math.codes.rounded_sum;
@@ -152,7 +152,7 @@ MLA_DEVICE void store_code_weights(Math& math, u8* p, i32 thread) {
         float x[4];
 #pragma unroll
         for (i32 j = 0; j < 4; ++j) {
-            x[j] = ex2_approx(math.scores[i + j] + (kCodeWeightLog2 - math.heads.max.of(i + j)));
+            x[j] = ex2_approx(__fmul_rn(math.scores[i + j], scale_log2) + (kCodeWeightLog2 - math.heads.max.of(i + j)));
             sum.value[head_number(i + j)] += x[j];
         }
         const u32 codes[2] = {cvt_e4m3_x2(x[0], x[1]), cvt_e4m3_x2(x[2], x[3])};

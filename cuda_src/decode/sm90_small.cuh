@@ -167,13 +167,13 @@ template <class C>
 MLA_DEVICE void process_tile(Block<C>& block, Math<C>& math, const WorkItem& item, i32 tile, i32 thread) {
     using Element = typename C::Element;
     Storage<C>& s = block.s;
+    const float scale_log2 = block.p.scale_log2;
     score(s, math);
-    to_base_2(math.scores, block.p.scale_log2);
     if (tile + 1 == item.tile_end) release(s.q_empty[math.q_stage], thread);
     mask_tile<C>(block, math.scores, s.present[math.stage], item, tile, thread);
-    update_maxima(math, s.warp_values, MathOnly, thread);
+    update_maxima(math, s.warp_values, scale_log2, MathOnly, thread);
     sanitize_v<C>(block, s.kv[math.stage], item, tile, thread);
-    store_p(Element{}, math.heads, math.scores, smem_addr(s.p), thread);
+    store_p(Element{}, math.heads, math.scores, smem_addr(s.p), scale_log2, thread);
     bar_sync(MathOnly, kWarpgroupThreads);
     add_values(Element{}, math.out, uniform(mn_major_desc(smem_addr(s.kv[math.stage]))),
                uniform(k_major_desc(smem_addr(s.p))));

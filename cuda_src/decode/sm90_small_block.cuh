@@ -19,10 +19,10 @@ MLA_DEVICE void run_math_role(Block<C>& block, i32 thread) {
         process_item(block, math, item, thread);
         if constexpr (C::Work::kForms)
             turn_back<C::kBlockRows>(p, item, block.row0, math.out[C::kSwTilesV - 1], thread);
-        const BlockHeadsOf<typename C::Work> rows{block.row0, block.rows_of(item)};
-        i32 at_end = thread;
+        i32 at_end = thread, row0 = block.row0;
         if constexpr (C::kBlockRows > 32)
-            opaque(at_end);  // what follows from it would not fit beside the loops' values
+            opaque(at_end), opaque(row0);  // what follows from them would not fit beside the loops' values
+        const BlockHeadsOf<typename C::Work> rows{row0, block.rows_of(item)};
         store_result</*kWithRowMax=*/false>(Element{}, p, item, rows, math, s.warp_values, s.stats, 0, true, MathOnly,
                                             at_end);
         if (s.nonfinite_request == item.request) {

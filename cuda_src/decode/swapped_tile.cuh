@@ -21,6 +21,7 @@ MLA_DEVICE void mask_tile(const Block& block, float (&scores)[C::kBlockRows / 2]
     }
     i32 row0 = block.row0;
     opaque(row0);  // otherwise the divisions below are hoisted, and their results occupy registers in the loop
+    if constexpr (C::kBlockRows > 32) opaque(thread);  // the masks of its keys would not fit either
     if constexpr (C::kTree) {
 #pragma unroll
         for (i32 k = 0; k < kHeadsOfThread<C::kBlockRows>; ++k) {

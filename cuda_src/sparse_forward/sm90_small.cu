@@ -210,10 +210,9 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread) {
             score<kRight>(s, math, stage);
             if (tile + 1 == item.tile_end) release(s.q_empty, thread);
             add_other_share<kRight>(s, math, thread);
-            to_base_2(math.scores, p.scale_log2);
             mask_rows(math.scores, item.tokens - tile * kTileTokens, thread);
-            update_maxima(math, s.warp_values[kRight], own_barrier(kRight), thread);
-            store_p(Element{}, math.heads, math.scores, smem_addr(s.p[kRight]), thread);
+            update_maxima(math, s.warp_values[kRight], p.scale_log2, own_barrier(kRight), thread);
+            store_p(Element{}, math.heads, math.scores, smem_addr(s.p[kRight]), p.scale_log2, thread);
             bar_sync(own_barrier(kRight), kWarpgroupThreads);
             add_own_values<kRight>(s, math, stage);
             release(kRight ? s.kv_empty[stage].right : s.kv_empty[stage].left, thread);

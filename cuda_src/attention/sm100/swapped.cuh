@@ -235,13 +235,12 @@ struct SwappedSoftmax {
         tcgen05_wait_ld();
         pin_loaded(scores);
         mask(scores, stage);
-        to_base_2(scores, p.scale_log2);
         auto& maxima = s.warp_values[stage];
         store_warp_maxima_by_halves<kHeads>(maxima[thread / kWarpThreads], scores, thread);
         bar_sync(SoftmaxOnly, kWarpgroupThreads);
-        const HeadValues<kHeads> scale = heads.move_max(maxima, thread);
+        const HeadValues<kHeads> scale = heads.move_max(maxima, p.scale_log2, thread);
         if (scale.any_but_one() && !first) rescale_out(scale);
-        store_p(typename C::Latent{}, heads, scores, smem_addr(s.p(stage)), thread);
+        store_p(typename C::Latent{}, heads, scores, smem_addr(s.p(stage)), p.scale_log2, thread);
         tcgen05_fence_before_thread_sync();
         mbarrier_arrive(s.p_full[stage]);
         ring.advance();

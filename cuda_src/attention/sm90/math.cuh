@@ -300,17 +300,15 @@ MLA_DEVICE void turn_back(const Block<C>& block, const GroupItem& item, Math& ma
 #pragma unroll
         for (i32 i = kFirst + 2 * r; i < kOutPerThread; i += 4) {
             const i32 column = kFirstTurnedColumn + (i - kFirst) / 4 * 8 + fragment_column(thread);
-            const float x = math.out[i], y = math.out[i + 1];
-            math.out[i] = turned_element(angles, column, x, y);
-            math.out[i + 1] = turned_element(angles, column + 1, y, x);
+            turn_pair(angles, column, math.out[i], math.out[i + 1]);
         }
     }
 }
 
 // Writes this warpgroup's 256 columns of the rows, in pieces of 32 bytes (fp32) or 64 bytes (16 bits) per quad.
 template <bool kRight, class C>
-MLA_DEVICE void store_out(const Block<C>& block, const WorkItem& item, const Math& math, float my_factor, i32 my_row,
-                          i32 thread) {
+MLA_DEVICE void store_out(const Block<C>& block, const WorkItem& item, const Math& math, float my_factor, i32 row0,
+                          i32 my_row, i32 thread) {
     const DecodeParams& p = block.p;
     const bool whole = item.partial_index == kNotSplit;
     const i32 lane = thread % kWarpThreads;
@@ -321,7 +319,7 @@ MLA_DEVICE void store_out(const Block<C>& block, const WorkItem& item, const Mat
     for (i32 r = 0; r < kFragmentRows; ++r) {
         const i64 offset = __shfl_sync(kFullWarp, my_offset, lane_of_row(r, lane)) + kFirstColumn;
         const float factor = __shfl_sync(kFullWarp, my_factor, lane_of_row(r, lane));
-        const bool stored = block.row0 + fragment_row(thread) + 8 * r < block.rows_of(item);
+        const bool stored = row0 + fragment_row(thread) + 8 * r < block.rows_of(item);
         if (!whole || p.out_is_fp32) {
             float* const to = (whole ? static_cast<float*>(p.out) : p.partial_out) + offset + fragment_column(thread);
             if (!stored) continue;
@@ -353,7 +351,7 @@ MLA_DEVICE void store_result(const Block<C>& block, const WorkItem& item, const 
     }
     float factor = output_factor(p, item, my_row, my_max, my_sum);
     if constexpr (C::kValueScale) factor *= p.value_scale;
-    store_out<kRight>(block, item, math, factor, my_row, thread);
+    store_out<kRight>(block, item, math, factor, row0, my_row, thread);
 }
 
 // One math warpgroup; `tiles` processes the tiles of a work item, in the order of the schedule.

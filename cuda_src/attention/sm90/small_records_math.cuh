@@ -13,9 +13,9 @@ struct SmallMath : SwappedMath<C::kBlockRows, kSwTilesV> {
     Ring<kStagesKV> ring;
 };
 
-// S^T of the tile in the current stage, in base 2, each group as soon as it is there. Returns which tokens are there.
+// S^T of the tile in the current stage, each group as soon as it is there. Returns which tokens are there.
 template <class C>
-MLA_DEVICE u64 score(SmallStorage<C>& s, SmallMath<C>& math, float scale_log2, i32 thread) {
+MLA_DEVICE u64 score(SmallStorage<C>& s, SmallMath<C>& math, i32 thread) {
     const SmemDesc k = uniform(k_major_desc(smem_addr(s.kv[math.stage])));
     const SmemDesc q = uniform(k_major_desc(smem_addr(s.q[math.q_stage])));
     const u32 parity = math.ring.full_parity(math.stage);
@@ -40,27 +40,23 @@ MLA_DEVICE u64 score(SmallStorage<C>& s, SmallMath<C>& math, float scale_log2, i
     HeadValues<C::kBlockRows> factors;
 #pragma unroll
     for (i32 k = 0; k < kHeadsOfThread<C::kBlockRows>; ++k) {
-        if (kScaled) factors.value[k] = s.q_factors[math.q_stage][kth_head(k, thread)] * scale_log2;
+        if (kScaled) factors.value[k] = s.q_factors[math.q_stage][kth_head(k, thread)];
     }
     const u64 present = s.present[math.stage];
     wgmma_wait_group<0>();
     pin(math.scores);
-    if constexpr (kScaled) {
-        factors.multiply(math.scores);
-    } else {
-        to_base_2(math.scores, scale_log2);
-    }
+    if constexpr (kScaled) factors.multiply(math.scores);
     return present;
 }
 
 // What HeadState::move_max does, of raised weights.
 template <i32 kRaisedLog2, i32 kHeads>
 MLA_DEVICE HeadValues<kHeads> move_raised_max(HeadState<kHeads>& heads, const float (&warps)[kWarpgroupWarps][kHeads],
-                                              i32 thread) {
+                                              float scale_log2, i32 thread) {
     HeadValues<kHeads> scale;
 #pragma unroll
     for (i32 k = 0; k < kHeadsOfThread<kHeads>; ++k) {
-        const float top = max_of_warps(warps, kth_head(k, thread));
+        const float top = max_of_warps(warps, kth_head(k, thread)) * scale_log2;
         heads.row_max.value[k] = fmaxf(heads.row_max.value[k], top);
         const float tile = __fadd_rn(top, -(float)kRaisedLog2), max = heads.max.value[k];
         const float to = is_far_above(tile, max) ? tile : max;
@@ -73,12 +69,12 @@ MLA_DEVICE HeadValues<kHeads> move_raised_max(HeadState<kHeads>& heads, const fl
 
 // The same steps as update_maxima's.
 template <class C>
-MLA_DEVICE void update_raised_maxima(SmallMath<C>& math, float (&warps)[kWarpgroupWarps][C::kBlockRows], i32 barrier,
-                                     i32 thread) {
+MLA_DEVICE void update_raised_maxima(SmallMath<C>& math, float (&warps)[kWarpgroupWarps][C::kBlockRows],
+                                     float scale_log2, i32 barrier, i32 thread) {
     store_warp_maxima_by_halves<C::kBlockRows>(warps[thread / kWarpThreads], math.scores, thread);
     bar_sync(barrier, kWarpgroupThreads);
     const HeadValues<C::kBlockRows> scale =
-        move_raised_max<kRaisedWeights<typename C::Latent>>(math.heads, warps, thread);
+        move_raised_max<kRaisedWeights<typename C::Latent>>(math.heads, warps, scale_log2, thread);
     if (!scale.any_but_one()) return;
 #pragma unroll
     for (auto& columns : math.out) scale.multiply(columns);
@@ -174,17 +170,18 @@ MLA_DEVICE void sanitize_v(const SmallBlock<C>& block, const SmallMath<C>& math,
 template <class C>
 MLA_DEVICE void process_tile(SmallBlock<C>& block, SmallMath<C>& math, const WorkItem& item, i32 tile, i32 thread) {
     SmallStorage<C>& s = block.s;
-    const u64 present = score(s, math, block.p.scale_log2, thread);
+    const float scale_log2 = block.p.scale_log2;
+    const u64 present = score(s, math, thread);
     const bool last = tile + C::kMathGroups >= item.tile_end;
     if (last) release(s.q_empty[math.q_stage], thread);
     mask_tile(block, math, present, item, tile, thread);
     if constexpr (kRaisedWeights<typename C::Latent> != 0) {
-        update_raised_maxima<C>(math, s.warp_values[math.group], MathOnly + math.group, thread);
+        update_raised_maxima<C>(math, s.warp_values[math.group], scale_log2, MathOnly + math.group, thread);
     } else {
-        update_maxima</*kByHalves=*/true>(math, s.warp_values[math.group], MathOnly + math.group, thread);
+        update_maxima</*kByHalves=*/true>(math, s.warp_values[math.group], scale_log2, MathOnly + math.group, thread);
     }
     sanitize_v(block, math, item, tile, thread);
-    store_p(typename C::Latent{}, math.heads, math.scores, smem_addr(s.p[math.group]), thread);
+    store_p(typename C::Latent{}, math.heads, math.scores, smem_addr(s.p[math.group]), scale_log2, thread);
     bar_sync(MathOnly + math.group, kWarpgroupThreads);
     add_values(s, math, math.group > 0 && last, thread);
     math.ring.advance(math.stage);

@@ -34,15 +34,15 @@ struct SwappedMath {
 // `barrier` the warpgroup's own. PERF(H200, 2026-11-23, by halves: from FP8 records -1 %, with 32 query rows of dense
 // decode -4 %; sparse forward from 16-bit rows +3 %, dense decode at batch 1 +1 %)
 template <bool kByHalves = false, i32 kHeads, i32 kSwTiles>
-MLA_DEVICE void update_maxima(SwappedMath<kHeads, kSwTiles>& math, float (&warps)[kWarpgroupWarps][kHeads], i32 barrier,
-                              i32 thread) {
+MLA_DEVICE void update_maxima(SwappedMath<kHeads, kSwTiles>& math, float (&warps)[kWarpgroupWarps][kHeads],
+                              float scale_log2, i32 barrier, i32 thread) {
     if constexpr (kByHalves) {
         store_warp_maxima_by_halves<kHeads>(warps[thread / kWarpThreads], math.scores, thread);
     } else {
         store_warp_maxima<kHeads>(warps[thread / kWarpThreads], math.scores, thread);
     }
     bar_sync(barrier, kWarpgroupThreads);
-    const HeadValues<kHeads> scale = math.heads.move_max(warps, thread);
+    const HeadValues<kHeads> scale = math.heads.move_max(warps, scale_log2, thread);
     if (!scale.any_but_one()) return;
 #pragma unroll
     for (auto& columns : math.out) scale.multiply(columns);
