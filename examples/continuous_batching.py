@@ -124,7 +124,7 @@ class Loop:
         keys = self.cache.layer(0, "indexer")
         queries = codes[:, None], keys, folded[:, None]
         slots, _ = mla_cupy.indexer_select_paged(*queries, step.seqlens, step.block_table, topk=self.topk)
-        mla_cupy.sparse_mla_decode(q, self.cache.layer(0, "kv"), slots)
+        mla_cupy.sparse_mla_decode(q, self.cache.layer(0, "kv"), slots, scale=192**-0.5)
 
     def _write(self, sequences: list[int], count: int) -> Any:
         step = self.cache.extend(sequences, count)

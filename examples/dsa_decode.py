@@ -21,6 +21,7 @@ from mla_cupy import PagedKVCache, reference
 
 PAGE_SIZE, INDEX_HEADS, INDEX_DIM = 64, 4, 128
 D_LATENT, D_ROPE = 512, 64
+SCALE = 192**-0.5
 
 
 class Step:
@@ -89,6 +90,7 @@ class Step:
             self.q,
             latent_pages,
             self.indices,
+            scale=SCALE,
             topk_length=self.counts[:, 0],
             out=self.out,
             lse=self.lse,
@@ -105,7 +107,7 @@ class Step:
 
     def _attend_bytes(self) -> int:
         pages = self.cache.layer(0, "kv")
-        given = {"topk_length": self.counts[:, 0]}
+        given = {"scale": SCALE, "topk_length": self.counts[:, 0]}
         return max(1, mla_cupy.workspace_bytes(mla_cupy.sparse_mla_decode, self.q, pages, self.indices, **given))
 
     def check(self) -> tuple[bool, float]:
@@ -116,7 +118,8 @@ class Step:
         wanted, _, _ = reference.indexer_topk(
             rows, ke=to(self.seqlens), block_table=to(self.table), k=self.topk, page_size=PAGE_SIZE
         )
-        exact, _ = reference.sparse_mla_decode(to(self.q), to(self.cache.layer(0, "kv")), to(self.indices))
+        arrays = map(to, (self.q, self.cache.layer(0, "kv"), self.indices))
+        exact, _ = reference.sparse_mla_decode(*arrays, scale=SCALE)
         same = bool((wanted == to(self.indices)[:, 0]).all())
         return same, float(np.abs(to(self.out).astype(np.float64) - exact).max())
 

@@ -24,7 +24,7 @@ TOLERANCE = {"bfloat16": 2e-2, "float16": 3e-3}
 
 def sparse_attention(q: jax.Array, kv: jax.Array, indices: jax.Array, attn_sink: jax.Array) -> jax.Array:
     """out[i, h] = sum_j softmax_j(q[i, h] . kv[j] / 24) * kv[j, :512], j over the rows that indices[i] selects."""
-    out, _lse, _max_logits = mla.sparse_mla_forward(q, kv, indices, attn_sink=attn_sink)
+    out, _lse, _max_logits = mla.sparse_mla_forward(q, kv, indices, scale=D_QK**-0.5, attn_sink=attn_sink)
     return out
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 import torch
 
 import mla_cupy
 import mla_cupy.torch as mla
+from mla_cupy import Packed
 from mla_cupy.cache_formats import FORMATS
 
 PAGE_SIZE, LATENT, NOPE, ROPE, D_V = 64, 512, 128, 64, 128
@@ -79,10 +81,10 @@ class ChunkedPrefill:
         kv = self.kv.view(len(self.kv), -1, NOPE + D_V)
         return self.q, kv[..., :NOPE], kv[..., NOPE:]
 
-    def _options(self) -> dict[str, torch.Tensor | float | bool]:
-        starts = {"cu_seqlens_q": self.starts_q, "cu_seqlens_kv": self.starts_kv}
+    def _options(self) -> dict[str, Any]:
+        packed = Packed(self.starts_q, self.starts_kv)
         state = {"state_out": self.out, "state_lse": self.lse, "out": self.out, "lse": self.lse}
-        return {**starts, **state, "k_rope": self.rows[:, LATENT:], "causal": False}
+        return {"packed": packed, **state, "k_rope": self.rows[:, LATENT:], "causal": False}
 
     def begin(self) -> None:
         """Back to the first chunk, with an empty state."""
@@ -104,9 +106,9 @@ class ChunkedPrefill:
     def attend_to_current(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend from the new tokens to one another, which completes the result."""
         k, v, k_rope = self._expand(self.current)
-        starts = {"cu_seqlens_q": self.starts_q, "cu_seqlens_kv": self.starts_q}
+        packed = Packed(self.starts_q, self.starts_q)
         return mla.mla_prefill(
-            self.q, k, v, k_rope=k_rope, **starts, state_out=self.out, state_lse=self.lse, out_dtype=torch.float32
+            self.q, k, v, k_rope=k_rope, packed=packed, state_out=self.out, state_lse=self.lse, out_dtype=torch.float32
         )
 
     def _expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -122,8 +124,8 @@ class ChunkedPrefill:
         for end, tokens in zip(starts[1:].tolist(), self.current.chunk(len(self.new)), strict=True):
             rows[end - len(tokens) : end] = tokens
         k, v, k_rope = self._expand(rows)
-        sequences = {"cu_seqlens_q": self.starts_q, "cu_seqlens_kv": starts}
-        return mla.mla_prefill(self.q, k, v, k_rope=k_rope, **sequences, out_dtype=torch.float32)
+        packed = Packed(self.starts_q, starts)
+        return mla.mla_prefill(self.q, k, v, k_rope=k_rope, packed=packed, out_dtype=torch.float32)
 
 
 def run_in_graph(prefill: ChunkedPrefill, chunks: int) -> None:

@@ -32,7 +32,9 @@ class SparseLayer(nn.Module):
     def forward(self, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """`x` is (tokens, width), bfloat16."""
         q = self.to_q(x).view(-1, self.heads, D_QK)
-        out, _lse, _max_logits = mla.sparse_mla_forward(q, self.to_latent(x), indices, attn_sink=self.sink, causal=True)
+        out, _lse, _max_logits = mla.sparse_mla_forward(
+            q, self.to_latent(x), indices, scale=D_QK**-0.5, attn_sink=self.sink, causal=True
+        )
         return x + self.to_out(out.flatten(1))
 
 

@@ -137,7 +137,7 @@ class Arrays:
         q, k = self.attend(x)
         if sparse:
             indices = self.select(*scored, self.positions + 1)
-            _, lse, _ = self.ops.sparse_mla_forward(q, k, indices)
+            _, lse, _ = self.ops.sparse_mla_forward(q, k, indices, scale=D_QK**-0.5)
             return (q, k, *scored, indices), {"lse": lse}
         # All queries of a sequence can be called its newest tokens.
         pages = k.reshape(-1, PAGE_SIZE, D_QK)

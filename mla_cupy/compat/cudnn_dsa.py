@@ -8,6 +8,7 @@ select nothing, unused slots may be -1 anywhere, and nothing waits for the GPU.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def sparse_attention_backward_wrapper(
     """
     dout = check_kind("Tensor", "dout", dout).contiguous()
     options: dict[str, Any] = {
-        "scale": softmax_scale,
+        "scale": _width(q) ** -0.5 if softmax_scale is None else softmax_scale,
         "topk_length": topk_length,
         "attn_sink": attn_sink,
         "dq": dq,
@@ -83,6 +84,11 @@ def sparse_attention_backward_wrapper(
     except MlaError as error:
         raise renamed(error, _NAMES) from error
     return {"dq": dq, "dkv": dkv, "d_sink": d_sink}
+
+
+def _width(q: torch.Tensor) -> int:
+    """The width of the queries, 1 where they have none: what is wrong with them `sparse_mla_backward` says."""
+    return int(math.prod(check_kind("Tensor", "q", q).shape[-1:])) or 1
 
 
 def _handle(stream: Any) -> Any:

@@ -28,7 +28,7 @@ from mla_cupy.compat.flash_mla_varlen import (
 )
 from mla_cupy.errors import ArgumentError, DTypeError, MlaError, PlanError, ShapeError, explain, kind_of, renamed
 from mla_cupy.ops import mla_decode, sparse_mla_decode, sparse_mla_forward
-from mla_cupy.ops.checks import check_count, check_flag, is_integer
+from mla_cupy.ops.checks import check_count, check_d_v, check_flag, is_integer
 from mla_cupy.shapes import D_V
 
 __all__ = [
@@ -229,16 +229,17 @@ def flash_mla_sparse_fwd(
         first = check_count("indexer_topk", indexer_topk, 0, axes[-1] if axes else 0)
         if check_flag("strict", strict):
             _check_strict_sparse(q, kv, indices, first)
-        return _sparse_forward((q, kv, indices), first, sm_scale, d_v, attn_sink, topk_length)
+        check_d_v(d_v)
+        return _sparse_forward((q, kv, indices), first, sm_scale, attn_sink, topk_length)
     except MlaError as error:
         raise renamed(error, _OF_SPARSE) from error
 
 
 def _sparse_forward(
-    arrays: tuple[Any, Any, Any], first: int, scale: Any, d_v: Any, attn_sink: Any, topk_length: Any
+    arrays: tuple[Any, Any, Any], first: int, scale: Any, attn_sink: Any, topk_length: Any
 ) -> tuple[Any, ...]:
     """The call, and another one over the first indices, if there are any of the indexer's."""
-    options = {"d_v": d_v, "scale": scale, "topk_length": topk_length, "empty_lse": EMPTY_LSE}
+    options = {"scale": scale, "topk_length": topk_length, "empty_lse": EMPTY_LSE}
     out, lse, max_logits = sparse_mla_forward(*arrays, attn_sink=attn_sink, **options)
     if first == 0:
         return out, max_logits, lse
@@ -265,6 +266,7 @@ def _decode(
         if causal:
             raise ArgumentError(explain("causal", causal, "False", "indices say what a query sees"))
         selection = (q, k_cache, indices, topk_length, attn_sink)
+        scale = form.d_qk**-0.5 if scale is None else scale
         if form.record:
             results = _sparse_decode_fp8(form, *selection, *extra, scale)
         else:
@@ -307,7 +309,7 @@ def _sparse_decode_fp8(
     extra_k_cache: Any,
     extra_indices: Any,
     extra_topk_length: Any,
-    scale: float | None,
+    scale: float,
 ) -> tuple[Any, Any]:
     """One call; queries whose sequences do not step evenly are copied by their library."""
     b, s_q, h_q, d_qk = form.b, form.s_q, form.h_q, form.d_qk
@@ -325,7 +327,7 @@ def _sparse_decode_fp8(
 
 
 def _sparse_decode(
-    form: Form, q: Any, k_cache: Any, indices: Any, topk_length: Any, attn_sink: Any, scale: float | None
+    form: Form, q: Any, k_cache: Any, indices: Any, topk_length: Any, attn_sink: Any, scale: float
 ) -> tuple[Any, Any]:
     """Each query is a row of one sparse call; the cache is its flat list of tokens."""
     b, s_q, h_q = form.b, form.s_q, form.h_q

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from mla_cupy.errors import ArgumentError, MlaError, ShapeError, explain, renamed
-from mla_cupy.ops import mla_prefill
+from mla_cupy.ops import Packed, mla_prefill
 from mla_cupy.ops.checks import check_count, check_flag, is_number
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func"]
@@ -90,8 +90,8 @@ def flash_attn_varlen_func(
         raise ArgumentError(explain("dropout_p", repr(dropout_p), "0", "there is no dropout"))
     check_flag("is_varlen", is_varlen)
     exactly = check_flag("deterministic", deterministic)
-    options = {"cu_seqlens_q": cu_seqlens_qo, "cu_seqlens_kv": cu_seqlens_kv}
-    options |= {"scale": softmax_scale, "causal": causal}
+    packed = Packed(cu_seqlens_qo, cu_seqlens_kv)
+    options: dict[str, Any] = {"packed": packed, "scale": softmax_scale, "causal": causal}
     torch = sys.modules.get("torch")
     try:
         if torch is None or not isinstance(q, torch.Tensor):

@@ -11,7 +11,7 @@ import torch
 
 from mla_cupy.errors import ArgumentError, MlaError, explain, renamed
 from mla_cupy.ops.checks import is_integer
-from mla_cupy.shapes import D_V
+from mla_cupy.shapes import D_QK, D_V
 from mla_cupy.torch import sparse_mla_forward
 
 __all__ = ["SparseMLAOutputs", "sparse_mla"]
@@ -58,7 +58,8 @@ def sparse_mla(
     if value_dim is not None and not (is_integer(value_dim) and value_dim == D_V):
         raise ArgumentError(explain("value_dim", repr(value_dim), f"{D_V} or None"))
     try:
-        out, lse, _ = sparse_mla_forward(q, kv, indices, scale=scaling)
+        scale = D_QK**-0.5 if scaling is None else scaling
+        out, lse, _ = sparse_mla_forward(q, kv, indices, scale=scale)
     except MlaError as error:
         raise renamed(error, {"scale": "scaling"}) from error
     return SparseMLAOutputs(out, lse)

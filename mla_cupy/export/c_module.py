@@ -284,7 +284,7 @@ def _initialiser(module: Module) -> Iterator[str]:
     yield f"void {name}_defaults({name}_args* args) {{"
     yield "    memset(args, 0, sizeof *args);"
     yield "    args->struct_bytes = sizeof *args;"
-    for option in subject.free_options:
+    for option in (option for option in subject.free_options if option.name in subject.defaults):
         default = subject.defaults[option.name]
         yield f"    args->{option.name} = {c(expression_of(float(default) if option.kind == 'real' else default))};"
     yield "}"

@@ -201,7 +201,6 @@ def sparse_forward(
         {"h_q": h_q, "d_qk": width, "d_kv": width, "page_tokens": 1, "topk": topk, "d_v": D_V},
         {**arrays, "lse": "float32", "max_logits": "float32"},
         free={"scale": "real", "causal": "integer", "relative": "integer", "empty_lse": "real"},
-        defaults={"scale": width**-0.5},
     )
 
 
@@ -218,7 +217,6 @@ def sparse_decode(
         {**sizes, "topk": topk, "d_v": D_V, "d_head": D_V},
         {**arrays, "topk_length": "int32", "out": dtype, "lse": "float32"},
         free={"scale": "real", "empty_lse": "real"},
-        defaults={"scale": record.d_qk**-0.5},
         notes={"record": record.name},
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -114,7 +115,8 @@ class Subject:
     free : mapping
         Option -> "integer" or "real".
     defaults : mapping
-        Free option -> the value that the C module starts from, where that is not the public function's default.
+        Free option -> the value that the C module starts from, where that is not the public function's default. An
+        option that the public function requires starts from 0.
     derived : mapping
         Axis of outputs alone -> its size: a number, or the name of an option.
     notes : mapping
@@ -134,7 +136,8 @@ class Subject:
         known = {name: self.operation.defaults[name] for name in self.operation.options._fields}
         fixed = {name: value for name, value in known.items() if name not in self.free}
         object.__setattr__(self, "fixed", fixed | dict(self.fixed))
-        numbers = {name: known[name] if kind == "real" else int(known[name]) for name, kind in self.free.items()}
+        optional = {name: kind for name, kind in self.free.items() if known[name] is not inspect.Parameter.empty}
+        numbers = {name: known[name] if kind == "real" else int(known[name]) for name, kind in optional.items()}
         object.__setattr__(self, "defaults", numbers | dict(self.defaults))
 
     @cached_property

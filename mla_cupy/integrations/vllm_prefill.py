@@ -15,6 +15,7 @@ from vllm import _custom_ops, envs
 from vllm.model_executor.layers.attention.mla_attention import MLACommonPrefillMetadata
 
 from mla_cupy.integrations.probe import logger
+from mla_cupy.ops.groups import Packed
 from mla_cupy.runtime import env
 from mla_cupy.shapes import D_QK, D_V
 from mla_cupy.torch import mla_prefill
@@ -133,8 +134,7 @@ def prefill(
                 keys,
                 values,
                 k_rope=_rope(layer, rows[:, layer.kv_lora_rank :]),
-                cu_seqlens_q=chunk.queries,
-                cu_seqlens_kv=chunk.keys,
+                packed=Packed(chunk.queries, chunk.keys),
                 state_out=out,
                 state_lse=part,
                 causal=False,
@@ -148,8 +148,7 @@ def prefill(
         keys,
         values,
         k_rope=_rope(layer, rope),
-        cu_seqlens_q=starts,
-        cu_seqlens_kv=starts,
+        packed=Packed(starts, starts),
         state_out=state,
         state_lse=None if state is None else lse,
         scale=layer.scale,

@@ -28,7 +28,7 @@ _OWN = (
     Field(
         ("segment_ids_q",),
         "array, (s_q,), integers, optional",
-        "In place of `cu_seqlens_q` and `cu_seqlens_kv`: queries attend to the keys whose id is theirs. Tokens of one "
+        "In place of `packed`: queries attend to the keys whose id is theirs. Tokens of one "
         "id lie together, and both sides have theirs in one order, or else results are undefined; 0 and below is "
         "padding, whose results are 0. The device looks at the ids, the host does not.",
     ),
@@ -60,7 +60,7 @@ _TEXTS: dict[str, Text] = {
 >>> @functools.partial(jax.jit, donate_argnums=0)
 ... def step(cache, q, latent, rope, slots, indices):
 ...     cache = mla.cache_append(latent, rope, cache, slots)
-...     return cache, mla.sparse_mla_decode(q, cache, indices)[0]
+...     return cache, mla.sparse_mla_decode(q, cache, indices, scale=192**-0.5)[0]
 >>> latent, rope = jnp.ones((2, 512), jnp.bfloat16), jnp.zeros((2, 64), jnp.bfloat16)
 >>> q, slots = jnp.ones((1, 1, 8, 576), jnp.bfloat16), jnp.array([70, 5])
 >>> cache, out = step(jnp.zeros((4, 64, 656), jnp.uint8), q, latent, rope, slots, jnp.array([[[5, -1, 70]]]))
@@ -118,7 +118,7 @@ _TEXTS: dict[str, Text] = {
 >>> import mla_cupy.jax as mla
 >>> q, kv = jnp.ones((2, 16, 576), jnp.bfloat16), jnp.ones((100, 576), jnp.bfloat16)
 >>> indices = jnp.array([[3, 70, -1], [5, -1, -1]], jnp.int32)
->>> loss = lambda kv: mla.sparse_mla_forward(q, kv, indices)[0].astype(jnp.float32).sum()
+>>> loss = lambda kv: mla.sparse_mla_forward(q, kv, indices, scale=192**-0.5)[0].astype(jnp.float32).sum()
 >>> gradient = jax.jit(jax.grad(loss))(kv)
 >>> float(gradient[3, 0]), float(gradient[5, 0]), float(gradient[4, 0])
 (8.0, 16.0, 0.0)""",

@@ -16,6 +16,7 @@ from mla_cupy.jax.gradients import sparse_forward as sparse_forward_gradient
 from mla_cupy.jax.losses import objective
 from mla_cupy.jax.lowering import run
 from mla_cupy.ops import BOUND_OPERATIONS
+from mla_cupy.ops.groups import Fp8, OutRope, Packed, Project, taken
 
 
 @documented
@@ -164,12 +165,14 @@ def prefill_mask(
     indices: jax.Array,
     max_keys: int,
     *,
-    cu_seqlens_q: jax.Array | None = None,
-    cu_seqlens_kv: jax.Array | None = None,
+    packed: Packed | None = None,
     relative: bool = False,
     mask: jax.Array | None = None,
     exportable: bool = False,
 ) -> jax.Array:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
     arrays = (indices, cu_seqlens_q, cu_seqlens_kv, mask)
     options = (max_keys, relative)
     (mask,) = run(BOUND_OPERATIONS["prefill_mask"], arrays, options, exportable)
@@ -202,8 +205,7 @@ def mla_prefill(
     *,
     q_rope: jax.Array | None = None,
     k_rope: jax.Array | None = None,
-    cu_seqlens_q: jax.Array | None = None,
-    cu_seqlens_kv: jax.Array | None = None,
+    packed: Packed | None = None,
     state_out: jax.Array | None = None,
     state_lse: jax.Array | None = None,
     mask: jax.Array | None = None,
@@ -222,6 +224,9 @@ def mla_prefill(
     deterministic: bool = False,
     exportable: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
     arrays = (
         q,
         k,
@@ -258,8 +263,7 @@ def mla_prefill_backward(
     q_rope: jax.Array | None = None,
     k_rope: jax.Array | None = None,
     dlse: jax.Array | None = None,
-    cu_seqlens_q: jax.Array | None = None,
-    cu_seqlens_kv: jax.Array | None = None,
+    packed: Packed | None = None,
     causal: bool = True,
     scale: float | None = None,
     deterministic: bool = False,
@@ -271,6 +275,9 @@ def mla_prefill_backward(
     kernel: str | None = None,
     exportable: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
     arrays = (q, k, v, out, dout, lse, q_rope, k_rope, dlse, cu_seqlens_q, cu_seqlens_kv, dq, dk, dv, dq_rope, dk_rope)
     options = (causal, scale, deterministic, kernel)
     dq, dk, dv, dq_rope, dk_rope = run(BOUND_OPERATIONS["mla_prefill_backward"], arrays, options, exportable)
@@ -369,15 +376,13 @@ def sparse_mla_backward(
     lse: jax.Array,
     indices: jax.Array,
     *,
+    scale: float,
     dlse: jax.Array | None = None,
-    d_v: int = 512,
-    scale: float | None = None,
     topk_length: jax.Array | None = None,
     attn_sink: jax.Array | None = None,
     causal: bool = False,
     relative: bool = True,
-    cu_seqlens_q: jax.Array | None = None,
-    cu_seqlens_kv: jax.Array | None = None,
+    packed: Packed | None = None,
     lse_base: str = "e",
     deterministic: bool = False,
     dkv_dtype: Any = None,
@@ -387,6 +392,9 @@ def sparse_mla_backward(
     kernel: str | None = None,
     exportable: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
     arrays = (
         q,
         kv,
@@ -403,7 +411,7 @@ def sparse_mla_backward(
         dkv,
         d_sink,
     )
-    options = (d_v, scale, causal, relative, lse_base, deterministic, dkv_dtype, kernel)
+    options = (scale, causal, relative, lse_base, deterministic, dkv_dtype, kernel)
     dq, dkv, d_sink = run(BOUND_OPERATIONS["sparse_mla_backward"], arrays, options, exportable)
     return dq, dkv, d_sink
 
@@ -414,19 +422,15 @@ def sparse_mla_decode(
     kv_cache: jax.Array,
     indices: jax.Array,
     *,
+    scale: float,
     topk_length: jax.Array | None = None,
     attn_sink: jax.Array | None = None,
     extra_kv_cache: jax.Array | None = None,
     extra_indices: jax.Array | None = None,
     extra_topk_length: jax.Array | None = None,
-    out_cos: jax.Array | None = None,
-    out_sin: jax.Array | None = None,
-    out_positions: jax.Array | None = None,
-    w_uv: jax.Array | None = None,
-    gate: jax.Array | None = None,
-    scale: float | None = None,
-    kv_scale: float = 1,
-    math: str = "exact",
+    out_rope: OutRope | None = None,
+    project: Project | None = None,
+    fp8: Fp8 | None = None,
     lse_base: str = "e",
     empty_lse: float = -math.inf,
     out: jax.Array | None = None,
@@ -435,6 +439,13 @@ def sparse_mla_decode(
     kernel: str | None = None,
     exportable: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
+    out_cos, out_sin, out_positions = (
+        (None, None, None)
+        if out_rope is None
+        else taken(out_rope, OutRope, "out_rope", ("out_cos", "out_sin", "out_positions"))
+    )
+    w_uv, gate = (None, None) if project is None else taken(project, Project, "project", ("w_uv", "gate"))
+    math, kv_scale = ("exact", 1) if fp8 is None else taken(fp8, Fp8, "fp8", ("math", "kv_scale"))
     arrays = (
         q,
         kv_cache,
@@ -452,7 +463,7 @@ def sparse_mla_decode(
         out,
         lse,
     )
-    options = (scale, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
+    options = (scale, math, kv_scale, lse_base, empty_lse, out_dtype, kernel)
     out, lse = run(BOUND_OPERATIONS["sparse_mla_decode"], arrays, options, exportable)
     return out, lse
 
@@ -463,16 +474,13 @@ def sparse_mla_forward(
     kv: jax.Array,
     indices: jax.Array,
     *,
-    d_v: int = 512,
-    scale: float | None = None,
+    scale: float,
     topk_length: jax.Array | None = None,
     attn_sink: jax.Array | None = None,
     causal: bool = False,
     relative: bool = True,
-    cu_seqlens_q: jax.Array | None = None,
-    cu_seqlens_kv: jax.Array | None = None,
-    kv_scale: float = 1,
-    math: str = "exact",
+    packed: Packed | None = None,
+    fp8: Fp8 | None = None,
     lse_base: str = "e",
     empty_lse: float = -math.inf,
     out: jax.Array | None = None,
@@ -483,8 +491,12 @@ def sparse_mla_forward(
     deterministic: bool = False,
     exportable: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
+    math, kv_scale = ("exact", 1) if fp8 is None else taken(fp8, Fp8, "fp8", ("math", "kv_scale"))
     arrays = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, out, lse, max_logits)
-    options = (d_v, scale, causal, relative, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
+    options = (scale, causal, relative, math, kv_scale, lse_base, empty_lse, out_dtype, kernel)
     out, lse, max_logits = sparse_forward_gradient.differentiable(arrays, options, deterministic, exportable)
     return out, lse, max_logits
 

@@ -21,7 +21,11 @@ _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _MIN_SCALE, _MAX_SCALE = 2.0**-126, 2.0**126
 """Range of float32, also after a multiplication by log2(e)."""
 
-
+MODEL_SCALES = (
+    "the model's softmax scale: 192**-0.5 for DeepSeek-V2, V3 and V3.2, 256**-0.5 for GLM-5, 128**-0.5 for Mistral "
+    "Small 4, times YaRN's mscale factor where the model uses it"
+)
+"""Scales of models, for the error of a missing `scale`."""
 ACCUMULATE = ("float32", "float16")
 MAX_DRAFTS = 64
 """The most drafts of a tree: one bit each."""
@@ -54,6 +58,13 @@ def resolve_scale(scale: Any, d_qk: int) -> float:
     """Check the factor of the scores; None is d_qk**-0.5."""
     if scale is None:
         return float(d_qk**-0.5)
+    return check_factor("scale", scale)
+
+
+def check_scale(scale: Any) -> float:
+    """Check the factor of the scores of absorbed queries, whose width does not say what it is."""
+    if scale is None:
+        raise ArgumentError(explain("scale", None, MODEL_SCALES, "pass scale=..."))
     return check_factor("scale", scale)
 
 
@@ -179,12 +190,13 @@ def check_dtype(argument: str, dtype: Any) -> str | None:
     return name
 
 
-def check_all_or_none(views: Views, *names: str, expected: str = "an array") -> bool:
-    """Check that optional arrays that need each other are all given, or none of them; whether they are."""
+def check_all_or_none(views: Views, *names: str, expected: str = "an array", group: str = "") -> bool:
+    """Check that optional arrays that need each other, as in a group, are all given, or none; whether they are."""
     missing = [name for name in names if views[name] is None]
     if len(missing) not in (0, len(names)):
         all_of_them = "both" if len(names) == 2 else f"all of {', '.join(names)}"
-        raise ArgumentError(explain(missing[0], None, expected, f"give {all_of_them}, or none"))
+        remedy = f"give {all_of_them}, or none{f', as {group}' if group else ''}"
+        raise ArgumentError(explain(missing[0], None, expected, remedy))
     return not missing
 
 
@@ -229,7 +241,8 @@ def check_starts(views: Views) -> None:
     ------
     ArgumentError
     """
-    check_all_or_none(views, *(array.name for array in STARTS), expected="as many starts as its counterpart")
+    names, expected = (array.name for array in STARTS), "as many starts as its counterpart"
+    check_all_or_none(views, *names, expected=expected, group="packed=Packed(cu_seqlens_q, cu_seqlens_kv)")
 
 
 def check_start_values(arrays: Arrays, s_q: int, s_kv: int) -> None:

@@ -40,7 +40,8 @@ class Group:
 
 
 def _differs(value: Any, absent: Any) -> bool:
-    return value is not absent and not (isinstance(value, (bool, int, float, str)) and value == absent)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)  # True == 1, but is no scale
+    return value is not absent and not ((is_number or isinstance(value, str)) and value == absent)
 
 
 def taken(group: Any, kind: type[Group], argument: str, names: tuple[str, ...]) -> tuple[Any, ...]:
@@ -60,6 +61,9 @@ def taken(group: Any, kind: type[Group], argument: str, names: tuple[str, ...]) 
     flat = group.flat()
     for name, value in flat.items():
         if name not in names and _differs(value, kind.absent[name]):
+            number = name.removesuffix("s")
+            if number in names:  # of numbers and arrays the operation has numbers
+                raise ArgumentError(explain(f"{argument}.{number}", "an array", "a number"))
             raise ArgumentError(explain(f"{argument}.{name}", "a value", "none: the operation has no such member"))
     return tuple(flat[name] for name in names)
 

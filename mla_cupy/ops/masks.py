@@ -10,6 +10,7 @@ from mla_cupy.kernels.dense.mask import MaskOptions, MaskProblem
 from mla_cupy.kernels.dense.problem import MASK_ROW_BYTES
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import STARTS, check_count, check_flag, check_starts
+from mla_cupy.ops.groups import Packed
 from mla_cupy.ops.operation import Examined, Operation, Output, Views, present
 from mla_cupy.ops.schema import contiguous_along_last, steps_by_16_bytes
 from mla_cupy.ops.sparse_inputs import INDICES
@@ -23,8 +24,7 @@ def prefill_mask(
     indices: Any,
     max_keys: int,
     *,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None,
+    packed: Packed | None = None,
     relative: bool = False,
     mask: Any = None,
     workspace: Any = None,
@@ -42,9 +42,8 @@ def prefill_mask(
         once.
     max_keys : int
         The most keys that a sequence has; one sequence: s_kv. Keys that have no bit are skipped as well.
-    cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), int32, optional
-        Where the sequences begin, as for `mla_prefill`. A query of no sequence gets no key. Both or none; default: one
-        sequence.
+    packed : Packed, optional
+        Starts of several sequences, as for `mla_prefill`. A query of no sequence gets no key. Default: one sequence.
     relative : bool
         True if indices count from the first key of the query's sequence, False if from the first of all keys. Pass the
         same as to `indexer_select` or `indexer_topk`.
@@ -67,7 +66,7 @@ def prefill_mask(
 
     Notes
     -----
-    The result is a function of the arguments, bit by bit. Without `cu_seqlens_kv` keys are those below 8 * mask_bytes;
+    The result is a function of the arguments, bit by bit. Without `packed` keys are those below 8 * mask_bytes;
     `mla_prefill` does not look at keys that it does not have.
 
     Examples
@@ -109,4 +108,5 @@ OPERATION = Operation(
     options=MaskOptions,
     examine=_examine,
     pipeline=MASK,
+    groups={"packed": Packed},
 )

@@ -290,6 +290,7 @@ class Operation:
         for name, parameter in inspect.signature(self.function).parameters.items():
             for member in self.members(name):
                 kind = self.options.__annotations__.get(member, "Any")
+                kind = getattr(kind, "__forward_arg__", kind)
                 default = self.groups[name].absent[member]
                 found[member] = parameter.replace(name=member, default=default, annotation=kind)
             if name not in self.groups:

@@ -11,6 +11,7 @@ from mla_cupy.kernels.dense.problem import FP8_GEOMETRY, MASK_ROW_BYTES, DensePr
 from mla_cupy.ops import combinations
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import STARTS, check_all_or_none, check_flag, check_scale_values, resolve_scale
+from mla_cupy.ops.groups import Packed
 from mla_cupy.ops.operation import Arrays, Examined, Input, Operation, Output, Views, like_first_or_wider, present
 from mla_cupy.ops.prefill_inputs import (
     MIN_SIZES,
@@ -35,8 +36,7 @@ def mla_prefill(
     *,
     q_rope: Any = None,
     k_rope: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None,
+    packed: Packed | None = None,
     state_out: Any = None,
     state_lse: Any = None,
     mask: Any = None,
@@ -73,10 +73,10 @@ def mla_prefill(
         Last 64 columns of the queries.
     k_rope : array, (s_kv, 64), (s_kv, 1, 64) or (s_kv, h_kv, 64), dtype of q, optional
         Last 64 columns of the keys: the same for all heads, or those of each head.
-    cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), int32, optional
-        Sequence n has the queries from cu_seqlens_q[n] to cu_seqlens_q[n + 1] and the keys from cu_seqlens_kv[n] to
-        cu_seqlens_kv[n + 1]. They are read on the device: clamped to [0, s_q] and [0, s_kv], and one below its
-        predecessor is raised to it. A query of no sequence sees no key. Both or none; default: one sequence.
+    packed : Packed, optional
+        Starts of several sequences, both `cu_seqlens_q` and `cu_seqlens_kv`. Default: one sequence. The kernels read
+        them on the device, clamp them to [0, s_q] and [0, s_kv], and raise a start below its predecessor to it. A query
+        of no sequence sees no key.
     state_out : array, (s_q, h_q, d_v), dtype of q or float32, optional
         The attention of the same queries to other keys, such as those of an earlier chunk. The result is the attention
         to all keys. It may be `out` itself.
@@ -87,11 +87,11 @@ def mla_prefill(
         Keys of its sequence that each query sees, in all heads, in addition to the limit of `causal`: bit j % 8 (0 is
         the lowest) of byte j // 8 is 1 for key j, counted from the sequence's first key. `prefill_mask` makes one from
         indices; so does `numpy.packbits(seen, axis=1, bitorder="little")`, for a multiple of 128 keys. Rows start at,
-        step by, and have multiples of 16 bytes. Keys beyond 8 * mask_bytes are hidden; without `cu_seqlens_kv` the mask
-        must have all keys.
+        step by, and have multiples of 16 bytes. Keys beyond 8 * mask_bytes are hidden; without `packed` the mask must
+        have all keys.
     q_scales, k_scales, v_scales : array, (b, h_kv), float32, optional
         Of e4m3: what the numbers of a sequence and KV head are multiplied by, finite, at least 0; q_scales[n, g] is for
-        all query heads of KV head g. Any strides, so a broadcast number will do. b is 1 without `cu_seqlens_q`.
+        all query heads of KV head g. Any strides, so a broadcast number will do. b is 1 without `packed`.
         Default: 1.
     causal : bool
         Hide the keys after a query's own position, the queries being the last of their sequence: query i of n sees the
@@ -235,4 +235,5 @@ OPERATION = Operation(
     derivative="reverse",
     check_values=_check_values,
     pipeline=DENSE,
+    groups={"packed": Packed},
 )

@@ -8,6 +8,7 @@ from mla_cupy.kernels.dense import DENSE_BACKWARD
 from mla_cupy.kernels.dense.problem import DenseBackwardProblem, PrefillBackwardOptions
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import STARTS, check_flag, resolve_scale
+from mla_cupy.ops.groups import Packed
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, only_like_first
 from mla_cupy.ops.prefill_inputs import MIN_SIZES, QKV, ROPES, SIZES, WIDTHS, aligned, check_prefill_values, check_sizes
 
@@ -23,8 +24,7 @@ def mla_prefill_backward(
     q_rope: Any = None,
     k_rope: Any = None,
     dlse: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None,
+    packed: Packed | None = None,
     causal: bool = True,
     scale: float | None = None,
     deterministic: bool = False,
@@ -48,7 +48,7 @@ def mla_prefill_backward(
 
     Parameters
     ----------
-    q, k, v, q_rope, k_rope, cu_seqlens_q, cu_seqlens_kv, causal, scale
+    q, k, v, q_rope, k_rope, packed, causal, scale
         As for the forward.
     out : array, (s_q, h_q, d_v), dtype of q or float32
         As the forward returned it. With `lse`, it may be that of attention to more keys than these, such as the merged
@@ -176,4 +176,5 @@ OPERATION = Operation(
     examine=_examine,
     check_values=check_prefill_values,
     pipeline=DENSE_BACKWARD,
+    groups={"packed": Packed},
 )

@@ -7,7 +7,8 @@ from typing import Any
 from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardOptions, SparseBackwardProblem
 from mla_cupy.ops.call import call
-from mla_cupy.ops.checks import check_d_v, check_flag, check_lse_base, resolve_scale
+from mla_cupy.ops.checks import check_flag, check_lse_base, check_scale
+from mla_cupy.ops.groups import Packed
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32, present
 from mla_cupy.ops.sparse_inputs import (
     INDICES,
@@ -19,7 +20,6 @@ from mla_cupy.ops.sparse_inputs import (
     check_selection,
     check_sparse_values,
 )
-from mla_cupy.shapes import D_V
 
 
 def sparse_mla_backward(
@@ -30,15 +30,13 @@ def sparse_mla_backward(
     lse: Any,
     indices: Any,
     *,
+    scale: float,
     dlse: Any = None,
-    d_v: int = D_V,
-    scale: float | None = None,
     topk_length: Any = None,
     attn_sink: Any = None,
     causal: bool = False,
     relative: bool = True,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None,
+    packed: Packed | None = None,
     lse_base: str = "e",
     deterministic: bool = False,
     dkv_dtype: Any = None,
@@ -74,7 +72,7 @@ def sparse_mla_backward(
     dlse : array, (s_q, h_q), float32, optional
         Gradient with respect to `lse` as it is given, so with lse_base="2" of the logarithm in base 2: as for a loss of
         its own or for a merge of partial results. It has no influence on `d_sink`.
-    d_v, scale, topk_length, attn_sink, causal, relative, cu_seqlens_q, cu_seqlens_kv, lse_base
+    scale, topk_length, attn_sink, causal, relative, packed, lse_base
         As for the forward.
     deterministic : bool
         Make the results bitwise reproducible: see the notes.
@@ -147,8 +145,9 @@ def sparse_mla_backward(
     >>> q = np.ones((2, 16, 576), np.float16)
     >>> kv = np.ones((100, 576), np.float16)
     >>> indices = np.array([[3, 70, -1], [5, -1, -1]], np.int32)
-    >>> out, lse, _ = mla_cupy.sparse_mla_forward(q, kv, indices)
-    >>> dq, dkv, d_sink = mla_cupy.sparse_mla_backward(q, kv, out, np.ones_like(out), lse, indices)
+    >>> out, lse, _ = mla_cupy.sparse_mla_forward(q, kv, indices, scale=192**-0.5)
+    >>> dout = np.ones_like(out)
+    >>> dq, dkv, d_sink = mla_cupy.sparse_mla_backward(q, kv, out, dout, lse, indices, scale=192**-0.5)
     >>> dq.shape, float(dkv[3, 0]), float(dkv[5, 0]), float(dkv[4, 0]), d_sink
     ((2, 16, 576), 8.0, 16.0, 0.0, None)
     """
@@ -156,10 +155,9 @@ def sparse_mla_backward(
 
 
 def _examine(views: Views, given: SparseBackwardOptions) -> Examined:
-    check_d_v(given.d_v)
     sizes = check_selection(views)
     options = given._replace(
-        scale=resolve_scale(given.scale, sizes.d_qk),
+        scale=check_scale(given.scale),
         causal=check_flag("causal", given.causal),
         relative=check_flag("relative", given.relative),
         lse_base=check_lse_base(given.lse_base),
@@ -203,4 +201,5 @@ OPERATION = Operation(
     examine=_examine,
     check_values=check_sparse_values,
     pipeline=SPARSE_BACKWARD,
+    groups={"packed": Packed},
 )

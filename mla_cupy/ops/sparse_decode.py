@@ -21,8 +21,9 @@ from mla_cupy.ops.checks import (
     check_factor,
     check_lse_base,
     check_math,
-    resolve_scale,
+    check_scale,
 )
+from mla_cupy.ops.groups import Fp8, OutRope, Project
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32, present
 from mla_cupy.ops.projection import GATE, W_UV, check_projection
 from mla_cupy.ops.schema import check_even, steps_by_16_bytes
@@ -34,19 +35,15 @@ def sparse_mla_decode(
     kv_cache: Any,
     indices: Any,
     *,
+    scale: float,
     topk_length: Any = None,
     attn_sink: Any = None,
     extra_kv_cache: Any = None,
     extra_indices: Any = None,
     extra_topk_length: Any = None,
-    out_cos: Any = None,
-    out_sin: Any = None,
-    out_positions: Any = None,
-    w_uv: Any = None,
-    gate: Any = None,
-    scale: float | None = None,
-    kv_scale: float = 1.0,
-    math: str = "exact",
+    out_rope: OutRope | None = None,
+    project: Project | None = None,
+    fp8: Fp8 | None = None,
     lse_base: str = "e",
     empty_lse: float = -inf,
     out: Any = None,
@@ -65,12 +62,15 @@ def sparse_mla_decode(
         contiguous, and the first two step evenly.
     kv_cache : array, (num_pages, page_size, 656, 584, 528 or 576), uint8
         An axis of size 1 may stand on either side of the tokens, as for `mla_decode`. Pages of "v32", "v4", "v41" or,
-        with math="fp8" only, "fp8": see `cache_append`. The values are the first 512 elements of the keys; with "v4"
+        with Fp8("fp8") only, "fp8": see `cache_append`. The values are the first 512 elements of the keys; with "v4"
         and "v41" these include the RoPE part. Pages start at, and step by, multiples of 16 bytes: pages of "v4" with an
         odd number of tokens need a gap of 8 bytes between them.
     indices : array, (b, s_q, topk), int32
         Slots, page * page_size + token, in any order. Any topk, any strides. Slots outside of the cache are skipped,
         -1 being the usual mark; duplicates are counted as often as they occur.
+    scale : float
+        Factor of the scores: finite, above 0. Pass the model's softmax scale: 192**-0.5 for DeepSeek-V3, times YaRN's
+        mscale factor where the model uses it.
     topk_length : array, (b,), int32, optional
         Only the first topk_length[i] entries of the lists of sequence i are read; clamped to [0, topk].
     attn_sink : array, (h_q,), float32, optional
@@ -78,28 +78,21 @@ def sparse_mla_decode(
     extra_kv_cache, extra_indices, extra_topk_length : array, optional
         A second cache of the same record, or of "v41-fp4" beside "v41", with pages of any size, and lists of more keys
         in it under the same softmax. Cache and indices are given together. Not with "fp8".
-    out_cos, out_sin : array, (max_position, 32), float32, optional
-        Turn the last 64 columns of `out` back, as for `mla_decode`, where the values include the key's RoPE part: "v4"
-        and "v41". Not with a `w_uv`. In 16 bits these columns are rounded once more: they are turned in place, by a
-        launch of its own.
-    out_positions : array, (b, s_q), int32 or int64, optional
-        The queries' rows of these, clamped to them. Given with these, or not at all.
-    w_uv, gate : array, optional
-        W_UV and a gate, as for `mla_decode`: results are multiplied by them where they would be merged, or after that.
-        The first two axes of a gate step evenly.
-    scale : float, optional
-        Factor of the scores: finite, above 0. Default: d_qk**-0.5.
-    kv_scale : float
-        Scale of the record "fp8": keys and values are its codes times this. Finite, above 0; 1 for all others.
-    math : str
-        Arithmetic of both products: "exact", of 16-bit elements, or "fp8" for the record "fp8", on the FP8 tensor cores
-        of Hopper: queries and weights are rounded to e4m3, see the notes of `mla_decode`.
+    out_rope : OutRope, optional
+        Undo RoPE in the last 64 columns of `out`: "v4" and "v41", whose values include the RoPE part of the keys. Not
+        with `project`. A launch of its own rounds these columns of a 16-bit `out` once more, in place.
+    project : Project, optional
+        Multiply results by W_UV, and by the sigmoid of a gate, where they would be merged, or after that. The first two
+        axes of a gate step evenly.
+    fp8 : Fp8, optional
+        For pages of "fp8": `math` must be "fp8", and `kv_scale` is a number. Both matmuls run on the FP8 tensor cores
+        of Hopper; queries and weights are rounded to e4m3, see the notes of `mla_decode`.
     lse_base : str
         "e" or "2": base of the logarithm in `lse`.
     empty_lse : float
         `lse` of a query without a token; its `out` is 0.
     out : array, (b, s_q, h_q, 512), dtype of q or float32, optional
-        Memory for the result, (b, s_q, h_q, d_head) with a `w_uv`: a contiguous last axis, a start and other strides
+        Memory for the result, (b, s_q, h_q, d_head) with `project`: a contiguous last axis, a start and other strides
         that are multiples of 16 bytes, and first two axes that step evenly.
     lse : array, (b, s_q, h_q), float32, optional
         Memory for the log-sum-exp; the first two axes step evenly.
@@ -114,7 +107,7 @@ def sparse_mla_decode(
 
     Returns
     -------
-    out : array, (b, s_q, h_q, 512), or (b, s_q, h_q, d_head) with a `w_uv`
+    out : array, (b, s_q, h_q, 512), or (b, s_q, h_q, d_head) with `project`
     lse : array, (b, s_q, h_q), float32
         log(sum_j exp(scale * q . k[j])), in base `lse_base`, without the sink.
 
@@ -128,7 +121,7 @@ def sparse_mla_decode(
     Notes
     -----
     Any number of heads. Tokens that a query does not select never reach its result. The result does not change from run
-    to run. Workspace: the pieces of split queries and, with math="fp8", lists of the entries that are slots, of
+    to run. Workspace: the pieces of split queries and, with Fp8("fp8"), lists of the entries that are slots, of
     4 * topk bytes for each query.
 
     Weights are rounded to 16 bits for the product with the values, and `out` is divided by the sum of the weights
@@ -148,9 +141,9 @@ def sparse_mla_decode(
     >>> latent, rope = np.ones((2, 512), np.float16), np.zeros((2, 64), np.float16)
     >>> mla_cupy.cache_append(latent, rope, cache, np.array([70, 5]))
     >>> q, indices = np.ones((1, 1, 8, 576), np.float16), np.array([[[5, -1, 70]]], np.int32)
-    >>> out, lse = mla_cupy.sparse_mla_decode(q, cache, indices)
+    >>> out, lse = mla_cupy.sparse_mla_decode(q, cache, indices, scale=192**-0.5)
     >>> out.shape, float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
-    ((1, 1, 8, 512), 1.0, 22.026)
+    ((1, 1, 8, 512), 1.0, 37.644)
     """
     return call(sparse_mla_decode, locals())
 
@@ -192,7 +185,7 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
     record = record_read(cache, d_qk, (*READ_SPARSE, FP8.name), "kv_cache", "read 16-bit rows with sparse_mla_forward")
     check_layout(record, cache, "kv_cache")
     options = given._replace(
-        scale=resolve_scale(given.scale, d_qk),
+        scale=check_scale(given.scale),
         kv_scale=check_factor("kv_scale", given.kv_scale),
         math=check_math(given.math),
         lse_base=check_lse_base(given.lse_base),
@@ -208,7 +201,9 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
         raise ShapeError(explain("indices.shape", indices.shape, f"at most {MAX_TOKENS} queries, and keys of each"))
     ragged = any(views[name] is not None for name in ("topk_length", "extra_topk_length"))
     d_head = check_projection(views, q.dtype)
-    if check_all_or_none(views, "out_cos", "out_sin", "out_positions") and d_qk != D_V:
+    tables = ("out_cos", "out_sin", "out_positions")
+    turns = check_all_or_none(views, *tables, group="out_rope=OutRope(cos, sin, positions)")
+    if turns and d_qk != D_V:
         raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_V} with out_cos", "other values have no RoPE columns"))
     sizes = (b * s_q, h_q, topk, q.dtype, record.name)
     problem = SparseDecodeProblem(*sizes, steps_by_16_bytes(q), ragged, d_head, compact, options.math)
@@ -245,4 +240,5 @@ OPERATION = Operation(
     examine=_examine,
     pipeline=SPARSE_DECODE,
     on_pages=True,
+    groups={"out_rope": OutRope, "project": Project, "fp8": Fp8},
 )

@@ -12,14 +12,14 @@ from mla_cupy.kernels.sparse_forward.problem import SparseForwardOptions, Sparse
 from mla_cupy.ops import combinations
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import (
-    check_d_v,
     check_empty_lse,
     check_factor,
     check_flag,
     check_lse_base,
     check_math,
-    resolve_scale,
+    check_scale,
 )
+from mla_cupy.ops.groups import Fp8, Packed
 from mla_cupy.ops.operation import Examined, Operation, Output, Views, like_first_or_float32
 from mla_cupy.ops.sparse_inputs import (
     INDICES,
@@ -32,7 +32,6 @@ from mla_cupy.ops.sparse_inputs import (
     check_selection,
     check_sparse_values,
 )
-from mla_cupy.shapes import D_V
 
 
 def sparse_mla_forward(
@@ -40,16 +39,13 @@ def sparse_mla_forward(
     kv: Any,
     indices: Any,
     *,
-    d_v: int = D_V,
-    scale: float | None = None,
+    scale: float,
     topk_length: Any = None,
     attn_sink: Any = None,
     causal: bool = False,
     relative: bool = True,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None,
-    kv_scale: float = 1.0,
-    math: str = "exact",
+    packed: Packed | None = None,
+    fp8: Fp8 | None = None,
     lse_base: str = "e",
     empty_lse: float = -inf,
     out: Any = None,
@@ -74,17 +70,16 @@ def sparse_mla_forward(
     kv : array, (s_kv, d_qk) or (s_kv, 1, d_qk), dtype of q; or (num_pages, page_size, width), uint8
         Latents; the values are the first 512 elements of the keys. Strides as for q. Or the pages of an FP8 record, see
         `cache_append`: a width of 656 is "v32", whose d_qk is 576, one of 584 "v4", whose d_qk is 512 and whose values
-        include the RoPE part; one of 576 is "fp8", with math="fp8" only. Its rows are slots, page * page_size + token;
+        include the RoPE part; one of 576 is "fp8", with Fp8("fp8") only. Its rows are slots, page * page_size + token;
         tokens of 656 or 576 bytes need no pages, (s_kv, 656). Pages of records start at, and step by, multiples of 16
         bytes: pages of "v4" with an odd number of tokens need a gap of 8 bytes between them.
     indices : array, (s_q, topk) or (s_q, 1, topk), int32
         The rows of each query, in any order, counted from the start of its sequence: see `relative`. Any topk, any
         strides. A slot counts if 0 <= index < limit; all others are skipped, -1 being the usual mark. The limit is the
         sequence's length in kv. Duplicates are counted as often as they occur.
-    d_v : int
-        Width of the values: 512.
-    scale : float, optional
-        Factor of the scores: finite, above 0. Default: d_qk**-0.5.
+    scale : float
+        Factor of the scores: finite, above 0. Pass the model's softmax scale: 192**-0.5 for DeepSeek-V3, times YaRN's
+        mscale factor where the model uses it.
     topk_length : array, (s_q,), int32, optional
         Only the first topk_length[i] slots of query i are read; clamped to [0, topk].
     attn_sink : array, (h_q,), float32, optional
@@ -93,19 +88,16 @@ def sparse_mla_forward(
         Lower the limit of each query by the number of queries of its sequence that come after it: of as many queries
         as rows, query i sees rows 0 to i.
     relative : bool
-        With `cu_seqlens_kv`: True if indices count from the first row of the query's sequence, False if they are row
+        With `packed`: True if indices count from the first row of the query's sequence, False if they are row
         numbers of kv, as in cuDNN and Megatron. A row of another sequence is then skipped. Pass the same as to
         `indexer_select` or `indexer_topk`, whose default is False.
-    cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), int32, optional
-        Sequence n has the queries from cu_seqlens_q[n] to cu_seqlens_q[n + 1] and the rows from cu_seqlens_kv[n] to
-        cu_seqlens_kv[n + 1]. A query of no sequence has no row; a query of several belongs to the first. Values of
-        cu_seqlens_kv are clamped to [0, s_kv], and a sequence that ends before it starts is empty. Both or none;
-        default: one sequence.
-    kv_scale : float
-        Scale of the record "fp8": keys and values are its codes times this. Finite, above 0; 1 for all others.
-    math : str
-        Arithmetic of both products: "exact", of 16-bit elements, or "fp8" for the record "fp8", on the FP8 tensor cores
-        of Hopper: queries and weights are rounded to e4m3, see the notes of `mla_decode`.
+    packed : Packed, optional
+        Starts of several sequences, both `cu_seqlens_q` and `cu_seqlens_kv`. Default: one sequence. A query of no
+        sequence has no row; a query of several belongs to the first. Values of cu_seqlens_kv are clamped to [0, s_kv],
+        and a sequence that ends before it starts is empty.
+    fp8 : Fp8, optional
+        For pages of "fp8": `math` must be "fp8", and `kv_scale` is a number. Both matmuls run on the FP8 tensor cores
+        of Hopper; queries and weights are rounded to e4m3, see the notes of `mla_decode`.
     lse_base : str
         "e" or "2": base of the logarithm in `lse`.
     empty_lse : float
@@ -172,19 +164,18 @@ def sparse_mla_forward(
     >>> q = np.ones((2, 16, 576), np.float16)
     >>> kv = np.ones((100, 576), np.float16)
     >>> indices = np.array([[3, 70, -1], [5, -1, -1]], np.int32)
-    >>> out, lse, max_logits = mla_cupy.sparse_mla_forward(q, kv, indices)
-    >>> out.shape, float(out[0, 0, 0]), round(float(lse[0, 0]), 3), float(max_logits[1, 0])
-    ((2, 16, 512), 1.0, 24.693, 24.0)
+    >>> out, lse, max_logits = mla_cupy.sparse_mla_forward(q, kv, indices, scale=192**-0.5)
+    >>> out.shape, float(out[0, 0, 0]), round(float(lse[0, 0]), 3), round(float(max_logits[1, 0]), 3)
+    ((2, 16, 512), 1.0, 42.262, 41.569)
     """
     return call(sparse_mla_forward, locals())
 
 
 def _examine(views: Views, given: SparseForwardOptions) -> Examined:
-    check_d_v(given.d_v)
     record = check_rows_or_pages(views, (*READ, FP8.name))
     sizes = check_selection(views)
     options = given._replace(
-        scale=resolve_scale(given.scale, sizes.d_qk),
+        scale=check_scale(given.scale),
         causal=check_flag("causal", given.causal),
         relative=check_flag("relative", given.relative),
         kv_scale=check_factor("kv_scale", given.kv_scale),
@@ -216,4 +207,5 @@ OPERATION = Operation(
     derivative="reverse",
     check_values=check_sparse_values,
     pipeline=SPARSE_FORWARD,
+    groups={"packed": Packed, "fp8": Fp8},
 )

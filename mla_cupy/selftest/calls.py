@@ -18,6 +18,8 @@ from mla_cupy.runtime.build import BuildRequest
 from mla_cupy.selftest.probe import TMA_ARCHS, Array, Finding, Machine, UnfitError, random
 
 D_QK, D_V = 576, 512
+SCALE = D_QK**-0.5
+"""Scale of scores of random queries and keys, which then are of one size."""
 TOLERANCE = 2.0**-6
 """Tolerance relative to the largest gradient of the array. P, dS and the results are rounded to 8 (float16: 11) bits;
 in all random cases seen the error stayed below a third of this."""
@@ -103,7 +105,7 @@ class CallProbe:
 
     def _call(self, machine: Machine, placed: list[Any]) -> list[Array]:
         dq, dkv, _ = mla_cupy.sparse_mla_backward(
-            *placed, kernel=self.kernel, deterministic=self.deterministic, dkv_dtype="float32"
+            *placed, scale=SCALE, kernel=self.kernel, deterministic=self.deterministic, dkv_dtype="float32"
         )
         return [machine.download(x) for x in (dq, dkv)]
 
@@ -167,10 +169,10 @@ def _problem(size: Size, h_q: int, d_qk: int, dtype: str) -> tuple[list[Array], 
     indices = rng.integers(0, s_kv, (s_q, topk)).astype(np.int32)
     indices[rng.random(indices.shape) < 0.05] = -1
     indices[:, topk // 2] = s_kv
-    out, lse, _ = reference.sparse_mla_forward(q, kv, indices)
+    out, lse, _ = reference.sparse_mla_forward(q, kv, indices, scale=SCALE)
     dout = rng.standard_normal((s_q, h_q, D_V), np.float32).astype(kind)
     inputs = [q, kv, out.astype(np.float32).astype(kind), dout, lse.astype(np.float32), indices]
-    dq, dkv, _ = reference.sparse_mla_backward(*inputs)
+    dq, dkv, _ = reference.sparse_mla_backward(*inputs, scale=SCALE)
     return inputs, (dq, dkv)
 
 

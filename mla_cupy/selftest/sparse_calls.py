@@ -18,7 +18,7 @@ from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.sparse_decode import records
 from mla_cupy.kernels.sparse_forward import sm100
-from mla_cupy.selftest.calls import D_QK
+from mla_cupy.selftest.calls import D_QK, SCALE
 from mla_cupy.selftest.mma_calls import PAGE_SIZE, MmaProbe, Problem, Sizes, random_records
 from mla_cupy.selftest.probe import random
 
@@ -39,7 +39,7 @@ def _forward(sizes: Sizes, heads: int, dtype: str) -> Problem:
         "kv": rng.standard_normal((s_kv, D_QK), np.float32).astype(kind),
         "indices": indices,
     }
-    return Problem(arguments, reference.sparse_mla_forward(**arguments)[0])
+    return Problem(arguments, reference.sparse_mla_forward(**arguments, scale=SCALE)[0])
 
 
 @functools.lru_cache(maxsize=2)
@@ -53,7 +53,7 @@ def _decode(sizes: Sizes, heads: int, dtype: str) -> Problem:
     indices[rng.random(indices.shape) < 0.05] = -1
     q = rng.standard_normal((sizes.queries, 1, heads, record.d_qk), np.float32).astype(kind)
     arguments: dict[str, Any] = {"q": q, "kv_cache": cache, "indices": indices}
-    return Problem(arguments, reference.sparse_mla_decode(**arguments)[0])
+    return Problem(arguments, reference.sparse_mla_decode(**arguments, scale=SCALE)[0])
 
 
 def _probes_of(
@@ -70,7 +70,7 @@ def _probes_of(
                 f"{stage}/{kernel.name}/{dtype}-{h_q}heads",
                 f"{call}, {h_q} heads, {on_gpu.queries} queries of {on_gpu.keys} slots, against the oracle",
                 kernel.name,
-                getattr(mla_cupy, call),
+                functools.partial(getattr(mla_cupy, call), scale=SCALE),
                 functools.partial(problem, heads=h_q, dtype=dtype),
                 on_gpu,
                 simulated,

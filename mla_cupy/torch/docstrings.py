@@ -67,9 +67,9 @@ _TEXTS: dict[str, Text] = {
 >>> cache = torch.zeros(4, 64, 656, dtype=torch.uint8)
 >>> mla.cache_append(torch.ones(2, 512).half(), torch.zeros(2, 64).half(), cache, torch.tensor([70, 5]))
 >>> q, indices = torch.ones(1, 1, 8, 576).half(), torch.tensor([[[5, -1, 70]]], dtype=torch.int32)
->>> out, lse = mla.sparse_mla_decode(q, cache, indices)
+>>> out, lse = mla.sparse_mla_decode(q, cache, indices, scale=192**-0.5)
 >>> float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
-(1.0, 22.026)""",
+(1.0, 37.644)""",
     ),
     "sparse_mla_forward": Text(
         notes="`out` and `lse` are differentiable with respect to `q`, `kv` and `attn_sink`, unless tensors for them "
@@ -79,7 +79,7 @@ _TEXTS: dict[str, Text] = {
 >>> import mla_cupy.torch as mla
 >>> q, kv = torch.ones(2, 16, 576).bfloat16(), torch.ones(100, 576).bfloat16().requires_grad_()
 >>> indices = torch.tensor([[3, 70, -1], [5, -1, -1]], dtype=torch.int32)
->>> out, lse, max_logits = mla.sparse_mla_forward(q, kv, indices)
+>>> out, lse, max_logits = mla.sparse_mla_forward(q, kv, indices, scale=192**-0.5)
 >>> out.sum().backward()
 >>> float(kv.grad[3, 0]), float(kv.grad[5, 0]), float(kv.grad[4, 0])
 (8.0, 16.0, 0.0)""",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mla_cupy.ops.call import Invocation, run
+from mla_cupy.ops.groups import Fp8, OutRope, Packed, Project, taken
 from mla_cupy.torch.call import call
 from mla_cupy.torch.docstrings import documented
 from mla_cupy.torch.gradients import prefill as prefill_gradient
@@ -208,12 +209,14 @@ def prefill_mask(
     indices: torch.Tensor,
     max_keys: int,
     *,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_kv: torch.Tensor | None = None,
+    packed: Packed | None = None,
     relative: bool = False,
     mask: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
     arrays = (indices, cu_seqlens_q, cu_seqlens_kv, mask)
     options = (max_keys, relative)
     if is_plain_call(arrays):
@@ -252,8 +255,7 @@ def mla_prefill(
     *,
     q_rope: torch.Tensor | None = None,
     k_rope: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_kv: torch.Tensor | None = None,
+    packed: Packed | None = None,
     state_out: torch.Tensor | None = None,
     state_lse: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
@@ -268,6 +270,9 @@ def mla_prefill(
     out_dtype: Any = None,
     kernel: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
     arrays = (
         q,
         k,
@@ -305,8 +310,7 @@ def mla_prefill_backward(
     q_rope: torch.Tensor | None = None,
     k_rope: torch.Tensor | None = None,
     dlse: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_kv: torch.Tensor | None = None,
+    packed: Packed | None = None,
     causal: bool = True,
     scale: float | None = None,
     deterministic: bool = False,
@@ -318,6 +322,9 @@ def mla_prefill_backward(
     workspace: torch.Tensor | None = None,
     kernel: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
     arrays = (q, k, v, out, dout, lse, q_rope, k_rope, dlse, cu_seqlens_q, cu_seqlens_kv, dq, dk, dv, dq_rope, dk_rope)
     options = (causal, scale, deterministic, kernel)
     if (
@@ -439,15 +446,13 @@ def sparse_mla_backward(
     lse: torch.Tensor,
     indices: torch.Tensor,
     *,
+    scale: float,
     dlse: torch.Tensor | None = None,
-    d_v: int = 512,
-    scale: float | None = None,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     causal: bool = False,
     relative: bool = True,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_kv: torch.Tensor | None = None,
+    packed: Packed | None = None,
     lse_base: str = "e",
     deterministic: bool = False,
     dkv_dtype: Any = None,
@@ -457,6 +462,9 @@ def sparse_mla_backward(
     workspace: torch.Tensor | None = None,
     kernel: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
     arrays = (
         q,
         kv,
@@ -473,7 +481,7 @@ def sparse_mla_backward(
         dkv,
         d_sink,
     )
-    options = (d_v, scale, causal, relative, lse_base, deterministic, dkv_dtype, kernel)
+    options = (scale, causal, relative, lse_base, deterministic, dkv_dtype, kernel)
     if (
         is_plain_call(arrays)
         and (dq is None) is (dkv is None)
@@ -491,19 +499,15 @@ def sparse_mla_decode(
     kv_cache: torch.Tensor,
     indices: torch.Tensor,
     *,
+    scale: float,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     extra_kv_cache: torch.Tensor | None = None,
     extra_indices: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
-    out_cos: torch.Tensor | None = None,
-    out_sin: torch.Tensor | None = None,
-    out_positions: torch.Tensor | None = None,
-    w_uv: torch.Tensor | None = None,
-    gate: torch.Tensor | None = None,
-    scale: float | None = None,
-    kv_scale: float = 1,
-    math: str = "exact",
+    out_rope: OutRope | None = None,
+    project: Project | None = None,
+    fp8: Fp8 | None = None,
     lse_base: str = "e",
     empty_lse: float = -math.inf,
     out: torch.Tensor | None = None,
@@ -512,6 +516,13 @@ def sparse_mla_decode(
     out_dtype: Any = None,
     kernel: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    out_cos, out_sin, out_positions = (
+        (None, None, None)
+        if out_rope is None
+        else taken(out_rope, OutRope, "out_rope", ("out_cos", "out_sin", "out_positions"))
+    )
+    w_uv, gate = (None, None) if project is None else taken(project, Project, "project", ("w_uv", "gate"))
+    math, kv_scale = ("exact", 1) if fp8 is None else taken(fp8, Fp8, "fp8", ("math", "kv_scale"))
     arrays = (
         q,
         kv_cache,
@@ -529,7 +540,7 @@ def sparse_mla_decode(
         out,
         lse,
     )
-    options = (scale, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
+    options = (scale, math, kv_scale, lse_base, empty_lse, out_dtype, kernel)
     if is_plain_call(arrays) and (out is None) is (lse is None):
         out, lse = run(Invocation(SPARSE_MLA_DECODE.operation, arrays, options, workspace))
     else:
@@ -543,16 +554,13 @@ def sparse_mla_forward(
     kv: torch.Tensor,
     indices: torch.Tensor,
     *,
-    d_v: int = 512,
-    scale: float | None = None,
+    scale: float,
     topk_length: torch.Tensor | None = None,
     attn_sink: torch.Tensor | None = None,
     causal: bool = False,
     relative: bool = True,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_kv: torch.Tensor | None = None,
-    kv_scale: float = 1,
-    math: str = "exact",
+    packed: Packed | None = None,
+    fp8: Fp8 | None = None,
     lse_base: str = "e",
     empty_lse: float = -math.inf,
     out: torch.Tensor | None = None,
@@ -562,8 +570,12 @@ def sparse_mla_forward(
     out_dtype: Any = None,
     kernel: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
+    math, kv_scale = ("exact", 1) if fp8 is None else taken(fp8, Fp8, "fp8", ("math", "kv_scale"))
     arrays = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, out, lse, max_logits)
-    options = (d_v, scale, causal, relative, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
+    options = (scale, causal, relative, math, kv_scale, lse_base, empty_lse, out_dtype, kernel)
     if is_plain_call(arrays) and not torch.is_grad_enabled() and (out is None) is (lse is None) is (max_logits is None):
         out, lse, max_logits = run(Invocation(SPARSE_MLA_FORWARD.operation, arrays, options, workspace))
     else:

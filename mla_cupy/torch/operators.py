@@ -469,9 +469,8 @@ def _sparse_mla_backward(
     dout: Any,
     lse: Any,
     indices: Any,
+    scale: Any,
     dlse: Any = None,
-    d_v: Any = 512,
-    scale: Any = None,
     topk_length: Any = None,
     attn_sink: Any = None,
     causal: Any = False,
@@ -504,7 +503,7 @@ def _sparse_mla_backward(
         dkv,
         d_sink,
     )
-    options = (d_v, scale, causal, relative, lse_base, deterministic, dkv_dtype, kernel)
+    options = (scale, causal, relative, lse_base, deterministic, dkv_dtype, kernel)
     return Invocation(BOUND_OPERATIONS["sparse_mla_backward"], arrays, options, workspace)
 
 
@@ -512,8 +511,8 @@ SPARSE_MLA_BACKWARD = Operators(
     BOUND_OPERATIONS["sparse_mla_backward"],
     _sparse_mla_backward,
     arguments=(
-        "Tensor q, Tensor kv, Tensor out, Tensor dout, Tensor lse, Tensor indices, Tensor? dlse=None, "
-        "int d_v=512, float? scale=None, Tensor? topk_length=None, Tensor? attn_sink=None, bool causal=False, "
+        "Tensor q, Tensor kv, Tensor out, Tensor dout, Tensor lse, Tensor indices, float scale, "
+        "Tensor? dlse=None, Tensor? topk_length=None, Tensor? attn_sink=None, bool causal=False, "
         'bool relative=True, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, str lse_base="e", '
         "bool deterministic=False, ScalarType? dkv_dtype=None, str? kernel=None"
     ),
@@ -526,6 +525,7 @@ def _sparse_mla_decode(
     q: Any,
     kv_cache: Any,
     indices: Any,
+    scale: Any,
     topk_length: Any = None,
     attn_sink: Any = None,
     extra_kv_cache: Any = None,
@@ -536,9 +536,8 @@ def _sparse_mla_decode(
     out_positions: Any = None,
     w_uv: Any = None,
     gate: Any = None,
-    scale: Any = None,
-    kv_scale: Any = 1,
     math: Any = "exact",
+    kv_scale: Any = 1,
     lse_base: Any = "e",
     empty_lse: Any = None,
     out_dtype: Any = None,
@@ -566,7 +565,7 @@ def _sparse_mla_decode(
         out,
         lse,
     )
-    options = (scale, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
+    options = (scale, math, kv_scale, lse_base, empty_lse, out_dtype, kernel)
     return Invocation(BOUND_OPERATIONS["sparse_mla_decode"], arrays, options, workspace)
 
 
@@ -574,11 +573,12 @@ SPARSE_MLA_DECODE = Operators(
     BOUND_OPERATIONS["sparse_mla_decode"],
     _sparse_mla_decode,
     arguments=(
-        "Tensor q, Tensor kv_cache, Tensor indices, Tensor? topk_length=None, Tensor? attn_sink=None, "
-        "Tensor? extra_kv_cache=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "
-        "Tensor? out_cos=None, Tensor? out_sin=None, Tensor? out_positions=None, Tensor? w_uv=None, "
-        'Tensor? gate=None, float? scale=None, float kv_scale=1.0, str math="exact", str lse_base="e", '
-        "float? empty_lse=None, ScalarType? out_dtype=None, str? kernel=None"
+        "Tensor q, Tensor kv_cache, Tensor indices, float scale, Tensor? topk_length=None, "
+        "Tensor? attn_sink=None, Tensor? extra_kv_cache=None, Tensor? extra_indices=None, "
+        "Tensor? extra_topk_length=None, Tensor? out_cos=None, Tensor? out_sin=None, "
+        'Tensor? out_positions=None, Tensor? w_uv=None, Tensor? gate=None, str math="exact", '
+        'float kv_scale=1.0, str lse_base="e", float? empty_lse=None, ScalarType? out_dtype=None, '
+        "str? kernel=None"
     ),
     results="Tensor(a!) out, Tensor(b!) lse",
     returns="(Tensor, Tensor)",
@@ -590,16 +590,15 @@ def _sparse_mla_forward(
     q: Any,
     kv: Any,
     indices: Any,
-    d_v: Any = 512,
-    scale: Any = None,
+    scale: Any,
     topk_length: Any = None,
     attn_sink: Any = None,
     causal: Any = False,
     relative: Any = True,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
-    kv_scale: Any = 1,
     math: Any = "exact",
+    kv_scale: Any = 1,
     lse_base: Any = "e",
     empty_lse: Any = None,
     out_dtype: Any = None,
@@ -612,7 +611,7 @@ def _sparse_mla_forward(
 ) -> Invocation:
     empty_lse = -inf if empty_lse is None else empty_lse
     arrays = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, out, lse, max_logits)
-    options = (d_v, scale, causal, relative, kv_scale, math, lse_base, empty_lse, out_dtype, kernel)
+    options = (scale, causal, relative, math, kv_scale, lse_base, empty_lse, out_dtype, kernel)
     return Invocation(BOUND_OPERATIONS["sparse_mla_forward"], arrays, options, workspace)
 
 
@@ -620,10 +619,10 @@ SPARSE_MLA_FORWARD = Operators(
     BOUND_OPERATIONS["sparse_mla_forward"],
     _sparse_mla_forward,
     arguments=(
-        "Tensor q, Tensor kv, Tensor indices, int d_v=512, float? scale=None, Tensor? topk_length=None, "
-        "Tensor? attn_sink=None, bool causal=False, bool relative=True, Tensor? cu_seqlens_q=None, "
-        'Tensor? cu_seqlens_kv=None, float kv_scale=1.0, str math="exact", str lse_base="e", '
-        "float? empty_lse=None, ScalarType? out_dtype=None, str? kernel=None"
+        "Tensor q, Tensor kv, Tensor indices, float scale, Tensor? topk_length=None, Tensor? attn_sink=None, "
+        "bool causal=False, bool relative=True, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, "
+        'str math="exact", float kv_scale=1.0, str lse_base="e", float? empty_lse=None, '
+        "ScalarType? out_dtype=None, str? kernel=None"
     ),
     results="Tensor(a!) out, Tensor(b!) lse, Tensor(c!) max_logits",
     returns="(Tensor, Tensor, Tensor)",

@@ -6,6 +6,7 @@ import mla_cupy
 from mla_cupy.kernels.attention import mma
 from tests.support import sparse_cases
 from tests.support.cases import DecodeCase, DecodeInputs
+from tests.support.flat import flat
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check, check_lse
 
@@ -31,7 +32,7 @@ def decode(inputs: DecodeInputs, kernel: str, mode: Mode = ("random", 3), sm_cou
 def sparse_forward(inputs: sparse_cases.SparseInputs, kernel: str, mode: Mode = ("random", 3)) -> None:
     """The sparse forward, against the oracle."""
     with simulated(2, GPUS[kernel], *mode):
-        got = mla_cupy.sparse_mla_forward(*inputs.arguments, **inputs.options, kernel=kernel)
+        got = flat(mla_cupy.sparse_mla_forward)(*inputs.arguments, **inputs.options, kernel=kernel)
     check(got[:2], inputs.exact[:2], inputs.rounded[:2], inputs.case.dtype)
     check_lse(got[2], inputs.exact[2], inputs.rounded[2])
 

@@ -25,6 +25,7 @@ from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
 from mla_cupy.shapes import D_V, VALUE_WIDTHS
 from tests.cache.inputs import empty_cache
+from tests.support.flat import flat
 from tests.support.kernels import cc_of
 from tests.support.sim_driver import simulated
 
@@ -141,14 +142,14 @@ def lists(case: HugeCase) -> Array:
 def sparse_decode(case: HugeCase) -> Call:
     cache = cache_of(case, np.arange(case.starts[-1]), -(-int(case.starts[-1]) // PAGE))
     arguments = (queries(case, (2, 1), case.d_qk), cache, lists(case))
-    return mla_cupy.sparse_mla_decode, reference.sparse_mla_decode, arguments, case.options
+    return flat(mla_cupy.sparse_mla_decode), reference.sparse_mla_decode, arguments, case.options
 
 
 def sparse_forward(case: HugeCase) -> Call:
     kv = cache_of(case, np.arange(case.starts[-1]), -(-int(case.starts[-1]) // PAGE))
     kv = kv.reshape(-1, 1, kv.shape[-1])[: case.starts[-1]]
     arguments = (queries(case, (2,), case.d_qk), kv, lists(case))
-    return mla_cupy.sparse_mla_forward, reference.sparse_mla_forward, arguments, case.options
+    return flat(mla_cupy.sparse_mla_forward), reference.sparse_mla_forward, arguments, case.options
 
 
 def prefill(case: HugeCase) -> Call:
@@ -159,7 +160,7 @@ def prefill(case: HugeCase) -> Call:
     v = np.random.default_rng(5).integers(-4, 5, (*shape, 128)).astype(np.float32)
     of_sequences = {"cu_seqlens_q": np.array([0, 3, 6], np.int32), "cu_seqlens_kv": case.starts}
     arguments = (queries(case, (6,), 192), k.astype(dtype), v.astype(dtype))
-    return mla_cupy.mla_prefill, reference.mla_prefill, arguments, case.options | of_sequences
+    return flat(mla_cupy.mla_prefill), reference.mla_prefill, arguments, case.options | of_sequences
 
 
 OPERATIONS: dict[str, tuple[Any, Callable[[HugeCase], Call]]] = {

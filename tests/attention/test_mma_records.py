@@ -161,7 +161,7 @@ def test_every_number_of_v41_is_read_exactly(dtype: str, gpu: Gpu) -> None:
         lists = {"indices": first + (none if number else 0), "extra_indices": first + (0 if number else none)}
         with simulated(1, gpu[1], "late"):
             out, _ = mla_cupy.sparse_mla_decode(
-                q, caches[0], extra_kv_cache=caches[1], **lists, out_dtype="float32", kernel=gpu[0]
+                q, caches[0], **lists, scale=1.0, extra_kv_cache=caches[1], out_dtype="float32", kernel=gpu[0]
             )
         np.testing.assert_array_equal(out[0, 0], np.broadcast_to(expected, (2, 512)))
 

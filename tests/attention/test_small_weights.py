@@ -13,6 +13,7 @@ import mla_cupy
 from mla_cupy import reference
 from mla_cupy.cache_formats import FORMATS
 from tests.cache.inputs import empty_cache
+from tests.support.flat import flat
 from tests.support.mutants import Mutant, Plant
 from tests.support.sim_driver import simulated
 
@@ -51,9 +52,9 @@ def attend(operation: str, kernel: str, record: str, heads: int, scores: Array) 
             out, lse = mla_cupy.mla_decode(q, cache, table, lengths, **options)
             return out[0, 0, 0], lse[0, 0]
         if operation == "sparse":
-            out, lse = mla_cupy.sparse_mla_decode(q, cache, slots[None, None], **options)
+            out, lse = flat(mla_cupy.sparse_mla_decode)(q, cache, slots[None, None], **options)
             return out[0, 0, 0], lse[0, 0, 0]
-        out, lse, _ = mla_cupy.sparse_mla_forward(q[0], cache, slots[None], **options)
+        out, lse, _ = flat(mla_cupy.sparse_mla_forward)(q[0], cache, slots[None], **options)
         return out[0, 0], lse[0, 0]
 
 

@@ -11,6 +11,7 @@ import mla_cupy
 from bench.model import counts
 from bench.ops.sparse_backward.cases import SparseBackwardCase
 from mla_cupy.kernels import KERNELS
+from tests.support.flat import flat
 from tests.support.sim_driver import simulated
 from tests.support.sparse_cases import SparseCase, make
 
@@ -48,7 +49,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
 def test_simulator_counts_the_same(name: str, case: SparseCase, shapes: Counter[tuple[int, int]]) -> None:
     inputs = make(case)
     with simulated(2, (10, 0)) as target:
-        mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, kernel=name)
+        flat(mla_cupy.sparse_mla_backward)(*inputs.backward_arguments, **inputs.options, kernel=name)
     (report,) = (one for one in target.reports if one.kernel == KERNELS[name].entry)
     kernel = counts.load(name, ARCH, case.d_qk, case.dtype)
     lengths = [len(rows) for rows in inputs.rows]

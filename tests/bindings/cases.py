@@ -23,8 +23,11 @@ from tests.support import (
     sparse_cases,
     sparse_loss_cases,
 )
+from tests.support.flat import flat
 
 Array = np.ndarray[Any, Any]
+SCALE = 576**-0.5
+"""Scale of the scores of absorbed queries: it keeps them of one size."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class BoundCall:
     def eager(self) -> tuple[Any, ...]:
         """What the public function returns for these arrays, then those that it has changed; None if there are none."""
         changed = {name: self.arrays[name].copy() if name in self.arrays else None for name in self.changed}
-        made = as_tuple(getattr(mla_cupy, self.operation)(**{**self.arrays, **changed}, **self.options))
+        made = as_tuple(flat(getattr(mla_cupy, self.operation))(**{**self.arrays, **changed}, **self.options))
         return (*made, *changed.values())
 
 
@@ -127,14 +130,14 @@ def sparse_inputs(**changes: Any) -> sparse_cases.SparseInputs:
 def forward(changes: dict[str, Any] | None = None, **options: Any) -> BoundCall:
     inputs = sparse_inputs(**(changes or {}))
     arrays = _dense(q=inputs.q, kv=inputs.kv, indices=inputs.indices, **inputs.optional)
-    options = {"causal": inputs.case.causal, **options}
+    options = {"scale": SCALE, "causal": inputs.case.causal, **options}
     return BoundCall(_id("forward", {**(changes or {}), **options}), "sparse_mla_forward", arrays, options)
 
 
 def forward_in_fp8(**options: Any) -> BoundCall:
     call = forward()
     codes = call.arrays["kv"].astype(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    options = {"kv_scale": 0.5, "math": "fp8", **options}
+    options = {**call.options, "kv_scale": 0.5, "math": "fp8", **options}
     return replace(call, id=_id("forward", options), arrays=call.arrays | {"kv": codes}, options=options)
 
 
@@ -142,7 +145,7 @@ def backward(changes: dict[str, Any] | None = None, **options: Any) -> BoundCall
     inputs = sparse_inputs(**(changes or {}))
     names = ("q", "kv", "out", "dout", "lse", "indices")
     arrays = _dense(**dict(zip(names, inputs.backward_arguments, strict=True)), **inputs.optional, dlse=inputs.dlse)
-    options = {"causal": inputs.case.causal, **options}
+    options = {"scale": SCALE, "causal": inputs.case.causal, **options}
     return BoundCall(_id("backward", {**(changes or {}), **options}), "sparse_mla_backward", arrays, options)
 
 
@@ -340,6 +343,7 @@ def sparse_decode(record: str, extra: bool = False, **options: Any) -> BoundCall
         arrays |= {"attn_sink": np.zeros(4, np.float32), "topk_length": np.array([5, 0], np.int32)}
         tables = rng.standard_normal((2, 6, 32)).astype(np.float32)
         arrays |= {"out_cos": tables[0], "out_sin": tables[1], "out_positions": np.array([[4], [0]], np.int32)}
+    options = {"scale": SCALE, **options}
     return BoundCall(_id(f"sparse_decode-{record}", options), "sparse_mla_decode", arrays, options)
 
 

@@ -173,7 +173,7 @@ def sparse_forward(rng: Rng) -> Problem:
 
     some = np.broadcast_to(counts.any(-1), (s_q, h))
     leaves = ("q", "kv", "attn_sink")[: 2 + sink]
-    options = {"causal": causal, "lse_base": base}
+    options = {"scale": scale, "causal": causal, "lse_base": base}
     cotangents = _cotangents(rng, some, (s_q, h, 512), (s_q, h))
     return Problem("sparse_mla_forward", arrays | starts, options, leaves, textbook, cotangents, scale)
 

@@ -11,8 +11,9 @@ import pytest
 
 import mla_cupy
 from mla_cupy import DTypeError
-from tests.bindings.cases import CALLS, CALLS_OF_JAX, BoundCall, as_tuple, decode, forward, merge
+from tests.bindings.cases import CALLS, CALLS_OF_JAX, SCALE, BoundCall, as_tuple, decode, forward, merge
 from tests.bindings.test_torch import options, tensors
+from tests.support.flat import flat
 
 pytestmark = [
     pytest.mark.usefixtures("_numpy_backend"),
@@ -50,7 +51,7 @@ def of_one(torch: Any, of: Any, call: BoundCall, name: str) -> tuple[Callable[[A
     given = {**tensors(torch, call), **options(torch, call)}
 
     def value(x: Any) -> Any:
-        results = as_tuple(getattr(of, call.operation)(**{**given, name: x}))
+        results = as_tuple(flat(getattr(of, call.operation))(**{**given, name: x}))
         changed = [given[key] for key in call.changed if key in given]
         floats = (y for y in (*results, *changed) if y is not None and y.is_floating_point())
         return sum((y.float().sum() for y in floats), x.float().sum())
@@ -103,7 +104,7 @@ def test_jax(jax: Any, of_jax: Any, call: BoundCall, name: str) -> None:
     given = {key: jax.numpy.asarray(x) for key, x in call.arrays.items()}
 
     def value(x: Any) -> Any:
-        results = as_tuple(getattr(of_jax, call.operation)(**{**given, name: x}, **call.options))
+        results = as_tuple(flat(getattr(of_jax, call.operation))(**{**given, name: x}, **call.options))
         floats = (y for y in results if y is not None and jax.numpy.issubdtype(y.dtype, jax.numpy.floating))
         return sum((y.astype(np.float32).sum() for y in floats), x.astype(np.float32).sum())
 
@@ -160,7 +161,9 @@ def attention(torch: Any, of_torch: Any, **changes: Any) -> tuple[Callable[..., 
     weights = torch.linspace(-1, 1, 512)
 
     def loss(*leaves: Any) -> Any:
-        out, lse, _ = of_torch.sparse_mla_forward(**{**given, **dict(zip(names, leaves, strict=True))}, **call.options)
+        out, lse, _ = flat(of_torch.sparse_mla_forward)(
+            **{**given, **dict(zip(names, leaves, strict=True))}, **call.options
+        )
         return (out.float() * weights).sum() + torch.where(lse.isfinite(), lse, 0).square().sum()
 
     return loss, tuple(given[name] for name in names)
@@ -204,7 +207,9 @@ def test_the_gradient_through_lse(torch: Any, of_torch: Any, lse_base: str, comp
     own[valid.any(-1)].square().sum().backward()
 
     def loss(q: Any, kv: Any) -> Any:
-        _, lse, _ = of_torch.sparse_mla_forward(**{**rounded, "q": q, "kv": kv}, lse_base=lse_base, empty_lse=0.0)
+        _, lse, _ = of_torch.sparse_mla_forward(
+            **{**rounded, "q": q, "kv": kv}, lse_base=lse_base, empty_lse=0.0, scale=SCALE
+        )
         return (lse * (1 if lse_base == "e" else np.log(2))).square().sum()
 
     torch._dynamo.reset()
@@ -235,7 +240,7 @@ def test_who_does_not_use_lse_pays_nothing(
     given["q"].requires_grad_()
 
     def loss(given: dict[str, Any]) -> Any:
-        out, lse, _ = of_torch.sparse_mla_forward(**given)
+        out, lse, _ = of_torch.sparse_mla_forward(**given, scale=SCALE)
         return out.float().sum() + (lse.nan_to_num(neginf=0).sum() if wanted else 0)
 
     torch._dynamo.reset()
@@ -263,7 +268,9 @@ def test_second_derivatives_in_jax(jax: Any, of_jax: Any) -> None:
     given = {key: jax.numpy.asarray(x) for key, x in forward().arrays.items()}
 
     def first(q: Any) -> Any:
-        return jax.grad(lambda q: of_jax.sparse_mla_forward(**{**given, "q": q})[0].astype(np.float32).sum())(q)
+        return jax.grad(
+            lambda q: of_jax.sparse_mla_forward(**{**given, "q": q}, scale=SCALE)[0].astype(np.float32).sum()
+        )(q)
 
     with pytest.raises(DTypeError, match=r"^q: got a derivative, .*sparse_mla_backward has no such gradient"):
         jax.grad(lambda q: first(q).astype(np.float32).sum())(given["q"])
@@ -274,7 +281,7 @@ def test_the_largest_logits_are_constants(torch: Any, of_torch: Any) -> None:
     given = tensors(torch, forward())
 
     def largest(q: Any) -> Any:
-        return of_torch.sparse_mla_forward(**{**given, "q": q})[2].nan_to_num(neginf=0).sum()
+        return of_torch.sparse_mla_forward(**{**given, "q": q}, scale=SCALE)[2].nan_to_num(neginf=0).sum()
 
     assert not largest(given["q"].clone().requires_grad_()).requires_grad
     with pytest.raises(DTypeError, match=r"^max_logits: got a derivative"):

@@ -99,7 +99,7 @@ def test_flash_mla_sparse(torch_gpu: Any) -> None:
     out, lse = flash_mla_with_kvcache(q, cache, None, None, 512, FlashMLASchedMeta(), indices=indices)
     rows = q.flatten(0, 1), cache.flatten(0, 1), indices.flatten(0, 1)[:, None]
     flat, _, flat_lse = flash_mla_sparse_fwd(*rows, 576**-0.5)
-    wanted = mla_cupy.sparse_mla_forward(*rows)
+    wanted = mla_cupy.sparse_mla_forward(*rows, scale=576**-0.5)
     assert torch.equal(out.flatten(0, 1), flat)
     assert torch.equal(flat, wanted[0])
     assert torch.equal(lse.transpose(1, 2).flatten(0, 1), flat_lse)

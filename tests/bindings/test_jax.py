@@ -13,6 +13,7 @@ import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, MlaError, ShapeError
 from tests.bindings.cases import (
     ONE_OF_EACH,
+    SCALE,
     Array,
     BoundCall,
     append,
@@ -25,6 +26,7 @@ from tests.bindings.cases import (
     merge,
 )
 from tests.support.calls import assert_same
+from tests.support.flat import flat
 
 pytestmark = pytest.mark.usefixtures("_numpy_backend")
 
@@ -36,7 +38,7 @@ def on_cpu(jax: Any, call: BoundCall) -> dict[str, Any]:
 
 
 def jitted(jax: Any, of_jax: Any, call: BoundCall, exportable: bool) -> Any:
-    function = getattr(of_jax, call.operation)
+    function = flat(getattr(of_jax, call.operation))
     return jax.jit(lambda arrays: function(**arrays, **call.options, exportable=exportable))
 
 
@@ -58,7 +60,7 @@ def test_under_jit(jax: Any, of_jax: Any, call: BoundCall, exportable: bool) -> 
 
 @every_call_of_jax
 def test_outside_jit(jax: Any, of_jax: Any, call: BoundCall) -> None:
-    check(getattr(of_jax, call.operation)(**on_cpu(jax, call), **call.options), call.eager())
+    check(flat(getattr(of_jax, call.operation))(**on_cpu(jax, call), **call.options), call.eager())
 
 
 @both_roads
@@ -133,7 +135,9 @@ def loss(jax: Any, of_jax: Any, call: BoundCall, weights: Array, exportable: boo
     jnp = jax.numpy
 
     def value(leaves: dict[str, Any]) -> Any:
-        out, lse, _ = of_jax.sparse_mla_forward(**leaves, **rest, **call.options, **options, exportable=exportable)
+        out, lse, _ = flat(of_jax.sparse_mla_forward)(
+            **leaves, **rest, **call.options, **options, exportable=exportable
+        )
         return (out.astype(jnp.float32) * weights).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
 
     return value
@@ -150,7 +154,7 @@ def test_gradients(jax: Any, of_jax: Any, changes: dict[str, Any], exportable: b
     out, lse, _ = call.eager()
     arrays = {**call.arrays, "out": out, "lse": lse, "dout": whole.arrays["dout"]}
     dlse = np.isfinite(lse).astype(np.float32)
-    dq, dkv, d_sink = mla_cupy.sparse_mla_backward(**arrays, dlse=dlse, **call.options)
+    dq, dkv, d_sink = flat(mla_cupy.sparse_mla_backward)(**arrays, dlse=dlse, **call.options)
     wanted = {"q": dq, "kv": dkv, "attn_sink": d_sink}
     for name, gradient in got.items():
         assert_same(np.asarray(gradient), wanted[name])
@@ -173,7 +177,7 @@ def test_a_gradient_can_be_deterministic(jax: Any, of_jax: Any, monkeypatch: pyt
     assert seen[1][1]["deterministic"] is True
     assert "dlse" in seen[1][2]
     rest = {name: x for name, x in on_cpu(jax, case).items() if name != "q"}
-    jax.grad(lambda q: of_jax.sparse_mla_forward(q, **rest)[0].astype(np.float32).sum())(leaves["q"])
+    jax.grad(lambda q: of_jax.sparse_mla_forward(q, **rest, scale=SCALE)[0].astype(np.float32).sum())(leaves["q"])
     assert "dlse" not in seen[-1][2]  # who does not use lse pays nothing
 
 
@@ -234,7 +238,7 @@ def test_shard_map(jax: Any, of_jax: Any, exportable: bool, monkeypatch: pytest.
     monkeypatch.setattr(mla_cupy.reference, "sparse_mla_forward", count)
     heads = spec(None, "heads")
     sharded = shard_map(
-        lambda q, kv, indices: of_jax.sparse_mla_forward(q, kv, indices, exportable=exportable),
+        lambda q, kv, indices: of_jax.sparse_mla_forward(q, kv, indices, exportable=exportable, scale=576**-0.5),
         mesh=mesh,
         in_specs=(heads, spec(), spec()),
         out_specs=(heads, heads, heads),
@@ -379,7 +383,7 @@ def test_arrays_of_numpy(jax: Any, of_jax: Any) -> None:
 )
 def test_arguments_of_other_kinds(jax: Any, of_jax: Any, changes: dict[str, Any], match: str) -> None:
     with pytest.raises(MlaError, match=f"^{match}"):
-        of_jax.sparse_mla_forward(**{**on_cpu(jax, forward()), **changes})
+        of_jax.sparse_mla_forward(**{**on_cpu(jax, forward()), "scale": SCALE, **changes})
 
 
 @pytest.mark.parametrize("call", ONE_OF_EACH, ids=lambda call: call.operation)
@@ -388,7 +392,7 @@ def test_structured_dtypes(jax: Any, of_jax: Any, call: BoundCall) -> None:
     given = {name: x for name, x in on_cpu(jax, call).items() if call.arrays[name].dtype != np.int64}
     for name in call.record.names:
         with pytest.raises(DTypeError, match=f"^{name}.dtype: got"):
-            getattr(of_jax, call.operation)(**{**given, **call.options, name: np.zeros(2, [("a", "i4")])})
+            flat(getattr(of_jax, call.operation))(**{**given, **call.options, name: np.zeros(2, [("a", "i4")])})
 
 
 def test_unknown_options(jax: Any, of_jax: Any) -> None:

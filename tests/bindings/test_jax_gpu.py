@@ -16,6 +16,7 @@ from tests.bindings.cases import BoundCall, append, as_tuple, every_call_of_jax,
 from tests.interop.test_jax import put
 from tests.support import cases
 from tests.support.calls import assert_same
+from tests.support.flat import flat
 from tests.support.gpu import upload
 from tests.support.tolerance import check
 
@@ -49,10 +50,10 @@ def test_under_jit(
     jax_gpu: Any, of_jax: Any, call: BoundCall, exportable: bool, entries: list[tuple[str, int]]
 ) -> None:
     """The same bits as the public call; of dkv only if deterministic, else as near as its order of additions allows."""
-    run = jax_gpu.jit(lambda x: getattr(of_jax, call.operation)(**x, **call.options, exportable=exportable))
+    run = jax_gpu.jit(lambda x: flat(getattr(of_jax, call.operation))(**x, **call.options, exportable=exportable))
     got = jax_gpu.block_until_ready(run(on_gpu(jax_gpu, call)))
     given = {name: upload(x) for name, x in call.arrays.items()}
-    wanted = as_tuple(getattr(mla_cupy, call.operation)(**given, **call.options))
+    wanted = as_tuple(flat(getattr(mla_cupy, call.operation))(**given, **call.options))
     wanted = (*wanted, *(given.get(name) for name in call.changed))
     assert {name for name, _ in entries} == {call.operation}
     for name, x, expected in zip((*call.outputs, *call.changed), as_tuple(got), wanted, strict=True):
@@ -121,14 +122,15 @@ def test_gradients(jax_gpu: Any, of_jax: Any, changes: dict[str, Any]) -> None:
 
     @jax.jit
     def gradients(leaves: Any, given: Any, dout: Any) -> Any:
-        _, pull_back = jax.vjp(lambda x: of_jax.sparse_mla_forward(**x, **given, deterministic=True)[0], leaves)
+        options = {"scale": inputs.scale, "deterministic": True}
+        _, pull_back = jax.vjp(lambda x: of_jax.sparse_mla_forward(**x, **given, **options)[0], leaves)
         return pull_back(dout)[0]
 
     got = gradients(leaves, given, dout)
     uploaded = {name: upload(x) for name, x in arrays.items()}
-    out, lse, _ = mla_cupy.sparse_mla_forward(**uploaded)
+    out, lse, _ = mla_cupy.sparse_mla_forward(**uploaded, scale=inputs.scale)
     dq, dkv, d_sink = mla_cupy.sparse_mla_backward(
-        **uploaded, out=out, lse=lse, dout=upload(inputs.dout), deterministic=True
+        **uploaded, out=out, lse=lse, dout=upload(inputs.dout), scale=inputs.scale, deterministic=True
     )
     wanted = {"q": dq, "kv": dkv, "attn_sink": d_sink}
     for name, x in got.items():

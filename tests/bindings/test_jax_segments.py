@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mla_cupy import ArgumentError, DTypeError, ShapeError, reference
+from mla_cupy import ArgumentError, DTypeError, Packed, ShapeError, reference
 from tests.bindings import test_jax_sharding
 from tests.support import dense_cases
+from tests.support.flat import flat
 
 pytestmark = pytest.mark.usefixtures("_numpy_backend")
 
@@ -78,7 +79,7 @@ def test_attention(jax: Any, of_jax: Any) -> None:
     @jax.jit
     def run(ids: Any, *qkv: Any) -> Any:
         starts = of_jax.segment_starts(ids, 5)
-        return of_jax.mla_prefill(*qkv, cu_seqlens_q=starts, cu_seqlens_kv=starts)
+        return of_jax.mla_prefill(*qkv, packed=Packed(starts, starts))
 
     out, lse = map(np.asarray, run(ids, *padded))
     exact = [reference.mla_prefill(*(x[a:b].astype(np.float64) for x in (q, k, v))) for a, b in sequences(ids)]
@@ -170,7 +171,7 @@ def test_ids(jax: Any, of_jax: Any, case: str, spare: int) -> None:
     def run(*arrays: Any) -> Any:
         ids = {"segment_ids_q": jax.numpy.asarray(ids_q), "max_segments": most}
         ids |= {} if given is None else {"segment_ids_kv": jax.numpy.asarray(ids_kv)}
-        return of_jax.mla_prefill(*arrays, **ids)
+        return flat(of_jax.mla_prefill)(*arrays, **ids)
 
     def loss(arrays: Any) -> Any:
         out, lse = run(*arrays)
@@ -243,7 +244,7 @@ def test_ids_with_heads_over_devices(jax: Any, of_jax: Any, kind: str) -> None:
     arrays = of_sizes(ids, ids)
     mesh, spec = test_jax_sharding.mesh_of(jax, kind, h=2), (None, "h")
     given = test_jax_sharding.put(jax, mesh, dict(zip("qkv", arrays, strict=True)), dict.fromkeys("qkv", spec))
-    run = jax.jit(lambda x: of_jax.mla_prefill(**x, segment_ids_q=ids, max_segments=2))
+    run = jax.jit(lambda x: flat(of_jax.mla_prefill)(**x, segment_ids_q=ids, max_segments=2))
     assert test_jax_sharding.moves(jax, run, given) == set()
     for got, wanted in zip(run(given), run(dict(zip("qkv", arrays, strict=True))), strict=True):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
@@ -267,9 +268,9 @@ def test_ids_that_do_not_fit(jax: Any, of_jax: Any) -> None:
         ({**both, "segment_ids_kv": [1, 1, 2]}, DTypeError, "segment_ids_kv: got "),
     ):
         with pytest.raises(error) as refused:
-            of_jax.mla_prefill(q, k, v, **given)
+            flat(of_jax.mla_prefill)(q, k, v, **given)
         assert text in str(refused.value)
     with pytest.raises(ShapeError, match=r"segment_ids_kv: got None, expected an array of s_kv=2 ids"):
-        of_jax.mla_prefill(q, k[:2], v[:2], **both)
+        flat(of_jax.mla_prefill)(q, k[:2], v[:2], **both)
     with pytest.raises(DTypeError, match="q: "):
-        of_jax.mla_prefill(None, k, v, **both)
+        flat(of_jax.mla_prefill)(None, k, v, **both)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.bindings.cases import BoundCall, as_tuple, decode, every_call_of_jax, prefill
 from tests.support.calls import assert_same
+from tests.support.flat import flat
 
 pytestmark = pytest.mark.usefixtures("_numpy_backend")
 
@@ -81,7 +82,7 @@ def test_along_each_axis(jax: Any, of_jax: Any, sharding: Any, call: BoundCall, 
         given = put(jax, mesh, arrays, specs)
 
         def run(given: dict[str, Any]) -> Any:
-            return getattr(of_jax, call.operation)(**given, **call.options)
+            return flat(getattr(of_jax, call.operation))(**given, **call.options)
 
         made = parts.names[-parts.results :]
         summed = tuple(axis not in names for names in made)
@@ -196,7 +197,7 @@ def test_gradients(jax: Any, of_jax: Any, sharding: Any, kind: str) -> None:
     starts = {name: x for name, x in call.arrays.items() if name not in leaves}
 
     def loss(leaves: dict[str, Any]) -> Any:
-        out, lse = of_jax.mla_prefill(**leaves, **starts, **call.options)
+        out, lse = flat(of_jax.mla_prefill)(**leaves, **starts, **call.options)
         return jnp.square(out.astype(jnp.float32)).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
 
     gradient = jax.value_and_grad(loss)

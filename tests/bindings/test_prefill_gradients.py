@@ -17,6 +17,7 @@ from tests.bindings.test_jax import both_roads, on_cpu
 from tests.bindings.test_torch import tensors
 from tests.interop.test_torch import array, tensor
 from tests.support.calls import assert_same
+from tests.support.flat import flat
 
 pytestmark = [
     pytest.mark.usefixtures("_numpy_backend"),
@@ -42,7 +43,9 @@ def wanted(call: BoundCall, of_lse: float = 1.0, **changes: Any) -> dict[str, An
     dout = np.ascontiguousarray(np.broadcast_to(weights(call), out.shape)).astype(call.arrays["q"].dtype)
     dlse = np.where(np.isfinite(lse), np.float32(of_lse), 0).astype(np.float32) if of_lse else None
     given = {name: x for name, x in call.arrays.items() if not name.startswith("state")}
-    found = mla_cupy.mla_prefill_backward(**given, out=out, dout=dout, lse=lse, dlse=dlse, **call.options, **changes)
+    found = flat(mla_cupy.mla_prefill_backward)(
+        **given, out=out, dout=dout, lse=lse, dlse=dlse, **call.options, **changes
+    )
     return dict(zip(LEAVES, found, strict=True))
 
 
@@ -56,7 +59,7 @@ def torch_loss(torch: Any, of_torch: Any, call: BoundCall) -> tuple[Callable[...
     factors = torch.from_numpy(weights(call))
 
     def loss(*leaves: Any) -> Any:
-        out, lse = of_torch.mla_prefill(**{**given, **dict(zip(names, leaves, strict=True))}, **call.options)
+        out, lse = flat(of_torch.mla_prefill)(**{**given, **dict(zip(names, leaves, strict=True))}, **call.options)
         return (out.float() * factors).sum() + torch.where(lse.isfinite(), lse, 0).sum()
 
     return loss, tuple(given[name] for name in names), names
@@ -100,7 +103,7 @@ def test_torch_determinism_and_what_is_not_used(torch: Any, of_torch: Any, monke
         given["k"].requires_grad_()
         torch.use_deterministic_algorithms(exactly)
         try:
-            of_torch.mla_prefill(**given)[0].sum().backward()
+            flat(of_torch.mla_prefill)(**given)[0].sum().backward()
         finally:
             torch.use_deterministic_algorithms(False)
         assert seen[-1].operation.name == "mla_prefill_backward"
@@ -135,7 +138,7 @@ def test_torch_chunks(torch: Any, of_torch: Any, compiled: bool) -> None:
         state: dict[str, Any] = {}
         for part in (slice(0, 3), slice(3, 5), slice(5, 8)):
             names = {name: given[name][part] for name in ("k", "v", "k_rope")}
-            out, lse = of_torch.mla_prefill(given["q"], **names, causal=False, out_dtype=torch.float32, **state)
+            out, lse = flat(of_torch.mla_prefill)(given["q"], **names, causal=False, out_dtype=torch.float32, **state)
             state = {"state_out": out, "state_lse": lse}
         return (out * torch.linspace(-1, 1, 128)).sum() + lse.sum()
 
@@ -156,7 +159,7 @@ def test_torch_empty_state(torch: Any, of_torch: Any) -> None:
     s_q, h_q, _ = given["q"].shape
     state = torch.full((s_q, h_q, 128), torch.nan).requires_grad_(), torch.full((s_q, h_q), -torch.inf).requires_grad_()
     q = given["q"].requires_grad_()
-    out, _ = of_torch.mla_prefill(**given, state_out=state[0], state_lse=state[1])
+    out, _ = flat(of_torch.mla_prefill)(**given, state_out=state[0], state_lse=state[1])
     (out.float() * torch.from_numpy(weights(call))).sum().backward()
     assert not state[0].grad.any()
     assert not state[1].grad.any()
@@ -189,7 +192,7 @@ def jax_loss(jax: Any, of_jax: Any, call: BoundCall, exportable: bool, **options
     jnp = jax.numpy
 
     def value(leaves: dict[str, Any]) -> Any:
-        out, lse = of_jax.mla_prefill(**leaves, **rest, **call.options, **options, exportable=exportable)
+        out, lse = flat(of_jax.mla_prefill)(**leaves, **rest, **call.options, **options, exportable=exportable)
         return (out.astype(jnp.float32) * weights(call)).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
 
     return value
@@ -230,7 +233,7 @@ def test_jax_chunks(jax: Any, of_jax: Any) -> None:
             state: dict[str, Any] = {}
             for part in parts:
                 keys = {name: x[name][part] for name in ("k", "v", "k_rope")}
-                out, lse = of_jax.mla_prefill(x["q"], **keys, causal=False, out_dtype="float32", **state)
+                out, lse = flat(of_jax.mla_prefill)(x["q"], **keys, causal=False, out_dtype="float32", **state)
                 state = {"state_out": out, "state_lse": lse}
             return (out * weights(call)).sum() + lse.sum()
 
@@ -257,7 +260,7 @@ def test_jax_heads_over_devices(jax: Any, of_jax: Any, exportable: bool) -> None
     heads, jnp = spec(None, "heads"), jax.numpy
     names = ("q", "k", "v", "k_rope", "cu_seqlens_q", "cu_seqlens_kv")
     sharded = shard_map(
-        lambda *x: of_jax.mla_prefill(**dict(zip(names, x, strict=True)), exportable=exportable),
+        lambda *x: flat(of_jax.mla_prefill)(**dict(zip(names, x, strict=True)), exportable=exportable),
         mesh=mesh,
         in_specs=(heads, heads, heads, spec(), spec(), spec()),
         out_specs=(heads, heads),
@@ -284,9 +287,9 @@ def test_torch_with_a_mask(torch: Any, of_torch: Any) -> None:
     given = tensors(torch, call)
     given["v"].requires_grad_()
     with pytest.raises(DTypeError, match="mla_prefill with a mask has no such gradient"):
-        of_torch.mla_prefill(**given, **call.options)
+        flat(of_torch.mla_prefill)(**given, **call.options)
     with torch.no_grad():
-        of_torch.mla_prefill(**given, **call.options)
+        flat(of_torch.mla_prefill)(**given, **call.options)
     out, _ = torch.ops.mla_cupy.mla_prefill(**given, **call.options)
     with pytest.raises(DTypeError, match="mla_prefill with a mask has no such gradient"):
         out.sum().backward()
@@ -296,4 +299,4 @@ def test_jax_with_a_mask(jax: Any, of_jax: Any) -> None:
     call = prefill({"mask": 0.5})
     given = on_cpu(jax, call)
     with pytest.raises(DTypeError, match="mla_prefill has no such gradient"):
-        jax.grad(lambda v: of_jax.mla_prefill(**{**given, "v": v}, **call.options)[0].sum())(given["v"])
+        jax.grad(lambda v: flat(of_jax.mla_prefill)(**{**given, "v": v}, **call.options)[0].sum())(given["v"])

@@ -14,6 +14,7 @@ from mla_cupy.simulation import simulated
 from tests.bindings.cases import Array, BoundCall, as_tuple, backward, forward, head_sums, sparse_loss
 from tests.interop.test_torch import array, tensor
 from tests.support.calls import assert_same
+from tests.support.flat import flat
 from tests.support.recorder import Recorder
 from tests.support.sparse_loss_cases import SparseLossCase
 
@@ -70,7 +71,7 @@ def test_torch(torch: Any, of_torch: Any, call: BoundCall) -> None:
     moved = of_all_rows(call)
     given = {name: tensor(torch, x) for name, x in moved.arrays.items()}
     options = {name: getattr(torch, x) if name.endswith("dtype") else x for name, x in moved.options.items()}
-    got = as_tuple(getattr(of_torch, call.operation)(**given, **options))
+    got = as_tuple(flat(getattr(of_torch, call.operation))(**given, **options))
     compare(tuple(None if x is None else array(torch, x) for x in got), call.eager())
 
 
@@ -78,7 +79,7 @@ def test_torch(torch: Any, of_torch: Any, call: BoundCall) -> None:
 @each
 def test_jax(jax: Any, of_jax: Any, call: BoundCall) -> None:
     moved = of_all_rows(call)
-    function = jax.jit(lambda arrays: getattr(of_jax, call.operation)(**arrays, **moved.options))
+    function = jax.jit(lambda arrays: flat(getattr(of_jax, call.operation))(**arrays, **moved.options))
     compare(as_tuple(function({name: jax.numpy.asarray(x) for name, x in moved.arrays.items()})), call.eager())
 
 
@@ -90,7 +91,7 @@ def gradients_of_torch(torch: Any, of_torch: Any, call: BoundCall) -> list[Array
     wanted = ("q", "kv") if call.operation == "sparse_mla_forward" else ("index_q", "index_k", "weights")
     leaves = [given[name].requires_grad_() for name in wanted]
     if call.operation == "sparse_mla_forward":
-        value = of_torch.sparse_mla_forward(**given, **call.options)[0].float().sum()
+        value = flat(of_torch.sparse_mla_forward)(**given, **call.options)[0].float().sum()
     else:
         value = of_torch.indexer_sparse_objective(**given, **call.options)[0]
     return [array(torch, x) for x in torch.autograd.grad(value, leaves)]
@@ -110,7 +111,7 @@ def gradients_of_jax(jax: Any, of_jax: Any, call: BoundCall) -> list[Array]:
 
     def value(leaves: dict[str, Any]) -> Any:
         if call.operation == "sparse_mla_forward":
-            return of_jax.sparse_mla_forward(**{**given, **leaves}, **call.options)[0].astype("float32").sum()
+            return flat(of_jax.sparse_mla_forward)(**{**given, **leaves}, **call.options)[0].astype("float32").sum()
         return of_jax.indexer_sparse_objective(**{**given, **leaves}, **call.options)[0]
 
     found = jax.jit(jax.grad(value))({name: given[name] for name in wanted})
@@ -139,10 +140,10 @@ def test_what_the_indexer_selects(relative: bool) -> None:
     indices, _ = mla_cupy.indexer_select(normal(5, 2, 32), normal(20, 32), weights, ks, ke, topk=6, relative=relative)
     q, kv = normal(5, 4, 576), normal(20, 576)
     out, _, _ = mla_cupy.sparse_mla_forward(
-        q, kv, indices, cu_seqlens_q=starts_q, cu_seqlens_kv=starts_kv, relative=relative, check=True
+        q, kv, indices, scale=576**-0.5, packed=mla_cupy.Packed(starts_q, starts_kv), relative=relative, check=True
     )
     rows = indices + (ks[:, None] if relative else 0)
-    wanted, _, _ = mla_cupy.sparse_mla_forward(q, kv, rows)
+    wanted, _, _ = mla_cupy.sparse_mla_forward(q, kv, rows, scale=576**-0.5)
     assert_same(out, wanted)
 
 
@@ -150,7 +151,7 @@ def test_what_the_indexer_selects(relative: bool) -> None:
 def test_check_names_the_keyword() -> None:
     starts_q, starts_kv = np.array([0, 1, 2], np.int32), np.array([0, 5, 9], np.int32)
     q, kv = np.ones((2, 2, 576), np.float16), np.ones((9, 576), np.float16)
-    call: dict[str, Any] = {"cu_seqlens_q": starts_q, "cu_seqlens_kv": starts_kv, "check": True}
+    call: dict[str, Any] = {"scale": 1.0, "packed": mla_cupy.Packed(starts_q, starts_kv), "check": True}
     indices = np.array([[0, 4, -1], [5, 8, -1]], np.int32)
     mla_cupy.sparse_mla_forward(q, kv, indices, relative=False, **call)
     with pytest.raises(ArgumentError, match=r"indices\[1, 0\]: got 5, .* row of 0 to 3; pass relative=False for row"):
@@ -159,7 +160,7 @@ def test_check_names_the_keyword() -> None:
     with pytest.raises(ArgumentError, match=r"indices\[1, 1\]: got 4, expected -1, or a row of 5 to 8$"):
         mla_cupy.sparse_mla_forward(q, kv, indices, relative=False, **call)
     with pytest.raises(ArgumentError, match=r"relative: got 2, expected True or False"):
-        mla_cupy.sparse_mla_forward(q, kv, indices, relative=2)
+        mla_cupy.sparse_mla_forward(q, kv, indices, relative=2, scale=576**-0.5)
 
 
 def test_the_kernel_is_told(recorder: Recorder) -> None:
@@ -168,6 +169,6 @@ def test_the_kernel_is_told(recorder: Recorder) -> None:
             recorder.launches.clear()
             changed = {name: call.arrays[name].copy() for name in call.changed if name in call.arrays}
             options = {**call.options, "relative": relative}
-            getattr(mla_cupy, call.operation)(**{**call.arrays, **changed}, **options)
+            flat(getattr(mla_cupy, call.operation))(**{**call.arrays, **changed}, **options)
             (lists,) = (x for x in recorder.launches if x.entry == "mla_attention_row_lists")
             assert lists.params["relative"] == relative

@@ -12,6 +12,7 @@ import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, ShapeError
 from tests.bindings.cases import (
     CALLS,
+    SCALE,
     Array,
     BoundCall,
     append,
@@ -27,6 +28,7 @@ from tests.bindings.cases import (
 )
 from tests.interop.test_torch import array, tensor
 from tests.support.calls import assert_same
+from tests.support.flat import flat
 from tests.support.loss_cases import LossCase
 from tests.support.sparse_loss_cases import SparseLossCase
 
@@ -67,7 +69,7 @@ def run(torch: Any, function: Any, call: BoundCall) -> tuple[Any, ...]:
 
 @every_call
 def test_functions(torch: Any, of_torch: Any, call: BoundCall) -> None:
-    check(torch, run(torch, getattr(of_torch, call.operation), call), call.eager())
+    check(torch, run(torch, flat(getattr(of_torch, call.operation)), call), call.eager())
 
 
 @every_call
@@ -80,12 +82,12 @@ def test_dtypes_of_any_form(torch: Any, of_torch: Any, dtype: Any) -> None:
     """As the public functions take them, by every way to an operator."""
     call, steps = forward(), decode()
     given, inputs = tensors(torch, call), tensors(torch, steps)
-    wanted = BoundCall("", call.operation, call.arrays, {"out_dtype": "float32"}).eager()
+    wanted = BoundCall("", call.operation, call.arrays, {**call.options, "out_dtype": "float32"}).eager()
     for context in (torch.no_grad, torch.enable_grad):
         with context():
-            check(torch, of_torch.sparse_mla_forward(**given, out_dtype=dtype), wanted)
+            check(torch, of_torch.sparse_mla_forward(**given, out_dtype=dtype, scale=SCALE), wanted)
     transformed = torch.func.vjp(
-        lambda q: of_torch.sparse_mla_forward(**{**given, "q": q}, out_dtype=dtype), given["q"]
+        lambda q: of_torch.sparse_mla_forward(**{**given, "q": q}, out_dtype=dtype, scale=SCALE), given["q"]
     )
     check(torch, transformed[0], wanted)
     b, s_q, h_q, _ = inputs["q"].shape
@@ -97,7 +99,7 @@ def test_dtypes_of_any_form(torch: Any, of_torch: Any, dtype: Any) -> None:
         out, _ = of_torch.mla_decode(**inputs, plan=plan, out_dtype=dtype)
     assert out.dtype == torch.float32
     with pytest.raises(DTypeError, match=r"^out_dtype: got 'int77', expected None, or a dtype"):
-        of_torch.sparse_mla_forward(**given, out_dtype="int77")
+        of_torch.sparse_mla_forward(**given, out_dtype="int77", scale=SCALE)
 
 
 def test_rows_without_rope(torch: Any, of_torch: Any) -> None:
@@ -124,15 +126,15 @@ def test_functions_that_write(torch: Any, of_torch: Any) -> None:
     call = backward({"sink": True})
     given, wanted = tensors(torch, call), call.eager()
     dq, dkv, d_sink = (torch.full_like(tensor(torch, x), 7) for x in wanted if x is not None)
-    got = of_torch.sparse_mla_backward(**given, dq=dq, dkv=dkv, d_sink=d_sink)
+    got = of_torch.sparse_mla_backward(**given, dq=dq, dkv=dkv, d_sink=d_sink, scale=SCALE)
     assert [x is y for x, y in zip(got, (dq, dkv, d_sink), strict=True)] == [True] * 3
     check(torch, got, wanted)
     with pytest.raises(ArgumentError, match="dkv: got None, expected a tensor, like dq; give all results or none"):
-        of_torch.sparse_mla_backward(**given, dq=dq)
+        of_torch.sparse_mla_backward(**given, dq=dq, scale=SCALE)
     for name, results in (("merge_states", ("out", "lse")), ("mla_decode", ("out", "lse"))):
         call = merge() if name == "merge_states" else decode()
         targets = dict(zip(results, (torch.full_like(tensor(torch, x), 7) for x in call.eager()), strict=True))
-        got = getattr(of_torch, name)(**tensors(torch, call), **targets)
+        got = flat(getattr(of_torch, name))(**tensors(torch, call), **targets)
         assert [x is y for x, y in zip(got, targets.values(), strict=True)] == [True] * 2
         check(torch, got, call.eager())
 
@@ -207,7 +209,8 @@ def test_opcheck_of_what_writes(torch: Any, of_torch: Any, call: BoundCall) -> N
     targets = {
         name: torch.zeros_like(tensor(torch, x)) for name, x in zip(names, call.eager(), strict=True) if x is not None
     }
-    torch.library.opcheck(operator(torch, call, "_out"), (), {**tensors(torch, call), **targets})
+    given = {**tensors(torch, call), **options(torch, call), **targets}
+    torch.library.opcheck(operator(torch, call, "_out"), (), given)
 
 
 # ---- Gradients ---------------------------------------------------------------------------------------------------
@@ -222,7 +225,7 @@ def test_gradients(torch: Any, of_torch: Any, changes: dict[str, Any], compiled:
     leaves = {name: given[name].requires_grad_() for name in ("q", "kv", "attn_sink") if name in given}
 
     def run(given: dict[str, Any]) -> Any:
-        return of_torch.sparse_mla_forward(**given, **call.options)
+        return flat(of_torch.sparse_mla_forward)(**given, **call.options)
 
     if compiled:
         torch._dynamo.reset()
@@ -232,7 +235,7 @@ def test_gradients(torch: Any, of_torch: Any, changes: dict[str, Any], compiled:
     out.backward(tensor(torch, whole.arrays["dout"]))
     eager_out, eager_lse, _ = call.eager()
     arrays = {**call.arrays, "out": eager_out, "lse": eager_lse, "dout": whole.arrays["dout"]}
-    dq, dkv, d_sink = mla_cupy.sparse_mla_backward(**arrays, **call.options)
+    dq, dkv, d_sink = flat(mla_cupy.sparse_mla_backward)(**arrays, **call.options)
     wanted = {"q": dq, "kv": dkv, "attn_sink": d_sink}
     for name, leaf in leaves.items():
         assert_same(array(torch, leaf.grad), wanted[name])
@@ -242,9 +245,9 @@ def test_an_expanded_gradient(torch: Any, of_torch: Any) -> None:
     call = forward()
     given = tensors(torch, call)
     given["q"].requires_grad_()
-    of_torch.sparse_mla_forward(**given)[0].sum().backward()
+    of_torch.sparse_mla_forward(**given, scale=SCALE)[0].sum().backward()
     out, lse, _ = call.eager()
-    dq, _, _ = mla_cupy.sparse_mla_backward(**call.arrays, out=out, lse=lse, dout=np.ones_like(out))
+    dq, _, _ = mla_cupy.sparse_mla_backward(**call.arrays, out=out, lse=lse, dout=np.ones_like(out), scale=SCALE)
     assert_same(array(torch, given["q"].grad), dq)
 
 
@@ -266,7 +269,7 @@ def test_gradients_are_deterministic_where_pytorch_is(
         given["kv"].requires_grad_()
         torch.use_deterministic_algorithms(wanted)
         try:
-            of_torch.sparse_mla_forward(**given)[0].sum().backward()
+            of_torch.sparse_mla_forward(**given, scale=SCALE)[0].sum().backward()
         finally:
             torch.use_deterministic_algorithms(False)
     assert seen == [False, True]
@@ -276,7 +279,7 @@ def test_the_public_call_points_to_the_binding(torch: Any) -> None:
     given = tensors(torch, forward())
     given["q"].requires_grad_()
     with pytest.raises(DTypeError, match=r"^q: got a tensor that requires grad.*of mla_cupy\.torch have gradients"):
-        mla_cupy.sparse_mla_forward(**given)
+        mla_cupy.sparse_mla_forward(**given, scale=SCALE)
 
 
 @pytest.mark.parametrize(
@@ -288,8 +291,7 @@ def test_the_public_call_points_to_the_binding(torch: Any) -> None:
         ({"topk_length": "x"}, "topk_length: got a str, expected a tensor"),
         ({"scale": "x"}, "scale: got 'x', expected a number"),
         ({"scale": 10**400}, "scale: got 1000.* expected a number"),
-        ({"d_v": 512.0}, "d_v: got 512.0"),
-        ({"d_v": 2**63}, "d_v: got 9223372036854775808"),
+        ({"scale": None}, "scale: got None, expected a number"),
         ({"causal": [True]}, r"causal: got \[True\], expected True or False"),
         ({"kernel": 3}, "kernel: got 3, expected a name"),
     ],
@@ -299,7 +301,7 @@ def test_arguments_of_other_kinds(
     torch: Any, of_torch: Any, changes: dict[str, Any], match: str, recorded: bool
 ) -> None:
     """PyTorch's own errors, for what its schemas do not take, are none of the package's."""
-    given = {**tensors(torch, forward()), **changes}
+    given = {**tensors(torch, forward()), "scale": SCALE, **changes}
     with (
         torch.set_grad_enabled(recorded),
         pytest.raises((ArgumentError, DTypeError), match=match if recorded else None),
@@ -313,19 +315,19 @@ def test_arguments_of_other_kinds(
 def test_numbers_of_numpy_as_options(torch: Any, of_torch: Any) -> None:
     call = forward()
     given = tensors(torch, call)
-    chosen = {"scale": np.float32(0.5), "d_v": np.int64(512), "causal": np.bool_(True)}
+    chosen = {"scale": np.float32(0.5), "causal": np.bool_(True)}
     wanted = BoundCall("", call.operation, call.arrays, {"scale": 0.5, "causal": True}).eager()
-    check(torch, of_torch.sparse_mla_forward(**given, **chosen), wanted)
+    check(torch, flat(of_torch.sparse_mla_forward)(**given, **chosen), wanted)
 
 
 def test_tensors_that_are_not_dense(torch: Any, of_torch: Any) -> None:
     given = tensors(torch, forward())
     with pytest.raises(DTypeError, match=r"q: got a tensor of layout torch\.sparse_coo"):
-        of_torch.sparse_mla_forward(**{**given, "q": given["q"].to_sparse()})
+        of_torch.sparse_mla_forward(**{**given, "q": given["q"].to_sparse()}, scale=SCALE)
     nested = torch.nested.nested_tensor([given["q"]], layout=torch.jagged)
     for context in (torch.no_grad, torch.enable_grad):
         with context(), pytest.raises(DTypeError, match="q: got a nested tensor"):
-            of_torch.sparse_mla_forward(**{**given, "q": nested})
+            of_torch.sparse_mla_forward(**{**given, "q": nested}, scale=SCALE)
 
 
 def fakes_of(torch: Any) -> dict[str, Any]:
@@ -379,7 +381,7 @@ def test_operators_refuse_mixtures(torch: Any, of_torch: Any, kind: str, name: s
     given = tensors(torch, forward())
     given[name] = fakes_of(torch)[kind](given[name])
     with torch.set_grad_enabled(recorded), pytest.raises((DTypeError, mla_cupy.DeviceError)):
-        of_torch.sparse_mla_forward(**given)
+        of_torch.sparse_mla_forward(**given, scale=SCALE)
 
 
 @every_call
@@ -390,7 +392,7 @@ def test_shapes_alone(torch: Any, of_torch: Any, call: BoundCall) -> None:
         make = fakes_of(torch)[kind]
         given = {name: make(x) for name, x in tensors(torch, call).items()}
         with torch.no_grad():
-            results = as_tuple(getattr(of_torch, call.operation)(**given, **options(torch, call)))
+            results = as_tuple(flat(getattr(of_torch, call.operation))(**given, **options(torch, call)))
         for x, expected in zip(results, wanted, strict=True):
             assert (x is None) == (expected is None)
             assert x is None or x.shape == expected.shape
@@ -428,7 +430,7 @@ def test_results_that_there_are_not(
     given = {**tensors(torch, call), **options(torch, call), name: torch.zeros(3)}
     for module in (mla_cupy, of_torch):
         with torch.set_grad_enabled(recorded), pytest.raises(ArgumentError, match=f"^{name}: got .*None: {text}"):
-            getattr(module, call.operation)(**given)
+            flat(getattr(module, call.operation))(**given)
 
 
 @pytest.mark.parametrize("name", ["kv", "indices"])
@@ -436,9 +438,9 @@ def test_tensors_of_which_one_has_no_memory(torch: Any, of_torch: Any, name: str
     """Of all on "meta" there are shapes; where one is not, what was returned had never been written."""
     given = tensors(torch, forward())
     on_meta = {key: x.to("meta") for key, x in given.items()}
-    assert of_torch.sparse_mla_forward(**on_meta)[0].device.type == "meta"
+    assert of_torch.sparse_mla_forward(**on_meta, scale=SCALE)[0].device.type == "meta"
     with pytest.raises(mla_cupy.DeviceError, match=f"{name}: got a tensor on meta, expected one on cpu, like q"):
-        of_torch.sparse_mla_forward(**{**given, name: on_meta[name]})
+        of_torch.sparse_mla_forward(**{**given, name: on_meta[name]}, scale=SCALE)
 
 
 def test_plans_that_are_not_pytorchs(torch: Any, of_torch: Any) -> None:
@@ -480,4 +482,4 @@ def test_plans_of_no_place(of_torch: Any, device: Any) -> None:
 
 def test_unknown_options(torch: Any, of_torch: Any) -> None:
     with pytest.raises(TypeError, match=r"sparse_mla_forward\(\) got an unexpected keyword argument 'scales'"):
-        of_torch.sparse_mla_forward(**tensors(torch, forward()), scales=1.0)
+        of_torch.sparse_mla_forward(**tensors(torch, forward()), scales=1.0, scale=SCALE)

@@ -18,6 +18,7 @@ from tests.bindings.test_torch_compile import plan_for, repeated
 from tests.interop.test_torch import array, tensor
 from tests.support import cases
 from tests.support.calls import assert_same
+from tests.support.flat import flat
 from tests.support.tolerance import check
 
 pytestmark = [
@@ -52,8 +53,8 @@ def test_operators(torch_gpu: Any, of_torch: Any, call: BoundCall) -> None:
         given = on_gpu(torch_gpu, call.arrays)
         return (*as_tuple(function(**given, **chosen)), *(given.get(name) for name in call.changed))
 
-    wanted = run(getattr(mla_cupy, call.operation))
-    for function in (getattr(of_torch, call.operation), getattr(torch_gpu.ops.mla_cupy, call.operation)):
+    wanted = run(flat(getattr(mla_cupy, call.operation)))
+    for function in (flat(getattr(of_torch, call.operation)), getattr(torch_gpu.ops.mla_cupy, call.operation)):
         for name, x, expected in zip((*call.outputs, *call.changed), run(function), wanted, strict=True):
             if expected is None:
                 assert x is None or x.numel() == 0
@@ -141,12 +142,13 @@ def test_gradients(torch_gpu: Any, of_torch: Any, compiled: bool) -> None:
     torch, inputs = torch_gpu, sparse_inputs(s_q=30, s_kv=300, h_q=64, topk=64, sink=True)
     given = on_gpu(torch, {"q": inputs.q, "kv": inputs.kv, "indices": inputs.indices, **inputs.optional})
     dout = tensor(torch, inputs.dout, "cuda")
-    out, lse, _ = mla_cupy.sparse_mla_forward(**given)
-    dq, dkv, d_sink = mla_cupy.sparse_mla_backward(**given, out=out, lse=lse, dout=dout, deterministic=True)
+    out, lse, _ = mla_cupy.sparse_mla_forward(**given, scale=inputs.scale)
+    options = {"scale": inputs.scale, "deterministic": True}
+    dq, dkv, d_sink = mla_cupy.sparse_mla_backward(**given, out=out, lse=lse, dout=dout, **options)
     leaves = {name: given[name].requires_grad_() for name in ("q", "kv", "attn_sink")}
 
     def run(given: dict[str, Any]) -> Any:
-        return of_torch.sparse_mla_forward(**given)[0]
+        return of_torch.sparse_mla_forward(**given, scale=inputs.scale)[0]
 
     torch._dynamo.reset()
     torch.use_deterministic_algorithms(True)

@@ -132,9 +132,9 @@ def test_sparse_operations_have_one_term(recorder: Recorder) -> None:
     q, records = np.zeros((1, 64, 576), np.float16), np.zeros((4, 64, 576), np.uint8)
     indices = np.zeros((1, 64), np.int32)
     with pytest.raises(ArgumentError, match=r"math: got 'fp8x2', expected \"exact\" or \"fp8\""):
-        mla_cupy.sparse_mla_forward(q, records, indices, math="fp8x2")
+        mla_cupy.sparse_mla_forward(q, records, indices, scale=1.0, fp8=mla_cupy.Fp8("fp8x2"))
     with pytest.raises(ArgumentError, match=r"math: got 'fp8x2', expected \"exact\" or \"fp8\""):
-        mla_cupy.sparse_mla_decode(q[None], records, indices[None], math="fp8x2")
+        mla_cupy.sparse_mla_decode(q[None], records, indices[None], scale=1.0, fp8=mla_cupy.Fp8("fp8x2"))
     assert recorder.launches == []
 
 

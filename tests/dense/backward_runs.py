@@ -6,6 +6,7 @@ from typing import Any
 
 import mla_cupy
 from tests.support.dense_gradients import GradientInputs, check_gradients
+from tests.support.flat import flat
 from tests.support.sim_driver import simulated
 
 HOPPER = "dense_sm90_backward_keys"
@@ -23,7 +24,7 @@ def run(
 ) -> tuple[Any, ...]:
     """The results of the public call, which pass the tolerance rule."""
     with simulated(sm_count, cc, *mode) as target:
-        got = mla_cupy.mla_prefill_backward(*inputs.arguments, **inputs.options, kernel=kernel, **options)
+        got = flat(mla_cupy.mla_prefill_backward)(*inputs.arguments, **inputs.options, kernel=kernel, **options)
     assert f"mla_{kernel}" in target.launched
     check_gradients(got, inputs)
     return got

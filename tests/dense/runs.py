@@ -9,6 +9,7 @@ import numpy as np
 import mla_cupy
 from mla_cupy.kernels.dense import DENSE
 from tests.support.dense_cases import DenseInputs
+from tests.support.flat import flat
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
 
@@ -41,7 +42,7 @@ def run(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The results of the public call, which pass the tolerance rule."""
     with simulated(sm_count, cc or GPUS[kernel], *mode) as target:
-        got = mla_cupy.mla_prefill(*inputs.arguments, **inputs.options, kernel=kernel, **options)
+        got = flat(mla_cupy.mla_prefill)(*inputs.arguments, **inputs.options, kernel=kernel, **options)
     one = kernel == HOPPER and schedules_itself(inputs, sm_count)
     assert target.launched == ["mla_dense_schedule"] * (not one) + [BY_NAME[kernel].entry]
     check(got, inputs.exact, inputs.rounded, str(got[0].dtype))

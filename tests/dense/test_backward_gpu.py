@@ -14,6 +14,7 @@ from mla_cupy.runtime.device import DeviceInfo
 from tests.dense.backward_runs import KERNELS
 from tests.support.dense_cases import DenseCase, make
 from tests.support.dense_gradients import NAMES, GradientInputs, check_gradients, make_gradients
+from tests.support.flat import flat
 from tests.support.gpu import upload
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +43,7 @@ def run(inputs: GradientInputs, **options: Any) -> tuple[Any, ...]:
     import cupy
 
     given = {name: upload(x) if isinstance(x, np.ndarray) else x for name, x in inputs.options.items()}
-    found = mla_cupy.mla_prefill_backward(*map(upload, inputs.arguments), **given, **options)
+    found = flat(mla_cupy.mla_prefill_backward)(*map(upload, inputs.arguments), **given, **options)
     return tuple(None if x is None else cupy.asnumpy(x) for x in found)
 
 
@@ -83,8 +84,8 @@ def test_agrees_with_the_plain_kernel(gpu: DeviceInfo, deterministic: bool) -> N
     """Sequences as a model has them, of which the oracle would take minutes."""
     need(KERNELS[0], gpu)
     inputs = make_gradients_on_gpu(((1500, 1500), (300, 1000)), heads=16)
-    fast = mla_cupy.mla_prefill_backward(**inputs, kernel=KERNELS[0], deterministic=deterministic)
-    plain = mla_cupy.mla_prefill_backward(**inputs, kernel=KERNELS[-1])
+    fast = flat(mla_cupy.mla_prefill_backward)(**inputs, kernel=KERNELS[0], deterministic=deterministic)
+    plain = flat(mla_cupy.mla_prefill_backward)(**inputs, kernel=KERNELS[-1])
     for name, got, wanted in zip(NAMES, fast, plain, strict=True):
         if wanted is not None:
             x, y = got.astype(np.float32), wanted.astype(np.float32)
@@ -95,7 +96,7 @@ def test_agrees_with_the_plain_kernel(gpu: DeviceInfo, deterministic: bool) -> N
 def make_gradients_on_gpu(sequences: tuple[tuple[int, int], ...], heads: int) -> dict[str, Any]:
     """Arrays whose forward the GPU computes."""
     inputs = upload_forward(DenseCase(sequences, h_q=heads))
-    out, lse = mla_cupy.mla_prefill(**inputs)
+    out, lse = flat(mla_cupy.mla_prefill)(**inputs)
     dout = upload(np.random.default_rng(1).standard_normal(out.shape, np.float32).astype(out.dtype))
     return {**inputs, "out": out, "dout": dout, "lse": lse}
 
@@ -114,15 +115,15 @@ def test_graph(gpu: DeviceInfo, deterministic: bool) -> None:
     inputs = make_gradients(DenseCase(((40, 70), (60, 130)), h_q=2))
     given = {name: upload(x) if isinstance(x, np.ndarray) else x for name, x in inputs.options.items()}
     arrays = dict(zip(("q", "k", "v", "out", "dout", "lse"), map(upload, inputs.arguments), strict=True)) | given
-    made = mla_cupy.mla_prefill_backward(**arrays, deterministic=deterministic)
+    made = flat(mla_cupy.mla_prefill_backward)(**arrays, deterministic=deterministic)
     results = {name: cupy.empty_like(x) for name, x in zip(NAMES, made, strict=True) if x is not None}
     workspace = cupy.empty(1 << 22, np.uint8)
     cupy.cuda.Device().synchronize()
     with cupy.cuda.Stream(non_blocking=True) as stream:
         options = {**arrays, **results, "workspace": workspace, "deterministic": deterministic}
-        mla_cupy.mla_prefill_backward(**options)
+        flat(mla_cupy.mla_prefill_backward)(**options)
         stream.begin_capture()
-        mla_cupy.mla_prefill_backward(**options)
+        flat(mla_cupy.mla_prefill_backward)(**options)
         graph = stream.end_capture()
         for ends in ([0, 40, 100], [0, 10, 100], [0, 40, 100]):
             given["cu_seqlens_q"][:] = cupy.asarray(ends, np.int32)

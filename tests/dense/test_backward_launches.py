@@ -18,6 +18,7 @@ from mla_cupy.ops import call
 from tests.dense.backward_runs import GENERIC, HOPPER
 from tests.support.dense_cases import DenseCase
 from tests.support.dense_gradients import GradientInputs, make_gradients
+from tests.support.flat import flat
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import fake_gpu
 
@@ -83,12 +84,12 @@ def test_workspace_on_hopper(deterministic: bool) -> None:
 def test_launches(recorder: Recorder, options: dict[str, Any], launches: list[str]) -> None:
     """As few as there can be: nothing is zeroed by a launch of its own. Several sequences have a schedule before."""
     inputs = make_gradients(DenseCase(((3, 4),), h_q=2))
-    mla_cupy.mla_prefill_backward(*inputs.arguments, **inputs.options, **options)
+    flat(mla_cupy.mla_prefill_backward)(*inputs.arguments, **inputs.options, **options)
     assert recorder.memsets == []
     assert [one.entry for one in recorder.launches] == [f"mla_dense_{name}" for name in launches]
     recorder.launches.clear()
     inputs = make_gradients(DenseCase(((3, 4), (1, 1)), h_q=2))
-    mla_cupy.mla_prefill_backward(*inputs.arguments, **inputs.options, **options)
+    flat(mla_cupy.mla_prefill_backward)(*inputs.arguments, **inputs.options, **options)
     assert [one.entry for one in recorder.launches] == [f"mla_dense_{name}" for name in ("schedule", *launches)]
 
 
@@ -105,7 +106,7 @@ def test_launches_share_their_arguments(
     write = pipeline._Block.write
     monkeypatch.setattr(pipeline._Block, "write", lambda self, places: (written.append(self), write(self, places)))
     inputs = make_gradients(DenseCase(((3, 4),), h_q=2))
-    mla_cupy.mla_prefill_backward(*inputs.arguments, **inputs.options, **options)
+    flat(mla_cupy.mla_prefill_backward)(*inputs.arguments, **inputs.options, **options)
     assert len(written) == blocks
 
 
@@ -138,7 +139,7 @@ def test_gradients_as_views_of_one_array(recorder: Recorder, monkeypatch: pytest
     inputs = make_gradients(DenseCase(((3, 4),), h_q=2))
 
     def again() -> None:
-        mla_cupy.mla_prefill_backward(*inputs.arguments, **inputs.options, **gradients(inputs))
+        flat(mla_cupy.mla_prefill_backward)(*inputs.arguments, **inputs.options, **gradients(inputs))
 
     again()
     launches = len(recorder.launches)
@@ -153,10 +154,10 @@ def test_gradients_that_overlap(recorder: Recorder) -> None:
     """After a good call, too: rows that lie between each other's are told from rows that meet."""
     inputs = make_gradients(DenseCase(((3, 4),), h_q=2))
     good = gradients(inputs)
-    mla_cupy.mla_prefill_backward(*inputs.arguments, **inputs.options, **good)
+    flat(mla_cupy.mla_prefill_backward)(*inputs.arguments, **inputs.options, **good)
     both = good["dk"].base
     for first in (120, 0, 64):
         with pytest.raises(ShapeError, match=r"memory that overlaps d[kv]"):
-            mla_cupy.mla_prefill_backward(
+            flat(mla_cupy.mla_prefill_backward)(
                 *inputs.arguments, **inputs.options, **{**good, "dv": both[..., first : first + 128]}
             )

@@ -17,6 +17,7 @@ from mla_cupy.kernels.pipeline import Call, Launch, Step
 from tests.support import mutants
 from tests.support.dense_cases import DenseCase
 from tests.support.dense_gradients import GradientInputs, check_gradients, make_gradients
+from tests.support.flat import flat
 from tests.support.sim_driver import simulated
 
 SOURCE, ROWS = "dense/sm90_backward_queries.cu", "dense/sm90_rows.cuh"
@@ -169,7 +170,7 @@ def attempt(mutant: Mutant) -> None:
 def run(inputs: GradientInputs, mode: tuple[str, int]) -> None:
     """The gradient of the queries passes the tolerance rule."""
     with simulated(1, (9, 0), *mode) as target:
-        got = mla_cupy.mla_prefill_backward(
+        got = flat(mla_cupy.mla_prefill_backward)(
             *inputs.arguments, **inputs.options, kernel=SM90_KEYS.name, deterministic=True
         )
     assert target.launched[-1] == "mla_dense_sm90_backward_queries"

@@ -14,6 +14,7 @@ import mla_cupy
 from tests.dense.backward_runs import GENERIC, KERNELS, run
 from tests.support.dense_cases import DenseCase
 from tests.support.dense_gradients import NAMES, GradientInputs, make_gradients, moved
+from tests.support.flat import flat
 from tests.support.sim_driver import simulated
 
 Array = np.ndarray[Any, Any]
@@ -111,7 +112,7 @@ def test_none_of_a_kind(kernel: str, deterministic: bool, queries: int, keys: in
     """The others' gradients are zeros."""
     inputs = make_gradients(DenseCase(((queries, keys),), h_q=2, starts=False))
     with simulated(1) as target:
-        got = mla_cupy.mla_prefill_backward(
+        got = flat(mla_cupy.mla_prefill_backward)(
             *inputs.arguments, **inputs.options, kernel=kernel, deterministic=deterministic
         )
     assert bool(target.launched) == bool(queries or keys)
@@ -127,5 +128,5 @@ def test_odd_strides_fall_to_the_generic_kernel() -> None:
     odd[:] = inputs.forward.k
     run(moved(inputs, k=odd), GENERIC)
     with simulated(1) as target:
-        mla_cupy.mla_prefill_backward(inputs.forward.q, odd, *inputs.arguments[2:], **inputs.options)
+        flat(mla_cupy.mla_prefill_backward)(inputs.forward.q, odd, *inputs.arguments[2:], **inputs.options)
     assert f"mla_{GENERIC}" in target.launched

@@ -21,6 +21,7 @@ from mla_cupy.kernels.dense import DENSE
 from mla_cupy.kernels.dense.problem import DenseProblem
 from tests.dense.runs import GENERIC, GENERIC_FP8, GPUS, HOPPER, HOPPER_FP8, MMA, run
 from tests.support.dense_cases import DenseCase, DenseInputs, make
+from tests.support.flat import flat
 from tests.support.recorder import H200, Recorder
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import parametrize_pairs
@@ -86,7 +87,7 @@ def test_results_in_other_dtypes(kernel: str) -> None:
 
 def call(inputs: DenseInputs, kernel: str, **options: Any) -> tuple[Array, Array]:
     with simulated(1, GPUS[kernel]):
-        out, lse = mla_cupy.mla_prefill(*inputs.arguments, **inputs.options, kernel=kernel, **options)
+        out, lse = flat(mla_cupy.mla_prefill)(*inputs.arguments, **inputs.options, kernel=kernel, **options)
     return out, lse
 
 
@@ -163,7 +164,7 @@ def test_no_keys_and_no_queries(kernel: str) -> None:
     assert (lse == -np.inf).all()
     inputs = make(DenseCase(((0, 3),), starts=False, dtype=F8))
     with simulated(1, GPUS[kernel]) as target:
-        out, lse = mla_cupy.mla_prefill(*inputs.arguments, **inputs.options, kernel=kernel)
+        out, lse = flat(mla_cupy.mla_prefill)(*inputs.arguments, **inputs.options, kernel=kernel)
     assert (out.shape, out.dtype, lse.shape) == ((0, 1, 128), ml_dtypes.bfloat16, (0, 1))
     assert not target.launched
 
@@ -175,7 +176,7 @@ def test_odd_strides_fall_to_the_plain_kernel() -> None:
     moved: dict[str, Any] = {"k": odd}
     run(replace(inputs, **moved), GENERIC_FP8)
     with simulated(1) as target:
-        mla_cupy.mla_prefill(inputs.q, odd, inputs.v, **inputs.options)
+        flat(mla_cupy.mla_prefill)(inputs.q, odd, inputs.v, **inputs.options)
     assert target.launched[-1] == f"mla_{GENERIC_FP8}"
 
 
@@ -191,7 +192,7 @@ def sums(keys: int, mean: float, deviation: float, score: float = 1.0) -> tuple[
     )
     options: dict[str, Any] = {"causal": False, "scale": score * 192**-0.5}
     with simulated(1):
-        out, _ = mla_cupy.mla_prefill(q, k, v, **options, out_dtype="float32", kernel=HOPPER_FP8)
+        out, _ = flat(mla_cupy.mla_prefill)(q, k, v, **options, out_dtype="float32", kernel=HOPPER_FP8)
     return out, reference.mla_prefill(q, k, v, **options)[0]
 
 
@@ -246,7 +247,7 @@ def test_the_oracle_attends_to_the_codes_numbers(case: DenseCase) -> None:
 def test_the_numpy_backend_rounds_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     inputs = make(ENDS)
-    out, lse = mla_cupy.mla_prefill(*inputs.arguments, **inputs.options)
+    out, lse = flat(mla_cupy.mla_prefill)(*inputs.arguments, **inputs.options)
     np.testing.assert_array_equal(out, inputs.exact[0].astype(ml_dtypes.bfloat16))
     np.testing.assert_array_equal(lse, inputs.exact[1].astype(np.float32))
 
@@ -311,14 +312,14 @@ def test_what_codes_cannot_have(
 ) -> None:
     inputs = make(case)
     with pytest.raises(error, match=match):
-        mla_cupy.mla_prefill(*inputs.arguments, **{**inputs.options, **changes})
+        flat(mla_cupy.mla_prefill)(*inputs.arguments, **{**inputs.options, **changes})
     assert recorder.launches == []
 
 
 def test_operands_of_one_dtype(recorder: Recorder) -> None:
     inputs = make(ENDS)
     with pytest.raises(DTypeError, match=f"v.dtype: got uint8, expected {F8}"):
-        mla_cupy.mla_prefill(inputs.q, inputs.k, inputs.v.view(np.uint8), **inputs.options)
+        flat(mla_cupy.mla_prefill)(inputs.q, inputs.k, inputs.v.view(np.uint8), **inputs.options)
     assert recorder.launches == []
 
 

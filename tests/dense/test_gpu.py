@@ -13,6 +13,7 @@ from mla_cupy.kernels.dense.problem import DenseProblem
 from mla_cupy.runtime.device import DeviceInfo
 from tests.dense.runs import BY_NAME, GENERIC, GENERIC_FP8, HOPPER, HOPPER_FP8, KERNELS, MMA, MMA_163KB
 from tests.support.dense_cases import DenseCase, DenseInputs, make
+from tests.support.flat import flat
 from tests.support.gpu import upload
 from tests.support.tolerance import check
 
@@ -66,7 +67,7 @@ def run(inputs: DenseInputs, **options: Any) -> tuple[np.ndarray, np.ndarray]:
     import cupy
 
     arguments, given = on_gpu(inputs)
-    out, lse = mla_cupy.mla_prefill(*arguments, **given, **options)
+    out, lse = flat(mla_cupy.mla_prefill)(*arguments, **given, **options)
     return cupy.asnumpy(out), cupy.asnumpy(lse)
 
 
@@ -139,7 +140,7 @@ def test_selected_keys(gpu: DeviceInfo, kernel: str) -> None:
     starts = {name: inputs.options[name] for name in ("cu_seqlens_q", "cu_seqlens_kv")}
     on_device = {name: cupy.asarray(x) for name, x in starts.items()}
     for relative in (False, True):
-        mask = mla_cupy.prefill_mask(cupy.asarray(indices), 3000, relative=relative, **on_device)
+        mask = flat(mla_cupy.prefill_mask)(cupy.asarray(indices), 3000, relative=relative, **on_device)
         wanted = reference.prefill_mask(indices, 3000, relative=relative, **starts)[0]
         np.testing.assert_array_equal(mask.get(), wanted)
     hidden = ~np.unpackbits(wanted[:3000], axis=1, bitorder="little").any(axis=0)[:3000]
@@ -165,11 +166,11 @@ def test_chunks(gpu: DeviceInfo, kernel: str) -> None:
     state: dict[str, Any] = {}
     for first in (0, 250, 500):
         part = slice(first, first + 250 if first < 500 else 700)
-        out, lse = mla_cupy.mla_prefill(
+        out, lse = flat(mla_cupy.mla_prefill)(
             q, k[part], v[part], k_rope=k_rope[part], causal=False, out_dtype="float32", kernel=kernel, **state
         )
         state = {"state_out": out, "state_lse": lse}
-    out, lse = mla_cupy.mla_prefill(q, k[700:], v[700:], k_rope=k_rope[700:], kernel=kernel, **state)
+    out, lse = flat(mla_cupy.mla_prefill)(q, k[700:], v[700:], k_rope=k_rope[700:], kernel=kernel, **state)
     check((out.get(), lse.get()), inputs.exact, inputs.rounded, inputs.case.dtype)
 
 
@@ -184,9 +185,9 @@ def test_graph(gpu: DeviceInfo) -> None:
     starts_q = options["cu_seqlens_q"].copy()
     cupy.cuda.Device().synchronize()
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        mla_cupy.mla_prefill(*arguments, **options, out=out, lse=lse, workspace=workspace)
+        flat(mla_cupy.mla_prefill)(*arguments, **options, out=out, lse=lse, workspace=workspace)
         stream.begin_capture()
-        mla_cupy.mla_prefill(*arguments, **options, out=out, lse=lse, workspace=workspace)
+        flat(mla_cupy.mla_prefill)(*arguments, **options, out=out, lse=lse, workspace=workspace)
         graph = stream.end_capture()
         for ends in ([0, 40, 100], [0, 10, 100], [0, 40, 100]):
             options["cu_seqlens_q"][:] = cupy.asarray(ends, np.int32)

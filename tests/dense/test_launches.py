@@ -17,6 +17,7 @@ from mla_cupy.kernels.dense.table import row_maps
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.ops import OPERATIONS, call
 from tests.support.dense_cases import DenseCase, make
+from tests.support.flat import flat
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import fake_gpu
 
@@ -86,7 +87,7 @@ def test_results_in_the_place_of_the_state(recorder: Recorder, monkeypatch: pyte
 
     def again() -> None:
         memory = np.zeros((*shape, 128), np.float32), np.zeros(shape, np.float32)
-        mla_cupy.mla_prefill(*inputs.arguments, **in_place(inputs, *memory))
+        flat(mla_cupy.mla_prefill)(*inputs.arguments, **in_place(inputs, *memory))
 
     again()
     monkeypatch.setattr(call, "_prepare", None)
@@ -99,9 +100,9 @@ def test_results_beside_the_state(recorder: Recorder) -> None:
     inputs = make(DenseCase(((3, 4),), h_q=2))
     memory, lse = np.zeros((4, 2, 128), np.float32), np.zeros((3, 2), np.float32)
     options = in_place(inputs, memory[:3], lse)
-    mla_cupy.mla_prefill(*inputs.arguments, **options)
+    flat(mla_cupy.mla_prefill)(*inputs.arguments, **options)
     for wrong in (memory[1:], memory[2::-1]):
         with pytest.raises(ShapeError, match=r"out: got memory that overlaps state_out|out\.strides"):
-            mla_cupy.mla_prefill(*inputs.arguments, **{**options, "out": wrong})
+            flat(mla_cupy.mla_prefill)(*inputs.arguments, **{**options, "out": wrong})
     with pytest.raises(ShapeError, match="lse: got memory that overlaps state_out"):
-        mla_cupy.mla_prefill(*inputs.arguments, **{**options, "lse": memory[:3, :, 0]})
+        flat(mla_cupy.mla_prefill)(*inputs.arguments, **{**options, "lse": memory[:3, :, 0]})

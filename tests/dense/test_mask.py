@@ -11,6 +11,7 @@ import mla_cupy
 from mla_cupy import ShapeError, reference
 from tests.dense.runs import HOPPER, KERNELS, run
 from tests.support.dense_cases import DenseCase, DenseInputs, make
+from tests.support.flat import flat
 from tests.support.sim_driver import simulated
 
 ENDS = DenseCase(((3, 5), (4, 4)), mask=0.5, h_q=2)
@@ -120,7 +121,7 @@ def test_bad_masks(name: str) -> None:
     """They are errors before anything is launched."""
     inputs, (mask, message) = make(DenseCase(((3, 200),), starts=False)), BAD_MASKS[name]
     with simulated(1) as target, pytest.raises(ShapeError, match=message):
-        mla_cupy.mla_prefill(*inputs.arguments, **inputs.options, mask=mask)
+        flat(mla_cupy.mla_prefill)(*inputs.arguments, **inputs.options, mask=mask)
     assert not target.launched
 
 
@@ -152,7 +153,7 @@ def test_mask_of_indices(topk: int, max_keys: int, starts: Any, relative: bool, 
         names = "cu_seqlens_q", "cu_seqlens_kv"
         options |= {name: np.array(ends, np.int32) for name, ends in zip(names, starts, strict=True)}
     with simulated(1):
-        mask = mla_cupy.prefill_mask(indices, max_keys, **options)
+        mask = flat(mla_cupy.prefill_mask)(indices, max_keys, **options)
     np.testing.assert_array_equal(mask, reference.prefill_mask(indices, max_keys, **options)[0])
 
 

@@ -12,6 +12,7 @@ from tests.dense.runs import BY_NAME, GENERIC, MMA, MMA_163KB, run
 from tests.dense.test_mask import ENDS, LARGE, LONG, in_place, make_finite
 from tests.dense.test_sim import CASES
 from tests.support.dense_cases import DenseCase, make
+from tests.support.flat import flat
 from tests.support.sim_driver import simulated
 
 #: That they take: wider values have no room in the registers.
@@ -62,10 +63,10 @@ def test_what_they_do_not_take() -> None:
     """Wide values and odd strides go to the plain kernel; more shared memory than a GPU has is an error."""
     wide = make(DenseCase(((2, 3),), d_qk=256, d_v=256))
     with simulated(1, (8, 0)) as target:
-        mla_cupy.mla_prefill(*wide.arguments, **wide.options)
+        flat(mla_cupy.mla_prefill)(*wide.arguments, **wide.options)
     assert target.launched[-1] == BY_NAME[GENERIC].entry
     with simulated(1, (8, 0)), pytest.raises(mla_cupy.UnsupportedDeviceError, match="up to 128 columns"):
-        mla_cupy.mla_prefill(*wide.arguments, **wide.options, kernel=MMA)
+        flat(mla_cupy.mla_prefill)(*wide.arguments, **wide.options, kernel=MMA)
     narrow = make(DenseCase(((2, 3),)))
     with simulated(1, (8, 6)), pytest.raises(mla_cupy.UnsupportedDeviceError, match="163 KB"):
-        mla_cupy.mla_prefill(*narrow.arguments, **narrow.options, kernel=MMA_163KB)
+        flat(mla_cupy.mla_prefill)(*narrow.arguments, **narrow.options, kernel=MMA_163KB)

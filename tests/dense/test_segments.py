@@ -127,7 +127,7 @@ def test_attention_within_segments() -> None:
         x[ids <= 0] = np.nan
     with simulated(1):
         starts = mla_cupy.prefill_segments(ids, 3, check=True)
-        out, lse = mla_cupy.mla_prefill(q, k, v, cu_seqlens_q=starts[0], cu_seqlens_kv=starts[1])
+        out, lse = mla_cupy.mla_prefill(q, k, v, packed=mla_cupy.Packed(*starts))
     for name in (7, 3):
         own = ids == name
         exact = reference.mla_prefill(*(x[own].astype(np.float64) for x in (q, k, v)))

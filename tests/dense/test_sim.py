@@ -16,6 +16,7 @@ import pytest
 import mla_cupy
 from tests.dense.runs import GENERIC, GPUS, HOPPER, KERNELS, run
 from tests.support.dense_cases import DenseCase, make
+from tests.support.flat import flat
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import parametrize_pairs
 
@@ -66,7 +67,7 @@ def test_results_in_float32(kernel: str) -> None:
     """They are not rounded to 16 bits on the way."""
     inputs = make(DenseCase(((5, 9),), h_q=2))
     with simulated(1, GPUS[kernel]):
-        out, _ = mla_cupy.mla_prefill(*inputs.arguments, **inputs.options, kernel=kernel, out_dtype="float32")
+        out, _ = flat(mla_cupy.mla_prefill)(*inputs.arguments, **inputs.options, kernel=kernel, out_dtype="float32")
     assert out.dtype == np.float32
     assert (out != out.astype(inputs.q.dtype).astype(np.float32)).mean() > 0.5
     np.testing.assert_allclose(out, inputs.exact[0], rtol=0, atol=0.02)
@@ -130,7 +131,7 @@ def test_no_queries(kernel: str) -> None:
     """Nothing is launched."""
     inputs = make(DenseCase(((0, 3),), starts=False))
     with simulated(1, GPUS[kernel]) as target:
-        out, lse = mla_cupy.mla_prefill(*inputs.arguments, **inputs.options, kernel=kernel)
+        out, lse = flat(mla_cupy.mla_prefill)(*inputs.arguments, **inputs.options, kernel=kernel)
     assert out.shape == (0, 1, 128)
     assert lse.shape == (0, 1)
     assert not target.launched
@@ -143,7 +144,7 @@ def test_odd_strides_fall_to_the_generic_kernel() -> None:
     moved: dict[str, Any] = {"k": odd}
     run(replace(inputs, **moved), GENERIC)
     with simulated(1) as target:
-        mla_cupy.mla_prefill(inputs.q, odd, inputs.v, **inputs.options)
+        flat(mla_cupy.mla_prefill)(inputs.q, odd, inputs.v, **inputs.options)
     assert target.launched[-1] == f"mla_{GENERIC}"
 
 

@@ -153,7 +153,9 @@ def ungrouped(one: Bound) -> list[str]:
     for group, kind in one.operation.groups.items():
         members = one.operation.members(group)
         names = tuple_of(f'"{name}"' for name in members)
-        lines.append(f'{names_of(members)} = taken({group}, {kind.__name__}, "{group}", {names})')
+        absent = tuple_of(value_of(for_compilers(one.parameters[name]).default) for name in members)
+        take = f'taken({group}, {kind.__name__}, "{group}", {names})'
+        lines.append(f"{names_of(members)} = {absent} if {group} is None else {take}")
     return lines
 
 

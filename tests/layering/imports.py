@@ -27,7 +27,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "jax": {"arrays", "export.manifest", "export.xla", "ops"},
     "torch": {"arrays", "ops"},
     "compat": {"arrays", "ops", "torch"},
-    "integrations": {"runtime.env", "terminal", "torch"},
+    "integrations": {"ops.groups", "runtime.env", "terminal", "torch"},
     "parallel": {"_version", "arrays", "kernels", "ops", "runtime.device"},
     "parts": set(),
     "simulation": {"arrays", "kernels", "ops", "parts", "runtime"},

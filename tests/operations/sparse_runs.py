@@ -13,6 +13,7 @@ import mla_cupy
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support import gradients, sparse_gpu
 from tests.support.calls import assert_same
+from tests.support.flat import flat
 from tests.support.sparse_cases import SparseCase, SparseInputs
 
 
@@ -51,7 +52,7 @@ class SparseRun:
     def prepared(self, inputs: SparseInputs) -> functools.partial[Any]:
         """The call, with its arrays on the GPU; it takes further options."""
         arguments, named = self._support.uploaded(inputs)
-        function = getattr(mla_cupy, self.operation)
+        function = flat(getattr(mla_cupy, self.operation))
         fixed = {**named, **self.options, "kernel": self.kernel}
         return functools.partial(function, *arguments, **fixed)
 

@@ -13,6 +13,7 @@ import mla_cupy
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.errors import ArgumentError
 from mla_cupy.ops.combinations import PARTS, TABLE, Conflict, check
+from tests.support.flat import flat
 
 Call = dict[str, Any]
 B, S_Q, H_Q, TOPK, PAGES, PAGE = 2, 2, 4, 3, 3, 64
@@ -117,9 +118,9 @@ def plain(name: str) -> Call:
     if name == "mla_prefill":
         return {"q": q[0, ..., :192], "k": q[0, ..., :192], "v": q[0, ..., :128]}
     if name == "sparse_mla_decode":
-        return {"q": q, "kv_cache": cache("v32"), "indices": indices}
+        return {"q": q, "kv_cache": cache("v32"), "indices": indices, "scale": 0.1}
     if name == "sparse_mla_forward":
-        return {"q": q[0], "kv": cache("rows")[0], "indices": indices[0]}
+        return {"q": q[0], "kv": cache("rows")[0], "indices": indices[0], "scale": 0.1}
     return {"q": q, "kv_cache": cache("rows"), "block_table": table, "seqlens": seqlens}
 
 
@@ -154,7 +155,7 @@ def expected(conflict: Conflict) -> str:
 def test_a_conflict_is_refused(name: str, conflict: Conflict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     with pytest.raises(ArgumentError) as caught:
-        getattr(mla_cupy, name)(**call_with(name, conflict.part, conflict.other))
+        flat(getattr(mla_cupy, name))(**call_with(name, conflict.part, conflict.other))
     said = str(caught.value)
     assert said.startswith(f"{PARTS[conflict.part].argument}: got ")
     assert expected(conflict) in said

@@ -79,24 +79,24 @@ def test_an_infinite_sink_has_no_gradient(sink: float) -> None:
     rng = np.random.default_rng(0)
     q, kv = rng.standard_normal((2, 1, 576)).astype(np.float16), rng.standard_normal((4, 576)).astype(np.float16)
     indices, sinks = np.array([[0, 1], [2, 3]], np.int32), np.array([sink], np.float32)
-    out, lse, _ = mla_cupy.sparse_mla_forward(q, kv, indices, attn_sink=sinks)
+    out, lse, _ = mla_cupy.sparse_mla_forward(q, kv, indices, attn_sink=sinks, scale=576**-0.5)
     dout = np.ones_like(out)
-    dq, dkv, d_sink = mla_cupy.sparse_mla_backward(q, kv, out, dout, lse, indices, attn_sink=sinks)
+    dq, dkv, d_sink = mla_cupy.sparse_mla_backward(q, kv, out, dout, lse, indices, attn_sink=sinks, scale=576**-0.5)
     assert d_sink.tolist() == [0]
     if sink > 0:
         assert not out.any()
         assert not dq.any()
         assert not dkv.any()
     else:
-        assert np.array_equal(dkv, mla_cupy.sparse_mla_backward(q, kv, out, dout, lse, indices)[1])
+        assert np.array_equal(dkv, mla_cupy.sparse_mla_backward(q, kv, out, dout, lse, indices, scale=576**-0.5)[1])
 
 
 def test_checked_indices_are_those_that_count() -> None:
     q, kv = np.ones((1, 1, 576), np.float16), np.ones((4, 576), np.float16)
     indices = np.array([[0, 99]], np.int32)
-    mla_cupy.sparse_mla_forward(q, kv, indices, topk_length=np.array([1], np.int32), check=True)
+    mla_cupy.sparse_mla_forward(q, kv, indices, topk_length=np.array([1], np.int32), check=True, scale=576**-0.5)
     with pytest.raises(ArgumentError, match=r"indices\[0, 1\]: got 99"):
-        mla_cupy.sparse_mla_forward(q, kv, indices, check=True)
+        mla_cupy.sparse_mla_forward(q, kv, indices, check=True, scale=576**-0.5)
 
 
 def test_a_product_of_zero_passes_no_gradient() -> None:

@@ -21,6 +21,7 @@ from mla_cupy.kernels.projection.pipeline import STATES
 from tests.projection.inputs import States, kv_b_proj, states
 from tests.support.calls import Array
 from tests.support.cases import DecodeCase, make
+from tests.support.flat import flat
 from tests.support.mutants import Mutant, Plant, as_verdict, steps
 from tests.support.recorder import H200
 from tests.support.sim_driver import fake_gpu, simulated
@@ -286,13 +287,14 @@ def test_sparse_decode(
         "q": rng.standard_normal((b, 2, 4, 576)).astype(rows.dtype),
         "kv_cache": cache,
         "indices": rng.integers(-3, 256, (b, 2, 200)).astype(np.int32),
+        "scale": 576**-0.5,
         "topk_length": None if lengths is None else np.array(lengths, np.int32),
         "attn_sink": rng.standard_normal(4).astype(np.float32),
         "w_uv": w_uv,
         "gate": rng.standard_normal((b, 2, 4, 128)).astype(rows.dtype),
     }
     with simulated(sm_count) as driver:
-        got = mla_cupy.sparse_mla_decode(**call)
+        got = flat(mla_cupy.sparse_mla_decode)(**call)
     assert driver.launched[-1] == ("mla_projection_sm90_results" if apart else "mla_attention_combine_project")
     exact, rounded = (reference.sparse_mla_decode(**call, rounding=x) for x in (None, "bfloat16"))
     error = np.abs(got[0].astype(float) - exact[0]).max()

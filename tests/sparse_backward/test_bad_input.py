@@ -8,6 +8,7 @@ import pytest
 import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, ShapeError, UnsupportedDeviceError
 from mla_cupy.ops.sparse_backward import OPERATION
+from tests.support.flat import flat
 from tests.support.kernels import BACKWARD_KERNELS
 from tests.support.mistakes import Bad, Call, option, raises, shifted, swap
 from tests.support.operations import mistakes
@@ -81,17 +82,17 @@ MANY = Bad("many", many_additions, ArgumentError, ("deterministic", "s_q * topk 
 def test_refuses(bad: Bad, place: str) -> None:
     if place == "cupy" and (bad.id == "dkv overlaps" or bad.id.startswith("too many")):
         pytest.skip("uploading makes the rows real")
-    raises(bad, mla_cupy.sparse_mla_backward, good_call(), place)
+    raises(bad, flat(mla_cupy.sparse_mla_backward), good_call(), place)
 
 
 @pytest.mark.usefixtures("recorder")
 def test_more_slots_than_can_be_counted() -> None:
-    raises(MANY, mla_cupy.sparse_mla_backward, good_call(), "recorder")
+    raises(MANY, flat(mla_cupy.sparse_mla_backward), good_call(), "recorder")
 
 
 def test_every_argument_has_a_mistake() -> None:
     """A new argument of the call must come with the tests of its checks."""
-    assert arguments_without([*BAD, MANY, *mistakes(OPERATION)], mla_cupy.sparse_mla_backward) == {
+    assert arguments_without([*BAD, MANY, *mistakes(OPERATION)], flat(mla_cupy.sparse_mla_backward)) == {
         "causal",
         "relative",
         "check",
@@ -101,12 +102,12 @@ def test_every_argument_has_a_mistake() -> None:
 
 def test_the_call_that_the_mistakes_are_made_in_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
-    for result in mla_cupy.sparse_mla_backward(**good_call(), check=True):
+    for result in flat(mla_cupy.sparse_mla_backward)(**good_call(), check=True):
         assert (result.astype(np.float32) == 7).mean() < 0.01
 
 
 def test_the_same_call_is_launched_when_good(recorder: Recorder) -> None:
-    mla_cupy.sparse_mla_backward(**good_call(), check=True)
+    flat(mla_cupy.sparse_mla_backward)(**good_call(), check=True)
     assert recorder.entries[0] == "attention_row_lists"
     assert recorder.entries[-1] == "sparse_backward_sink"
 
@@ -117,5 +118,5 @@ def test_forced_kernel_that_does_not_fit(recorder: Recorder, kernel: str, name: 
     call = good_call()
     call[name] = shifted(call[name])
     with pytest.raises(UnsupportedDeviceError, match=f"{kernel} (needs|is for) "):
-        mla_cupy.sparse_mla_backward(**call, kernel=kernel)
+        flat(mla_cupy.sparse_mla_backward)(**call, kernel=kernel)
     assert recorder.launches == []

@@ -13,6 +13,7 @@ import mla_cupy
 from mla_cupy import dtypes, reference
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.calls import assert_same
+from tests.support.flat import flat
 from tests.support.gpu import upload
 from tests.support.gradients import (
     ALL_KERNELS,
@@ -54,7 +55,9 @@ def test_results_in_given_views(kernel: str, dkv_dtype: str, deterministic: bool
     arguments, named = uploaded(inputs)
     sinks = cupy.full(CASE.h_q + 2, 7, cupy.float32)
     given = {"dq": dq, "dkv": dkv, "d_sink": sinks[1:-1]}
-    results = mla_cupy.sparse_mla_backward(*arguments, **named, **given, kernel=kernel, deterministic=deterministic)
+    results = flat(mla_cupy.sparse_mla_backward)(
+        *arguments, **named, **given, kernel=kernel, deterministic=deterministic
+    )
     assert all(result is target for result, target in zip(results, given.values(), strict=True))
     assert sinks[[0, -1]].get().tolist() == [7, 7]
     check_gradients(on_host(results), inputs, dkv_dtype, deterministic)
@@ -67,14 +70,14 @@ def test_results_in_given_views(kernel: str, dkv_dtype: str, deterministic: bool
 @pytest.mark.parametrize("options", [{"lse_base": "2"}, {"scale": 0.01}, {"scale": 0.2, "lse_base": "2"}], ids=str)
 def test_bases_and_scales(kernel: str, options: dict[str, Any]) -> None:
     inputs = make(CASE)
-    out, lse, _ = reference.sparse_mla_forward(*inputs.arguments, **inputs.options, **options)
+    options = {**inputs.options, **options}
+    out, lse, _ = reference.sparse_mla_forward(*inputs.arguments, **options)
     given = (inputs.q, inputs.kv, out.astype(inputs.q.dtype), inputs.dout, lse.astype(np.float32), inputs.indices)
     exact, rounded = (
-        reference.sparse_mla_backward(*given, **inputs.options, **options, rounding=rounding)
-        for rounding in (None, CASE.dtype)
+        reference.sparse_mla_backward(*given, **options, rounding=rounding) for rounding in (None, CASE.dtype)
     )
-    named = {name: upload(x) for name, x in inputs.optional.items()}
-    got = on_host(mla_cupy.sparse_mla_backward(*map(upload, given), **named, **options, kernel=kernel))
+    named = options | {name: upload(x) for name, x in inputs.optional.items()}
+    got = on_host(flat(mla_cupy.sparse_mla_backward)(*map(upload, given), **named, kernel=kernel))
     for x, wanted, budget in zip(got, exact, rounded, strict=True):
         error = np.abs(x.astype(np.float64) - wanted)
         peak = np.abs(wanted).max()
@@ -85,9 +88,9 @@ def test_bases_and_scales(kernel: str, options: dict[str, Any]) -> None:
 def test_a_float32_out(kernel: str) -> None:
     inputs = make(CASE)
     arguments, named = uploaded(inputs)
-    short = on_host(mla_cupy.sparse_mla_backward(*arguments, **named, kernel=kernel))
+    short = on_host(flat(mla_cupy.sparse_mla_backward)(*arguments, **named, kernel=kernel))
     arguments[2] = upload(inputs.out.astype(np.float32))
-    wide = on_host(mla_cupy.sparse_mla_backward(*arguments, **named, kernel=kernel))
+    wide = on_host(flat(mla_cupy.sparse_mla_backward)(*arguments, **named, kernel=kernel))
     check_gradients(wide, inputs)
     np.testing.assert_allclose(wide[2], short[2], rtol=1e-4, atol=1e-4 * np.abs(short[2]).max())
 
@@ -101,14 +104,14 @@ def test_deterministic_repeats_are_bit_identical(gpu: DeviceInfo, kernel: str) -
     need(kernel, gpu, CASE, deterministic=True)
     arguments, named = uploaded(make(CASE))
     options = {**named, "kernel": kernel, "deterministic": True, "dkv_dtype": "float32"}
-    first = mla_cupy.sparse_mla_backward(*arguments, **options)
+    first = flat(mla_cupy.sparse_mla_backward)(*arguments, **options)
     different = cupy.zeros(3, cupy.int64)
     other = cupy.cuda.Stream(non_blocking=True)
     for repeat in range(300):
         with other:  # work beside the calls, in memory of its own arena, so that blocks come in another order
             load = cupy.ones(1 << (10 + repeat % 12), cupy.float32)
             load *= 2
-        again = mla_cupy.sparse_mla_backward(*arguments, **options)
+        again = flat(mla_cupy.sparse_mla_backward)(*arguments, **options)
         for i, (x, y) in enumerate(zip(again, first, strict=True)):
             width = cupy.uint16 if x.dtype.itemsize == 2 else cupy.uint32
             different[i] += (x.view(width) != y.view(width)).sum()
@@ -118,10 +121,10 @@ def test_deterministic_repeats_are_bit_identical(gpu: DeviceInfo, kernel: str) -
 def test_plain_repeats_differ_in_the_last_bits_of_dkv_only(kernel: str) -> None:
     arguments, named = uploaded(make(CASE))
     options = {**named, "kernel": kernel, "dkv_dtype": "float32"}
-    first = on_host(mla_cupy.sparse_mla_backward(*arguments, **options))
+    first = on_host(flat(mla_cupy.sparse_mla_backward)(*arguments, **options))
     peak = np.abs(first[1]).max(axis=1, keepdims=True)
     for _ in range(20):
-        again = on_host(mla_cupy.sparse_mla_backward(*arguments, **options))
+        again = on_host(flat(mla_cupy.sparse_mla_backward)(*arguments, **options))
         assert_same(again[0], first[0])
         assert_same(again[2], first[2])
         assert (np.abs(again[1] - first[1]) <= 1e-5 * peak).all()
@@ -169,11 +172,11 @@ def test_nan_stays_with_the_queries_that_see_it(kernel: str, where: str, determi
 @pytest.mark.parametrize("case", [CASE, replace(CASE, strides="odd", head_axis=True)], ids=["padded", "odd"])
 def test_host_arrays_go_to_the_gpu_and_back(gpu: DeviceInfo, case: SparseCase) -> None:
     inputs = make(case)
-    results = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, deterministic=True)
+    results = flat(mla_cupy.sparse_mla_backward)(*inputs.backward_arguments, **inputs.options, deterministic=True)
     assert all(isinstance(x, np.ndarray) for x in results)
     check_gradients(results, inputs, deterministic=True)
     given = [np.full(x.shape, 7, x.dtype) for x in results[:2]]
-    again = mla_cupy.sparse_mla_backward(
+    again = flat(mla_cupy.sparse_mla_backward)(
         *inputs.backward_arguments, **inputs.options, deterministic=True, dq=given[0], dkv=given[1]
     )
     for result, target, wanted in zip(again, (*given, again[2]), results, strict=True):
@@ -208,7 +211,7 @@ def test_kv_of_more_than_2_31_elements(large_kv: Any, kernel: str, deterministic
     far = np.where(valid, np.asarray(FAR, np.int32)[np.where(valid, small.indices, 0)], -9).astype(np.int32)
     arguments, _ = uploaded(small)
     arguments[1], arguments[5] = large_kv, cupy.asarray(far)
-    dq, dkv, _ = mla_cupy.sparse_mla_backward(*arguments, kernel=kernel, deterministic=deterministic)
+    dq, dkv, _ = mla_cupy.sparse_mla_backward(*arguments, kernel=kernel, deterministic=deterministic, scale=576**-0.5)
     check_gradients([*on_host((dq, dkv[cupy.asarray(FAR)])), None], small, deterministic=deterministic)
     dkv[cupy.asarray(FAR)] = 0
     assert int(cupy.count_nonzero(dkv.view(cupy.uint16))) == 0  # no other row was touched

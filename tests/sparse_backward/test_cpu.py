@@ -10,6 +10,7 @@ import pytest
 import mla_cupy
 from mla_cupy import dtypes, reference
 from tests.support.calls import assert_same
+from tests.support.flat import flat
 from tests.support.sparse_cases import CORNERS, SparseCase, SparseInputs, make
 
 SMALL = SparseCase(h_q=4, topk=40, lengths=True, sink=True, dlse=True)
@@ -35,7 +36,7 @@ def expected(inputs: SparseInputs, dkv_dtype: str | None = None, **options: Any)
 def check(case: SparseCase, dkv_dtype: str | None = None, **options: Any) -> None:
     inputs = make(case)
     options = {**inputs.backward_options, **options}
-    got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **options, dkv_dtype=dkv_dtype)
+    got = flat(mla_cupy.sparse_mla_backward)(*inputs.backward_arguments, **options, dkv_dtype=dkv_dtype)
     for one, other in zip(got, expected(inputs, dkv_dtype, **options), strict=True):
         if other is None:
             assert one is None
@@ -72,12 +73,18 @@ def test_gradients_of_a_small_loss() -> None:
     inputs.kv[np.isnan(inputs.kv)] = 0
 
     def loss(q: Any, kv: Any, sink: Any) -> float:
-        out = mla_cupy.sparse_mla_forward(q, kv, inputs.indices, attn_sink=sink, out_dtype="float32")[0]
+        out = mla_cupy.sparse_mla_forward(
+            q, kv, inputs.indices, attn_sink=sink, out_dtype="float32", scale=inputs.scale
+        )[0]
         return float((out * inputs.dout.astype(np.float32)).sum())
 
-    out, lse, _ = mla_cupy.sparse_mla_forward(*inputs.arguments, attn_sink=inputs.attn_sink, out_dtype="float32")
+    out, lse, _ = mla_cupy.sparse_mla_forward(
+        *inputs.arguments, attn_sink=inputs.attn_sink, out_dtype="float32", scale=inputs.scale
+    )
     arguments = (inputs.q, inputs.kv, out, inputs.dout, lse, inputs.indices)
-    gradients = mla_cupy.sparse_mla_backward(*arguments, attn_sink=inputs.attn_sink, dkv_dtype="float32")
+    gradients = mla_cupy.sparse_mla_backward(
+        *arguments, attn_sink=inputs.attn_sink, dkv_dtype="float32", scale=inputs.scale
+    )
     point = [inputs.q, inputs.kv, inputs.attn_sink]
     here = loss(*point)
     for i, gradient in enumerate(gradients):
@@ -98,7 +105,7 @@ def test_given_arrays_are_written_and_returned(dkv_dtype: str) -> None:
     dq, dkv = whole_dq[:s_q, :, :576], whole_dkv[::2, 1:577]
     sinks = np.full(h_q + 2, 7, np.float32)
     given = {"dq": dq, "dkv": dkv, "d_sink": sinks[1:-1]}
-    results = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.backward_options, **given)
+    results = flat(mla_cupy.sparse_mla_backward)(*inputs.backward_arguments, **inputs.backward_options, **given)
     assert all(result is target for result, target in zip(results, given.values(), strict=True))
     assert sinks[[0, -1]].tolist() == [7, 7]
     for result, wanted in zip(results, expected(inputs, dkv_dtype), strict=True):
@@ -115,7 +122,9 @@ def test_only_one_array_given(name: str) -> None:
     wanted = expected(inputs)
     i = ("dq", "dkv", "d_sink").index(name)
     target = np.empty_like(wanted[i])
-    results = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.backward_options, **{name: target})
+    results = flat(mla_cupy.sparse_mla_backward)(
+        *inputs.backward_arguments, **inputs.backward_options, **{name: target}
+    )
     assert results[i] is target
     for result, one in zip(results, wanted, strict=True):
         assert_same(result, one)
@@ -125,7 +134,7 @@ def test_a_float32_out_is_taken_as_it_is() -> None:
     inputs = make(SMALL)
     out = inputs.exact[0].astype(np.float32)
     arguments = (inputs.q, inputs.kv, out, *inputs.backward_arguments[3:])
-    got = mla_cupy.sparse_mla_backward(*arguments, **inputs.backward_options)
+    got = flat(mla_cupy.sparse_mla_backward)(*arguments, **inputs.backward_options)
     exact = reference.sparse_mla_backward(*arguments, **inputs.backward_options)
     assert_same(got[0], dtypes.round_to(exact[0], "bfloat16").astype(inputs.q.dtype))
     assert_same(got[2], exact[2].astype(np.float32))
@@ -133,7 +142,7 @@ def test_a_float32_out_is_taken_as_it_is() -> None:
 
 def test_the_oracle_is_deterministic_anyway() -> None:
     inputs = make(SMALL)
-    got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.backward_options, deterministic=True)
+    got = flat(mla_cupy.sparse_mla_backward)(*inputs.backward_arguments, **inputs.backward_options, deterministic=True)
     for one, other in zip(got, expected(inputs), strict=True):
         assert_same(one, other)
 
@@ -142,5 +151,5 @@ def test_inputs_are_left_alone() -> None:
     inputs = make(SMALL)
     everything = [*inputs.backward_arguments, *inputs.optional.values()]
     before = [x.tobytes() for x in everything]
-    mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.backward_options)
+    flat(mla_cupy.sparse_mla_backward)(*inputs.backward_arguments, **inputs.backward_options)
     assert [x.tobytes() for x in everything] == before

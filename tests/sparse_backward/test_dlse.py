@@ -9,6 +9,7 @@ import mla_cupy
 from mla_cupy import reference
 from mla_cupy.simulation import simulated
 from tests.sparse_backward.test_launches import backward, records
+from tests.support.flat import flat
 from tests.support.gradients import check_gradients
 from tests.support.recorder import Recorder
 from tests.support.sparse_cases import Array, SparseCase, make
@@ -59,7 +60,7 @@ def test_what_nothing_flows_through() -> None:
     assert not dq[2, 2].any()
     assert np.isfinite(dkv).all()
     with simulated():
-        got = mla_cupy.sparse_mla_backward(
+        got = flat(mla_cupy.sparse_mla_backward)(
             *inputs.backward_arguments, **inputs.backward_options, kernel="sparse_backward_generic"
         )
     assert not got[0][:2].any()
@@ -80,7 +81,7 @@ def test_base_two_and_a_sink_that_takes_nearly_all(deterministic: bool) -> None:
     exact = reference.sparse_mla_backward(*arguments, **inputs.backward_options, lse_base="2")
     options = {"lse_base": "2", "deterministic": deterministic, "kernel": "sparse_backward_generic"}
     with simulated():
-        got = mla_cupy.sparse_mla_backward(*arguments, **inputs.backward_options, **options, dkv_dtype="float32")
+        got = flat(mla_cupy.sparse_mla_backward)(*arguments, **inputs.backward_options, **options, dkv_dtype="float32")
     for x, y in zip(got, exact, strict=True):
         np.testing.assert_allclose(x.astype(np.float64), y, rtol=0, atol=1e-2 * np.abs(y).max())
     assert np.abs(exact[0][:, 2]).max() > 0.1  # all of it through lse: out is next to nothing
@@ -126,7 +127,7 @@ def test_the_rule_sees_it() -> None:
     """Gradients without it are not taken for gradients with it."""
     inputs = make(SparseCase(s_q=2, s_kv=60, h_q=3, topk=30, dlse=True))
     with simulated():
-        got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options)
+        got = flat(mla_cupy.sparse_mla_backward)(*inputs.backward_arguments, **inputs.options)
     with pytest.raises(AssertionError, match="allowed"):
         check_gradients(got, inputs)
 
@@ -145,7 +146,9 @@ def test_rows_beneath_a_sink(dtype: str, kernel: str) -> None:
     exact, *_ = reference.sparse_mla_backward(*arguments, **inputs.backward_options)
     assert np.abs(exact).max() > 1e-4
     with simulated():
-        dq, *_ = mla_cupy.sparse_mla_backward(*arguments, **inputs.backward_options, kernel=f"sparse_backward_{kernel}")
+        dq, *_ = flat(mla_cupy.sparse_mla_backward)(
+            *arguments, **inputs.backward_options, kernel=f"sparse_backward_{kernel}"
+        )
     if (dtype, kernel) == ("float16", "sm90"):
         assert not dq.astype(np.float32).any()
     else:

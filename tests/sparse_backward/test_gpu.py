@@ -10,6 +10,7 @@ import pytest
 import mla_cupy
 from mla_cupy import reference
 from mla_cupy.runtime.device import DeviceInfo
+from tests.support.flat import flat
 from tests.support.gradients import (
     ALL_KERNELS,
     backward,
@@ -72,8 +73,8 @@ def test_the_forward_s_own_results_go_in(gpu: DeviceInfo, kernel: str) -> None:
     need(kernel, gpu, case)
     inputs = make(case)
     (q, kv, _, dout, _, indices), named = uploaded(inputs)
-    out, lse, _ = mla_cupy.sparse_mla_forward(q, kv, indices, **named)
-    got = on_host(mla_cupy.sparse_mla_backward(q, kv, out, dout, lse, indices, **named, kernel=kernel))
+    out, lse, _ = flat(mla_cupy.sparse_mla_forward)(q, kv, indices, **named)
+    got = on_host(flat(mla_cupy.sparse_mla_backward)(q, kv, out, dout, lse, indices, **named, kernel=kernel))
     host_out, host_lse = on_host((out, lse))
     given = (inputs.q, inputs.kv, host_out, inputs.dout, host_lse, inputs.indices)
     exact, rounded = (

@@ -17,6 +17,7 @@ from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD, mma, sm90
 from mla_cupy.kernels.sparse_backward.problem import DkvOrder, SparseBackwardProblem
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.simulation import fake_gpu
+from tests.support.flat import flat
 from tests.support.gradients import problem_of, reason_against
 from tests.support.kernels import BACKWARD_KERNELS, BLACKWELL
 from tests.support.recorder import B200, H200, Recorder
@@ -43,7 +44,7 @@ def name_of(kernel: str) -> str:
 
 
 def backward(inputs: SparseInputs, **options: Any) -> tuple[Any, Any, Any]:
-    return mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **{**inputs.backward_options, **options})
+    return flat(mla_cupy.sparse_mla_backward)(*inputs.backward_arguments, **{**inputs.backward_options, **options})
 
 
 def records(recorder: Recorder, entry: str) -> list[Any]:
@@ -119,7 +120,7 @@ def test_statistics_are_made_of_the_caller_s_arrays(recorder: Recorder, dtype: s
     inputs = make(SparseCase(sink=True, topk=70))
     out = inputs.out if not is_fp32 else inputs.exact[0].astype(np.float32)
     arguments = (inputs.q, inputs.kv, out, *inputs.backward_arguments[3:])
-    results = mla_cupy.sparse_mla_backward(*arguments, **inputs.options, lse_base="2" if is_fp32 else "e")
+    results = flat(mla_cupy.sparse_mla_backward)(*arguments, **inputs.options, lse_base="2" if is_fp32 else "e")
     (record,) = records(recorder, "sparse_backward_delta")
     for name, x in {"out": out, "dout": inputs.dout, "lse": inputs.lse, "attn_sink": inputs.attn_sink}.items():
         assert record[name] == x.ctypes.data
@@ -157,7 +158,7 @@ def test_delta_comes_first_where_more_needs_it_or_out_is_another(recorder: Recor
     elif why == "odd":
         out = np.empty((7, 16, 513), inputs.out.dtype)[..., 1:]
     arguments = (inputs.q, inputs.kv, out, *inputs.backward_arguments[3:])
-    mla_cupy.sparse_mla_backward(*arguments, **inputs.backward_options, deterministic=why == "deterministic")
+    flat(mla_cupy.sparse_mla_backward)(*arguments, **inputs.backward_options, deterministic=why == "deterministic")
     (delta,), (main,) = records(recorder, "sparse_backward_delta"), records(recorder, "sparse_backward_sm90")
     assert (main["out"], main["lse2"], main["delta"]) == (0, delta["lse2"], delta["delta"])
     assert (main["lse2_stride_s_elems"], main["lse2_stride_h_elems"], main["lse2_factor"]) == (16, 1, 1)
@@ -357,7 +358,7 @@ def test_tensor_maps_of_axes_of_size_one_and_of_nothing(recorder: Recorder, kern
         recorder.maps.clear()
         inputs = make(case)
         q, kv = (backwards(x) if x.shape[0] == 1 else x for x in (inputs.q, inputs.kv))
-        mla_cupy.sparse_mla_backward(q, kv, *inputs.backward_arguments[2:], kernel=kernel)
+        mla_cupy.sparse_mla_backward(q, kv, *inputs.backward_arguments[2:], kernel=kernel, scale=inputs.scale)
         assert len(recorder.maps) == 4
         for spec in recorder.maps:
             spec.validate()

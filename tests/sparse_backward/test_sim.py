@@ -20,6 +20,7 @@ from mla_cupy.kernels.sparse_backward import mma
 from mla_cupy.kernels.sparse_backward.passes import launch_dkv
 from mla_cupy.kernels.sparse_backward.problem import DkvOrder, SparseBackwardProblem
 from mla_cupy.runtime import sources
+from tests.support.flat import flat
 from tests.support.gradients import check_gradients, reason_against
 from tests.support.kernels import BACKWARD_KERNELS, BLACKWELL, on_hopper
 from tests.support.sim_driver import DEVICE, SimDriver, fake_gpu, simulated
@@ -109,7 +110,7 @@ def run(
     **options: Any,
 ) -> tuple[Any, Any, Any]:
     with simulated(2, cc or cc_of(kernel), *mode) as target:
-        got = mla_cupy.sparse_mla_backward(
+        got = flat(mla_cupy.sparse_mla_backward)(
             *inputs.backward_arguments, **inputs.backward_options, kernel=kernel, **options
         )
     assert BACKWARD_KERNELS[kernel].entry in target.launched
@@ -134,7 +135,7 @@ def test_lists_that_are_sorted(sm_count: int, kernel: str) -> None:
     """As they are where the sums do not fit in L2; the blocks then keep in step, if the kernel has them do so."""
     inputs = make(with_heads(kernel, SparseCase(s_q=4, s_kv=150, h_q=2, topk=70)))
     with simulated(sm_count, cc_of(kernel), mode="random", seed=5, l2_bytes=1 << 10) as target:
-        got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, kernel=kernel)
+        got = flat(mla_cupy.sparse_mla_backward)(*inputs.backward_arguments, **inputs.options, kernel=kernel)
     assert BACKWARD_KERNELS[kernel].entry in target.launched
     check_gradients(got, inputs)
 
@@ -162,13 +163,12 @@ def test_float32_gradient_of_kv() -> None:
 @pytest.mark.parametrize("kernel", EACH_SOURCE)
 def test_base_two_and_a_scale(kernel: str) -> None:
     inputs = make(with_heads(kernel, SparseCase(s_q=2, s_kv=80, h_q=2, topk=20, sink=True)))
-    out, lse, _ = reference.sparse_mla_forward(*inputs.arguments, **inputs.options, scale=0.02, lse_base="2")
+    options = {**inputs.options, "scale": 0.02, "lse_base": "2"}
+    out, lse, _ = reference.sparse_mla_forward(*inputs.arguments, **options)
     arguments = (inputs.q, inputs.kv, out.astype(np.float32), inputs.dout, lse.astype(np.float32), inputs.indices)
-    exact = reference.sparse_mla_backward(*arguments, **inputs.options, scale=0.02, lse_base="2")
+    exact = reference.sparse_mla_backward(*arguments, **options)
     with simulated(cc=cc_of(kernel)):
-        got = mla_cupy.sparse_mla_backward(
-            *arguments, **inputs.options, scale=0.02, lse_base="2", kernel=kernel, dkv_dtype="float32"
-        )
+        got = flat(mla_cupy.sparse_mla_backward)(*arguments, **options, kernel=kernel, dkv_dtype="float32")
     for x, y in zip(got, exact, strict=True):
         np.testing.assert_allclose(x.astype(np.float64), y, rtol=0, atol=1e-2 * np.abs(y).max())
 
@@ -255,7 +255,7 @@ def test_nothing_to_do(sizes: tuple[int, int, int], deterministic: bool) -> None
     s_q, s_kv, topk = sizes
     inputs = make(SparseCase(s_q=s_q, s_kv=s_kv, h_q=2, topk=topk, sink=True, strides="dense"))
     with simulated():
-        dq, dkv, d_sink = mla_cupy.sparse_mla_backward(
+        dq, dkv, d_sink = flat(mla_cupy.sparse_mla_backward)(
             *inputs.backward_arguments, **inputs.options, deterministic=deterministic
         )
     for x, shape in ((dq, (s_q, 2, 576)), (dkv, (s_kv, 576)), (d_sink, (2,))):
@@ -271,7 +271,7 @@ def test_a_query_without_a_row_adds_nothing_to_the_sinks_gradient() -> None:
     out[1], lse[1] = 1, 0.5
     arguments = (q, kv, out, dout, lse, indices)
     with simulated():
-        got = mla_cupy.sparse_mla_backward(*arguments, **inputs.options)
+        got = flat(mla_cupy.sparse_mla_backward)(*arguments, **inputs.options)
     wanted = reference.sparse_mla_backward(*arguments, **inputs.options)
     for x, y in zip(got, wanted, strict=True):
         np.testing.assert_allclose(x.astype(np.float64), y, rtol=2e-2, atol=2e-2 * np.abs(y).max())

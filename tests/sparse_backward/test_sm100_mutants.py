@@ -13,6 +13,7 @@ import pytest
 
 import mla_cupy
 from tests.support import mutants
+from tests.support.flat import flat
 from tests.support.gradients import check_gradients
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
@@ -311,7 +312,7 @@ def verdict(kernel: str, mode: tuple[str, int], low_scores: bool = False) -> Non
     if low_scores:
         lower_scores(inputs)
     with simulated(2, (10, 0), *mode):
-        got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, kernel=kernel)
+        got = flat(mla_cupy.sparse_mla_backward)(*inputs.backward_arguments, **inputs.options, kernel=kernel)
     check_gradients(got, inputs)
 
 

@@ -16,6 +16,7 @@ import pytest
 import mla_cupy
 from mla_cupy.errors import ArgumentError
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
+from tests.support.flat import flat
 from tests.support.gradients import check_gradients
 from tests.support.kernels import BACKWARD_KERNELS, BLACKWELL
 from tests.support.sim_driver import fake_gpu, simulated
@@ -73,7 +74,7 @@ def run(
     inputs: SparseInputs, kernel: str | None, mode: tuple[str, int] = ("early", 0), **options: Any
 ) -> tuple[Any, Any, Any]:
     with simulated(2, (10, 0), *mode) as target:
-        got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, kernel=kernel, **options)
+        got = flat(mla_cupy.sparse_mla_backward)(*inputs.backward_arguments, **inputs.options, kernel=kernel, **options)
     assert BACKWARD_KERNELS[kernel or BLACKWELL[0]].entry in target.launched
     return got
 
@@ -112,7 +113,7 @@ def test_default_kernel(cc: tuple[int, int]) -> None:
     """Tiles of 32 keys, for every call that has 16-byte steps; the cubin is that of the GPU."""
     inputs = make(SparseCase(s_q=2, s_kv=90, h_q=3, topk=40))
     with simulated(2, cc) as target:
-        got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options)
+        got = flat(mla_cupy.sparse_mla_backward)(*inputs.backward_arguments, **inputs.options)
     assert "mla_sparse_backward_sm100" in target.launched
     check_gradients(got, inputs)
 
@@ -121,7 +122,7 @@ def test_arrays_that_tensor_maps_cannot_describe() -> None:
     """Odd strides go to the generic kernel, which says so by name."""
     inputs = make(SparseCase(s_q=2, s_kv=40, h_q=2, topk=20, strides="odd"))
     with simulated(2, (10, 0)) as target:
-        got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options)
+        got = flat(mla_cupy.sparse_mla_backward)(*inputs.backward_arguments, **inputs.options)
     assert "mla_sparse_backward_generic" in target.launched
     check_gradients(got, inputs)
 
@@ -155,9 +156,9 @@ def test_hopper_refuses_by_name() -> None:
     inputs = make(SparseCase(s_q=1, s_kv=30, h_q=2, topk=20))
     for kernel in BLACKWELL:
         with pytest.raises(RuntimeError, match=r"compute capability 10\.0 or 10\.3"), simulated(2, (9, 0)):
-            mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, kernel=kernel)
+            flat(mla_cupy.sparse_mla_backward)(*inputs.backward_arguments, **inputs.options, kernel=kernel)
     with pytest.raises(ArgumentError, match="sparse_backward_sm100"), simulated(2, (10, 0)):
-        mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, kernel="sparse_backward_sm10")
+        flat(mla_cupy.sparse_mla_backward)(*inputs.backward_arguments, **inputs.options, kernel="sparse_backward_sm10")
 
 
 def test_takes_every_number_of_heads() -> None:

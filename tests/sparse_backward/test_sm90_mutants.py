@@ -8,6 +8,7 @@ import pytest
 
 import mla_cupy
 from tests.support import mutants
+from tests.support.flat import flat
 from tests.support.gradients import check_gradients
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
@@ -82,7 +83,7 @@ def verdict(case: SparseCase, deterministic: bool = False, mode: tuple[str, int]
     inputs = make(case)
     with simulated(2, (9, 0), *mode) as target:
         target.race_global = True
-        got = mla_cupy.sparse_mla_backward(
+        got = flat(mla_cupy.sparse_mla_backward)(
             *inputs.backward_arguments, **inputs.options, kernel=KERNEL, deterministic=deterministic
         )
     check_gradients(got, inputs, deterministic=deterministic)

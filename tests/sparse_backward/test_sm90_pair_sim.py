@@ -12,6 +12,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import reference
+from tests.support.flat import flat
 from tests.support.gradients import check_gradients
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
@@ -46,7 +47,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def run(inputs: SparseInputs, mode: tuple[str, int] = ("early", 0), sm_count: int = 2, **options: Any) -> Any:
     with simulated(sm_count, (9, 0), *mode) as target:
-        got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, **options)
+        got = flat(mla_cupy.sparse_mla_backward)(*inputs.backward_arguments, **inputs.options, **options)
     assert f"mla_{PAIR}" in target.launched
     return got
 

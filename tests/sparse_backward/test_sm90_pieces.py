@@ -12,6 +12,7 @@ from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD, heuristics, sm90
 from mla_cupy.kernels.sparse_backward.pieces import Pieces
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
 from tests.support import mutants
+from tests.support.flat import flat
 from tests.support.gradients import check_gradients
 from tests.support.recorder import H200, Recorder
 from tests.support.sim_driver import simulated
@@ -80,7 +81,7 @@ def verdict(case: SparseCase, sm_count: int = 2, mode: tuple[str, int] = ("early
     inputs = make(case)
     with simulated(sm_count, (9, 0), *mode) as target:
         target.race_global = True
-        got = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.backward_options, kernel=KERNEL)
+        got = flat(mla_cupy.sparse_mla_backward)(*inputs.backward_arguments, **inputs.backward_options, kernel=KERNEL)
     assert "mla_sparse_backward_dq_pieces" in target.launched
     check_gradients(got, inputs)
 
@@ -162,7 +163,7 @@ def test_workspace() -> None:
 def test_launches(recorder: Recorder, s_q: int, sink: bool) -> None:
     """The whole queries first, if there are any; then pieces, whose delta nobody else writes; then their sums."""
     inputs = make(SparseCase(s_q=s_q, h_q=2, topk=130, sink=sink))
-    dq, *_ = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.backward_options)
+    dq, *_ = flat(mla_cupy.sparse_mla_backward)(*inputs.backward_arguments, **inputs.backward_options)
     before = ["attention_row_lists", *["sparse_backward_delta"] * sink]
     main = ["sparse_backward_sm90"] * (1 + (s_q > 132))
     after = ["sparse_backward_dq_pieces", "sparse_backward_dkv", *["sparse_backward_sink"] * sink]

@@ -9,6 +9,7 @@ import mla_cupy
 from mla_cupy.kernels.exact_sums.launches import NUM_BINS
 from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
 from tests.support import mutants
+from tests.support.flat import flat
 from tests.support.gradients import check_gradients, problem_of
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.sparse_cases import Array, SparseCase, SparseInputs, make
@@ -37,7 +38,7 @@ def run(inputs: SparseInputs, mode: tuple[str, int]) -> tuple[list[Array], Array
         return workspace[space.offsets[name] :][: 4 * elements].view(np.float32)
 
     with simulated(2, (9, 0), *mode, l2_bytes=1 << 10):
-        got = mla_cupy.sparse_mla_backward(
+        got = flat(mla_cupy.sparse_mla_backward)(
             *inputs.backward_arguments,
             **inputs.backward_options,
             kernel="sparse_backward_sm90",

@@ -16,6 +16,7 @@ from mla_cupy.dtypes import numpy_dtype
 from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from tests.cache.inputs import empty_cache, tokens
 from tests.support import tolerance
+from tests.support.flat import flat
 
 Array = npt.NDArray[Any]
 GENERIC = "sparse_decode_generic"
@@ -108,7 +109,8 @@ def make(case: SparseDecodeCase) -> dict[str, Any]:
     rng = np.random.default_rng(5)
     record = FORMATS[case.record]
     shape = (case.b, case.s_q, case.h_q, record.d_qk)
-    call: dict[str, Any] = {"q": rng.standard_normal(shape, np.float32).astype(numpy_dtype(case.dtype))}
+    q = rng.standard_normal(shape, np.float32).astype(numpy_dtype(case.dtype))
+    call: dict[str, Any] = {"q": q, "scale": q.shape[-1] ** -0.5}
     call["kv_cache"], held = filled(case, 9, case.page_size, 1)
     call["indices"] = indices(rng, held, 9 * case.page_size, (case.b, case.s_q, case.topk))
     if case.extra:
@@ -184,8 +186,8 @@ def check_call(
     """The same for other arguments than the case's own; without a kernel, by the one that is chosen, on Hopper."""
     options = {"lse_base": case.lse_base, "empty_lse": 7.0}
     exact = reference.sparse_mla_decode(**call, **options)
-    given = {name: to(x) for name, x in call.items()}
-    out, lse = mla_cupy.sparse_mla_decode(**given, **options, out_dtype=out_dtype, kernel=kernel)
+    given = {name: to(x) if isinstance(x, np.ndarray) else x for name, x in call.items()}
+    out, lse = flat(mla_cupy.sparse_mla_decode)(**given, **options, out_dtype=out_dtype, kernel=kernel)
     got = back(out), back(lse)
     if kernel == GENERIC and out_dtype == "float32":
         np.testing.assert_allclose(got[0], exact[0], rtol=2e-5, atol=2e-5)

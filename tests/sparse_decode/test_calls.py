@@ -22,6 +22,7 @@ from tests.sparse_decode.runs import (
     fitting,
     make,
 )
+from tests.support.flat import flat
 from tests.support.mistakes import Bad, Call, option, raises, swap
 from tests.support.operations import mistakes
 from tests.support.recorder import Recorder
@@ -31,7 +32,7 @@ from tests.support.recorder import Recorder
 def test_the_numpy_backend_rounds_the_oracle(case: SparseDecodeCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     call = make(case)
-    out, lse = mla_cupy.sparse_mla_decode(**call)
+    out, lse = flat(mla_cupy.sparse_mla_decode)(**call)
     exact_out, exact_lse = reference.sparse_mla_decode(**call)
     np.testing.assert_array_equal(out, dtypes.round_to(exact_out, case.dtype).astype(out.dtype))
     np.testing.assert_array_equal(lse, exact_lse.astype(np.float32))
@@ -49,7 +50,7 @@ def test_the_oracle_is_attention_to_dequantised_rows() -> None:
     lists[1] = np.where(lists[1] >= 0, lists[1] + len(rows[0]), -1)
     selected = np.concatenate(lists, axis=2)[:, 0]
     expected = reference.sparse_mla_forward(
-        call["q"][:, 0], np.concatenate(rows), selected, attn_sink=call["attn_sink"]
+        call["q"][:, 0], np.concatenate(rows), selected, scale=call["scale"], attn_sink=call["attn_sink"]
     )
     out, lse = reference.sparse_mla_decode(**call)
     np.testing.assert_allclose(out[:, 0], expected[0], rtol=1e-12)
@@ -76,7 +77,7 @@ def test_refuses_arrays(bad: Bad, recorder: Recorder) -> None:
     call = good()
     bad.change(call)
     with pytest.raises(bad.error):
-        mla_cupy.sparse_mla_decode(**call)
+        flat(mla_cupy.sparse_mla_decode)(**call)
     assert recorder.launches == []
 
 
@@ -111,7 +112,7 @@ BAD = [
 def test_refuses(bad: Bad, place: str) -> None:
     if place == "cupy" and "steps" in bad.id:
         pytest.skip("uploading keeps no steps")
-    raises(bad, mla_cupy.sparse_mla_decode, good(), place)
+    raises(bad, flat(mla_cupy.sparse_mla_decode), good(), place)
 
 
 def test_launches(recorder: Recorder) -> None:
@@ -119,14 +120,14 @@ def test_launches(recorder: Recorder) -> None:
     call = good()
     names = ["sparse_decode_schedule", "sparse_decode_sm90_small", "attention_combine"]
     for times in (1, 2):
-        mla_cupy.sparse_mla_decode(**call)
+        flat(mla_cupy.sparse_mla_decode)(**call)
         assert recorder.entries == names * times
-    assert mla_cupy.workspace_bytes(mla_cupy.sparse_mla_decode, **call) > 16 * 4 * 40
+    assert mla_cupy.workspace_bytes(flat(mla_cupy.sparse_mla_decode), **call) > 16 * 4 * 40
 
 
 def test_no_query_is_no_launch(recorder: Recorder) -> None:
     q, indices = np.zeros((0, 1, 4, 576), np.float16), np.zeros((0, 1, 5), np.int32)
-    out, lse = mla_cupy.sparse_mla_decode(q, empty_cache(V32, 2, 4), indices)
+    out, lse = mla_cupy.sparse_mla_decode(q, empty_cache(V32, 2, 4), indices, scale=576**-0.5)
     assert (out.shape, lse.shape) == ((0, 1, 4, 512), (0, 1, 4))
     assert recorder.launches == []
 

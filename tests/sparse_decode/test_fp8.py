@@ -17,6 +17,7 @@ from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
 from mla_cupy.reference.fp8_queries import dequantised
 from tests.sparse_decode.runs import SparseDecodeCase, make
+from tests.support.flat import flat
 from tests.support.gpu import fetch, upload
 from tests.support.mutants import Mutant, Plant, as_verdict
 from tests.support.recorder import B200, H200, Recorder
@@ -63,7 +64,7 @@ def compare(case: SparseDecodeCase, to: Callable[[Any], Any], back: Callable[[An
     rounded = reference.sparse_mla_decode(**call, rounding=case.dtype)
     given = {name: to(x) if isinstance(x, np.ndarray) else x for name, x in call.items()}
     out_dtype = case.dtype if case.sink else "float32"
-    out, lse = mla_cupy.sparse_mla_decode(**given, out_dtype=out_dtype)
+    out, lse = flat(mla_cupy.sparse_mla_decode)(**given, out_dtype=out_dtype)
     check((back(out), back(lse)), exact, rounded, out_dtype)
 
 
@@ -93,7 +94,7 @@ def test_the_numpy_backend_rounds_the_oracle(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     call = inputs_of(CASES[0])
     exact = reference.sparse_mla_decode(**call)
-    out, lse = mla_cupy.sparse_mla_decode(**call)
+    out, lse = flat(mla_cupy.sparse_mla_decode)(**call)
     np.testing.assert_array_equal(out, exact[0].astype(out.dtype))
     np.testing.assert_array_equal(lse, exact[1].astype(np.float32))
 
@@ -104,9 +105,9 @@ def test_the_numpy_backend_rounds_the_oracle(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_product_of_scales_is_checked(recorder: Recorder) -> None:
     call = inputs_of(CASES[2])
     with pytest.raises(ArgumentError, match=r"scale \* kv_scale: got "):
-        mla_cupy.sparse_mla_decode(**{**call, "kv_scale": 1e-30}, scale=1e-30)
+        flat(mla_cupy.sparse_mla_decode)(**{**call, "scale": 1e-30, "kv_scale": 1e-30})
     with pytest.raises(ArgumentError, match=f"kernel: got .*, expected for math='fp8' one of {KERNEL}"):
-        mla_cupy.sparse_mla_decode(**call, kernel="sparse_decode_generic")
+        flat(mla_cupy.sparse_mla_decode)(**call, kernel="sparse_decode_generic")
     assert recorder.launches == []
 
 
@@ -120,7 +121,7 @@ def test_other_gpus_are_refused(device: Any) -> None:
 def test_launches(recorder: Recorder) -> None:
     call = inputs_of(CASES[0])
     for times in (1, 2):
-        mla_cupy.sparse_mla_decode(**call, scale=0.5)
+        flat(mla_cupy.sparse_mla_decode)(**{**call, "scale": 0.5})
         names = ["attention_row_lists", "attention_schedule", KERNEL, "attention_combine"]
         assert recorder.entries == names * times
     lists, launch = recorder.launches[0].params, recorder.launches[2].params
@@ -129,7 +130,7 @@ def test_launches(recorder: Recorder) -> None:
     assert launch["value_scale"] == SCALE
     assert (launch["num_pages"], launch["page_size"]) == (9, 5)
     least = 4 * 4 * 128  # lists of two tiles
-    assert mla_cupy.workspace_bytes(mla_cupy.sparse_mla_decode, **call) > least
+    assert mla_cupy.workspace_bytes(flat(mla_cupy.sparse_mla_decode), **call) > least
 
 
 # ---- In the simulator ------------------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ def test_projected() -> None:
         exact = reference.sparse_mla_decode(**call)
         rounded = reference.sparse_mla_decode(**call, rounding=case.dtype)
         with simulated(case.sm_count):
-            got = mla_cupy.sparse_mla_decode(**call, out_dtype="float32")
+            got = flat(mla_cupy.sparse_mla_decode)(**call, out_dtype="float32")
         check(got, exact, rounded, "float32")
 
 

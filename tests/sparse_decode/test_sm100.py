@@ -15,6 +15,7 @@ import mla_cupy
 from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
 from tests.sparse_decode.runs import CASES, MORE_CASES, SparseDecodeCase, check, check_call, make
+from tests.support.flat import flat
 from tests.support.mutants import Mutant, Plant, as_verdict, sampled, steps
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.sim_modes import MODES
@@ -84,8 +85,8 @@ def test_rows_of_any_size_keep_to_themselves() -> None:
     wild["q"][0, 0, 3, 7], wild["q"][0, 0, 4, 570] = np.nan, np.inf
     with simulated(1, (10, 0)):
         check_call(case, call, lambda x: x, np.asarray, KERNEL)
-        out, lse = mla_cupy.sparse_mla_decode(**wild, kernel=KERNEL)
-        tame, _ = mla_cupy.sparse_mla_decode(**call, kernel=KERNEL)
+        out, lse = flat(mla_cupy.sparse_mla_decode)(**wild, kernel=KERNEL)
+        tame, _ = flat(mla_cupy.sparse_mla_decode)(**call, kernel=KERNEL)
     np.testing.assert_array_equal(np.delete(out, (3, 4), axis=2), np.delete(tame, (3, 4), axis=2))
     assert np.isnan(out[0, 0, 3]).all()
     assert np.isnan(lse[0, 0, 3])

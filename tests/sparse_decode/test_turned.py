@@ -11,6 +11,7 @@ import mla_cupy
 from mla_cupy import reference
 from mla_cupy.errors import ArgumentError, ShapeError
 from tests.sparse_decode.runs import GENERIC, SparseDecodeCase, check, check_call, make
+from tests.support.flat import flat
 from tests.support.gpu import upload
 from tests.support.mutants import CAUGHT, Mutant, Plant
 from tests.support.sim_driver import simulated
@@ -102,7 +103,7 @@ def _call(**changes: Any) -> dict[str, Any]:
 )
 def test_bad_input(call: dict[str, Any], error: type[Exception], said: str) -> None:
     with simulated(1) as target, pytest.raises(error, match=said):
-        mla_cupy.sparse_mla_decode(**call)
+        flat(mla_cupy.sparse_mla_decode)(**call)
     assert target.launched == []
 
 

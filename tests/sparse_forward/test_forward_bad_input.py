@@ -10,6 +10,7 @@ import pytest
 import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, MlaError, ShapeError, UnsupportedDeviceError
 from mla_cupy.ops.sparse_forward import OPERATION
+from tests.support.flat import flat
 from tests.support.kernels import FORWARD_KERNELS, on_hopper
 from tests.support.mistakes import Bad, Call, option, raises, shifted, swap
 from tests.support.operations import mistakes
@@ -77,12 +78,12 @@ BAD = [
 def test_refuses(bad: Bad, place: str) -> None:
     if place == "cupy" and bad.id.startswith("too many"):
         pytest.skip("uploading makes the broadcast real")
-    raises(bad, mla_cupy.sparse_mla_forward, good_call(), place)
+    raises(bad, flat(mla_cupy.sparse_mla_forward), good_call(), place)
 
 
 def test_every_argument_has_a_mistake() -> None:
     """A new argument of the call must come with the tests of its checks."""
-    assert arguments_without([*BAD, *mistakes(OPERATION)], mla_cupy.sparse_mla_forward) == {
+    assert arguments_without([*BAD, *mistakes(OPERATION)], flat(mla_cupy.sparse_mla_forward)) == {
         "causal",
         "relative",
         "check",
@@ -92,12 +93,12 @@ def test_every_argument_has_a_mistake() -> None:
 
 def test_the_call_that_the_mistakes_are_made_in_is_good(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
-    for result in mla_cupy.sparse_mla_forward(**good_call(), check=True):
+    for result in flat(mla_cupy.sparse_mla_forward)(**good_call(), check=True):
         assert (result.astype(np.float32) != 7).all()
 
 
 def test_the_same_call_is_launched_when_good(recorder: Recorder) -> None:
-    mla_cupy.sparse_mla_forward(**good_call(), check=True)
+    flat(mla_cupy.sparse_mla_forward)(**good_call(), check=True)
     assert recorder.entries[0] == "attention_row_lists"
     assert len(recorder.entries) > 2
 
@@ -106,11 +107,11 @@ def test_slots_that_do_not_count_are_not_checked(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     call = good_call()
     call["indices"][0, 4] = 2**31 - 1  # topk_length is 4
-    mla_cupy.sparse_mla_forward(**call, check=True)
-    flat = {name: x for name, x in call.items() if name not in VECTORS}
+    flat(mla_cupy.sparse_mla_forward)(**call, check=True)
+    plain = {name: x for name, x in call.items() if name not in VECTORS}
     with pytest.raises(ArgumentError, match=r"indices\[0, 4\]: got 2147483647, expected -1, or a row of 0 to 19"):
-        mla_cupy.sparse_mla_forward(**flat, check=True)
-    mla_cupy.sparse_mla_forward(**flat)
+        flat(mla_cupy.sparse_mla_forward)(**plain, check=True)
+    flat(mla_cupy.sparse_mla_forward)(**plain)
 
 
 @pytest.mark.parametrize("kernel", on_hopper(FORWARD_KERNELS))
@@ -118,5 +119,5 @@ def test_forced_kernel_that_does_not_fit(recorder: Recorder, kernel: str) -> Non
     call = good_call()
     call["q"] = shifted(call["q"])
     with pytest.raises(UnsupportedDeviceError, match=f"{kernel} needs q and kv to start at"):
-        mla_cupy.sparse_mla_forward(**call, kernel=kernel)
+        flat(mla_cupy.sparse_mla_forward)(**call, kernel=kernel)
     assert recorder.launches == []

@@ -13,6 +13,7 @@ import mla_cupy
 from mla_cupy import ArgumentError, dtypes, reference
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.calls import assert_same, no_launch
+from tests.support.flat import flat
 from tests.support.gpu import upload
 from tests.support.sparse_cases import SparseCase, make
 from tests.support.sparse_gpu import ALL_KERNELS, check_forward, forward, need, on_host, run_and_check, uploaded
@@ -38,7 +39,7 @@ def case(request: pytest.FixtureRequest, kernel: str) -> SparseCase:
 def call(case: SparseCase, **options: Any) -> tuple[Any, Any, Any]:
     """The results on the GPU."""
     arguments, named = uploaded(make(case))
-    return mla_cupy.sparse_mla_forward(*arguments, **{**named, **options})
+    return flat(mla_cupy.sparse_mla_forward)(*arguments, **{**named, **options})
 
 
 @BOTH
@@ -105,7 +106,7 @@ def test_bases_and_empty_rows(kernel: str, case: SparseCase, options: dict[str, 
 def test_scale(kernel: str, scale: float) -> None:
     inputs = make(WHOLE)
     exact, rounded = (
-        reference.sparse_mla_forward(*inputs.arguments, **inputs.options, scale=scale, rounding=rounding)
+        reference.sparse_mla_forward(*inputs.arguments, **{**inputs.options, "scale": scale}, rounding=rounding)
         for rounding in (None, WHOLE.dtype)
     )
     check_forward(forward(inputs, kernel=kernel, scale=scale), exact, rounded, WHOLE.dtype)
@@ -121,9 +122,9 @@ def test_head_axes_change_nothing(kernel: str) -> None:
 @BOTH
 def test_repeats_are_bit_identical(kernel: str, case: SparseCase) -> None:
     arguments, named = uploaded(make(case))
-    first = on_host(mla_cupy.sparse_mla_forward(*arguments, **named, kernel=kernel))
+    first = on_host(flat(mla_cupy.sparse_mla_forward)(*arguments, **named, kernel=kernel))
     for _ in range(20):
-        again = on_host(mla_cupy.sparse_mla_forward(*arguments, **named, kernel=kernel))
+        again = on_host(flat(mla_cupy.sparse_mla_forward)(*arguments, **named, kernel=kernel))
         for got, wanted in zip(again, first, strict=True):
             assert_same(got, wanted)
 
@@ -135,7 +136,7 @@ def test_parts_merge_to_the_whole(gpu: DeviceInfo) -> None:
     inputs = make(replace(WHOLE, sink=False, lengths=False, s_q=20))
     q, kv, indices = (upload(x) for x in inputs.arguments)
     halves = [
-        mla_cupy.sparse_mla_forward(q, kv, indices[:, part], out_dtype="float32")
+        mla_cupy.sparse_mla_forward(q, kv, indices[:, part], out_dtype="float32", scale=576**-0.5)
         for part in (slice(0, 50), slice(50, 130))
     ]
     outs = cupy.stack([half[0] for half in halves])[:, None]
@@ -153,14 +154,14 @@ def test_the_inputs_may_still_be_in_the_making(gpu: DeviceInfo) -> None:
 
     inputs = make(WHOLE)
     (q, kv, indices), named = uploaded(inputs)
-    wanted = on_host(mla_cupy.sparse_mla_forward(q, kv, indices, **named))
+    wanted = on_host(flat(mla_cupy.sparse_mla_forward)(q, kv, indices, **named))
     late = cupy.full_like(indices, -1)
     busy = cupy.ones((4096, 4096), cupy.float32)
     with cupy.cuda.Stream(non_blocking=True) as stream:
         for _ in range(5):
             busy = busy @ busy * 1e-4
         late[...] = indices
-        results = mla_cupy.sparse_mla_forward(q, kv, late, **named)
+        results = flat(mla_cupy.sparse_mla_forward)(q, kv, late, **named)
         stream.synchronize()
     for one, other in zip(on_host(results), wanted, strict=True):
         assert_same(one, other)
@@ -185,12 +186,12 @@ def test_check_looks_at_the_values(gpu: DeviceInfo) -> None:
 @pytest.mark.parametrize("case", [WHOLE, replace(WHOLE, strides="odd", head_axis=True)], ids=["padded", "odd"])
 def test_host_arrays_go_to_the_gpu_and_back(gpu: DeviceInfo, case: SparseCase) -> None:
     inputs = make(case)
-    results = mla_cupy.sparse_mla_forward(*inputs.arguments, **inputs.options)
+    results = flat(mla_cupy.sparse_mla_forward)(*inputs.arguments, **inputs.options)
     assert all(isinstance(x, np.ndarray) for x in results)
     check_forward(results, inputs.exact, inputs.rounded, case.dtype)
     given = [np.full(x.shape, 7, x.dtype) for x in results]
     names = dict(zip(("out", "lse", "max_logits"), given, strict=True))
-    again = mla_cupy.sparse_mla_forward(*inputs.arguments, **inputs.options, **names)
+    again = flat(mla_cupy.sparse_mla_forward)(*inputs.arguments, **inputs.options, **names)
     for result, target, wanted in zip(again, given, results, strict=True):
         assert result is target
         assert_same(target, wanted)

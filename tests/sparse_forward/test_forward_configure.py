@@ -142,6 +142,6 @@ def test_large_kv_is_walked_in_order(recorder: Recorder, kernel: str | None, sha
     q, indices = np.zeros((1, 1, 576), np.float16), np.zeros((1, 1), np.int32)
     first = -(-int(share * H200.l2_bytes) // (2 * 576))  # number of rows
     for s_kv in (first - 1, first):
-        mla_cupy.sparse_mla_forward(q, np.zeros((s_kv, 576), np.float16), indices, kernel=kernel)
+        mla_cupy.sparse_mla_forward(q, np.zeros((s_kv, 576), np.float16), indices, kernel=kernel, scale=576**-0.5)
     lists = [launch for launch in recorder.launches if launch.entry == "mla_attention_row_lists"]
     assert [launch.params["ordered"] for launch in lists] == [0, 1]

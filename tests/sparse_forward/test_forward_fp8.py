@@ -18,6 +18,7 @@ from mla_cupy.kernels.sparse_forward.problem import SparseForwardProblem
 from mla_cupy.reference.fp8_queries import dequantised
 from mla_cupy.reference.sparse import selected_rows
 from tests.sparse_forward.test_forward_records import RecordCase, RecordInputs, Results, make
+from tests.support.flat import flat
 from tests.support.gpu import fetch, upload
 from tests.support.mutants import Mutant, Plant, as_verdict
 from tests.support.recorder import B200, H200, Recorder
@@ -63,7 +64,7 @@ def check_all(got: Results, inputs: RecordInputs) -> None:
 
 def run(inputs: RecordInputs, sm_count: int, mode: tuple[str, int], **options: Any) -> Results:
     with simulated(sm_count, mode=mode[0], seed=mode[1]) as target:
-        got: Results = mla_cupy.sparse_mla_forward(*inputs.arguments, **{**inputs.options, **options})
+        got: Results = flat(mla_cupy.sparse_mla_forward)(*inputs.arguments, **{**inputs.options, **options})
     assert f"mla_{KERNEL}" in target.launched
     return got
 
@@ -84,7 +85,7 @@ def test_the_oracle_attends_with_rounded_queries_to_scaled_codes() -> None:
 def test_the_numpy_backend_rounds_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     inputs = inputs_of(CASES[0])
-    out, lse, _ = mla_cupy.sparse_mla_forward(*inputs.arguments, **inputs.options)
+    out, lse, _ = flat(mla_cupy.sparse_mla_forward)(*inputs.arguments, **inputs.options)
     np.testing.assert_array_equal(out, inputs.exact[0].astype(out.dtype))
     np.testing.assert_array_equal(lse, inputs.exact[1].astype(np.float32))
 
@@ -105,7 +106,7 @@ def test_the_numpy_backend_rounds_the_oracle(monkeypatch: pytest.MonkeyPatch) ->
 def test_refusals(record: str, options: dict[str, Any], match: str, recorder: Recorder) -> None:
     inputs = make(RecordCase(SparseCase(s_q=1, h_q=2, topk=5), record))
     with pytest.raises(ArgumentError, match=match):
-        mla_cupy.sparse_mla_forward(*inputs.arguments, **{"math": "fp8", **options})
+        flat(mla_cupy.sparse_mla_forward)(*inputs.arguments, **{"scale": 0.04, "math": "fp8", **options})
     assert recorder.launches == []
 
 
@@ -125,7 +126,7 @@ def test_many_gathers_are_not_converted_first() -> None:
 def test_a_launch(recorder: Recorder) -> None:
     """The scale of keys and values, and the strides of pages."""
     inputs = inputs_of(CASES[0])
-    mla_cupy.sparse_mla_forward(*inputs.arguments, **inputs.options, scale=0.5)
+    flat(mla_cupy.sparse_mla_forward)(*inputs.arguments, **{**inputs.options, "scale": 0.5})
     (launch,) = [launch for launch in recorder.launches if launch.entry == f"mla_{KERNEL}"]
     assert launch.params["scale_log2"] == pytest.approx(0.5 * SCALE / np.log(2), rel=1e-6)
     assert launch.params["value_scale"] == SCALE
@@ -228,7 +229,7 @@ def test_is_caught(mutant: Mutant, plant: Plant) -> None:
 def compare(case: RecordCase) -> None:
     inputs = inputs_of(case)
     arrays = {name: upload(x) if isinstance(x, np.ndarray) else x for name, x in inputs.options.items()}
-    out, lse, top = map(fetch, mla_cupy.sparse_mla_forward(*map(upload, inputs.arguments), **arrays))
+    out, lse, top = map(fetch, flat(mla_cupy.sparse_mla_forward)(*map(upload, inputs.arguments), **arrays))
     check_all((out, lse, top), inputs)
 
 

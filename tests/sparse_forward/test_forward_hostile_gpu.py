@@ -13,6 +13,7 @@ import mla_cupy
 from mla_cupy import reference
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.calls import assert_same
+from tests.support.flat import flat
 from tests.support.gpu import upload
 from tests.support.sparse_cases import SparseCase, make
 from tests.support.sparse_gpu import ALL_KERNELS, check_forward, forward, need, on_host
@@ -121,9 +122,9 @@ def test_kv_of_more_than_2_31_elements(gpu: DeviceInfo, large_kv: Any, h_q: int,
         indices = np.where(valid & (np.asarray(FAR)[np.where(valid, indices, 0)] >= start), indices, -1)
         ends = {"cu_seqlens_q": [0, 0, 6], "cu_seqlens_kv": [0, start, LARGE_ROWS]}
         starts = {name: cupy.asarray(x, cupy.int32) for name, x in ends.items()}
-    exact = reference.sparse_mla_forward(small.q, kv, indices)
-    rounded = reference.sparse_mla_forward(small.q, kv, indices, rounding="float16")
-    results = mla_cupy.sparse_mla_forward(
-        upload(small.q), large_kv, upload(far.astype(np.int32)), kernel=kernel, **starts
+    exact = reference.sparse_mla_forward(small.q, kv, indices, scale=small.scale)
+    rounded = reference.sparse_mla_forward(small.q, kv, indices, scale=small.scale, rounding="float16")
+    results = flat(mla_cupy.sparse_mla_forward)(
+        upload(small.q), large_kv, upload(far.astype(np.int32)), scale=small.scale, kernel=kernel, **starts
     )
     check_forward(on_host(results), exact, rounded, "float16")

@@ -9,6 +9,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
+from tests.support.flat import flat
 from tests.support.recorder import H200, Recorder
 from tests.support.sparse_cases import SparseCase, SparseInputs, make
 from tests.support.sparse_gpu import problem_of
@@ -17,7 +18,7 @@ SEQUENCES = ((3, 90), (0, 5), (2, 3), (1, 150))
 
 
 def forward(inputs: SparseInputs, **options: Any) -> tuple[Any, Any, Any]:
-    return mla_cupy.sparse_mla_forward(*inputs.arguments, **{**inputs.options, **options})
+    return flat(mla_cupy.sparse_mla_forward)(*inputs.arguments, **{**inputs.options, **options})
 
 
 @pytest.mark.parametrize("strides", ["padded", "odd", "dense"])

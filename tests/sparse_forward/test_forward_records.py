@@ -20,6 +20,7 @@ from mla_cupy.kernels.sparse_forward.problem import SparseForwardProblem
 from mla_cupy.reference.sparse import selected_rows
 from tests.support import sparse_cases
 from tests.support.cases import as_read
+from tests.support.flat import flat
 from tests.support.gpu import upload
 from tests.support.recorder import B200, H200, Recorder
 from tests.support.sim_driver import simulated
@@ -128,7 +129,7 @@ def same(x: Any) -> Any:
 
 def run(inputs: RecordInputs, kernel: str | None, to: Callable[[Array], Any] = same, **options: Any) -> Any:
     arrays = {name: to(x) if isinstance(x, np.ndarray) else x for name, x in inputs.options.items()}
-    return mla_cupy.sparse_mla_forward(*(to(x) for x in inputs.arguments), **arrays, kernel=kernel, **options)
+    return flat(mla_cupy.sparse_mla_forward)(*(to(x) for x in inputs.arguments), **arrays, kernel=kernel, **options)
 
 
 def check_all(got: Results, inputs: RecordInputs, *, converted: bool = False) -> None:
@@ -193,7 +194,7 @@ def _pages(record: str) -> Array:
 def test_mistakes(kv: Array, d_qk: int, match: str, recorder: Recorder) -> None:
     q, indices = np.ones((1, 2, d_qk), np.float16), np.zeros((1, 3), np.int32)
     with pytest.raises(ShapeError, match=match):
-        mla_cupy.sparse_mla_forward(q, kv, indices)
+        mla_cupy.sparse_mla_forward(q, kv, indices, scale=576**-0.5)
     assert recorder.launches == []
 
 
@@ -201,14 +202,14 @@ def test_slots_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     q, indices = np.ones((1, 2, 576), np.float16), np.array([[23, -1, 24]], np.int32)
     with pytest.raises(ArgumentError, match=r"indices\[0, 2\]: got 24, expected -1, or a row of 0 to 23"):
-        mla_cupy.sparse_mla_forward(q, _pages("v32"), indices, check=True)
+        mla_cupy.sparse_mla_forward(q, _pages("v32"), indices, check=True, scale=576**-0.5)
 
 
 def test_the_backward_takes_rows_only() -> None:
     q, rows = np.ones((1, 2, 576), np.float16), np.zeros((24, 656), np.uint8)
     out, lse = np.ones((1, 2, 512), np.float16), np.ones((1, 2), np.float32)
     with pytest.raises(DTypeError, match=r"kv\.dtype: got uint8, expected float16"):
-        mla_cupy.sparse_mla_backward(q, rows, out, out, lse, np.zeros((1, 3), np.int32))
+        mla_cupy.sparse_mla_backward(q, rows, out, out, lse, np.zeros((1, 3), np.int32), scale=576**-0.5)
 
 
 def test_which_kernel(recorder: Recorder) -> None:
@@ -217,7 +218,7 @@ def test_which_kernel(recorder: Recorder) -> None:
     assert f"mla_{HOPPER}" in [launch.entry for launch in recorder.launches]
     for kernel in (HOPPER, GENERIC):
         with pytest.raises(UnsupportedDeviceError, match="reads a cache of FP8 records"):
-            mla_cupy.sparse_mla_forward(*rows.arguments, kernel=kernel)
+            mla_cupy.sparse_mla_forward(*rows.arguments, kernel=kernel, scale=rows.scale)
     for kernel in ("sparse_forward_sm90", "sparse_forward_sm90_small", "attention_generic"):
         with pytest.raises(UnsupportedDeviceError, match="reads a cache of 16-bit rows"):
             run(inputs, kernel)
@@ -227,7 +228,7 @@ def test_few_queries_convert_nothing_in_memory(recorder: Recorder) -> None:
     """The workspace is that of rows: no place for any of kv."""
     inputs, rows = make(CASES[0]), sparse_cases.make(CASES[0].of)
     sizes = [
-        mla_cupy.workspace_bytes(mla_cupy.sparse_mla_forward, *arguments)
+        mla_cupy.workspace_bytes(mla_cupy.sparse_mla_forward, *arguments, scale=1.0)
         for arguments in (inputs.arguments, rows.arguments)
     ]
     assert sizes[0] == sizes[1]

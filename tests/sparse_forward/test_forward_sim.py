@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
+from tests.support.flat import flat
 from tests.support.kernels import FORWARD_KERNELS, on_hopper
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.sim_modes import parametrize_pairs
@@ -63,7 +64,7 @@ def run(
 ) -> tuple[tuple[Any, Any, Any], list[str]]:
     """The public call, checked against the oracle: its results, and the entries that it launched."""
     with simulated(sm_count, cc, *mode) as target:
-        got = mla_cupy.sparse_mla_forward(*inputs.arguments, **inputs.options, kernel=kernel, **options)
+        got = flat(mla_cupy.sparse_mla_forward)(*inputs.arguments, **inputs.options, kernel=kernel, **options)
     assert f"mla_{kernel}" in target.launched
     check(got[:2], inputs.exact[:2], inputs.rounded[:2], inputs.case.dtype)
     check_lse(got[2], inputs.exact[2], inputs.rounded[2])

@@ -17,6 +17,7 @@ import pytest
 
 import mla_cupy
 from tests.support import mutants
+from tests.support.flat import flat
 from tests.support.mutants import Steps, sampled, steps
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
@@ -229,7 +230,7 @@ def verdict(mode: tuple[str, int], strangers: bool = False) -> None:
         kv = kv.copy()
         kv[np.setdiff1d(case.rows[1][:64], case.rows[0])] = np.nan
     with simulated(1, (10, 0), *mode):
-        got = mla_cupy.sparse_mla_forward(q, kv, *more, **case.options, kernel=KERNEL)
+        got = flat(mla_cupy.sparse_mla_forward)(q, kv, *more, **case.options, kernel=KERNEL)
     of = slice(0, 1) if strangers else slice(None)
     got, exact, rounded = ([x[of] for x in arrays] for arrays in (got, case.exact, case.rounded))
     check(got[:2], exact[:2], rounded[:2], case.case.dtype)

@@ -15,6 +15,7 @@ import pytest
 
 import mla_cupy
 from tests.support import mutants
+from tests.support.flat import flat
 from tests.support.mutants import sampled, steps
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
@@ -188,7 +189,7 @@ def verdict(heads: int, mode: tuple[str, int]) -> None:
     """What a run shows; empty if nothing."""
     inputs = inputs_of(heads)
     with simulated(1, (10, 0), *mode):
-        got = mla_cupy.sparse_mla_forward(*inputs.arguments, **inputs.options, kernel=KERNEL)
+        got = flat(mla_cupy.sparse_mla_forward)(*inputs.arguments, **inputs.options, kernel=KERNEL)
     check(got[:2], inputs.exact[:2], inputs.rounded[:2], inputs.case.dtype)
     check_lse(got[2], inputs.exact[2], inputs.rounded[2])
 

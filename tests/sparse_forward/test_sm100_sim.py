@@ -19,6 +19,7 @@ import mla_cupy
 from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardProblem
 from mla_cupy.runtime.device import DeviceInfo
+from tests.support.flat import flat
 from tests.support.gradients import check_gradients
 from tests.support.kernels import FORWARD_KERNELS, on_blackwell
 from tests.support.sim_driver import fake_gpu, simulated
@@ -137,7 +138,7 @@ def run(
     """The public call, checked against the oracle."""
     with simulated(sm_count, cc, *mode) as target:
         target.resident = resident
-        got = mla_cupy.sparse_mla_forward(*inputs.arguments, **inputs.options, kernel=kernel, **options)
+        got = flat(mla_cupy.sparse_mla_forward)(*inputs.arguments, **inputs.options, kernel=kernel, **options)
     assert f"mla_{kernel}" in target.launched
     check(got[:2], inputs.exact[:2], inputs.rounded[:2], inputs.case.dtype)
     check_lse(got[2], inputs.exact[2], inputs.rounded[2])
@@ -226,7 +227,7 @@ def test_nan_behind_the_last_head(kernel: str) -> None:
     inputs.q[1] = np.nan
     expected, _, _ = mla_cupy.reference.sparse_mla_forward(*inputs.arguments, **inputs.options)
     with simulated(1, (10, 0), "random", 3):
-        out, _, _ = mla_cupy.sparse_mla_forward(*inputs.arguments, **inputs.options, kernel=kernel)
+        out, _, _ = flat(mla_cupy.sparse_mla_forward)(*inputs.arguments, **inputs.options, kernel=kernel)
     np.testing.assert_allclose(out[0].astype(np.float64), expected[0], rtol=0, atol=2e-2 * np.abs(expected[0]).max())
 
 
@@ -240,8 +241,8 @@ def test_gradients_end_to_end(kernel: str, h_q: int) -> None:
     case = SparseCase(s_q=2, s_kv=120, h_q=h_q, topk=80)
     inputs, chained = make(case), make(case)
     with simulated(2, (10, 0)) as target:
-        out, lse, _ = mla_cupy.sparse_mla_forward(*inputs.arguments, **inputs.options, kernel=kernel)
-        got = mla_cupy.sparse_mla_backward(
+        out, lse, _ = flat(mla_cupy.sparse_mla_forward)(*inputs.arguments, **inputs.options, kernel=kernel)
+        got = flat(mla_cupy.sparse_mla_backward)(
             inputs.q, inputs.kv, out, inputs.dout, lse, inputs.indices, **inputs.options,
             kernel="sparse_backward_sm100",
         )  # fmt: skip

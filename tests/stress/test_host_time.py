@@ -100,19 +100,19 @@ def timed_calls(move: Callable[[Any], Any]) -> Iterator[Timed]:
     yield from _calls_around_attention(move, arguments)
     sparse = make_sparse(SparseCase(h_q=64, topk=128))
     q, kv, indices = (move(x) for x in sparse.arguments)
-    results = mla_cupy.sparse_mla_forward(q, kv, indices)
+    results = mla_cupy.sparse_mla_forward(q, kv, indices, scale=576**-0.5)
     named = dict(zip(("out", "lse", "max_logits"), results, strict=True))
     yield Timed(
         "sparse_mla_forward",
         lambda: mla_cupy.sparse_mla_forward(q, kv, indices, **named),
-        lambda: mla_cupy.sparse_mla_forward(q, kv, indices),
+        lambda: mla_cupy.sparse_mla_forward(q, kv, indices, scale=576**-0.5),
     )
     backward = (q, kv, results[0], results[0], results[1], indices)
-    dq, dkv, _ = mla_cupy.sparse_mla_backward(*backward)
+    dq, dkv, _ = mla_cupy.sparse_mla_backward(*backward, scale=576**-0.5)
     yield Timed(
         "sparse_mla_backward",
-        lambda: mla_cupy.sparse_mla_backward(*backward, dq=dq, dkv=dkv),
-        lambda: mla_cupy.sparse_mla_backward(*backward),
+        lambda: mla_cupy.sparse_mla_backward(*backward, dq=dq, dkv=dkv, scale=576**-0.5),
+        lambda: mla_cupy.sparse_mla_backward(*backward, scale=576**-0.5),
     )
     yield from _dense_calls(move)
 
@@ -142,7 +142,7 @@ def _dense_calls(move: Callable[[Any], Any]) -> Iterator[Timed]:
         move(x) for x in (inputs.forward.q, inputs.dout, *(inputs.options[name] for name in _DENSE_OPTIONS))
     )
     kv = move(np.ones((60, 4, 256), inputs.dout.dtype))
-    options = {"k_rope": k_rope, "cu_seqlens_q": starts[0], "cu_seqlens_kv": starts[1]}
+    options = {"k_rope": k_rope, "packed": mla_cupy.Packed(*starts)}
     arrays = q, kv[..., :128], kv[..., 128:]
     out, lse = mla_cupy.mla_prefill(*arrays, **options)
     yield Timed(

@@ -53,13 +53,13 @@ def test_forward_replays_with_other_contents(gpu: DeviceInfo, h_q: int) -> None:
     first, second = (make(replace(CASE, h_q=h_q, seed=seed)) for seed in (0, 1))
     arrays = [cupy.asarray(np.ascontiguousarray(x)) for x in first.arguments]
     results = [cupy.empty((9, h_q, 512), arrays[0].dtype), *(cupy.empty((9, h_q), cupy.float32) for _ in range(2))]
-    named = dict(zip(("out", "lse", "max_logits"), results, strict=True))
+    named = {"scale": first.scale, **dict(zip(("out", "lse", "max_logits"), results, strict=True))}
     memory = workspace(mla_cupy.sparse_mla_forward, *arrays, **named)
     pool = cupy.get_default_memory_pool()
     stream, graph = captured(lambda: mla_cupy.sparse_mla_forward(*arrays, **named, workspace=memory))
     for inputs in (second, first):
         refill(arrays, inputs, inputs.arguments)
-        wanted = [cupy.asnumpy(x) for x in mla_cupy.sparse_mla_forward(*arrays)]
+        wanted = [cupy.asnumpy(x) for x in mla_cupy.sparse_mla_forward(*arrays, scale=first.scale)]
         for result in results:
             result.fill(7)
         cupy.cuda.Device().synchronize()
@@ -83,7 +83,7 @@ def test_backward_replays_with_other_contents(gpu: DeviceInfo, h_q: int) -> None
         "dkv": cupy.empty(arrays[1].shape, cupy.float32),
         "d_sink": cupy.empty(h_q, cupy.float32),
     }
-    options = {"attn_sink": sink, "deterministic": True}
+    options = {"scale": first.scale, "attn_sink": sink, "deterministic": True}
     memory = workspace(mla_cupy.sparse_mla_backward, *arrays, **options, **results)
     stream, graph = captured(lambda: mla_cupy.sparse_mla_backward(*arrays, **options, **results, workspace=memory))
     for inputs in (second, first):

@@ -15,6 +15,7 @@ from mla_cupy.kernels.exact_sums.launches import NUM_BINS
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
 from mla_cupy.kernels.spec import Reason
 from mla_cupy.runtime.device import DeviceInfo
+from tests.support.flat import flat
 from tests.support.gpu import upload
 from tests.support.kernels import BACKWARD_KERNELS
 from tests.support.sparse_cases import Array, SparseCase, SparseInputs
@@ -150,7 +151,7 @@ def on_host(results: Sequence[Any]) -> list[Any]:
 def backward(inputs: SparseInputs, **options: Any) -> list[Any]:
     """The public call on the GPU."""
     arguments, named = uploaded(inputs)
-    return on_host(mla_cupy.sparse_mla_backward(*arguments, **{**named, **options}))
+    return on_host(flat(mla_cupy.sparse_mla_backward)(*arguments, **{**named, **options}))
 
 
 def run_and_check(inputs: SparseInputs, **options: Any) -> None:

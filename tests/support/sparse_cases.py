@@ -121,6 +121,11 @@ class SparseInputs:
         return self.q, self.kv, self.out, self.dout, self.lse, self.indices
 
     @property
+    def scale(self) -> float:
+        """Keeps scores of one size."""
+        return float(self.case.d_qk**-0.5)
+
+    @property
     def optional(self) -> dict[str, Array]:
         """The arrays that both operations take by name, where there are any."""
         names = ("topk_length", "attn_sink", "cu_seqlens_q", "cu_seqlens_kv")
@@ -129,7 +134,7 @@ class SparseInputs:
     @property
     def options(self) -> dict[str, Any]:
         """All that both operations take by name."""
-        return {**self.optional, "causal": self.case.causal}
+        return {**self.optional, "scale": self.scale, "causal": self.case.causal}
 
     @property
     def backward_options(self) -> dict[str, Any]:

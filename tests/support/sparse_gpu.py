@@ -11,6 +11,7 @@ import pytest
 import mla_cupy
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardProblem
 from mla_cupy.runtime.device import DeviceInfo
+from tests.support.flat import flat
 from tests.support.gpu import upload
 from tests.support.kernels import FORWARD_KERNELS
 from tests.support.sparse_cases import SparseCase, SparseInputs
@@ -38,7 +39,7 @@ def need(kernel: str, device: DeviceInfo, case: SparseCase) -> None:
 def uploaded(inputs: SparseInputs) -> tuple[list[Any], dict[str, Any]]:
     """The positional and the named arguments of `sparse_mla_forward` on the GPU, gaps and strides included."""
     named = {name: upload(x) for name, x in inputs.optional.items()}
-    return [upload(x) for x in inputs.arguments], {**named, "causal": inputs.case.causal}
+    return [upload(x) for x in inputs.arguments], {**named, "scale": inputs.scale, "causal": inputs.case.causal}
 
 
 def on_host(results: tuple[Any, ...]) -> Any:
@@ -51,7 +52,7 @@ def on_host(results: tuple[Any, ...]) -> Any:
 def forward(inputs: SparseInputs, **options: Any) -> Forward:
     """The public call on the GPU."""
     arguments, named = uploaded(inputs)
-    results: Forward = on_host(mla_cupy.sparse_mla_forward(*arguments, **{**named, **options}))
+    results: Forward = on_host(flat(mla_cupy.sparse_mla_forward)(*arguments, **{**named, **options}))
     return results
 
 

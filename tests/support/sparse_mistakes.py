@@ -27,6 +27,7 @@ def shared_inputs() -> Call:
         "attn_sink": np.array([0.5, -math.inf, math.inf, 0], np.float32),
         "cu_seqlens_q": np.array([0, 2, 3], np.int32),
         "cu_seqlens_kv": np.array([0, 12, 20], np.int32),
+        "scale": 192**-0.5,
     }
 
 
@@ -58,9 +59,9 @@ BOTH = [
     Bad("cu_kv alone", lambda c: c.pop("cu_seqlens_q"), ArgumentError, ("cu_seqlens_q", "None", "both, or none")),
     Bad(
         "too many slots",
-        swap("indices", lambda x: np.broadcast_to(x[:, :1], (3, 2**31))),
+        swap("indices", lambda x: np.broadcast_to(x[:, :1], (3, 2**31 - 1))),
         ShapeError,
-        ("topk", str(2**31), str(2**31 - 64)),
+        ("topk", str(2**31 - 1), str(2**31 - 64)),
     ),
     Bad(
         "too many rows",
@@ -75,7 +76,7 @@ BOTH = [
     Bad("sink bf16", swap("attn_sink", lambda x: x.astype(BF16)), DTypeError, ("attn_sink.dtype", "bfloat16")),
     # stride
     # numbers
-    Bad("d_v", option("d_v", 256), ArgumentError, ("d_v", "256", "512")),
+    Bad("scale None", option("scale", None), ArgumentError, ("scale", "None", "256**-0.5 for GLM-5", "pass scale=")),
     Bad("scale 0", option("scale", 0), ArgumentError, ("scale", "0", "finite number above 0")),
     Bad("scale nan", option("scale", math.nan), ArgumentError, ("scale", "nan", "finite")),
     Bad("scale inf", option("scale", math.inf), ArgumentError, ("scale", "inf", "finite")),

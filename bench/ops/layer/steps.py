@@ -72,7 +72,9 @@ def attention(
         given: dict[str, Any] = {"scale": case.scale, "plan": plan, "out": out, "lse": buffers.lse, **projection}
         return partial(mla_cupy.mla_decode, *arrays, **given)
     lists = inputs.lists if model.extra else buffers.indices
-    options = {"scale": case.scale, "out": out, "lse": buffers.sparse_lse, **projection}
+    options = {"scale": case.scale, "out": out, "lse": buffers.sparse_lse}
+    if projection:
+        options["project"] = mla_cupy.Project(**projection)
     if model.extra:
         options |= {"extra_kv_cache": inputs.extra_cache, "extra_indices": inputs.extra_lists}
         options |= {"attn_sink": inputs.sink}

@@ -68,8 +68,7 @@ class Prefill:
             inputs.kv[..., :width],
             inputs.kv[..., width:],
             k_rope=inputs.k_rope,
-            cu_seqlens_q=inputs.starts_q,
-            cu_seqlens_kv=inputs.starts_kv,
+            packed=mla_cupy.Packed(inputs.starts_q, inputs.starts_kv),
             state_out=inputs.state_out,
             state_lse=inputs.state_lse,
             mask=inputs.mask if mask else None,
@@ -80,10 +79,10 @@ class Prefill:
         )
 
     def _after_mask(self, case: PrefillCase, inputs: PrefillInputs, attend: Call) -> Call:
-        starts = {"cu_seqlens_q": inputs.starts_q, "cu_seqlens_kv": inputs.starts_kv}
+        packed = mla_cupy.Packed(inputs.starts_q, inputs.starts_kv)
 
         def call() -> None:
-            mla_cupy.prefill_mask(inputs.indices, case.s_kv, relative=True, mask=inputs.mask, **starts)
+            mla_cupy.prefill_mask(inputs.indices, case.s_kv, relative=True, mask=inputs.mask, packed=packed)
             attend()
 
         return call
@@ -98,8 +97,7 @@ def _sparse(case: PrefillCase, dtype: str, sets: Sequence[PrefillInputs], device
         partial(
             mla_cupy.sparse_mla_forward,
             *(q, kv, inputs.indices),
-            cu_seqlens_q=inputs.starts_q,
-            cu_seqlens_kv=inputs.starts_kv,
+            packed=mla_cupy.Packed(inputs.starts_q, inputs.starts_kv),
             scale=case.scale,
             out=out,
             lse=lse,

@@ -41,8 +41,7 @@ def make_inputs(case: PrefillBackwardCase, dtype: str, seed: int, device: Device
         made.kv[..., :width],
         made.kv[..., width:],
         k_rope=made.k_rope,
-        cu_seqlens_q=made.starts_q,
-        cu_seqlens_kv=made.starts_kv,
+        packed=mla_cupy.Packed(made.starts_q, made.starts_kv),
         causal=case.causal,
         scale=case.scale,
     )

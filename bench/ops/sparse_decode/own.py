@@ -41,7 +41,7 @@ class SparseDecode:
             if inputs.sink is not None:
                 extra["attn_sink"] = inputs.sink
             if case.math != "exact":  # older trees know one
-                extra["math"] = case.math
+                extra["fp8"] = mla_cupy.Fp8("fp8")
             return partial(decode, inputs.q, first.cache, first.indices, **extra, scale=case.scale, out=out, lse=lse)
 
         calls = [call(inputs, *result) for inputs, result in zip(sets, results, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import mla_cupy
 
@@ -27,7 +28,7 @@ class SparseForward:
     def unsupported(self, case: SparseForwardCase, dtype: str) -> str | None:
         return None
 
-    def call_options(self, case: SparseForwardCase) -> dict[str, str]:
+    def call_options(self, case: SparseForwardCase) -> dict[str, Any]:
         """Further arguments of the call."""
         return {}
 

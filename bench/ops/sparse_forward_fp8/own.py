@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import mla_cupy
 
@@ -27,8 +28,8 @@ class Fp8Forward(SparseForward):
     def __init__(self, kernel: str | None = None, name: str = OWN) -> None:
         super().__init__(kernel, name)
 
-    def call_options(self, case: SparseForwardCase) -> dict[str, str]:
-        return {"math": "fp8"} if isinstance(case, Fp8ForwardCase) and case.fp8_math else {}
+    def call_options(self, case: SparseForwardCase) -> dict[str, Any]:
+        return {"fp8": mla_cupy.Fp8("fp8")} if isinstance(case, Fp8ForwardCase) and case.fp8_math else {}
 
     def prepare(self, case: SparseForwardCase, dtype: str, sets: Sequence[SparseInputs], device: Device) -> Prepared:
         return super().prepare(case, dtype, [_over_records(inputs) for inputs in sets], device)

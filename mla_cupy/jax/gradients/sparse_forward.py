@@ -16,7 +16,7 @@ from mla_cupy.ops.checks import check_flag
 
 _FORWARD, _BACKWARD = OPERATIONS["sparse_mla_forward"], OPERATIONS["sparse_mla_backward"]
 _INPUTS = tuple(array.name for array in _FORWARD.inputs)
-_SHARED = ("d_v", "scale", "causal", "relative", "lse_base")
+_SHARED = ("scale", "causal", "relative", "lse_base")
 """The options that the backward takes as the forward does."""
 
 

@@ -53,7 +53,6 @@ class SparseBackwardProblem:
 class SparseBackwardOptions(NamedTuple):
     """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
 
-    d_v: int
     scale: float
     causal: bool
     relative: bool

@@ -38,8 +38,8 @@ class SparseDecodeOptions(NamedTuple):
     """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
 
     scale: float
-    kv_scale: float
     math: str
+    kv_scale: float
     lse_base: str
     empty_lse: float
     out_dtype: str | None

@@ -42,12 +42,11 @@ class SparseForwardProblem:
 class SparseForwardOptions(NamedTuple):
     """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
 
-    d_v: int
     scale: float
     causal: bool
     relative: bool
-    kv_scale: float
     math: str
+    kv_scale: float
     lse_base: str
     empty_lse: float
     out_dtype: str | None

@@ -22,6 +22,7 @@ from mla_cupy.kernels.spec import takes_all
 from mla_cupy.ops.call import forget
 from mla_cupy.runtime import loader, sources
 from mla_cupy.runtime.device import DeviceInfo
+from tests.support.flat import flat
 from tests.support.gradients import backward, check_gradients
 from tests.support.kernels import BACKWARD_KERNELS, BLACKWELL
 from tests.support.sim_driver import simulated
@@ -83,7 +84,7 @@ def test_in_the_simulator(stand_ins: None, kernel: str) -> None:
     """As a program for Hopper."""
     inputs = make(SparseCase(s_q=1, s_kv=60, h_q=16, topk=33, d_qk=576, invalid=0.0))
     with simulated(2, (9, 0), "late") as target:
-        got: Any = mla_cupy.sparse_mla_backward(*inputs.backward_arguments, **inputs.options, kernel=kernel)
+        got: Any = flat(mla_cupy.sparse_mla_backward)(*inputs.backward_arguments, **inputs.options, kernel=kernel)
     assert BACKWARD_KERNELS[kernel].entry in target.launched
     check_gradients(got, inputs)
 

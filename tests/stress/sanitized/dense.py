@@ -17,6 +17,7 @@ from tests.dense.test_segments import ids_of
 from tests.stress.sanitized import Call
 from tests.support.dense_cases import DenseCase, make
 from tests.support.dense_gradients import check_gradients, make_gradients
+from tests.support.flat import flat
 from tests.support.gpu import fetch, upload
 from tests.support.tolerance import check
 
@@ -72,7 +73,9 @@ def mask(*, relative: bool) -> None:
     indices = np.random.default_rng(5).integers(-(2**31), 2**31, (71, 33)).astype(np.int32)
     indices[::2] %= 230
     starts = {"cu_seqlens_q": np.array([0, 1, 1, 70], np.int32), "cu_seqlens_kv": np.array([3, 73, 136, 200], np.int32)}
-    got = mla_cupy.prefill_mask(upload(indices), 130, relative=relative, **{n: upload(x) for n, x in starts.items()})
+    got = flat(mla_cupy.prefill_mask)(
+        upload(indices), 130, relative=relative, **{n: upload(x) for n, x in starts.items()}
+    )
     np.testing.assert_array_equal(fetch(got), reference.prefill_mask(indices, 130, relative=relative, **starts)[0])
 
 
