@@ -21,7 +21,11 @@ _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _MIN_SCALE, _MAX_SCALE = 2.0**-126, 2.0**126
 """Range of float32, also after a multiplication by log2(e)."""
 
-
+MODEL_SCALES = (
+    "the model's softmax scale: 192**-0.5 for DeepSeek-V2, V3 and V3.2, 256**-0.5 for GLM-5, 128**-0.5 for Mistral "
+    "Small 4, times YaRN's mscale factor where the model uses it"
+)
+"""Softmax scales of models, for the error of a missing `scale`."""
 ACCUMULATE = ("float32", "float16")
 MAX_DRAFTS = 64
 """The most drafts of a tree: one bit each."""
@@ -54,6 +58,13 @@ def resolve_scale(scale: Any, d_qk: int) -> float:
     """Check the factor of the scores; None is d_qk**-0.5."""
     if scale is None:
         return float(d_qk**-0.5)
+    return check_factor("scale", scale)
+
+
+def check_scale(scale: Any) -> float:
+    """Check the factor of the scores of absorbed queries, whose width does not say what it is."""
+    if scale is None:
+        raise ArgumentError(explain("scale", None, MODEL_SCALES, "pass scale=..."))
     return check_factor("scale", scale)
 
 

@@ -23,6 +23,7 @@ from tests.support import (
     sparse_cases,
     sparse_loss_cases,
 )
+from tests.support.flat import flat
 
 Array = np.ndarray[Any, Any]
 
@@ -54,7 +55,7 @@ class BoundCall:
     def eager(self) -> tuple[Any, ...]:
         """What the public function returns for these arrays, then those that it has changed; None if there are none."""
         changed = {name: self.arrays[name].copy() if name in self.arrays else None for name in self.changed}
-        made = as_tuple(getattr(mla_cupy, self.operation)(**{**self.arrays, **changed}, **self.options))
+        made = as_tuple(flat(getattr(mla_cupy, self.operation))(**{**self.arrays, **changed}, **self.options))
         return (*made, *changed.values())
 
 
@@ -244,12 +245,12 @@ def prepare_both(pages: bool, **options: Any) -> BoundCall:
 
 
 def warmup_loss(case: loss_cases.LossCase, **options: Any) -> BoundCall:
-    chosen = {"causal": case.causal, "target": case.target, **options}
+    chosen = {"scale": case.d**-0.5, "causal": case.causal, "target": case.target, **options}
     return BoundCall(_id("loss", chosen), "indexer_warmup_loss", _dense(**loss_cases.loss_inputs(case)), chosen)
 
 
 def sparse_loss(case: sparse_loss_cases.SparseLossCase, **options: Any) -> BoundCall:
-    chosen = {"causal": case.causal, **options}
+    chosen = {"scale": case.d**-0.5, "causal": case.causal, **options}
     arrays = _dense(**sparse_loss_cases.sparse_loss_inputs(case))
     return BoundCall(_id("sparse_loss", chosen), "indexer_sparse_loss", arrays, chosen)
 
@@ -261,9 +262,8 @@ def head_sums(case: loss_cases.LossCase | sparse_loss_cases.SparseLossCase, **op
         inputs = sparse_loss_cases.sparse_loss_inputs(case)
     names = ("q", "k", "q_rope", "k_rope", "lse", "indices", "topk_length", "cu_seqlens_q", "cu_seqlens_kv")
     arrays = _dense(**{name: inputs.get(name) for name in names})
-    return BoundCall(
-        _id("head_sums", {"indices": "indices" in arrays, **options}), "indexer_head_sums", arrays, options
-    )
+    name = _id("head_sums", {"indices": "indices" in arrays, **options})
+    return BoundCall(name, "indexer_head_sums", arrays, {"scale": case.d**-0.5, "causal": case.causal, **options})
 
 
 def append(record: str, rotated: bool = False, **options: Any) -> BoundCall:

@@ -19,6 +19,7 @@ from mla_cupy.simulation import simulated
 from tests.bindings.cases import BoundCall, backward, decode, every_call, forward, merge
 from tests.bindings.cases import test_every_operation_has_a_call as test_every_operation_has_a_call
 from tests.support.calls import assert_same
+from tests.support.flat import flat
 from tests.support.recorder import B200, Recorder, address
 
 Array = np.ndarray[Any, Any]
@@ -162,7 +163,7 @@ def test_it_launches_what_the_public_call_launches(call: BoundCall, recorder: Re
     outputs = [name for name, x in zip(bound.result_names, bound.results, strict=True) if x is not None]
     for name in set(call.changed) & set(names):  # lies in the result's memory
         inputs[names.index(name)] = results[outputs.index(name)]
-    getattr(mla_cupy, call.operation)(
+    flat(getattr(mla_cupy, call.operation))(
         **{**dict(zip(names, inputs, strict=True)), **dict(zip(outputs, results, strict=True))},
         **call.options,
         **({"workspace": workspace} if launcher.nbytes else {}),

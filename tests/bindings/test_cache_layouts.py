@@ -15,6 +15,7 @@ from mla_cupy.simulation import simulated
 from tests.bindings.cases import CALLS, CALLS_OF_JAX, Array, BoundCall, as_tuple, decode, decode_in_fp8, sparse_decode
 from tests.interop.test_torch import array, tensor
 from tests.support.calls import assert_same
+from tests.support.flat import flat
 from tests.support.recorder import Recorder
 
 
@@ -77,7 +78,7 @@ def compare(call: BoundCall, got: tuple[Any, ...], wanted: tuple[Any, ...]) -> N
 @layouts
 def test_numpy(call: BoundCall, layout: str) -> None:
     changed = laid_out(call, layout)
-    got = as_tuple(getattr(mla_cupy, call.operation)(**changed.arrays, **call.options))
+    got = as_tuple(flat(getattr(mla_cupy, call.operation))(**changed.arrays, **call.options))
     compare(changed, (*got, *(changed.arrays.get(name) for name in changed.changed)), alone(call).eager())
 
 
@@ -88,7 +89,7 @@ def test_torch(torch: Any, of_torch: Any, call: BoundCall, layout: str) -> None:
     changed = laid_out(call, layout)
     given = {name: tensor(torch, x) for name, x in changed.arrays.items()}
     options = {name: getattr(torch, x) if name.endswith("dtype") else x for name, x in call.options.items()}
-    got = as_tuple(getattr(of_torch, call.operation)(**given, **options))
+    got = as_tuple(flat(getattr(of_torch, call.operation))(**given, **options))
     found = [None if x is None else array(torch, x) for x in (*got, *(given.get(name) for name in changed.changed))]
     compare(changed, tuple(found), alone(call).eager())
 
@@ -98,7 +99,7 @@ def test_torch(torch: Any, of_torch: Any, call: BoundCall, layout: str) -> None:
 @pytest.mark.parametrize("layout", ["flashmla", "flashinfer"])
 def test_jax(jax: Any, of_jax: Any, call: BoundCall, layout: str) -> None:
     changed = laid_out(call, layout)
-    function = jax.jit(lambda arrays: getattr(of_jax, call.operation)(**arrays, **call.options))
+    function = jax.jit(lambda arrays: flat(getattr(of_jax, call.operation))(**arrays, **call.options))
     given = {name: np.ascontiguousarray(x) for name, x in changed.arrays.items()}
     got = as_tuple(function({name: jax.device_put(x, jax.devices("cpu")[0]) for name, x in given.items()}))
     compare(changed, tuple(None if x is None else np.asarray(x) for x in got), alone(call).eager())
@@ -128,7 +129,7 @@ def test_launches(call: BoundCall, layout: str, recorder: Recorder) -> None:
     found = []
     for arrays in (changed.arrays, {**changed.arrays, **pages}):
         recorder.launches.clear()
-        getattr(mla_cupy, call.operation)(**arrays, **call.options)
+        flat(getattr(mla_cupy, call.operation))(**arrays, **call.options)
         found.append(said(recorder, arrays))
     assert found[0] == found[1]
     assert found[0]
@@ -139,7 +140,7 @@ def test_simulated(call: BoundCall) -> None:
     changed = laid_out(call, "flashinfer-gaps")
     wanted = getattr(reference, call.operation)(**alone(call).arrays, **call.options)
     with simulated():
-        out, lse = getattr(mla_cupy, call.operation)(**changed.arrays, **call.options)
+        out, lse = flat(getattr(mla_cupy, call.operation))(**changed.arrays, **call.options)
     np.testing.assert_allclose(out.astype(np.float64), wanted[0], atol=0.1)
     np.testing.assert_allclose(lse, wanted[1], atol=0.05)
 
@@ -197,7 +198,7 @@ def test_more_heads_are_refused(call: BoundCall) -> None:
     for name in caches(call):
         cache = np.repeat(without_heads(call.arrays[name])[:, :, None], 2, axis=2)
         with pytest.raises(ShapeError, match=rf"^{name}.shape: got .* \(num_pages, page_size, 1, width\) or") as caught:
-            getattr(mla_cupy, call.operation)(**{**call.arrays, name: cache}, **call.options)
+            flat(getattr(mla_cupy, call.operation))(**{**call.arrays, name: cache}, **call.options)
         assert "(num_pages, 1, page_size, width)" in str(caught.value)
 
 

@@ -13,6 +13,7 @@ import mla_cupy
 from mla_cupy import DTypeError
 from tests.bindings.cases import CALLS, CALLS_OF_JAX, BoundCall, as_tuple, decode, forward, merge
 from tests.bindings.test_torch import options, tensors
+from tests.support.flat import flat
 
 pytestmark = [
     pytest.mark.usefixtures("_numpy_backend"),
@@ -50,7 +51,7 @@ def of_one(torch: Any, of: Any, call: BoundCall, name: str) -> tuple[Callable[[A
     given = {**tensors(torch, call), **options(torch, call)}
 
     def value(x: Any) -> Any:
-        results = as_tuple(getattr(of, call.operation)(**{**given, name: x}))
+        results = as_tuple(flat(getattr(of, call.operation))(**{**given, name: x}))
         changed = [given[key] for key in call.changed if key in given]
         floats = (y for y in (*results, *changed) if y is not None and y.is_floating_point())
         return sum((y.float().sum() for y in floats), x.float().sum())
@@ -103,7 +104,7 @@ def test_jax(jax: Any, of_jax: Any, call: BoundCall, name: str) -> None:
     given = {key: jax.numpy.asarray(x) for key, x in call.arrays.items()}
 
     def value(x: Any) -> Any:
-        results = as_tuple(getattr(of_jax, call.operation)(**{**given, name: x}, **call.options))
+        results = as_tuple(flat(getattr(of_jax, call.operation))(**{**given, name: x}, **call.options))
         floats = (y for y in results if y is not None and jax.numpy.issubdtype(y.dtype, jax.numpy.floating))
         return sum((y.astype(np.float32).sum() for y in floats), x.astype(np.float32).sum())
 

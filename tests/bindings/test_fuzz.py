@@ -20,6 +20,7 @@ from tests.bindings.cases import CALLS, CALLS_OF_JAX, ONE_OF_EACH, Array, BoundC
 from tests.bindings.draws import PROBLEMS, Problem
 from tests.interop.test_torch import UNKNOWN, array, tensor
 from tests.operations.test_layout_fuzz import LaidOut
+from tests.support.flat import flat
 from tests.support.misuse import numbers
 
 pytestmark = [
@@ -82,8 +83,8 @@ def in_place(torch: Any, one: LaidOut, device: str) -> Any:
 
 def in_torch(torch: Any, of_torch: Any, call: BoundCall, rng: np.random.Generator, device: str) -> Any:
     """A way to call an operation."""
-    function, operator = getattr(of_torch, call.operation), getattr(torch.ops.mla_cupy, call.operation)
-    plain = getattr(mla_cupy, call.operation)
+    function, operator = flat(getattr(of_torch, call.operation)), getattr(torch.ops.mla_cupy, call.operation)
+    plain = flat(getattr(mla_cupy, call.operation))
     contexts = (torch.no_grad, torch.enable_grad, torch.inference_mode)
     ways = [*((function, context) for context in contexts), (operator, torch.no_grad), (plain, torch.no_grad)]
     chosen, context = ways[rng.integers(len(ways))]
@@ -120,7 +121,7 @@ def test_torch_by_inductor(torch_gpu: Any, of_torch: Any, call: BoundCall) -> No
     torch._dynamo.reset()
     given = {name: tensor(torch, x, "cuda") for name, x in call.arrays.items()}
     options = {name: getattr(torch, x) if name.endswith("dtype") else x for name, x in call.options.items()}
-    compiled = torch.compile(getattr(of_torch, call.operation), dynamic=False)
+    compiled = torch.compile(flat(getattr(of_torch, call.operation)), dynamic=False)
     with torch.no_grad():
         made = as_tuple(compiled(**given, **options))
     got = [*made, *(given.get(name) for name in call.changed)]
@@ -133,7 +134,7 @@ def compare_in_torch(torch: Any, of_torch: Any, call: BoundCall, seed: int, devi
     inputs, outputs = ({x.name: x for x in side} for side in (call.record.inputs, call.record.outputs))
     arrays = draws.values(rng, call) if device == "cpu" else {name: x.copy() for name, x in call.arrays.items()}
     expected = {name: x.copy() for name, x in arrays.items()}
-    wanted = answer(getattr(mla_cupy, call.operation), {**expected, **call.options})
+    wanted = answer(flat(getattr(mla_cupy, call.operation)), {**expected, **call.options})
     laid = {name: draws.layout(rng, x, inputs[name]) for name, x in arrays.items()}
     run, by_operator = in_torch(torch, of_torch, call, rng, device)
     given: dict[str, Any] = {name: in_place(torch, x, device) for name, x in laid.items()}
@@ -146,7 +147,7 @@ def compare_in_torch(torch: Any, of_torch: Any, call: BoundCall, seed: int, devi
     got = answer(run, {**given, **options})
     if isinstance(got, MlaError):  # NumPy's arrays are refused, too, perhaps for the layout
         views = {name: x.view for name, x in laid.items()}
-        judge(got, answer(getattr(mla_cupy, call.operation), {**views, **call.options}), about)
+        judge(got, answer(flat(getattr(mla_cupy, call.operation)), {**views, **call.options}), about)
         return
     error = 0.0 if device == "cpu" else GPU_ERROR
     judge([None if x is None else array(torch, x) for x in got], wanted, about, error)
@@ -162,12 +163,12 @@ def compare_in_torch(torch: Any, of_torch: Any, call: BoundCall, seed: int, devi
 @pytest.mark.parametrize("call", CALLS_OF_JAX, ids=lambda call: call.id)
 def test_jax(jax: Any, of_jax: Any, call: BoundCall, count: int) -> None:
     """Eagerly, as NumPy's arrays in odd layouts, and exportable; under jit a call of each operation."""
-    function, inputs = getattr(of_jax, call.operation), {x.name: x for x in call.record.inputs}
+    function, inputs = flat(getattr(of_jax, call.operation)), {x.name: x for x in call.record.inputs}
     for seed in range(count):
         rng, about = np.random.default_rng([seed, 52]), f"{call.id}, seed {seed}"
         arrays = draws.values(rng, call)
         expected = {name: x.copy() for name, x in arrays.items()}
-        wanted = answer(getattr(mla_cupy, call.operation), {**expected, **call.options})
+        wanted = answer(flat(getattr(mla_cupy, call.operation)), {**expected, **call.options})
         odd = rng.random() < 0.5
         given = {
             name: draws.layout(rng, x, inputs[name]).view
@@ -185,7 +186,7 @@ def test_jax(jax: Any, of_jax: Any, call: BoundCall, count: int) -> None:
 @pytest.mark.parametrize("call", ONE_OF_EACH, ids=lambda call: call.operation)
 def test_jax_under_transforms(jax: Any, of_jax: Any, call: BoundCall) -> None:
     """jit, and vmap over two calls of which one has other values."""
-    rng, function = np.random.default_rng(53), getattr(of_jax, call.operation)
+    rng, function = np.random.default_rng(53), flat(getattr(of_jax, call.operation))
     given = {name: x.astype(np.int32) if x.dtype == np.int64 else x for name, x in call.arrays.items()}
     other = {**given, **{name: x for name, x in draws.values(rng, call).items() if x.shape == given[name].shape}}
     other = {name: x.astype(given[name].dtype) for name, x in other.items()}
@@ -193,7 +194,7 @@ def test_jax_under_transforms(jax: Any, of_jax: Any, call: BoundCall) -> None:
     got = as_tuple(jax.jit(jax.vmap(lambda x: as_tuple(function(**x, **call.options))))(both))
     for at, arrays in enumerate((given, other)):
         expected = {name: x.copy() for name, x in arrays.items()}
-        wanted = answer(getattr(mla_cupy, call.operation), {**expected, **call.options})
+        wanted = answer(flat(getattr(mla_cupy, call.operation)), {**expected, **call.options})
         wanted = (*wanted, *(expected.get(name) for name in call.changed))
         judge([None if x is None else x[at] for x in got], wanted, call.id)
 
@@ -239,7 +240,7 @@ def compare_torch_gradients(
 
     def value(*leaves: Any) -> Any:
         call = {**given, **dict(zip(names, leaves, strict=True)), **problem.options}
-        return torch_loss(torch, problem, getattr(of_torch, problem.function)(**call), wide=False)
+        return torch_loss(torch, problem, flat(getattr(of_torch, problem.function))(**call), wide=False)
 
     leaves = [tensor(torch, given_x, device) for given_x in (problem.arrays[name] for name in names)]
     run = torch.compile(value, dynamic=False) if compiled else value
@@ -292,7 +293,7 @@ def test_jax_gradients(jax: Any, of_jax: Any, draw: Any, count: int) -> None:
 
         def value(leaves: Any, problem: Problem = problem) -> Any:
             call = {**problem.arrays, **leaves, **problem.options}
-            return jax_loss(jax, problem, getattr(of_jax, problem.function)(**call))
+            return jax_loss(jax, problem, flat(getattr(of_jax, problem.function))(**call))
 
         gradient = jax.grad(value) if rng.random() < 0.2 else jax.jit(jax.grad(value))
         for name, x in gradient(leaves).items():

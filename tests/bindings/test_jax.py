@@ -25,6 +25,7 @@ from tests.bindings.cases import (
     merge,
 )
 from tests.support.calls import assert_same
+from tests.support.flat import flat
 
 pytestmark = pytest.mark.usefixtures("_numpy_backend")
 
@@ -36,7 +37,7 @@ def on_cpu(jax: Any, call: BoundCall) -> dict[str, Any]:
 
 
 def jitted(jax: Any, of_jax: Any, call: BoundCall, exportable: bool) -> Any:
-    function = getattr(of_jax, call.operation)
+    function = flat(getattr(of_jax, call.operation))
     return jax.jit(lambda arrays: function(**arrays, **call.options, exportable=exportable))
 
 
@@ -58,7 +59,7 @@ def test_under_jit(jax: Any, of_jax: Any, call: BoundCall, exportable: bool) -> 
 
 @every_call_of_jax
 def test_outside_jit(jax: Any, of_jax: Any, call: BoundCall) -> None:
-    check(getattr(of_jax, call.operation)(**on_cpu(jax, call), **call.options), call.eager())
+    check(flat(getattr(of_jax, call.operation))(**on_cpu(jax, call), **call.options), call.eager())
 
 
 @both_roads
@@ -388,7 +389,7 @@ def test_structured_dtypes(jax: Any, of_jax: Any, call: BoundCall) -> None:
     given = {name: x for name, x in on_cpu(jax, call).items() if call.arrays[name].dtype != np.int64}
     for name in call.record.names:
         with pytest.raises(DTypeError, match=f"^{name}.dtype: got"):
-            getattr(of_jax, call.operation)(**{**given, **call.options, name: np.zeros(2, [("a", "i4")])})
+            flat(getattr(of_jax, call.operation))(**{**given, **call.options, name: np.zeros(2, [("a", "i4")])})
 
 
 def test_unknown_options(jax: Any, of_jax: Any) -> None:

@@ -16,6 +16,7 @@ from mla_cupy.ops.bind import Launcher
 from mla_cupy.simulation import simulated
 from tests.bindings.cases import decode, forward, merge
 from tests.bindings.test_jax import on_cpu
+from tests.support.flat import flat
 from tests.support.recorder import Recorder
 
 STREAM = 77
@@ -106,7 +107,9 @@ def test_buffers_and_stream_arrive(
     monkeypatch.setattr(buffers, "locate", note)
     pretend(HOST)
     call = make()
-    run = jax.jit(lambda x: getattr(of_jax, call.operation)(**x, **call.options)).lower(on_cpu(jax, call)).compile()
+    run = (
+        jax.jit(lambda x: flat(getattr(of_jax, call.operation))(**x, **call.options)).lower(on_cpu(jax, call)).compile()
+    )
     assert recorder.launches == []
     recorder.allocations.clear()
     arrays = on_cpu(jax, call)

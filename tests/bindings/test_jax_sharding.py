@@ -12,6 +12,7 @@ import pytest
 
 from tests.bindings.cases import BoundCall, as_tuple, decode, every_call_of_jax, prefill
 from tests.support.calls import assert_same
+from tests.support.flat import flat
 
 pytestmark = pytest.mark.usefixtures("_numpy_backend")
 
@@ -81,7 +82,7 @@ def test_along_each_axis(jax: Any, of_jax: Any, sharding: Any, call: BoundCall, 
         given = put(jax, mesh, arrays, specs)
 
         def run(given: dict[str, Any]) -> Any:
-            return getattr(of_jax, call.operation)(**given, **call.options)
+            return flat(getattr(of_jax, call.operation))(**given, **call.options)
 
         made = parts.names[-parts.results :]
         summed = tuple(axis not in names for names in made)

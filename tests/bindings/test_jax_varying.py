@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.bindings.cases import CALLS_OF_JAX, BoundCall, as_tuple, forward, prefill, sparse_loss, warmup_loss
+from tests.support.flat import flat
 from tests.support.loss_cases import LossCase
 from tests.support.sparse_loss_cases import SparseLossCase
 
@@ -20,7 +21,7 @@ ONE_OF_EACH = list({call.operation: call for call in reversed(CALLS_OF_JAX)}.val
 
 def objective(call: BoundCall) -> BoundCall:
     """The differentiable scalar of a loss."""
-    return replace(call, id=call.operation, operation=call.operation.replace("loss", "objective"), options={})
+    return replace(call, id=call.operation, operation=call.operation.replace("loss", "objective"))
 
 
 #: A call of each differentiable function, and the arrays that it has gradients by.
@@ -53,7 +54,7 @@ def test_results_vary(jax: Any, of_jax: Any, mesh: Any, call: BoundCall) -> None
     twice = np.stack([call.arrays[name]] * 2)
 
     def run(x: Any, others: dict[str, Any]) -> Any:
-        results = as_tuple(getattr(of_jax, call.operation)(**{**others, name: x[0]}, **call.options))
+        results = as_tuple(flat(getattr(of_jax, call.operation))(**{**others, name: x[0]}, **call.options))
         return [x[None] for x in results if x is not None]
 
     jax.eval_shape(shared(jax, mesh, run, varying=True), twice, call.arrays)
@@ -71,7 +72,7 @@ def test_gradients(jax: Any, of_jax: Any, mesh: Any, call: BoundCall, leaves: tu
     parts = jnp.stack([given[own], given[own] / 2])
 
     def once(x: Any, others: dict[str, Any]) -> Any:
-        first = as_tuple(getattr(of_jax, call.operation)(**{**given, **others, own: x}, **call.options))[0]
+        first = as_tuple(flat(getattr(of_jax, call.operation))(**{**given, **others, own: x}, **call.options))[0]
         return jnp.square(first.astype(jnp.float32)).sum()
 
     def loss(x: Any, others: dict[str, Any]) -> Any:

@@ -17,6 +17,7 @@ from mla_cupy.compat import flash_mla
 from tests.bindings.cases import ONE_OF_EACH, BoundCall, as_tuple
 from tests.interop.test_torch import array, tensor
 from tests.support.calls import assert_same
+from tests.support.flat import flat
 from tests.support.mistakes import Call
 from tests.support.misuse import Refused, attempt, misused, nonsense, numbers
 
@@ -110,8 +111,8 @@ def values(torch: Any, x: Any) -> Any:
 @pytest.mark.parametrize("count", numbers(25, 300))
 @pytest.mark.parametrize("call", ONE_OF_EACH, ids=lambda call: call.operation)
 def test_torch(torch: Any, of_torch: Any, call: BoundCall, count: int) -> None:
-    function = getattr(of_torch, call.operation)
-    plain = getattr(mla_cupy, call.operation)
+    function = flat(getattr(of_torch, call.operation))
+    plain = flat(getattr(mla_cupy, call.operation))
     taken = [*inspect.signature(plain).parameters, *inspect.signature(function).parameters]
     options = [x for x in inspect.signature(plain).parameters if x not in (*call.record.names, "check", "stream")]
     options = [x for x in options if x not in ("plan", "workspace")]
@@ -145,7 +146,7 @@ def assert_answers(torch: Any, call: BoundCall, given: Call, before: Call, resul
         assert all(x is None or is_shape(torch, x) for x in results), about  # an operator tells shapes
         return
     assert not any(isinstance(x, torch.Tensor) for x in plain.values()), f"{about}: {plain}"
-    wanted = as_tuple(getattr(mla_cupy, call.operation)(**plain))
+    wanted = as_tuple(flat(getattr(mla_cupy, call.operation))(**plain))
     assert len(results) == len(wanted), about
     for got, expected in zip(results, wanted, strict=True):
         if expected is None:
@@ -230,7 +231,7 @@ def spoiled_array(jnp: Any, rng: np.random.Generator, x: Any) -> Any:
 @pytest.mark.parametrize("count", numbers(8, 60))
 @pytest.mark.parametrize("call", ONE_OF_EACH, ids=lambda call: call.operation)
 def test_jax(jax: Any, of_jax: Any, call: BoundCall, count: int) -> None:
-    function, plain = getattr(of_jax, call.operation), getattr(mla_cupy, call.operation)
+    function, plain = flat(getattr(of_jax, call.operation)), flat(getattr(mla_cupy, call.operation))
     taken = [*inspect.signature(plain).parameters, *inspect.signature(function).parameters]
     there = {name: x for name, x in call.arrays.items() if x.dtype != np.int64}  # which JAX does not have
     options = [x for x in inspect.signature(plain).parameters if x not in call.record.names]

@@ -14,6 +14,8 @@ from mla_cupy.simulation import simulated
 from tests.bindings.cases import Array, BoundCall, as_tuple, backward, forward, head_sums, sparse_loss
 from tests.interop.test_torch import array, tensor
 from tests.support.calls import assert_same
+from tests.support.flat import flat
+from tests.support.loss_cases import run_loss
 from tests.support.recorder import Recorder
 from tests.support.sparse_loss_cases import SparseLossCase
 
@@ -70,7 +72,7 @@ def test_torch(torch: Any, of_torch: Any, call: BoundCall) -> None:
     moved = of_all_rows(call)
     given = {name: tensor(torch, x) for name, x in moved.arrays.items()}
     options = {name: getattr(torch, x) if name.endswith("dtype") else x for name, x in moved.options.items()}
-    got = as_tuple(getattr(of_torch, call.operation)(**given, **options))
+    got = as_tuple(flat(getattr(of_torch, call.operation))(**given, **options))
     compare(tuple(None if x is None else array(torch, x) for x in got), call.eager())
 
 
@@ -78,7 +80,7 @@ def test_torch(torch: Any, of_torch: Any, call: BoundCall) -> None:
 @each
 def test_jax(jax: Any, of_jax: Any, call: BoundCall) -> None:
     moved = of_all_rows(call)
-    function = jax.jit(lambda arrays: getattr(of_jax, call.operation)(**arrays, **moved.options))
+    function = jax.jit(lambda arrays: flat(getattr(of_jax, call.operation))(**arrays, **moved.options))
     compare(as_tuple(function({name: jax.numpy.asarray(x) for name, x in moved.arrays.items()})), call.eager())
 
 
@@ -92,7 +94,7 @@ def gradients_of_torch(torch: Any, of_torch: Any, call: BoundCall) -> list[Array
     if call.operation == "sparse_mla_forward":
         value = of_torch.sparse_mla_forward(**given, **call.options)[0].float().sum()
     else:
-        value = of_torch.indexer_sparse_objective(**given, **call.options)[0]
+        value = run_loss(of_torch.indexer_sparse_objective, **given, **call.options)[0]
     return [array(torch, x) for x in torch.autograd.grad(value, leaves)]
 
 
@@ -111,7 +113,7 @@ def gradients_of_jax(jax: Any, of_jax: Any, call: BoundCall) -> list[Array]:
     def value(leaves: dict[str, Any]) -> Any:
         if call.operation == "sparse_mla_forward":
             return of_jax.sparse_mla_forward(**{**given, **leaves}, **call.options)[0].astype("float32").sum()
-        return of_jax.indexer_sparse_objective(**{**given, **leaves}, **call.options)[0]
+        return run_loss(of_jax.indexer_sparse_objective, **{**given, **leaves}, **call.options)[0]
 
     found = jax.jit(jax.grad(value))({name: given[name] for name in wanted})
     return [np.asarray(found[name]) for name in wanted]
@@ -168,6 +170,6 @@ def test_the_kernel_is_told(recorder: Recorder) -> None:
             recorder.launches.clear()
             changed = {name: call.arrays[name].copy() for name in call.changed if name in call.arrays}
             options = {**call.options, "relative": relative}
-            getattr(mla_cupy, call.operation)(**{**call.arrays, **changed}, **options)
+            flat(getattr(mla_cupy, call.operation))(**{**call.arrays, **changed}, **options)
             (lists,) = (x for x in recorder.launches if x.entry == "mla_attention_row_lists")
             assert lists.params["relative"] == relative

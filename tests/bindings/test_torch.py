@@ -27,6 +27,7 @@ from tests.bindings.cases import (
 )
 from tests.interop.test_torch import array, tensor
 from tests.support.calls import assert_same
+from tests.support.flat import flat
 from tests.support.loss_cases import LossCase
 from tests.support.sparse_loss_cases import SparseLossCase
 
@@ -67,7 +68,7 @@ def run(torch: Any, function: Any, call: BoundCall) -> tuple[Any, ...]:
 
 @every_call
 def test_functions(torch: Any, of_torch: Any, call: BoundCall) -> None:
-    check(torch, run(torch, getattr(of_torch, call.operation), call), call.eager())
+    check(torch, run(torch, flat(getattr(of_torch, call.operation)), call), call.eager())
 
 
 @every_call
@@ -132,7 +133,7 @@ def test_functions_that_write(torch: Any, of_torch: Any) -> None:
     for name, results in (("merge_states", ("out", "lse")), ("mla_decode", ("out", "lse"))):
         call = merge() if name == "merge_states" else decode()
         targets = dict(zip(results, (torch.full_like(tensor(torch, x), 7) for x in call.eager()), strict=True))
-        got = getattr(of_torch, name)(**tensors(torch, call), **targets)
+        got = flat(getattr(of_torch, name))(**tensors(torch, call), **targets)
         assert [x is y for x, y in zip(got, targets.values(), strict=True)] == [True] * 2
         check(torch, got, call.eager())
 
@@ -390,7 +391,7 @@ def test_shapes_alone(torch: Any, of_torch: Any, call: BoundCall) -> None:
         make = fakes_of(torch)[kind]
         given = {name: make(x) for name, x in tensors(torch, call).items()}
         with torch.no_grad():
-            results = as_tuple(getattr(of_torch, call.operation)(**given, **options(torch, call)))
+            results = as_tuple(flat(getattr(of_torch, call.operation))(**given, **options(torch, call)))
         for x, expected in zip(results, wanted, strict=True):
             assert (x is None) == (expected is None)
             assert x is None or x.shape == expected.shape
@@ -428,7 +429,7 @@ def test_results_that_there_are_not(
     given = {**tensors(torch, call), **options(torch, call), name: torch.zeros(3)}
     for module in (mla_cupy, of_torch):
         with torch.set_grad_enabled(recorded), pytest.raises(ArgumentError, match=f"^{name}: got .*None: {text}"):
-            getattr(module, call.operation)(**given)
+            flat(getattr(module, call.operation))(**given)
 
 
 @pytest.mark.parametrize("name", ["kv", "indices"])

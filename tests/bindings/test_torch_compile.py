@@ -15,6 +15,7 @@ from mla_cupy.arrays.torch import TorchCpuFamily, TorchFamily, check_tensor
 from tests.bindings.cases import CALLS, BoundCall, decode, decode_with_forms, forward, merge
 from tests.bindings.test_torch import check, tensors
 from tests.interop.test_torch import tensor
+from tests.support.flat import flat
 
 pytestmark = pytest.mark.usefixtures("_numpy_backend")
 
@@ -240,7 +241,7 @@ def _compiled(torch: Any, call: BoundCall) -> tuple[Any, Any]:
     @torch.compile(backend=counter)
     def run(given: dict[str, Any]) -> Any:
         given = {**given, first: given[first].clone()}
-        results = getattr(mla_cupy, call.operation)(**given, **call.options)
+        results = flat(getattr(mla_cupy, call.operation))(**given, **call.options)
         return (results[0].clone(), *results[1:]) if isinstance(results, tuple) else results.clone()
 
     return run, counter

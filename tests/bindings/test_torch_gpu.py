@@ -18,6 +18,7 @@ from tests.bindings.test_torch_compile import plan_for, repeated
 from tests.interop.test_torch import array, tensor
 from tests.support import cases
 from tests.support.calls import assert_same
+from tests.support.flat import flat
 from tests.support.tolerance import check
 
 pytestmark = [
@@ -52,8 +53,8 @@ def test_operators(torch_gpu: Any, of_torch: Any, call: BoundCall) -> None:
         given = on_gpu(torch_gpu, call.arrays)
         return (*as_tuple(function(**given, **chosen)), *(given.get(name) for name in call.changed))
 
-    wanted = run(getattr(mla_cupy, call.operation))
-    for function in (getattr(of_torch, call.operation), getattr(torch_gpu.ops.mla_cupy, call.operation)):
+    wanted = run(flat(getattr(mla_cupy, call.operation)))
+    for function in (flat(getattr(of_torch, call.operation)), getattr(torch_gpu.ops.mla_cupy, call.operation)):
         for name, x, expected in zip((*call.outputs, *call.changed), run(function), wanted, strict=True):
             if expected is None:
                 assert x is None or x.numel() == 0

@@ -14,6 +14,7 @@ from mla_cupy.simulation import simulated
 from tests.bindings.cases import ONE_OF_EACH, BoundCall, decode, merge
 from tests.bindings.test_torch import options, tensors
 from tests.interop.test_torch import tensor
+from tests.support.flat import flat
 
 pytestmark = pytest.mark.usefixtures("_numpy_backend")
 
@@ -39,7 +40,7 @@ def test_every_function(torch: Any, of_torch: Any, call: BoundCall, way: str) ->
     given, written = writing(torch, call)
     operator = getattr(torch.ops.mla_cupy, call.operation + "_out" * bool(call.outputs))
     modules = {"mla_cupy": mla_cupy, "mla_cupy.torch": of_torch}
-    function = getattr(modules[way], call.operation) if way in modules else operator
+    function = flat(getattr(modules[way], call.operation)) if way in modules else operator
     others = {name: x for name, x in given.items() if isinstance(x, torch.Tensor) and name not in written}
     before, untouched = versions(written), versions(others)
     function(**given)
@@ -54,7 +55,7 @@ def test_every_function(torch: Any, of_torch: Any, call: BoundCall, way: str) ->
 def test_results_of_its_own(torch: Any, of_torch: Any, call: BoundCall) -> None:
     """What a call makes is new."""
     given = {**tensors(torch, call), **options(torch, call)}
-    results = getattr(of_torch, call.operation)(**given)
+    results = flat(getattr(of_torch, call.operation))(**given)
     for x in results if isinstance(results, tuple) else (results,):
         assert x is None or x._version == 0
 
@@ -117,11 +118,11 @@ def test_on_a_gpu(torch_gpu: Any, of_torch: Any, call: BoundCall) -> None:
     written = {name: given[name] for name in written}
     for module in (mla_cupy, of_torch, of_torch):
         before = versions(written)
-        getattr(module, call.operation)(**given)
+        flat(getattr(module, call.operation))(**given)
         assert all(version > before[name] for name, version in versions(written).items())
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), torch.inference_mode():
-        getattr(of_torch, call.operation)(**given)
+        flat(getattr(of_torch, call.operation))(**given)
     graph.replay()
     torch.cuda.synchronize()

@@ -61,7 +61,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], type[Exception]]] = {
     "clean": (NO_FLAGS, ArgumentError),
     "deterministic": (NO_FLAGS, ArgumentError),
     "check": ((*NO_FLAGS, 0, 1), ArgumentError),
-    "scale": (NO_NUMBERS, ArgumentError),
+    "scale": ((*NO_NUMBERS, None), ArgumentError),
     "empty_lse": ((*NO_NUMBERS, None), ArgumentError),
     "kernel": (NO_KERNELS, ArgumentError),
     "out_dtype": (NO_DTYPES, DTypeError),
@@ -123,12 +123,11 @@ def output_of(operation: Operation, option: str) -> str:
 
 
 def options_of(operation: Operation) -> set[str]:
-    taken = inspect.signature(getattr(mla_cupy, operation.name)).parameters
-    return {*operation.options._fields, *({"check"} & taken.keys())}
+    return {*operation.options._fields, *({"check"} & operation.parameters.keys())}
 
 
 def may_be_none(operation: Operation, name: str) -> bool:
-    return inspect.signature(getattr(mla_cupy, operation.name)).parameters[name].default is None
+    return operation.parameters[name].default is None
 
 
 CASES = [

@@ -18,6 +18,7 @@ from mla_cupy import DeviceError, DTypeError, ShapeError, dtypes
 from mla_cupy.arrays.view import View
 from mla_cupy.ops import COMPOSITE_OPERATIONS, OPERATIONS
 from mla_cupy.ops.operation import Input, Operation, Output
+from tests.support.flat import flat
 from tests.support.mistakes import Bad, Call, Foreign, gapped, shifted, swap
 
 #: Sizes of the axes, by name; others have 3.
@@ -45,8 +46,11 @@ VALUES = {"seqlens": [20, 33], "topk_length": [4, 5, 5], "cu_seqlens_q": [0, 2, 
 #: Options that a good call has.
 CHOSEN: dict[str, dict[str, Any]] = {
     "cascade_decode": {"groups": ((0, 2, 1),)},
+    "indexer_head_sums": {"scale": 0.5},
     "indexer_select": {"topk": 5},
     "indexer_select_paged": {"topk": 5},
+    "indexer_sparse_loss": {"scale": 0.5},
+    "indexer_warmup_loss": {"scale": 0.5},
     "prefill_mask": {"max_keys": 20},
     "prefill_segments": {"max_segments": 4},
 }
@@ -63,8 +67,8 @@ Array = np.ndarray[Any, Any]
 
 
 def function_of(operation: Operation) -> Callable[..., Any]:
-    """The public function; what it returns is a tuple, also of a single result."""
-    found: Callable[..., Any] = getattr(mla_cupy, operation.name)
+    """The public function of flat arguments; what it returns is a tuple, also of a single result."""
+    found = flat(getattr(mla_cupy, operation.name))
     if operation.name in CHOSEN:
         found = functools.partial(found, **CHOSEN[operation.name])
     if len(operation.outputs) > 1:

@@ -9,7 +9,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import reference
-from tests.support.loss_cases import LossCase, loss_inputs
+from tests.support.loss_cases import LossCase, loss_inputs, run_loss
 from tests.support.sim_driver import simulated
 from tests.support.sparse_loss_cases import SparseLossCase, sparse_loss_inputs
 
@@ -73,6 +73,6 @@ def test_losses(kernel: str, case: LossCase | SparseLossCase, huge: str) -> None
         function, oracle = mla_cupy.indexer_sparse_loss, reference.indexer_sparse_loss
     inputs[huge] = multiply(inputs[huge])
     with simulated(2, (9, 0), mode="random"):
-        got = function(**inputs, **options, kernel=kernel)
+        got = run_loss(function, **inputs, **options, kernel=kernel)
     with np.errstate(all="ignore"):
         check(got, oracle(**inputs, **options))
