@@ -58,10 +58,10 @@ def taken(group: Any, kind: type[Group], argument: str, names: tuple[str, ...]) 
         expected = f"mla_cupy.{kind.__name__} or None"
         raise ArgumentError(explain(argument, kind_of(group), expected, f"pass {kind.__name__}({members})"))
     flat = group.flat()
-    for name, value in flat.items():
-        if name not in names and _differs(value, kind.absent[name]):
+    for name in flat if len(flat) > len(names) else ():
+        if name not in names and _differs(flat[name], kind.absent[name]):
             raise ArgumentError(explain(f"{argument}.{name}", "a value", "none: the operation has no such member"))
-    return tuple(flat[name] for name in names)
+    return tuple([flat[name] for name in names])
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,9 +130,7 @@ class LossResults(Group):
     attention_lse: Any = None
 
     absent: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        dict.fromkeys(
-            ("kl", "mass", "index_lse", "d_index_q", "d_index_k", "d_weights", "out", "attention_lse"),
-        )
+        dict.fromkeys(("kl", "mass", "index_lse", "d_index_q", "d_index_k", "d_weights", "out", "attention_lse"))
     )
 
     def flat(self) -> dict[str, Any]:
