@@ -26,6 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 import mla_cupy
 
 D_QK, PAGE_SIZE = 576, 64
+SCALE = D_QK**-0.5
 SAMPLED = 64  # queries whose selection is looked at
 SIZES = {
     "tiny": {"tokens": 128, "heads": 4, "index_heads": 4, "index_dim": 32, "width": 16, "topk": 16, "rate": 0.05},
@@ -102,19 +103,17 @@ class Arrays:
         loss = mla_cupy.indexer_sparse_loss if sparse else mla_cupy.indexer_warmup_loss
         # In float32: NumPy and CuPy have no products of bfloat16, the default.
         index_q, index_k, _ = scored
-        results = {
-            "d_index_q": self.library.empty(index_q.shape, np.float32),
-            "d_index_k": self.library.empty(index_k.shape, np.float32),
-        }
-        kl, _, _, d_q, d_k, d_weights = loss(*attention, **further, row_weights=self.row_weights, **results)[:6]
+        d_q, d_k = (self.library.empty(x.shape, np.float32) for x in (index_q, index_k))
+        results = mla_cupy.LossResults(d_index_q=d_q, d_index_k=d_k)
+        found = loss(*attention, **further, scale=SCALE, row_weights=self.row_weights, results=results)
         gradients = {
             "q": x.T @ d_q.reshape(len(x), -1),
             "k": x.T @ d_k,
-            "weights": x.T @ d_weights,
-            "bias": d_weights.sum(axis=0),
+            "weights": x.T @ found.d_weights,
+            "bias": found.d_weights.sum(axis=0),
         }
         self.parameters = self.adam.update(self.parameters, gradients, rate)
-        return float(kl.mean())
+        return float(found.kl.mean())
 
     # What does not.
 
@@ -204,7 +203,7 @@ class Torch(Arrays):
         x = self.features()
         attention, further = self.teach(x, self.index(self.parameters, x), sparse)
         objective = self.ops.indexer_sparse_objective if sparse else self.ops.indexer_warmup_objective
-        loss, _ = objective(*attention, **further, row_weights=self.row_weights)
+        loss, _ = objective(*attention, **further, scale=SCALE, row_weights=self.row_weights)
         self.adam.zero_grad()
         loss.backward()
         self.adam.param_groups[0]["lr"] = rate
@@ -242,7 +241,7 @@ class Jax(Arrays):
         attention, further = self.teach(x, tuple(map(self.library.lax.stop_gradient, scored)), sparse)
         (q, k), indices = attention[:2], attention[5:]
         objective = self.ops.indexer_sparse_objective if sparse else self.ops.indexer_warmup_objective
-        return objective(q, k, *scored, *indices, **further, row_weights=self.row_weights)[0]
+        return objective(q, k, *scored, *indices, **further, scale=SCALE, row_weights=self.row_weights)[0]
 
     def step(self, sparse: bool, rate: float) -> float:
         loss, gradients = self.differentiated(self.parameters, self.features(), sparse)
@@ -257,7 +256,7 @@ def true_topk(trainer: Arrays, x: Any, rows: np.ndarray[Any, Any]) -> np.ndarray
     """The top-k keys of the attention's softmax, summed over its heads, of some queries: in NumPy."""
     q, k = trainer.attend(x)
     scores = np.einsum("qhd,kd->qhk", *(trainer.host(a).astype(np.float32) for a in (q[trainer.put(rows)], k)))
-    scores = np.where(np.arange(len(x)) <= rows[:, None, None], scores * D_QK**-0.5, -np.inf)
+    scores = np.where(np.arange(len(x)) <= rows[:, None, None], scores * SCALE, -np.inf)
     weights = np.exp(scores - scores.max(axis=2, keepdims=True))
     target = (weights / weights.sum(axis=2, keepdims=True)).sum(axis=1)
     return np.argsort(-target, axis=1, kind="stable")[:, : trainer.options.topk]

@@ -16,7 +16,8 @@ from mla_cupy.jax.gradients import sparse_forward as sparse_forward_gradient
 from mla_cupy.jax.losses import objective
 from mla_cupy.jax.lowering import run
 from mla_cupy.ops import BOUND_OPERATIONS
-from mla_cupy.ops.groups import Fp8, OutRope, Packed, Project, taken
+from mla_cupy.ops.groups import Fp8, LossResults, OutRope, Packed, Project, taken
+from mla_cupy.ops.indexer.loss_inputs import SparseLoss, WarmupLoss
 
 
 @documented
@@ -506,21 +507,23 @@ def indexer_head_sums(
     q: jax.Array,
     k: jax.Array,
     *,
+    scale: float,
     q_rope: jax.Array | None = None,
     k_rope: jax.Array | None = None,
     indices: jax.Array | None = None,
     lse: jax.Array | None = None,
     topk_length: jax.Array | None = None,
-    cu_seqlens_q: jax.Array | None = None,
-    cu_seqlens_kv: jax.Array | None = None,
-    scale: float | None = None,
-    causal: bool | None = None,
+    packed: Packed | None = None,
+    causal: bool = True,
     relative: bool = True,
     buffer_bytes: int = 536870912,
     head_sums: jax.Array | None = None,
     kernel: str | None = None,
     exportable: bool = False,
 ) -> jax.Array:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
     arrays = (q, k, q_rope, k_rope, indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv, head_sums)
     options = (scale, causal, relative, buffer_bytes, kernel)
     (head_sums,) = run(BOUND_OPERATIONS["indexer_head_sums"], arrays, options, exportable)
@@ -697,29 +700,31 @@ def indexer_sparse_loss(
     weights: jax.Array,
     indices: jax.Array,
     *,
+    scale: float,
     k_scale: jax.Array | None = None,
     q_scale: jax.Array | None = None,
     lse: jax.Array | None = None,
     head_sums: jax.Array | None = None,
     topk_length: jax.Array | None = None,
     row_weights: jax.Array | None = None,
-    cu_seqlens_q: jax.Array | None = None,
-    cu_seqlens_kv: jax.Array | None = None,
-    scale: float | None = None,
-    causal: bool = False,
+    packed: Packed | None = None,
+    causal: bool = True,
     relative: bool = True,
     gradients: bool = True,
     deterministic: bool = False,
     buffer_bytes: int = 536870912,
-    kl: jax.Array | None = None,
-    mass: jax.Array | None = None,
-    index_lse: jax.Array | None = None,
-    d_index_q: jax.Array | None = None,
-    d_index_k: jax.Array | None = None,
-    d_weights: jax.Array | None = None,
+    results: LossResults | None = None,
     kernel: str | None = None,
     exportable: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+) -> SparseLoss:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
+    kl, mass, index_lse, d_index_q, d_index_k, d_weights = (
+        (None, None, None, None, None, None)
+        if results is None
+        else taken(results, LossResults, "results", ("kl", "mass", "index_lse", "d_index_q", "d_index_k", "d_weights"))
+    )
     arrays = (
         q,
         k,
@@ -746,7 +751,7 @@ def indexer_sparse_loss(
     kl, mass, index_lse, d_index_q, d_index_k, d_weights = run(
         BOUND_OPERATIONS["indexer_sparse_loss"], arrays, options, exportable
     )
-    return kl, mass, index_lse, d_index_q, d_index_k, d_weights
+    return SparseLoss(kl, mass, index_lse, d_index_q, d_index_k, d_weights)
 
 
 @documented
@@ -783,6 +788,7 @@ def indexer_warmup_loss(
     index_k: jax.Array,
     weights: jax.Array,
     *,
+    scale: float,
     q_rope: jax.Array | None = None,
     k_rope: jax.Array | None = None,
     k_scale: jax.Array | None = None,
@@ -791,34 +797,29 @@ def indexer_warmup_loss(
     lse: jax.Array | None = None,
     head_sums: jax.Array | None = None,
     row_weights: jax.Array | None = None,
-    cu_seqlens_q: jax.Array | None = None,
-    cu_seqlens_kv: jax.Array | None = None,
+    packed: Packed | None = None,
     target: str = "head_sum",
-    scale: float | None = None,
     target_scale: float = 1,
     causal: bool = True,
     gradients: bool = True,
     buffer_bytes: int = 536870912,
-    kl: jax.Array | None = None,
-    mass: jax.Array | None = None,
-    index_lse: jax.Array | None = None,
-    d_index_q: jax.Array | None = None,
-    d_index_k: jax.Array | None = None,
-    d_weights: jax.Array | None = None,
-    out: jax.Array | None = None,
-    attention_lse: jax.Array | None = None,
+    results: LossResults | None = None,
     kernel: str | None = None,
     exportable: bool = False,
-) -> tuple[
-    jax.Array,
-    jax.Array,
-    jax.Array,
-    jax.Array | None,
-    jax.Array | None,
-    jax.Array | None,
-    jax.Array | None,
-    jax.Array | None,
-]:
+) -> WarmupLoss:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
+    kl, mass, index_lse, d_index_q, d_index_k, d_weights, out, attention_lse = (
+        (None, None, None, None, None, None, None, None)
+        if results is None
+        else taken(
+            results,
+            LossResults,
+            "results",
+            ("kl", "mass", "index_lse", "d_index_q", "d_index_k", "d_weights", "out", "attention_lse"),
+        )
+    )
     arrays = (
         q,
         k,
@@ -844,11 +845,11 @@ def indexer_warmup_loss(
         out,
         attention_lse,
     )
-    options = (target, scale, target_scale, causal, gradients, buffer_bytes, kernel)
+    options = (scale, target, target_scale, causal, gradients, buffer_bytes, kernel)
     kl, mass, index_lse, d_index_q, d_index_k, d_weights, out, attention_lse = run(
         BOUND_OPERATIONS["indexer_warmup_loss"], arrays, options, exportable
     )
-    return kl, mass, index_lse, d_index_q, d_index_k, d_weights, out, attention_lse
+    return WarmupLoss(kl, mass, index_lse, d_index_q, d_index_k, d_weights, out, attention_lse)
 
 
 @documented
@@ -860,16 +861,15 @@ def indexer_sparse_objective(
     weights: jax.Array,
     indices: jax.Array,
     *,
+    scale: float,
     k_scale: jax.Array | None = None,
     q_scale: jax.Array | None = None,
     lse: jax.Array | None = None,
     head_sums: jax.Array | None = None,
     topk_length: jax.Array | None = None,
     row_weights: jax.Array | None = None,
-    cu_seqlens_q: jax.Array | None = None,
-    cu_seqlens_kv: jax.Array | None = None,
-    scale: float | None = None,
-    causal: bool = False,
+    packed: Packed | None = None,
+    causal: bool = True,
     relative: bool = True,
     deterministic: bool = False,
     buffer_bytes: int = 536870912,
@@ -877,6 +877,9 @@ def indexer_sparse_objective(
     straight_through: tuple[jax.Array, jax.Array] | None = None,
     exportable: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
     arrays = (
         q,
         k,
@@ -905,6 +908,7 @@ def indexer_warmup_objective(
     index_k: jax.Array,
     weights: jax.Array,
     *,
+    scale: float,
     q_rope: jax.Array | None = None,
     k_rope: jax.Array | None = None,
     k_scale: jax.Array | None = None,
@@ -912,10 +916,8 @@ def indexer_warmup_objective(
     lse: jax.Array | None = None,
     head_sums: jax.Array | None = None,
     row_weights: jax.Array | None = None,
-    cu_seqlens_q: jax.Array | None = None,
-    cu_seqlens_kv: jax.Array | None = None,
+    packed: Packed | None = None,
     target: str = "head_sum",
-    scale: float | None = None,
     target_scale: float = 1,
     causal: bool = True,
     buffer_bytes: int = 536870912,
@@ -923,6 +925,9 @@ def indexer_warmup_objective(
     straight_through: tuple[jax.Array, jax.Array] | None = None,
     exportable: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
     arrays = (
         q,
         k,
@@ -940,5 +945,5 @@ def indexer_warmup_objective(
         cu_seqlens_q,
         cu_seqlens_kv,
     )
-    options = (target, scale, target_scale, causal, True, buffer_bytes, kernel)
+    options = (scale, target, target_scale, causal, True, buffer_bytes, kernel)
     return objective(BOUND_OPERATIONS["indexer_warmup_loss"], arrays, options, straight_through, exportable)

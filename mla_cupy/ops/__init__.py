@@ -29,7 +29,7 @@ from mla_cupy.ops.cascade_plan import CascadePlan, plan_cascade
 from mla_cupy.ops.composite import Composite
 from mla_cupy.ops.decode import mla_decode
 from mla_cupy.ops.decode_plan import DecodePlan, plan_decode
-from mla_cupy.ops.groups import Fp8, OutRope, Packed, Project, Shard
+from mla_cupy.ops.groups import Fp8, LossResults, OutRope, Packed, Project, Shard
 from mla_cupy.ops.indexer import (
     head_sums,
     key_cache,
@@ -47,6 +47,7 @@ from mla_cupy.ops.indexer.head_sums import indexer_head_sums
 from mla_cupy.ops.indexer.key_cache import indexer_cache_append, indexer_cache_gather
 from mla_cupy.ops.indexer.logits import indexer_logits
 from mla_cupy.ops.indexer.logits_paged import indexer_logits_paged
+from mla_cupy.ops.indexer.loss_inputs import SparseLoss, WarmupLoss
 from mla_cupy.ops.indexer.prepare import indexer_prepare_k, indexer_prepare_q
 from mla_cupy.ops.indexer.prepare_both import indexer_prepare
 from mla_cupy.ops.indexer.select import indexer_select
@@ -75,11 +76,14 @@ __all__ = [
     "CascadePlan",
     "DecodePlan",
     "Fp8",
+    "LossResults",
     "OutRope",
     "Packed",
     "PrefixGroup",
     "Project",
     "Shard",
+    "SparseLoss",
+    "WarmupLoss",
     "absorb",
     "cache_append",
     "cache_copy_pages",

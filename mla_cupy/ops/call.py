@@ -154,7 +154,8 @@ def call(function: Callable[..., _R], arguments: Mapping[str, Any]) -> _R:
     assert operation is not None
     results = run(Invocation.of(operation, **operation.flattened(arguments)))
     _list_arguments(function, operation)
-    answer: Any = results if len(operation.outputs) > 1 else results[0] if results else None
+    several = results if operation.returns is None else operation.returns(*results)
+    answer: Any = several if len(operation.outputs) > 1 else results[0] if results else None
     returned: _R = answer
     return returned
 
@@ -179,7 +180,9 @@ def _list_arguments(function: Callable[..., Any], operation: Operation) -> None:
     others = (x if x in parameters else "None" for x in ("workspace", "stream", "plan"))
     check = "check" if "check" in parameters else "False"
     arguments = ", ".join((f"_{name}", _listed(operation.names), _listed(options), *others, check))
-    result = ("_run(CALL)", "return _run(CALL)[0]", "return _run(CALL)")[min(len(operation.outputs), 2)]
+    several = "return _run(CALL)" if operation.returns is None else f"return _returned_{name}(*_run(CALL))"
+    known[f"_returned_{name}"] = operation.returns
+    result = ("_run(CALL)", "return _run(CALL)[0]", several)[min(len(operation.outputs), 2)]
     lines.append("    " + result.replace("CALL", f"_Invocation({arguments})"))
     made: dict[str, Any] = {}
     exec(compile("\n".join(lines), f"<arguments of {name}>", "exec"), made)

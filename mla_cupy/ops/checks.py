@@ -25,7 +25,7 @@ MODEL_SCALES = (
     "the model's softmax scale: 192**-0.5 for DeepSeek-V2, V3 and V3.2, 256**-0.5 for GLM-5, 128**-0.5 for Mistral "
     "Small 4, times YaRN's mscale factor where the model uses it"
 )
-"""Scales of models, for the error of a missing `scale`."""
+"""Softmax scales of models, for the error of a missing `scale`."""
 ACCUMULATE = ("float32", "float16")
 MAX_DRAFTS = 64
 """The most drafts of a tree: one bit each."""

@@ -175,12 +175,12 @@ def of_objective(found: Docstring, text: Text, array: str) -> Docstring:
 
 def adapted(docstring: Docstring, words: Words, parameters: Collection[str], operation: Operation) -> Docstring:
     """A docstring in a binding's words, for a function with these parameters."""
-    results, found = {output.name for output in operation.outputs}, []
+    results, found = {*(output.name for output in operation.outputs), *operation.result_groups}, []
     for one in docstring.parameters:
         names = tuple(name for name in one.names if name in parameters)
         if names:
             donated = words.donated and set(names) <= results
-            text = _DONATED[len(names) > 1] if donated else one.text
+            text = _DONATED[len(names) > 1 or names[0] in operation.groups] if donated else one.text
             found.append(in_words(replace(one, names=names, text=text), words))
     returns = tuple(_named_or_type(in_words(one, words)) for one in docstring.returns)
     return replace(docstring, parameters=tuple(found), returns=returns)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from mla_cupy.errors import ArgumentError, explain, kind_of
 
-__all__ = ["Fp8", "OutRope", "Packed", "Project", "Shard"]
+__all__ = ["Fp8", "LossResults", "OutRope", "Packed", "Project", "Shard"]
 
 _G = TypeVar("_G", bound="Group")
 
@@ -59,13 +59,13 @@ def taken(group: Any, kind: type[Group], argument: str, names: tuple[str, ...]) 
         expected = f"mla_cupy.{kind.__name__} or None"
         raise ArgumentError(explain(argument, kind_of(group), expected, f"pass {kind.__name__}({members})"))
     flat = group.flat()
-    for name, value in flat.items():
-        if name not in names and _differs(value, kind.absent[name]):
+    for name in flat if len(flat) > len(names) else ():
+        if name not in names and _differs(flat[name], kind.absent[name]):
             number = name.removesuffix("s")
             if number in names:  # of numbers and arrays the operation has numbers
                 raise ArgumentError(explain(f"{argument}.{number}", "an array", "a number"))
             raise ArgumentError(explain(f"{argument}.{name}", "a value", "none: the operation has no such member"))
-    return tuple(flat[name] for name in names)
+    return tuple([flat[name] for name in names])
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +102,53 @@ class Packed(Group):
     @classmethod
     def _members(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         return {"cu_seqlens_q": None, **given}
+
+
+@dataclass(frozen=True, eq=False)
+class LossResults(Group):
+    """Arrays that a loss of the indexer writes its results to. Those that are None are allocated.
+
+    `LossResults(*results)` reuses the arrays that an earlier call returned.
+
+    Attributes
+    ----------
+    kl, mass, index_lse : array, (s_q,) or per head (s_q, h), float32
+        Results of each row.
+    d_index_q, d_index_k : array, shapes of index_q and index_k, bfloat16 or float32
+        Gradients; the last axes are contiguous.
+    d_weights : array, (s_q, h_i), float32
+        Gradient.
+    out : array, (s_q, h, d_v), bfloat16
+        Output of the attention, of `indexer_warmup_loss` with `v`; the last axis is contiguous.
+    attention_lse : array, (s_q, h), float32
+        Log-sum-exps of the attention, of `indexer_warmup_loss` with `v`.
+    """
+
+    kl: Any = None
+    mass: Any = None
+    index_lse: Any = None
+    d_index_q: Any = None
+    d_index_k: Any = None
+    d_weights: Any = None
+    out: Any = None
+    attention_lse: Any = None
+
+    absent: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        dict.fromkeys(("kl", "mass", "index_lse", "d_index_q", "d_index_k", "d_weights", "out", "attention_lse"))
+    )
+
+    def flat(self) -> dict[str, Any]:
+        """See `Group.flat`."""
+        return {
+            "kl": self.kl,
+            "mass": self.mass,
+            "index_lse": self.index_lse,
+            "d_index_q": self.d_index_q,
+            "d_index_k": self.d_index_k,
+            "d_weights": self.d_weights,
+            "out": self.out,
+            "attention_lse": self.attention_lse,
+        }
 
 
 @dataclass(frozen=True, eq=False)

@@ -228,6 +228,8 @@ class Operation:
         Options that are lists or mappings, and what makes them hashable, so that a repeated call is recognised.
     groups : mapping of str to group class
         Parameters of the public function that are groups.
+    returns : named tuple class or None
+        What the public function returns if it has several outputs; None for a tuple.
     """
 
     name: str
@@ -246,6 +248,7 @@ class Operation:
     check_values: Callable[[Arrays, Any], None] = check_nothing
     keys: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     groups: Mapping[str, type[Group]] = field(default_factory=dict)
+    returns: Callable[..., tuple[Any, ...]] | None = None
 
     def __post_init__(self) -> None:
         _OPERATIONS[self.name] = self
@@ -303,6 +306,12 @@ class Operation:
             return ()
         mine = (*self.names, *self.options._fields)
         return tuple(name for name in self.groups[group].absent if name in mine)
+
+    @property
+    def result_groups(self) -> tuple[str, ...]:
+        """The groups whose members are all outputs."""
+        outputs = {output.name for output in self.outputs}
+        return tuple(group for group in self.groups if outputs.issuperset(self.members(group)))
 
     def flattened(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of the public function with the members of groups in place of the groups."""

@@ -9,7 +9,7 @@ from mla_cupy.reference.cache import cache_append, cache_copy_pages, cache_gathe
 from mla_cupy.reference.dense_decode import cascade_decode, mla_decode
 from mla_cupy.reference.indexer_logits import indexer_logits, indexer_logits_paged
 from mla_cupy.reference.indexer_loss import (
-    IndexerLoss,
+    SparseLoss,
     WarmupLoss,
     indexer_head_sums,
     indexer_sparse_loss,
@@ -35,9 +35,9 @@ from mla_cupy.reference.sparse import sparse_mla_backward, sparse_mla_forward
 from mla_cupy.reference.sparse_decode import sparse_mla_decode
 
 __all__ = [
-    "IndexerLoss",
     "MlaConfig",
     "MlaWeights",
+    "SparseLoss",
     "WarmupLoss",
     "absorb",
     "cache_append",

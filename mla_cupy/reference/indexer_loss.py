@@ -11,13 +11,13 @@ import numpy.typing as npt
 from mla_cupy.dtypes import numpy_dtype
 from mla_cupy.reference.sparse import selected_rows
 
-__all__ = ["IndexerLoss", "WarmupLoss"]
+__all__ = ["SparseLoss", "WarmupLoss"]
 
 Array = npt.NDArray[Any]
 _E4M3 = numpy_dtype("float8_e4m3fn")
 
 
-class IndexerLoss(NamedTuple):
+class SparseLoss(NamedTuple):
     """A loss per row, what its rows are normalised by, and the gradients of the sum of row_weights * kl.
 
     Attributes
@@ -26,7 +26,7 @@ class IndexerLoss(NamedTuple):
         KL(p || softmax(I)) over the keys that the row sees; 0 for a row without a target.
     mass : array, shape of kl
         What the target was divided by. Per head: its log-sum-exp.
-    lse : array, shape of kl
+    index_lse : array, shape of kl
         log(sum(exp(I))); -inf for a row that sees no key.
     d_index_q, d_index_k, d_weights : array, or None without gradients
         Of the shapes of index_q, index_k, weights.
@@ -34,19 +34,19 @@ class IndexerLoss(NamedTuple):
 
     kl: Array
     mass: Array
-    lse: Array
+    index_lse: Array
     d_index_q: Array | None
     d_index_k: Array | None
     d_weights: Array | None
 
 
 class WarmupLoss(NamedTuple):
-    """An `IndexerLoss`, and the attention that it was made of.
+    """A `SparseLoss`, and the attention that it was made of.
 
     Attributes
     ----------
     kl, mass, index_lse, d_index_q, d_index_k, d_weights : array
-        As of an `IndexerLoss`. The gradients may be None.
+        As of a `SparseLoss`. The gradients may be None.
     out : array, (s_q, h, d_v), or None
         softmax(scale * q_h . k) v; 0 for a row that sees no key.
     attention_lse : array, (s_q, h), or None
@@ -157,7 +157,7 @@ def indexer_warmup_loss(
     loss = _loss(target, iter(seen), main, index, lse, row_weights, scale, target_scale, sums)
     made = (loss.d_index_q, loss.d_index_k, loss.d_weights) if gradients else (None, None, None)
     attention = (None, None) if v is None else _attention(main, _double(v), seen, scale)
-    return WarmupLoss(loss.kl, loss.mass, loss.lse, *made, *attention)
+    return WarmupLoss(loss.kl, loss.mass, loss.index_lse, *made, *attention)
 
 
 def indexer_sparse_loss(
@@ -175,12 +175,12 @@ def indexer_sparse_loss(
     topk_length: npt.ArrayLike | None = None,
     row_weights: npt.ArrayLike | None = None,
     scale: float | None = None,
-    causal: bool = False,
+    causal: bool = True,
     relative: bool = True,
     gradients: bool = True,
     cu_seqlens_q: npt.ArrayLike | None = None,
     cu_seqlens_kv: npt.ArrayLike | None = None,
-) -> IndexerLoss:
+) -> SparseLoss:
     """The loss of `indexer_warmup_loss` with "head_sum", over the keys that `indices` select.
 
     Parameters
@@ -196,7 +196,7 @@ def indexer_sparse_loss(
 
     Returns
     -------
-    IndexerLoss
+    SparseLoss
     """
     s_kv = len(np.asarray(k))
     selected = list(selected_rows(indices, s_kv, topk_length, causal, cu_seqlens_q, cu_seqlens_kv, relative))
@@ -217,7 +217,7 @@ def indexer_head_sums(
     lse: npt.ArrayLike | None = None,
     topk_length: npt.ArrayLike | None = None,
     scale: float | None = None,
-    causal: bool | None = None,
+    causal: bool = True,
     relative: bool = True,
     cu_seqlens_q: npt.ArrayLike | None = None,
     cu_seqlens_kv: npt.ArrayLike | None = None,
@@ -230,8 +230,8 @@ def indexer_head_sums(
         As for `indexer_warmup_loss`.
     indices, topk_length, relative
         As for `indexer_sparse_loss`.
-    causal : bool, optional
-        As for these. Default: whether there are no indices.
+    causal : bool
+        As for these.
 
     Returns
     -------
@@ -242,7 +242,6 @@ def indexer_head_sums(
     s_q, s_kv, scale = len(main.q), len(main.k), main.scale(scale)
     every = np.broadcast_to(np.arange(s_kv), (s_q, s_kv)) if indices is None else np.asarray(indices)
     every = every.reshape(s_q, every.shape[-1])
-    causal = indices is None if causal is None else causal
     sums = np.zeros(every.shape)
     for t, rows in enumerate(selected_rows(every, s_kv, topk_length, causal, cu_seqlens_q, cu_seqlens_kv, relative)):
         given = None if lse is None else _double(lse)[t]
@@ -332,7 +331,7 @@ def _loss(
     scale: float | None,
     target_scale: float,
     head_sums: list[Array] | None,
-) -> IndexerLoss:
+) -> SparseLoss:
     s_q, h, _ = main.q.shape
     summed = target == "head_sum"
     factors = np.ones(s_q) if row_weights is None else _double(row_weights)
@@ -358,7 +357,7 @@ def _loss(
         d_weights[t] = index.unit * (d_scores * products * scales).sum(axis=1)
     if summed:
         kl, mass, own = kl[:, 0], mass[:, 0], own[:, 0]
-    return IndexerLoss(kl, mass, own, d_index_q, d_index_k, d_weights)
+    return SparseLoss(kl, mass, own, d_index_q, d_index_k, d_weights)
 
 
 @np.errstate(invalid="ignore", over="ignore", under="ignore", divide="ignore")

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from mla_cupy.ops.call import Invocation, run
-from mla_cupy.ops.groups import Fp8, OutRope, Packed, Project, taken
+from mla_cupy.ops.groups import Fp8, LossResults, OutRope, Packed, Project, taken
+from mla_cupy.ops.indexer.loss_inputs import SparseLoss, WarmupLoss
 from mla_cupy.torch.call import call
 from mla_cupy.torch.docstrings import documented
 from mla_cupy.torch.gradients import prefill as prefill_gradient
@@ -590,21 +591,23 @@ def indexer_head_sums(
     q: torch.Tensor,
     k: torch.Tensor,
     *,
+    scale: float,
     q_rope: torch.Tensor | None = None,
     k_rope: torch.Tensor | None = None,
     indices: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_kv: torch.Tensor | None = None,
-    scale: float | None = None,
-    causal: bool | None = None,
+    packed: Packed | None = None,
+    causal: bool = True,
     relative: bool = True,
     buffer_bytes: int = 536870912,
     head_sums: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     kernel: str | None = None,
 ) -> torch.Tensor:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
     arrays = (q, k, q_rope, k_rope, indices, lse, topk_length, cu_seqlens_q, cu_seqlens_kv, head_sums)
     options = (scale, causal, relative, buffer_bytes, kernel)
     if is_plain_call(arrays) and not torch.is_grad_enabled():
@@ -805,29 +808,31 @@ def indexer_sparse_loss(
     weights: torch.Tensor,
     indices: torch.Tensor,
     *,
+    scale: float,
     k_scale: torch.Tensor | None = None,
     q_scale: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     head_sums: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     row_weights: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_kv: torch.Tensor | None = None,
-    scale: float | None = None,
-    causal: bool = False,
+    packed: Packed | None = None,
+    causal: bool = True,
     relative: bool = True,
     gradients: bool = True,
     deterministic: bool = False,
     buffer_bytes: int = 536870912,
-    kl: torch.Tensor | None = None,
-    mass: torch.Tensor | None = None,
-    index_lse: torch.Tensor | None = None,
-    d_index_q: torch.Tensor | None = None,
-    d_index_k: torch.Tensor | None = None,
-    d_weights: torch.Tensor | None = None,
+    results: LossResults | None = None,
     workspace: torch.Tensor | None = None,
     kernel: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+) -> SparseLoss:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
+    kl, mass, index_lse, d_index_q, d_index_k, d_weights = (
+        (None, None, None, None, None, None)
+        if results is None
+        else taken(results, LossResults, "results", ("kl", "mass", "index_lse", "d_index_q", "d_index_k", "d_weights"))
+    )
     arrays = (
         q,
         k,
@@ -862,7 +867,7 @@ def indexer_sparse_loss(
         )
     else:
         kl, mass, index_lse, d_index_q, d_index_k, d_weights = call(INDEXER_SPARSE_LOSS, arrays, options, workspace)
-    return kl, mass, index_lse, d_index_q, d_index_k, d_weights
+    return SparseLoss(kl, mass, index_lse, d_index_q, d_index_k, d_weights)
 
 
 @documented
@@ -906,6 +911,7 @@ def indexer_warmup_loss(
     index_k: torch.Tensor,
     weights: torch.Tensor,
     *,
+    scale: float,
     q_rope: torch.Tensor | None = None,
     k_rope: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
@@ -914,34 +920,29 @@ def indexer_warmup_loss(
     lse: torch.Tensor | None = None,
     head_sums: torch.Tensor | None = None,
     row_weights: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_kv: torch.Tensor | None = None,
+    packed: Packed | None = None,
     target: str = "head_sum",
-    scale: float | None = None,
     target_scale: float = 1,
     causal: bool = True,
     gradients: bool = True,
     buffer_bytes: int = 536870912,
-    kl: torch.Tensor | None = None,
-    mass: torch.Tensor | None = None,
-    index_lse: torch.Tensor | None = None,
-    d_index_q: torch.Tensor | None = None,
-    d_index_k: torch.Tensor | None = None,
-    d_weights: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    attention_lse: torch.Tensor | None = None,
+    results: LossResults | None = None,
     workspace: torch.Tensor | None = None,
     kernel: str | None = None,
-) -> tuple[
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    torch.Tensor | None,
-]:
+) -> WarmupLoss:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
+    kl, mass, index_lse, d_index_q, d_index_k, d_weights, out, attention_lse = (
+        (None, None, None, None, None, None, None, None)
+        if results is None
+        else taken(
+            results,
+            LossResults,
+            "results",
+            ("kl", "mass", "index_lse", "d_index_q", "d_index_k", "d_weights", "out", "attention_lse"),
+        )
+    )
     arrays = (
         q,
         k,
@@ -967,7 +968,7 @@ def indexer_warmup_loss(
         out,
         attention_lse,
     )
-    options = (target, scale, target_scale, causal, gradients, buffer_bytes, kernel)
+    options = (scale, target, target_scale, causal, gradients, buffer_bytes, kernel)
     if (
         is_plain_call(arrays)
         and not torch.is_grad_enabled()
@@ -982,7 +983,7 @@ def indexer_warmup_loss(
         kl, mass, index_lse, d_index_q, d_index_k, d_weights, out, attention_lse = call(
             INDEXER_WARMUP_LOSS, arrays, options, workspace
         )
-    return kl, mass, index_lse, d_index_q, d_index_k, d_weights, out, attention_lse
+    return WarmupLoss(kl, mass, index_lse, d_index_q, d_index_k, d_weights, out, attention_lse)
 
 
 @documented
@@ -994,22 +995,24 @@ def indexer_sparse_objective(
     weights: torch.Tensor,
     indices: torch.Tensor,
     *,
+    scale: float,
     k_scale: torch.Tensor | None = None,
     q_scale: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     head_sums: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     row_weights: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_kv: torch.Tensor | None = None,
-    scale: float | None = None,
-    causal: bool = False,
+    packed: Packed | None = None,
+    causal: bool = True,
     relative: bool = True,
     deterministic: bool = False,
     buffer_bytes: int = 536870912,
     kernel: str | None = None,
     straight_through: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
     arrays = (
         q,
         k,
@@ -1038,6 +1041,7 @@ def indexer_warmup_objective(
     index_k: torch.Tensor,
     weights: torch.Tensor,
     *,
+    scale: float,
     q_rope: torch.Tensor | None = None,
     k_rope: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
@@ -1045,16 +1049,17 @@ def indexer_warmup_objective(
     lse: torch.Tensor | None = None,
     head_sums: torch.Tensor | None = None,
     row_weights: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_kv: torch.Tensor | None = None,
+    packed: Packed | None = None,
     target: str = "head_sum",
-    scale: float | None = None,
     target_scale: float = 1,
     causal: bool = True,
     buffer_bytes: int = 536870912,
     kernel: str | None = None,
     straight_through: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    cu_seqlens_q, cu_seqlens_kv = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
+    )
     arrays = (
         q,
         k,
@@ -1072,5 +1077,5 @@ def indexer_warmup_objective(
         cu_seqlens_q,
         cu_seqlens_kv,
     )
-    options = (target, scale, target_scale, causal, True, buffer_bytes, kernel)
+    options = (scale, target, target_scale, causal, True, buffer_bytes, kernel)
     return objective(INDEXER_WARMUP_LOSS, arrays, options, straight_through)

@@ -633,6 +633,7 @@ SPARSE_MLA_FORWARD = Operators(
 def _indexer_head_sums(
     q: Any,
     k: Any,
+    scale: Any,
     q_rope: Any = None,
     k_rope: Any = None,
     indices: Any = None,
@@ -640,8 +641,7 @@ def _indexer_head_sums(
     topk_length: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
-    scale: Any = None,
-    causal: Any = None,
+    causal: Any = True,
     relative: Any = True,
     buffer_bytes: Any = 536870912,
     kernel: Any = None,
@@ -658,9 +658,9 @@ INDEXER_HEAD_SUMS = Operators(
     BOUND_OPERATIONS["indexer_head_sums"],
     _indexer_head_sums,
     arguments=(
-        "Tensor q, Tensor k, Tensor? q_rope=None, Tensor? k_rope=None, Tensor? indices=None, Tensor? lse=None, "
-        "Tensor? topk_length=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, float? scale=None, "
-        "bool? causal=None, bool relative=True, int buffer_bytes=536870912, str? kernel=None"
+        "Tensor q, Tensor k, float scale, Tensor? q_rope=None, Tensor? k_rope=None, Tensor? indices=None, "
+        "Tensor? lse=None, Tensor? topk_length=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, "
+        "bool causal=True, bool relative=True, int buffer_bytes=536870912, str? kernel=None"
     ),
     results="Tensor(a!) head_sums",
     returns="(Tensor)",
@@ -896,6 +896,7 @@ def _indexer_sparse_loss(
     index_k: Any,
     weights: Any,
     indices: Any,
+    scale: Any,
     k_scale: Any = None,
     q_scale: Any = None,
     lse: Any = None,
@@ -904,8 +905,7 @@ def _indexer_sparse_loss(
     row_weights: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
-    scale: Any = None,
-    causal: Any = False,
+    causal: Any = True,
     relative: Any = True,
     gradients: Any = True,
     deterministic: Any = False,
@@ -950,11 +950,11 @@ INDEXER_SPARSE_LOSS = Operators(
     BOUND_OPERATIONS["indexer_sparse_loss"],
     _indexer_sparse_loss,
     arguments=(
-        "Tensor q, Tensor k, Tensor index_q, Tensor index_k, Tensor weights, Tensor indices, "
+        "Tensor q, Tensor k, Tensor index_q, Tensor index_k, Tensor weights, Tensor indices, float scale, "
         "Tensor? k_scale=None, Tensor? q_scale=None, Tensor? lse=None, Tensor? head_sums=None, "
         "Tensor? topk_length=None, Tensor? row_weights=None, Tensor? cu_seqlens_q=None, "
-        "Tensor? cu_seqlens_kv=None, float? scale=None, bool causal=False, bool relative=True, "
-        "bool gradients=True, bool deterministic=False, int buffer_bytes=536870912, str? kernel=None"
+        "Tensor? cu_seqlens_kv=None, bool causal=True, bool relative=True, bool gradients=True, "
+        "bool deterministic=False, int buffer_bytes=536870912, str? kernel=None"
     ),
     results=(
         "Tensor(a!) kl, Tensor(b!) mass, Tensor(c!) index_lse, Tensor(d!)? d_index_q=None, "
@@ -1007,6 +1007,7 @@ def _indexer_warmup_loss(
     index_q: Any,
     index_k: Any,
     weights: Any,
+    scale: Any,
     q_rope: Any = None,
     k_rope: Any = None,
     k_scale: Any = None,
@@ -1018,7 +1019,6 @@ def _indexer_warmup_loss(
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
     target: Any = "head_sum",
-    scale: Any = None,
     target_scale: Any = 1,
     causal: Any = True,
     gradients: Any = True,
@@ -1060,7 +1060,7 @@ def _indexer_warmup_loss(
         out,
         attention_lse,
     )
-    options = (target, scale, target_scale, causal, gradients, buffer_bytes, kernel)
+    options = (scale, target, target_scale, causal, gradients, buffer_bytes, kernel)
     return Invocation(BOUND_OPERATIONS["indexer_warmup_loss"], arrays, options, workspace)
 
 
@@ -1068,11 +1068,11 @@ INDEXER_WARMUP_LOSS = Operators(
     BOUND_OPERATIONS["indexer_warmup_loss"],
     _indexer_warmup_loss,
     arguments=(
-        "Tensor q, Tensor k, Tensor index_q, Tensor index_k, Tensor weights, Tensor? q_rope=None, "
+        "Tensor q, Tensor k, Tensor index_q, Tensor index_k, Tensor weights, float scale, Tensor? q_rope=None, "
         "Tensor? k_rope=None, Tensor? k_scale=None, Tensor? q_scale=None, Tensor? v=None, Tensor? lse=None, "
         "Tensor? head_sums=None, Tensor? row_weights=None, Tensor? cu_seqlens_q=None, "
-        'Tensor? cu_seqlens_kv=None, str target="head_sum", float? scale=None, float target_scale=1.0, '
-        "bool causal=True, bool gradients=True, int buffer_bytes=536870912, str? kernel=None"
+        'Tensor? cu_seqlens_kv=None, str target="head_sum", float target_scale=1.0, bool causal=True, '
+        "bool gradients=True, int buffer_bytes=536870912, str? kernel=None"
     ),
     results=(
         "Tensor(a!) kl, Tensor(b!) mass, Tensor(c!) index_lse, Tensor(d!)? d_index_q=None, "

@@ -247,12 +247,12 @@ def prepare_both(pages: bool, **options: Any) -> BoundCall:
 
 
 def warmup_loss(case: loss_cases.LossCase, **options: Any) -> BoundCall:
-    chosen = {"causal": case.causal, "target": case.target, **options}
+    chosen = {"scale": case.d**-0.5, "causal": case.causal, "target": case.target, **options}
     return BoundCall(_id("loss", chosen), "indexer_warmup_loss", _dense(**loss_cases.loss_inputs(case)), chosen)
 
 
 def sparse_loss(case: sparse_loss_cases.SparseLossCase, **options: Any) -> BoundCall:
-    chosen = {"causal": case.causal, **options}
+    chosen = {"scale": case.d**-0.5, "causal": case.causal, **options}
     arrays = _dense(**sparse_loss_cases.sparse_loss_inputs(case))
     return BoundCall(_id("sparse_loss", chosen), "indexer_sparse_loss", arrays, chosen)
 
@@ -264,9 +264,8 @@ def head_sums(case: loss_cases.LossCase | sparse_loss_cases.SparseLossCase, **op
         inputs = sparse_loss_cases.sparse_loss_inputs(case)
     names = ("q", "k", "q_rope", "k_rope", "lse", "indices", "topk_length", "cu_seqlens_q", "cu_seqlens_kv")
     arrays = _dense(**{name: inputs.get(name) for name in names})
-    return BoundCall(
-        _id("head_sums", {"indices": "indices" in arrays, **options}), "indexer_head_sums", arrays, options
-    )
+    name = _id("head_sums", {"indices": "indices" in arrays, **options})
+    return BoundCall(name, "indexer_head_sums", arrays, {"scale": case.d**-0.5, "causal": case.causal, **options})
 
 
 def append(record: str, rotated: bool = False, **options: Any) -> BoundCall:

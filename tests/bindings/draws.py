@@ -274,7 +274,7 @@ def _objective(rng: Rng, function: str, topk: int | None) -> Problem:
         kl = put(entropy) - (put(target) * products).sum(-1) + lse
         return ((kl * put(factors[:, None] * some)).sum(),)
 
-    options: dict[str, Any] = {"causal": causal}
+    options: dict[str, Any] = {"scale": d**-0.5, "causal": causal}
     if per_head:
         options |= {"target": "per_head", "target_scale": d**-0.5}
     cotangents = (np.asarray(rng.choice([1.0, -2.0, 0.5])),)

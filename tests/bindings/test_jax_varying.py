@@ -21,7 +21,7 @@ ONE_OF_EACH = list({call.operation: call for call in reversed(CALLS_OF_JAX)}.val
 
 def objective(call: BoundCall) -> BoundCall:
     """The differentiable scalar of a loss."""
-    return replace(call, id=call.operation, operation=call.operation.replace("loss", "objective"), options={})
+    return replace(call, id=call.operation, operation=call.operation.replace("loss", "objective"))
 
 
 #: A call of each differentiable function, and the arrays that it has gradients by.

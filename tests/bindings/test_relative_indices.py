@@ -15,6 +15,7 @@ from tests.bindings.cases import Array, BoundCall, as_tuple, backward, forward, 
 from tests.interop.test_torch import array, tensor
 from tests.support.calls import assert_same
 from tests.support.flat import flat
+from tests.support.loss_cases import run_loss
 from tests.support.recorder import Recorder
 from tests.support.sparse_loss_cases import SparseLossCase
 
@@ -93,7 +94,7 @@ def gradients_of_torch(torch: Any, of_torch: Any, call: BoundCall) -> list[Array
     if call.operation == "sparse_mla_forward":
         value = flat(of_torch.sparse_mla_forward)(**given, **call.options)[0].float().sum()
     else:
-        value = of_torch.indexer_sparse_objective(**given, **call.options)[0]
+        value = run_loss(of_torch.indexer_sparse_objective, **given, **call.options)[0]
     return [array(torch, x) for x in torch.autograd.grad(value, leaves)]
 
 
@@ -112,7 +113,7 @@ def gradients_of_jax(jax: Any, of_jax: Any, call: BoundCall) -> list[Array]:
     def value(leaves: dict[str, Any]) -> Any:
         if call.operation == "sparse_mla_forward":
             return flat(of_jax.sparse_mla_forward)(**{**given, **leaves}, **call.options)[0].astype("float32").sum()
-        return of_jax.indexer_sparse_objective(**{**given, **leaves}, **call.options)[0]
+        return run_loss(of_jax.indexer_sparse_objective, **{**given, **leaves}, **call.options)[0]
 
     found = jax.jit(jax.grad(value))({name: given[name] for name in wanted})
     return [np.asarray(found[name]) for name in wanted]

@@ -138,6 +138,8 @@ def for_compilers(parameter: inspect.Parameter) -> inspect.Parameter:
 
 def returned_by(one: Bound, array: str) -> str:
     """The type of what a function returns."""
+    if one.operation.returns is not None:
+        return str(one.operation.returns.__name__)
     kinds = [f"{array} | None" if x.needs or x.when else array for x in one.operation.outputs]
     return f"tuple[{', '.join(kinds)}]" if len(kinds) > 1 else kinds[0] if kinds else "None"
 
@@ -147,10 +149,29 @@ def function_of(head: str, body: str) -> str:
     return f"@documented\n{head}\n{textwrap.indent(body, '    ')}\n"
 
 
-def ungrouped(one: Bound) -> list[str]:
+def answer_of(one: Bound, results: Sequence[str]) -> str:
+    """The statement that returns the results."""
+    made = ", ".join(results)
+    return f"return {made}" if one.operation.returns is None else f"return {one.operation.returns.__name__}({made})"
+
+
+def left_out_of_objective(one: Bound) -> tuple[str, ...]:
+    """Parameters of a loss that its differentiable form has not."""
+    return ("gradients", *one.outputs, *one.operation.result_groups, *OBJECTIVES[one.name][1])
+
+
+def returns_of(every: Sequence[Bound]) -> str:
+    """The import of the named tuples that functions return."""
+    kinds = {one.operation.returns for one in every if one.operation.returns is not None}
+    return "\n".join(sorted(f"from {kind.__module__} import {kind.__name__}" for kind in kinds))
+
+
+def ungrouped(one: Bound, left_out: Sequence[str] = ()) -> list[str]:
     """Statements that take the members out of groups."""
     lines = []
     for group, kind in one.operation.groups.items():
+        if group in left_out:
+            continue
         members = one.operation.members(group)
         names = tuple_of(f'"{name}"' for name in members)
         absent = tuple_of(value_of(for_compilers(one.parameters[name]).default) for name in members)

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from tests.generate.bound import (
     OBJECTIVES,
     Bound,
+    answer_of,
     file_of,
     function_of,
     groups_of,
+    left_out_of_objective,
     names_of,
+    returns_of,
     signature_of,
     tuple_of,
     ungrouped,
@@ -36,6 +39,7 @@ def functions(every: Sequence[Bound]) -> str:
         "import math\nfrom typing import Any\n\nimport jax\n",
         "from mla_cupy.ops import BOUND_OPERATIONS",
         groups_of(every),
+        returns_of(every),
         "from mla_cupy.jax.docstrings import documented",
         *(f"from mla_cupy.jax.gradients import {stem} as {stem}_gradient" for stem in gradients),
         "from mla_cupy.jax.lowering import run",
@@ -51,6 +55,8 @@ def _function(one: Bound) -> str:
     kinds = [f"jax.Array{' | None' * bool(x.needs or x.when)}" for x in one.operation.outputs]
     kinds += [f"jax.Array{' | None' * (name in one.operation.optional)}" for name in results[len(kinds) :]]
     returned = f"tuple[{', '.join(kinds)}]" if len(kinds) > 1 else kinds[0]
+    if one.operation.returns is not None:
+        returned = one.operation.returns.__name__
     head = f"def {one.name}({signature_of(one, LEFT_OUT, 'jax.Array', more)}) -> {returned}:"
     lines = [*ungrouped(one), f"arrays = {tuple_of([*one.inputs, *one.outputs])}"]
     lines.append(f"options = {tuple_of(one.options)}")
@@ -62,19 +68,19 @@ def _function(one: Bound) -> str:
         )
     else:
         lines.append(f'{names_of(results)} = run(BOUND_OPERATIONS["{one.name}"], arrays, options, exportable)')
-    lines.append(f"return {', '.join(results)}")
+    lines.append(answer_of(one, results))
     return function_of(head, "\n".join(lines))
 
 
 def _objective(one: Bound) -> str:
     name, without = OBJECTIVES[one.name]
-    left_out = (*LEFT_OUT, "gradients", *one.outputs, *without)
+    left_out = (*LEFT_OUT, *left_out_of_objective(one))
     more = ["straight_through: tuple[jax.Array, jax.Array] | None = None", "exportable: bool = False"]
     head = f"def {name}({signature_of(one, left_out, 'jax.Array', more)}) -> tuple[jax.Array, jax.Array]:"
     arrays = tuple_of("None" if x in without else x for x in one.inputs)
     options = tuple_of("True" if x == "gradients" else x for x in one.options)
     body = (
-        "".join(f"{line}\n" for line in ungrouped(one)) + f"arrays = {arrays}\noptions = {options}\n"
+        "".join(f"{line}\n" for line in ungrouped(one, left_out)) + f"arrays = {arrays}\noptions = {options}\n"
         f'return objective(BOUND_OPERATIONS["{one.name}"], arrays, options, straight_through, exportable)'
     )
     return function_of(head, body)

@@ -10,13 +10,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from tests.generate.bound import (
     OBJECTIVES,
     Bound,
+    answer_of,
     default_of,
     file_of,
     for_compilers,
     function_of,
     groups_of,
+    left_out_of_objective,
     names_of,
     returned_by,
+    returns_of,
     signature_of,
     tuple_of,
     ungrouped,
@@ -116,6 +119,7 @@ def functions(every: Sequence[Bound]) -> str:
         "import math\nfrom typing import Any\n\nimport torch\n",
         "from mla_cupy.ops.call import Invocation, run",
         groups_of(every),
+        returns_of(every),
         "from mla_cupy.torch.call import call",
         "from mla_cupy.torch.docstrings import documented",
         *(f"from mla_cupy.torch.gradients import {stem} as {stem}_gradient" for stem in gradients),
@@ -157,7 +161,7 @@ def _body(one: Bound) -> str:
         lines += ["elif plan is not None:", f"    {made}call_planned(plan, arrays, options, workspace)"]
     lines += ["else:", f"    {made}call({', '.join(by_operator)})"]
     if one.outputs:
-        lines.append(f"return {', '.join(one.outputs)}")
+        lines.append(answer_of(one, one.outputs))
     return "\n".join(lines)
 
 
@@ -175,13 +179,13 @@ def _agreement(one: Bound) -> Iterator[str]:
 
 def _objective(one: Bound) -> str:
     name, without = OBJECTIVES[one.name]
-    left_out = (*LEFT_OUT, "workspace", "gradients", *one.outputs, *without)
+    left_out = (*LEFT_OUT, "workspace", *left_out_of_objective(one))
     more = ["straight_through: tuple[torch.Tensor, torch.Tensor] | None = None"]
     head = f"def {name}({signature_of(one, left_out, 'torch.Tensor', more)}) -> tuple[torch.Tensor, torch.Tensor]:"
     arrays = tuple_of("None" if x in without else x for x in one.inputs)
     options = tuple_of("True" if x == "gradients" else x for x in one.options)
     lines = (f"arrays = {arrays}", f"options = {options}")
     body = "\n".join(
-        (*ungrouped(one), *lines, f"return objective({one.name.upper()}, arrays, options, straight_through)")
+        (*ungrouped(one, left_out), *lines, f"return objective({one.name.upper()}, arrays, options, straight_through)")
     )
     return function_of(head, body)

@@ -335,7 +335,8 @@ def test_indexer_warmup_loss(seed: int) -> None:
     exact = reference.indexer_warmup_loss(**inputs, **case.options)
     dtypes = dict.fromkeys(FIELDS, np.dtype(np.float32)) | dict.fromkeys(("out", "d_index_k"), inputs["q"].dtype)
     outputs = {name: np.full(x.shape, 7, dtypes[name]) for name, x in exact._asdict().items() if x is not None}
-    check_loss(run(seed, OPERATIONS["indexer_warmup_loss"], {**inputs, **outputs}, **case.options), exact)
+    options = {**case.options, "scale": case.d**-0.5}
+    check_loss(run(seed, OPERATIONS["indexer_warmup_loss"], {**inputs, **outputs}, **options), exact)
 
 
 @seeds
@@ -344,9 +345,9 @@ def test_indexer_sparse_loss(seed: int) -> None:
     inputs = sparse_loss_inputs(case)
     exact = reference.indexer_sparse_loss(**inputs, causal=True)
     dtypes = dict.fromkeys(exact._fields, np.dtype(np.float32)) | {"d_index_k": inputs["q"].dtype}
-    names = {**dict(zip(exact._fields, exact._fields, strict=True)), "lse": "index_lse"}
-    outputs = {names[name]: np.full(x.shape, 7, dtypes[name]) for name, x in exact._asdict().items() if x is not None}
-    got = run(seed, OPERATIONS["indexer_sparse_loss"], {**inputs, **outputs}, causal=True, deterministic=seed % 2 == 1)
+    outputs = {name: np.full(x.shape, 7, dtypes[name]) for name, x in exact._asdict().items() if x is not None}
+    options = {"scale": case.d**-0.5, "causal": True, "deterministic": seed % 2 == 1}
+    got = run(seed, OPERATIONS["indexer_sparse_loss"], {**inputs, **outputs}, **options)
     check_sparse_loss(got, exact)
 
 
@@ -358,7 +359,8 @@ def test_indexer_head_sums(seed: int) -> None:
         inputs = sparse_loss_inputs(SparseLossCase(s_q=4, s_kv=7, topk=5, d=11, lengths=True, seed=seed))
     given = shares(inputs, 2)[1]
     exact = reference.indexer_head_sums(**given)
-    (got,) = run(seed, OPERATIONS["indexer_head_sums"], {**given, "head_sums": np.full(exact.shape, 7, np.float32)})
+    outputs = {"head_sums": np.full(exact.shape, 7, np.float32)}
+    (got,) = run(seed, OPERATIONS["indexer_head_sums"], {**given, **outputs}, scale=11**-0.5)
     np.testing.assert_allclose(got, exact, rtol=0, atol=1e-5)
 
 

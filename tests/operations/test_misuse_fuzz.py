@@ -6,7 +6,6 @@ Seeds are fixed. The ordinary run makes some hundred calls; `-m slow` makes 5,00
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any
 
 import numpy as np
@@ -43,7 +42,7 @@ def spoiled(rng: np.random.Generator, operation: Operation) -> Call:
 
 @functools.cache
 def options_of(operation: Operation) -> list[str]:
-    return [name for name in inspect.signature(function_of(operation)).parameters if name in OPTIONS]
+    return [name for name in operation.parameters if name in OPTIONS]
 
 
 def run(operation: Operation, seed: int) -> tuple[Call, Any]:
@@ -57,7 +56,7 @@ def run(operation: Operation, seed: int) -> tuple[Call, Any]:
 
 @functools.cache
 def names_of(operation: Operation) -> frozenset[str]:
-    return frozenset(inspect.signature(function_of(operation)).parameters)
+    return frozenset(operation.parameters)
 
 
 operations = pytest.mark.parametrize("operation", each(), ids=lambda operation: operation.name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from mla_cupy import reference
 from mla_cupy.kernels.indexer.loss import heuristics
 from mla_cupy.reference.sparse import selected_rows
 from mla_cupy.shapes import D_ROPE
+from tests.support.flat import flat
 
 Array = np.ndarray[Any, Any]
 FIELDS = reference.WarmupLoss._fields
@@ -200,6 +201,12 @@ def of_one_rank(inputs: dict[str, Array], ranks: int, rank: int) -> dict[str, Ar
     """What a rank gives the loss beside the sums: its own queries, which have no part in it."""
     mine = shares(inputs, ranks)[rank]
     return {name: mine.get(name, x) for name, x in inputs.items() if name != "lse"}
+
+
+def run_loss(function: Callable[..., Any], **given: Any) -> Any:
+    """A loss or `indexer_head_sums`, public or of a binding, with the arguments and defaults of the oracle."""
+    width = given["q"].shape[-1] + (0 if given.get("q_rope") is None else D_ROPE)
+    return flat(function)(**{"scale": width**-0.5, **given})
 
 
 def check_loss(got: tuple[Any, ...], exact: reference.WarmupLoss, error: float = FLOAT32_ERROR) -> None:

@@ -85,6 +85,6 @@ def sparse_loss_inputs(case: SparseLossCase) -> dict[str, Array]:
     return inputs
 
 
-def check_sparse_loss(got: tuple[Any, ...], exact: reference.IndexerLoss, error: float = FLOAT32_ERROR) -> None:
+def check_sparse_loss(got: tuple[Any, ...], exact: reference.SparseLoss, error: float = FLOAT32_ERROR) -> None:
     """By the rule of the warm-up loss."""
     check_loss((*got, None, None), reference.WarmupLoss(*exact, None, None), error)

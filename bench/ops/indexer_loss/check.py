@@ -84,7 +84,7 @@ def _sample(case: LossCase, host: dict[str, Array], row: int) -> Sample:
     return Sample(row, np.atleast_1d(exact.kl[0]), exact.d_index_q[0], exact.d_weights[0])
 
 
-def _exact(case: LossCase, arguments: dict[str, Any]) -> reference.IndexerLoss | reference.WarmupLoss:
+def _exact(case: LossCase, arguments: dict[str, Any]) -> reference.SparseLoss | reference.WarmupLoss:
     if case.topk:
         return reference.indexer_sparse_loss(**arguments)
     return reference.indexer_warmup_loss(**arguments, target="per_head" if case.per_head else "head_sum")

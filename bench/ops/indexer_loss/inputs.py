@@ -11,6 +11,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+import mla_cupy
+
 from ...core.device import Device
 from .cases import D_ROPE, LossCase
 
@@ -20,10 +22,17 @@ POOL = 8192  # vectors that are drawn; more than these repeat them in random ord
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One set of inputs: the arguments of the public call by name, on the device and in NumPy."""
+    """One set of inputs: the arrays of the oracle's call by name, on the device and in NumPy."""
 
     arguments: dict[str, Any]
     host: dict[str, Array]
+
+    @property
+    def call(self) -> dict[str, Any]:
+        """The arguments of the public call."""
+        starts = ("cu_seqlens_q", "cu_seqlens_kv")
+        others = {name: x for name, x in self.arguments.items() if name not in starts}
+        return {**others, "packed": mla_cupy.Packed(*(self.arguments[name] for name in starts))}
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,9 @@ class IndexerLoss:
 
     def prepare(self, case: LossCase, dtype: str, sets: Sequence[LossInputs], device: Device) -> Prepared:
         function = with_kernel(getattr(mla_cupy, case.op), self._kernel)
-        options: dict[str, Any] = {"deterministic": self._deterministic} if case.topk else {}
+        options: dict[str, Any] = {"scale": case.d**-0.5}
+        if case.topk:
+            options["deterministic"] = self._deterministic
         if case.per_head:
             options["target"] = "per_head"
         shape = (case.tokens, case.h) if case.per_head else (case.tokens,)
@@ -51,11 +53,11 @@ class IndexerLoss:
             for _ in sets
         ]
         calls: list[Call] = [
-            partial(function, **inputs.arguments, **options, **row, **gradient)
+            partial(function, **inputs.call, **options, results=mla_cupy.LossResults(**row, **gradient))
             for inputs, row, gradient in zip(sets, rows, gradients, strict=True)
         ]
         alone: list[Call] = [
-            partial(function, **inputs.arguments, **options, **row, gradients=False)
+            partial(function, **inputs.call, **options, results=mla_cupy.LossResults(**row), gradients=False)
             for inputs, row in zip(sets, rows, strict=True)
         ]
 

@@ -8,7 +8,8 @@ from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels.indexer.loss import HEAD_SUMS
 from mla_cupy.kernels.indexer.loss.problem import HeadSumsOptions, LossProblem
 from mla_cupy.ops.call import call
-from mla_cupy.ops.checks import STARTS, check_flag, check_starts, resolve_scale
+from mla_cupy.ops.checks import STARTS, check_flag, check_scale, check_starts
+from mla_cupy.ops.groups import Packed
 from mla_cupy.ops.indexer.loss_inputs import (
     BUFFER_BYTES,
     KEYS,
@@ -27,15 +28,14 @@ def indexer_head_sums(
     q: Any,
     k: Any,
     *,
+    scale: float,
     q_rope: Any = None,
     k_rope: Any = None,
     indices: Any = None,
     lse: Any = None,
     topk_length: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None,
-    scale: float | None = None,
-    causal: bool | None = None,
+    packed: Packed | None = None,
+    causal: bool = True,
     relative: bool = True,
     buffer_bytes: int = BUFFER_BYTES,
     head_sums: Any = None,
@@ -57,6 +57,8 @@ def indexer_head_sums(
         Queries of the rank's heads; d is at most 576. The last axes of queries and keys are contiguous.
     k : array, (s_kv, d), or per KV head (s_kv, h_kv, d), bfloat16
         Keys, as for `indexer_warmup_loss`: of all heads, or of the rank's KV heads.
+    scale : float
+        Factor of the main attention's scores, as for the losses.
     q_rope, k_rope : array, optional
         The last 64 columns of queries and keys, as for `indexer_warmup_loss`.
     indices : array, (s_q, topk) or (s_q, 1, topk), int32, optional
@@ -65,12 +67,10 @@ def indexer_head_sums(
         As for the losses, of these heads. Default: computed, over the keys that are seen.
     topk_length : array, (s_q,), int32, optional
         With indices: as for `indexer_sparse_loss`.
-    cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), int32, optional
+    packed : Packed, optional
         As for the losses.
-    scale : float, optional
-        Factor of the scores; default: d**-0.5.
-    causal : bool, optional
-        As for the losses, whose defaults are those here: True for all keys, False with indices.
+    causal : bool
+        As for the losses.
     relative : bool
         With indices: as for `indexer_sparse_loss`.
     buffer_bytes : int
@@ -114,7 +114,7 @@ def indexer_head_sums(
     --------
     >>> import ml_dtypes, numpy as np, mla_cupy
     >>> q, k = np.zeros((2, 4, 64), ml_dtypes.bfloat16), np.zeros((2, 64), ml_dtypes.bfloat16)
-    >>> mla_cupy.indexer_head_sums(q, k)
+    >>> mla_cupy.indexer_head_sums(q, k, scale=64**-0.5)
     array([[4., 0.],
            [2., 2.]], dtype=float32)
     """
@@ -130,10 +130,9 @@ def _examine(views: Views, given: HeadSumsOptions) -> Examined:
     check_starts(views)
     if indices is None and views["topk_length"] is not None:
         raise ArgumentError(explain("topk_length", "an array", "None without indices"))
-    causal = indices is None if given.causal is None else check_flag("causal", given.causal)
     options = given._replace(
-        scale=resolve_scale(given.scale, main["head_dim"]),
-        causal=causal,
+        scale=check_scale(given.scale),
+        causal=check_flag("causal", given.causal),
         relative=check_flag("relative", given.relative),
         buffer_bytes=check_buffer_bytes(given.buffer_bytes),
     )
@@ -170,5 +169,6 @@ OPERATION = Operation(
     options=HeadSumsOptions,
     examine=_examine,
     derivative="constant",
+    groups={"packed": Packed},
     pipeline=HEAD_SUMS,
 )

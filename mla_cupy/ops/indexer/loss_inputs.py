@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from mla_cupy.errors import ShapeError, explain
 from mla_cupy.kernels.indexer.logits.problem import CODES
@@ -11,6 +11,8 @@ from mla_cupy.ops.checks import check_count, check_kv_heads, pair_width
 from mla_cupy.ops.operation import Input, Output, Views, like_first_or_float32, present
 from mla_cupy.ops.schema import steps_by_16_bytes
 from mla_cupy.shapes import D_ROPE
+
+__all__ = ["SparseLoss", "WarmupLoss"]
 
 BUFFER_BYTES = 512 << 20
 """Default limit of what a chunk of tokens holds of all keys."""
@@ -40,6 +42,30 @@ GRADIENTS = (
     Output("d_index_k", "s_kv d_i", like_first_or_float32, layout="rows", when="gradients"),
     Output("d_weights", "s_q h_i", when="gradients"),
 )
+
+
+class SparseLoss(NamedTuple):
+    """Results of `indexer_sparse_loss`; the gradients are None without `gradients`."""
+
+    kl: Any
+    mass: Any
+    index_lse: Any
+    d_index_q: Any
+    d_index_k: Any
+    d_weights: Any
+
+
+class WarmupLoss(NamedTuple):
+    """Results of `indexer_warmup_loss`; the gradients are None without `gradients`, the last two without `v`."""
+
+    kl: Any
+    mass: Any
+    index_lse: Any
+    d_index_q: Any
+    d_index_k: Any
+    d_weights: Any
+    out: Any
+    attention_lse: Any
 
 
 def check_buffer_bytes(value: Any) -> int:

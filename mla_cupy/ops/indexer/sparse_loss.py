@@ -8,7 +8,8 @@ from mla_cupy.kernels.indexer.loss import SPARSE_LOSS
 from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM, LossProblem, SparseLossOptions
 from mla_cupy.kernels.indexer.topk.problem import HEAD_DIMS
 from mla_cupy.ops.call import call
-from mla_cupy.ops.checks import STARTS, check_flag, check_starts, resolve_scale
+from mla_cupy.ops.checks import STARTS, check_flag, check_scale, check_starts
+from mla_cupy.ops.groups import LossResults, Packed
 from mla_cupy.ops.indexer.loss_inputs import (
     BUFFER_BYTES,
     GRADIENTS,
@@ -16,6 +17,7 @@ from mla_cupy.ops.indexer.loss_inputs import (
     QUERIES,
     SCALES,
     SHARED_KEYS,
+    SparseLoss,
     are_aligned,
     check_buffer_bytes,
     check_scored,
@@ -34,30 +36,24 @@ def indexer_sparse_loss(
     weights: Any,
     indices: Any,
     *,
+    scale: float,
     k_scale: Any = None,
     q_scale: Any = None,
     lse: Any = None,
     head_sums: Any = None,
     topk_length: Any = None,
     row_weights: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None,
-    scale: float | None = None,
-    causal: bool = False,
+    packed: Packed | None = None,
+    causal: bool = True,
     relative: bool = True,
     gradients: bool = True,
     deterministic: bool = False,
     buffer_bytes: int = BUFFER_BYTES,
-    kl: Any = None,
-    mass: Any = None,
-    index_lse: Any = None,
-    d_index_q: Any = None,
-    d_index_k: Any = None,
-    d_weights: Any = None,
+    results: LossResults | None = None,
     workspace: Any = None,
     kernel: str | None = None,
     stream: Any = None,
-) -> tuple[Any, ...]:
+) -> SparseLoss:
     """Divergence of the indexer's softmax from the main attention over selected keys, with its gradients.
 
     kl[t] = sum_s p[t, s] * (log p[t, s] - I[t, s]) + index_lse[t], as in `indexer_warmup_loss`, but every sum over s
@@ -80,6 +76,8 @@ def indexer_sparse_loss(
     indices : array, (s_q, topk) or (s_q, 1, topk), int32
         As for `sparse_mla_forward`: rows of the sequence's keys, -1 and others outside being skipped. A key that is
         selected twice counts twice.
+    scale : float
+        Factor of the main attention's scores, as for `indexer_warmup_loss`.
     k_scale, q_scale : array, (s_kv,) and (s_q, h_i), float32, optional
         Scales of `index_k` and `index_q`, as for `indexer_warmup_loss`, whose notes say what the gradients refer to.
     lse : array, (s_q, h), float32, optional
@@ -92,10 +90,8 @@ def indexer_sparse_loss(
         Only the first topk_length[t] entries of a list count; clamped to [0, topk].
     row_weights : array, (s_q,), float32, optional
         Factors of the losses in the gradients. Default: 1.
-    cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), int32, optional
+    packed : Packed, optional
         As for `sparse_mla_forward`.
-    scale : float, optional
-        Factor of the main attention's scores; default: d**-0.5.
     causal : bool
         Leave out keys after a token's own position.
     relative : bool
@@ -107,12 +103,8 @@ def indexer_sparse_loss(
         Give `d_index_k` the same bits in every run; all other results have them anyway.
     buffer_bytes : int
         The tokens are processed in chunks whose targets and scores fit; a chunk has at least one token.
-    kl, mass, index_lse : array, (s_q,), float32, optional
-        Where these results go.
-    d_index_q, d_index_k : array, shapes of index_q and index_k, bfloat16 or float32, optional
-        Where the gradients go; the last axes are contiguous.
-    d_weights : array, (s_q, h_i), float32, optional
-        The same.
+    results : LossResults, optional
+        Arrays that the results are written to.
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(indexer_sparse_loss, ...)` bytes.
     kernel : str, optional
@@ -141,12 +133,12 @@ def indexer_sparse_loss(
 
     Notes
     -----
-    No gradient flows to q and k. The derivative of max(x, 0) at x = 0 is 0: a product index_q . index_k of
-    exactly 0 passes no gradient. `mla_cupy.torch.indexer_sparse_objective` and that of `mla_cupy.jax` make a scalar of
-    it whose derivative multiplies these gradients. NumPy arrays are computed on the GPU if there is one, else by the
-    NumPy oracle. On Hopper, with up to 128 heads of both kinds, d in multiples of 8, and arrays that start at and step
-    by multiples of 16 bytes, everything runs on tensor cores; what is multiplied for the gradients is rounded to
-    bfloat16.
+    The results are a named tuple, `mla_cupy.SparseLoss`. No gradient flows to q and k. The derivative of max(x, 0) at x
+    = 0 is 0: a product index_q . index_k of exactly 0 passes no gradient. `mla_cupy.torch.indexer_sparse_objective` and
+    that of `mla_cupy.jax` make a scalar of it whose derivative multiplies these gradients. NumPy arrays are computed on
+    the GPU if there is one, else by the NumPy oracle. On Hopper, with up to 128 heads of both kinds, d in multiples of
+    8, and arrays that start at and step by multiples of 16 bytes, everything runs on tensor cores; what is multiplied
+    for the gradients is rounded to bfloat16.
 
     Without `lse` the scores of the attention are computed twice: `sparse_mla_forward` over the same `indices` returns
     it.
@@ -169,8 +161,8 @@ def indexer_sparse_loss(
     >>> q, k = np.zeros((2, 4, 64), ml_dtypes.bfloat16), np.zeros((5, 64), ml_dtypes.bfloat16)
     >>> index_q, index_k = np.ones((2, 2, 32), ml_dtypes.bfloat16), np.ones((5, 32), ml_dtypes.bfloat16)
     >>> weights, indices = np.full((2, 2), 0.125, np.float32), np.array([[0, -1], [4, 2]], np.int32)
-    >>> kl, mass, index_lse, *gradients = mla_cupy.indexer_sparse_loss(q, k, index_q, index_k, weights, indices)
-    >>> kl.tolist(), mass.tolist(), index_lse.tolist()[0]
+    >>> loss = mla_cupy.indexer_sparse_loss(q, k, index_q, index_k, weights, indices, scale=192**-0.5)
+    >>> loss.kl.tolist(), loss.mass.tolist(), loss.index_lse.tolist()[0]
     ([0.0, 0.0], [4.0, 4.0], 1.0)
     """
     return call(indexer_sparse_loss, locals())
@@ -187,7 +179,7 @@ def _examine(views: Views, given: SparseLossOptions) -> Examined:
     )
     check_starts(views)
     options = given._replace(
-        scale=resolve_scale(given.scale, head_dim),
+        scale=check_scale(given.scale),
         causal=check_flag("causal", given.causal),
         relative=check_flag("relative", given.relative),
         gradients=check_flag("gradients", given.gradients),
@@ -233,5 +225,7 @@ OPERATION = Operation(
     options=SparseLossOptions,
     examine=_examine,
     derivative="constant",
+    groups={"packed": Packed, "results": LossResults},
+    returns=SparseLoss,
     pipeline=SPARSE_LOSS,
 )

@@ -9,7 +9,8 @@ from mla_cupy.kernels.indexer.loss import LOSS
 from mla_cupy.kernels.indexer.loss.problem import MAX_VALUE_DIM, TARGETS, LossProblem, WarmupLossOptions
 from mla_cupy.kernels.indexer.topk.problem import HEAD_DIMS
 from mla_cupy.ops.call import call
-from mla_cupy.ops.checks import STARTS, check_factor, check_flag, check_starts, resolve_scale
+from mla_cupy.ops.checks import STARTS, check_factor, check_flag, check_scale, check_starts
+from mla_cupy.ops.groups import LossResults, Packed
 from mla_cupy.ops.indexer.loss_inputs import (
     BUFFER_BYTES,
     GRADIENTS,
@@ -18,6 +19,7 @@ from mla_cupy.ops.indexer.loss_inputs import (
     LAST_COLUMNS,
     QUERIES,
     SCALES,
+    WarmupLoss,
     are_aligned,
     check_buffer_bytes,
     check_main,
@@ -35,6 +37,7 @@ def indexer_warmup_loss(
     index_k: Any,
     weights: Any,
     *,
+    scale: float,
     q_rope: Any = None,
     k_rope: Any = None,
     k_scale: Any = None,
@@ -43,26 +46,17 @@ def indexer_warmup_loss(
     lse: Any = None,
     head_sums: Any = None,
     row_weights: Any = None,
-    cu_seqlens_q: Any = None,
-    cu_seqlens_kv: Any = None,
+    packed: Packed | None = None,
     target: str = "head_sum",
-    scale: float | None = None,
     target_scale: float = 1.0,
     causal: bool = True,
     gradients: bool = True,
     buffer_bytes: int = BUFFER_BYTES,
-    kl: Any = None,
-    mass: Any = None,
-    index_lse: Any = None,
-    d_index_q: Any = None,
-    d_index_k: Any = None,
-    d_weights: Any = None,
-    out: Any = None,
-    attention_lse: Any = None,
+    results: LossResults | None = None,
     workspace: Any = None,
     kernel: str | None = None,
     stream: Any = None,
-) -> tuple[Any, ...]:
+) -> WarmupLoss:
     """Divergence of the indexer's softmax from the main attention, over all keys, with its gradients in the same call.
 
     With I[t, s] = sum_j W[t, j] * max(index_q[t, j] . index_k[s], 0), W = weights * h_i**-0.5 * d_i**-0.5, and
@@ -84,6 +78,9 @@ def indexer_warmup_loss(
         Its keys.
     weights : array, (s_q, h_i), float32 or bfloat16
         Weights of its heads, of any sign, without the factors of W; for codes, with all factors.
+    scale : float
+        Factor of the main attention's scores: 192**-0.5 for DeepSeek-V3.2, also for absorbed queries, times YaRN's
+        mscale factor.
     q_rope : array, (s_q, h, 64), bfloat16, optional
         The queries' last columns, as for `mla_prefill`.
     k_rope : array, (s_kv, 64), (s_kv, 1, 64) or (s_kv, h_kv, 64), bfloat16, optional
@@ -104,31 +101,21 @@ def indexer_warmup_loss(
         a share of the attention's heads. The last axis is contiguous.
     row_weights : array, (s_q,), float32, optional
         Factors of the losses in the gradients. Default: 1.
-    cu_seqlens_q, cu_seqlens_kv : array, (b + 1,), int32, optional
-        Where the sequences begin, and where the last one ends, in the queries and in the keys. Default: one sequence.
+    packed : Packed, optional
+        Starts of several sequences in the queries and in the keys. Default: one sequence.
     target : str
         "head_sum", as above, or "per_head": of as many index heads as attention heads, each has its own target
         softmax(target_scale * q[t, h] . k) and I[t, h, s] = weights[t, h] * max(index_q[t, h] . index_k[s], 0).
-    scale : float, optional
-        Factor of the main attention's scores; default: d**-0.5.
     target_scale : float
-        The same for the targets of "per_head".
+        Factor of the scores in the targets of "per_head"; `scale` is the factor for `out` and `attention_lse`.
     causal : bool
         Hide the keys after a query's own position, the queries being the last of their sequence.
     gradients : bool
         Compute the gradients.
     buffer_bytes : int
         The tokens are processed in chunks whose targets and scores fit; a chunk has at least one token.
-    kl, mass, index_lse : array, (s_q,) or per head (s_q, h), float32, optional
-        Where these results go.
-    d_index_q, d_index_k : array, shapes of index_q and index_k, bfloat16 or float32, optional
-        Where the gradients go, in these dtypes for codes, too; the last axes are contiguous.
-    d_weights : array, (s_q, h_i), float32, optional
-        The same.
-    out : array, (s_q, h, d_v), bfloat16, optional
-        Where the attention's output goes; the last axis is contiguous.
-    attention_lse : array, (s_q, h), float32, optional
-        Where its log-sum-exps go.
+    results : LossResults, optional
+        Arrays that the results are written to. The gradients of codes are bfloat16 or float32, too.
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(indexer_warmup_loss, ...)` bytes.
     kernel : str, optional
@@ -162,10 +149,11 @@ def indexer_warmup_loss(
 
     Notes
     -----
-    Loss and gradients come from one call because a separate backward would repeat its larger part, the scores of the
-    main attention. `mla_cupy.torch.indexer_warmup_objective` and `mla_cupy.jax.indexer_warmup_objective` make a scalar
-    of it whose derivative multiplies these gradients. No gradient flows to q, k or v. The derivative of max(x, 0) at
-    x = 0 is 0: a product index_q . index_k of exactly 0 passes no gradient.
+    The results are a named tuple, `mla_cupy.WarmupLoss`. Loss and gradients come from one call because a separate
+    backward would repeat its larger part, the scores of the main attention. `mla_cupy.torch.indexer_warmup_objective`
+    and `mla_cupy.jax.indexer_warmup_objective` make a scalar of it whose derivative multiplies these gradients. No
+    gradient flows to q, k or v. The derivative of max(x, 0) at x = 0 is 0: a product index_q . index_k of exactly 0
+    passes no gradient.
 
     Keys per head make the same loss at less cost where the heads' keys are at hand, as after a prefill: of DeepSeek's
     128 heads, 2 * 192 FLOPs for a pair and head instead of 2 * 576. `scale` is that of the model, 192**-0.5, in both
@@ -204,10 +192,9 @@ def indexer_warmup_loss(
     >>> import ml_dtypes, numpy as np, mla_cupy
     >>> q, k = np.zeros((2, 4, 64), ml_dtypes.bfloat16), np.zeros((2, 64), ml_dtypes.bfloat16)
     >>> index_q, index_k = np.ones((2, 2, 32), ml_dtypes.bfloat16), np.ones((2, 32), ml_dtypes.bfloat16)
-    >>> kl, mass, index_lse, *gradients, _, _ = mla_cupy.indexer_warmup_loss(
-    ...     q, k, index_q, index_k, np.full((2, 2), 0.125, np.float32)
-    ... )
-    >>> kl.tolist(), mass.tolist(), index_lse.tolist()[0]
+    >>> weights = np.full((2, 2), 0.125, np.float32)
+    >>> loss = mla_cupy.indexer_warmup_loss(q, k, index_q, index_k, weights, scale=192**-0.5)
+    >>> loss.kl.tolist(), loss.mass.tolist(), loss.index_lse.tolist()[0]
     ([0.0, 0.0], [4.0, 4.0], 1.0)
     """
     return call(indexer_warmup_loss, locals())
@@ -236,7 +223,7 @@ def _examine(views: Views, given: WarmupLossOptions) -> Examined:
     target = _check_target(given.target, views, heads, index_heads)
     options = given._replace(
         target=target,
-        scale=resolve_scale(given.scale, main["head_dim"]),
+        scale=check_scale(given.scale),
         target_scale=check_factor("target_scale", given.target_scale),
         causal=check_flag("causal", given.causal),
         gradients=check_flag("gradients", given.gradients),
@@ -299,5 +286,7 @@ OPERATION = Operation(
     options=WarmupLossOptions,
     examine=_examine,
     derivative="constant",
+    groups={"packed": Packed, "results": LossResults},
+    returns=WarmupLoss,
     pipeline=LOSS,
 )

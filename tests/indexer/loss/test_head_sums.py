@@ -17,6 +17,7 @@ from tests.support.loss_cases import (
     check_loss,
     loss_inputs,
     of_one_rank,
+    run_loss,
     shares,
 )
 from tests.support.mutants import CAUGHT, Mutant, Plant
@@ -39,7 +40,7 @@ def numpy_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def summed(inputs: dict[str, Array], **options: Any) -> Array:
     """Of all ranks: what an all-reduce makes."""
-    total = sum(mla_cupy.indexer_head_sums(**mine, **options) for mine in shares(inputs, RANKS))
+    total = sum(run_loss(mla_cupy.indexer_head_sums, **mine, **options) for mine in shares(inputs, RANKS))
     return np.asarray(total)
 
 
@@ -48,7 +49,7 @@ def test_ranks_of_the_warmup_loss(numpy_backend: None, lse: bool) -> None:
     inputs = loss_inputs(LossCase(s_q=6, s_kv=9, h=5, lse=lse, sequences=((3, 5), (2, 4))))
     sums = summed(inputs)
     for rank in range(RANKS):
-        got = mla_cupy.indexer_warmup_loss(**of_one_rank(inputs, RANKS, rank), head_sums=sums)
+        got = run_loss(mla_cupy.indexer_warmup_loss, **of_one_rank(inputs, RANKS, rank), head_sums=sums)
         check_loss(got, reference.indexer_warmup_loss(**inputs))
 
 
@@ -57,7 +58,7 @@ def test_ranks_of_the_sparse_loss(numpy_backend: None, causal: bool) -> None:
     inputs = sparse_loss_inputs(SparseLossCase(h=5, lengths=True, lse=causal))
     sums = summed(inputs, causal=causal)
     given = of_one_rank(inputs, RANKS, 1)
-    got = mla_cupy.indexer_sparse_loss(**given, head_sums=sums, causal=causal)
+    got = run_loss(mla_cupy.indexer_sparse_loss, **given, head_sums=sums, causal=causal)
     check_sparse_loss(got, reference.indexer_sparse_loss(**inputs, causal=causal))
 
 
@@ -84,7 +85,9 @@ def check_ranks(case: LossCase, kernel: str, error: float, mode: tuple[str, int]
         exact = reference.indexer_head_sums(**mine)
         wide = np.full((case.s_q, case.s_kv + 3), np.nan, np.float32)
         with simulated(2, (9, 0), *mode) as target:
-            mla_cupy.indexer_head_sums(**mine, kernel=kernel, buffer_bytes=1 << 11, head_sums=wide[:, : case.s_kv])
+            run_loss(
+                mla_cupy.indexer_head_sums, **mine, kernel=kernel, buffer_bytes=1 << 11, head_sums=wide[:, : case.s_kv]
+            )
         assert f"mla_{kernel}" in target.launched
         np.testing.assert_allclose(wide[:, : case.s_kv], exact, rtol=0, atol=error * max(1, exact.max()))
         assert (wide[:, : case.s_kv][exact == 0] == 0).all(), "zeros are exact where a query does not see"
@@ -92,7 +95,7 @@ def check_ranks(case: LossCase, kernel: str, error: float, mode: tuple[str, int]
         made.append(wide[:, : case.s_kv])
     with simulated(2, (9, 0), *mode) as target:
         given = of_one_rank(inputs, RANKS, 2)
-        got = mla_cupy.indexer_warmup_loss(**given, head_sums=sum(made), kernel=kernel, buffer_bytes=1 << 11)
+        got = run_loss(mla_cupy.indexer_warmup_loss, **given, head_sums=sum(made), kernel=kernel, buffer_bytes=1 << 11)
     assert f"mla_{kernel}" in target.launched
     assert "mla_indexer_loss_generic_attention" not in target.launched
     check_loss(got, reference.indexer_warmup_loss(**inputs), error)
@@ -113,9 +116,11 @@ def test_hopper() -> None:
     inputs = loss_inputs(LossCase(s_q=3, s_kv=130, h=2, h_i=2, d=64, d_i=32, lse=True))
     exact = reference.indexer_head_sums(**shares(inputs, 1)[0])
     with simulated(2, (9, 0), "random", 3) as target:
-        sums = mla_cupy.indexer_head_sums(**shares(inputs, 1)[0], kernel=HOPPER)
+        sums = run_loss(mla_cupy.indexer_head_sums, **shares(inputs, 1)[0], kernel=HOPPER)
         np.testing.assert_allclose(sums, exact, rtol=0, atol=FLOAT32_ERROR)
-        got = mla_cupy.indexer_warmup_loss(**of_one_rank(inputs, 1, 0), head_sums=sums, gradients=False, kernel=HOPPER)
+        got = run_loss(
+            mla_cupy.indexer_warmup_loss, **of_one_rank(inputs, 1, 0), head_sums=sums, gradients=False, kernel=HOPPER
+        )
     assert target.launched.count(f"mla_{HOPPER}") == 2
     check_loss(got, reference.indexer_warmup_loss(**inputs, gradients=False), TENSOR_CORE_ERROR)
 
@@ -123,16 +128,16 @@ def test_hopper() -> None:
 def check_sparse(case: SparseLossCase, kernel: str, error: float, mode: tuple[str, int] = ("late", 0)) -> None:
     """In chunks of one token; what the kernels of the loss launch beside them is tested there."""
     inputs = sparse_loss_inputs(case)
-    options = {"kernel": kernel, "buffer_bytes": 1}
+    options = {"causal": case.causal, "kernel": kernel, "buffer_bytes": 1}
     with simulated(2, (9, 0), *mode) as target:
         sums = summed(inputs, **options)
-        got = mla_cupy.indexer_sparse_loss(**of_one_rank(inputs, RANKS, 0), head_sums=sums, **options)
+        got = run_loss(mla_cupy.indexer_sparse_loss, **of_one_rank(inputs, RANKS, 0), head_sums=sums, **options)
     assert f"mla_{kernel}" in target.launched
     assert ("mla_indexer_loss_generic_attention" in target.launched) == (not case.lse and kernel == GENERIC)
-    exact = sum(reference.indexer_head_sums(**x) for x in shares(inputs, RANKS))
+    exact = sum(reference.indexer_head_sums(**x, causal=case.causal) for x in shares(inputs, RANKS))
     np.testing.assert_allclose(sums, exact, rtol=0, atol=error)
     assert (sums[exact == 0] == 0).all(), "zeros are exact after the last of a list"
-    check_sparse_loss(got, reference.indexer_sparse_loss(**inputs), error)
+    check_sparse_loss(got, reference.indexer_sparse_loss(**inputs, causal=case.causal), error)
 
 
 def test_sparse() -> None:
@@ -172,10 +177,10 @@ def test_mistakes(numpy_backend: None, changes: dict[str, Any], words: str) -> N
     for name, x in changes.items():
         inputs[name] = x.astype(inputs[name].dtype) if name in inputs else x
     with pytest.raises(ArgumentError, match=words):
-        mla_cupy.indexer_warmup_loss(**inputs, head_sums=np.zeros((4, 7), np.float32))
+        run_loss(mla_cupy.indexer_warmup_loss, **inputs, head_sums=np.zeros((4, 7), np.float32))
 
 
 def test_lengths_without_indices(numpy_backend: None) -> None:
     inputs = loss_inputs(CASE)
     with pytest.raises(ArgumentError, match="topk_length"):
-        mla_cupy.indexer_head_sums(inputs["q"], inputs["k"], topk_length=np.ones(4, np.int32))
+        run_loss(mla_cupy.indexer_head_sums, q=inputs["q"], k=inputs["k"], topk_length=np.ones(4, np.int32))

@@ -10,7 +10,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import DTypeError, ShapeError, reference
-from tests.support.loss_cases import LossCase, check_loss, loss_inputs
+from tests.support.loss_cases import LossCase, check_loss, loss_inputs, run_loss
 
 CASE = LossCase(h=4, d=72, h_kv=2, pairs="qk", lse=True)
 
@@ -27,7 +27,7 @@ def zeros(*shape: int, dtype: Any = ml_dtypes.bfloat16) -> Any:
 def test_forms_agree() -> None:
     """Of the same numbers: whole and in pairs, last columns of all heads and of each, one KV head and no head axis."""
     inputs = loss_inputs(LossCase(h=4, d=72, h_kv=2, pairs="k", lse=True))
-    exact = mla_cupy.indexer_warmup_loss(**inputs)
+    exact = run_loss(mla_cupy.indexer_warmup_loss, **inputs)
     q, k, k_rope = inputs["q"], inputs["k"], inputs["k_rope"]
     both = np.stack([k_rope, k_rope], axis=1)
     whole = np.concatenate([k, both], axis=2)
@@ -39,12 +39,13 @@ def test_forms_agree() -> None:
         {"k": np.repeat(whole, 2, axis=1), "k_rope": None},
     ]
     for change in changes:
-        got = mla_cupy.indexer_warmup_loss(**{**inputs, **change})
+        got = run_loss(mla_cupy.indexer_warmup_loss, **{**inputs, **change})
         for x, y in zip(got[:6], exact[:6], strict=True):
             np.testing.assert_array_equal(x, y)
     shared = loss_inputs(LossCase(h=3, lse=True))
     check_loss(
-        mla_cupy.indexer_warmup_loss(**{**shared, "k": shared["k"][:, None]}), reference.indexer_warmup_loss(**shared)
+        run_loss(mla_cupy.indexer_warmup_loss, **{**shared, "k": shared["k"][:, None]}),
+        reference.indexer_warmup_loss(**shared),
     )
 
 
@@ -71,4 +72,4 @@ def test_forms_agree() -> None:
 )
 def test_mistakes(changes: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
-        mla_cupy.indexer_warmup_loss(**{**loss_inputs(CASE), **changes})
+        run_loss(mla_cupy.indexer_warmup_loss, **{**loss_inputs(CASE), **changes})

@@ -14,7 +14,7 @@ from mla_cupy.kernels.indexer.loss.problem import LossProblem
 from mla_cupy.runtime import device
 from tests.support.gpu import upload
 from tests.support.kernels import by_name
-from tests.support.loss_cases import TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs, of_one_rank, shares
+from tests.support.loss_cases import TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs, of_one_rank, run_loss, shares
 
 pytestmark = pytest.mark.gpu
 
@@ -64,7 +64,7 @@ def test_loss(case: LossCase, gpu: object) -> None:
     exact, given = reference.indexer_warmup_loss(**inputs, **case.options), on_gpu(inputs)
     for kernel in kernels(case):
         error = TENSOR_CORE_ERROR if "sm90" in kernel else 1e-4
-        got = mla_cupy.indexer_warmup_loss(**given, **case.options, kernel=kernel)
+        got = run_loss(mla_cupy.indexer_warmup_loss, **given, **case.options, kernel=kernel)
         check_loss(on_host(got), exact, error)
 
 
@@ -78,7 +78,7 @@ def test_131072_keys(gpu: object) -> None:
     inputs["weights"] = rng.standard_normal((tokens, 2), np.float32)
     given, pool = on_gpu(inputs), cupy.cuda.MemoryPool()
     with cupy.cuda.using_allocator(pool.malloc):
-        got = mla_cupy.indexer_warmup_loss(**given)
+        got = run_loss(mla_cupy.indexer_warmup_loss, **given)
     assert pool.total_bytes() < 640 << 20
     for row in (0, 70_001, tokens - 1):
         of_row = {name: x[: row + 1] if name in ("k", "index_k") else x[row : row + 1] for name, x in inputs.items()}
@@ -94,9 +94,9 @@ def test_the_same_in_every_run(gpu: object) -> None:
     case = CASES[4]
     given = on_gpu(loss_inputs(case))
     for kernel in kernels(case):
-        first = on_host(mla_cupy.indexer_warmup_loss(**given, **case.options, kernel=kernel))
+        first = on_host(run_loss(mla_cupy.indexer_warmup_loss, **given, **case.options, kernel=kernel))
         for _ in range(5):
-            again = on_host(mla_cupy.indexer_warmup_loss(**given, **case.options, kernel=kernel))
+            again = on_host(run_loss(mla_cupy.indexer_warmup_loss, **given, **case.options, kernel=kernel))
             for x, y in zip(first[:6], again[:6], strict=True):
                 assert x.tobytes() == y.tobytes()
 
@@ -106,8 +106,10 @@ def test_chunks(gpu: object) -> None:
     case = CASES[2]
     given = on_gpu(loss_inputs(case))
     for kernel in kernels(case):
-        whole = on_host(mla_cupy.indexer_warmup_loss(**given, **case.options, kernel=kernel))
-        cut = on_host(mla_cupy.indexer_warmup_loss(**given, **case.options, kernel=kernel, buffer_bytes=1 << 17))
+        whole = on_host(run_loss(mla_cupy.indexer_warmup_loss, **given, **case.options, kernel=kernel))
+        cut = on_host(
+            run_loss(mla_cupy.indexer_warmup_loss, **given, **case.options, kernel=kernel, buffer_bytes=1 << 17)
+        )
         for name, x, y in zip(whole_fields(), whole[:6], cut[:6], strict=True):
             if name == "d_index_k":
                 np.testing.assert_allclose(x.astype(np.float32), y.astype(np.float32), rtol=2**-7, atol=1e-5)
@@ -126,7 +128,7 @@ def test_hostile_sequences(gpu: object) -> None:
         sequences = {"cu_seqlens_q": np.array(starts_q, np.int32), "cu_seqlens_kv": np.array(starts_kv, np.int32)}
         exact = reference.indexer_warmup_loss(**inputs, **sequences)
         for kernel in kernels(case):
-            got = mla_cupy.indexer_warmup_loss(**on_gpu({**inputs, **sequences}), kernel=kernel)
+            got = run_loss(mla_cupy.indexer_warmup_loss, **on_gpu({**inputs, **sequences}), kernel=kernel)
             check_loss(on_host(got), exact, TENSOR_CORE_ERROR)
 
 
@@ -134,7 +136,7 @@ def test_codes_score_as_the_logits(gpu: object) -> None:
     """The normaliser of the scores is that of the scores that are served."""
     case = CASES[-3]
     given = on_gpu(loss_inputs(case))
-    _, _, index_lse, *_ = mla_cupy.indexer_warmup_loss(**given, **case.options, gradients=False)
+    _, _, index_lse, *_ = run_loss(mla_cupy.indexer_warmup_loss, **given, **case.options, gradients=False)
     scored = (given[name] for name in ("index_q", "index_k", "weights"))
     ends = upload(np.arange(1, case.s_q + 1, dtype=np.int32))
     logits = mla_cupy.indexer_logits(*scored, ke=ends, k_scale=given["k_scale"]).get().astype(np.float64)
@@ -151,9 +153,9 @@ def test_ranks(case: LossCase, gpu: object) -> None:
     for kernel in kernels(case):
         error = TENSOR_CORE_ERROR if "sm90" in kernel else 1e-4
         options = {"causal": case.causal, "kernel": kernel, "buffer_bytes": 1 << 17}
-        total = sum(mla_cupy.indexer_head_sums(**on_gpu(mine), **options) for mine in shares(inputs, 2))
+        total = sum(run_loss(mla_cupy.indexer_head_sums, **on_gpu(mine), **options) for mine in shares(inputs, 2))
         given = on_gpu({name: x for name, x in of_one_rank(inputs, 2, 1).items() if name != "v"})
-        got = on_host(mla_cupy.indexer_warmup_loss(**given, head_sums=total, **{**case.options, **options}))
+        got = on_host(run_loss(mla_cupy.indexer_warmup_loss, **given, head_sums=total, **{**case.options, **options}))
         check_loss(got, exact._replace(out=None, attention_lse=None), error)
 
 
@@ -163,8 +165,8 @@ def test_without_lse(gpu: object) -> None:
     given = on_gpu(inputs)
     pages = {"block_table": upload(np.arange(4, dtype=np.int32)[None]), "seqlens": upload(np.array([256], np.int32))}
     _, lse = mla_cupy.mla_decode(given["q"][None], given["k"].reshape(4, 64, 576), **pages)
-    got = on_host(mla_cupy.indexer_warmup_loss(**given))
-    with_lse = on_host(mla_cupy.indexer_warmup_loss(**given, lse=lse[0].T))
+    got = on_host(run_loss(mla_cupy.indexer_warmup_loss, **given))
+    with_lse = on_host(run_loss(mla_cupy.indexer_warmup_loss, **given, lse=lse[0].T))
     for x, y in zip(got[:3], with_lse[:3], strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3)
     check_loss(got, reference.indexer_warmup_loss(**inputs), TENSOR_CORE_ERROR)

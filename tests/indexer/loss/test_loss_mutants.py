@@ -10,7 +10,7 @@ import pytest
 import mla_cupy
 from mla_cupy import reference
 from mla_cupy.kernels.indexer.loss import heuristics
-from tests.support.loss_cases import TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs, splits_of
+from tests.support.loss_cases import TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs, run_loss, splits_of
 from tests.support.mutants import CAUGHT, Mutant, Plant, as_verdict, steps
 from tests.support.sim_driver import simulated
 
@@ -144,8 +144,12 @@ HEAD_MUTANTS = [
 def run(case: LossCase) -> None:
     inputs = loss_inputs(case)
     with simulated(1):
-        got = mla_cupy.indexer_warmup_loss(
-            **inputs, **case.options, kernel="indexer_loss_generic_scores", buffer_bytes=2 * 8 * 128
+        got = run_loss(
+            mla_cupy.indexer_warmup_loss,
+            **inputs,
+            **case.options,
+            kernel="indexer_loss_generic_scores",
+            buffer_bytes=2 * 8 * 128,
         )
     check_loss(got, reference.indexer_warmup_loss(**inputs, **case.options))
 
@@ -154,7 +158,9 @@ def run_hopper(mode: tuple[str, int], case: LossCase = TILES, gradients: bool = 
     inputs = loss_inputs(case)
     kernel = "indexer_loss_sm90_heads" if case.target == "per_head" else "indexer_loss_sm90_scores"
     with simulated(1, (9, 0), *mode):
-        got = mla_cupy.indexer_warmup_loss(**inputs, **case.options, kernel=kernel, gradients=gradients, **options)
+        got = run_loss(
+            mla_cupy.indexer_warmup_loss, **inputs, **case.options, kernel=kernel, gradients=gradients, **options
+        )
     exact = reference.indexer_warmup_loss(**inputs, **case.options, gradients=gradients)
     check_loss(got, exact, TENSOR_CORE_ERROR)
 

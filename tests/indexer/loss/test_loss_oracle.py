@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mla_cupy.reference import indexer_head_sums, indexer_logits, indexer_sparse_loss, indexer_warmup_loss
-from mla_cupy.reference.indexer_loss import IndexerLoss, WarmupLoss
+from mla_cupy.reference.indexer_loss import SparseLoss, WarmupLoss
 from tests.support.loss_cases import LossCase, loss_inputs
 
 Array = np.ndarray[Any, Any]
@@ -24,7 +24,7 @@ def inputs(s_q: int = 4, s_kv: int = 6, h: int = 3, h_i: int = 2, seed: int = 0)
 
 
 def check_gradients(
-    loss: Callable[..., IndexerLoss | WarmupLoss], given: Inputs, row_weights: Array, **options: Any
+    loss: Callable[..., SparseLoss | WarmupLoss], given: Inputs, row_weights: Array, **options: Any
 ) -> None:
     """Central differences of sum(row_weights * kl) by every element, away from the kinks of max(., 0)."""
     products = np.einsum("qhd,kd->qhk", given["index_q"], given["index_k"])
@@ -75,7 +75,8 @@ def test_per_head_gradients() -> None:
 def test_sparse_gradients() -> None:
     indices = np.array([[0, 3, 3, -1], [5, 1, 2, 0], [4, 9, -2, 1], [2, 3, 4, 5]])
     lengths = np.array([4, 4, 4, 3])
-    check_gradients(indexer_sparse_loss, inputs(), ROW_WEIGHTS, indices=indices, topk_length=lengths)
+    for causal in (False, True):
+        check_gradients(indexer_sparse_loss, inputs(), ROW_WEIGHTS, indices=indices, topk_length=lengths, causal=causal)
 
 
 def test_absorbed_and_not() -> None:
@@ -161,7 +162,7 @@ def test_rows_without_a_target() -> None:
     nothing = indexer_sparse_loss(**given, indices=np.full((4, 2), -1))
     assert (nothing.kl == 0).all()
     assert (nothing.d_index_k == 0).all()
-    assert np.isneginf(nothing.lse).all()
+    assert np.isneginf(nothing.index_lse).all()
 
 
 def test_one_key_is_certain() -> None:
@@ -181,7 +182,7 @@ def test_underflow_in_the_target() -> None:
 def test_all_keys_selected_is_the_dense_loss() -> None:
     given = inputs()
     dense = indexer_warmup_loss(**given, causal=False)
-    sparse = indexer_sparse_loss(**given, indices=np.arange(6)[::-1][None].repeat(4, 0))
+    sparse = indexer_sparse_loss(**given, indices=np.arange(6)[::-1][None].repeat(4, 0), causal=False)
     for x, y in zip(dense[:6], sparse, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-14)
 

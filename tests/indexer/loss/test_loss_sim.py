@@ -12,7 +12,8 @@ import mla_cupy
 from mla_cupy import UnsupportedDeviceError, reference
 from mla_cupy.kernels.indexer.loss import LOSS, heuristics
 from mla_cupy.kernels.indexer.loss.problem import LossProblem
-from tests.support.loss_cases import FIELDS, TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs, splits_of
+from tests.support.flat import flat
+from tests.support.loss_cases import FIELDS, TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs, run_loss, splits_of
 from tests.support.sim_driver import fake_gpu, simulated
 
 GENERIC, HOPPER = "indexer_loss_generic_scores", "indexer_loss_sm90_scores"
@@ -32,7 +33,7 @@ CASES = [
 
 def run(case: LossCase, inputs: dict[str, Any], cc: tuple[int, int] = (9, 0), **options: Any) -> tuple[Any, ...]:
     with simulated(2, cc):
-        return mla_cupy.indexer_warmup_loss(**inputs, **{**case.options, "kernel": GENERIC, **options})
+        return run_loss(mla_cupy.indexer_warmup_loss, **inputs, **{**case.options, "kernel": GENERIC, **options})
 
 
 @pytest.mark.sampled
@@ -118,7 +119,7 @@ def run_hopper(case: LossCase, mode: tuple[str, int], **options: Any) -> tuple[A
     inputs = loss_inputs(case)
     main, attention = hopper_kernels(case)
     with simulated(2, (9, 0), *mode) as target:
-        got = mla_cupy.indexer_warmup_loss(**inputs, **case.options, kernel=main, **options)
+        got = run_loss(mla_cupy.indexer_warmup_loss, **inputs, **case.options, kernel=main, **options)
     makers = {f"mla_{HEADS}", "mla_indexer_loss_generic_attention", "mla_indexer_loss_sm90_lse"}
     assert f"mla_{main}" in target.launched
     assert makers & set(target.launched) == attention | ({f"mla_{main}"} & makers)
@@ -144,7 +145,7 @@ def test_values_that_are_not_finite() -> None:
     inputs = loss_inputs(case)
     inputs["v"][4, 1], inputs["v"][3, 9] = np.nan, -np.inf
     with simulated(1, (9, 0)):
-        got = mla_cupy.indexer_warmup_loss(**inputs, **case.options, kernel=HEADS, gradients=False)
+        got = run_loss(mla_cupy.indexer_warmup_loss, **inputs, **case.options, kernel=HEADS, gradients=False)
     exact = reference.indexer_warmup_loss(**inputs, **case.options, gradients=False)
     check_loss(got, exact, TENSOR_CORE_ERROR)
     assert np.isnan(got[6][2:, :, 1].astype(float)).all()
@@ -179,7 +180,7 @@ def test_splits_divide_the_tokens_that_see_a_tile() -> None:
     for inputs in (packed, alone):
         to = np.full(inputs["index_k"].shape, 7, np.float32)
         with splits_of(2, most=2), simulated(2, (9, 0)):
-            mla_cupy.indexer_warmup_loss(**inputs, **case.options, kernel=HOPPER, d_index_k=to)
+            run_loss(mla_cupy.indexer_warmup_loss, **inputs, **case.options, kernel=HOPPER, d_index_k=to)
         sums.append(to)
     np.testing.assert_allclose(sums[0], reference.indexer_warmup_loss(**packed).d_index_k, atol=2e-2)
     assert sums[0][:128].tobytes() == sums[1].tobytes()
@@ -241,7 +242,9 @@ def test_the_workspace_is_bounded() -> None:
     for s in (128, 256, 512):
         inputs = loss_inputs(LossCase(s_q=s, s_kv=s, d=4, lse=True))
         with simulated(1):
-            sizes.append(mla_cupy.workspace_bytes(mla_cupy.indexer_warmup_loss, **inputs, buffer_bytes=1))
+            sizes.append(
+                mla_cupy.workspace_bytes(flat(mla_cupy.indexer_warmup_loss), **inputs, scale=1.0, buffer_bytes=1)
+            )
     assert sizes[2] - sizes[1] == 2 * (sizes[1] - sizes[0])
 
 

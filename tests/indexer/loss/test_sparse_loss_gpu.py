@@ -15,7 +15,7 @@ from mla_cupy.kernels.indexer.loss.problem import LossProblem
 from mla_cupy.runtime import device
 from tests.support.gpu import upload
 from tests.support.kernels import by_name
-from tests.support.loss_cases import TENSOR_CORE_ERROR, of_one_rank, shares
+from tests.support.loss_cases import TENSOR_CORE_ERROR, of_one_rank, run_loss, shares
 from tests.support.sparse_loss_cases import SparseLossCase, check_sparse_loss, sparse_loss_inputs
 
 pytestmark = pytest.mark.gpu
@@ -55,7 +55,7 @@ def test_loss(case: SparseLossCase, deterministic: bool, gpu: object) -> None:
         plain_error = 3e-4 if deterministic else 1e-4  # bins hold fewer bits
         for limit in (1 << 29, 1 << 14):
             options = {"causal": case.causal, "deterministic": deterministic, "buffer_bytes": limit, "kernel": kernel}
-            got = on_host(mla_cupy.indexer_sparse_loss(**on_gpu(inputs), **options))
+            got = on_host(run_loss(mla_cupy.indexer_sparse_loss, **on_gpu(inputs), **options))
             check_sparse_loss(got, exact, TENSOR_CORE_ERROR if "sm90" in kernel else plain_error)
 
 
@@ -64,10 +64,12 @@ def test_the_same_in_every_run(gpu: object) -> None:
     case = CASES[1]
     given = on_gpu(sparse_loss_inputs(case))
     for deterministic in (False, True):
-        first = on_host(mla_cupy.indexer_sparse_loss(**given, deterministic=deterministic))
+        first = on_host(run_loss(mla_cupy.indexer_sparse_loss, **given, deterministic=deterministic))
         for turn in range(5):
             limit = 1 << 29 if turn % 2 else 1 << 16
-            again = on_host(mla_cupy.indexer_sparse_loss(**given, deterministic=deterministic, buffer_bytes=limit))
+            again = on_host(
+                run_loss(mla_cupy.indexer_sparse_loss, **given, deterministic=deterministic, buffer_bytes=limit)
+            )
             for at, (x, y) in enumerate(zip(first, again, strict=True)):
                 assert x.tobytes() == y.tobytes() or (at == 4 and not deterministic)
 
@@ -78,16 +80,15 @@ def test_a_captured_call_follows_its_indices(gpu: object) -> None:
     case = SparseLossCase(s_q=20, s_kv=50, topk=9, lse=True)
     first, then = (sparse_loss_inputs(SparseLossCase(**{**vars(case), "seed": seed})) for seed in (1, 2))
     given = on_gpu(first)
-    made = mla_cupy.indexer_sparse_loss(**given)
-    names = ("kl", "mass", "index_lse", "d_index_q", "d_index_k", "d_weights")
-    results = dict(zip(names, made, strict=True))
-    nbytes = mla_cupy.workspace_bytes(mla_cupy.indexer_sparse_loss, **given)
-    results["workspace"] = cupy.empty(nbytes, np.uint8)
+    options: dict[str, Any] = {"scale": case.d**-0.5, "causal": case.causal}
+    results = mla_cupy.indexer_sparse_loss(**given, **options)
+    nbytes = mla_cupy.workspace_bytes(mla_cupy.indexer_sparse_loss, **given, **options)
+    options |= {"results": mla_cupy.LossResults(*results), "workspace": cupy.empty(nbytes, np.uint8)}
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
         stream.begin_capture()
-        mla_cupy.indexer_sparse_loss(**given, **results)
+        mla_cupy.indexer_sparse_loss(**given, **options)
         graph = stream.end_capture()
     for inputs in (first, then):
         for name, x in inputs.items():
@@ -95,9 +96,8 @@ def test_a_captured_call_follows_its_indices(gpu: object) -> None:
         cupy.cuda.Device().synchronize()
         graph.launch(stream)
         stream.synchronize()
-        check_sparse_loss(
-            on_host(tuple(results[name] for name in names)), reference.indexer_sparse_loss(**inputs), TENSOR_CORE_ERROR
-        )
+        exact = reference.indexer_sparse_loss(**inputs, causal=case.causal)
+        check_sparse_loss(on_host(results), exact, TENSOR_CORE_ERROR)
 
 
 @pytest.mark.parametrize("case", CASES[1:], ids=lambda case: case.id)
@@ -105,6 +105,8 @@ def test_ranks(case: SparseLossCase, gpu: object) -> None:
     """Of tensor parallelism, in chunks, against one rank that has all heads."""
     inputs = sparse_loss_inputs(case)
     options = {"causal": case.causal, "buffer_bytes": 1 << 16}
-    total = sum(mla_cupy.indexer_head_sums(**on_gpu(mine), **options) for mine in shares(inputs, 3))
-    got = on_host(mla_cupy.indexer_sparse_loss(**on_gpu(of_one_rank(inputs, 3, 2)), head_sums=total, **options))
+    total = sum(run_loss(mla_cupy.indexer_head_sums, **on_gpu(mine), **options) for mine in shares(inputs, 3))
+    got = on_host(
+        run_loss(mla_cupy.indexer_sparse_loss, **on_gpu(of_one_rank(inputs, 3, 2)), head_sums=total, **options)
+    )
     check_sparse_loss(got, reference.indexer_sparse_loss(**inputs, causal=case.causal), TENSOR_CORE_ERROR)

@@ -8,6 +8,7 @@ import pytest
 import mla_cupy
 from mla_cupy import reference
 from tests.indexer.loss.test_sparse_loss_sim import GENERIC, MODES, bits_of_both_orders, run_hopper
+from tests.support.loss_cases import run_loss
 from tests.support.mutants import CAUGHT, Mutant, Plant, as_verdict, steps
 from tests.support.sim_driver import simulated
 from tests.support.sparse_loss_cases import SparseLossCase, check_sparse_loss, sparse_loss_inputs
@@ -60,10 +61,11 @@ def run() -> None:
     """Against the oracle; and small numbers beside large ones, whose bins differ."""
     inputs = sparse_loss_inputs(CASE)
     inputs["weights"] *= np.array([1, 1e-4, 1e-4, 1], np.float32)[:, None]
-    wide = {"d_index_k": np.zeros(inputs["index_k"].shape, np.float32)}
+    options = {"causal": CASE.causal, "deterministic": True, "buffer_bytes": 1, "kernel": GENERIC}
+    wide = np.zeros(inputs["index_k"].shape, np.float32)
     with simulated(1):
-        got = mla_cupy.indexer_sparse_loss(**inputs, deterministic=True, buffer_bytes=1, kernel=GENERIC, **wide)
-    exact = reference.indexer_sparse_loss(**inputs)
+        got = run_loss(mla_cupy.indexer_sparse_loss, **inputs, **options, d_index_k=wide)
+    exact = reference.indexer_sparse_loss(**inputs, causal=CASE.causal)
     check_sparse_loss(got, exact)
     assert exact.d_index_k is not None
     rows = np.setdiff1d(inputs["indices"][1], inputs["indices"][[0, 2, 3]])

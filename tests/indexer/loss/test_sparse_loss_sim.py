@@ -14,7 +14,8 @@ from mla_cupy import ArgumentError, UnsupportedDeviceError, reference
 from mla_cupy.kernels.indexer.loss import SPARSE_LOSS
 from mla_cupy.kernels.indexer.loss.problem import LossProblem
 from mla_cupy.simulation import fake_gpu
-from tests.support.loss_cases import TENSOR_CORE_ERROR
+from tests.support.flat import flat
+from tests.support.loss_cases import TENSOR_CORE_ERROR, run_loss
 from tests.support.sim_driver import simulated
 from tests.support.sparse_loss_cases import SparseLossCase, check_sparse_loss, sparse_loss_inputs
 
@@ -48,13 +49,13 @@ LARGE_HOPPER_CASES = [
 
 def run(case: SparseLossCase, inputs: dict[str, Any], cc: tuple[int, int] = (9, 0), **options: Any) -> tuple[Any, ...]:
     with simulated(2, cc):
-        return mla_cupy.indexer_sparse_loss(**inputs, **{"causal": case.causal, "kernel": GENERIC, **options})
+        return run_loss(mla_cupy.indexer_sparse_loss, **inputs, **{"causal": case.causal, "kernel": GENERIC, **options})
 
 
 def run_hopper(case: SparseLossCase, mode: tuple[str, int], **options: Any) -> tuple[Any, ...]:
     inputs = sparse_loss_inputs(case)
     with simulated(2, (9, 0), *mode) as target:
-        got = mla_cupy.indexer_sparse_loss(**inputs, causal=case.causal, kernel=HOPPER, **options)
+        got = run_loss(mla_cupy.indexer_sparse_loss, **inputs, causal=case.causal, kernel=HOPPER, **options)
     launched = set(target.launched)
     assert {f"mla_{HOPPER}", "mla_indexer_loss_sm90_list_gradients"} <= launched
     assert ("mla_indexer_loss_sm90_list_lse" in launched) == (not case.lse)
@@ -118,7 +119,7 @@ def bits_of_both_orders(deterministic: bool) -> set[bytes]:
     bits = set()
     for given in (inputs, turned):
         got = run(case, given, deterministic=deterministic, d_index_k=np.zeros((3, 32), np.float32))
-        check_sparse_loss(got, reference.indexer_sparse_loss(**given))
+        check_sparse_loss(got, reference.indexer_sparse_loss(**given, causal=case.causal))
         bits.add(got[4].tobytes())
     return bits
 
@@ -138,7 +139,7 @@ def test_only_the_loss() -> None:
     wide = {name: np.full(shape, 7, np.float32) for name, shape in shapes.items()}
     got = run(FIRST, inputs, **wide, deterministic=True)
     assert got[4] is wide["d_index_k"]
-    check_sparse_loss(got, reference.indexer_sparse_loss(**inputs))
+    check_sparse_loss(got, reference.indexer_sparse_loss(**inputs, causal=FIRST.causal))
     np.testing.assert_array_equal(got[3].astype(ml_dtypes.bfloat16), whole[3])
 
 
@@ -165,7 +166,7 @@ def test_all_keys_selected_is_the_warmup_loss() -> None:
     got = run(case, inputs)
     del inputs["indices"]
     with simulated(2):
-        wanted = mla_cupy.indexer_warmup_loss(**inputs, causal=False, kernel="indexer_loss_generic_scores")
+        wanted = run_loss(mla_cupy.indexer_warmup_loss, **inputs, causal=False, kernel="indexer_loss_generic_scores")
     for x, y in zip(got[:4], wanted[:4], strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -176,7 +177,9 @@ def test_the_workspace_is_linear() -> None:
     for s in (256, 512, 1024):
         inputs = sparse_loss_inputs(SparseLossCase(s_q=s, s_kv=s, d=4, lse=True))
         with simulated(1):
-            sizes.append(mla_cupy.workspace_bytes(mla_cupy.indexer_sparse_loss, **inputs, buffer_bytes=1))
+            sizes.append(
+                mla_cupy.workspace_bytes(flat(mla_cupy.indexer_sparse_loss), **inputs, scale=1.0, buffer_bytes=1)
+            )
     assert sizes[2] - sizes[1] == 2 * (sizes[1] - sizes[0])
 
 

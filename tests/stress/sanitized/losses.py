@@ -12,7 +12,7 @@ from mla_cupy.kernels.indexer.loss import LOSS, SPARSE_LOSS
 from tests.stress.sanitized import Call
 from tests.support.gpu import fetch, upload
 from tests.support.kernels import by_name
-from tests.support.loss_cases import TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs, of_one_rank, shares
+from tests.support.loss_cases import TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs, of_one_rank, run_loss, shares
 from tests.support.sparse_loss_cases import SparseLossCase, check_sparse_loss, sparse_loss_inputs
 
 RAGGED = ((1, 1), (20, 120), (0, 3), (18, 150))
@@ -54,7 +54,9 @@ def warmup(case: LossCase, kernel: str) -> None:
     inputs = loss_inputs(case)
     exact = reference.indexer_warmup_loss(**inputs, **case.options)
     for limit in (1 << 29, 1 << 14):
-        got = mla_cupy.indexer_warmup_loss(**_uploaded(inputs), **case.options, kernel=kernel, buffer_bytes=limit)
+        got = run_loss(
+            mla_cupy.indexer_warmup_loss, **_uploaded(inputs), **case.options, kernel=kernel, buffer_bytes=limit
+        )
         check_loss(_fetched(got), exact, _error(kernel))
 
 
@@ -64,7 +66,7 @@ def sparse_stage(case: SparseLossCase, kernel: str, deterministic: bool) -> None
     exact = reference.indexer_sparse_loss(**inputs, causal=case.causal)
     for limit in (1 << 29, 1 << 14):
         options = {"causal": case.causal, "deterministic": deterministic, "buffer_bytes": limit, "kernel": kernel}
-        got = mla_cupy.indexer_sparse_loss(**_uploaded(inputs), **options)
+        got = run_loss(mla_cupy.indexer_sparse_loss, **_uploaded(inputs), **options)
         check_sparse_loss(_fetched(got), exact, _error(kernel))
 
 
@@ -72,9 +74,9 @@ def ranks(case: LossCase) -> None:
     """Of tensor parallelism."""
     inputs = loss_inputs(case)
     options = {"causal": case.causal, "buffer_bytes": 1 << 14}
-    total = sum(mla_cupy.indexer_head_sums(**_uploaded(mine), **options) for mine in shares(inputs, 2))
+    total = sum(run_loss(mla_cupy.indexer_head_sums, **_uploaded(mine), **options) for mine in shares(inputs, 2))
     given = _uploaded(of_one_rank(inputs, 2, 1))
-    got = mla_cupy.indexer_warmup_loss(**given, head_sums=total, **options)
+    got = run_loss(mla_cupy.indexer_warmup_loss, **given, head_sums=total, **options)
     check_loss(_fetched(got), reference.indexer_warmup_loss(**inputs, **case.options), TENSOR_CORE_ERROR)
 
 

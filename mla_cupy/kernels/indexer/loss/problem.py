@@ -87,8 +87,8 @@ class LossProblem:
 class WarmupLossOptions(NamedTuple):
     """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
 
-    target: str
     scale: float
+    target: str
     target_scale: float
     causal: bool
     gradients: bool
