@@ -29,7 +29,7 @@ from mla_cupy.ops.cascade_plan import CascadePlan, plan_cascade
 from mla_cupy.ops.composite import Composite
 from mla_cupy.ops.decode import mla_decode
 from mla_cupy.ops.decode_plan import DecodePlan, plan_decode
-from mla_cupy.ops.groups import Fp8, LossResults, OutRope, Packed, Project, Shard
+from mla_cupy.ops.groups import Fp8, LossResults, OutRope, Packed, Project
 from mla_cupy.ops.indexer import (
     head_sums,
     key_cache,
@@ -81,7 +81,6 @@ __all__ = [
     "Packed",
     "PrefixGroup",
     "Project",
-    "Shard",
     "SparseLoss",
     "WarmupLoss",
     "absorb",

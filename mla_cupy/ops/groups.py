@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from mla_cupy.errors import ArgumentError, explain, kind_of
 
-__all__ = ["Fp8", "LossResults", "OutRope", "Packed", "Project", "Shard"]
+__all__ = ["Fp8", "LossResults", "OutRope", "Packed", "Project"]
 
 _G = TypeVar("_G", bound="Group")
 
@@ -206,32 +206,6 @@ class Project(Group):
     @classmethod
     def _members(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         return {"w_uv": None, **given}
-
-
-@dataclass(frozen=True, eq=False)
-class Shard(Group):
-    """Context parallelism: a rank's share of the tokens of all sequences.
-
-    Attributes
-    ----------
-    world : int
-        Ranks that share the tokens.
-    rank : int
-        This rank: token j of its cache is token j * world + rank of the sequence.
-    """
-
-    world: int
-    rank: int
-
-    absent: ClassVar[Mapping[str, Any]] = MappingProxyType({"cp_world": 1, "cp_rank": 0})
-
-    def flat(self) -> dict[str, Any]:
-        """See `Group.flat`."""
-        return {"cp_world": self.world, "cp_rank": self.rank}
-
-    @classmethod
-    def _members(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        return {"world": given.get("cp_world", 1), "rank": given.get("cp_rank", 0)}
 
 
 @dataclass(frozen=True, eq=False)

@@ -149,8 +149,8 @@ def test_kernel_pages_hold_the_present_design(page: Path) -> None:
 
 
 def test_the_changelog_is_short() -> None:
-    """Features and what was mended, no figures: 80 lines for a release."""
-    assert len((REPOSITORY / "CHANGELOG.md").read_text().splitlines()) <= 80
+    """Features, new names and fixes, no figures: 100 lines for a release."""
+    assert len((REPOSITORY / "CHANGELOG.md").read_text().splitlines()) <= 100
 
 
 def test_every_kept_result_is_cited() -> None:
