@@ -225,7 +225,7 @@ def test_every_kernel(operation: str, kernel: str) -> None:
 def variants(case: HugeCase) -> Iterator[HugeCase]:
     """Three tiles and more, all sizes that the dtype has, requests that are split, and sinks."""
     for split, shift in itertools.product((False, True), SHIFTS[case.dtype]):
-        sink = split and case.operation != "prefill"
+        sink = split and case.operation != "prefill" and "cluster" not in case.kernel
         yield replace(case, lengths=(70, 200), shift=shift, split=split, sink=sink)
 
 

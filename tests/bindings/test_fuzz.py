@@ -56,6 +56,8 @@ def judge(got: Any, wanted: Any, about: str, error: float = 0.0) -> None:
             assert x is None or x.size == 0, about
             continue
         assert (x.dtype, x.shape) == (expected.dtype, expected.shape), about
+        if about.startswith("gather_keys") and x.dtype == np.uint8:  # e4m3 codes: -0 is 0
+            x, expected = (np.where(codes == 0x80, np.uint8(0), codes) for codes in (x, expected))
         x, expected = _numbers(x), _numbers(expected)
         finite = np.isfinite(expected)
         np.testing.assert_array_equal(x[~finite], expected[~finite], about)
