@@ -14,6 +14,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # The threads of NumPy's matrix products spin while they wait for one another: where not all of them have a core of
     # their own, a test that takes one second alone was seen to take thirty.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.pop("COLUMNS", None)  # of the workers' own terminal, which output under test is not written to
 
 from mla_cupy.runtime import device
 from tests import durations, skips

@@ -72,7 +72,7 @@ mla_decode_args arguments(const TensorView& q, const TensorView& kv_cache, const
     args.q =
         static_cast<uint16_t*>(take("q", q, gpu, kBFloat16, {b, kTokens, kHeads, MLA_DECODE_D_QK}, args.q_strides));
     args.kv_cache = static_cast<uint16_t*>(
-        take("kv_cache", kv_cache, gpu, kBFloat16, {pages, kPage, MLA_DECODE_D_KV}, args.kv_cache_strides));
+        take("kv_cache", kv_cache, gpu, kBFloat16, {pages, kPage, MLA_DECODE_WIDTH}, args.kv_cache_strides));
     args.block_table =
         static_cast<int32_t*>(take("block_table", block_table, gpu, kInt32, {b, max_pages}, args.block_table_strides));
     args.seqlens = static_cast<int32_t*>(take("seqlens", seqlens, gpu, kInt32, {b}, args.seqlens_strides));

@@ -198,7 +198,7 @@ def _or_before(names: list[str]) -> str:
 def _size_text(operation: Operation, name: str, dtype: str) -> str:
     """The sizes of an axis. The rows of a cache are as wide as queries, or, in bytes, as the records after these."""
     sizes = operation.sizes.get(name, ())
-    if name == "d_kv":
+    if sizes and name in ("d_kv", "width"):
         widths = len(operation.sizes["d_qk"])
         sizes = sizes[widths:] if dtype in BYTE_DTYPES else sizes[:widths]
     return " or ".join(dict.fromkeys(map(str, sizes))) or name
@@ -283,7 +283,7 @@ def _bind_axis(
     elif name not in sizes:
         allowed = operation.sizes.get(name)
         if allowed is not None and size not in allowed:
-            built = _size_text(operation, name, dtype) + (f" for {dtype}" if name == "d_kv" else "")
+            built = _size_text(operation, name, dtype) + (f" for {dtype}" if name in ("d_kv", "width") else "")
             remedy = absorbing(size) if name == "d_qk" else operation.widths
             raise ShapeError(explain(where, size, built, remedy))
         least = operation.min_sizes.get(name, 0)

@@ -146,19 +146,23 @@ CODES = {"kv_cache": np.zeros((3, 8, 576), np.uint8), "math": "fp8"}
 WIDE = {"q": np.ones((2, 1, 64, 576), np.float16), **CODES, "math": "fp8x2"}
 #: Calls that no GPU has a kernel for, what the error says, and a plan for such calls.
 UNSERVED = (
-    ({**NARROW, "window": 3}, "window: got one, expected None with d_qk=320", {"d_qk": 320, "window": 3}),
+    ({**NARROW, "window": 3}, "window: got .*, expected None with d_v=256", {"d_qk": 320, "window": 3}),
     (
         {**NARROW, **PACKED, "q": np.ones((5, 4, 320), np.float16)},
-        "cu_seqlens_q: got one, expected None with d_qk=320",
+        "cu_seqlens_q: got .*, expected None with d_v=256",
         {"d_qk": 320, "cu_seqlens_q": True},
     ),
-    ({**CODES, "window": 4}, "window: got one, expected None with math='fp8'", {"math": "fp8", "window": 4}),
-    ({**CODES, "q": LATENT, "q_rope": ROPE}, "q_rope: got one, expected None", {"math": "fp8", "q_rope": True}),
-    ({**CODES, **PACKED}, "cu_seqlens_q: got one, expected None", {"math": "fp8", "cu_seqlens_q": True}),
-    ({**WIDE, "window": 4}, "window: got one, expected None with math='fp8x2'", {"math": "fp8x2", "window": 4}),
+    ({**CODES, "window": 4}, "window: got 4, expected None with math='fp8'", {"math": "fp8", "window": 4}),
+    (
+        {**CODES, "q": LATENT, "q_rope": ROPE},
+        "q_rope: got (an array|True), expected None",
+        {"math": "fp8", "q_rope": True},
+    ),
+    ({**CODES, **PACKED}, "cu_seqlens_q: got (an array|True), expected None", {"math": "fp8", "cu_seqlens_q": True}),
+    ({**WIDE, "window": 4}, "window: got 4, expected None with math='fp8x2'", {"math": "fp8x2", "window": 4}),
     (
         {**WIDE, "tree_mask": np.ones((2, 1), np.uint64)},
-        "tree_mask: got one, expected None with math='fp8x2'",
+        "tree_mask: got (an array|True), expected None with math='fp8x2'",
         {"math": "fp8x2", "h_q": 64, "tree_mask": True},
     ),
     ({**CODES, "math": "fp8x2"}, "q: got 4 query rows .*, expected at least 17 with", {"math": "fp8x2"}),

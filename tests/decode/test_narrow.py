@@ -177,7 +177,7 @@ BAD: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
     ("w_uv", lambda: call(w_uv=np.zeros((4, 64, 512), ml_dtypes.bfloat16)), ArgumentError, "w_uv.*d_v=256"),
     ("q_rope", lambda: call(q_rope=np.zeros((2, 1, 4, 64), ml_dtypes.bfloat16)), ShapeError, "512 with q_rope"),
     ("out", lambda: call(out=np.zeros((2, 1, 4, 512), ml_dtypes.bfloat16)), ShapeError, "out.shape.*256"),
-    ("window", lambda: call(window=3), ArgumentError, "window: got one, expected None with d_qk=320"),
+    ("window", lambda: call(window=3), ArgumentError, "window: got 3, expected None with d_v=256"),
     ("FP8", lambda: call(kv_cache=np.zeros((4, 8, 656), np.uint8)), ShapeError, "576 for v32"),
 )  # fmt: skip
 
@@ -216,7 +216,7 @@ def test_narrow_kernels_say_why_not(kernel: str, changes: dict[str, Any], match:
 @pytest.mark.parametrize("changes", [{"batch_invariant": True}, {"d_head": 64}], ids=str)
 def test_plans_say_why_not(changes: dict[str, Any]) -> None:
     sizes = {"max_b": 2, "s_q": 1, "h_q": 4, "max_pages": 4, "page_size": 16, "dtype": "bfloat16"}
-    with pytest.raises(ArgumentError, match="none with d_qk=288"):
+    with pytest.raises(ArgumentError, match="with d_v=256"):
         mla_cupy.plan_decode(**sizes, d_qk=288, **changes)
 
 

@@ -247,7 +247,7 @@ def test_sparse_forward(seed: int) -> None:
         "out": np.full((3, 3, 512), 7, inputs.q.dtype),
         **{name: np.full((3, 3), 7, np.float32) for name in ("lse", "max_logits")},
     }
-    got = run(seed, operation, {**call, **outputs}, causal=True)
+    got = run(seed, operation, {**call, **outputs}, causal=True, scale=inputs.q.shape[-1] ** -0.5)
     check(got[:2], inputs.exact[:2], inputs.rounded[:2], inputs.case.dtype)
     check_lse(got[2], inputs.exact[2], inputs.rounded[2])
 
@@ -263,7 +263,7 @@ def test_sparse_backward(seed: int) -> None:
         "dkv": np.full(inputs.kv.shape, 7, inputs.q.dtype),
         "d_sink": np.full(3, 7, np.float32),
     }
-    got = run(seed, operation, {**call, **outputs}, causal=True)
+    got = run(seed, operation, {**call, **outputs}, causal=True, scale=inputs.q.shape[-1] ** -0.5)
     check_gradients(got, inputs)
 
 
