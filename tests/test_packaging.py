@@ -212,7 +212,9 @@ reveal_type(mla_cupy.mla_decode)
 """
 PARTS = """
 import site, sys
+before = sys.path[:]
 site.addsitedir(sys.argv[1])
+sys.path[:] = [path for path in sys.path if path not in before] + before
 import mla_cupy.bench.cli
 from mla_cupy import ptxsim
 print(mla_cupy.__file__, ptxsim.Module.__module__)

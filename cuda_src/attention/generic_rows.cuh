@@ -24,7 +24,7 @@ struct Row {
     }
 };
 
-// Whether the warp's row sees a token; `seen` is what it sees where queries are not in groups.
+// Returns true if the warp's row sees the token. `seen` has the tokens that it sees where queries are not grouped.
 template <class Work>
 MLA_DEVICE bool sees(const DecodeParams& p, const WorkItem& item, const SeenTokens& seen, i32 row, i32 token) {
     if constexpr (Work::kForms) {

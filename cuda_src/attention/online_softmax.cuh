@@ -4,32 +4,30 @@
 #include "tile/fragment.cuh"
 
 namespace mla::attention {
-// The running maximum starts at a finite value, so that no infinities are subtracted, and at the lowest one: a score
-// below it would weigh nothing.
+// The running maximum starts at a finite value, so that no infinities are subtracted, and at the lowest one, so that no
+// score is below it.
 constexpr float kLowestMax = -kMaxFloat;
 // It follows the true maximum only when that is more than 2^8 larger. After normalisation the result is the same,
 // accumulators are rarely rescaled, and P is at most 256, well within fp16.
 constexpr float kLazyMaxLog2 = 8.f;
 
-// Whether a running maximum moves to that of a tile. A difference: a large maximum plus 8 rounds to more than 8 above
-// it.
+// Returns true if the running maximum has to move to the tile's. Compares a difference, because max + 8 is rounded
+// where max is large.
 MLA_DEVICE bool is_far_above(float tile, float max, float log2 = kLazyMaxLog2) { return tile - max > log2; }
 
-// fma(score, scale, -max) is exact, but the maximum is a rounded product: every exponent of the row is off by what that
-// rounding left out. It cancels in the result as long as it is small. From this maximum on it is more than half, and
-// from 2^31 on P would overflow or vanish: such rows round every product, so that the largest exponent is exactly 0.
+// fma(score, scale, -max) does not round the product, but the maximum is a rounded product. So all exponents of a row
+// are off by the same rounding error, which cancels in the result while it is small. Above this maximum the error
+// exceeds one half, and above 2^31 P overflows or vanishes. Such rows round every product: their largest exponent is
+// exactly 0.
 constexpr float kHugeMax = 0x1p24f;
 
-// Whether one of two maxima of some lane is huge: uniform over the warp, so that one branch does.
+// Returns true for the whole warp if a maximum of any lane is huge.
 MLA_DEVICE bool any_huge(float a, float b) {
     return __any_sync(kFullWarp, fabsf(a) >= kHugeMax || fabsf(b) >= kHugeMax);
 }
 MLA_DEVICE bool any_huge(float max) { return __any_sync(kFullWarp, fabsf(max) >= kHugeMax); }
 
-// The maximum of a row that has seen no token is not huge: for where such rows are frequent.
-MLA_DEVICE float max_of_seen(float max) { return max == kLowestMax ? 0.f : max; }
-
-// Takes scores to base 2, rounded: the compiler must not fuse this product with a later difference.
+// Scales scores to base 2 with rounding. The compiler must not fuse the product with a later subtraction.
 template <i32 kCount>
 MLA_DEVICE void to_base_2(float (&scores)[kCount], float scale_log2) {
 #pragma unroll
@@ -125,7 +123,7 @@ MLA_DEVICE void lazy_max(float (&to)[kFragmentRows], RowState& rows, const float
     }
 }
 
-// Where a maximum is huge, takes the scores to base 2; the scales still to apply are then 1.
+// Scales the scores to base 2 if a maximum is huge, and sets the scales that are still to be applied to 1.
 template <i32 kCount>
 MLA_DEVICE void round_huge(float (&scores)[kCount], float (&scale_log2)[kFragmentRows],
                            const float (&max)[kFragmentRows]) {
@@ -136,7 +134,7 @@ MLA_DEVICE void round_huge(float (&scores)[kCount], float (&scale_log2)[kFragmen
 }
 
 // P in 16 bits, as the A fragments of the product with V; adds the unrounded values to the rows' sums. The branch of
-// `kRoundsHuge` costs what waits for tensor cores alone 3 to 6 % (decode of 128 heads).
+// `kRoundsHuge` makes kernels that are bound by tensor cores 3 to 6 % slower (decode of 128 heads on an H200).
 template <class Element, bool kRoundsHuge = true, i32 kCount>
 MLA_DEVICE void exponentiate(u32 (&p_fragment)[kCount / 8][4], RowState& rows, float (&scores)[kCount],
                              const float (&scale_log2)[kFragmentRows]) {

@@ -38,8 +38,8 @@ MLA_DEVICE float turned_element(const RowAngles& angles, i32 column, float x, fl
     return x * angles.cos[pair] + other * sin;
 }
 
-// Both elements of a pair; `column` is the column of the first. One element at a time, the compiler would load the
-// angles of each, and spill.
+// Turns both elements of a pair; `column` is the column of the first. One element at a time would load the angles
+// twice, and registers would spill.
 MLA_DEVICE void turn_pair(const RowAngles& angles, i32 column, float& x, float& y) {
     const i32 pair = (column - kFirstTurnedColumn) / 2;
     const float cos = angles.cos[pair], sin = angles.sin[pair], turned = x * cos + y * sin;

@@ -2,7 +2,7 @@
 //
 //   rows[i] = [start + j - first  for j in indices[i, :length]  if 0 <= j - first < limit],  sorted by bucket, stable
 //
-// Relative indices count from the start of their sequence, and `first` is 0; of others it is the start.
+// Relative indices count from the start of their sequence: `first` is 0. For row numbers of all of kv it is `start`.
 //
 // Sparse decode's indices have an axis of sequences, n queries each: i is then (i / n, i % n).
 //

@@ -53,8 +53,8 @@ struct alignas(16) Elements8 {
     u16 x[kColumns];
 };
 
-// Weights are relative to the largest log-sum-exp: that of all, rounded, may be no larger. An empty state's output is
-// never read.
+// Weights are relative to the largest log-sum-exp and divided by their sum. Relative to the total they could add up to
+// more than 1, because the total may round to the largest. The output of an empty state is never read.
 struct Norm {
     float max_lse, factor;
 };

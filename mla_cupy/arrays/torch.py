@@ -214,6 +214,7 @@ def _tensor_guards(torch: Any) -> Any:
     return getattr(guards, "TensorGuards", None)
 
 
+@functools.cache
 def write_counter(torch: Any) -> Counter:
     """Function that increments tensors' versions, by which autograd knows that one it has saved was overwritten."""
     increment: Counter = torch._C._increment_version

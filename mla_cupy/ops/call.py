@@ -13,7 +13,7 @@ import operator
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from mla_cupy import arrays as families
 from mla_cupy.arrays import Family, Native, View
@@ -155,9 +155,7 @@ def call(function: Callable[..., _R], arguments: Mapping[str, Any]) -> _R:
     results = run(Invocation.of(operation, **operation.flattened(arguments)))
     _list_arguments(function, operation)
     several = results if operation.returns is None else operation.returns(*results)
-    answer: Any = several if len(operation.outputs) > 1 else results[0] if results else None
-    returned: _R = answer
-    return returned
+    return cast("_R", several if len(operation.outputs) > 1 else results[0] if results else None)
 
 
 def _list_arguments(function: Callable[..., Any], operation: Operation) -> None:

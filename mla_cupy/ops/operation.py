@@ -343,13 +343,7 @@ class Operation:
         TypeError
             If the function has no such parameter, or one without a default is missing.
         """
-        if unknown := arguments.keys() - self.defaults.keys():
-            raise TypeError(f"{self.name}() got an unexpected keyword argument {min(unknown)!r}")
-        whole = {**self.defaults, **arguments}
-        for name, value in whole.items():
-            if value is inspect.Parameter.empty:
-                raise TypeError(f"{self.name}() missing the argument {name!r}")
-        return whole
+        return self._completed(self.defaults, arguments)
 
     def options_of(self, **options: Any) -> Any:
         """Options of a call by name; those that are left out have the public function's defaults.
@@ -359,14 +353,17 @@ class Operation:
         TypeError
             If there is no such option, or one without a default is missing.
         """
-        defaults = {name: self.defaults[name] for name in self.options._fields}
-        given = {name: value for name, value in defaults.items() if value is not inspect.Parameter.empty} | options
-        for name in (*given, *self.options._fields):
-            if name not in self.options._fields:
-                raise TypeError(f"{self.name}() got an unexpected keyword argument {name!r}")
-            if name not in given:
-                raise TypeError(f"{self.name}() missing the keyword argument {name!r}")
-        return self.options(**given)
+        return self.options(**self._completed({name: self.defaults[name] for name in self.options._fields}, options))
+
+    def _completed(self, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments with defaults for those that are not given; TypeError for an unknown or a missing one."""
+        if unknown := given.keys() - defaults.keys():
+            raise TypeError(f"{self.name}() got an unexpected keyword argument {min(unknown)!r}")
+        completed = {**defaults, **given}
+        for name, value in completed.items():
+            if value is inspect.Parameter.empty:
+                raise TypeError(f"{self.name}() missing the argument {name!r}")
+        return completed
 
     def check_kernel(self, kernel: Any) -> None:
         """Raise ArgumentError unless it is the name of a kernel that the caller may choose, or None."""

@@ -142,7 +142,7 @@ def _cache(record: str, heads: int = 1) -> Array:
             _cache("v32")[..., :640],
             576,
             ShapeError,
-            r"kv_cache.shape\[-1\]: got 640, expected 576 or 512 or 320 or 288 or 656 or 584",
+            r"kv_cache.shape\[-1\]: got 640, expected 656 or 584 or 576 or 528 for uint8",
         ),
         (
             _cache("bf16").view(np.float16)[..., :512],

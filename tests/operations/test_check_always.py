@@ -11,7 +11,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ArgumentError
-from tests.operations.test_without_gpu import SCALE, batch
+from tests.operations.test_alike_everywhere import SCALE, batch
 from tests.support.recorder import Recorder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -75,7 +75,7 @@ IN_JAX = """
 import os
 import jax
 import mla_cupy.jax as mla
-from tests.operations.test_without_gpu import SCALE, batch
+from tests.operations.test_alike_everywhere import SCALE, batch
 
 q, cache, table, seqlens = batch()
 table[0, 1] = 99

@@ -323,7 +323,7 @@ struct CodeValues {
     using Latent = typename C::Latent;
     using P = u32[Few::kRowTiles][4];
 
-    // Of the 16 tokens of half `half`, for the warp's columns.
+    // Loads P of 16 tokens, a half of the step, for the warp's columns.
     MLA_DEVICE static void load_p(P& p, const CodeStorage<C>& s, const CodePlaces<C>& at, i32 half) {
         const SmemAddr from = smem_addr(s.softmax.p) + (u32)at.p;
 #pragma unroll
@@ -403,8 +403,8 @@ struct PartedOutput : Output<Element, kRowTiles> {
     }
 };
 
-// By all threads. 0 * NaN is not 0: of the tokens of a step that not every row sees, codes of NaN become 0; a row that
-// does see such a token has a score of NaN, and so is NaN as a whole.
+// Called by all threads. 0 * NaN is NaN, so codes of NaN become 0 in tokens that some row of the step does not see. A
+// row that does see such a token has a NaN score, and its result is NaN all the same.
 template <class C>
 MLA_DEVICE void clean_codes(CodeStorage<C>& s, i32 slot, i32 token, i32 seen_by_all) {
     using Token = CodedToken<typename C::TokenRecord>;

@@ -7,8 +7,8 @@
 #include "ptx/matrix.cuh"
 
 namespace mla::attention::mma {
-// Keys are 16-bit elements of type Latent_, those of the segments from kRopeStep_ on of type Rope_. Values have P of
-// their own in each of kWeights_ groups of columns.
+// Keys are 16-bit elements: Latent_ before segment kRopeStep_, Rope_ from there on. Each of the kWeights_ groups of
+// value columns has its own P.
 template <class Latent_, class Rope_, i32 kRows_, i32 kHeadDimQk_, i32 kRopeStep_, i32 kWeights_ = 1>
 struct FewRows {
     using Latent = Latent_;

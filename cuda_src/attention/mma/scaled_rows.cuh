@@ -8,7 +8,7 @@
 #include "attention/mma/softmax.cuh"
 
 namespace mla::attention::mma {
-// Where a row's largest product is put, and where the row has to follow a larger one. Float16 ends at 2^16.
+// A row scales its largest product to 2^8 and does so again once a product reaches 2^15. Float16 ends at 2^16.
 constexpr float kProductLog2 = 8.f;
 constexpr u32 kProductEnd = 0x78007800, kSigns = 0x80008000;  // 2^15, twice
 // Weights of tokens with tiny scales end here, well before their sum overflows.
@@ -16,7 +16,7 @@ constexpr float kMostWeight = 0x1p80f;
 // Smaller scales count as this one where the power of two is chosen.
 constexpr float kLeastScale = 0x1p-60f;
 
-// What SoftmaxRow is for values without scales. Weights are 2^(x - max - shift), the sum is of these.
+// SoftmaxRow for values with scales. Weights are 2^(x - max - shift); `sum` adds up the weights, not the products.
 template <class Layout>
 struct ScaledRow : SoftmaxRow<Layout, true> {
     using Base = SoftmaxRow<Layout, true>;
@@ -27,7 +27,7 @@ struct ScaledRow : SoftmaxRow<Layout, true> {
 
     MLA_DEVICE void begin() { Base::begin(), shift = 0.f; }
 
-    // What `sum` is relative to, in base 2.
+    // Exponent that `sum` is relative to, in base 2.
     MLA_DEVICE float reference() const { return this->max + shift; }
 
     // Takes the step's scores and its tokens' scales, leaves P of each group; as SoftmaxRow::add_step.
@@ -79,7 +79,7 @@ struct ScaledRow : SoftmaxRow<Layout, true> {
         if (threadIdx.x % kWarpThreads == 0) s.rescales[threadIdx.x / kWarpThreads] = rescales;
     }
 
-    // Stores P of each group and adds up the weights. Whether all are within their limits.
+    // Stores P of each group and adds up the weights. Returns true if all are within their limits.
     MLA_DEVICE bool weigh(float& sum, SoftmaxSlots<Layout>& s, const Scores& x, const Scales& scales) const {
         float w[kTokens];
 #pragma unroll

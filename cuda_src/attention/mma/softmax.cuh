@@ -7,7 +7,7 @@
 namespace mla::attention::mma {
 constexpr i32 kQuarters = 4;  // of d: as many warps score the same tokens
 
-// kWeights_: P of so many groups of columns.
+// kWeights_: groups of value columns, each with its own P.
 template <i32 kRows_, i32 kStepTokens, i32 kWeights_ = 1>
 struct SoftmaxLayout {
     static constexpr i32 kRows = kRows_, kWeights = kWeights_;
@@ -41,7 +41,7 @@ struct SoftmaxRow {
 
     MLA_DEVICE void begin() { max = kLowestMax, sum = 0.f, row_max = negative_infinity(); }
 
-    // What `sum` is relative to, in base 2.
+    // Exponent that `sum` is relative to, in base 2.
     MLA_DEVICE float reference() const { return max; }
 
     MLA_DEVICE float whole_sum() const {
