@@ -41,11 +41,11 @@ def attend(
     context: ContextParallel, weights: MlaWeights, arrays: list[Any], project_first: bool, to_host: Any
 ) -> np.ndarray:
     """The values of this rank's heads, (heads / world, 128), for the one query."""
-    scale, shares = weights.config.scale, {"cp_world": context.world, "cp_rank": context.rank}
+    scale, shard = weights.config.scale, mla_cupy.Shard(context.world, context.rank)
     heads = weights.config.heads // context.world
     mine = slice(context.rank * heads, (context.rank + 1) * heads)
     if project_first:
-        out, lse = mla_cupy.mla_decode(*arrays, scale=scale, out_dtype="float32", **shares)
+        out, lse = mla_cupy.mla_decode(*arrays, scale=scale, shard=shard, out_dtype="float32")
         values = expand(weights, to_host(out)[0], slice(None))[None].astype(np.float32)
         out, _ = context.merge(like(arrays[0], values), lse)
         return np.asarray(to_host(out))[0, 0]

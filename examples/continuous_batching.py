@@ -106,7 +106,7 @@ class Loop:
         if self.topk:
             self._attend_to_selected(q, step)
         else:
-            mla_cupy.mla_decode(q, self.cache.layer(0), step.block_table, step.seqlens)
+            mla_cupy.mla_decode(q, self.cache.layer(0), step.block_table, step.seqlens, scale=192**-0.5)
         self.generated += len(self.running)
         self.running = {sequence: left - 1 for sequence, left in self.running.items()}
         done = [sequence for sequence, left in self.running.items() if left == 0]

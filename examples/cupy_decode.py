@@ -16,6 +16,7 @@ import mla_cupy
 from mla_cupy import reference
 
 PAGE_SIZE, D_QK, D_V = 64, 576, 512
+SCALE = 192**-0.5  # of DeepSeek-V3, which YaRN multiplies further
 
 
 def main() -> None:
@@ -51,7 +52,7 @@ def main() -> None:
     def step() -> None:
         cp.add(seqlens, 1, out=seqlens)
         plan.update(seqlens)
-        mla_cupy.mla_decode(q, kv_cache, block_table, seqlens, plan=plan, out=out, lse=lse)
+        mla_cupy.mla_decode(q, kv_cache, block_table, seqlens, plan=plan, out=out, lse=lse, scale=SCALE)
 
     stream = cp.cuda.Stream(non_blocking=True)
     cp.cuda.get_current_stream().synchronize()  # the arrays above were made on another stream
@@ -70,7 +71,7 @@ def main() -> None:
     microseconds = 1000 * cp.cuda.get_elapsed_time(start, stop) / (options.steps - 1)
     print(f"{options.steps - 1} replays of the graph: {microseconds:.1f} us each")
 
-    exact, _ = reference.mla_decode(q.get(), kv_cache.get(), block_table.get(), seqlens.get())
+    exact, _ = reference.mla_decode(q.get(), kv_cache.get(), block_table.get(), seqlens.get(), scale=SCALE)
     print(f"lengths are now {int(seqlens[0])}; largest error of out: {np.abs(out.get() - exact).max():.1e}")
 
 

@@ -20,6 +20,7 @@ import mla_cupy.jax as mla
 from mla_cupy import reference
 
 PAGE_SIZE, D_QK = 64, 576
+SCALE = 192**-0.5  # of DeepSeek-V3, which YaRN multiplies further
 TOLERANCE = 2e-2
 """Error allowed in bfloat16, relative to the largest value."""
 SIZES = {
@@ -42,7 +43,7 @@ def step(
     page = jnp.take_along_axis(block_table, (seqlens // PAGE_SIZE)[:, None], axis=1)[:, 0]
     kv_cache = kv_cache.at[page, seqlens % PAGE_SIZE].set(latent)
     seqlens = seqlens + 1
-    out, _lse = mla.mla_decode(q, kv_cache, block_table, seqlens)
+    out, _lse = mla.mla_decode(q, kv_cache, block_table, seqlens, scale=SCALE)
     return kv_cache, seqlens, out
 
 
@@ -80,7 +81,7 @@ def main() -> int:
     microseconds = 1e6 * (time.perf_counter() - start) / (options.steps - 1)
     print(f"{options.steps - 1} steps on {jax.default_backend()}: {microseconds:.1f} us each")
 
-    exact, _ = reference.mla_decode(*(np.asarray(x) for x in (q, kv_cache, block_table, seqlens)))
+    exact, _ = reference.mla_decode(*(np.asarray(x) for x in (q, kv_cache, block_table, seqlens)), scale=SCALE)
     error = np.abs(np.asarray(out).astype(np.float64) - exact).max() / np.abs(exact).max()
     print(f"lengths are now {int(seqlens[0])}; largest error of out: {error:.1e}")
     return 0 if error <= TOLERANCE else 1

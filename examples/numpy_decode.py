@@ -12,6 +12,7 @@ from mla_cupy import reference
 
 BF16 = ml_dtypes.bfloat16
 PAGE_SIZE, D_QK = 64, 576
+SCALE = 192**-0.5  # of DeepSeek-V3, which YaRN multiplies further
 
 
 def main() -> None:
@@ -41,9 +42,9 @@ def main() -> None:
     # One new token per sequence. Its absorbed query is as wide as a token in the cache: 512 latent + 64 RoPE.
     q = rng.standard_normal((len(seqlens), 1, options.heads, D_QK)).astype(BF16)
 
-    out, lse = mla_cupy.mla_decode(q, kv_cache, block_table, seqlens)
+    out, lse = mla_cupy.mla_decode(q, kv_cache, block_table, seqlens, scale=SCALE)
 
-    exact, _ = reference.mla_decode(q, kv_cache, block_table, seqlens)
+    exact, _ = reference.mla_decode(q, kv_cache, block_table, seqlens, scale=SCALE)
     print(f"out {out.shape} {out.dtype}, lse {lse.shape} {lse.dtype}")
     for i, length in enumerate(seqlens):
         error = np.abs(out[i].astype(np.float64) - exact[i]).max()

@@ -16,6 +16,7 @@ import mla_cupy.torch as mla
 from mla_cupy import reference
 
 PAGE_SIZE, D_QK, D_V = 64, 576, 512
+SCALE = 192**-0.5  # of DeepSeek-V3, which YaRN multiplies further
 TOLERANCE = 2e-2
 """Error allowed in bfloat16, relative to the largest value."""
 SIZES = {
@@ -61,7 +62,14 @@ class DecodeLoop:
         self.seqlens += 1
         self.plan.update(self.seqlens)  # once per token; a model's layers share it
         mla.mla_decode(
-            self.q, self.kv_cache, self.block_table, self.seqlens, plan=self.plan, out=self.out, lse=self.lse
+            self.q,
+            self.kv_cache,
+            self.block_table,
+            self.seqlens,
+            plan=self.plan,
+            out=self.out,
+            lse=self.lse,
+            scale=SCALE,
         )
 
 
@@ -107,7 +115,7 @@ def main() -> int:
         run_in_graph(loop, options.steps)
 
     arrays = (loop.q.float(), loop.kv_cache.float(), loop.block_table, loop.seqlens)
-    exact, _ = reference.mla_decode(*(x.cpu().numpy() for x in arrays))
+    exact, _ = reference.mla_decode(*(x.cpu().numpy() for x in arrays), scale=SCALE)
     want = torch.from_numpy(exact)
     error = float((loop.out.cpu().double() - want).abs().max() / want.abs().max())
     print(f"lengths are now {int(loop.seqlens[0])}; largest error of out: {error:.1e}")

@@ -140,7 +140,7 @@ class Arrays:
             return (q, k, *scored, indices), {"lse": lse}
         # All queries of a sequence can be called its newest tokens.
         pages = k.reshape(-1, PAGE_SIZE, D_QK)
-        _, lse = self.ops.mla_decode(q[None], pages, self.pages, self.length)
+        _, lse = self.ops.mla_decode(q[None], pages, self.pages, self.length, scale=D_QK**-0.5)
         return (q, k, *scored), {"lse": lse[0].T}
 
     def recall(self, x: Any, rows: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> float:

@@ -19,6 +19,7 @@ import mla_cupy
 
 BF16 = ml_dtypes.bfloat16
 PAGE_SIZE, D_QK = 64, 576
+SCALE = 192**-0.5  # of DeepSeek-V3, which YaRN multiplies further
 Array = npt.NDArray[Any]
 
 # Parents of the drafts in the order of the cache, -1 where it is the sequence's last token:
@@ -69,7 +70,7 @@ def main() -> None:
     q = rng.standard_normal((b, drafts, options.heads, D_QK)).astype(BF16)
     tree_mask = np.tile(ancestors(PARENTS), (b, 1))  # here all sequences have one tree; each may have its own
 
-    out, _ = mla_cupy.mla_decode(q, kv_cache, block_table, seqlens, tree_mask=tree_mask)
+    out, _ = mla_cupy.mla_decode(q, kv_cache, block_table, seqlens, tree_mask=tree_mask, scale=SCALE)
 
     for i, length in enumerate(options.lengths):
         # The rest of the model and its logits would come here; a coin says what it thinks of each draft.
@@ -84,7 +85,7 @@ def main() -> None:
             continue
         # The sequence goes on as if its tokens had come one by one: the last one's attention is what it was above.
         last = q[i : i + 1, path[-1] : path[-1] + 1]
-        alone, _ = mla_cupy.mla_decode(last, kv_cache, block_table[i : i + 1], seqlens[i : i + 1])
+        alone, _ = mla_cupy.mla_decode(last, kv_cache, block_table[i : i + 1], seqlens[i : i + 1], scale=SCALE)
         error = np.abs(alone[0, 0].astype(np.float32) - out[i, path[-1]].astype(np.float32)).max()
         print(f"         attention of its last token alone differs by {error:.1e}")
 

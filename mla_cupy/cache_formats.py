@@ -305,7 +305,7 @@ def format_of(
     kind = "uint8" if dtype in BYTE_DTYPES else dtype
     names = [record.name for record in LATENT_FORMATS]
     if name is not None and not (isinstance(name, str) and name in names):
-        raise ArgumentError(explain("record", repr(name), f"None, or one of {', '.join(names)}"))
+        raise ArgumentError(explain("kv_format", repr(name), f"None, or one of {', '.join(names)}"))
     candidates = [record for record in LATENT_FORMATS if name in (None, record.name)]
     for record in candidates:
         if (record.dtype, record.width) == (kind, width):

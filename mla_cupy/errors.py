@@ -93,6 +93,14 @@ def _in_short(got: object) -> str:
 
 
 def renamed(error: MlaError, names: Mapping[str, str]) -> MlaError:
-    """Return the same error with the names that the caller knows."""
+    """Return the same error with the names that the caller knows; a name may have parts, as in "fp8.q_scale"."""
+
+    def known(found: re.Match[str]) -> str:
+        parts = found[0].split(".")
+        for count in range(len(parts), 0, -1):
+            if (name := ".".join(parts[:count])) in names:
+                return names[name] + found[0][len(name) :]
+        return found[0]
+
     subject, colon, rest = str(error).partition(": ")
-    return type(error)(re.sub(r"\w+", lambda word: names.get(word[0], word[0]), subject) + colon + rest)
+    return type(error)(re.sub(r"\w+(?:\.\w+)*", known, subject) + colon + rest)

@@ -13,6 +13,8 @@ from mla_cupy.parallel import ContextParallel, LocalGroup, NcclTransport, PeerTr
 
 from ..core.timer import percentile
 
+SCALE = 192**-0.5
+
 PAGE = 64
 D_QK, D_V = 576, 512
 STEPS = 8
@@ -65,8 +67,7 @@ class Rank:
             max_pages=pages,
             page_size=PAGE,
             dtype="bfloat16",
-            cp_world=world,
-            cp_rank=self.rank,
+            shard=mla_cupy.Shard(world, self.rank),
         )
         self.plan.update(self.seqlens)
         # Heads outermost, as ContextParallel keeps them: no transport has to copy.
@@ -79,12 +80,13 @@ class Rank:
         """Attend to the rank's own tokens only."""
         out, lse = self.partial
         arguments = self.q, self.cache, self.table, self.seqlens
-        mla_cupy.mla_decode(*arguments, plan=self.plan, out=out, lse=lse, cp_world=self.world, cp_rank=self.rank)
+        shard = mla_cupy.Shard(self.world, self.rank)
+        mla_cupy.mla_decode(*arguments, scale=SCALE, shard=shard, plan=self.plan, out=out, lse=lse)
 
     def whole(self, context: ContextParallel) -> None:
         """The step, exchange included."""
         arguments = self.q, self.cache, self.table, self.seqlens
-        context.decode(*arguments, plan=self.plan, out=self.out, lse=self.lse)
+        context.decode(*arguments, scale=SCALE, plan=self.plan, out=self.out, lse=self.lse)
 
     def exchange(self, context: ContextParallel) -> None:
         """The exchange and merge of partial results that are there."""

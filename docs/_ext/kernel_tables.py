@@ -79,7 +79,7 @@ def _part(name: str) -> str:
     return PARTS[name].beside.removeprefix("with ").removeprefix("for ").replace("{}", _EXAMPLES.get(name, ""))
 
 
-_EXAMPLES = {"codes": "e4m3", "half": "16 bits", "narrow": "256", "cp_world": "2"}
+_EXAMPLES = {"codes": "e4m3", "half": "16 bits", "narrow": "320", "cp_world": "2"}
 
 
 class KernelList(MarkdownDirective):

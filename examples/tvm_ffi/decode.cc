@@ -67,6 +67,7 @@ mla_decode_args arguments(const TensorView& q, const TensorView& kv_cache, const
     const DLDevice gpu = q.device();
     mla_decode_args args;
     mla_decode_defaults(&args);
+    args.scale = 1;  // any: only calls depend on it
     const int64_t b = args.b = q.size(0), pages = args.num_pages = kv_cache.size(0);
     const int64_t max_pages = args.max_pages = block_table.size(1);
     args.q =

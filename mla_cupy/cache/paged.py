@@ -71,7 +71,7 @@ class PagedKVCache:
         with cache.lock:
             step = cache.extend(sequences, 1)
             cache.append(step, 0, latent, rope)
-            out, lse = mla_cupy.mla_decode(q, cache.layer(0), step.block_table, step.seqlens)
+            out, lse = mla_cupy.mla_decode(q, cache.layer(0), step.block_table, step.seqlens, scale=192**-0.5)
 
     Without it, `append` and `append_keys` refuse a step that another thread has overtaken; `mla_decode` cannot tell.
 

@@ -28,7 +28,7 @@ from mla_cupy.compat.flash_mla_varlen import (
 )
 from mla_cupy.errors import ArgumentError, DTypeError, MlaError, PlanError, ShapeError, explain, kind_of, renamed
 from mla_cupy.ops import mla_decode, sparse_mla_decode, sparse_mla_forward
-from mla_cupy.ops.checks import check_count, check_d_v, check_flag, is_integer
+from mla_cupy.ops.checks import check_count, check_flag, is_integer
 from mla_cupy.shapes import D_V
 
 __all__ = [
@@ -229,7 +229,7 @@ def flash_mla_sparse_fwd(
         first = check_count("indexer_topk", indexer_topk, 0, axes[-1] if axes else 0)
         if check_flag("strict", strict):
             _check_strict_sparse(q, kv, indices, first)
-        check_d_v(d_v)
+        _check_head_dim_v("d_v", d_v)
         return _sparse_forward((q, kv, indices), first, sm_scale, attn_sink, topk_length)
     except MlaError as error:
         raise renamed(error, _OF_SPARSE) from error
@@ -266,7 +266,7 @@ def _decode(
         if causal:
             raise ArgumentError(explain("causal", causal, "False", "indices say what a query sees"))
         selection = (q, k_cache, indices, topk_length, attn_sink)
-        scale = form.d_qk**-0.5 if scale is None else scale
+        scale = default_scale(form) if scale is None else scale
         if form.record:
             results = _sparse_decode_fp8(form, *selection, *extra, scale)
         else:
@@ -280,6 +280,7 @@ def _decode(
         missing = "block_table" if block_table is None else "cache_seqlens"
         raise ArgumentError(explain(missing, None, "an array, since there are no indices"))
     plan = schedule.plan(form, q, k_cache, cache_seqlens)
+    scale = default_scale(form) if scale is None else scale
     results = mla_decode(
         *(q, k_cache, block_table, cache_seqlens), scale=scale, causal=causal, plan=plan, empty_lse=EMPTY_LSE
     )
@@ -359,6 +360,16 @@ def _sparse_decode(
     return out.reshape(b, s_q, h_q, D_V), lse.reshape(b, s_q, h_q).swapaxes(1, 2)
 
 
+def default_scale(form: Form) -> float:
+    """FlashMLA's: of the keys' width, which the operation checks."""
+    return float(max(form.d_qk, 1) ** -0.5)
+
+
+def _check_head_dim_v(argument: str, width: Any) -> None:
+    if not (is_integer(width) and width == D_V):
+        raise ArgumentError(explain(argument, repr(width), str(D_V)))
+
+
 def check_decode(schedule: Any, num_splits: Any, head_dim_v: int) -> None:
     """Check what both forms of dense decode take beside the arrays."""
     if not isinstance(schedule, FlashMLASchedMeta):
@@ -366,8 +377,7 @@ def check_decode(schedule: Any, num_splits: Any, head_dim_v: int) -> None:
         raise PlanError(explain("tile_scheduler_metadata", type(schedule).__name__, "a FlashMLASchedMeta", remedy))
     if num_splits is not None:
         raise ArgumentError(explain("num_splits", kind_of(num_splits), "None", "the schedule holds all"))
-    if not (is_integer(head_dim_v) and head_dim_v == D_V):
-        raise ArgumentError(explain("head_dim_v", repr(head_dim_v), str(D_V)))
+    _check_head_dim_v("head_dim_v", head_dim_v)
 
 
 def _check_extra(cache: Any, indices: Any, length: Any, possible: bool) -> None:

@@ -14,16 +14,15 @@ from typing import Any
 from mla_cupy import arrays
 from mla_cupy.arrays import View
 from mla_cupy.cache_formats import BYTE_DTYPES
-from mla_cupy.compat.flash_mla import EMPTY_LSE, OF_DECODE, check_decode
+from mla_cupy.compat.flash_mla import EMPTY_LSE, OF_DECODE, check_decode, default_scale
 from mla_cupy.compat.flash_mla_schedule import FlashMLASchedMeta, form_of
 from mla_cupy.errors import DTypeError, MlaError, ShapeError, explain, renamed
-from mla_cupy.ops import mla_decode
+from mla_cupy.ops import Fp8, mla_decode
 from mla_cupy.ops.checks import check_flag, is_number
 
 __all__ = ["flash_mla_with_kvcache_fp8", "get_mla_metadata_dense_fp8"]
 
-_NAMES = {**OF_DECODE, **dict.fromkeys(("kv_scale", "kv_scales"), "descale_k")}
-_NAMES |= dict.fromkeys(("q_scale", "q_scales"), "descale_q")
+_NAMES = {**OF_DECODE, "fp8.q_scale": "descale_q", "fp8.kv_scale": "descale_k"}
 """FlashMLA's names of the arguments of `mla_decode`."""
 
 
@@ -112,7 +111,7 @@ def flash_mla_with_kvcache_fp8(
     try:
         check_decode(schedule, num_splits, head_dim_v)
         causal = check_flag("causal", causal)
-        scales = _scale_of_queries(q, descale_q) | _scale_of_cache(descale_k)
+        fp8 = Fp8("fp8", _scale_of_queries(q, descale_q), _scale_of_cache(descale_k))
         form = form_of(q, k_cache, block_table, causal, None, True, (None, None), "fp8")
         if form.record != "fp8":
             raise ShapeError(explain("k_cache.shape[-1]", k_cache.shape[-1], "576: e4m3 with one scale for all"))
@@ -120,12 +119,11 @@ def flash_mla_with_kvcache_fp8(
         plan = schedule.plan(form, q, k_cache, cache_seqlens)
         results = mla_decode(
             *(q, k_cache, block_table, cache_seqlens),
-            scale=softmax_scale,
+            scale=default_scale(form) if softmax_scale is None else softmax_scale,
             causal=causal,
-            math="fp8",
+            fp8=fp8,
             plan=plan,
             empty_lse=EMPTY_LSE,
-            **scales,
         )
         schedule.keep(form, plan)
     except MlaError as error:
@@ -133,20 +131,18 @@ def flash_mla_with_kvcache_fp8(
     return results
 
 
-def _scale_of_queries(q: Any, value: Any) -> dict[str, Any]:
-    """A scale of all queries as an argument of `mla_decode`: the number, or an array of a GPU for all rows."""
+def _scale_of_queries(q: Any, value: Any) -> Any:
+    """A scale of all queries: the number, or an array of a GPU for all rows."""
     coded = getattr(q.dtype, "name", str(q.dtype)).removeprefix("torch.") in BYTE_DTYPES
     library = _library_on_gpu("descale_q", value)
     if library is None or not coded:
-        return {"q_scale": _number("descale_q", value)}
-    return {"q_scales": library.broadcast_to(value.reshape(()), tuple(q.shape[:3]))}
+        return _number("descale_q", value)
+    return library.broadcast_to(value.reshape(()), tuple(q.shape[:3]))
 
 
-def _scale_of_cache(value: Any) -> dict[str, Any]:
-    """The cache's scale as an argument of `mla_decode`."""
-    if _library_on_gpu("descale_k", value) is None:
-        return {"kv_scale": _number("descale_k", value)}
-    return {"kv_scales": value.reshape(1)}
+def _scale_of_cache(value: Any) -> Any:
+    """The cache's scale: the number, or an array of a GPU."""
+    return _number("descale_k", value) if _library_on_gpu("descale_k", value) is None else value.reshape(1)
 
 
 def _library_on_gpu(argument: str, value: Any) -> Any:

@@ -8,7 +8,7 @@ from mla_cupy import arrays, dtypes
 from mla_cupy.arrays import Family, View
 from mla_cupy.cache_formats import BYTE_DTYPES, format_of, head_axis
 from mla_cupy.errors import ArgumentError, DTypeError, PlanError, ShapeError, explain
-from mla_cupy.ops import DecodePlan, plan_decode
+from mla_cupy.ops import DecodePlan, Fp8, plan_decode
 from mla_cupy.ops.checks import WORKSPACE_ALIGNMENT
 from mla_cupy.ops.schema import steps_by_16_bytes
 
@@ -182,7 +182,7 @@ def _make_plan(form: Form, family: Family, view: View) -> DecodePlan:
     """A plan in memory of the caller's library: from PyTorch's allocator, it can be had during a capture, too."""
     names = ("s_q", "h_q", "d_qk", "max_pages", "page_size")
     sizes: dict[str, Any] = {name: getattr(form, name) for name in names}
-    sizes |= {"record": form.record or None, "math": form.math}
+    sizes |= {"kv_format": form.record or None, "fp8": Fp8(form.math)}
     sizes["dtype"] = "float8_e4m3fn" if view.dtype in BYTE_DTYPES else view.dtype
     if not family.on_gpu:
         return plan_decode(max_b=form.b, **sizes)

@@ -14,7 +14,7 @@ from mla_cupy.ops.checks import check_count, check_flag, is_number
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func"]
 
-_NAMES = {"scale": "softmax_scale", "cu_seqlens_q": "cu_seqlens_qo"}
+_NAMES = {"scale": "softmax_scale", "packed.cu_seqlens_q": "cu_seqlens_qo", "packed.cu_seqlens_kv": "cu_seqlens_kv"}
 """FlashMLA's names of the arguments of `mla_prefill`."""
 
 

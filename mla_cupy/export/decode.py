@@ -100,7 +100,6 @@ def subject(
             **coded,
             "empty_lse": "real",
         },
-        defaults={"scale": d_qk**-0.5},
         notes={"record": record or ""},
     )
 
@@ -187,12 +186,12 @@ class _Planned:
             s_q=sizes["s_q"],
             h_q=sizes["h_q"],
             d_qk=sizes["d_qk"] + sizes.get("d_rope", 0),
-            record=given.notes["record"] or None,
+            kv_format=given.notes["record"] or None,
             max_pages=_MAX_PAGES.number,
             page_size=sizes["page_size"],
             dtype=given.dtypes["q"],
             shard=(_CP_WORLD.number, _CP_RANK.number),
-            forms={**dict.fromkeys(given.dtypes.keys() & _FORMS, True), "window": given.fixed["window"]},
+            forms={**dict.fromkeys(given.dtypes.keys() & _FORMS, True), "window": given.fixed["window"] or 0},
             tree_mask="tree_mask" in given.dtypes,
             d_head=sizes["d_head"] if "w_uv" in given.dtypes else 0,
             math=given.fixed["math"],

@@ -23,7 +23,7 @@ from mla_cupy.export.expressions import Expression
 from mla_cupy.export.interface import STATUSES
 from mla_cupy.export.module import INTERFACE_VERSION, Kernel, Module
 from mla_cupy.export.record import Procedure, RecordedFill, RecordedMap, RecordedStep, Refusal
-from mla_cupy.export.subject import DEVICE_ARGUMENTS, PLAN_ARGUMENTS, WORKSPACE, WORKSPACE_BYTES, Argument
+from mla_cupy.export.subject import DEVICE_ARGUMENTS, PLAN_ARGUMENTS, WORKSPACE, WORKSPACE_BYTES, Argument, Subject
 from mla_cupy.runtime.device import number_of
 
 SCHEMA = 1
@@ -57,7 +57,7 @@ def manifest(module: Module, image_names: Sequence[str]) -> dict[str, Any]:
         "options": {name: value for name, value in subject.fixed.items() if value is not None},
         "notes": dict(subject.notes),
         "statuses": STATUSES,
-        "arguments": [_argument(argument, subject.defaults) for argument in _all_arguments(module)],
+        "arguments": [_argument(argument, subject) for argument in _all_arguments(module)],
         "arrays": [
             {
                 "name": array.name,
@@ -93,12 +93,14 @@ def _all_arguments(module: Module) -> list[Argument]:
     return [*module.subject.arguments(), WORKSPACE, WORKSPACE_BYTES, *plan, *DEVICE_ARGUMENTS]
 
 
-def _argument(argument: Argument, defaults: Mapping[str, float]) -> dict[str, Any]:
+def _argument(argument: Argument, subject: Subject) -> dict[str, Any]:
     found: dict[str, Any] = {"name": argument.name, "kind": argument.kind}
     if argument.kind != "real":
         found |= {"low": argument.low, "high": argument.high}
-    if argument.name in defaults:
-        found["default"] = _plain(defaults[argument.name])
+    if argument.name in subject.defaults:
+        found["default"] = _plain(subject.defaults[argument.name])
+    elif argument.name in subject.free:
+        found["required"] = True
     return found
 
 

@@ -88,7 +88,7 @@ def _appended(records: str, page_size: int, dtype: str) -> _Appended:
     return _Appended(
         {**sizes, "page_size": page_size, "width": record.width},
         {"latent": dtype, **rope, "cache": record.dtype, "slots": "int64"},
-        {"record": record.name, "scales": scales[0] if scales else None},
+        {"kv_format": record.name, "scales": scales[0] if scales else None},
     )
 
 
@@ -128,7 +128,7 @@ def mla_prepare(
             "quantise": quantise,
             "q_scale": None,
             "return_rope": False,
-            **(appended.fixed if appended else {"record": None, "scales": None}),
+            **(appended.fixed if appended else {"kv_format": None, "scales": None}),
         },
         free={"kv_scale": "real"},
         notes={"record": records or ""},

@@ -44,7 +44,7 @@ def results(told: Mapping[str, Any]) -> list[str]:
 
 def options(told: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The options that a call may have as attributes."""
-    return [each for each in told["arguments"] if "default" in each]
+    return [each for each in told["arguments"] if "default" in each or "required" in each]
 
 
 def sizes(told: Mapping[str, Any]) -> list[str]:

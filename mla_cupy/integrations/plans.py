@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mla_cupy.ops.groups import Fp8
 from mla_cupy.runtime import env
 from mla_cupy.torch import TorchDecodePlan, plan_decode
 
@@ -24,7 +25,7 @@ class Plans:
     Parameters
     ----------
     **sizes
-        What they have in common: h_q, d_qk, record, page_size, dtype, math, q_rope, batch_invariant, device.
+        What they have in common: h_q, d_qk, kv_format, page_size, dtype, math, q_rope, batch_invariant, device.
 
     Attributes
     ----------
@@ -57,7 +58,8 @@ class Plans:
             self._unused[key] = self._make(*key)
 
     def _make(self, max_b: int, s_q: int, max_pages: int) -> TorchDecodePlan:
-        return plan_decode(max_b=max_b, s_q=s_q, max_pages=max_pages, **self.sizes)
+        sizes = {name: size for name, size in self.sizes.items() if name != "math"}
+        return plan_decode(max_b=max_b, s_q=s_q, max_pages=max_pages, fp8=Fp8(self.sizes["math"]), **sizes)
 
 
 def set_aside(max_b: int, lengths: tuple[int, ...], max_tokens: int, **sizes: Any) -> None:

@@ -15,6 +15,7 @@ from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
 from sglang.srt.mem_cache import memory_pool
 
 from mla_cupy.integrations.plans import Plans, math_of
+from mla_cupy.ops.groups import Fp8
 from mla_cupy.shapes import D_QK, D_V
 from mla_cupy.torch import TorchDecodePlan, mla_decode
 
@@ -83,7 +84,7 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
         self._plans = Plans(
             h_q=self.num_q_heads,
             d_qk=self.kv_cache_dim,
-            record=record,
+            kv_format=record,
             page_size=self._page_size,
             dtype=self.q_data_type if record else self.data_type,
             math=math_of(record),
@@ -195,7 +196,7 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
             q_rope=rope,
             plan=step.plan if planned else None,
             scale=layer.scaling,
-            math=self._plans.sizes["math"],
+            fp8=Fp8(self._plans.sizes["math"]),
         )
         return out.view(-1, heads * D_V)
 

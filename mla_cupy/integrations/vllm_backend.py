@@ -26,6 +26,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, Multipl
 
 from mla_cupy.integrations.plans import claim, math_of, set_aside
 from mla_cupy.integrations.vllm_prefill import prefill, serves_layer, serves_step
+from mla_cupy.ops.groups import Fp8
 from mla_cupy.shapes import D_QK, D_V
 from mla_cupy.torch import TorchDecodePlan, mla_decode
 
@@ -139,7 +140,7 @@ def _sizes(
     return {
         "h_q": heads,
         "d_qk": head_size,
-        "record": record,
+        "kv_format": record,
         "page_size": page_size,
         "dtype": torch.float8_e4m3fn if math == "fp8" else dtype,
         "math": math,
@@ -344,19 +345,19 @@ class MlaCupyImpl(MLACommonImpl):  # type: ignore[misc]
             q_rope=None if rope is None else rope.unflatten(0, (attn_metadata.num_decodes, -1)),
             plan=plan,
             scale=self.scale,
-            **_scales(query, kv_c_and_k_pe_cache, decode.math, layer),
+            fp8=_fp8(query, kv_c_and_k_pe_cache, decode.math, layer),
         )
         return out.flatten(0, 1), lse.transpose(1, 2).reshape(tokens, heads)
 
 
-def _scales(query: torch.Tensor, cache: torch.Tensor, math: str, layer: Any) -> dict[str, Any]:
-    """The layer's scales as arguments of `mla_decode`: numbers of the host, or for products in FP8 tensors."""
+def _fp8(query: torch.Tensor, cache: torch.Tensor, math: str, layer: Any) -> Fp8 | None:
+    """The layer's scales for `mla_decode`: numbers of the host, or tensors for FP8 matmuls."""
     if cache.dtype not in _BYTES:
-        return {}
+        return None
     if math == "exact":
-        return {"kv_scale": float(layer._k_scale_float)}
-    of_rows = layer._q_scale.reshape(()).expand(query.shape[:3]) if query.dtype in _BYTES else None
-    return {"math": math, "q_scales": of_rows, "kv_scales": layer._k_scale.reshape(1)}
+        return Fp8(kv_scale=float(layer._k_scale_float))
+    of_rows = layer._q_scale.reshape(()).expand(query.shape[:3]) if query.dtype in _BYTES else 1.0
+    return Fp8(math, of_rows, layer._k_scale.reshape(1))
 
 
 def _parts(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

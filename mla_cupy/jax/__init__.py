@@ -2,7 +2,7 @@
 
 The functions have the names, the arguments and the meaning of those of `mla_cupy`, with these differences:
 
-- There is no `plan`, `workspace`, `check` or `stream`: XLA owns the memory and the order of the work.
+- There is no `plan`, `workspace` or `stream`: XLA owns the memory and the order of the work.
 - Arrays for results are not written to: a result takes the array's memory over, as `jax.jit` does with donated
   arguments. Where XLA still needs the array, it copies it first. `cache_append` and others that change an array of the
   caller return it in the same way.

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from mla_cupy import ops
 from mla_cupy.ops import docstrings
+from mla_cupy.ops.checks import explains_scale
 from mla_cupy.ops.docstrings import (
     NO_GRADIENT_OF_DECODE,
     NO_GRADIENT_OF_HEAD_SUMS,
@@ -88,9 +89,9 @@ _TEXTS: dict[str, Text] = {
 >>> import mla_cupy.jax as mla
 >>> q, cache = jnp.ones((1, 1, 16, 576), jnp.bfloat16), jnp.ones((4, 64, 576), jnp.bfloat16)
 >>> table, seqlens = jnp.array([[2, 0]], jnp.int32), jnp.array([100], jnp.int32)
->>> out, lse = jax.jit(mla.mla_decode)(q, cache, table, seqlens)
+>>> out, lse = jax.jit(mla.mla_decode, static_argnames="scale")(q, cache, table, seqlens, scale=192**-0.5)
 >>> out.shape, float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
-((1, 1, 16, 512), 1.0, 28.605)""",
+((1, 1, 16, 512), 1.0, 46.174)""",
     ),
     "mla_prefill": Text(
         notes="`out` and `lse` are differentiable with respect to queries, keys, values and the state, without a mask "
@@ -129,6 +130,9 @@ _TEXTS: dict[str, Text] = {
 def documented(function: _F) -> _F:
     """Attach the docstring of the public function of that name, in JAX's words."""
     name = function.__name__
+    parameters = inspect.signature(function).parameters
+    if "scale" in parameters and parameters["scale"].default is inspect.Parameter.empty:
+        explains_scale(function)
     loss = name.replace("_objective", "_loss")
     operation, text = ops.BOUND_OPERATIONS[loss], _TEXTS.get(name, Text())
     found = docstrings.of_function(function, operation, _WORDS, text)
@@ -138,7 +142,7 @@ def documented(function: _F) -> _F:
     own = [
         replace(one, text=one.text.format(backward=backward))
         for one in _OWN
-        if one.names[0] in inspect.signature(function).parameters and one.names[0] not in known
+        if one.names[0] in parameters and one.names[0] not in known
     ]
     function.__doc__ = replace(found, parameters=(*found.parameters, *own)).text()
     return function

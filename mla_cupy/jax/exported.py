@@ -148,7 +148,10 @@ class ExportedCall:
         for name, value in options.items():
             if name not in known:
                 raise ArgumentError(explain(name, value, "one of " + (", ".join(known) or "no options")))
-        given = {name: options.get(name, each["default"]) for name, each in known.items()}
+        for name in known:
+            if name not in options and "default" not in known[name]:
+                raise ArgumentError(explain(name, None, "a number: it has no default", f"pass {name}=..."))
+        given = {name: options[name] if name in options else each["default"] for name, each in known.items()}
         return {
             name: np.float64(value) if known[name]["kind"] == "real" else np.int32(value)
             for name, value in given.items()

@@ -16,7 +16,7 @@ from mla_cupy.jax.gradients import sparse_forward as sparse_forward_gradient
 from mla_cupy.jax.losses import objective
 from mla_cupy.jax.lowering import run
 from mla_cupy.ops import BOUND_OPERATIONS
-from mla_cupy.ops.groups import Fp8, LossResults, OutRope, Packed, Project, taken
+from mla_cupy.ops.groups import Fp8, LossResults, OutRope, Packed, Project, Shard, taken
 from mla_cupy.ops.indexer.loss_inputs import SparseLoss, WarmupLoss
 
 
@@ -30,14 +30,14 @@ def cache_append(
     cos: jax.Array | None = None,
     sin: jax.Array | None = None,
     positions: jax.Array | None = None,
-    record: str | None = None,
+    kv_format: str | None = None,
     scales: str | None = None,
     kv_scale: float = 1,
     interleaved: bool = True,
     exportable: bool = False,
 ) -> jax.Array:
     arrays = (latent, rope, cache, slots, cos, sin, positions)
-    options = (record, scales, kv_scale, interleaved)
+    options = (kv_format, scales, kv_scale, interleaved)
     (cache,) = run(BOUND_OPERATIONS["cache_append"], arrays, options, exportable)
     return cache
 
@@ -47,14 +47,14 @@ def cache_gather(
     cache: jax.Array,
     slots: jax.Array,
     *,
-    record: str | None = None,
+    kv_format: str | None = None,
     kv_scale: float = 1,
     out: jax.Array | None = None,
     out_dtype: Any = None,
     exportable: bool = False,
 ) -> jax.Array:
     arrays = (cache, slots, out)
-    options = (record, kv_scale, out_dtype)
+    options = (kv_format, kv_scale, out_dtype)
     (out,) = run(BOUND_OPERATIONS["cache_gather"], arrays, options, exportable)
     return out
 
@@ -93,27 +93,17 @@ def mla_decode(
     block_table: jax.Array,
     seqlens: jax.Array,
     *,
+    scale: float,
     q_rope: jax.Array | None = None,
-    cu_seqlens_q: jax.Array | None = None,
-    tree_mask: jax.Array | None = None,
-    attn_sink: jax.Array | None = None,
-    out_cos: jax.Array | None = None,
-    out_sin: jax.Array | None = None,
-    out_positions: jax.Array | None = None,
-    w_uv: jax.Array | None = None,
-    gate: jax.Array | None = None,
-    q_scales: jax.Array | None = None,
-    kv_scales: jax.Array | None = None,
-    d_v: int = 512,
-    scale: float | None = None,
+    packed: Packed | None = None,
     causal: bool = True,
     window: int | None = None,
-    max_seqlen_q: int | None = None,
-    cp_world: int = 1,
-    cp_rank: int = 0,
-    kv_scale: float = 1,
-    q_scale: float = 1,
-    math: str = "exact",
+    tree_mask: jax.Array | None = None,
+    attn_sink: jax.Array | None = None,
+    out_rope: OutRope | None = None,
+    project: Project | None = None,
+    fp8: Fp8 | None = None,
+    shard: Shard | None = None,
     out: jax.Array | None = None,
     lse: jax.Array | None = None,
     out_dtype: Any = None,
@@ -122,6 +112,21 @@ def mla_decode(
     kernel: str | None = None,
     exportable: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
+    cu_seqlens_q, max_seqlen_q = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "max_seqlen_q"))
+    )
+    out_cos, out_sin, out_positions = (
+        (None, None, None)
+        if out_rope is None
+        else taken(out_rope, OutRope, "out_rope", ("out_cos", "out_sin", "out_positions"))
+    )
+    w_uv, gate = (None, None) if project is None else taken(project, Project, "project", ("w_uv", "gate"))
+    math, q_scale, kv_scale, q_scales, kv_scales = (
+        ("exact", 1, 1, None, None)
+        if fp8 is None
+        else taken(fp8, Fp8, "fp8", ("math", "q_scale", "kv_scale", "q_scales", "kv_scales"))
+    )
+    cp_world, cp_rank = (1, 0) if shard is None else taken(shard, Shard, "shard", ("cp_world", "cp_rank"))
     arrays = (
         q,
         kv_cache,
@@ -142,16 +147,15 @@ def mla_decode(
         lse,
     )
     options = (
-        d_v,
         scale,
+        max_seqlen_q,
         causal,
         window,
-        max_seqlen_q,
+        math,
+        q_scale,
+        kv_scale,
         cp_world,
         cp_rank,
-        kv_scale,
-        q_scale,
-        math,
         out_dtype,
         lse_base,
         empty_lse,
@@ -303,7 +307,7 @@ def mla_prepare(
     quantise: bool = False,
     q_scale: float | None = None,
     return_rope: bool = False,
-    record: str | None = None,
+    kv_format: str | None = None,
     scales: str | None = None,
     kv_scale: float = 1,
     out: jax.Array | None = None,
@@ -312,7 +316,7 @@ def mla_prepare(
     exportable: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
     arrays = (q, latent, rope, cache, slots, q_rope, w_uk, cos, sin, positions, out, q_scales, rope_out)
-    options = (theta, interleaved, quantise, q_scale, return_rope, record, scales, kv_scale)
+    options = (theta, interleaved, quantise, q_scale, return_rope, kv_format, scales, kv_scale)
     out, q_scales, rope_out, cache = run(BOUND_OPERATIONS["mla_prepare"], arrays, options, exportable)
     return out, q_scales, rope_out, cache
 

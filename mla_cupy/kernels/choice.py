@@ -58,7 +58,7 @@ def of_math(kernels: Sequence[KernelT], math: str, name: str | None) -> tuple[Ke
     found = tuple(kernel for kernel in kernels if math in _maths(kernel))
     names = [kernel.name for kernel in found]
     if name is not None and name not in names:
-        expected = f"for math={math!r} one of " + ", ".join(names)
+        expected = f"for fp8.math={math!r} one of " + ", ".join(names)
         raise ArgumentError(explain("kernel", repr(name), expected, "leave kernel or math out"))
     return found
 

@@ -29,7 +29,7 @@ from mla_cupy.ops.cascade_plan import CascadePlan, plan_cascade
 from mla_cupy.ops.composite import Composite
 from mla_cupy.ops.decode import mla_decode
 from mla_cupy.ops.decode_plan import DecodePlan, plan_decode
-from mla_cupy.ops.groups import Fp8, LossResults, OutRope, Packed, Project
+from mla_cupy.ops.groups import Fp8, LossResults, OutRope, Packed, Project, Shard
 from mla_cupy.ops.indexer import (
     head_sums,
     key_cache,
@@ -67,6 +67,7 @@ from mla_cupy.ops.segments import prefill_segments
 from mla_cupy.ops.sparse_backward import sparse_mla_backward
 from mla_cupy.ops.sparse_decode import sparse_mla_decode
 from mla_cupy.ops.sparse_forward import sparse_mla_forward
+from mla_cupy.ops.value_checks import checking
 
 __all__ = [
     "BOUND_OPERATIONS",
@@ -81,6 +82,7 @@ __all__ = [
     "Packed",
     "PrefixGroup",
     "Project",
+    "Shard",
     "SparseLoss",
     "WarmupLoss",
     "absorb",
@@ -90,6 +92,7 @@ __all__ = [
     "cache_slots",
     "cache_update",
     "cascade_decode",
+    "checking",
     "indexer_cache_append",
     "indexer_cache_gather",
     "indexer_head_sums",

@@ -31,7 +31,7 @@ def cache_append(
     cos: Any = None,
     sin: Any = None,
     positions: Any = None,
-    record: str | None = None,
+    kv_format: str | None = None,
     scales: str | None = None,
     kv_scale: float = 1.0,
     interleaved: bool = True,
@@ -57,8 +57,8 @@ def cache_append(
         contiguous.
     positions : array, (n,), int32 or int64, optional
         Rows of cos and sin; clamped to them. Given with these, or not at all.
-    record : str, optional
-        Name of the record. Default: the one of this dtype and width.
+    kv_format : str, optional
+        Name of the format, see `mla-cupy formats`. Default: the one with this dtype and width.
     scales : str, optional
         For the record "v32": "power_of_2", the default, gives the bytes of FlashMLA's quantiser; "plain" those of
         vLLM's.
@@ -99,7 +99,7 @@ def cache_gather(
     cache: Any,
     slots: Any,
     *,
-    record: str | None = None,
+    kv_format: str | None = None,
     kv_scale: float = 1.0,
     out: Any = None,
     out_dtype: Any = None,
@@ -109,7 +109,7 @@ def cache_gather(
 
     Parameters
     ----------
-    cache, record, kv_scale
+    cache, kv_format, kv_scale
         As for `cache_append`.
     slots : array, (n,), int32 or int64
         A slot outside of the cache, such as -1, gives a row of zeros.
@@ -188,7 +188,7 @@ def _record(views: Views, name: Any, kv_scale: Any) -> tuple[CacheFormat, float]
     check_layout(record, cache)
     scale = check_factor("kv_scale", kv_scale)
     if scale != 1 and "tensor" not in record.scales:
-        raise ArgumentError(explain("kv_scale", kv_scale, f"1 for {record.name}: its scales are in the record"))
+        raise ArgumentError(explain("kv_scale", kv_scale, f"1 for {record.name}: its tokens hold their own scales"))
     return record, scale
 
 
@@ -226,7 +226,7 @@ def check_pairs(views: Views, d_rope: int) -> None:
 
 
 def _examine_append(views: Views, given: AppendOptions) -> Examined:
-    record, scales, kv_scale = check_tokens(views, given.record, given.scales, given.kv_scale)
+    record, scales, kv_scale = check_tokens(views, given.kv_format, given.scales, given.kv_scale)
     d_rope = FORMATS[record].d_rope
     if check_all_or_none(views, "cos", "sin", "positions"):
         if not d_rope:
@@ -237,8 +237,8 @@ def _examine_append(views: Views, given: AppendOptions) -> Examined:
 
 
 def _examine_gather(views: Views, given: GatherOptions) -> Examined:
-    record, kv_scale = _record(views, given.record, given.kv_scale)
-    return Examined(None, given._replace(record=record.name, kv_scale=kv_scale), sizes={"d_qk": record.d_qk})
+    record, kv_scale = _record(views, given.kv_format, given.kv_scale)
+    return Examined(None, given._replace(kv_format=record.name, kv_scale=kv_scale), sizes={"d_qk": record.d_qk})
 
 
 def _row_dtypes(first: str) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from mla_cupy import arrays as families
 from mla_cupy.arrays import Family, Native, View
-from mla_cupy.errors import ArgumentError, PlanError, explain
+from mla_cupy.errors import ArgumentError, MlaError, PlanError, explain, renamed
 from mla_cupy.kernels.choice import check_somewhere
 from mla_cupy.kernels.pipeline import WORKSPACE_ALIGNMENT, Prepared
 from mla_cupy.ops import backend, overlap, schema
@@ -25,8 +25,10 @@ from mla_cupy.ops.checks import check_memory
 from mla_cupy.ops.entry import Entry, Plan, Request
 from mla_cupy.ops.groups import taken
 from mla_cupy.ops.operation import Operation, check_nothing, operation_of
+from mla_cupy.ops.value_checks import is_asked as checks_are_asked
+from mla_cupy.ops.value_checks import is_on as values_are_checked
 from mla_cupy.runtime import device as devices
-from mla_cupy.runtime import driver, env
+from mla_cupy.runtime import driver
 
 __all__ = ["workspace_bytes"]
 
@@ -74,11 +76,9 @@ class Invocation:
     stream : int, stream object or None
     plan : Plan or None
         Has scheduled the work, and owns the workspace.
-    check : bool
-        Look at values on the device first.
     """
 
-    __slots__ = ("arrays", "check", "operation", "options", "plan", "stream", "workspace")
+    __slots__ = ("arrays", "operation", "options", "plan", "stream", "workspace")
 
     def __init__(
         self,
@@ -88,7 +88,6 @@ class Invocation:
         workspace: Any = None,
         stream: Any = None,
         plan: Plan | None = None,
-        check: bool = False,
     ) -> None:
         self.operation = operation
         self.arrays = arrays
@@ -96,7 +95,6 @@ class Invocation:
         self.workspace = workspace
         self.stream = stream
         self.plan = plan
-        self.check = check
 
     @classmethod
     def of(cls, operation: Operation, **arguments: Any) -> Invocation:
@@ -135,7 +133,7 @@ class Invocation:
         """Invocation with arrays of the native family over the same memory."""
         arrays = tuple(None if x is None else family.adopt(x) for x in self.arrays)
         workspace = None if self.workspace is None else family.adopt(self.workspace)
-        return Invocation(self.operation, arrays, self.options, workspace, self.stream, self.plan, self.check)
+        return Invocation(self.operation, arrays, self.options, workspace, self.stream, self.plan)
 
 
 @families.runs_as_it_is
@@ -176,8 +174,7 @@ def _list_arguments(function: Callable[..., Any], operation: Operation) -> None:
     known |= {f"_key_{key}": make for key, make in operation.keys.items()}
     options = (f"_key_{x}({x})" if x in operation.keys else x for x in operation.options._fields)
     others = (x if x in parameters else "None" for x in ("workspace", "stream", "plan"))
-    check = "check" if "check" in parameters else "False"
-    arguments = ", ".join((f"_{name}", _listed(operation.names), _listed(options), *others, check))
+    arguments = ", ".join((f"_{name}", _listed(operation.names), _listed(options), *others))
     several = "return _run(CALL)" if operation.returns is None else f"return _returned_{name}(*_run(CALL))"
     known[f"_returned_{name}"] = operation.returns
     result = ("_run(CALL)", "return _run(CALL)[0]", several)[min(len(operation.outputs), 2)]
@@ -252,7 +249,7 @@ def _known(call: Invocation) -> tuple[Entry, list[int]] | None:
     # New, of a subclass, or with a plan or an option that is none: the checks see to it.
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return None
-    if call.check is not False or entry.prepared.driver is not driver.active:
+    if checks_are_asked() or entry.prepared.driver is not driver.active:
         return None
     if addresses != entry.apart:
         places = (*addresses,)
@@ -279,9 +276,15 @@ def _complete(entry: Entry, call: Invocation, addresses: list[int], stream: int)
 
 def _first(call: Invocation) -> tuple[Any, ...]:
     """Check everything, run, and remember."""
+    try:
+        return _checked(call)
+    except MlaError as error:
+        raise renamed(error, call.operation.paths).with_traceback(error.__traceback__) from None
+
+
+def _checked(call: Invocation) -> tuple[Any, ...]:
     operation, family = call.operation, _check_arguments(call)
     adopted = call.adopted(family)
-    adopted.check = adopted.check or _always_checks(operation)
     if family.on_gpu:
         made = run(adopted, family.native)
         family.settle((*adopted.arrays, adopted.workspace))
@@ -304,8 +307,6 @@ def _check_arguments(call: Invocation) -> Family:
     written = {name: named[name] for name in (*operation.written, WORKSPACE)}
     families.check_writable(family, written, operation.name if operation.bound else "", call.inputs)
     families.check_stream(family, call.stream)
-    if not isinstance(call.check, bool):
-        raise ArgumentError(explain("check", repr(call.check), "True or False"))
     if call.plan is not None and not (isinstance(call.plan, Plan) and call.plan.operation == operation.name):
         expected = f"a plan of {operation.name}, or None"
         raise PlanError(explain("plan", repr(call.plan), expected, "make it with plan_decode or plan_cascade"))
@@ -385,7 +386,7 @@ def _prepare(call: Invocation, native: Native) -> tuple[Entry, list[int]]:
     configured = _configure(call, native)
     request = configured.request
     handle = native.current_stream(request.device) if call.stream is None else families.stream_handle(call.stream)
-    if call.check and not (_always_checks(operation) and driver.current().is_capturing(handle)):
+    if _checks_values(operation) and not driver.current().is_capturing(handle):
         _check_values(call, request, lambda x: native.to_numpy(x, handle))
     told = request if call.plan is None else replace(request, planned=True)
     info = devices.describe(request.device)
@@ -396,7 +397,7 @@ def _prepare(call: Invocation, native: Native) -> tuple[Entry, list[int]]:
     entry = _entry(call, native, configured, prepared, addresses)
     # An array of a subclass, or a list among the options, is valid, but not cached.
     with contextlib.suppress(TypeError):
-        if signed and not _always_checks(operation):
+        if signed and not _checks_values(operation):
             entry.signature, entry.match = signed[1], native.matcher(arrays)
             _remember(call, entry)
     return entry, addresses
@@ -494,7 +495,7 @@ def _on_host(call: Invocation, family: Family) -> tuple[Any, ...]:
         return _on_gpu_and_back(call, request)
     if plan is not None:
         plan.configuration(request)
-    if call.check:
+    if _checks_values(operation):
         _check_values(call, request, lambda x: x)
     if plan is None:
         configure = functools.partial(operation.configure, request, request.problem, request.kernel)
@@ -510,7 +511,7 @@ def _on_gpu_and_back(call: Invocation, request: Request) -> tuple[Any, ...]:
     kinds = _dtypes(operation, request)
     chosen = {o.dtype_option: kinds[o.name] for o in operation.outputs if o.dtype_option}
     options = tuple({**operation.options(*call.options)._asdict(), **chosen}.values())
-    sent = Invocation(operation, arrays, options, None, call.stream, plan, call.check)
+    sent = Invocation(operation, arrays, options, None, call.stream, plan)
     made = run(sent, families.cupy_family())
     changed = [at for at, array in enumerate(operation.inputs) if array.written]
     fetched = backend.fetched([arrays[at] for at in changed], call.stream)
@@ -524,9 +525,9 @@ def _dtypes(operation: Operation, request: Request) -> dict[str, str]:
     return {name: "" if view is None else view.dtype for name, view in views.items()}
 
 
-def _always_checks(operation: Operation) -> bool:
-    """True if each call is to look at values that the operation knows a check for, whether or not it asks for it."""
-    return operation.check_values is not check_nothing and env.get("CHECK") == "1"
+def _checks_values(operation: Operation) -> bool:
+    """True if calls of an operation are to look at values, and it knows what values are good."""
+    return operation.check_values is not check_nothing and values_are_checked()
 
 
 def _check_values(call: Invocation, request: Request, to_numpy: Callable[[Any], Any]) -> None:
@@ -577,8 +578,11 @@ def workspace_bytes(operation: Callable[..., Any], *args: Any, **kwargs: Any) ->
 def _measure(operation: Operation, arguments: Mapping[str, Any]) -> int:
     """The bytes of workspace that a call needs, by its arguments' names."""
     call = Invocation.of(operation, **operation.flattened(arguments))
-    family = _check_arguments(call)
-    if family.on_gpu:
-        return _configure(call.adopted(family), family.native).nbytes
-    _examine(call.adopted(family), family.native)
+    try:
+        family = _check_arguments(call)
+        if family.on_gpu:
+            return _configure(call.adopted(family), family.native).nbytes
+        _examine(call.adopted(family), family.native)
+    except MlaError as error:
+        raise renamed(error, operation.paths).with_traceback(error.__traceback__) from None
     return 0

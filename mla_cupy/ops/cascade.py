@@ -8,18 +8,20 @@ from math import inf
 from typing import Any, NamedTuple
 
 from mla_cupy.cache_formats import without_heads
-from mla_cupy.errors import ArgumentError, explain
+from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.ops import decode as decode_operation
 from mla_cupy.ops import merge as merge_operation
 from mla_cupy.ops.call import call
 from mla_cupy.ops.cascade_plan import CascadePlan, divide
-from mla_cupy.ops.checks import check_d_v
+from mla_cupy.ops.checks import explains_scale
 from mla_cupy.ops.composite import Composite, CompositePipeline, check_kernels, hashable
+from mla_cupy.ops.groups import Fp8
 from mla_cupy.ops.operation import Arrays, Examined, Views, present
 from mla_cupy.ops.prefix_groups import PrefixGroup, check_groups
-from mla_cupy.shapes import D_V
+from mla_cupy.shapes import D_QK, D_V
 
 
+@explains_scale
 def cascade_decode(
     q: Any,
     kv_cache: Any,
@@ -27,10 +29,9 @@ def cascade_decode(
     seqlens: Any,
     groups: Sequence[PrefixGroup],
     *,
-    scale: float | None = None,
+    scale: float,
     causal: bool = True,
-    q_scale: float = 1.0,
-    math: str = "exact",
+    fp8: Fp8 | None = None,
     lse_base: str = "e",
     empty_lse: float = -inf,
     out: Any = None,
@@ -39,17 +40,16 @@ def cascade_decode(
     plan: CascadePlan | None = None,
     workspace: Any = None,
     kernel: Any = None,
-    check: bool = False,
     stream: Any = None,
 ) -> tuple[Any, Any]:
     """Decode like `mla_decode`, but read the shared prefix of each group once.
 
     Parameters
     ----------
-    q, kv_cache, block_table, seqlens, scale, causal, q_scale, math, lse_base, empty_lse, out, lse, out_dtype, stream
-        As for `mla_decode`. The page tables of a group's sequences begin with the same pages, and every query token
-        sees all of these; `shared_prefixes` finds such groups on the host. Queries of a group whose first two axes do
-        not step evenly are copied.
+    q, kv_cache, block_table, seqlens, scale, causal, fp8, lse_base, empty_lse, out, lse, out_dtype, stream
+        As for `mla_decode`, but the scales in `fp8` are numbers. The page tables of a group's sequences begin with the
+        same pages, and every query token sees all of these; `shared_prefixes` finds such groups on the host. Queries of
+        a group whose first two axes do not step evenly are copied.
     groups : sequence of PrefixGroup
         Disjoint, in the order of the batch. Without groups this is a call of `mla_decode`.
     plan : CascadePlan, optional
@@ -61,9 +61,6 @@ def cascade_decode(
     kernel : str or mapping, optional
         Name of a kernel to run, see `mla-cupy list`; or a name for each of the stages "prefix", "rest", "merge" and,
         for sequences in no group, "alone".
-    check : bool
-        Look at the values of `block_table` and `seqlens` first, which synchronises: they must be valid for
-        `mla_decode`, and each group's prefix must be shared by all its sequences and seen by all their queries.
 
     Returns
     -------
@@ -89,9 +86,9 @@ def cascade_decode(
     >>> q, cache = np.ones((2, 1, 16, 576), np.float16), np.ones((4, 64, 576), np.float16)
     >>> table, seqlens = np.array([[2, 0], [2, 1]], np.int32), np.array([100, 70], np.int32)
     >>> groups = mla_cupy.shared_prefixes(table, seqlens, page_size=64, h_q=16, always=True)
-    >>> out, lse = mla_cupy.cascade_decode(q, cache, table, seqlens, groups)
+    >>> out, lse = mla_cupy.cascade_decode(q, cache, table, seqlens, groups, scale=192**-0.5)
     >>> [round(float(x), 3) for x in lse[:, 0, 0]]
-    [28.605, 28.248]
+    [46.174, 45.818]
     """
     return call(cascade_decode, locals())
 
@@ -102,8 +99,8 @@ class CascadeOptions(NamedTuple):
     groups: Any
     scale: Any
     causal: Any
-    q_scale: Any
     math: Any
+    q_scale: Any
     lse_base: Any
     empty_lse: Any
     out_dtype: Any
@@ -125,7 +122,8 @@ _OF_DECODE = "scale", "causal", "q_scale", "math", "lse_base", "empty_lse"
 
 def _examine(views: Views, options: CascadeOptions) -> Examined:
     absent = dict.fromkeys(array.name for array in decode_operation.OPERATION.inputs if array.optional)
-    check_d_v(D_V, present(views, "q").shape[-1])
+    if (d_qk := present(views, "q").shape[-1]) not in (D_QK, D_V):
+        raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_QK} or {D_V}", "decode narrower keys with mla_decode"))
     of_decode = decode_operation.OPERATION.examine({**absent, **views}, _of_decode(options))
     q, table = present(views, "q"), present(views, "block_table")
     groups = check_groups(options.groups, q.shape[0], table.shape[1])
@@ -182,4 +180,5 @@ OPERATION = Composite(
     pipeline=_PIPELINE,
     divide=divide,
     keys={"groups": _hashable, "kernel": hashable},
+    groups={"fp8": Fp8},
 )

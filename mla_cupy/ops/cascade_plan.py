@@ -17,6 +17,7 @@ from mla_cupy.ops.checks import check_count
 from mla_cupy.ops.composite import Assignment, Division, Part, Stage, configure, workspace_part
 from mla_cupy.ops.decode_plan import DecodePlan, plan_decode
 from mla_cupy.ops.entry import Plan, Request
+from mla_cupy.ops.groups import Fp8
 from mla_cupy.ops.prefix_groups import PrefixGroup, check_groups
 from mla_cupy.ops.schema import narrowed
 from mla_cupy.runtime import device as devices
@@ -267,8 +268,8 @@ def plan_cascade(
     s_q: int = 1,
     h_q: int,
     d_qk: int = D_QK,
-    record: str | None = None,
-    math: str = "exact",
+    kv_format: str | None = None,
+    fp8: Fp8 | None = None,
     max_pages: int,
     page_size: int,
     dtype: Any,
@@ -282,7 +283,7 @@ def plan_cascade(
         Those of the calls; another batch, or other prefixes, need another plan.
     b : int
         Sequences of the batch.
-    s_q, h_q, d_qk, record, math, max_pages, page_size, dtype, device
+    s_q, h_q, d_qk, kv_format, fp8, max_pages, page_size, dtype, device
         As for `plan_decode`.
 
     Returns
@@ -309,12 +310,12 @@ def plan_cascade(
     >>> groups = (mla_cupy.PrefixGroup(0, 2, 1),)
     >>> plan = mla_cupy.plan_cascade(groups, b=2, h_q=16, max_pages=2, page_size=64, dtype="float16")
     >>> plan.update(seqlens)
-    >>> out, lse = mla_cupy.cascade_decode(q, cache, table, seqlens, groups, plan=plan)
+    >>> out, lse = mla_cupy.cascade_decode(q, cache, table, seqlens, groups, scale=192**-0.5, plan=plan)
     """
     given = (("b", b), ("s_q", s_q), ("max_pages", max_pages), ("page_size", page_size))
     b, s_q, max_pages, page_size = (check_count(argument, value, 1, MAX_INT32) for argument, value in given)
     groups = check_groups(groups, b, max_pages)
-    shape: dict[str, Any] = {"h_q": h_q, "d_qk": d_qk, "record": record, "math": math}
+    shape: dict[str, Any] = {"h_q": h_q, "d_qk": d_qk, "kv_format": kv_format, "fp8": fp8}
     shape |= {"page_size": page_size, "dtype": dtype, "device": device}
 
     def planned(section: Section) -> Section:

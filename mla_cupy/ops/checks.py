@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,8 +16,9 @@ from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.kernels.decode.sm90_fp8 import LEAST_ROWS_OF_TERMS, TERMS
 from mla_cupy.kernels.pipeline import WORKSPACE_ALIGNMENT as WORKSPACE_ALIGNMENT
 from mla_cupy.ops.operation import Arrays, Input, Views, present
-from mla_cupy.shapes import D_QK, D_ROPE, D_UNABSORBED, D_V, VALUE_WIDTHS
+from mla_cupy.shapes import D_ROPE, D_UNABSORBED, D_V
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _MIN_SCALE, _MAX_SCALE = 2.0**-126, 2.0**126
 """Range of float32, also after a multiplication by log2(e)."""
@@ -46,14 +48,6 @@ def absorbing(d_qk: int) -> str:
     return f"absorb W_UK: q_nope @ W_UK is {D_V} wide, beside q_rope's {D_ROPE}; scale stays {D_UNABSORBED}**-0.5"
 
 
-def check_d_v(d_v: Any, d_qk: int = D_QK) -> int:
-    """Check the width of the values, which that of the keys decides."""
-    built = VALUE_WIDTHS[int(d_qk)]  # a symbol of a compiler has no hash; as a number it is known
-    if not (is_integer(d_v) and d_v == built):
-        raise ArgumentError(explain("d_v", repr(d_v), str(built), f"only d_v = {built} is built for d_qk = {d_qk}"))
-    return built
-
-
 def resolve_scale(scale: Any, d_qk: int) -> float:
     """Check the factor of the scores; None is d_qk**-0.5."""
     if scale is None:
@@ -66,6 +60,13 @@ def check_scale(scale: Any) -> float:
     if scale is None:
         raise ArgumentError(explain("scale", None, MODEL_SCALES, "pass scale=..."))
     return check_factor("scale", scale)
+
+
+def explains_scale(function: _F) -> _F:
+    """Let a call without `scale` reach `check_scale`, which names models' values, in place of Python's TypeError."""
+    function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), "scale": None}
+    return function
 
 
 def check_factor(argument: str, value: Any) -> float:
@@ -138,7 +139,7 @@ def check_shard(cp_world: Any, cp_rank: Any) -> tuple[int, int]:
     if not is_integer(cp_world) or not 1 <= cp_world <= MAX_CP_WORLD:
         raise ArgumentError(explain("cp_world", repr(cp_world), f"an integer from 1 to {MAX_CP_WORLD}"))
     if not is_integer(cp_rank) or not 0 <= cp_rank < cp_world:
-        raise ArgumentError(explain("cp_rank", repr(cp_rank), f"an integer from 0 to cp_world - 1 = {cp_world - 1}"))
+        raise ArgumentError(explain("cp_rank", repr(cp_rank), f"an integer from 0 to {cp_world - 1}"))
     return int(cp_world), int(cp_rank)
 
 
@@ -156,8 +157,11 @@ def check_terms(problem: DecodeProblem) -> None:
     ArgumentError
     """
     if problem.math == TERMS and problem.rows < LEAST_ROWS_OF_TERMS:
-        got, expected = f"{problem.rows} query rows (s_q * h_q)", f"at least {LEAST_ROWS_OF_TERMS} with math={TERMS!r}"
-        raise ArgumentError(explain("q", got, expected, 'pass math="fp8", or leave it out'))
+        got, expected = (
+            f"{problem.rows} query rows (s_q * h_q)",
+            f"at least {LEAST_ROWS_OF_TERMS} with fp8.math={TERMS!r}",
+        )
+        raise ArgumentError(explain("q", got, expected, 'pass fp8=Fp8("fp8"), or leave it out'))
 
 
 def check_count(argument: str, value: Any, minimum: int, maximum: int) -> int:

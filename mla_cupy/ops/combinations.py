@@ -42,42 +42,43 @@ PARTS = {
     "not_causal": Part("causal", "True", "with causal=False"),
     "tree_mask": Part("tree_mask", "None", "with a tree_mask"),
     "window": Part("window", "None", "with a window"),
-    "cu_seqlens_q": Part("cu_seqlens_q", "None", "with cu_seqlens_q"),
-    "equal_lengths": Part("cu_seqlens_q", "an array", "without cu_seqlens_q"),
-    "max_seqlen_q": Part("max_seqlen_q", "None", "with max_seqlen_q"),
-    "cp_world": Part("cp_world", "1", "with cp_world={}"),
+    "cu_seqlens_q": Part("packed", "None", "with packed"),
+    "equal_lengths": Part("packed.cu_seqlens_q", "an array", "without packed.cu_seqlens_q"),
+    "max_seqlen_q": Part("packed.max_seqlen_q", "None", "with packed.max_seqlen_q"),
+    "cp_world": Part("shard.world", "1", "with shard.world={}"),
     "q_rope": Part("q_rope", "None", "with q_rope"),
-    "w_uv": Part("w_uv", "None", "with w_uv"),
-    "out_cos": Part("out_cos", "None", "with out_cos"),
+    "w_uv": Part("project", "None", "with project"),
+    "out_cos": Part("out_rope", "None", "with out_rope"),
     "batch_invariant": Part("batch_invariant", "False", "with batch_invariant=True"),
-    "narrow": Part("d_v", "512", "with d_v={}"),
+    "narrow": Part("q.shape[-1]", "576 or 512", "for keys of {} columns"),
     "state_out": Part("state_out", "None", "with state_out"),
     "mask": Part("mask", "None", "with a mask"),
-    "fp8_math": Part("math", '"exact"', "with math={}"),
-    "fp8x2": Part("math", '"fp8"', "with math={}"),
-    "exact_math": Part("math", '"fp8"', 'with math="exact"'),
+    "fp8_math": Part("fp8.math", '"exact"', "with fp8.math={}"),
+    "fp8x2": Part("fp8.math", '"fp8"', "with fp8.math={}"),
+    "exact_math": Part("fp8.math", '"fp8"', 'with fp8.math="exact"'),
     "codes": Part("q.dtype", "bfloat16 or float16", "for queries in {}"),
     "half": Part("q.dtype", "float8_e4m3fn", "for queries in {}"),
     "rows": Part("kv_cache", "FP8 tokens", "for 16-bit rows"),
-    "v32": Part("kv_cache", "16-bit rows", "for the record v32"),
-    "v4": Part("kv_cache", "16-bit rows", "for the record v4"),
-    "v41": Part("kv_cache", "16-bit rows", "for the record v41"),
-    "fp8": Part("kv_cache", "16-bit rows", "for the record fp8"),
-    "kv_scale": Part("kv_scale", "1", "with a kv_scale"),
-    "kv_scales": Part("kv_scales", "None", "with kv_scales"),
-    "q_scale": Part("q_scale", "1", "with a q_scale"),
+    "v32": Part("kv_cache", "16-bit rows", "for the format v32"),
+    "v4": Part("kv_cache", "16-bit rows", "for the format v4"),
+    "v41": Part("kv_cache", "16-bit rows", "for the format v41"),
+    "fp8": Part("kv_cache", "16-bit rows", "for the format fp8"),
+    "kv_scale": Part("fp8.kv_scale", "1", "with fp8.kv_scale"),
+    "kv_scales": Part("fp8.kv_scale", "a number", "with an array as fp8.kv_scale"),
+    "q_scale": Part("fp8.q_scale", "1", "with fp8.q_scale"),
+    "row_scales": Part("fp8.q_scale", "1", "with an array as fp8.q_scale"),
     "q_scales": Part("q_scales", "None", "with q_scales"),
     "k_scales": Part("k_scales", "None", "with k_scales"),
     "v_scales": Part("v_scales", "None", "with v_scales"),
 }
 
-_KEEP_FP8 = 'leave math out, or keep the cache in the record "fp8", see cache_append'
+_KEEP_FP8 = 'leave fp8.math out, or keep the cache in the format "fp8", see cache_append'
 
 
 def _of_formats(*names: str) -> tuple[Conflict, ...]:
     """Conflicts of caches in these formats; "rows" hold no scales, and tokens of the others hold their own."""
     math = (Conflict("fp8_math", name, _KEEP_FP8) for name in names)
-    own = {name: "" if name == "rows" else "its scales are in the record" for name in names}
+    own = {name: "" if name == "rows" else "its tokens hold their own scales" for name in names}
     return (*math, *(Conflict("kv_scale", name, remedy) for name, remedy in own.items()))
 
 
@@ -94,22 +95,20 @@ DECODE = (
     Conflict("w_uv", "narrow", "multiply the result"),
     Conflict("cu_seqlens_q", "narrow", "pass sequences of one length"),
     Conflict("window", "narrow", "pass the tokens of the window"),
-    *(Conflict(name, "fp8_math", "leave math out") for name in ("q_rope", "cu_seqlens_q", "out_cos", "window")),
-    Conflict("tree_mask", "fp8x2", 'pass math="fp8", or leave it out'),
+    *(Conflict(name, "fp8_math", "leave fp8.math out") for name in ("q_rope", "cu_seqlens_q", "out_cos", "window")),
+    Conflict("tree_mask", "fp8x2", 'pass fp8=Fp8("fp8"), or leave it out'),
     Conflict("batch_invariant", "cu_seqlens_q", "pieces are of whole sequences"),
     Conflict("batch_invariant", "window", "pieces are of whole sequences"),
     Conflict("batch_invariant", "narrow"),
     Conflict(
         "exact_math",
         "codes",
-        'pass math="fp8", with a cache in the record "fp8", or convert the queries to bfloat16',
+        'pass fp8=Fp8("fp8"), with a cache in the format "fp8", or convert the queries to bfloat16',
     ),
     *_of_formats("rows", "v32", "v4", "v41"),
     Conflict("q_scale", "half", "it is the scale of queries in e4m3; multiply scale by it"),
-    Conflict("q_scales", "half", "it is of queries in e4m3"),
-    Conflict("kv_scales", "exact_math", "pass the number as kv_scale"),
-    Conflict("q_scale", "q_scales", "give one of them"),
-    Conflict("kv_scale", "kv_scales", "give one of them"),
+    Conflict("row_scales", "half", "it is the scale of queries in e4m3"),
+    Conflict("kv_scales", "exact_math", "pass a Python number"),
 )
 
 _READ_ROWS = Conflict("exact_math", "fp8", "or read its rows by cache_gather, for sparse_mla_forward")

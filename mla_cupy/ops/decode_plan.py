@@ -11,7 +11,17 @@ import numpy as np
 
 from mla_cupy import arrays, cache_formats, dtypes
 from mla_cupy.arrays import HOST, Native, View
-from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, PlanError, ShapeError, either, explain
+from mla_cupy.errors import (
+    ArgumentError,
+    DeviceError,
+    DTypeError,
+    MlaError,
+    PlanError,
+    ShapeError,
+    either,
+    explain,
+    renamed,
+)
 from mla_cupy.kernels.attention.records import READ_DENSE as RECORDS
 from mla_cupy.kernels.choice import check_kernel, check_somewhere
 from mla_cupy.kernels.decode import DECODE
@@ -37,6 +47,7 @@ from mla_cupy.ops.checks import (
     is_integer,
 )
 from mla_cupy.ops.entry import Plan, Request
+from mla_cupy.ops.groups import Fp8, Shard, taken
 from mla_cupy.ops.operation import Views
 from mla_cupy.ops.schema import low_words, misstep, narrowed
 from mla_cupy.runtime import device as devices
@@ -169,18 +180,18 @@ class DecodePlan(Plan):
             for name, view in views.items():
                 if view.device != self.device:
                     raise DeviceError(explain(f"{name}' device", view.device, f"{self.device}, the plan's"))
-            if b and (total or not self._problem.forms.cu_seqlens_q):
+            if b and (total or not self._problem.forms.packed):
                 self._enqueue_schedule(self._config, native, views, total, address, stream)
                 family.settle(tuple(lent.values()))
         self.mark_scheduled(b, total)
 
     def _check_starts(self, b: int, starts: View | None, total_q: Any) -> int:
         """Check what a step says about queries of varying length, and return how many there are in all."""
-        packed = self._problem.forms.cu_seqlens_q
+        packed = self._problem.forms.packed
         for name, value in (("cu_seqlens_q", starts), ("total_q", total_q)):
             if (value is not None) != packed:
                 expected = "one for this plan" if packed else "None: the plan is for queries of one length"
-                raise PlanError(explain(name, "None" if packed else "one", expected, "see plan_decode(cu_seqlens_q=)"))
+                raise PlanError(explain(name, "None" if packed else "one", expected, "see plan_decode(packed=)"))
         if starts is None:
             return 0
         if starts.shape != (b + 1,):
@@ -262,7 +273,7 @@ class DecodePlan(Plan):
         if self.device == HOST:
             problem = replace(problem, aligned=True)  # the oracle does not mind
         self._check_alignment(request.views, problem)
-        packed = problem.forms.cu_seqlens_q
+        packed = problem.forms.packed
         if packed:  # what most sequences have decides nothing with a plan
             problem = replace(problem, s_q=self._problem.s_q)
         if problem != self._problem:
@@ -276,8 +287,8 @@ class DecodePlan(Plan):
             raise PlanError(explain("plan", got, expected, "make a plan for this block_table"))
         options = request.options
         if (options.cp_world, options.cp_rank) != (limits.cp_world, limits.cp_rank):
-            got = f"cp_world={limits.cp_world}, cp_rank={limits.cp_rank}"
-            expected = f"cp_world={options.cp_world}, cp_rank={options.cp_rank}"
+            got = f"shard=Shard({limits.cp_world}, {limits.cp_rank})"
+            expected = f"shard=Shard({options.cp_world}, {options.cp_rank})"
             raise PlanError(explain("plan", got, expected, "pass the plan's to the call"))
         if request.device != self.device:
             expected = f"{request.device}, where q is"
@@ -326,20 +337,19 @@ def plan_decode(
     s_q: int,
     h_q: int,
     d_qk: int = D_QK,
-    record: str | None = None,
+    kv_format: str | None = None,
     max_pages: int,
     page_size: int,
     dtype: Any,
-    cp_world: int = 1,
-    cp_rank: int = 0,
     q_rope: bool = False,
-    cu_seqlens_q: bool = False,
+    packed: bool = False,
+    window: int | None = None,
     tree_mask: bool = False,
     attn_sink: bool = False,
-    out_cos: bool = False,
-    window: int | None = None,
+    out_rope: bool = False,
     d_head: int = 0,
-    math: str = "exact",
+    fp8: Fp8 | None = None,
+    shard: Shard | None = None,
     batch_invariant: bool = False,
     split_tokens: int = 4096,
     device: int | str | None = None,
@@ -353,27 +363,25 @@ def plan_decode(
     max_b : int
         Largest batch.
     s_q, h_q : int
-        Query tokens and query heads, as in the calls. With `cu_seqlens_q`, s_q is how many query tokens most sequences
-        have; calls have up to max_b * s_q in all.
+        Query tokens and query heads, as in the calls. With `packed`, s_q is the number of query tokens that most
+        sequences have; calls have up to max_b * s_q in all.
     d_qk : int
         Width of the keys: 576, or 512; or 320 or 288.
-    record : str, optional
-        "v32", "v4", "v41" or "fp8" for a cache of these FP8 records; "v4" and "v41" go with a d_qk of 512.
+    kv_format : str, optional
+        "v32", "v4", "v41" or "fp8" for a cache in this FP8 format; "v4" and "v41" require a d_qk of 512. Default: rows
+        of 16 bits.
     max_pages, page_size : int
         As in the calls' `block_table` and `kv_cache`.
     dtype : str or dtype
-        Of the calls' queries: "bfloat16" or "float16", or a dtype of that name; for products in FP8 "float8_e4m3fn" as
-        well.
-    cp_world, cp_rank : int
-        As in the calls.
-    q_rope, cu_seqlens_q, tree_mask, attn_sink, out_cos : bool
-        True if the calls pass one.
+        Dtype of the calls' queries: "bfloat16" or "float16", or "float8_e4m3fn" for FP8 matmuls.
+    q_rope, packed, tree_mask, attn_sink, out_rope : bool
+        True if the calls pass this argument.
     window : int, optional
         As in the calls.
     d_head : int
-        Width of heads after W_UV if the calls pass a `w_uv`; 0 if they do not.
-    math : str
-        "fp8" or "fp8x2" if the calls have it.
+        Width of heads after W_UV if the calls pass `project`, else 0.
+    fp8, shard : Fp8, Shard, optional
+        As in the calls; the plan does not depend on scales.
     batch_invariant : bool
         Give `out` and `lse` of a sequence the same bits whatever else is in the batch, and wherever in the batch the
         sequence is. Every sequence is then cut alone, into pieces of `split_tokens`, each for one thread block, and the
@@ -405,37 +413,40 @@ def plan_decode(
     Notes
     -----
     Calls with the plan require arrays that start at and step by multiples of 16 bytes, see `mla_decode`. A
-    batch-invariant plan supports neither `cu_seqlens_q` nor a `window`.
+    batch-invariant plan supports neither `packed` nor a `window`.
 
     Examples
     --------
     >>> import mla_cupy
     >>> plan = mla_cupy.plan_decode(max_b=8, s_q=1, h_q=128, max_pages=64, page_size=64, dtype="bfloat16")
     """
-    problem, limits, pieces = examine_plan(
-        max_b=max_b,
-        s_q=s_q,
-        h_q=h_q,
-        d_qk=d_qk,
-        record=record,
-        max_pages=max_pages,
-        page_size=page_size,
-        dtype=dtype,
-        shard=(cp_world, cp_rank),
-        forms={
-            "q_rope": q_rope,
-            "cu_seqlens_q": cu_seqlens_q,
-            "attn_sink": attn_sink,
-            "out_cos": out_cos,
-            "window": window,
-        },
-        tree_mask=tree_mask,
-        d_head=d_head,
-        math=math,
-        batch_invariant=batch_invariant,
-        split_tokens=split_tokens,
-        kernel=kernel,
-    )
+    try:
+        problem, limits, pieces = examine_plan(
+            max_b=max_b,
+            s_q=s_q,
+            h_q=h_q,
+            d_qk=d_qk,
+            kv_format=kv_format,
+            max_pages=max_pages,
+            page_size=page_size,
+            dtype=dtype,
+            shard=taken(shard, Shard, "shard", ("cp_world", "cp_rank")),
+            forms={
+                "q_rope": check_flag("q_rope", q_rope),
+                "packed": check_flag("packed", packed),
+                "attn_sink": check_flag("attn_sink", attn_sink),
+                "out_rope": check_flag("out_rope", out_rope),
+                "window": 0 if window is None else check_count("window", window, 1, MAX_INT32),
+            },
+            tree_mask=tree_mask,
+            d_head=d_head,
+            math=taken(fp8, Fp8, "fp8", tuple(Fp8.absent))[0],
+            batch_invariant=batch_invariant,
+            split_tokens=split_tokens,
+            kernel=kernel,
+        )
+    except MlaError as error:
+        raise renamed(error, {**Fp8.paths("fp8"), **Shard.paths("shard")}) from None
     ordinal = _ordinal(device)
     if ordinal == HOST:
         check_somewhere("plan_decode", kernel, lambda info: DECODE.configure(problem, info, kernel))
@@ -467,7 +478,7 @@ def examine_plan(
     s_q: int,
     h_q: int,
     d_qk: int,
-    record: str | None,
+    kv_format: str | None,
     max_pages: int,
     page_size: int,
     dtype: Any,
@@ -498,21 +509,21 @@ def examine_plan(
     pieces = _check_pieces(batch_invariant, split_tokens, max_b, max_pages * page_size)
     masked = check_flag("tree_mask", tree_mask)
     check_drafts(masked, s_q)
-    chosen = _record(record, d_qk)
+    chosen = _record(kv_format, d_qk)
     arithmetic = check_math(math, MATH_OF_DENSE_DECODE)
     queries = _dtype(dtype)
-    wanted = _forms(**forms)
+    wanted = Forms(**forms)
     parts: combinations.Parts = {
         **combinations.multiplied(arithmetic, queries),
         **combinations.held(chosen),
         "tree_mask": masked or None,
         "q_rope": wanted.q_rope or None,
-        "cu_seqlens_q": wanted.cu_seqlens_q or None,
-        "out_cos": wanted.out_cos or None,
+        "cu_seqlens_q": wanted.packed or None,
+        "out_cos": wanted.out_rope or None,
         "window": wanted.window or None,
         "w_uv": f"d_head={d_head}" if d_head else None,
         "batch_invariant": True if pieces else None,
-        "narrow": VALUE_WIDTHS[d_qk] if VALUE_WIDTHS[d_qk] != D_V else None,
+        "narrow": d_qk if VALUE_WIDTHS[d_qk] != D_V else None,
         "cp_world": combinations.other_than(1, shard[0]),
     }
     combinations.check(combinations.DECODE, parts)
@@ -522,15 +533,9 @@ def examine_plan(
     problem = replace(problem, d_head=int(d_head))
     check_terms(problem)
     if not batch_invariant:  # with it, results must not depend on these sizes
-        most = max_b * s_q if wanted.cu_seqlens_q else 0
+        most = max_b * s_q if wanted.packed else 0
         problem = replace(problem, batch=Batch(max_b, max_pages * page_size, most))
     return problem, Limits(max_b, max_pages, page_size, *shard), pieces
-
-
-def _forms(*, window: Any = None, **arrays: Any) -> Forms:
-    """The forms of the calls of a plan."""
-    checked = 0 if window is None else check_count("window", window, 1, MAX_INT32)
-    return Forms(**{name: check_flag(name, value) for name, value in arrays.items()}, window=checked)
 
 
 def _check_pieces(batch_invariant: Any, split_tokens: Any, max_b: int, max_tokens: int) -> Pieces | None:
@@ -554,7 +559,7 @@ def _record(name: Any, d_qk: int) -> str:
     if name is None:
         return ""
     if not (isinstance(name, str) and name in RECORDS):
-        raise ArgumentError(explain("record", repr(name), "None, or one of " + ", ".join(RECORDS)))
+        raise ArgumentError(explain("kv_format", repr(name), "None, or one of " + ", ".join(RECORDS)))
     if d_qk != cache_formats.FORMATS[name].d_qk:
         raise ArgumentError(explain("d_qk", d_qk, f"{cache_formats.FORMATS[name].d_qk} for {name}"))
     return str(name)

@@ -307,6 +307,14 @@ class Operation:
         mine = (*self.names, *self.options._fields)
         return tuple(name for name in self.groups[group].absent if name in mine)
 
+    @functools.cached_property
+    def paths(self) -> Mapping[str, str]:
+        """The callers' names of the members of groups, by their names inside the package."""
+        found: dict[str, str] = {}
+        for group, kind in self.groups.items():
+            found |= {name: path for name, path in kind.paths(group).items() if name in self.members(group)}
+        return MappingProxyType(found)
+
     @property
     def result_groups(self) -> tuple[str, ...]:
         """The groups whose members are all outputs."""

@@ -50,7 +50,6 @@ def mla_prefill(
     workspace: Any = None,
     out_dtype: Any = None,
     kernel: str | None = None,
-    check: bool = False,
     stream: Any = None,
 ) -> tuple[Any, Any]:
     """Attend from the queries of each sequence to its keys, with keys and values per head (un-absorbed MLA).
@@ -109,9 +108,6 @@ def mla_prefill(
         where that is e4m3.
     kernel : str, optional
         Name of the attention kernel to run, see `mla-cupy list`. Default: the fastest that fits.
-    check : bool
-        Look at the values of `cu_seqlens_q` and `cu_seqlens_kv` first, and at those of scales, which synchronises: the
-        first that is out of range or below its predecessor is an error.
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 

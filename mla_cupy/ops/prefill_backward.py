@@ -35,7 +35,6 @@ def mla_prefill_backward(
     dk_rope: Any = None,
     workspace: Any = None,
     kernel: str | None = None,
-    check: bool = False,
     stream: Any = None,
 ) -> tuple[Any, Any, Any, Any, Any]:
     """Gradients of `mla_prefill` with respect to queries, keys and values.
@@ -73,9 +72,6 @@ def mla_prefill_backward(
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(mla_prefill_backward, ...)` bytes.
     kernel : str, optional
         Name of the kernel that makes the gradients of keys, see `mla-cupy list`. Default: the fastest that fits.
-    check : bool
-        Look at the values of `cu_seqlens_q` and `cu_seqlens_kv` first, which synchronises: the first that is out of
-        range or below its predecessor is an error.
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 

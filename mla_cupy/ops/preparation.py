@@ -36,7 +36,7 @@ def mla_prepare(
     quantise: bool = False,
     q_scale: float | None = None,
     return_rope: bool = False,
-    record: str | None = None,
+    kv_format: str | None = None,
     scales: str | None = None,
     kv_scale: float = 1.0,
     out: Any = None,
@@ -81,7 +81,7 @@ def mla_prepare(
         Scale of all codes, as `mla_decode` takes it. Default: each row has its own.
     return_rope : bool
         Return the turned RoPE part of the tokens, too.
-    record, scales, kv_scale
+    kv_format, scales, kv_scale
         As for `cache_append`.
     out : array, (n, h, d) or (n, h, d + 64), or (n, h, 576) with w_uk, dtype of q; or uint8 or float8_e4m3fn, optional
         Where the queries go. It may be `q` itself, of which only the RoPE part is then touched. The last axis is
@@ -198,11 +198,11 @@ def _with_record(views: Views, options: MlaPrepareOptions) -> MlaPrepareOptions:
     if options.return_rope and views["rope"] is None:
         raise ArgumentError(explain("rope", None, "an array with return_rope"))
     if check_all_or_none(views, "latent", "cache", "slots"):
-        record, scales, kv_scale = check_tokens(views, options.record, options.scales, options.kv_scale)
+        record, scales, kv_scale = check_tokens(views, options.kv_format, options.scales, options.kv_scale)
         if options.return_rope and not FORMATS[record].d_rope:
             raise ArgumentError(explain("return_rope", True, f"False: {record} has no RoPE part"))
-        return options._replace(record=record, scales=scales, kv_scale=kv_scale)
-    for name in ("record", "scales"):
+        return options._replace(kv_format=record, scales=scales, kv_scale=kv_scale)
+    for name in ("kv_format", "scales"):
         if getattr(options, name) is not None:
             raise ArgumentError(explain(name, repr(getattr(options, name)), "None without a cache"))
     kv_scale = check_factor("kv_scale", options.kv_scale)

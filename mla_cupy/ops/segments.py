@@ -26,7 +26,6 @@ def prefill_segments(
     cu_seqlens_q: Any = None,
     cu_seqlens_kv: Any = None,
     workspace: Any = None,
-    check: bool = False,
     stream: Any = None,
 ) -> tuple[Any, Any]:
     """Find the starts with which `mla_prefill` attends within packed segments, by an id for each token.
@@ -47,9 +46,6 @@ def prefill_segments(
         Where the results go. Not for JAX, whose arrays cannot be written.
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(prefill_segments, ...)` bytes.
-    check : bool
-        Look at the ids first, which synchronises: one that comes again elsewhere, that is one too many, or that is in
-        another order than on the other side is an error. Unchecked, it makes results undefined.
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 
@@ -67,7 +63,7 @@ def prefill_segments(
 
     Notes
     -----
-    The result is a function of the arguments, bit by bit; the host does not look at the ids without `check`, so that
+    The result is a function of the arguments, bit by bit; the host does not look at the ids without `checking`, so that
     the call can be captured in a CUDA graph. Starts never go down, whatever the ids are. Workspace: 12 bytes for each
     of `max_segments`, 36 with ids of the keys.
 

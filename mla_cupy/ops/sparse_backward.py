@@ -7,7 +7,7 @@ from typing import Any
 from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardOptions, SparseBackwardProblem
 from mla_cupy.ops.call import call
-from mla_cupy.ops.checks import check_flag, check_lse_base, check_scale
+from mla_cupy.ops.checks import check_flag, check_lse_base, check_scale, explains_scale
 from mla_cupy.ops.groups import Packed
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32, present
 from mla_cupy.ops.sparse_inputs import (
@@ -22,6 +22,7 @@ from mla_cupy.ops.sparse_inputs import (
 )
 
 
+@explains_scale
 def sparse_mla_backward(
     q: Any,
     kv: Any,
@@ -45,7 +46,6 @@ def sparse_mla_backward(
     d_sink: Any = None,
     workspace: Any = None,
     kernel: str | None = None,
-    check: bool = False,
     stream: Any = None,
 ) -> tuple[Any, Any, Any]:
     """Gradients of `sparse_mla_forward` with respect to `q`, `kv` and `attn_sink`.
@@ -89,8 +89,6 @@ def sparse_mla_backward(
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(sparse_mla_backward, ...)` bytes.
     kernel : str, optional
         Name of the main kernel to run, see `mla-cupy list`. Default: the fastest that fits.
-    check : bool
-        Look at the values of `indices`, `topk_length` and `cu_seqlens` first, which synchronises.
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 

@@ -22,6 +22,7 @@ from mla_cupy.ops.checks import (
     check_lse_base,
     check_math,
     check_scale,
+    explains_scale,
 )
 from mla_cupy.ops.groups import Fp8, OutRope, Project
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, like_first_or_float32, present
@@ -30,6 +31,7 @@ from mla_cupy.ops.schema import check_even, steps_by_16_bytes
 from mla_cupy.shapes import D_HEADS, D_ROPE, D_V, MAX_TOKENS
 
 
+@explains_scale
 def sparse_mla_decode(
     q: Any,
     kv_cache: Any,
@@ -204,7 +206,7 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
     tables = ("out_cos", "out_sin", "out_positions")
     turns = check_all_or_none(views, *tables, group="out_rope=OutRope(cos, sin, positions)")
     if turns and d_qk != D_V:
-        raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_V} with out_cos", "other values have no RoPE columns"))
+        raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_V} with out_rope", "other values have no RoPE columns"))
     sizes = (b * s_q, h_q, topk, q.dtype, record.name)
     problem = SparseDecodeProblem(*sizes, steps_by_16_bytes(q), ragged, d_head, compact, options.math)
     return Examined(problem, options, {"d_head": d_head or D_V})

@@ -18,6 +18,7 @@ from mla_cupy.ops.checks import (
     check_lse_base,
     check_math,
     check_scale,
+    explains_scale,
 )
 from mla_cupy.ops.groups import Fp8, Packed
 from mla_cupy.ops.operation import Examined, Operation, Output, Views, like_first_or_float32
@@ -34,6 +35,7 @@ from mla_cupy.ops.sparse_inputs import (
 )
 
 
+@explains_scale
 def sparse_mla_forward(
     q: Any,
     kv: Any,
@@ -54,7 +56,6 @@ def sparse_mla_forward(
     workspace: Any = None,
     out_dtype: Any = None,
     kernel: str | None = None,
-    check: bool = False,
     stream: Any = None,
 ) -> tuple[Any, Any, Any]:
     """Attend from each query to the rows of a latent cache that its indices select (absorbed MLA).
@@ -113,10 +114,6 @@ def sparse_mla_forward(
         "float32" for results to be merged; default: the dtype of `out`, or of q.
     kernel : str, optional
         Name of the attention kernel to run, see `mla-cupy list`. Default: the fastest that fits.
-    check : bool
-        Look at the values of `indices`, `topk_length` and `cu_seqlens` first, which synchronises. Errors are: an index
-        that is neither a row within the limit nor -1, among the first topk_length[i] of a query; a topk_length outside
-        [0, topk]; starts that do not ascend or are outside [0, s_q] or [0, s_kv].
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 

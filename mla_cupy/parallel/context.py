@@ -8,9 +8,10 @@ from typing import Any
 from mla_cupy import arrays
 from mla_cupy.dtypes import FLOATS, HALF, name_of
 from mla_cupy.errors import ArgumentError, DTypeError, explain
-from mla_cupy.ops.checks import check_flag
+from mla_cupy.ops.checks import check_flag, explains_scale
 from mla_cupy.ops.decode import mla_decode
 from mla_cupy.ops.decode_plan import DecodePlan, UnmergedPlan
+from mla_cupy.ops.groups import Fp8, Shard
 from mla_cupy.parallel.transport import MergesSplits, Result, Transport, heads_per_rank
 
 
@@ -42,11 +43,11 @@ class ContextParallel:
     >>> table, seqlens = np.array([[1, 0]], np.int32), np.array([150], np.int32)  # 75 tokens on each rank
     >>> group = LocalGroup(2)
     >>> def rank(r):
-    ...     return ContextParallel(HostTransport(group.member(r))).decode(q, cache, table, seqlens)
+    ...     return ContextParallel(HostTransport(group.member(r))).decode(q, cache, table, seqlens, scale=192**-0.5)
     >>> with ThreadPoolExecutor(2) as threads:
     ...     (out, lse), _ = threads.map(rank, range(2))
     >>> out.shape, round(float(lse[0, 0, 0]), 3)
-    ((1, 1, 2, 512), 29.011)
+    ((1, 1, 2, 512), 46.58)
     """
 
     def __init__(self, transport: Transport, *, partial_dtype: Any = "float32") -> None:
@@ -61,6 +62,7 @@ class ContextParallel:
             raise DTypeError(explain("partial_dtype", repr(partial_dtype), " or ".join(FLOATS)))
         self._buffers: dict[Any, tuple[Any, Any]] = {}
 
+    @explains_scale
     def decode(
         self,
         q: Any,
@@ -68,11 +70,9 @@ class ContextParallel:
         block_table: Any,
         seqlens: Any,
         *,
-        scale: float | None = None,
+        scale: float,
         causal: bool = True,
-        kv_scale: float = 1.0,
-        q_scale: float = 1.0,
-        math: str = "exact",
+        fp8: Fp8 | None = None,
         local_seqlens: bool = False,
         plan: Any = None,
         out: Any = None,
@@ -81,23 +81,22 @@ class ContextParallel:
         lse_base: str = "e",
         empty_lse: float = -inf,
         kernel: str | None = None,
-        check: bool = False,
         stream: Any = None,
     ) -> tuple[Any, Any]:
         """Attend to the tokens of all ranks, and return the result for this rank's heads.
 
         Parameters
         ----------
-        q : array, (b, s_q, h_q, d_qk), bfloat16 or float16; with math="fp8" e4m3, too
+        q : array, (b, s_q, h_q, d_qk), bfloat16 or float16; or e4m3 with `fp8`
             The queries of all heads, the same on every rank.
-        kv_cache : array, (num_pages, page_size, d_qk), or of records
+        kv_cache : array, (num_pages, page_size, d_qk), or in an FP8 format
             This rank's tokens: its token j is token j * world + rank of the sequence, unless `local_seqlens`.
         block_table : array, (b, max_pages), int32
             Of this rank's cache.
         seqlens : array, (b,), int32
             Tokens of the whole sequences, the same on every rank; with `local_seqlens` the tokens on this rank.
-        scale, causal, kv_scale, q_scale, math, kernel, check
-            As for `mla_decode`; the same on every rank, but for `kv_scale` and `kernel`.
+        scale, causal, fp8, kernel
+            As for `mla_decode`; the same on every rank, but for `kernel` and the scale of the cache.
         local_seqlens : bool
             `seqlens` count this rank's own tokens, any of the sequence's in any order. Every query sees all of them, so
             s_q must be 1 or `causal` False. The same on every rank. Default False.
@@ -145,10 +144,9 @@ class ContextParallel:
             out_dtype = q.dtype if name_of(q.dtype) in HALF else "bfloat16"
         result = Result(out, lse, out_dtype, lse_base, empty_lse, stream)
         kept, call = self._partials(family, q, stream), (q, kv_cache, block_table, seqlens)
-        cp_world, cp_rank = (1, 0) if local_seqlens else (self.world, self.rank)
-        options: dict[str, Any] = {"scale": scale, "causal": causal, "cp_world": cp_world, "cp_rank": cp_rank}
-        options |= {"kv_scale": kv_scale, "q_scale": q_scale, "math": math}
-        options |= {"lse_base": lse_base, "kernel": kernel, "check": check, "stream": stream}
+        shard = None if local_seqlens else Shard(self.world, self.rank)
+        options: dict[str, Any] = {"scale": scale, "causal": causal, "fp8": fp8, "shard": shard}
+        options |= {"lse_base": lse_base, "kernel": kernel, "stream": stream}
         splits = plan.splits if isinstance(plan, DecodePlan) and kept is not None else None
         if kept is None:
             partials = mla_decode(*call, plan=plan, out_dtype=self._partial_dtype, **options)

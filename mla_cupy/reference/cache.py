@@ -248,7 +248,7 @@ def cache_append(
     cos: npt.ArrayLike | None = None,
     sin: npt.ArrayLike | None = None,
     positions: npt.ArrayLike | None = None,
-    record: str | None = None,
+    kv_format: str | None = None,
     scales: str | None = None,
     kv_scale: float = 1.0,
     interleaved: bool = True,
@@ -268,8 +268,8 @@ def cache_append(
     cos, sin, positions : array, optional
         Apply RoPE first: see `rotate`. Where its part is quantised in groups, as in "v41",
         what it gives is rounded to the dtype of `rope` before it is quantised, as the models do.
-    record : str, optional
-        Name of the record. Default: the one that the cache's dtype and width belong to.
+    kv_format : str, optional
+        Name of the format. Default: the one that the cache's dtype and width belong to.
     scales : str, optional
         See `quantize`. Default: the record's first rule.
     kv_scale : float
@@ -277,7 +277,7 @@ def cache_append(
     interleaved : bool
         See `rotate`.
     """
-    chosen = format_of(str(cache.dtype), cache.shape[-1], name=record)
+    chosen = format_of(str(cache.dtype), cache.shape[-1], name=kv_format)
     cache = without_heads(cache)
     num_pages, page_size = cache.shape[:2]
     where = np.asarray(slots).astype(np.int64)
@@ -300,7 +300,7 @@ def cache_append(
 
 
 def cache_gather(
-    cache: Array, slots: npt.ArrayLike, *, record: str | None = None, kv_scale: float = 1.0
+    cache: Array, slots: npt.ArrayLike, *, kv_format: str | None = None, kv_scale: float = 1.0
 ) -> tuple[Array]:
     """Read tokens of a paged cache as rows of numbers.
 
@@ -310,7 +310,7 @@ def cache_gather(
         As for `cache_append`.
     slots : array, (n,), integers
         A slot outside of the cache, such as -1, gives a row of zeros.
-    record, kv_scale
+    kv_format, kv_scale
         As for `cache_append`.
 
     Returns
@@ -318,7 +318,7 @@ def cache_gather(
     rows : array, (n, d_qk), float32
         Latent, then RoPE. A quantised element is its value times its scale, rounded to float32.
     """
-    chosen = format_of(str(cache.dtype), cache.shape[-1], name=record)
+    chosen = format_of(str(cache.dtype), cache.shape[-1], name=kv_format)
     cache = without_heads(cache)
     num_pages, page_size = cache.shape[:2]
     where = np.asarray(slots).astype(np.int64)

@@ -16,6 +16,7 @@ from mla_cupy.reference.cache import cache_gather
 from mla_cupy.reference.fp8_queries import dequantised
 from mla_cupy.reference.lse import log_of_base
 from mla_cupy.reference.projection import projected
+from mla_cupy.shapes import D_V, VALUE_WIDTHS
 
 Array = npt.NDArray[Any]
 
@@ -38,7 +39,7 @@ def mla_decode(
     out_positions: npt.ArrayLike | None = None,
     q_scales: npt.ArrayLike | None = None,
     kv_scales: npt.ArrayLike | None = None,
-    d_v: int = 512,
+    d_v: int | None = None,
     scale: float | None = None,
     causal: bool = True,
     window: int | None = None,
@@ -95,8 +96,8 @@ def mla_decode(
         Scales of the rows of queries in e4m3, beside `q_scale`.
     kv_scales : array, (1,), optional
         Scale of the record "fp8", beside `kv_scale`.
-    d_v : int
-        Width of the values.
+    d_v : int, optional
+        Width of the values. Default: 256 for a d_qk of 320 or 288, else 512.
     scale : float, optional
         Factor of the scores, d_qk**-0.5 by default.
     causal : bool
@@ -148,6 +149,7 @@ def mla_decode(
     _, s_q, h_q, d_qk = q.shape
     b = len(block_table)
     scale = d_qk**-0.5 if scale is None else scale
+    d_v = VALUE_WIDTHS.get(d_qk, D_V) if d_v is None else d_v
     queries = q if math == "exact" and not coded else dequantised(q, terms=2 if math == "fp8x2" else 1)
     if q_scales is not None:
         queries = queries * np.asarray(q_scales, np.float64).reshape(q.shape[:3])[..., None]

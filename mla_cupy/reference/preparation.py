@@ -34,7 +34,7 @@ def mla_prepare(
     quantise: bool = False,
     q_scale: float | None = None,
     return_rope: bool = False,
-    record: str | None = None,
+    kv_format: str | None = None,
     scales: str | None = None,
     kv_scale: float = 1.0,
 ) -> tuple[Array, Array | None, Array | None]:
@@ -44,7 +44,7 @@ def mla_prepare(
     ----------
     q : array, (n, h, d)
         Of a 16-bit float type.
-    latent, rope, cache, slots, record, scales, kv_scale
+    latent, rope, cache, slots, kv_format, scales, kv_scale
         As for `cache_append`. Without a cache there may be `rope` alone.
     q_rope : array, (n, h, 64), optional
         Columns behind those of q.
@@ -90,7 +90,7 @@ def mla_prepare(
         (absorbed,) = absorb(whole[..., :-D_ROPE], w_uk)
         out = np.concatenate([absorbed, out[..., -D_ROPE:]], axis=2)
     if cache is not None and latent is not None and slots is not None:
-        of_tokens: dict[str, Any] = {"record": record, "scales": scales, "kv_scale": kv_scale}
+        of_tokens: dict[str, Any] = {"kv_format": kv_format, "scales": scales, "kv_scale": kv_scale}
         of_tokens |= {} if rope is None else {**rotation, "interleaved": interleaved}
         cache_append(latent, rope, cache, slots, **of_tokens)
     q_scales = rope_out = None

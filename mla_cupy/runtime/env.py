@@ -71,7 +71,7 @@ VARIABLES: Mapping[str, Variable] = {
         Variable(
             "CHECK",
             "0",
-            "1: calls look at the values of their arrays, as with `check=True`; read at the first call of each kind",
+            "1: calls look at the values of their arrays, as in `mla_cupy.checking`; read at each kind's first call",
             ("0", "1"),
         ),
         Variable(

@@ -299,9 +299,9 @@ def _tcgen05_fp8_probes() -> Iterator[MmaProbe]:
                 kernel,
                 stage,
                 f"{dtype}-{rows}rows",
-                f'mla_decode with math="fp8", {rows} rows, {on_gpu.queries} requests of {on_gpu.keys} tokens whose '
+                f'mla_decode with Fp8("fp8"), {rows} rows, {on_gpu.queries} requests of {on_gpu.keys} tokens whose '
                 "values have a mean",
-                functools.partial(mla_cupy.mla_decode, math="fp8"),
+                functools.partial(mla_cupy.mla_decode, fp8=mla_cupy.Fp8("fp8")),
                 functools.partial(_decode_records, heads=rows, dtype=dtype, record="fp8", math="fp8"),
                 on_gpu,
                 simulated,

@@ -6,7 +6,7 @@ The functions have the names, the arguments and the meaning of those of `mla_cup
   `indexer_sparse_objective`: in reverse mode, by autograd and by torch.func. Other derivatives raise DTypeError.
 - `torch.compile` sees one operator instead of Python, with `fullgraph=True` and with dynamic batch sizes, too; what an
   operator writes is declared.
-- There is no `check` or `stream`: the work goes to PyTorch's current stream.
+- There is no `stream`: the work goes to PyTorch's current stream.
 - Give all arrays for results, or none. Plans come from `mla_cupy.torch.plan_decode`.
 
 This package needs PyTorch 2.4 or newer. `import mla_cupy` does not import it.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from mla_cupy import ops
 from mla_cupy.ops import docstrings
+from mla_cupy.ops.checks import explains_scale
 from mla_cupy.ops.docstrings import (
     NO_GRADIENT_OF_DECODE,
     NO_GRADIENT_OF_HEAD_SUMS,
@@ -39,9 +41,9 @@ _TEXTS: dict[str, Text] = {
 >>> import mla_cupy.torch as mla
 >>> q, cache = torch.ones(1, 1, 16, 576).bfloat16(), torch.ones(4, 64, 576).bfloat16()
 >>> table, seqlens = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([100], dtype=torch.int32)
->>> out, lse = mla.mla_decode(q, cache, table, seqlens)
+>>> out, lse = mla.mla_decode(q, cache, table, seqlens, scale=192**-0.5)
 >>> tuple(out.shape), float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 3)
-((1, 1, 16, 512), 1.0, 28.605)""",
+((1, 1, 16, 512), 1.0, 46.174)""",
     ),
     "mla_prefill": Text(
         notes="`out` and `lse` are differentiable with respect to queries, keys, values and the state, without a mask "
@@ -90,6 +92,9 @@ _TEXTS: dict[str, Text] = {
 def documented(function: _F) -> _F:
     """Attach the docstring of the public function of that name, in PyTorch's words."""
     name = function.__name__
+    parameters = inspect.signature(function).parameters
+    if "scale" in parameters and parameters["scale"].default is inspect.Parameter.empty:
+        explains_scale(function)
     loss = name.replace("_objective", "_loss")
     operation, text = ops.BOUND_OPERATIONS[loss], _TEXTS.get(name, Text())
     found = docstrings.of_function(function, operation, _WORDS, text)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mla_cupy.ops.call import Invocation, run
-from mla_cupy.ops.groups import Fp8, LossResults, OutRope, Packed, Project, taken
+from mla_cupy.ops.groups import Fp8, LossResults, OutRope, Packed, Project, Shard, taken
 from mla_cupy.ops.indexer.loss_inputs import SparseLoss, WarmupLoss
 from mla_cupy.torch.call import call
 from mla_cupy.torch.docstrings import documented
@@ -61,13 +61,13 @@ def cache_append(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
-    record: str | None = None,
+    kv_format: str | None = None,
     scales: str | None = None,
     kv_scale: float = 1,
     interleaved: bool = True,
 ) -> None:
     arrays = (latent, rope, cache, slots, cos, sin, positions)
-    options = (record, scales, kv_scale, interleaved)
+    options = (kv_format, scales, kv_scale, interleaved)
     if is_plain_call(arrays):
         run(Invocation(CACHE_APPEND.operation, arrays, options))
     else:
@@ -79,13 +79,13 @@ def cache_gather(
     cache: torch.Tensor,
     slots: torch.Tensor,
     *,
-    record: str | None = None,
+    kv_format: str | None = None,
     kv_scale: float = 1,
     out: torch.Tensor | None = None,
     out_dtype: Any = None,
 ) -> torch.Tensor:
     arrays = (cache, slots, out)
-    options = (record, kv_scale, out_dtype)
+    options = (kv_format, kv_scale, out_dtype)
     if is_plain_call(arrays):
         (out,) = run(Invocation(CACHE_GATHER.operation, arrays, options))
     else:
@@ -131,27 +131,17 @@ def mla_decode(
     block_table: torch.Tensor,
     seqlens: torch.Tensor,
     *,
+    scale: float,
     q_rope: torch.Tensor | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    tree_mask: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    out_cos: torch.Tensor | None = None,
-    out_sin: torch.Tensor | None = None,
-    out_positions: torch.Tensor | None = None,
-    w_uv: torch.Tensor | None = None,
-    gate: torch.Tensor | None = None,
-    q_scales: torch.Tensor | None = None,
-    kv_scales: torch.Tensor | None = None,
-    d_v: int = 512,
-    scale: float | None = None,
+    packed: Packed | None = None,
     causal: bool = True,
     window: int | None = None,
-    max_seqlen_q: int | None = None,
-    cp_world: int = 1,
-    cp_rank: int = 0,
-    kv_scale: float = 1,
-    q_scale: float = 1,
-    math: str = "exact",
+    tree_mask: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    out_rope: OutRope | None = None,
+    project: Project | None = None,
+    fp8: Fp8 | None = None,
+    shard: Shard | None = None,
     plan: TorchDecodePlan | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -161,6 +151,21 @@ def mla_decode(
     empty_lse: float = -math.inf,
     kernel: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    cu_seqlens_q, max_seqlen_q = (
+        (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "max_seqlen_q"))
+    )
+    out_cos, out_sin, out_positions = (
+        (None, None, None)
+        if out_rope is None
+        else taken(out_rope, OutRope, "out_rope", ("out_cos", "out_sin", "out_positions"))
+    )
+    w_uv, gate = (None, None) if project is None else taken(project, Project, "project", ("w_uv", "gate"))
+    math, q_scale, kv_scale, q_scales, kv_scales = (
+        ("exact", 1, 1, None, None)
+        if fp8 is None
+        else taken(fp8, Fp8, "fp8", ("math", "q_scale", "kv_scale", "q_scales", "kv_scales"))
+    )
+    cp_world, cp_rank = (1, 0) if shard is None else taken(shard, Shard, "shard", ("cp_world", "cp_rank"))
     arrays = (
         q,
         kv_cache,
@@ -181,16 +186,15 @@ def mla_decode(
         lse,
     )
     options = (
-        d_v,
         scale,
+        max_seqlen_q,
         causal,
         window,
-        max_seqlen_q,
+        math,
+        q_scale,
+        kv_scale,
         cp_world,
         cp_rank,
-        kv_scale,
-        q_scale,
-        math,
         out_dtype,
         lse_base,
         empty_lse,
@@ -358,7 +362,7 @@ def mla_prepare(
     quantise: bool = False,
     q_scale: float | None = None,
     return_rope: bool = False,
-    record: str | None = None,
+    kv_format: str | None = None,
     scales: str | None = None,
     kv_scale: float = 1,
     out: torch.Tensor | None = None,
@@ -366,7 +370,7 @@ def mla_prepare(
     rope_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     arrays = (q, latent, rope, cache, slots, q_rope, w_uk, cos, sin, positions, out, q_scales, rope_out)
-    options = (theta, interleaved, quantise, q_scale, return_rope, record, scales, kv_scale)
+    options = (theta, interleaved, quantise, q_scale, return_rope, kv_format, scales, kv_scale)
     if (
         is_plain_call(arrays)
         and (quantise is False or (out is None) is (q_scales is None))

@@ -21,13 +21,13 @@ def _cache_append(
     cos: Any = None,
     sin: Any = None,
     positions: Any = None,
-    record: Any = None,
+    kv_format: Any = None,
     scales: Any = None,
     kv_scale: Any = 1,
     interleaved: Any = True,
 ) -> Invocation:
     arrays = (latent, rope, cache, slots, cos, sin, positions)
-    options = (record, scales, kv_scale, interleaved)
+    options = (kv_format, scales, kv_scale, interleaved)
     return Invocation(BOUND_OPERATIONS["cache_append"], arrays, options)
 
 
@@ -36,7 +36,7 @@ CACHE_APPEND = Operators(
     _cache_append,
     arguments=(
         "Tensor latent, Tensor? rope, Tensor(m!) cache, Tensor slots, Tensor? cos=None, Tensor? sin=None, "
-        "Tensor? positions=None, str? record=None, str? scales=None, float kv_scale=1.0, "
+        "Tensor? positions=None, str? kv_format=None, str? scales=None, float kv_scale=1.0, "
         "bool interleaved=True"
     ),
 )
@@ -45,7 +45,7 @@ CACHE_APPEND = Operators(
 def _cache_gather(
     cache: Any,
     slots: Any,
-    record: Any = None,
+    kv_format: Any = None,
     kv_scale: Any = 1,
     out_dtype: Any = None,
     *,
@@ -53,14 +53,14 @@ def _cache_gather(
     workspace: Any = None,
 ) -> Invocation:
     arrays = (cache, slots, out)
-    options = (record, kv_scale, out_dtype)
+    options = (kv_format, kv_scale, out_dtype)
     return Invocation(BOUND_OPERATIONS["cache_gather"], arrays, options, workspace)
 
 
 CACHE_GATHER = Operators(
     BOUND_OPERATIONS["cache_gather"],
     _cache_gather,
-    arguments="Tensor cache, Tensor slots, str? record=None, float kv_scale=1.0, ScalarType? out_dtype=None",
+    arguments="Tensor cache, Tensor slots, str? kv_format=None, float kv_scale=1.0, ScalarType? out_dtype=None",
     results="Tensor(a!) out",
     returns="(Tensor)",
 )
@@ -108,8 +108,12 @@ def _mla_decode(
     kv_cache: Any,
     block_table: Any,
     seqlens: Any,
+    scale: Any,
     q_rope: Any = None,
     cu_seqlens_q: Any = None,
+    max_seqlen_q: Any = None,
+    causal: Any = True,
+    window: Any = None,
     tree_mask: Any = None,
     attn_sink: Any = None,
     out_cos: Any = None,
@@ -117,18 +121,13 @@ def _mla_decode(
     out_positions: Any = None,
     w_uv: Any = None,
     gate: Any = None,
+    math: Any = "exact",
+    q_scale: Any = 1,
+    kv_scale: Any = 1,
     q_scales: Any = None,
     kv_scales: Any = None,
-    d_v: Any = 512,
-    scale: Any = None,
-    causal: Any = True,
-    window: Any = None,
-    max_seqlen_q: Any = None,
     cp_world: Any = 1,
     cp_rank: Any = 0,
-    kv_scale: Any = 1,
-    q_scale: Any = 1,
-    math: Any = "exact",
     out_dtype: Any = None,
     lse_base: Any = "e",
     empty_lse: Any = None,
@@ -159,16 +158,15 @@ def _mla_decode(
         lse,
     )
     options = (
-        d_v,
         scale,
+        max_seqlen_q,
         causal,
         window,
-        max_seqlen_q,
+        math,
+        q_scale,
+        kv_scale,
         cp_world,
         cp_rank,
-        kv_scale,
-        q_scale,
-        math,
         out_dtype,
         lse_base,
         empty_lse,
@@ -181,13 +179,12 @@ MLA_DECODE = Operators(
     BOUND_OPERATIONS["mla_decode"],
     _mla_decode,
     arguments=(
-        "Tensor q, Tensor kv_cache, Tensor block_table, Tensor seqlens, Tensor? q_rope=None, "
-        "Tensor? cu_seqlens_q=None, Tensor? tree_mask=None, Tensor? attn_sink=None, Tensor? out_cos=None, "
-        "Tensor? out_sin=None, Tensor? out_positions=None, Tensor? w_uv=None, Tensor? gate=None, "
-        "Tensor? q_scales=None, Tensor? kv_scales=None, int d_v=512, float? scale=None, bool causal=True, "
-        "int? window=None, int? max_seqlen_q=None, int cp_world=1, int cp_rank=0, float kv_scale=1.0, "
-        'float q_scale=1.0, str math="exact", ScalarType? out_dtype=None, str lse_base="e", '
-        "float? empty_lse=None, str? kernel=None"
+        "Tensor q, Tensor kv_cache, Tensor block_table, Tensor seqlens, float scale, Tensor? q_rope=None, "
+        "Tensor? cu_seqlens_q=None, int? max_seqlen_q=None, bool causal=True, int? window=None, "
+        "Tensor? tree_mask=None, Tensor? attn_sink=None, Tensor? out_cos=None, Tensor? out_sin=None, "
+        'Tensor? out_positions=None, Tensor? w_uv=None, Tensor? gate=None, str math="exact", '
+        "float q_scale=1.0, float kv_scale=1.0, Tensor? q_scales=None, Tensor? kv_scales=None, int cp_world=1, "
+        'int cp_rank=0, ScalarType? out_dtype=None, str lse_base="e", float? empty_lse=None, str? kernel=None'
     ),
     results="Tensor(a!) out, Tensor(b!) lse",
     returns="(Tensor, Tensor)",
@@ -364,7 +361,7 @@ def _mla_prepare(
     quantise: Any = False,
     q_scale: Any = None,
     return_rope: Any = False,
-    record: Any = None,
+    kv_format: Any = None,
     scales: Any = None,
     kv_scale: Any = 1,
     *,
@@ -374,7 +371,7 @@ def _mla_prepare(
     workspace: Any = None,
 ) -> Invocation:
     arrays = (q, latent, rope, cache, slots, q_rope, w_uk, cos, sin, positions, out, q_scales, rope_out)
-    options = (theta, interleaved, quantise, q_scale, return_rope, record, scales, kv_scale)
+    options = (theta, interleaved, quantise, q_scale, return_rope, kv_format, scales, kv_scale)
     return Invocation(BOUND_OPERATIONS["mla_prepare"], arrays, options, workspace)
 
 
@@ -385,7 +382,7 @@ MLA_PREPARE = Operators(
         "Tensor q, Tensor? latent=None, Tensor? rope=None, Tensor(n!)? cache=None, Tensor? slots=None, "
         "Tensor? q_rope=None, Tensor? w_uk=None, Tensor? cos=None, Tensor? sin=None, Tensor? positions=None, "
         "float? theta=None, bool interleaved=True, bool quantise=False, float? q_scale=None, "
-        "bool return_rope=False, str? record=None, str? scales=None, float kv_scale=1.0"
+        "bool return_rope=False, str? kv_format=None, str? scales=None, float kv_scale=1.0"
     ),
     results="Tensor(a!) out, Tensor(b!)? q_scales=None, Tensor(c!)? rope_out=None",
     returns="(Tensor, Tensor, Tensor)",

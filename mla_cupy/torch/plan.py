@@ -16,6 +16,7 @@ from mla_cupy.errors import ArgumentError, DeviceError, PlanError, explain
 from mla_cupy.ops import DecodePlan
 from mla_cupy.ops.call import Invocation
 from mla_cupy.ops.entry import Plan, Request
+from mla_cupy.ops.groups import Fp8, Shard
 from mla_cupy.shapes import D_QK
 from mla_cupy.torch import library
 from mla_cupy.torch.call import arguments_of, check_kind, targets, with_dtypes
@@ -73,20 +74,19 @@ def plan_decode(
     s_q: int,
     h_q: int,
     d_qk: int = D_QK,
-    record: str | None = None,
+    kv_format: str | None = None,
     max_pages: int,
     page_size: int,
     dtype: Any,
-    cp_world: int = 1,
-    cp_rank: int = 0,
     q_rope: bool = False,
-    cu_seqlens_q: bool = False,
+    packed: bool = False,
+    window: int | None = None,
     tree_mask: bool = False,
     attn_sink: bool = False,
-    out_cos: bool = False,
-    window: int | None = None,
+    out_rope: bool = False,
     d_head: int = 0,
-    math: str = "exact",
+    fp8: Fp8 | None = None,
+    shard: Shard | None = None,
     batch_invariant: bool = False,
     split_tokens: int = 4096,
     device: torch.device | str | None = None,
@@ -96,9 +96,9 @@ def plan_decode(
 
     Parameters
     ----------
-    max_b, s_q, h_q, d_qk, record, max_pages, page_size, dtype, cp_world, cp_rank
+    max_b, s_q, h_q, d_qk, kv_format, max_pages, page_size, dtype, q_rope, packed, window, tree_mask, attn_sink
         As there.
-    q_rope, cu_seqlens_q, tree_mask, attn_sink, out_cos, window, d_head, math, batch_invariant, split_tokens, kernel
+    out_rope, d_head, fp8, shard, batch_invariant, split_tokens, kernel
         As there.
     device : torch.device or str, optional
         PyTorch's. Default: the current GPU, if there is one, else the CPU.
@@ -108,17 +108,7 @@ def plan_decode(
     TorchDecodePlan
         Its workspace is in PyTorch's memory.
     """
-    sizes = {"max_b": max_b, "s_q": s_q, "h_q": h_q, "d_qk": d_qk, "max_pages": max_pages}
-    shard = {"cp_world": cp_world, "cp_rank": cp_rank}
-    cuts = {"tree_mask": tree_mask, "d_head": d_head, "batch_invariant": batch_invariant, "split_tokens": split_tokens}
-    kind = {"record": record, "page_size": page_size, "dtype": dtype, "math": math}
-    arrays = {"q_rope": q_rope, "cu_seqlens_q": cu_seqlens_q, "attn_sink": attn_sink, "out_cos": out_cos}
-    forms = {**arrays, "window": window}
-    return _make_plan(device, **sizes, **kind, **shard, **forms, **cuts, kernel=kernel)
-
-
-def _make_plan(device: Any, **sizes: Any) -> TorchDecodePlan:
-    """A plan with its workspace in PyTorch's memory; `device` is PyTorch's, the current GPU or else the CPU if None."""
+    sizes = {name: value for name, value in locals().items() if name != "device"}
     place = _place(device)
     if place.type == "cpu":
         return TorchDecodePlan(ops.plan_decode(**sizes, device="cpu"), torch.empty(0, dtype=torch.uint8))

@@ -6,7 +6,7 @@ import mla_cupy
 from mla_cupy.kernels.attention import mma
 from tests.support import sparse_cases
 from tests.support.cases import DecodeCase, DecodeInputs
-from tests.support.flat import flat
+from tests.support.flat import flat, mla_decode
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check, check_lse
 
@@ -24,7 +24,7 @@ Mode = tuple[str, int]
 def decode(inputs: DecodeInputs, kernel: str, mode: Mode = ("random", 3), sm_count: int = 2) -> None:
     """Dense decode, against the oracle."""
     with simulated(sm_count, GPUS[kernel], *mode) as target:
-        got = mla_cupy.mla_decode(*inputs.arguments, **inputs.case.options, kernel=kernel)
+        got = mla_decode(*inputs.arguments, **inputs.case.options, kernel=kernel)
     assert any(entry.startswith("mla_attention_mma") for entry in target.launched)
     check(got, inputs.exact, inputs.rounded, inputs.case.dtype)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import mla_cupy
 from mla_cupy.kernels.attention import mma
 from tests.attention.runs import GPUS, decode
 from tests.decode.test_small_mutants import alike_where_finite
 from tests.support.cases import DecodeCase, make
+from tests.support.flat import mla_decode
 from tests.support.mutants import Mutant, Plant, as_verdict, steps
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
@@ -110,7 +110,7 @@ def verdict(kernel: str, mode: tuple[str, int]) -> None:
     page[last % CASE.page_size, 7] = np.inf
     page[last % CASE.page_size - 1] *= np.asarray(8, page.dtype)  # raises the maxima of the last tile
     with simulated(1, GPUS[kernel], *mode):
-        got = mla_cupy.mla_decode(*inputs.arguments, kernel=kernel)
+        got = mla_decode(*inputs.arguments, kernel=kernel)
     alike = [alike_where_finite(mine, exact) for mine, exact in zip(got, inputs.exact, strict=True)]
     check((alike[0], alike[1]), inputs.exact, inputs.rounded, CASE.dtype)
 

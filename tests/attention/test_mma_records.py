@@ -15,6 +15,7 @@ from tests.decode.test_records import fp8, v4, v32
 from tests.sparse_decode import runs as sparse
 from tests.sparse_decode.runs import SparseDecodeCase
 from tests.support.cases import DecodeCase, make
+from tests.support.flat import mla_decode
 from tests.support.mutants import CAUGHT, Mutant, Plant, as_verdict, steps
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
@@ -32,7 +33,7 @@ def decode(case: DecodeCase, gpu: Gpu, mode: tuple[str, int], sm_count: int = 1)
     """Dense decode, against the oracle."""
     inputs = make(case)
     with simulated(sm_count, gpu[1], *mode) as target:
-        got = mla_cupy.mla_decode(*inputs.arguments, **case.options, kernel=gpu[0])
+        got = mla_decode(*inputs.arguments, **case.options, kernel=gpu[0])
     assert "mla_decode_mma_records" in target.launched
     check(got, inputs.exact, inputs.rounded, case.dtype)
 
@@ -128,7 +129,7 @@ def test_every_number_is_read_exactly(record: str, dtype: str, gpu: Gpu) -> None
     q[0, 0, 1] = 2.0**-6
     table, seqlens = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
     with simulated(1, gpu[1], "late"):
-        out, _ = mla_cupy.mla_decode(q, cache, table, seqlens, out_dtype="float32", kernel=gpu[0])
+        out, _ = mla_decode(q, cache, table, seqlens, out_dtype="float32", kernel=gpu[0])
     np.testing.assert_array_equal(out[0, 0], np.stack([expected, expected]))
 
 
@@ -139,7 +140,7 @@ def test_nan_is_nan(gpu: Gpu, code: int) -> None:
     latent[70] = code
     q, table, seqlens = np.ones((1, 1, 1, 576), np.float16), np.zeros((1, 1), np.int32), np.ones(1, np.int32)
     with simulated(1, gpu[1], "late"):
-        out, lse = mla_cupy.mla_decode(q, row_of("fp8", latent), table, seqlens, kernel=gpu[0])
+        out, lse = mla_decode(q, row_of("fp8", latent), table, seqlens, kernel=gpu[0])
     assert np.isnan(out[..., 70].astype(np.float32)).all()
     assert np.isnan(lse).all()
 
@@ -169,9 +170,9 @@ def test_every_number_of_v41_is_read_exactly(dtype: str, gpu: Gpu) -> None:
 def test_tree_masks() -> None:
     case = v32(b=2, seqlens=(68, 3), s_q=4, h_q=6)
     inputs, mask = make(case), np.array([[1, 2, 5, 11], [1, 3, 5, 9]], np.uint64)
-    exact = mla_cupy.mla_decode(*inputs.arguments, tree_mask=mask)  # the oracle: there is no GPU
+    exact = mla_decode(*inputs.arguments, tree_mask=mask)  # the oracle: there is no GPU
     with simulated(1, (8, 9), "random", 2):
-        got = mla_cupy.mla_decode(*inputs.arguments, tree_mask=mask, kernel="decode_mma_records")
+        got = mla_decode(*inputs.arguments, tree_mask=mask, kernel="decode_mma_records")
     np.testing.assert_allclose(got[0].astype(np.float32), exact[0].astype(np.float32), atol=0.02, rtol=0.02)
     np.testing.assert_allclose(got[1], exact[1], atol=1e-3)
 
@@ -304,7 +305,7 @@ def verdict(gpu: Gpu, case: DecodeCase, mode: tuple[str, int]) -> None:
         0x7F  # NaN, for the second query
     )
     with simulated(1, gpu[1], *mode):
-        got = mla_cupy.mla_decode(*inputs.arguments, kernel=gpu[0])
+        got = mla_decode(*inputs.arguments, kernel=gpu[0])
     assert np.isnan(got[0][0, 1].astype(np.float32)).all()
     first = [(out[:, :1], lse[..., :1]) for out, lse in (got, inputs.exact, inputs.rounded)]
     check(*first, case.dtype)

@@ -10,6 +10,7 @@ import pytest
 import mla_cupy
 from tests.attention.runs import GPUS, HARD, decode, sparse_forward
 from tests.support.cases import DecodeCase, make
+from tests.support.flat import mla_decode
 from tests.support.sim_driver import simulated
 from tests.support.sparse_cases import SparseCase
 from tests.support.sparse_cases import make as make_sparse
@@ -67,7 +68,7 @@ def test_what_only_later_queries_see_does_not_reach_earlier_ones(kernel: str) ->
     hidden = 64  # from the first query only
     inputs.kv_cache[inputs.block_table[0, hidden // 64], hidden % 64, 0, [3, 300]] = np.nan, np.inf
     with simulated(1, GPUS[kernel], "late"):
-        got = mla_cupy.mla_decode(*inputs.arguments, kernel=kernel)
+        got = mla_decode(*inputs.arguments, kernel=kernel)
     assert np.isfinite(got[0][:, :1].astype(np.float32)).all()
     check(got, inputs.exact, inputs.rounded, "bfloat16")
 
@@ -77,9 +78,9 @@ def test_tree_masks(kernel: str) -> None:
     inputs = make(DecodeCase(b=2, seqlens=(68, 3), s_q=4, h_q=6))
     mask = np.array([[1, 2, 5, 11], [1, 3, 5, 9]], np.uint64)
     q, kv_cache, block_table, seqlens = inputs.arguments[:4]
-    exact = mla_cupy.mla_decode(q, kv_cache, block_table, seqlens, tree_mask=mask)  # the oracle: there is no GPU
+    exact = mla_decode(q, kv_cache, block_table, seqlens, tree_mask=mask)  # the oracle: there is no GPU
     with simulated(1, GPUS[kernel], "random", 2):
-        got = mla_cupy.mla_decode(q, kv_cache, block_table, seqlens, tree_mask=mask, kernel=kernel)
+        got = mla_decode(q, kv_cache, block_table, seqlens, tree_mask=mask, kernel=kernel)
     np.testing.assert_allclose(got[0].astype(np.float32), exact[0].astype(np.float32), atol=0.02, rtol=0.02)
     np.testing.assert_allclose(got[1], exact[1], atol=1e-4)
 
@@ -102,4 +103,4 @@ def test_sparse_forward(kernel: str, case: SparseCase) -> None:
 def test_shared_memory_decides() -> None:
     """A build that needs more than a block may have never runs."""
     with simulated(1, (8, 6)), pytest.raises(mla_cupy.UnsupportedDeviceError, match="163 KB"):
-        mla_cupy.mla_decode(*make(HARD).arguments, **HARD.options, kernel="attention_mma_163kb")
+        mla_decode(*make(HARD).arguments, **HARD.options, kernel="attention_mma_163kb")

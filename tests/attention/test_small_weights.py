@@ -13,7 +13,7 @@ import mla_cupy
 from mla_cupy import reference
 from mla_cupy.cache_formats import FORMATS
 from tests.cache.inputs import empty_cache
-from tests.support.flat import flat
+from tests.support.flat import flat, mla_decode
 from tests.support.mutants import Mutant, Plant
 from tests.support.sim_driver import simulated
 
@@ -41,7 +41,7 @@ def attend(operation: str, kernel: str, record: str, heads: int, scores: Array) 
     latent[np.arange(TOKENS), np.arange(TOKENS)] = 1
     rope[:, 0] = scores
     dtype = ml_dtypes.bfloat16
-    reference.cache_append(latent.astype(dtype), rope.astype(dtype), cache, np.arange(TOKENS), record=record)
+    reference.cache_append(latent.astype(dtype), rope.astype(dtype), cache, np.arange(TOKENS), kv_format=record)
     q = np.zeros((b, 1, heads, 576), dtype)
     q[..., 512] = 1
     slots = np.arange(TOKENS, dtype=np.int32)
@@ -49,7 +49,7 @@ def attend(operation: str, kernel: str, record: str, heads: int, scores: Array) 
     with simulated(1):
         if operation == "dense":
             table, lengths = np.arange(TOKENS // PAGE, dtype=np.int32)[None], np.array([TOKENS], np.int32)
-            out, lse = mla_cupy.mla_decode(q, cache, table, lengths, **options)
+            out, lse = mla_decode(q, cache, table, lengths, **options)
             return out[0, 0, 0], lse[0, 0]
         if operation == "sparse":
             out, lse = flat(mla_cupy.sparse_mla_decode)(q, cache, slots[None, None], **options)

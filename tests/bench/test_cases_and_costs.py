@@ -53,5 +53,5 @@ def test_mixes_of_lengths():
 
 def test_narrow_cases():
     assert parse("b2-sq1-hq16-skv100-dqk512").scale == 512**-0.5
-    assert parse("b2-sq1-hq16-skv100-dqk320").options == {"d_v": 256}
+    assert parse("b2-sq1-hq16-skv100-dqk320").d_v == 256
     assert {(case.d_qk, case.d_v) for case in SUITES["narrow"]} == {(320, 256), (288, 256)}

@@ -105,7 +105,7 @@ def test_rows_are_the_numbers_of_the_records(device, numpy_backend, operation, n
     dense = operation is DENSE_DECODE_FP8
     rows = inputs.kv_cache if dense else inputs.kv
     slots = np.arange(case.num_pages * case.page_size if dense else case.s_kv)
-    record = {"record": case.record.name} if dense else {}
+    record = {"kv_format": case.record.name} if dense else {}
     exact = reference.cache_gather(inputs.records, slots, **record)[0].reshape(rows.shape)
     assert rows.dtype == inputs.q.dtype
     if dtype == "bfloat16" or dense:

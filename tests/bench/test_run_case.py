@@ -18,6 +18,7 @@ from bench.ops.decode.cases import DecodeCase
 from bench.ops.decode.check import expect, judge
 from bench.ops.decode.inputs import Outputs, make_inputs
 from tests.bench.small import SMALL
+from tests.support.flat import flat, flat_plan
 
 DECODE = OPERATIONS["decode"]
 
@@ -78,7 +79,7 @@ def test_batch_invariant_plans_are_asked_for(device, numpy_backend, monkeypatch)
 
     def noted(**options):
         asked.append({name: options.get(name) for name in ("batch_invariant", "split_tokens")})
-        return plan_decode(**options)
+        return flat_plan(plan_decode)(**options)
 
     monkeypatch.setattr(mla_cupy, "plan_decode", noted)
     sets = [make_inputs(CASE, "bfloat16", seed, device) for seed in range(2)]
@@ -93,7 +94,7 @@ def test_a_chain_of_drafts_as_a_tree_is_the_causal_mask(device, numpy_backend, m
 
     def noted(*arrays, **options):
         masks.append(options.get("tree_mask"))
-        return mla_decode(*arrays, **options)
+        return flat(mla_decode)(*arrays, **options)
 
     monkeypatch.setattr(mla_cupy, "mla_decode", noted)
     sets, found = [make_inputs(CASE, "bfloat16", 0, device)], []

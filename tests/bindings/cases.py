@@ -76,12 +76,13 @@ def decode(h_q: int = 4, **options: Any) -> BoundCall:
     inputs = cases.make(cases.DecodeCase(b=3, s_q=2, h_q=h_q, seqlens="ragged-90", dtype="bfloat16"))
     names = ("q", "kv_cache", "block_table", "seqlens")
     arrays = _dense(**dict(zip(names, inputs.arguments, strict=True)))
-    return BoundCall(_id("decode", options), "mla_decode", arrays, options)
+    return BoundCall(_id("decode", options), "mla_decode", arrays, {"scale": 576**-0.5, **options})
 
 
 def decode_and_project(**options: Any) -> BoundCall:
     plain = decode()
-    return BoundCall(_id("decode_and_project", options), "mla_decode", plain.arrays | _projection(3, 2, 4), options)
+    arrays = plain.arrays | _projection(3, 2, 4)
+    return BoundCall(_id("decode_and_project", options), "mla_decode", arrays, {**plain.options, **options})
 
 
 def decode_in_fp8(queries: str, **options: Any) -> BoundCall:
@@ -90,7 +91,7 @@ def decode_in_fp8(queries: str, **options: Any) -> BoundCall:
     names = ("q", "kv_cache", "block_table", "seqlens")
     arrays = _dense(**dict(zip(names, inputs.arguments, strict=True)))
     options = {"kv_scale": 0.1, "math": "fp8", **options}
-    return BoundCall(_id(f"decode-{queries or 'half'}", options), "mla_decode", arrays, options)
+    return BoundCall(_id(f"decode-{queries or 'half'}", options), "mla_decode", arrays, {"scale": 576**-0.5, **options})
 
 
 def decode_with_scales() -> BoundCall:
@@ -283,7 +284,7 @@ def append(record: str, rotated: bool = False, **options: Any) -> BoundCall:
     if rotated:
         arrays |= {name: rng.standard_normal((9, kept.d_rope // 2), np.float32) for name in ("cos", "sin")}
         arrays["positions"] = np.array([8, 0, 3, 3, 1], np.int32)
-    return BoundCall(_id(f"append-{record}", options), "cache_append", arrays, {"record": record, **options})
+    return BoundCall(_id(f"append-{record}", options), "cache_append", arrays, {"kv_format": record, **options})
 
 
 def mla_prepare(record: str = "", **options: Any) -> BoundCall:
@@ -300,7 +301,7 @@ def mla_prepare(record: str = "", **options: Any) -> BoundCall:
 
 def gather(record: str, **options: Any) -> BoundCall:
     arrays = {"cache": append(record).eager()[0], "slots": np.array([5, -1, 0], np.int32)}
-    return BoundCall(_id(f"gather-{record}", options), "cache_gather", arrays, {"record": record, **options})
+    return BoundCall(_id(f"gather-{record}", options), "cache_gather", arrays, {"kv_format": record, **options})
 
 
 def copy_pages() -> BoundCall:

@@ -129,7 +129,7 @@ def test_errors_are_those_of_the_public_call(
 ) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     good = decode()
-    arrays, options = {**good.arrays, **change.get("arrays", {})}, change.get("options", {})
+    arrays, options = {**good.arrays, **change.get("arrays", {})}, {**good.options, **change.get("options", {})}
     bad = BoundCall("bad", "mla_decode", arrays, options)
     with pytest.raises(kind) as of_public:
         bad.eager()

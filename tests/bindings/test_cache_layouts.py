@@ -15,7 +15,7 @@ from mla_cupy.simulation import simulated
 from tests.bindings.cases import CALLS, CALLS_OF_JAX, Array, BoundCall, as_tuple, decode, decode_in_fp8, sparse_decode
 from tests.interop.test_torch import array, tensor
 from tests.support.calls import assert_same
-from tests.support.flat import flat
+from tests.support.flat import cascade_decode, flat, mla_decode, plan_decode
 from tests.support.recorder import Recorder
 
 
@@ -152,18 +152,18 @@ def test_plans_and_cascades(layout: str) -> None:
     changed, wanted = laid_out(call, layout).arrays, alone(call).eager()
     b, s_q, h_q, _ = changed["q"].shape
     sizes = {"max_pages": changed["block_table"].shape[1], "page_size": 64, "dtype": "bfloat16"}
-    plan = mla_cupy.plan_decode(max_b=b, s_q=s_q, h_q=h_q, **sizes)
+    plan = plan_decode(max_b=b, s_q=s_q, h_q=h_q, **sizes)
     plan.update(changed["seqlens"])
-    for got, expected in zip(mla_cupy.mla_decode(**changed, plan=plan, check=False), wanted, strict=True):
+    for got, expected in zip(mla_decode(**changed, plan=plan, check=False), wanted, strict=True):
         assert_same(got, expected)
     table, lengths = np.array([[1, 2], [1, 3]], np.int32), np.array([70, 100], np.int32)
     shared = {**changed, "q": changed["q"][:2], "block_table": table, "seqlens": lengths}
-    expected = mla_cupy.mla_decode(**{**shared, "kv_cache": without_heads(shared["kv_cache"])})
+    expected = mla_decode(**{**shared, "kv_cache": without_heads(shared["kv_cache"])})
     groups = mla_cupy.shared_prefixes(table, lengths, page_size=64, h_q=h_q, always=True)
     for check in (False, True):
-        for got, wanted_of in zip(mla_cupy.cascade_decode(**shared, groups=groups, check=check), expected, strict=True):
+        for got, wanted_of in zip(cascade_decode(**shared, groups=groups, check=check), expected, strict=True):
             assert_same(got, wanted_of)
-    assert_same(mla_cupy.mla_decode(**shared, check=True)[0], expected[0])
+    assert_same(mla_decode(**shared, check=True)[0], expected[0])
 
 
 @pytest.mark.usefixtures("_numpy_backend")
@@ -209,7 +209,7 @@ def test_pages_of_one_token() -> None:
     q, pages = rng.standard_normal((1, 1, 4, 576)).astype(np.float16), rng.standard_normal((5, 1, 576))
     table, lengths = np.array([[4, 0, 2]], np.int32), np.array([3], np.int32)
     pages = pages.astype(np.float16)
-    wanted = mla_cupy.mla_decode(q, pages, table, lengths)
+    wanted = mla_decode(q, pages, table, lengths)
     for cache in (pages[:, None], pages[:, :, None]):
         assert cache.shape == (5, 1, 1, 576)
-        assert_same(mla_cupy.mla_decode(q, cache, table, lengths)[0], wanted[0])
+        assert_same(mla_decode(q, cache, table, lengths)[0], wanted[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 
 import mla_cupy
 from mla_cupy import DTypeError
+from mla_cupy.ops import OPERATIONS, POOL_OPERATIONS
 from tests.bindings.cases import CALLS, CALLS_OF_JAX, SCALE, BoundCall, as_tuple, decode, forward, merge
 from tests.bindings.test_torch import options, tensors
-from tests.support.flat import flat
+from tests.support.flat import flat, mla_decode
 
 pytestmark = [
     pytest.mark.usefixtures("_numpy_backend"),
@@ -59,9 +61,17 @@ def of_one(torch: Any, of: Any, call: BoundCall, name: str) -> tuple[Callable[[A
     return value, given[name]
 
 
+def named(call: BoundCall, name: str) -> str:
+    """An argument as messages name it: alone, or as the member of its group."""
+    operation = {**OPERATIONS, **POOL_OPERATIONS}.get(call.operation)
+    path = operation.paths.get(name, name) if operation else name
+    return f"({name}|{re.escape(path)})"
+
+
 def said(call: BoundCall, name: str) -> str:
     operation = f"{call.operation}( of e4m3 codes)?"
-    return f"^{name}: got a derivative, expected a constant: {operation} has no such gradient; .*sparse_mla_forward"
+    got = f"^{named(call, name)}: got a derivative, expected a constant"
+    return f"{got}: {operation} has no such gradient; .*sparse_mla_forward"
 
 
 @every_argument
@@ -73,7 +83,7 @@ def test_torch(torch: Any, of_torch: Any, call: BoundCall, name: str) -> None:
         with pytest.raises(DTypeError, match=said(call, name)):
             torch.func.grad(value)(x)
     if not has_gradient and call.operation not in CONSTANTS:
-        with pytest.raises(DTypeError, match=f"^{name}: got a (derivative|tensor that requires grad)"):
+        with pytest.raises(DTypeError, match=f"^{named(call, name)}: got a (derivative|tensor that requires grad)"):
             value(x.clone().requires_grad_())
     with pytest.raises(DTypeError, match=said(call, name)):
         torch.func.jvp(value, (x,), (x,))
@@ -81,7 +91,7 @@ def test_torch(torch: Any, of_torch: Any, call: BoundCall, name: str) -> None:
 
     with (
         forward_ad.dual_level(),
-        pytest.raises(DTypeError, match=f"^{name}: got a (derivative|tensor that has a tangent)"),
+        pytest.raises(DTypeError, match=f"^{named(call, name)}: got a (derivative|tensor that has a tangent)"),
     ):
         value(forward_ad.make_dual(x, x))
 
@@ -95,7 +105,7 @@ def test_plain_functions(torch: Any, call: BoundCall, name: str) -> None:
             DTypeError, match=r"^\w+: got a tensor (under a transform|that requires|that has a).* mla_cupy\.t"
         ):
             transformed()
-    with pytest.raises(DTypeError, match=f"^{name}: got a tensor that requires grad, .* have gradients$"):
+    with pytest.raises(DTypeError, match=f"^{named(call, name)}: got a tensor that requires grad, .* have gradients$"):
         value(x.clone().requires_grad_())
 
 
@@ -128,25 +138,27 @@ def test_jax(jax: Any, of_jax: Any, call: BoundCall, name: str) -> None:
 def test_torch_constants(torch: Any, of_torch: Any) -> None:
     """A function that is differentiated may call operations on what it is not differentiated by."""
     given = tensors(torch, decode())
-    factor, out = torch.tensor(3.0), of_torch.mla_decode(**given)[0].float().sum()
+    factor, out = torch.tensor(3.0), flat(of_torch.mla_decode)(**given)[0].float().sum()
     for through in (torch.func.grad, lambda f: lambda x: torch.func.jvp(f, (x,), (torch.ones(()),))[1]):
-        assert torch.equal(through(lambda x: x * of_torch.mla_decode(**given)[0].float().sum())(factor), out)
+        assert torch.equal(through(lambda x: x * flat(of_torch.mla_decode)(**given)[0].float().sum())(factor), out)
         with pytest.raises(DTypeError, match=r"^q: got a tensor under a transform, .* of mla_cupy\.torch$"):
-            through(lambda x: x * mla_cupy.mla_decode(**given)[0].float().sum())(factor)
+            through(lambda x: x * mla_decode(**given)[0].float().sum())(factor)
     detached = torch.func.grad(
-        lambda q: (q.float() * 0 + of_torch.mla_decode(**{**given, "q": q.detach()})[0].float().mean()).mean()
+        lambda q: (q.float() * 0 + flat(of_torch.mla_decode)(**{**given, "q": q.detach()})[0].float().mean()).mean()
     )
     assert not detached(given["q"]).any()
     with torch.no_grad():
-        of_torch.mla_decode(**{**given, "q": given["q"].clone().requires_grad_()})
+        flat(of_torch.mla_decode)(**{**given, "q": given["q"].clone().requires_grad_()})
 
 
 def test_jax_constants(jax: Any, of_jax: Any) -> None:
     given = {key: jax.numpy.asarray(x) for key, x in decode().arrays.items()}
     stop = jax.lax.stop_gradient
-    out = of_jax.mla_decode(**given)[1].sum()
-    assert jax.grad(lambda x: x * of_jax.mla_decode(**given)[1].sum())(3.0) == out
-    gradient = jax.jit(jax.grad(lambda q: of_jax.mla_decode(**{**given, "q": stop(q)})[1].sum() + q.sum()))(given["q"])
+    out = flat(of_jax.mla_decode)(**given)[1].sum()
+    assert jax.grad(lambda x: x * flat(of_jax.mla_decode)(**given)[1].sum())(3.0) == out
+    gradient = jax.jit(jax.grad(lambda q: flat(of_jax.mla_decode)(**{**given, "q": stop(q)})[1].sum() + q.sum()))(
+        given["q"]
+    )
     assert (gradient == 1).all()
 
 

@@ -97,7 +97,7 @@ def test_a_cache_is_changed_in_place_if_it_is_donated(jax: Any, of_jax: Any, exp
     cache = given.pop("cache") + jax.numpy.uint8(0)  # XLA's own memory, and not NumPy's
     before, place = np.array(cache), cache.unsafe_buffer_pointer()
     step = jax.jit(
-        lambda cache, given: of_jax.cache_append(**given, cache=cache, record="v32", exportable=exportable),
+        lambda cache, given: of_jax.cache_append(**given, cache=cache, kv_format="v32", exportable=exportable),
         donate_argnums=0 if donate else (),
     )
     made = step(cache, given)
@@ -113,7 +113,7 @@ def test_a_cache_is_changed_in_place_if_it_is_donated(jax: Any, of_jax: Any, exp
 def test_two_shapes_in_one_program(jax: Any, of_jax: Any, exportable: bool) -> None:
     small, large = decode(h_q=2), decode(h_q=6)
     both = jax.jit(
-        lambda first, second: [of_jax.mla_decode(**x, exportable=exportable) for x in (first, second, first)]
+        lambda first, second: [flat(of_jax.mla_decode)(**x, exportable=exportable) for x in (first, second, first)]
     )
     for got, call in zip(both(on_cpu(jax, small), on_cpu(jax, large)), (small, large, small), strict=True):
         check(got, call.eager())
@@ -258,7 +258,9 @@ def test_results_take_over_donated_memory(jax: Any, of_jax: Any, exportable: boo
     arrays = on_cpu(jax, call)
     wanted = call.eager()
     step = jax.jit(
-        lambda arrays, out, lse: of_jax.mla_decode(**arrays, **call.options, out=out, lse=lse, exportable=exportable),
+        lambda arrays, out, lse: flat(of_jax.mla_decode)(
+            **arrays, **call.options, out=out, lse=lse, exportable=exportable
+        ),
         donate_argnums=(1, 2),
     )
     out, lse = (jax.numpy.full(x.shape, 7, x.dtype) for x in wanted)
@@ -295,7 +297,7 @@ def test_a_donated_cache_is_written_in_place(jax: Any, of_jax: Any, exportable: 
 
     def step(cache: Any, q: Any, block_table: Any, seqlens: Any) -> Any:
         cache = cache.at[page, 0].set(token)
-        return cache, of_jax.mla_decode(q, cache, block_table, seqlens, exportable=exportable)
+        return cache, flat(of_jax.mla_decode)(q, cache, block_table, seqlens, exportable=exportable)
 
     cache = jax.numpy.copy(arrays.pop("kv_cache"))
     place = cache.unsafe_buffer_pointer()
@@ -326,7 +328,9 @@ def test_what_does_not_fit_is_said_while_tracing(
     jax: Any, of_jax: Any, change: dict[str, Any], kind: type[Exception], text: str
 ) -> None:
     with pytest.raises(kind, match=text):
-        jax.jit(lambda q: of_jax.mla_decode(**{**on_cpu(jax, decode()), "q": q, **change}))(on_cpu(jax, decode())["q"])
+        jax.jit(lambda q: flat(of_jax.mla_decode)(**{**on_cpu(jax, decode()), "q": q, **change}))(
+            on_cpu(jax, decode())["q"]
+        )
 
 
 @both_roads

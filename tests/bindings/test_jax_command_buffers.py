@@ -24,8 +24,8 @@ def decode(of_jax: Any) -> tuple[Any, list[Any]]:
     inputs = cases.make(cases.DecodeCase(b=2, s_q=1, h_q=16, seqlens=(70, 5), strides="dense"))
 
     def step(q: Any, *cache: Any) -> Any:
-        out, _ = of_jax.mla_decode(q, *cache, exportable=True)
-        return of_jax.mla_decode(q.at[..., :512].add(out), *cache, exportable=True)
+        out, _ = flat(of_jax.mla_decode)(q, *cache, exportable=True)
+        return flat(of_jax.mla_decode)(q.at[..., :512].add(out), *cache, exportable=True)
 
     return step, list(inputs.arguments)
 

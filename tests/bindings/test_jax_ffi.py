@@ -16,6 +16,7 @@ import pytest
 
 from tests.bindings.cases import decode, forward
 from tests.support.calls import assert_same
+from tests.support.flat import flat
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -178,7 +179,7 @@ def test_another_process_runs_an_exported_program(jax: Any, ffi: Any, tmp_path: 
     mla = importlib.import_module("mla_cupy.jax")
     call = decode()
     arrays = list(call.arrays.values())
-    step = jax.jit(lambda *x: mla.mla_decode(*x, exportable=True))
+    step = jax.jit(lambda *x: flat(mla.mla_decode)(*x, exportable=True))
     export = importlib.import_module("jax.export").export
     exported = export(step, disabled_checks=mla.disabled_checks())(*arrays).serialize()
     plain = [x.view(np.int16) if x.dtype.name == "bfloat16" else x for x in arrays]

@@ -96,13 +96,13 @@ def test_steps_that_append_to_a_donated_cache(jax_gpu: Any, of_jax: Any, exporta
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_decode_against_the_oracle(jax_gpu: Any, of_jax: Any, dtype: str) -> None:
     inputs = cases.make(cases.DecodeCase(b=4, s_q=2, h_q=128, seqlens="ragged-700", strides="dense", dtype=dtype))
-    out, lse = jax_gpu.jit(of_jax.mla_decode)(*put(jax_gpu, inputs.arguments, "gpu"))
+    out, lse = jax_gpu.jit(flat(of_jax.mla_decode))(*put(jax_gpu, inputs.arguments, "gpu"))
     check((np.asarray(out), np.asarray(lse)), inputs.exact, inputs.rounded, dtype)
 
 
 def test_two_shapes(jax_gpu: Any, of_jax: Any) -> None:
     """One function, traced twice; then both again, in turn."""
-    run = jax_gpu.jit(of_jax.mla_decode)
+    run = jax_gpu.jit(flat(of_jax.mla_decode))
     sizes = ({"b": 2, "h_q": 16}, {"b": 5, "h_q": 64})
     made = [cases.make(cases.DecodeCase(seqlens="ragged-300", strides="dense", **size)) for size in sizes]
     for _ in range(3):
@@ -151,7 +151,7 @@ def test_graph_replay_without_python(
     def layers(q: Any, kv_cache: Any, table: Any, seqlens: Any, state: Any) -> Any:
         made = []
         for out, lse in state:
-            made.append(of_jax.mla_decode(q, kv_cache, table, seqlens, out=out, lse=lse, exportable=exportable))
+            made.append(flat(of_jax.mla_decode)(q, kv_cache, table, seqlens, out=out, lse=lse, exportable=exportable))
         return made
 
     step = jax.jit(layers, donate_argnums=4)
@@ -183,7 +183,7 @@ def test_a_thousand_calls_beside_a_busy_thread(jax_gpu: Any, of_jax: Any, export
     """A thread that holds the GIL for long stretches delays the callback, but neither stops nor spoils it."""
     jax, inputs = jax_gpu, cases.make(cases.DecodeCase(b=2, h_q=16, seqlens=100, strides="dense"))
     arguments = put(jax, inputs.arguments, "gpu")
-    run = jax.jit(lambda *x: of_jax.mla_decode(*x, exportable=exportable))
+    run = jax.jit(lambda *x: flat(of_jax.mla_decode)(*x, exportable=exportable))
     first = [np.asarray(x) for x in run(*arguments)]
     stop = threading.Event()
 
@@ -215,7 +215,7 @@ def test_nothing_is_allocated_or_loaded_in_the_callback(jax_gpu: Any, of_jax: An
 
     jax, inputs = jax_gpu, cases.make(CASE)
     arguments = put(jax, inputs.arguments, "gpu")
-    run = jax.jit(lambda *x: of_jax.mla_decode(*x)).lower(*arguments).compile()
+    run = jax.jit(lambda *x: flat(of_jax.mla_decode)(*x)).lower(*arguments).compile()
 
     def refuse(*arguments: Any, **options: Any) -> Any:
         raise AssertionError("not in the callback")
@@ -235,17 +235,17 @@ def test_work_before_and_after_is_ordered(jax_gpu: Any, of_jax: Any) -> None:
     @jax.jit
     def late(q: Any, work: Any) -> Any:
         slow = (0 * (work @ work @ work).sum()).astype(q.dtype)
-        out, _ = of_jax.mla_decode(q + slow, kv_cache, table, seqlens)
+        out, _ = flat(of_jax.mla_decode)(q + slow, kv_cache, table, seqlens)
         return out.astype(jnp.float32) * 2
 
-    expected = 2 * np.asarray(of_jax.mla_decode(q, kv_cache, table, seqlens)[0]).astype(np.float32)
+    expected = 2 * np.asarray(flat(of_jax.mla_decode)(q, kv_cache, table, seqlens)[0]).astype(np.float32)
     for _ in range(5):
         np.testing.assert_array_equal(np.asarray(late(q, work)), expected)
 
 
 def test_the_choice_of_the_platform_is_gone_at_run_time(jax_gpu: Any, of_jax: Any) -> None:
     arguments = put(jax_gpu, cases.make(CASE).arguments, "gpu")
-    text = jax_gpu.jit(of_jax.mla_decode).lower(*arguments).compile().as_text()
+    text = jax_gpu.jit(flat(of_jax.mla_decode)).lower(*arguments).compile().as_text()
     assert "conditional" not in text
 
 
@@ -256,7 +256,7 @@ def test_donated_memory(jax_gpu: Any, of_jax: Any, exportable: bool) -> None:
     out, lse = put(jax, (np.zeros((4, 2, 32, 512), inputs.q.dtype), np.zeros((4, 32, 2), np.float32)), "gpu")
     places = out.unsafe_buffer_pointer(), lse.unsafe_buffer_pointer()
     step = jax.jit(
-        lambda x, out, lse: of_jax.mla_decode(*x, out=out, lse=lse, exportable=exportable), donate_argnums=(1, 2)
+        lambda x, out, lse: flat(of_jax.mla_decode)(*x, out=out, lse=lse, exportable=exportable), donate_argnums=(1, 2)
     )
     got = step(arguments, out, lse)
     assert (got[0].unsafe_buffer_pointer(), got[1].unsafe_buffer_pointer()) == places
@@ -305,7 +305,7 @@ def test_sharded_over_gpus(jax_gpu: Any, of_jax: Any, kind: str, exportable: boo
         jax.device_put(np.ascontiguousarray(x), jax.sharding.NamedSharding(mesh, each))
         for x, each in zip(inputs.arguments, specs, strict=True)
     ]
-    step = jax.jit(functools.partial(of_jax.mla_decode, exportable=exportable))
+    step = jax.jit(functools.partial(flat(of_jax.mla_decode), exportable=exportable))
     text = step.lower(*given).compile().as_text()
     assert not any(word in text for word in ("all-gather", "all-to-all", "collective-permute", "all-reduce"))
     for _ in range(20):
@@ -314,7 +314,7 @@ def test_sharded_over_gpus(jax_gpu: Any, of_jax: Any, kind: str, exportable: boo
     part[0 if axis == "sequences" else 2] //= 2
     assert out.sharding.shard_shape(out.shape) == tuple(part)
     for device in devices[:2]:
-        alone = of_jax.mla_decode(*(part_on(device, x) for x in given))
+        alone = flat(of_jax.mla_decode)(*(part_on(device, x) for x in given))
         for got, wanted in zip((out, lse), alone, strict=True):
             assert np.asarray(part_on(device, got)).tobytes() == np.asarray(wanted).tobytes()
     check((np.asarray(out), np.asarray(lse)), inputs.exact, inputs.rounded, "bfloat16")
@@ -324,7 +324,7 @@ def test_an_exported_program(jax_gpu: Any, of_jax: Any) -> None:
     pytest.importorskip("flatbuffers")
     jax, inputs = jax_gpu, cases.make(CASE)
     arguments = put(jax, inputs.arguments, "gpu")
-    step = jax.jit(lambda *x: of_jax.mla_decode(*x, exportable=True))
+    step = jax.jit(lambda *x: flat(of_jax.mla_decode)(*x, exportable=True))
     from jax import export
 
     stored = export.export(step, platforms=["cuda"], disabled_checks=of_jax.disabled_checks())(*arguments).serialize()
@@ -335,12 +335,12 @@ def test_an_exported_program(jax_gpu: Any, of_jax: Any) -> None:
 def test_wrong_arrays_are_said(jax_gpu: Any, of_jax: Any) -> None:
     q, kv_cache, table, seqlens = put(jax_gpu, cases.make(CASE).arguments, "gpu")
     with pytest.raises(mla_cupy.DTypeError, match=r"seqlens\.dtype: got float32, expected int32"):
-        jax_gpu.jit(of_jax.mla_decode)(q, kv_cache, table, seqlens.astype("float32"))
+        jax_gpu.jit(flat(of_jax.mla_decode))(q, kv_cache, table, seqlens.astype("float32"))
 
 
 def test_errors_while_running_keep_their_text(jax_gpu: Any, of_jax: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = put(jax_gpu, cases.make(CASE).arguments, "gpu")
-    run = jax_gpu.jit(lambda *x: of_jax.mla_decode(*x)).lower(*arguments).compile()
+    run = jax_gpu.jit(lambda *x: flat(of_jax.mla_decode)(*x)).lower(*arguments).compile()
 
     def fail(*arguments: Any) -> None:
         raise mla_cupy.MlaError("q: got bad luck, expected good luck")
@@ -354,7 +354,7 @@ def test_a_program_for_the_cpu(jax_gpu: Any, of_jax: Any, monkeypatch: pytest.Mo
     """In a process with a GPU, XLA picks the branch of the platform that it compiles for."""
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     inputs = cases.make(cases.DecodeCase(h_q=4, seqlens=70, strides="dense"))
-    for run in (jax_gpu.jit(of_jax.mla_decode), of_jax.mla_decode):
+    for run in (jax_gpu.jit(flat(of_jax.mla_decode)), of_jax.mla_decode):
         out, lse = run(*put(jax_gpu, inputs.arguments, "cpu"))
         assert {device.platform for device in out.devices()} == {"cpu"}
         check((np.asarray(out), np.asarray(lse)), inputs.exact, inputs.rounded, "bfloat16")

@@ -126,7 +126,7 @@ def test_sequences_and_heads(jax: Any, of_jax: Any, sharding: Any, kind: str) ->
     given = put(jax, mesh, call.arrays, BATCH)
 
     def step(given: dict[str, Any]) -> Any:
-        out, lse = of_jax.mla_decode(**{**given, "q": given["q"] * 1})
+        out, lse = flat(of_jax.mla_decode)(**{**given, "q": given["q"] * 1})
         return out * 1, lse
 
     assert moves(jax, step, given) == set()
@@ -140,11 +140,11 @@ def test_queries_say_how(jax: Any, of_jax: Any, sharding: Any) -> None:
     """Tables and lengths that are whole are cut; heads over two axes of the mesh."""
     call, mesh = four(), mesh_of(jax, "Auto", b=2, h=2)
     given = put(jax, mesh, call.arrays, {"q": Q})
-    assert moves(jax, lambda x: of_jax.mla_decode(**x), given) <= {"dynamic-slice"}
-    close(jax.jit(lambda x: of_jax.mla_decode(**x))(given), call.eager())
+    assert moves(jax, lambda x: flat(of_jax.mla_decode)(**x), given) <= {"dynamic-slice"}
+    close(jax.jit(lambda x: flat(of_jax.mla_decode)(**x))(given), call.eager())
     given = put(jax, mesh, call.arrays, {"q": (None, None, ("b", "h"))})
-    assert moves(jax, lambda x: of_jax.mla_decode(**x), given) == set()
-    close(jax.jit(lambda x: of_jax.mla_decode(**x))(given), call.eager())
+    assert moves(jax, lambda x: flat(of_jax.mla_decode)(**x), given) == set()
+    close(jax.jit(lambda x: flat(of_jax.mla_decode)(**x))(given), call.eager())
 
 
 @both_kinds
@@ -155,15 +155,15 @@ def test_what_cannot_be_divided_is_gathered(jax: Any, of_jax: Any, sharding: Any
     pages = len(arrays["kv_cache"]) % 2
     arrays["kv_cache"] = np.concatenate([arrays["kv_cache"], arrays["kv_cache"][:pages]])
     given = put(jax, mesh, arrays, {**BATCH, "kv_cache": ("b",)})
-    assert "all-gather" in moves(jax, lambda x: of_jax.mla_decode(**x), given)
-    close(jax.jit(lambda x: of_jax.mla_decode(**x))(given), call.eager())
+    assert "all-gather" in moves(jax, lambda x: flat(of_jax.mla_decode)(**x), given)
+    close(jax.jit(lambda x: flat(of_jax.mla_decode)(**x))(given), call.eager())
     if kind == "Auto":
         mesh = mesh_of(jax, kind, h=3)
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, "h"))
 
         def run(given: dict[str, Any]) -> Any:
             q = jax.lax.with_sharding_constraint(given["q"], whole)
-            return of_jax.mla_decode(**{**given, "q": q})
+            return flat(of_jax.mla_decode)(**{**given, "q": q})
 
         close(jax.jit(run)(put(jax, mesh, arrays, {})), call.eager())
 
@@ -171,7 +171,7 @@ def test_what_cannot_be_divided_is_gathered(jax: Any, of_jax: Any, sharding: Any
 @both_kinds
 def test_outside_jit(jax: Any, of_jax: Any, sharding: Any, kind: str) -> None:
     call, mesh = four(), mesh_of(jax, kind, b=2, h=2)
-    out, lse = of_jax.mla_decode(**put(jax, mesh, call.arrays, BATCH))
+    out, lse = flat(of_jax.mla_decode)(**put(jax, mesh, call.arrays, BATCH))
     close((out, lse), call.eager())
     assert out.sharding.shard_shape(out.shape) == (2, 2, 2, 512)
 
@@ -182,7 +182,7 @@ def test_vmap(jax: Any, of_jax: Any, sharding: Any, kind: str) -> None:
     call, mesh = four(), mesh_of(jax, kind, h=2)
     given = put(jax, mesh, call.arrays, {"q": (None, None, "h")})
     q = given["q"]
-    run = jax.vmap(lambda q: of_jax.mla_decode(**{**given, "q": q}))
+    run = jax.vmap(lambda q: flat(of_jax.mla_decode)(**{**given, "q": q}))
     out, lse = jax.jit(lambda q: run(jax.numpy.stack([q, q])))(q)
     for part in range(2):
         close((out[part], lse[part]), call.eager())
@@ -217,7 +217,7 @@ def test_beneath_shard_map(jax: Any, of_jax: Any, sharding: Any, whole: bool) ->
     q, b = (spec("b", None, "h"), spec("b")) if whole else (spec("b"), spec("b"))
     specs = {"q": q, "block_table": b, "seqlens": b}
     run = jax.shard_map(
-        lambda *x: of_jax.mla_decode(**dict(zip(names, x, strict=True))),
+        lambda *x: flat(of_jax.mla_decode)(**dict(zip(names, x, strict=True))),
         mesh=mesh,
         axis_names={"b", "h"} if whole else {"b"},
         in_specs=tuple(specs.get(name, spec()) for name in names),
@@ -236,7 +236,7 @@ def test_exportable_calls(jax: Any, of_jax: Any, sharding: Any, kind: str) -> No
 
     call, mesh = four(), mesh_of(jax, kind, b=2, h=2)
     given = put(jax, mesh, call.arrays, BATCH)
-    run = jax.jit(lambda x: of_jax.mla_decode(**x, exportable=True))
+    run = jax.jit(lambda x: flat(of_jax.mla_decode)(**x, exportable=True))
     stored = export.export(run, disabled_checks=of_jax.disabled_checks())(given).serialize()
     close(jax.jit(export.deserialize(stored).call)(given), call.eager())
     assert moves(jax, run, given) == ({"all-gather"} if kind == "Auto" else set())

@@ -140,7 +140,7 @@ def test_what_the_indexer_selects(relative: bool) -> None:
     ks, ke = starts_kv[owner], starts_kv[owner + 1]
     indices, _ = mla_cupy.indexer_select(normal(5, 2, 32), normal(20, 32), weights, ks, ke, topk=6, relative=relative)
     q, kv = normal(5, 4, 576), normal(20, 576)
-    out, _, _ = mla_cupy.sparse_mla_forward(
+    out, _, _ = flat(mla_cupy.sparse_mla_forward)(
         q, kv, indices, scale=576**-0.5, packed=mla_cupy.Packed(starts_q, starts_kv), relative=relative, check=True
     )
     rows = indices + (ks[:, None] if relative else 0)
@@ -152,13 +152,16 @@ def test_what_the_indexer_selects(relative: bool) -> None:
 def test_check_names_the_keyword() -> None:
     starts_q, starts_kv = np.array([0, 1, 2], np.int32), np.array([0, 5, 9], np.int32)
     q, kv = np.ones((2, 2, 576), np.float16), np.ones((9, 576), np.float16)
-    call: dict[str, Any] = {"scale": 1.0, "packed": mla_cupy.Packed(starts_q, starts_kv), "check": True}
+    call: dict[str, Any] = {"scale": 1.0, "packed": mla_cupy.Packed(starts_q, starts_kv)}
     indices = np.array([[0, 4, -1], [5, 8, -1]], np.int32)
-    mla_cupy.sparse_mla_forward(q, kv, indices, relative=False, **call)
-    with pytest.raises(ArgumentError, match=r"indices\[1, 0\]: got 5, .* row of 0 to 3; pass relative=False for row"):
+    with mla_cupy.checking():
+        mla_cupy.sparse_mla_forward(q, kv, indices, relative=False, **call)
+    said = r"indices\[1, 0\]: got 5, .* row of 0 to 3; pass relative=False for row"
+    with mla_cupy.checking(), pytest.raises(ArgumentError, match=said):
         mla_cupy.sparse_mla_forward(q, kv, indices, **call)
     indices[1, 1] = 4
-    with pytest.raises(ArgumentError, match=r"indices\[1, 1\]: got 4, expected -1, or a row of 5 to 8$"):
+    said = r"indices\[1, 1\]: got 4, expected -1, or a row of 5 to 8$"
+    with mla_cupy.checking(), pytest.raises(ArgumentError, match=said):
         mla_cupy.sparse_mla_forward(q, kv, indices, relative=False, **call)
     with pytest.raises(ArgumentError, match=r"relative: got 2, expected True or False"):
         mla_cupy.sparse_mla_forward(q, kv, indices, relative=2, scale=576**-0.5)

@@ -28,7 +28,7 @@ from tests.bindings.cases import (
 )
 from tests.interop.test_torch import array, tensor
 from tests.support.calls import assert_same
-from tests.support.flat import flat
+from tests.support.flat import flat, flat_plan, mla_decode, plan_decode
 from tests.support.loss_cases import LossCase
 from tests.support.sparse_loss_cases import SparseLossCase
 
@@ -93,10 +93,10 @@ def test_dtypes_of_any_form(torch: Any, of_torch: Any, dtype: Any) -> None:
     b, s_q, h_q, _ = inputs["q"].shape
     (_, max_pages), page_size = inputs["block_table"].shape, inputs["kv_cache"].shape[1]
     sizes = {"max_b": b, "s_q": s_q, "h_q": h_q, "max_pages": max_pages, "page_size": page_size}
-    plan = of_torch.plan_decode(**sizes, dtype="bfloat16", device="cpu")
+    plan = flat_plan(of_torch.plan_decode)(**sizes, dtype="bfloat16", device="cpu")
     plan.update(inputs["seqlens"])
     with torch.device("cpu"):  # a mode, which has to see operators
-        out, _ = of_torch.mla_decode(**inputs, plan=plan, out_dtype=dtype)
+        out, _ = flat(of_torch.mla_decode)(**inputs, plan=plan, out_dtype=dtype)
     assert out.dtype == torch.float32
     with pytest.raises(DTypeError, match=r"^out_dtype: got 'int77', expected None, or a dtype"):
         of_torch.sparse_mla_forward(**given, out_dtype="int77", scale=SCALE)
@@ -153,7 +153,7 @@ def test_errors_come_through(
     torch: Any, of_torch: Any, change: dict[str, Any], kind: type[Exception], text: str
 ) -> None:
     """From the operator, and from its fake."""
-    given = {**tensors(torch, decode()), **change}
+    given = {**tensors(torch, decode()), "scale": SCALE, **change}
     given = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
     with pytest.raises(kind, match=text):
         torch.ops.mla_cupy.mla_decode(**given)
@@ -172,9 +172,9 @@ def test_wide_integers(torch: Any, of_torch: Any) -> None:
     call = decode()
     given = {name: x.long() if x.dtype == torch.int32 else x for name, x in tensors(torch, call).items()}
     for function in (mla_cupy.mla_decode, of_torch.mla_decode, torch.ops.mla_cupy.mla_decode):
-        check(torch, function(**given), call.eager())
+        check(torch, function(**given, **call.options), call.eager())
     with FakeTensorMode() as mode:
-        out, _ = of_torch.mla_decode(**{name: mode.from_tensor(x) for name, x in given.items()})
+        out, _ = of_torch.mla_decode(**{name: mode.from_tensor(x) for name, x in given.items()}, scale=SCALE)
     assert out.shape == (*given["q"].shape[:-1], 512)
 
 
@@ -370,7 +370,7 @@ def test_tensors_without_values(torch: Any, of_torch: Any, kind: str, name: str)
         given[name] = given[name].float()
     given[name] = fakes_of(torch)[kind](given[name])
     with pytest.raises(DTypeError, match=rf"^{name}(\.dtype)?: got "):
-        mla_cupy.mla_decode(**given)
+        mla_decode(**given)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
@@ -429,7 +429,10 @@ def test_results_that_there_are_not(
     assert name in call.outputs
     given = {**tensors(torch, call), **options(torch, call), name: torch.zeros(3)}
     for module in (mla_cupy, of_torch):
-        with torch.set_grad_enabled(recorded), pytest.raises(ArgumentError, match=f"^{name}: got .*None: {text}"):
+        with (
+            torch.set_grad_enabled(recorded),
+            pytest.raises(ArgumentError, match=rf"^(results\.)?{name}: got .*None: {text}"),
+        ):
             flat(getattr(module, call.operation))(**given)
 
 
@@ -446,14 +449,14 @@ def test_tensors_of_which_one_has_no_memory(torch: Any, of_torch: Any, name: str
 def test_plans_that_are_not_pytorchs(torch: Any, of_torch: Any) -> None:
     call = decode()
     sizes: dict[str, Any] = {"max_b": 3, "s_q": 2, "h_q": 4, "max_pages": 2, "page_size": 64, "dtype": "bfloat16"}
-    plan = mla_cupy.plan_decode(**sizes)
+    plan = plan_decode(**sizes)
     for given in (plan, "x"):
         with pytest.raises(mla_cupy.PlanError, match=r"plan: got .*, expected a TorchDecodePlan, or None"):
-            of_torch.mla_decode(**tensors(torch, call), plan=given)
+            flat(of_torch.mla_decode)(**tensors(torch, call), plan=given)
     with pytest.raises(
         mla_cupy.PlanError, match=r"plan: got TorchDecodePlan\(max_b=3.*, expected a plan of mla_decode"
     ):
-        mla_cupy.mla_decode(**tensors(torch, call), plan=of_torch.plan_decode(**sizes, device="cpu"))
+        mla_decode(**tensors(torch, call), plan=flat_plan(of_torch.plan_decode)(**sizes, device="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -477,7 +480,7 @@ def test_updates_of_wrong_kinds(torch: Any, of_torch: Any, changes: Any, kind: A
 def test_plans_of_no_place(of_torch: Any, device: Any) -> None:
     sizes: dict[str, Any] = {"max_b": 3, "s_q": 2, "h_q": 4, "max_pages": 2, "page_size": 64, "dtype": "bfloat16"}
     with pytest.raises(mla_cupy.DeviceError, match=r"^device: got .*, expected 'cpu'"):
-        of_torch.plan_decode(**sizes, device=device)
+        flat_plan(of_torch.plan_decode)(**sizes, device=device)
 
 
 def test_unknown_options(torch: Any, of_torch: Any) -> None:

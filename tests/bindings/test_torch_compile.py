@@ -15,7 +15,7 @@ from mla_cupy.arrays.torch import TorchCpuFamily, TorchFamily, check_tensor
 from tests.bindings.cases import CALLS, BoundCall, decode, decode_with_forms, forward, merge
 from tests.bindings.test_torch import check, tensors
 from tests.interop.test_torch import tensor
-from tests.support.flat import flat
+from tests.support.flat import flat, flat_plan
 
 pytestmark = pytest.mark.usefixtures("_numpy_backend")
 
@@ -36,18 +36,18 @@ def test_compiled_decode_with_a_dynamic_batch(torch: Any, of_torch: Any) -> None
     b, s_q, h_q, _ = given["q"].shape
     pages, page_size = given["block_table"].shape[1], given["kv_cache"].shape[1]
     sizes = {"s_q": s_q, "h_q": h_q, "max_pages": pages, "page_size": page_size}
-    plan = of_torch.plan_decode(max_b=16, dtype=torch.bfloat16, device="cpu", **sizes)
+    plan = flat_plan(of_torch.plan_decode)(max_b=16, dtype=torch.bfloat16, device="cpu", **sizes)
 
     @torch.compile(fullgraph=True, dynamic=True, backend=counter)
     def step(q: Any, kv_cache: Any, block_table: Any, seqlens: Any) -> Any:
         plan.update(seqlens)
-        out, lse = of_torch.mla_decode(q * 1, kv_cache, block_table, seqlens, plan=plan)
+        out, lse = flat(of_torch.mla_decode)(q * 1, kv_cache, block_table, seqlens, plan=plan)
         return out * 2, lse
 
     for b in (7, 3, 11, 16):  # the first is no other size: PyTorch takes equal sizes for one
         case = repeated(torch, given, b)
         out, lse = step(**case)
-        wanted = of_torch.mla_decode(**case)
+        wanted = flat(of_torch.mla_decode)(**case)
         assert torch.equal(out, wanted[0] * 2)
         assert torch.equal(lse, wanted[1])
     assert counter.frame_count == 1
@@ -104,7 +104,9 @@ def plan_for(of_torch: Any, given: dict[str, Any], **options: Any) -> Any:
     """A plan that serves a decode call."""
     b, s_q, h_q, _ = given["q"].shape
     pages, page_size, dtype = given["block_table"].shape[1], given["kv_cache"].shape[1], given["q"].dtype
-    return of_torch.plan_decode(max_b=b, s_q=s_q, h_q=h_q, max_pages=pages, page_size=page_size, dtype=dtype, **options)
+    return flat_plan(of_torch.plan_decode)(
+        max_b=b, s_q=s_q, h_q=h_q, max_pages=pages, page_size=page_size, dtype=dtype, **options
+    )
 
 
 @pytest.mark.parametrize("write", [False, True], ids=["returned", "given"])
@@ -114,17 +116,17 @@ def test_plans(torch: Any, of_torch: Any, write: bool, by_operator: bool) -> Non
     given, wanted = tensors(torch, call), call.eager()
     plan = plan_for(of_torch, given, device="cpu")
     with pytest.raises(PlanError, match="no update yet"):
-        of_torch.mla_decode(**given, plan=plan)
+        flat(of_torch.mla_decode)(**given, plan=plan)
     plan.update(given["seqlens"])
     targets = dict(zip(("out", "lse"), (torch.zeros_like(tensor(torch, x)) for x in wanted), strict=True))
     chosen = targets if write else {}
     if by_operator:
         name = "mla_decode_planned_out" if write else "mla_decode_planned"
         held = {"workspace": plan.workspace, "plan": plan.number}
-        got = getattr(torch.ops.mla_cupy, name)(**held, **given, **chosen)
+        got = getattr(torch.ops.mla_cupy, name)(**held, **given, **call.options, **chosen)
         check(torch, tuple(targets.values()) if write else got, wanted)
     else:
-        check(torch, of_torch.mla_decode(**given, plan=plan, **chosen), wanted)
+        check(torch, flat(of_torch.mla_decode)(**given, plan=plan, **chosen), wanted)
 
 
 def test_opcheck_of_plans(torch: Any, of_torch: Any) -> None:
@@ -133,7 +135,7 @@ def test_opcheck_of_plans(torch: Any, of_torch: Any) -> None:
     plan.update(given["seqlens"])
     held = {"workspace": plan.workspace, "plan": plan.number}
     torch.library.opcheck(torch.ops.mla_cupy.decode_plan_update.default, (), {**held, "seqlens": given["seqlens"]})
-    torch.library.opcheck(torch.ops.mla_cupy.mla_decode_planned.default, (), {**held, **given})
+    torch.library.opcheck(torch.ops.mla_cupy.mla_decode_planned.default, (), {**held, **given, "scale": 0.1})
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")  # of what inductor imports
@@ -143,10 +145,10 @@ def test_a_plan_for_lengths_that_vary(torch: Any, of_torch: Any) -> None:
 
     def step(seqlens: Any, starts: Any) -> Any:
         plan.update(seqlens, starts, 5)
-        return of_torch.mla_decode(**given, plan=plan)
+        return flat(of_torch.mla_decode)(**given, plan=plan)
 
     got = torch.compile(step, fullgraph=True)(given["seqlens"], given["cu_seqlens_q"])
-    for mine, whole in zip(got, of_torch.mla_decode(**given), strict=True):
+    for mine, whole in zip(got, flat(of_torch.mla_decode)(**given), strict=True):
         torch.testing.assert_close(mine, whole, rtol=0, atol=0)
 
 
@@ -157,7 +159,7 @@ def test_a_plan_must_live(torch: Any, of_torch: Any) -> None:
     del plan
     gc.collect()
     with pytest.raises(PlanError, match="keep the plan alive"):
-        torch.ops.mla_cupy.mla_decode_planned(workspace, number, **given)
+        torch.ops.mla_cupy.mla_decode_planned(workspace, number, **given, scale=0.1)
 
 
 def test_a_step_that_appends_to_its_cache(torch: Any, of_torch: Any) -> None:

@@ -18,7 +18,7 @@ from tests.bindings.test_torch_compile import plan_for, repeated
 from tests.interop.test_torch import array, tensor
 from tests.support import cases
 from tests.support.calls import assert_same
-from tests.support.flat import flat
+from tests.support.flat import flat, mla_decode
 from tests.support.tolerance import check
 
 pytestmark = [
@@ -90,7 +90,7 @@ def test_decode_loop_in_a_graph(torch_gpu: Any, of_torch: Any, write: bool) -> N
 
     def step() -> Any:
         plan.update(given["seqlens"])
-        return of_torch.mla_decode(**given, plan=plan, **(targets if write else {}))
+        return flat(of_torch.mla_decode)(**given, plan=plan, **(targets if write else {}))
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -123,7 +123,7 @@ def test_compiled_by_inductor(torch_gpu: Any, of_torch: Any, mode: str) -> None:
 
     def step(q: Any, kv_cache: Any, block_table: Any, seqlens: Any) -> Any:
         plan.update(seqlens)
-        out, lse = of_torch.mla_decode(q * 1, kv_cache, block_table, seqlens, plan=plan)
+        out, lse = flat(of_torch.mla_decode)(q * 1, kv_cache, block_table, seqlens, plan=plan)
         return out * 2, lse
 
     compiled = torch.compile(step, fullgraph=True, dynamic=mode == "default", mode=None if mode == "default" else mode)
@@ -131,7 +131,7 @@ def test_compiled_by_inductor(torch_gpu: Any, of_torch: Any, mode: str) -> None:
         case = repeated(torch, given, b)
         out, lse = (x.clone() for x in compiled(**case))
         plan.update(case["seqlens"])  # without a plan a smaller batch may get another kernel
-        wanted = of_torch.mla_decode(**case, plan=plan)
+        wanted = flat(of_torch.mla_decode)(**case, plan=plan)
         assert torch.equal(lse, wanted[1])
         assert torch.equal(out, wanted[0] * 2)
 
@@ -187,12 +187,12 @@ def test_overhead_over_the_public_call(
     plan = plan_for(of_torch, given) if with_plan else None
     if plan is not None:
         plan.update(given["seqlens"])
-    out, lse = of_torch.mla_decode(**given)
+    out, lse = flat(of_torch.mla_decode)(**given)
     held = None if plan is None else plan.plan
     gc.disable()
     try:
-        public = median_microseconds(lambda: mla_cupy.mla_decode(**given, plan=held, out=out, lse=lse))
-        ours = median_microseconds(lambda: of_torch.mla_decode(**given, plan=plan, out=out, lse=lse))
+        public = median_microseconds(lambda: mla_decode(**given, plan=held, out=out, lse=lse))
+        ours = median_microseconds(lambda: flat(of_torch.mla_decode)(**given, plan=plan, out=out, lse=lse))
     finally:
         gc.enable()
     with capsys.disabled():

@@ -14,7 +14,7 @@ from mla_cupy.simulation import simulated
 from tests.bindings.cases import ONE_OF_EACH, BoundCall, decode, merge
 from tests.bindings.test_torch import options, tensors
 from tests.interop.test_torch import tensor
-from tests.support.flat import flat
+from tests.support.flat import flat, flat_plan
 
 pytestmark = pytest.mark.usefixtures("_numpy_backend")
 
@@ -64,13 +64,13 @@ def test_plans(torch: Any, of_torch: Any) -> None:
     call = decode()
     sizes: dict[str, Any] = {"max_b": 3, "s_q": 2, "h_q": 4, "dtype": "bfloat16", "device": "cpu"}
     sizes |= {"max_pages": call.arrays["block_table"].shape[1], "page_size": call.arrays["kv_cache"].shape[1]}
-    plan = of_torch.plan_decode(**sizes)
+    plan = flat_plan(of_torch.plan_decode)(**sizes)
     given, written = writing(torch, call)
     before = plan.workspace._version
     plan.update(given["seqlens"])
     assert plan.workspace._version > before
     before, results = plan.workspace._version, versions(written)
-    of_torch.mla_decode(**given, plan=plan)
+    flat(of_torch.mla_decode)(**given, plan=plan)
     assert all(version > results[name] for name, version in versions(written).items())
     torch.ops.mla_cupy.mla_decode_planned_out(plan.workspace, plan.number, **given)
     assert plan.workspace._version > before

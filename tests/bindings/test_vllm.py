@@ -20,6 +20,7 @@ from mla_cupy.integrations import vllm as plugin
 from tests.bindings import stand_in_vllm
 from tests.interop.test_torch import array, tensor
 from tests.support import cases
+from tests.support.flat import mla_decode
 from tests.support.tolerance import check
 
 pytestmark = pytest.mark.usefixtures("_numpy_backend")
@@ -245,7 +246,7 @@ def test_plans_for_other_sizes_are_given_back(backend: Any, plans: Any, monkeypa
     monkeypatch.setattr(plans, "_spare", {})
     backend.MlaCupyImpl(**IMPL)
     assert len(plans._spare) == 1
-    sizes = {**dict.fromkeys(("h_q", "d_qk", "record", "page_size", "dtype", "batch_invariant", "device")), "h_q": 9}
+    sizes = {**dict.fromkeys(("h_q", "d_qk", "kv_format", "page_size", "dtype", "batch_invariant", "device")), "h_q": 9}
     assert len(plans.claim(**sizes)) == 0
     assert plans._spare == {}
 
@@ -302,7 +303,7 @@ def test_gathered_heads(torch: Any, backend: Any) -> None:
         metadata = build(builder, torch, table, seqlens, 1)
         assert metadata.decode.plan_heads == heads * dcp
         out, _ = backend.MlaCupyImpl(**IMPL).forward_mqa(q.flatten(0, 1), cache, metadata, None)
-        wanted = mla_cupy.mla_decode(q, cache, table, seqlens)[0]
+        wanted = mla_decode(q, cache, table, seqlens)[0]
         assert torch.equal(out, wanted.flatten(0, 1))
 
 
@@ -380,7 +381,7 @@ def test_batch_invariance(torch: Any, backend: Any, monkeypatch: pytest.MonkeyPa
         backend.MlaCupyImpl(**IMPL).forward_mqa(q.flatten(0, 1), cache, metadata, None)
     metadata = build(builder_of(backend, torch, heads=8), torch, table, seqlens, 1)
     out, _ = backend.MlaCupyImpl(**IMPL).forward_mqa(q.flatten(0, 1), cache, metadata, None)
-    assert torch.equal(out, mla_cupy.mla_decode(q, cache, table, seqlens)[0].flatten(0, 1))
+    assert torch.equal(out, mla_decode(q, cache, table, seqlens)[0].flatten(0, 1))
     monkeypatch.delattr(backend.envs, "VLLM_BATCH_INVARIANT")
     assert not backend.MlaCupyBackend.supports_batch_invariance()
 

@@ -131,7 +131,7 @@ def check_append_and_gather(case: CacheCase, to: Callable[[Any], Any], back: Cal
     The bits of a NaN are not compared: which one a conversion makes is not defined.
     """
     inputs = make(case)
-    options = {"scales": case.scales, "kv_scale": case.kv_scale, "record": case.record}
+    options = {"scales": case.scales, "kv_scale": case.kv_scale, "kv_format": case.record}
     interleaved = {name: inputs.rotation.pop(name) for name in ("interleaved",) if name in inputs.rotation}
     expected = make(case).cache
     reference.cache_append(

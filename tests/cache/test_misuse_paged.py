@@ -362,7 +362,7 @@ WRITERS: dict[str, tuple[str, Any]] = {
     "k": ("append_keys", mla_cupy.indexer_cache_append),
 }
 OPTIONS = {
-    "latent": ("rope", "cos", "sin", "positions", "record", "scales", "kv_scale", "interleaved", "stream"),
+    "latent": ("rope", "cos", "sin", "positions", "kv_format", "scales", "kv_scale", "interleaved", "stream"),
     "k": ("cos", "sin", "positions", "interleaved", "hadamard", "scales", "reference_rounding", "stream"),
 }
 METHODS: dict[str, Callable[[Session], tuple[Call, Any]]] = {

@@ -16,6 +16,7 @@ from mla_cupy import ArgumentError, CacheFullError, PagedKVCache, ops, reference
 from mla_cupy.cache.memory import HostMemory
 from mla_cupy.cache.upload import Words
 from tests.cache.inputs import Array, tokens
+from tests.support.flat import mla_decode
 from tests.support.sim_driver import simulated
 
 SIZES: dict[str, Any] = {"num_pages": 10, "page_size": 4, "max_seqs": 4, "max_pages": 5, "device": "cpu"}
@@ -286,7 +287,7 @@ def _numpy_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def attend(made: PagedKVCache, step: Any, q: Array) -> Array:
-    out, _ = mla_cupy.mla_decode(q, made.layer(1), step.block_table, step.seqlens, out_dtype="float32")
+    out, _ = mla_decode(q, made.layer(1), step.block_table, step.seqlens, out_dtype="float32")
     return np.asarray(out)
 
 

@@ -87,7 +87,7 @@ def test_which_record_an_array_holds() -> None:
         format_of("bfloat16", 656)
     with pytest.raises(ShapeError, match="got 656 of uint8, expected 584 of uint8"):
         format_of("uint8", 656, name="v4")
-    with pytest.raises(ArgumentError, match="record: got 'v5', expected None, or one of v32, v4"):
+    with pytest.raises(ArgumentError, match="kv_format: got 'v5', expected None, or one of v32, v4"):
         format_of("uint8", 656, name="v5")
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import mla_cupy
 from tests.support.cases import DecodeCase, DecodeInputs
+from tests.support.flat import mla_decode
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
 
@@ -25,7 +25,7 @@ def run(
 ) -> Any:
     """The public call of a kernel in the simulator."""
     with simulated(sm_count, BLACKWELL, *mode) as target:
-        got = mla_cupy.mla_decode(*inputs.arguments, **inputs.case.options, kernel=kernel, **options)
+        got = mla_decode(*inputs.arguments, **inputs.case.options, kernel=kernel, **options)
     assert f"mla_{kernel}" in target.launched
     return got
 

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-import mla_cupy
 from mla_cupy import ArgumentError
 from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.flat import mla_decode, plan_decode
 from tests.support.gpu import upload
 from tests.support.kernels import SCHEDULED_KERNELS, cc_of, on_hopper
 from tests.support.sim_driver import simulated
@@ -44,11 +44,11 @@ def _run(inputs: DecodeInputs, chosen: list[int], kernel: str | None, sm_count: 
     """The results of some of the sequences, in the given order, as a batch of their own."""
     sizes = _sizes(inputs.case, inputs.block_table.shape[1])
     with simulated(sm_count, cc_of(kernel or ""), mode, len(chosen)) as target:
-        plan = mla_cupy.plan_decode(
+        plan = plan_decode(
             max_b=MAX_B, **sizes, batch_invariant=True, split_tokens=SPLIT_TOKENS, device=0, kernel=kernel
         )
         plan.update(inputs.seqlens[chosen])
-        got = mla_cupy.mla_decode(
+        got = mla_decode(
             inputs.q[chosen],
             inputs.kv_cache,
             inputs.block_table[chosen],
@@ -108,20 +108,20 @@ def test_the_kernel_does_not_depend_on_the_batch() -> None:
     with simulated(2):
         for max_b in (1, 300):
             sizes = _sizes(CASE, inputs.block_table.shape[1])
-            plan = mla_cupy.plan_decode(max_b=max_b, **sizes, batch_invariant=True, device=0)
+            plan = plan_decode(max_b=max_b, **sizes, batch_invariant=True, device=0)
             assert plan.kernel == "decode_sm90_small"
 
 
 def test_the_numpy_backend_is_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     inputs = make(CASE)
-    plan = mla_cupy.plan_decode(max_b=MAX_B, **_sizes(CASE, inputs.block_table.shape[1]), batch_invariant=True)
+    plan = plan_decode(max_b=MAX_B, **_sizes(CASE, inputs.block_table.shape[1]), batch_invariant=True)
     plan.update(inputs.seqlens)
-    out, lse = mla_cupy.mla_decode(*inputs.arguments, plan=plan)
+    out, lse = mla_decode(*inputs.arguments, plan=plan)
     chosen = [3, 0, 3]
     arguments = (inputs.q[chosen], inputs.kv_cache, inputs.block_table[chosen], inputs.seqlens[chosen])
     plan.update(inputs.seqlens[chosen])
-    got = mla_cupy.mla_decode(*arguments, plan=plan)
+    got = mla_decode(*arguments, plan=plan)
     assert (got[0].tobytes(), got[1].tobytes()) == (out[chosen].tobytes(), lse[chosen].tobytes())
 
 
@@ -140,7 +140,7 @@ def test_bad_plans(options: dict[str, Any], match: str, monkeypatch: pytest.Monk
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     sizes = {"max_b": 2, "s_q": 1, "h_q": 16, "max_pages": 8, "page_size": 64, "dtype": "bfloat16"}
     with pytest.raises(ArgumentError, match=match):
-        mla_cupy.plan_decode(**{**sizes, **options})
+        plan_decode(**{**sizes, **options})
 
 
 @pytest.mark.gpu
@@ -153,12 +153,12 @@ def test_random_batches_on_a_gpu(hopper: object, kernel: str, seed: int) -> None
     lengths = tuple(int(n) for n in rng.integers(0, 9000, 40))
     inputs = make(DecodeCase(b=40, seqlens=lengths, s_q=1 + seed % 2, h_q=16, seed=seed))
     sizes = {**_sizes(inputs.case, inputs.block_table.shape[1]), "batch_invariant": True, "split_tokens": 2048}
-    plan = mla_cupy.plan_decode(max_b=64, **sizes, kernel=kernel)
+    plan = plan_decode(max_b=64, **sizes, kernel=kernel)
     cache, found = upload(inputs.kv_cache), {}
     for chosen in (np.arange(40), *(rng.integers(0, 40, n) for n in (1, 7, 40, 64))):
         q, table, seqlens = (upload(x[chosen]) for x in (inputs.q, inputs.block_table, inputs.seqlens))
         plan.update(seqlens)
-        out, lse = (cupy.asnumpy(x) for x in mla_cupy.mla_decode(q, cache, table, seqlens, plan=plan))
+        out, lse = (cupy.asnumpy(x) for x in mla_decode(q, cache, table, seqlens, plan=plan))
         for i, request in enumerate(chosen.tolist()):
             bits = out[i].tobytes(), lse[i].tobytes()
             assert found.setdefault(request, bits) == bits

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import mla_cupy
 from mla_cupy.simulation import simulated
 from tests.support.cases import DecodeCase, make
+from tests.support.flat import mla_decode
 from tests.support.mutants import Mutant, Plant, as_verdict
 from tests.support.tolerance import check
 
@@ -28,7 +28,7 @@ def verdict(case: DecodeCase) -> None:
     last = case.lengths()[0] - 1  # of the first request: its values are made finite where a query does not see it
     inputs.kv_cache[inputs.block_table[0, last // case.page_size], last % case.page_size, 0, 300] = np.nan
     with simulated(1, mode="random", seed=1):
-        got = mla_cupy.mla_decode(*inputs.arguments, kernel=KERNEL)
+        got = mla_decode(*inputs.arguments, kernel=KERNEL)
     check(got, inputs.exact, inputs.rounded, case.dtype)
 
 

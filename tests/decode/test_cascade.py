@@ -13,6 +13,7 @@ import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, PlanError, PrefixGroup, ShapeError, reference
 from tests.support.calls import on_host
 from tests.support.cases import DecodeCase, make
+from tests.support.flat import cascade_decode, mla_decode, plan_cascade
 from tests.support.gpu import upload
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
@@ -135,8 +136,8 @@ def shared(case: DecodeCase = CASE) -> tuple[Array, ...]:
 def test_equals_plain_decode(options: dict[str, Any], record: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     arguments = shared(DecodeCase(**{**vars(CASE), "record": record}))
-    expected = mla_cupy.mla_decode(*arguments, **options)
-    out, lse = mla_cupy.cascade_decode(*arguments, GROUPS, **options)
+    expected = mla_decode(*arguments, **options)
+    out, lse = cascade_decode(*arguments, GROUPS, **options)
     assert (out.dtype, lse.dtype) == (expected[0].dtype, expected[1].dtype)
     limit = 2.0**-7 if out.dtype != np.float32 else 1e-5
     np.testing.assert_allclose(out.astype(np.float32), expected[0].astype(np.float32), rtol=limit, atol=limit)
@@ -149,7 +150,7 @@ def test_results_are_written_where_they_are_wanted(monkeypatch: pytest.MonkeyPat
     b, s_q, h_q, _ = arguments[0].shape
     out = np.zeros((b, s_q + 1, h_q, 512), np.float32)[:, :s_q]
     lse = np.zeros((b, s_q, h_q), np.float32).swapaxes(1, 2)
-    results = mla_cupy.cascade_decode(*arguments, GROUPS, out=out, lse=lse)
+    results = cascade_decode(*arguments, GROUPS, out=out, lse=lse)
     assert results[0] is out
     assert results[1] is lse
     expected = reference.mla_decode(*arguments)
@@ -160,10 +161,10 @@ def test_results_are_written_where_they_are_wanted(monkeypatch: pytest.MonkeyPat
 def test_without_groups_it_is_plain_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     arguments = shared()
-    for mine, plain in zip(mla_cupy.cascade_decode(*arguments, ()), mla_cupy.mla_decode(*arguments), strict=True):
+    for mine, plain in zip(cascade_decode(*arguments, ()), mla_decode(*arguments), strict=True):
         np.testing.assert_array_equal(mine, plain)
     empty = [x[:0] if number != 1 else x for number, x in enumerate(arguments)]
-    assert mla_cupy.cascade_decode(*empty, ())[0].shape == (0, 2, 4, 512)
+    assert cascade_decode(*empty, ())[0].shape == (0, 2, 4, 512)
 
 
 def test_a_row_that_sees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +173,7 @@ def test_a_row_that_sees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     seqlens = np.array([0, *seqlens[1:]], np.int32)
     missing = table.copy()
     missing[4:] = -1
-    out, lse = mla_cupy.cascade_decode(q, cache, missing, seqlens, GROUPS, empty_lse=3.0)
+    out, lse = cascade_decode(q, cache, missing, seqlens, GROUPS, empty_lse=3.0)
     for sequence in (0, 4, 5):
         assert (out[sequence].astype(np.float32) == 0).all()
         assert (lse[sequence] == 3).all()
@@ -193,7 +194,7 @@ def test_a_row_that_sees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mistakes(groups: list[tuple[int, int, int]], match: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     with pytest.raises(ArgumentError, match=match):
-        mla_cupy.cascade_decode(*shared(), [PrefixGroup(*group) for group in groups])
+        cascade_decode(*shared(), [PrefixGroup(*group) for group in groups])
 
 
 def plan_of(
@@ -207,7 +208,7 @@ def plan_of(
         "max_pages": table.shape[1],
         "page_size": cache.shape[1],
     }
-    return mla_cupy.plan_cascade(groups, **sizes, dtype=case.dtype, record=case.record or None, device=device)
+    return plan_cascade(groups, **sizes, dtype=case.dtype, record=case.record or None, device=device)
 
 
 @pytest.mark.parametrize("record", ["", "v32"])
@@ -221,8 +222,8 @@ def test_with_a_plan(record: str, monkeypatch: pytest.MonkeyPatch) -> None:
         q, cache, table, seqlens = arguments
         lengths = seqlens - np.array([shorter, 0, 0, 0, shorter, 0], np.int32)
         plan.update(lengths)
-        got = mla_cupy.cascade_decode(q, cache, table, lengths, GROUPS, plan=plan)
-        for mine, plain in zip(got, mla_cupy.cascade_decode(q, cache, table, lengths, GROUPS), strict=True):
+        got = cascade_decode(q, cache, table, lengths, GROUPS, plan=plan)
+        for mine, plain in zip(got, cascade_decode(q, cache, table, lengths, GROUPS), strict=True):
             np.testing.assert_array_equal(mine, plain)
 
 
@@ -234,8 +235,8 @@ def test_a_plan_whose_prefix_is_all(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(CASE, arguments, groups)
     plan.update(arguments[3])
     for mine, plain in zip(
-        mla_cupy.cascade_decode(*arguments, groups, plan=plan),
-        mla_cupy.cascade_decode(*arguments, groups),
+        cascade_decode(*arguments, groups, plan=plan),
+        cascade_decode(*arguments, groups),
         strict=True,
     ):
         np.testing.assert_array_equal(mine, plain)
@@ -246,12 +247,12 @@ def test_mistakes_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = shared()
     plan = plan_of(CASE, arguments, GROUPS)
     with pytest.raises(PlanError, match="no update yet"):
-        mla_cupy.cascade_decode(*arguments, GROUPS, plan=plan)
+        cascade_decode(*arguments, GROUPS, plan=plan)
     with pytest.raises(ShapeError, match=r"seqlens.shape: got \(5,\)"):
         plan.update(arguments[3][:5])
     plan.update(arguments[3])
     with pytest.raises(PlanError, match="make a plan for these groups"):
-        mla_cupy.cascade_decode(*arguments, GROUPS[:1], plan=plan)
+        cascade_decode(*arguments, GROUPS[:1], plan=plan)
     with pytest.raises(ArgumentError, match="b: got 0"):
         mla_cupy.plan_cascade((), b=0, h_q=4, max_pages=4, page_size=16, dtype="float16")
 
@@ -259,9 +260,9 @@ def test_mistakes_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mistakes_of_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     with pytest.raises(ShapeError, match=r"lse.shape: got \(6, 4, 3\)"):
-        mla_cupy.cascade_decode(*shared(), GROUPS, lse=np.zeros((6, 4, 3), np.float32))
+        cascade_decode(*shared(), GROUPS, lse=np.zeros((6, 4, 3), np.float32))
     with pytest.raises(ShapeError, match=r"q\.shape"):
-        mla_cupy.cascade_decode(shared()[0][0], *shared()[1:], GROUPS)
+        cascade_decode(shared()[0][0], *shared()[1:], GROUPS)
 
 
 def test_in_the_simulator() -> None:
@@ -273,10 +274,10 @@ def test_in_the_simulator() -> None:
     arguments = inputs.q, inputs.kv_cache, table, inputs.seqlens
     groups = (PrefixGroup(1, 2, 4),)
     with simulated(2):
-        got = mla_cupy.cascade_decode(*arguments, groups)
+        got = cascade_decode(*arguments, groups)
         plan = plan_of(case, arguments, groups, device=0)
         plan.update(inputs.seqlens)
-        planned = mla_cupy.cascade_decode(*arguments, groups, plan=plan)
+        planned = cascade_decode(*arguments, groups, plan=plan)
     for mine, plain in zip(planned, got, strict=True):
         np.testing.assert_array_equal(mine, plain)
     exact = reference.mla_decode(*arguments)
@@ -296,11 +297,11 @@ def test_on_a_gpu(hopper: object, h_q: int, s_q: int, record: str) -> None:
     assert groups
     arguments = inputs.q, inputs.kv_cache, table, inputs.seqlens
     on_gpu = [upload(x) for x in arguments]
-    got = on_host(mla_cupy.cascade_decode(*on_gpu, groups))
+    got = on_host(cascade_decode(*on_gpu, groups))
     plan = plan_of(case, arguments, groups)
     for _ in range(2):
         plan.update(on_gpu[3])
-        planned = on_host(mla_cupy.cascade_decode(*on_gpu, groups, plan=plan))
+        planned = on_host(cascade_decode(*on_gpu, groups, plan=plan))
         for mine, plain in zip(planned, got, strict=True):
             np.testing.assert_array_equal(mine, plain)
     rounding = "float16" if record else case.dtype
@@ -317,7 +318,7 @@ def test_sizes_of_numpy(kind: Any) -> None:
     sizes = {"page_size": kind(16), "h_q": kind(100), "s_q": kind(4)}
     assert mla_cupy.shared_prefixes(table, lengths, **sizes, always=True) == wanted
     shape: dict[str, Any] = {"b": kind(2), "h_q": kind(100), "max_pages": kind(3), "page_size": kind(100)}
-    plan = mla_cupy.plan_cascade(wanted, **shape, dtype="bfloat16")
+    plan = plan_cascade(wanted, **shape, dtype="bfloat16")
     plan.update(np.array([240, 241], np.int32))
 
 
@@ -330,9 +331,9 @@ def test_queries_in_e4m3_with_a_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     table, seqlens = np.array([[2, 0], [2, 1], [3, 4]], np.int32), np.array([100, 70, 90], np.int32)
     groups = (mla_cupy.PrefixGroup(0, 2, 1),)
     options = {"math": "fp8", "q_scale": 0.25, "out_dtype": "float32"}
-    got = mla_cupy.cascade_decode(q, cache, table, seqlens, groups, **options)
-    expected = mla_cupy.mla_decode(q, cache, table, seqlens, **options)
+    got = cascade_decode(q, cache, table, seqlens, groups, **options)
+    expected = mla_decode(q, cache, table, seqlens, **options)
     for mine, other in zip(got, expected, strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-2, atol=1e-2)
-    plain = mla_cupy.cascade_decode(q, cache, table, seqlens, groups, math="fp8", out_dtype="float32")
+    plain = cascade_decode(q, cache, table, seqlens, groups, math="fp8", out_dtype="float32")
     assert np.abs(plain[1] - got[1]).max() > 0.5

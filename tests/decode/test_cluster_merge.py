@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-import mla_cupy
 from mla_cupy import ArgumentError
 from mla_cupy.kernels.decode import DECODE, clusters, heuristics
 from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
@@ -20,6 +19,7 @@ from mla_cupy.shapes import D_V, TILE_TOKENS
 from tests.decode.cluster_inputs import maxima_of_tiles, uneven
 from tests.support.calls import assert_same, on_host, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.flat import mla_decode
 from tests.support.gpu import upload, uploaded
 from tests.support.kernels import CLUSTER_KERNELS, DECODE_KERNELS
 from tests.support.mutants import Mutant, Plant, as_verdict, steps
@@ -70,7 +70,7 @@ def _twice(inputs: DecodeInputs, sm_count: int, mode: tuple[str, int], **options
         first: Any = None
         for _ in range(2):
             plan.update(inputs.seqlens)
-            got = mla_cupy.mla_decode(*inputs.arguments, **call)
+            got = mla_decode(*inputs.arguments, **call)
             if first is not None:
                 assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(first, got, strict=True)), (
                     "not the same"
@@ -262,8 +262,8 @@ def test_a_plan_asks_its_largest_batch(recorder: Recorder) -> None:
     plan = plan_of(inputs, device=0)
     plan.update(inputs.seqlens[:2])
     q, kv_cache, block_table, seqlens = inputs.arguments
-    mla_cupy.mla_decode(q[:2], kv_cache, block_table[:2], seqlens[:2], plan=plan)
-    mla_cupy.mla_decode(*inputs.arguments)
+    mla_decode(q[:2], kv_cache, block_table[:2], seqlens[:2], plan=plan)
+    mla_decode(*inputs.arguments)
     assert recorder.entries == [EIGHT] * 2
 
 
@@ -302,7 +302,7 @@ def test_clusters_share_requests_only_where_that_can_pay(kernel: str) -> None:
 
 def test_a_short_call_is_one_launch(recorder: Recorder) -> None:
     inputs = make(DecodeCase(b=3, seqlens=(700, 5, 0)))
-    mla_cupy.mla_decode(*inputs.arguments, kernel=EIGHT)
+    mla_decode(*inputs.arguments, kernel=EIGHT)
     (launch,) = recorder.launches
     assert (launch.entry, launch.grid, recorder.memsets) == (f"mla_{EIGHT}", (24, 1, 1), [])
     assert (launch.params["num_splits"], launch.params["schedule"]) == (3, 0)
@@ -311,7 +311,7 @@ def test_a_short_call_is_one_launch(recorder: Recorder) -> None:
 def test_a_long_call_zeroes_its_tickets_first(recorder: Recorder) -> None:
     inputs = make(DecodeCase(b=1, h_q=64, seqlens=5000))
     config = DECODE.configure(_problem(64), H200, EIGHT)
-    mla_cupy.mla_decode(*inputs.arguments, kernel=EIGHT, stream=7)
+    mla_decode(*inputs.arguments, kernel=EIGHT, stream=7)
     (launch,) = recorder.launches
     assert launch.grid == (8 * config.num_splits, 4, 1)
     layout = DECODE.workspace(config)
@@ -326,7 +326,7 @@ def test_updates_of_a_plan_are_free(recorder: Recorder) -> None:
     plan = plan_of(inputs, device=0, kernel=EIGHT)
     for _ in range(2):
         plan.update(inputs.seqlens)
-        mla_cupy.mla_decode(*inputs.arguments, plan=plan)
+        mla_decode(*inputs.arguments, plan=plan)
     assert recorder.entries == [EIGHT] * 2
     assert recorder.memsets == []
     lent = np.zeros(plan.workspace_bytes + 256, np.uint8)
@@ -355,7 +355,7 @@ def test_not_batch_invariant(recorder: Recorder, kernel: str) -> None:
 def test_every_number_of_requests(hopper: object, kernel: str, b: int, h_q: int) -> None:
     """Fewer than clusters, as many, and more."""
     inputs = uneven(DecodeCase(b=b, seqlens="ragged-3000", h_q=h_q, seed=b))
-    got = on_host(mla_cupy.mla_decode(*uploaded(inputs), kernel=kernel))
+    got = on_host(mla_decode(*uploaded(inputs), kernel=kernel))
     check((got[0], got[1]), inputs.exact, inputs.rounded, "bfloat16")
 
 
@@ -372,9 +372,9 @@ def test_who_comes_last_does_not_show(hopper: object, kernel: str, d_qk: int) ->
     for step in range(500):
         if step % 10 == 9:
             plan.update(other)
-            mla_cupy.mla_decode(*arguments[:3], other, plan=plan)
+            mla_decode(*arguments[:3], other, plan=plan)
         plan.update(arguments[3])
-        got = mla_cupy.mla_decode(*arguments, plan=plan)
+        got = mla_decode(*arguments, plan=plan)
         if expected is None:
             expected = on_host(got)
             check((expected[0], expected[1]), inputs.exact, inputs.rounded, "bfloat16")

@@ -15,6 +15,7 @@ from mla_cupy.ops import backend
 from mla_cupy.runtime import device
 from tests.support.calls import assert_same, oracle, plan_of
 from tests.support.cases import DecodeCase, make
+from tests.support.flat import mla_decode
 
 SMALL = DecodeCase(h_q=4, s_q=2, seqlens="ragged-90", page_size=16)
 
@@ -27,7 +28,7 @@ def _numpy_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(case: DecodeCase, **options: Any) -> None:
     inputs = make(case)
     options = {**case.options, **options}
-    out, lse = mla_cupy.mla_decode(*inputs.arguments, **options)
+    out, lse = mla_decode(*inputs.arguments, **options)
     expected = oracle(inputs, **options)
     assert_same(out, expected[0])
     assert_same(lse, expected[1])
@@ -79,8 +80,8 @@ def test_shapes(case: DecodeCase) -> None:
 
 def test_base_two_is_the_same_number() -> None:
     inputs = make(SMALL)
-    natural = mla_cupy.mla_decode(*inputs.arguments)[1]
-    binary = mla_cupy.mla_decode(*inputs.arguments, lse_base="2")[1]
+    natural = mla_decode(*inputs.arguments)[1]
+    binary = mla_decode(*inputs.arguments, lse_base="2")[1]
     seen = np.isfinite(natural)
     assert seen.any()
     np.testing.assert_allclose(binary[seen] * math.log(2), natural[seen], rtol=1e-6)
@@ -93,7 +94,7 @@ def test_given_arrays_are_written_and_returned(out_dtype: str) -> None:
     whole_out = np.full((b, s_q + 1, h_q, 520), 7, dtypes.numpy_dtype(out_dtype))
     whole_lse = np.full((b, 2 * h_q, s_q), 7, np.float32)
     out, lse = whole_out[:, :s_q, :, :512], whole_lse[:, ::2]
-    results = mla_cupy.mla_decode(*inputs.arguments, out=out, lse=lse)
+    results = mla_decode(*inputs.arguments, out=out, lse=lse)
     assert results[0] is out
     assert results[1] is lse
     expected = oracle(inputs, out_dtype)
@@ -108,7 +109,7 @@ def test_only_one_array_given() -> None:
     inputs = make(SMALL)
     expected = oracle(inputs)
     lse = np.empty(expected[1].shape, np.float32)
-    out, same = mla_cupy.mla_decode(*inputs.arguments, lse=lse)
+    out, same = mla_decode(*inputs.arguments, lse=lse)
     assert same is lse
     assert_same(out, expected[0])
     assert_same(lse, expected[1])
@@ -117,7 +118,7 @@ def test_only_one_array_given() -> None:
 def test_check_passes_good_values() -> None:
     case = DecodeCase(h_q=2, seqlens="ragged-90")
     inputs = make(case)
-    assert_same(mla_cupy.mla_decode(*inputs.arguments, check=True)[0], oracle(inputs)[0])
+    assert_same(mla_decode(*inputs.arguments, check=True)[0], oracle(inputs)[0])
 
 
 def test_plan_of_the_backend() -> None:
@@ -127,10 +128,10 @@ def test_plan_of_the_backend() -> None:
     assert plan.device == -1
     assert "numpy" in repr(plan)
     plan.update(inputs.seqlens)
-    assert_same(mla_cupy.mla_decode(*inputs.arguments, plan=plan)[0], oracle(inputs)[0])
+    assert_same(mla_decode(*inputs.arguments, plan=plan)[0], oracle(inputs)[0])
     few = [x[:2] if i != 1 else x for i, x in enumerate(inputs.arguments)]
     plan.update(few[3])
-    assert_same(mla_cupy.mla_decode(*few, plan=plan)[0], oracle(inputs)[0][:2])
+    assert_same(mla_decode(*few, plan=plan)[0], oracle(inputs)[0][:2])
 
 
 def test_a_plan_is_for_one_rank() -> None:
@@ -139,24 +140,24 @@ def test_a_plan_is_for_one_rank() -> None:
     plan = plan_of(inputs, cp_world=2, cp_rank=1)
     plan.update(inputs.seqlens)
     expected = oracle(inputs, **case.options)
-    assert_same(mla_cupy.mla_decode(*inputs.arguments, plan=plan, **case.options)[0], expected[0])
-    with pytest.raises(mla_cupy.PlanError, match=r"cp_world=2, cp_rank=1.*cp_world=1, cp_rank=0"):
-        mla_cupy.mla_decode(*inputs.arguments, plan=plan)
+    assert_same(mla_decode(*inputs.arguments, plan=plan, **case.options)[0], expected[0])
+    with pytest.raises(mla_cupy.PlanError, match=r"shard=Shard\(2, 1\).*shard=Shard\(1, 0\)"):
+        mla_decode(*inputs.arguments, plan=plan)
 
 
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"cp_world": 0}, "cp_world: got 0"),
-        ({"cp_world": 2.0}, "cp_world: got 2.0"),
-        ({"cp_world": 2, "cp_rank": 2}, "cp_rank: got 2, expected an integer from 0 to cp_world - 1 = 1"),
-        ({"cp_rank": -1}, "cp_rank: got -1"),
+        ({"cp_world": 0}, "shard.world: got 0"),
+        ({"cp_world": 2.0}, "shard.world: got 2.0"),
+        ({"cp_world": 2, "cp_rank": 2}, "shard.rank: got 2, expected an integer from 0 to 1"),
+        ({"cp_rank": -1}, "shard.rank: got -1"),
     ],
     ids=str,
 )
 def test_bad_ranks(options: dict[str, Any], match: str) -> None:
     with pytest.raises(mla_cupy.ArgumentError, match=match):
-        mla_cupy.mla_decode(*make(SMALL).arguments, **options)
+        mla_decode(*make(SMALL).arguments, **options)
     with pytest.raises(mla_cupy.ArgumentError, match=match):
         plan_of(make(SMALL), **options)
 
@@ -164,22 +165,24 @@ def test_bad_ranks(options: dict[str, Any], match: str) -> None:
 def test_check_counts_the_tokens_of_all_ranks() -> None:
     case = DecodeCase(h_q=2, seqlens=(200, 90), b=2, cp_world=4, cp_rank=1, page_size=16)
     inputs = make(case)
-    got = mla_cupy.mla_decode(*inputs.arguments, check=True, **case.options)
+    got = mla_decode(*inputs.arguments, check=True, **case.options)
     assert_same(got[0], oracle(inputs, **case.options)[0])
     capacity = inputs.block_table.shape[1] * 16 * 4 + 1
     inputs.seqlens[0] = capacity + 1
-    with pytest.raises(mla_cupy.ArgumentError, match=rf"max_pages \* page_size \* cp_world \+ cp_rank = {capacity}"):
-        mla_cupy.mla_decode(*inputs.arguments, check=True, **case.options)
+    with pytest.raises(
+        mla_cupy.ArgumentError, match=rf"max_pages \* page_size \* shard.world \+ shard.rank = {capacity}"
+    ):
+        mla_decode(*inputs.arguments, check=True, **case.options)
 
 
 def test_a_plan_is_for_keys_of_one_width() -> None:
     inputs = make(DecodeCase(h_q=2, seqlens=70, d_qk=512))
     plan = plan_of(inputs)
     plan.update(inputs.seqlens)
-    assert_same(mla_cupy.mla_decode(*inputs.arguments, plan=plan)[0], oracle(inputs)[0])
+    assert_same(mla_decode(*inputs.arguments, plan=plan)[0], oracle(inputs)[0])
     wide = make(DecodeCase(h_q=2, seqlens=70))
     with pytest.raises(mla_cupy.PlanError, match=r"d_qk=512.*d_qk=576"):
-        mla_cupy.mla_decode(*wide.arguments, plan=plan)
+        mla_decode(*wide.arguments, plan=plan)
     with pytest.raises(mla_cupy.ArgumentError, match=r"d_qk: got 500, expected 576, 512, 320 or 288"):
         plan_of(inputs, d_qk=500)
 
@@ -187,7 +190,7 @@ def test_a_plan_is_for_keys_of_one_width() -> None:
 def test_inputs_are_left_alone() -> None:
     inputs = make(SMALL)
     before = [x.tobytes() for x in inputs.arguments]
-    mla_cupy.mla_decode(*inputs.arguments)
+    mla_decode(*inputs.arguments)
     assert [x.tobytes() for x in inputs.arguments] == before
 
 
@@ -200,7 +203,7 @@ def test_cuda_backend_without_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(backend, "_seen_gpu", False)
     inputs = make(SMALL)
     with pytest.raises(UnsupportedDeviceError, match="MLA_CUPY_BACKEND"):
-        mla_cupy.mla_decode(*inputs.arguments)
+        mla_decode(*inputs.arguments)
     with pytest.raises(UnsupportedDeviceError, match="MLA_CUPY_BACKEND"):
         plan_of(inputs)
     with pytest.raises(UnsupportedDeviceError, match="MLA_CUPY_BACKEND"):
@@ -218,7 +221,7 @@ def test_a_gpu_that_is_seen_later_is_used(monkeypatch: pytest.MonkeyPatch) -> No
 def test_unknown_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "tpu")
     with pytest.raises(mla_cupy.ArgumentError, match=r"MLA_CUPY_BACKEND.*'tpu'.*auto, cuda, numpy"):
-        mla_cupy.mla_decode(*make(SMALL).arguments)
+        mla_decode(*make(SMALL).arguments)
 
 
 def test_missing_gpu_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

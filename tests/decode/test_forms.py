@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-import mla_cupy
 from mla_cupy import dtypes, reference
 from mla_cupy.cache_formats import FORMATS
 from tests.support.calls import on_host
 from tests.support.cases import DecodeCase, DecodeInputs, as_read, make, poisoned, values
+from tests.support.flat import mla_decode, plan_decode
 from tests.support.gpu import upload
 from tests.support.kernels import cc_of
 from tests.support.mutants import CAUGHT, Mutant, Plant, as_verdict
@@ -334,7 +334,7 @@ SINKS = (
 
 def run(inputs: FormInputs, kernel: str | None, sm_count: int, mode: tuple[str, int], **options: Any) -> Any:
     with simulated(sm_count, cc_of(kernel or ""), *mode) as target:
-        got = mla_cupy.mla_decode(**inputs.call, kernel=kernel, **options)
+        got = mla_decode(**inputs.call, kernel=kernel, **options)
     assert kernel is None or f"mla_{kernel}" in target.launched
     return got
 
@@ -408,7 +408,7 @@ def test_what_a_row_does_not_see_does_not_reach_it(kernel: str, token: int, seen
     for column, value in ((3, np.nan), (300, np.inf)):
         inputs.kv_cache[inputs.block_table[0, token // 64], token % 64, 0, column] = value
     with simulated(1, mode="late"):
-        out, _ = mla_cupy.mla_decode(*inputs.arguments, window=67, kernel=kernel)
+        out, _ = mla_decode(*inputs.arguments, window=67, kernel=kernel)
     finite = np.isfinite(out[0].astype(np.float32))
     for row in range(3):
         assert finite[row].all() == (row not in seen)
@@ -423,7 +423,7 @@ def test_a_code_that_a_row_does_not_see_does_not_reach_it(kernel: str, token: in
     inputs = make(DecodeCase(b=1, s_q=3, h_q=4 if kernel == FEW_RECORDS else 34, seqlens=130, record="fp8"))
     inputs.kv_cache[inputs.block_table[0, token // 64], token % 64, 0, 3] = 0x7F
     with simulated(1, mode="late"):
-        out, lse = mla_cupy.mla_decode(*inputs.arguments, window=67, kernel=kernel)
+        out, lse = mla_decode(*inputs.arguments, window=67, kernel=kernel)
     for row in range(3):
         assert np.isnan(out[0, row].astype(np.float32)).all() == (row in seen)
         assert np.isfinite(out[0, row].astype(np.float32)).all() == (row not in seen)
@@ -438,7 +438,7 @@ def test_what_is_not_finite_is_turned_in_its_rows_only(kernel: str) -> None:
     cache, table = inputs.arrays["kv_cache"], inputs.arrays["block_table"]
     cache[table[0, 2], 0, 0, 451], cache[table[0, 2], 1, 0, 500] = np.inf, np.nan
     with simulated(1, mode="late"):
-        out, _ = mla_cupy.mla_decode(**inputs.call, kernel=kernel)
+        out, _ = mla_decode(**inputs.call, kernel=kernel)
     assert np.isfinite(out[0, 0].astype(np.float32)).all()
     assert not np.isfinite(out[0, 1:, :, 448:].astype(np.float32)).all(axis=-1).any()
     np.testing.assert_allclose(out[0, 0].astype(np.float32), inputs.exact[0][0, 0], atol=0.05)
@@ -450,7 +450,7 @@ def test_hostile_starts_in_a_kernel() -> None:
     for starts in ([-7, 5, 2, 2**31 - 1], [2**31 - 1] * 4, [-(2**31), 3, 3, 4]):
         call: dict[str, Any] = {**inputs.call, "cu_seqlens_q": np.array(starts, np.int32)}
         with simulated(2):
-            got = mla_cupy.mla_decode(**call)
+            got = mla_decode(**call)
         exact = reference.mla_decode(**call)
         check(got, exact, reference.mla_decode(**call, rounding="bfloat16"), "bfloat16")
 
@@ -702,7 +702,7 @@ ON_GPU = (
 @pytest.mark.parametrize(("case", "kernel"), ON_GPU, ids=lambda value: getattr(value, "id", value))
 def test_kernels_on_a_gpu(hopper: object, case: FormCase, kernel: str) -> None:
     inputs = form_inputs(case)
-    got = mla_cupy.mla_decode(**_uploaded(inputs), **inputs.options, kernel=kernel)
+    got = mla_decode(**_uploaded(inputs), **inputs.options, kernel=kernel)
     check(on_host(got), inputs.exact, inputs.rounded, case.base.dtype)
 
 
@@ -712,7 +712,7 @@ def test_kernels_on_a_gpu(hopper: object, case: FormCase, kernel: str) -> None:
 )
 def test_sinks_on_a_gpu(hopper: object, base: DecodeCase, kernel: str) -> None:
     inputs = form_inputs(FormCase(replace(base, b=5, seqlens="ragged-900"), sink=True))
-    got = mla_cupy.mla_decode(**_uploaded(inputs), **inputs.options, kernel=kernel)
+    got = mla_decode(**_uploaded(inputs), **inputs.options, kernel=kernel)
     check(on_host(got), inputs.exact, inputs.rounded, base.dtype)
 
 
@@ -725,7 +725,7 @@ def test_a_plan_in_a_graph(hopper: object) -> None:
     given = [form_inputs(FormCase(base, queries=queries, pair=True)) for queries in VARYING_STEPS]
     first: dict[str, Any] = _uploaded(given[0])
     pages = first["block_table"].shape[1]
-    plan = mla_cupy.plan_decode(
+    plan = plan_decode(
         max_b=3, s_q=2, h_q=16, max_pages=pages, page_size=64, dtype="bfloat16", cu_seqlens_q=True, q_rope=True
     )
     out, lse = cupy.empty((6, 16, 512), first["q"].dtype), cupy.empty((16, 6), np.float32)
@@ -733,7 +733,7 @@ def test_a_plan_in_a_graph(hopper: object) -> None:
 
     def step() -> None:
         plan.update(first["seqlens"], cu_seqlens_q=first["cu_seqlens_q"], total_q=6)
-        mla_cupy.mla_decode(**first, plan=plan, out=out, lse=lse)
+        mla_decode(**first, plan=plan, out=out, lse=lse)
 
     with stream:
         step()

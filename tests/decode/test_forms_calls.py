@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import mla_cupy
 from mla_cupy import ArgumentError, PlanError, ShapeError, UnsupportedDeviceError
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import DecodeProblem, Forms
@@ -27,6 +26,7 @@ from tests.decode.test_forms import (
 )
 from tests.support.calls import plan_of
 from tests.support.cases import DecodeCase
+from tests.support.flat import mla_decode, plan_decode
 from tests.support.kernels import by_name, cc_of
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
@@ -73,9 +73,9 @@ TURNED = {
         ({**PACKED, "out": np.ones((2, 1, 4, 512), np.float16)}, ShapeError, r"out.shape: .* expected \(5, 4, 512\)"),
         ({**PACKED, "lse": np.ones((5, 4), np.float32)}, ShapeError, r"lse.shape: .* expected \(4, 5\)"),
         ({**PACKED, "max_seqlen_q": 0}, ArgumentError, "max_seqlen_q: got 0, expected an integer from 1"),
-        ({"max_seqlen_q": 1}, ArgumentError, "max_seqlen_q: got 1, expected None without cu_seqlens_q"),
-        ({**PACKED, "cp_world": 2}, ArgumentError, "cp_world: got 2, expected 1 with cu_seqlens_q"),
-        ({"window": 4, "cp_world": 2}, ArgumentError, "cp_world: got 2, expected 1 with a window"),
+        ({"max_seqlen_q": 1}, ArgumentError, "packed.max_seqlen_q: got 1, expected None without packed.cu_seqlens_q"),
+        ({**PACKED, "cp_world": 2}, ArgumentError, "shard.world: got 2, expected 1 with packed"),
+        ({"window": 4, "cp_world": 2}, ArgumentError, "shard.world: got 2, expected 1 with a window"),
         ({"window": 4, "causal": False}, ArgumentError, "causal: got False, expected True with a window"),
         (
             {"window": 4, "tree_mask": np.ones((2, 1), np.uint64)},
@@ -87,15 +87,15 @@ TURNED = {
         ({"q": LATENT, "q_rope": ROPE[..., :32]}, ShapeError, r"q_rope.shape\[-1\]: got 32, expected 64"),
         ({"q": LATENT, "q_rope": ROPE[:, :, :3]}, ShapeError, r"q_rope.shape\[2\]: got 3, expected h_q=4"),
         ({"q": LATENT}, ShapeError, r"kv_cache.shape\[-1\]: got 576, expected d_qk=512"),
-        ({**TURNED, "out_positions": None}, ArgumentError, "out_positions"),
-        ({**TURNED, "q": _call()["q"]}, ShapeError, r"q.shape\[-1\]: got 576, expected 512 with out_cos"),
+        ({**TURNED, "out_positions": None}, ArgumentError, "out_rope.positions"),
+        ({**TURNED, "q": _call()["q"]}, ShapeError, r"q.shape\[-1\]: got 576, expected 512 with out_rope"),
         (
             {**TURNED, "out_sin": np.ones((5, 16), np.float32)},
             ShapeError,
-            r"out_sin.shape\[-1\]: got 16, expected pairs=32",
+            r"out_rope.sin.shape\[-1\]: got 16, expected pairs=32",
         ),
-        ({**TURNED, "out_positions": np.ones((2, 2), np.int32)}, ShapeError, r"out_positions.shape\[-1\]: got 2"),
-        ({**TURNED, "kernel": "decode_sm90_small"}, UnsupportedDeviceError, "decode_sm90_small takes no out_cos"),
+        ({**TURNED, "out_positions": np.ones((2, 2), np.int32)}, ShapeError, r"out_rope.positions.shape\[-1\]: got 2"),
+        ({**TURNED, "kernel": "decode_sm90_small"}, UnsupportedDeviceError, "decode_sm90_small takes no out_rope"),
         ({"attn_sink": np.ones(3, np.float32)}, ShapeError, r"attn_sink.shape\[0\]: got 3, expected h_q=4"),
         ({"window": 4, "kernel": "decode_sm90_small"}, UnsupportedDeviceError, "decode_sm90_small takes no window"),
         (
@@ -116,7 +116,7 @@ TURNED = {
         (
             {**PACKED, **RECORDS, "window": 4, "kernel": "decode_sm90_records"},
             UnsupportedDeviceError,
-            "decode_sm90_records takes no cu_seqlens_q and no window",
+            "decode_sm90_records takes no packed and no window",
         ),
         (
             {**PACKED, **RECORDS, "kernel": MANY_RECORDS},
@@ -137,32 +137,32 @@ TURNED = {
 )
 def test_mistakes(changes: dict[str, Any], error: type[Exception], match: str, recorder: Recorder) -> None:
     with pytest.raises(error, match=match):
-        mla_cupy.mla_decode(**_call(**changes))
+        mla_decode(**_call(**changes))
     assert recorder.launches == []
 
 
-NARROW = {"q": np.ones((2, 1, 4, 320), np.float16), "kv_cache": np.ones((3, 8, 320), np.float16), "d_v": 256}
+NARROW = {"q": np.ones((2, 1, 4, 320), np.float16), "kv_cache": np.ones((3, 8, 320), np.float16)}
 CODES = {"kv_cache": np.zeros((3, 8, 576), np.uint8), "math": "fp8"}
 WIDE = {"q": np.ones((2, 1, 64, 576), np.float16), **CODES, "math": "fp8x2"}
 #: Calls that no GPU has a kernel for, what the error says, and a plan for such calls.
 UNSERVED = (
-    ({**NARROW, "window": 3}, "window: got .*, expected None with d_v=256", {"d_qk": 320, "window": 3}),
+    ({**NARROW, "window": 3}, "window: got .*, expected None for keys of 320", {"d_qk": 320, "window": 3}),
     (
         {**NARROW, **PACKED, "q": np.ones((5, 4, 320), np.float16)},
-        "cu_seqlens_q: got .*, expected None with d_v=256",
+        "packed: got .*, expected None for keys of 320",
         {"d_qk": 320, "cu_seqlens_q": True},
     ),
-    ({**CODES, "window": 4}, "window: got 4, expected None with math='fp8'", {"math": "fp8", "window": 4}),
+    ({**CODES, "window": 4}, "window: got 4, expected None with fp8.math='fp8'", {"math": "fp8", "window": 4}),
     (
         {**CODES, "q": LATENT, "q_rope": ROPE},
         "q_rope: got (an array|True), expected None",
         {"math": "fp8", "q_rope": True},
     ),
-    ({**CODES, **PACKED}, "cu_seqlens_q: got (an array|True), expected None", {"math": "fp8", "cu_seqlens_q": True}),
-    ({**WIDE, "window": 4}, "window: got 4, expected None with math='fp8x2'", {"math": "fp8x2", "window": 4}),
+    ({**CODES, **PACKED}, "packed: got (an array|True), expected None", {"math": "fp8", "cu_seqlens_q": True}),
+    ({**WIDE, "window": 4}, "window: got 4, expected None with fp8.math='fp8x2'", {"math": "fp8x2", "window": 4}),
     (
         {**WIDE, "tree_mask": np.ones((2, 1), np.uint64)},
-        "tree_mask: got (an array|True), expected None with math='fp8x2'",
+        "tree_mask: got (an array|True), expected None with fp8.math='fp8x2'",
         {"math": "fp8x2", "h_q": 64, "tree_mask": True},
     ),
     ({**CODES, "math": "fp8x2"}, "q: got 4 query rows .*, expected at least 17 with", {"math": "fp8x2"}),
@@ -177,16 +177,16 @@ def test_the_oracle_refuses_what_no_gpu_serves(
 ) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     with pytest.raises(ArgumentError, match=match):
-        mla_cupy.mla_decode(**_call(**changes))
+        mla_decode(**_call(**changes))
     shape = {"max_b": 2, "s_q": 1, "h_q": 4, "max_pages": 2, "page_size": 8, "dtype": "float16"}
     record = {"record": "fp8"} if "math" in planned else {}
     with pytest.raises(ArgumentError, match=match):
-        mla_cupy.plan_decode(**{**shape, **record, **planned})
+        plan_decode(**{**shape, **record, **planned})
 
 
 def test_values_are_checked_on_request(recorder: Recorder) -> None:
     with pytest.raises(ArgumentError, match=r"cu_seqlens_q\[2\]: got 1, expected ascending starts of 0 to 5"):
-        mla_cupy.mla_decode(**_call(**{**PACKED, "cu_seqlens_q": np.array([0, 2, 1], np.int32)}), check=True)
+        mla_decode(**_call(**{**PACKED, "cu_seqlens_q": np.array([0, 2, 1], np.int32)}), check=True)
 
 
 @pytest.mark.parametrize(
@@ -204,11 +204,11 @@ def test_values_are_checked_on_request(recorder: Recorder) -> None:
     ],
 )
 def test_which_kernel(changes: dict[str, Any], kernel: str, recorder: Recorder) -> None:
-    mla_cupy.mla_decode(**_call(**changes))
+    mla_decode(**_call(**changes))
     assert f"mla_{kernel}" in [launch.entry for launch in recorder.launches]
 
 
-WHOLE = Forms(attn_sink=True, q_rope=True, cu_seqlens_q=True, out_cos=True, window=5)
+WHOLE = Forms(attn_sink=True, q_rope=True, packed=True, out_rope=True, window=5)
 
 
 @pytest.mark.parametrize("name", list(by_name(DECODE)))
@@ -223,7 +223,8 @@ def test_the_table_of_forms_is_true(name: str, form: str) -> None:
     reason = kernel.objection(problem, device)
     assert (reason is None) == (form in kernel.forms)
     assert reason is None or str(reason) == f"takes no {form}"
-    run_by = {(case_kernel, shown) for case, case_kernel in CASES for shown in case.forms}
+    words = {"cu_seqlens_q": "packed", "out_cos": "out_rope"}
+    run_by = {(case_kernel, words.get(shown, shown)) for case, case_kernel in CASES for shown in case.forms}
     run_by |= {(sunk, "attn_sink") for _, sunk in SINKS}
     if form in kernel.forms and "mma" not in name and "narrow" not in name:  # those have cases of their own
         assert (name, form) in run_by
@@ -238,7 +239,7 @@ def test_a_plan_serves_steps_of_other_lengths() -> None:
         for seed, queries in ((1, (1, 3, 2)), (2, (1, 1, 1)), (3, (0, 6, 0)))
     ]
     with simulated(3):
-        plan = mla_cupy.plan_decode(
+        plan = plan_decode(
             max_b=3,
             s_q=2,
             h_q=16,
@@ -258,7 +259,7 @@ def test_a_plan_serves_steps_of_other_lengths() -> None:
             arrays: dict[str, Any] = {**inputs.arrays, "block_table": table}
             total = len(arrays["q"])
             plan.update(arrays["seqlens"], cu_seqlens_q=arrays["cu_seqlens_q"], total_q=total)
-            got = mla_cupy.mla_decode(**arrays, **inputs.options, plan=plan)
+            got = mla_decode(**arrays, **inputs.options, plan=plan)
             check(got, inputs.exact, inputs.rounded, "bfloat16")
     assert plan.kernel == SMALL
 
@@ -270,7 +271,7 @@ def test_a_plan_for_two_arrays_and_a_sink(cuts: dict[str, Any]) -> None:
     with simulated(3):
         plan = plan_of(inputs.base, device=0, q_rope=True, attn_sink=True, **cuts)
         plan.update(inputs.arrays["seqlens"])
-        got = mla_cupy.mla_decode(**inputs.call, plan=plan)
+        got = mla_decode(**inputs.call, plan=plan)
     assert plan.kernel == SMALL
     check(got, inputs.exact, inputs.rounded, "bfloat16")
 
@@ -280,7 +281,7 @@ def test_mistakes_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = form_inputs(FormCase(DecodeCase(b=2, seqlens=9), queries=(1, 2), sink=True))
     arrays = inputs.arrays
     for options, match in (
-        ({"attn_sink": True}, "cu_seqlens_q=False"),
+        ({"attn_sink": True}, "packed=False"),
         ({"cu_seqlens_q": True, "s_q": 2}, "attn_sink=False"),
         ({"cu_seqlens_q": True, "attn_sink": True, "window": 5, "s_q": 2}, "window=5"),
     ):
@@ -288,7 +289,7 @@ def test_mistakes_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
         packed = {"cu_seqlens_q": arrays["cu_seqlens_q"], "total_q": 3} if options.get("cu_seqlens_q") else {}
         plan.update(arrays["seqlens"], **packed)
         with pytest.raises(PlanError, match=match):
-            mla_cupy.mla_decode(**inputs.call, plan=plan)
+            mla_decode(**inputs.call, plan=plan)
     plan = plan_of(inputs.base, cu_seqlens_q=True, attn_sink=True, s_q=2)
     with pytest.raises(PlanError, match="cu_seqlens_q: got None, expected one for this plan"):
         plan.update(arrays["seqlens"])
@@ -298,13 +299,13 @@ def test_mistakes_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
         plan.update(arrays["seqlens"], cu_seqlens_q=arrays["cu_seqlens_q"][:2], total_q=3)
     plan.update(arrays["seqlens"], cu_seqlens_q=arrays["cu_seqlens_q"], total_q=2)
     with pytest.raises(PlanError, match="an update for total_q=2, expected one for total_q=3"):
-        mla_cupy.mla_decode(**inputs.call, plan=plan)
+        mla_decode(**inputs.call, plan=plan)
     plan.update(arrays["seqlens"], cu_seqlens_q=arrays["cu_seqlens_q"], total_q=3)
-    got = mla_cupy.mla_decode(**inputs.call, plan=plan)
+    got = mla_decode(**inputs.call, plan=plan)
     np.testing.assert_array_equal(got[1], inputs.exact[1].astype(np.float32))
     with pytest.raises(PlanError, match="total_q: got one, expected None"):
         plan_of(inputs.base).update(arrays["seqlens"], total_q=3)
     with pytest.raises(ArgumentError, match="batch_invariant: got True, expected False with"):
         plan_of(inputs.base, window=5, batch_invariant=True)
-    with pytest.raises(ArgumentError, match="cu_seqlens_q: got 'yes'"):
+    with pytest.raises(ArgumentError, match="packed: got 'yes'"):
         plan_of(inputs.base, cu_seqlens_q="yes")

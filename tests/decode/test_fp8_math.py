@@ -20,6 +20,7 @@ from mla_cupy.reference.fp8_queries import dequantised, quantise_queries
 from tests.decode.test_tree_mask import tree_inputs
 from tests.support.calls import assert_same, oracle, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.flat import cascade_decode, mla_decode, plan_cascade
 from tests.support.gpu import run_and_check
 from tests.support.recorder import H200, Recorder, address
 from tests.support.sim_driver import simulated
@@ -164,7 +165,7 @@ def test_the_numpy_backend_rounds_the_oracle(case: DecodeCase, monkeypatch: pyte
     plan = plan_of(inputs)
     plan.update(inputs.seqlens)
     for given in (None, plan):
-        got = mla_cupy.mla_decode(*inputs.arguments, **inputs.case.options, plan=given)
+        got = mla_decode(*inputs.arguments, **inputs.case.options, plan=given)
         for mine, expected in zip(got, oracle(inputs, **inputs.case.options), strict=True):
             assert_same(mine, expected)
 
@@ -176,16 +177,16 @@ def test_the_numpy_backend_rounds_the_oracle(case: DecodeCase, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("case", "match"),
     [
-        (DecodeCase(b=1, seqlens=5), r"expected \"exact\" for 16-bit rows.*leave math out"),
-        (DecodeCase(b=1, seqlens=5, record="v32"), r"expected \"exact\" for the record v32"),
-        (DecodeCase(b=1, seqlens=5, record="v4", d_qk=512), r"expected \"exact\" for the record v4.*cache_append"),
+        (DecodeCase(b=1, seqlens=5), r"expected \"exact\" for 16-bit rows.*leave fp8.math out"),
+        (DecodeCase(b=1, seqlens=5, record="v32"), r"expected \"exact\" for the format v32"),
+        (DecodeCase(b=1, seqlens=5, record="v4", d_qk=512), r"expected \"exact\" for the format v4.*cache_append"),
     ],
     ids=["rows", "v32", "v4"],
 )
 def test_other_caches_are_refused(case: DecodeCase, match: str, math: str, recorder: Recorder) -> None:
-    inputs, match = make(case), f"math: got '{math}', {match}"
+    inputs, match = make(case), f"fp8.math: got '{math}', {match}"
     with pytest.raises(ArgumentError, match=match):
-        mla_cupy.mla_decode(*inputs.arguments, math=math)
+        mla_decode(*inputs.arguments, math=math)
     with pytest.raises(ArgumentError, match=match):
         plan_of(inputs, math=math, device=0)
     assert recorder.launches == []
@@ -198,16 +199,21 @@ def test_other_caches_are_refused(case: DecodeCase, match: str, math: str, recor
             CODED[0],
             {"math": "exact"},
             ArgumentError,
-            r'math: got .exact., expected "fp8" for queries in (float8_e4m3fn|uint8); pass math=',
+            r'math: got .exact., expected "fp8" for queries in (float8_e4m3fn|uint8); pass fp8=',
         ),
         (
             CODED[1],
             {"math": "exact"},
             ArgumentError,
-            r'math: got .exact., expected "fp8" for queries in (float8_e4m3fn|uint8); pass math=',
+            r'math: got .exact., expected "fp8" for queries in (float8_e4m3fn|uint8); pass fp8=',
         ),
         (CASES[0], {"q_scale": 2.0}, ArgumentError, "q_scale: got 2.0, expected 1 for queries in bfloat16; .*multiply"),
-        (CODED[0], {"q_scale": 1e-30, "scale": 1e-30}, ArgumentError, r"scale \* kv_scale \* q_scale: got .*e-6"),
+        (
+            CODED[0],
+            {"q_scale": 1e-30, "scale": 1e-30},
+            ArgumentError,
+            r"scale \* fp8.kv_scale \* fp8.q_scale: got .*e-6",
+        ),
         (CODED[0], {"out_dtype": "float16"}, DTypeError, "out_dtype: got float16, expected bfloat16 or float32"),
     ],
     ids=["exact", "exact-bytes", "scale", "product", "out"],
@@ -217,16 +223,16 @@ def test_what_queries_in_e4m3_cannot_have(
 ) -> None:
     inputs = make(case)
     with pytest.raises(error, match=match):
-        mla_cupy.mla_decode(*inputs.arguments, **{**case.options, **options})
+        mla_decode(*inputs.arguments, **{**case.options, **options})
     assert recorder.launches == []
 
 
 def test_queries_in_e4m3_over_other_caches_are_refused(recorder: Recorder) -> None:
     queries = {"queries": "float8_e4m3fn", "math": "fp8"}
-    for record, match in (("v32", "for the record v32"), ("", "kv_cache.dtype: got bfloat16, expected float8_e4m3fn")):
+    for record, match in (("v32", "for the format v32"), ("", "kv_cache.dtype: got bfloat16, expected float8_e4m3fn")):
         case = DecodeCase(b=1, seqlens=5, record=record, **queries)
         with pytest.raises((ArgumentError, DTypeError), match=match):
-            mla_cupy.mla_decode(*make(case).arguments, math="fp8")
+            mla_decode(*make(case).arguments, math="fp8")
     assert recorder.launches == []
 
 
@@ -234,7 +240,7 @@ def test_plans_for_queries_in_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     coded, plain = make(CODED[0]), make(replace(CODED[0], queries="", q_scale=1.0))
     with pytest.raises(
-        ArgumentError, match=r"math: got 'exact', expected \"fp8\" for queries in (float8_e4m3fn|uint8)"
+        ArgumentError, match=r"fp8.math: got 'exact', expected \"fp8\" for queries in (float8_e4m3fn|uint8)"
     ):
         plan_of(coded, math="exact")
     with pytest.raises(DTypeError, match="dtype: got float8_e5m2, expected bfloat16, float16 or float8_e4m3fn"):
@@ -242,7 +248,7 @@ def test_plans_for_queries_in_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(plain)
     plan.update(plain.seqlens)
     with pytest.raises(PlanError, match="plan: got dtype='bfloat16', expected dtype='float8_e4m3fn'"):
-        mla_cupy.mla_decode(*coded.arguments, **coded.case.options, plan=plan)
+        mla_decode(*coded.arguments, **coded.case.options, plan=plan)
 
 
 @pytest.mark.parametrize(
@@ -256,9 +262,9 @@ def test_other_kernels_are_refused(math: str, kernels: list[str], recorder: Reco
     inputs = make(replace(CASES[0], h_q=17))
     for kernel in kernels:
         with pytest.raises(ArgumentError, match=f"kernel: got '{kernel}', expected for math='{math}' one of {KERNEL}"):
-            mla_cupy.mla_decode(*inputs.arguments, math=math, kernel=kernel)
+            mla_decode(*inputs.arguments, math=math, kernel=kernel)
     with pytest.raises(ArgumentError, match=f"kernel: got '{KERNEL}', expected for math='exact' one of"):
-        mla_cupy.mla_decode(*inputs.arguments, kernel=KERNEL)
+        mla_decode(*inputs.arguments, kernel=KERNEL)
     assert recorder.launches == []
 
 
@@ -266,7 +272,7 @@ def test_other_kernels_are_refused(math: str, kernels: list[str], recorder: Reco
 @pytest.mark.parametrize(("cc", "arch"), [((8, 0), "8.0"), ((10, 0), "10.0"), ((7, 5), "7.5")])
 def test_other_gpus_are_refused(cc: tuple[int, int], arch: str, math: str) -> None:
     problem = DecodeProblem(1, 64, "bfloat16", record="fp8", math=math)
-    with pytest.raises(UnsupportedDeviceError, match=f"needs compute capability 9.0.* has {arch}: leave math out"):
+    with pytest.raises(UnsupportedDeviceError, match=f"needs compute capability 9.0.* has {arch}: leave fp8.math out"):
         DECODE.configure(problem, replace(H200, cc=cc))
 
 
@@ -276,7 +282,7 @@ def test_a_plan_is_for_one_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(inputs, math="exact")
     plan.update(inputs.seqlens)
     with pytest.raises(PlanError, match="plan: got math='exact', expected math='fp8'"):
-        mla_cupy.mla_decode(*inputs.arguments, math="fp8", plan=plan)
+        mla_decode(*inputs.arguments, math="fp8", plan=plan)
 
 
 # ---- Launches --------------------------------------------------------------------------------------------------
@@ -285,7 +291,7 @@ def test_a_plan_is_for_one_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_launch(recorder: Recorder) -> None:
     """The record's two maps, the scale of keys and values, and the build for the rows."""
     inputs = make(fp8(b=2, seqlens=(300, 70), h_q=8, page_size=48))
-    mla_cupy.mla_decode(*inputs.arguments, **inputs.case.options, scale=0.25)
+    mla_decode(*inputs.arguments, **inputs.case.options, scale=0.25)
     assert recorder.entries[:2] == ["attention_schedule", KERNEL]
     p = recorder.launches[1].params
     assert p["scale_log2"] == pytest.approx(0.25 * 0.03 / np.log(2), rel=1e-6)
@@ -316,7 +322,7 @@ def test_partial_results_that_are_bfloat16(options: dict[str, Any], bf16: bool, 
     if options.pop("batch_invariant", False):
         options["plan"] = plan_of(inputs, batch_invariant=True)
         options["plan"].update(inputs.seqlens)
-    mla_cupy.mla_decode(*inputs.arguments, **{**inputs.case.options, **options})
+    mla_decode(*inputs.arguments, **{**inputs.case.options, **options})
     (p,) = (launch.params for launch in recorder.launches if launch.entry == f"mla_{KERNEL}")
     assert p["bf16_partials"] == bf16
 
@@ -353,7 +359,7 @@ def test_builds_by_rows(s_q: int, h_q: int, rows: int) -> None:
 
 def run(inputs: DecodeInputs, sm_count: int, mode: tuple[str, int], **options: Any) -> Any:
     with simulated(sm_count, mode=mode[0], seed=mode[1]) as target:
-        got = mla_cupy.mla_decode(*inputs.arguments, **{**inputs.case.options, **options})
+        got = mla_decode(*inputs.arguments, **{**inputs.case.options, **options})
     assert f"mla_{KERNEL}" in target.launched
     return got
 
@@ -395,7 +401,7 @@ def test_a_pool_without_pages(recorder: Recorder) -> None:
     workspace = np.zeros(16 << 20, np.uint8)
     at = -address(workspace) % 256
     given = (inputs.q, empty, *inputs.arguments[2:])
-    mla_cupy.mla_decode(*given, **inputs.case.options, workspace=workspace[at:])
+    mla_decode(*given, **inputs.case.options, workspace=workspace[at:])
     (launch,) = [launch for launch in recorder.launches if launch.entry == f"mla_{KERNEL}"]
     assert launch.params["num_pages"] == 0
     assert {spec.base for spec in recorder.maps} == {address(workspace) + at}
@@ -545,14 +551,14 @@ def test_a_plan_gives_the_same_bits_in_any_batch(queries: str) -> None:
     with simulated(2):
         plan = plan_of(inputs, device=0, batch_invariant=True, split_tokens=64)
         plan.update(inputs.seqlens)
-        out, lse = mla_cupy.mla_decode(*inputs.arguments, **inputs.case.options, plan=plan)
+        out, lse = mla_decode(*inputs.arguments, **inputs.case.options, plan=plan)
         assert plan.kernel == KERNEL
     check((out, lse), inputs.exact, inputs.rounded, "bfloat16")
     with simulated(3, mode="late"):
         plan = plan_of(inputs, device=0, batch_invariant=True, split_tokens=64)
         plan.update(inputs.seqlens[2:])
         q, cache, table, _ = inputs.arguments
-        got = mla_cupy.mla_decode(q[2:], cache, table[2:], inputs.seqlens[2:], **inputs.case.options, plan=plan)
+        got = mla_decode(q[2:], cache, table[2:], inputs.seqlens[2:], **inputs.case.options, plan=plan)
     assert (got[0].tobytes(), got[1].tobytes()) == (out[2:].tobytes(), lse[2:].tobytes())
 
 
@@ -564,7 +570,7 @@ def test_a_shared_prefix(queries: str) -> None:
     inputs.block_table[1, 0] = inputs.block_table[0, 0]
     groups = (mla_cupy.PrefixGroup(0, 2, 1),)
     with simulated(1) as target:
-        plan = mla_cupy.plan_cascade(
+        plan = plan_cascade(
             groups,
             b=2,
             s_q=2,
@@ -578,7 +584,7 @@ def test_a_shared_prefix(queries: str) -> None:
         )
         plan.update(inputs.seqlens)
         for given in (None, plan):
-            got = mla_cupy.cascade_decode(*inputs.arguments, groups, math="fp8", plan=given)
+            got = cascade_decode(*inputs.arguments, groups, math="fp8", plan=given)
             check(got, inputs.exact, inputs.rounded, "bfloat16")
     assert f"mla_{KERNEL}" in target.launched
 

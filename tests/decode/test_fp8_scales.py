@@ -15,6 +15,7 @@ from tests.decode.test_fp8_math import CASES, CODED, KERNEL, fp8, run
 from tests.decode.test_tree_mask import tree_inputs
 from tests.support.calls import plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.flat import mla_decode, plan_decode
 from tests.support.mutants import Mutant, Plant, as_verdict
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
@@ -103,7 +104,7 @@ def test_with_a_plan_and_a_tree() -> None:
             plan = plan_of(given, device=0, tree_mask=True, dtype="bfloat16" if q is inputs.q else "float8_e4m3fn")
             plan.update(given.seqlens)
             options = {"math": "fp8", "kv_scales": cache_scale, "tree_mask": tree.masks, "plan": plan, **more}
-            results.append(mla_cupy.mla_decode(*given.arguments, **options))
+            results.append(mla_decode(*given.arguments, **options))
     same_bits(*results)
 
 
@@ -125,17 +126,25 @@ def test_the_oracle_multiplies_by_the_scales() -> None:
 ROWS = {"q_scales": np.ones((2, 3, 5), np.float32)}
 CACHE = {"kv_scales": np.ones(1, np.float32)}
 WRONG: dict[str, tuple[DecodeCase, dict[str, Any], type[Exception], str]] = {
-    "half": (CASES[3], ROWS, ArgumentError, "q_scales: got an array, expected None for queries in bfloat16"),
-    "both": (CODED[1], {**ROWS, "q_scale": 2.0}, ArgumentError, "q_scale: got 2.0, expected 1 with q_scales"),
-    "shape": (CODED[1], {"q_scales": np.ones((2, 3, 4), np.float32)}, ShapeError, r"q_scales.shape\[-1\]: got 4"),
-    "dtype": (CODED[1], {"q_scales": np.ones((2, 3, 5))}, DTypeError, "q_scales.dtype: got float64, expected float32"),
-    "cache": (CODED[1], CACHE, ArgumentError, "kv_scale: got 0.03, expected 1 with kv_scales"),
-    "scales": (CODED[1], {"kv_scales": np.ones(2, np.float32)}, ShapeError, r"kv_scales.shape\[0\]: got 2, expected 1"),
+    "half": (CASES[3], ROWS, ArgumentError, "fp8.q_scale: got an array, expected 1 for queries in bfloat16"),
+    "shape": (CODED[1], {"q_scales": np.ones((2, 3, 4), np.float32)}, ShapeError, r"fp8.q_scale.shape\[-1\]: got 4"),
+    "dtype": (
+        CODED[1],
+        {"q_scales": np.ones((2, 3, 5))},
+        DTypeError,
+        "fp8.q_scale.dtype: got float64, expected float32",
+    ),
+    "scales": (
+        CODED[1],
+        {"kv_scales": np.ones(2, np.float32)},
+        ShapeError,
+        r"fp8.kv_scale.shape\[0\]: got 2, expected 1",
+    ),
     "exact": (
         fp8(b=2, math="exact", kv_scale=1.0),
         CACHE,
         ArgumentError,
-        'kv_scales: got an array, expected None with math="exact"; pass the number as kv_scale',
+        'fp8.kv_scale: got an array, expected a number with fp8.math="exact"; pass a Python number',
     ),
 }
 
@@ -145,7 +154,7 @@ def test_refusals(wrong: str, recorder: Recorder) -> None:
     case, more, error, match = WRONG[wrong]
     inputs = make(case)
     with pytest.raises(error, match=match):
-        mla_cupy.mla_decode(*inputs.arguments, **{**case.options, **more})
+        mla_decode(*inputs.arguments, **{**case.options, **more})
     assert recorder.launches == []
 
 
@@ -157,12 +166,14 @@ def test_scales_are_above_zero(
     inputs, scales = make(CODED[1]), np.ones(shape, np.float32)
     np.clip(inputs.block_table, 0, len(inputs.kv_cache) - 1, out=inputs.block_table)
     options = {**CODED[1].options, "check": True} | ({"kv_scale": 1.0} if name == "kv_scales" else {})
-    mla_cupy.mla_decode(*inputs.arguments, **options, **{name: scales})
+    mla_decode(*inputs.arguments, **options, **{name: scales})
     launches = len(recorder.launches)
     scales[place] = bad
     where = ", ".join(map(str, place))
-    with pytest.raises(ArgumentError, match=rf"{name}\[{where}\]: got {bad}, expected a finite number, above 0"):
-        mla_cupy.mla_decode(*inputs.arguments, **options, **{name: scales})
+    with pytest.raises(
+        ArgumentError, match=rf"fp8\.{name[:-1]}\[{where}\]: got {bad}, expected a finite number, above 0"
+    ):
+        mla_decode(*inputs.arguments, **options, **{name: scales})
     assert len(recorder.launches) == launches
 
 
@@ -213,14 +224,14 @@ def test_on_a_gpu(hopper: object, case: DecodeCase) -> None:
     q, *others = uploaded(inputs)
     b, s_q, h_q, d_qk = q.shape
     codes, scales, _ = mla_cupy.mla_prepare(q.reshape(b * s_q, h_q, d_qk), quantise=True)
-    expected = mla_cupy.mla_decode(q, *others, **case.options)
+    expected = mla_decode(q, *others, **case.options)
     options = {**case.options, "kv_scale": 1.0, "kv_scales": cp.full(1, case.kv_scale, cp.float32)}
-    got = mla_cupy.mla_decode(codes.reshape(q.shape), *others, **options, q_scales=scales.reshape(b, s_q, h_q))
+    got = mla_decode(codes.reshape(q.shape), *others, **options, q_scales=scales.reshape(b, s_q, h_q))
     for mine, other in zip(got, expected, strict=True):
         cp.testing.assert_allclose(mine.astype(cp.float32), other.astype(cp.float32), rtol=2e-2, atol=2e-2)
     assert (
         KERNEL
-        in mla_cupy.plan_decode(
+        in plan_decode(
             max_b=1, s_q=1, h_q=1, record="fp8", math="fp8", max_pages=1, page_size=64, dtype="float8_e4m3fn"
         ).kernel
     )

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-import mla_cupy
 from mla_cupy import reference
 from mla_cupy.reference.fp8_queries import dequantised
 from tests.decode import test_fp8_math as whole
 from tests.decode.test_fp8_math import CASES, CODED, E4M3, fp8, run
 from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.flat import mla_decode
 from tests.support.mutants import Mutant, Plant, as_verdict, steps
 from tests.support.sim_modes import MODES
 from tests.support.tolerance import check, check_lse
@@ -294,7 +294,7 @@ def test_sums_on_a_gpu(hopper: object, mean: str, tokens: int) -> None:
     from tests.support.gpu import uploaded
 
     inputs = with_values(tokens, *MEANS[mean])
-    out, _ = mla_cupy.mla_decode(*uploaded(inputs), math="fp8", out_dtype="float32", scale=1 / 8)
+    out, _ = mla_decode(*uploaded(inputs), math="fp8", out_dtype="float32", scale=1 / 8)
     exact = reference.mla_decode(*inputs.arguments, math="fp8", scale=1 / 8)
     rounded = reference.mla_decode(*inputs.arguments, math="fp8", scale=1 / 8, rounding="bfloat16")
     bias, _ = errors(cupy.asnumpy(out), with_rounded_weights(inputs, 1 / 8))

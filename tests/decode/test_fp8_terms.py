@@ -21,6 +21,7 @@ from tests.decode.test_fp8_math import E4M3, KERNEL, fp8, hostile_rows, run
 from tests.decode.test_fp8_sums import MEANS, errors, with_values
 from tests.support.calls import assert_same, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.flat import mla_decode
 from tests.support.gpu import run_and_check
 from tests.support.mutants import Mutant, Plant, as_verdict, steps
 from tests.support.recorder import H200, Recorder
@@ -217,13 +218,13 @@ def test_a_plan_gives_the_same_bits_in_any_batch() -> None:
     with simulated(2):
         plan = plan_of(inputs, device=0, batch_invariant=True, split_tokens=64)
         plan.update(inputs.seqlens)
-        out, lse = mla_cupy.mla_decode(*inputs.arguments, **inputs.case.options, plan=plan)
+        out, lse = mla_decode(*inputs.arguments, **inputs.case.options, plan=plan)
     check((out, lse), inputs.exact, inputs.rounded, "bfloat16")
     with simulated(3, mode="late"):
         plan = plan_of(inputs, device=0, batch_invariant=True, split_tokens=64)
         plan.update(inputs.seqlens[1:])
         q, cache, table, _ = inputs.arguments
-        got = mla_cupy.mla_decode(q[1:], cache, table[1:], inputs.seqlens[1:], **inputs.case.options, plan=plan)
+        got = mla_decode(q[1:], cache, table[1:], inputs.seqlens[1:], **inputs.case.options, plan=plan)
     assert (got[0].tobytes(), got[1].tobytes()) == (out[1:].tobytes(), lse[1:].tobytes())
 
 
@@ -366,5 +367,5 @@ def test_errors_on_a_gpu(hopper: object, mean: str, tokens: int) -> None:
     from tests.support.gpu import uploaded
 
     inputs = with_values(tokens, *MEANS[mean], heads=33)
-    out, _ = mla_cupy.mla_decode(*uploaded(inputs), math="fp8x2", out_dtype="float32", scale=1 / 8)
+    out, _ = mla_decode(*uploaded(inputs), math="fp8x2", out_dtype="float32", scale=1 / 8)
     check_errors(inputs, 1 / 8, cupy.asnumpy(out), bias=7e-4, rms=2.5e-3)

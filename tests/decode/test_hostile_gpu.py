@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import mla_cupy
 from mla_cupy import reference
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.calls import ALL_KERNELS, Array, assert_same, need, on_host, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.flat import mla_decode
 from tests.support.gpu import upload, uploaded
 from tests.support.kernels import fitting
 from tests.support.tolerance import check
@@ -31,7 +31,7 @@ def kernel(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
 
 
 def run(inputs: DecodeInputs, kernel: str | None, **options: Any) -> tuple[Array, Array]:
-    return on_host(mla_cupy.mla_decode(*uploaded(inputs), kernel=kernel, causal=inputs.case.causal, **options))
+    return on_host(mla_decode(*uploaded(inputs), kernel=kernel, causal=inputs.case.causal, **options))
 
 
 def run_and_check(inputs: DecodeInputs, kernel: str | None) -> None:
@@ -98,7 +98,7 @@ def test_plan_for_other_lengths_is_slow_not_wrong(kernel: str) -> None:
     plan = plan_of(inputs, kernel=kernel)
     for planned in ([0] * 6, [5000, 0, 0, 0, 0, 0], [INT_MAX] * 6, [64, 64, 3000, 64, 64, 64], [INT_MIN] * 6):
         plan.update(cupy.asarray(planned, cupy.int32))
-        got = on_host(mla_cupy.mla_decode(*arguments, plan=plan))
+        got = on_host(mla_decode(*arguments, plan=plan))
         check(got, inputs.exact, inputs.rounded, inputs.case.dtype)
 
 
@@ -186,6 +186,6 @@ def test_pool_of_more_than_4_gib(kernel: str, large_pool: Any) -> None:
         large_pool[page] = cupy.asarray(content)
     table = inputs.block_table.copy()
     table[:, :4] = np.asarray(far, np.int32)[table[:, :4]]
-    got = mla_cupy.mla_decode(upload(inputs.q), large_pool, upload(table), upload(inputs.seqlens), kernel=kernel)
+    got = mla_decode(upload(inputs.q), large_pool, upload(table), upload(inputs.seqlens), kernel=kernel)
     exact = reference.mla_decode(*inputs.arguments)
     check(on_host(got), exact, inputs.rounded, "bfloat16")

@@ -16,6 +16,7 @@ from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.runtime import loader
 from tests.support.calls import plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.flat import mla_decode
 from tests.support.recorder import H200, Launched, Recorder, address, elements
 
 CASE = DecodeCase(b=3, s_q=2, h_q=8, page_size=32, seqlens="ragged-1100")  # longer than clusters get
@@ -84,7 +85,7 @@ def attend_problem(inputs: DecodeInputs) -> Any:
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 def test_flags(recorder: Recorder, lse_base: str, factor: float, out_dtype: str) -> None:
     inputs = make(CASE)
-    out, lse = mla_cupy.mla_decode(*inputs.arguments, lse_base=lse_base, out_dtype=out_dtype)
+    out, lse = mla_decode(*inputs.arguments, lse_base=lse_base, out_dtype=out_dtype)
     p = recorder.launches[1].params
     assert p["lse_factor"] == pytest.approx(factor, rel=1e-7)
     assert p["out_is_fp32"] == (out_dtype == "float32")
@@ -97,7 +98,7 @@ def test_flags(recorder: Recorder, lse_base: str, factor: float, out_dtype: str)
 def test_tensor_maps_are_kept_by_cache(recorder: Recorder) -> None:
     first, second = make(CASE), make(CASE)
     for inputs in (first, second, first, second):
-        mla_cupy.mla_decode(*inputs.arguments)
+        mla_decode(*inputs.arguments)
     maps = [launch.more[0] for launch in recorder.launches if launch.entry.endswith(FAST)]
     assert len(recorder.maps) == 2
     assert maps[0] == maps[2]
@@ -108,7 +109,7 @@ def test_tensor_maps_are_kept_by_cache(recorder: Recorder) -> None:
 
 def test_nothing_is_launched_for_an_empty_batch(recorder: Recorder) -> None:
     inputs = make(DecodeCase(b=0, seqlens=0))
-    out, lse = mla_cupy.mla_decode(*inputs.arguments)
+    out, lse = mla_decode(*inputs.arguments)
     assert (out.shape, lse.shape) == ((0, 1, 16, 512), (0, 16, 1))
     assert recorder.launches == []
     mla_cupy.merge_states(np.zeros((2, 0, 1, 16, 8), np.float32), np.zeros((2, 0, 16, 1), np.float32))
@@ -130,7 +131,7 @@ def test_nothing_is_launched_for_an_empty_batch(recorder: Recorder) -> None:
 def test_what_tma_cannot_take_goes_to_the_generic_kernel(recorder: Recorder, change: Any) -> None:
     inputs = make(CASE)
     q, kv_cache = change(inputs.q, inputs.kv_cache)
-    mla_cupy.mla_decode(q, kv_cache, inputs.block_table, inputs.seqlens)
+    mla_decode(q, kv_cache, inputs.block_table, inputs.seqlens)
     assert recorder.entries[1] == "attention_generic"
     p = recorder.launches[1].params
     assert (p["q"], p["kv"]) == (address(q), address(kv_cache))
@@ -141,7 +142,7 @@ def test_what_tma_cannot_take_goes_to_the_generic_kernel(recorder: Recorder, cha
 def test_strides_of_axes_of_one_do_not_matter(recorder: Recorder) -> None:
     inputs = make(DecodeCase(b=1, s_q=1, h_q=8, seqlens=1100))
     q = np.lib.stride_tricks.as_strided(inputs.q, inputs.q.shape, (6, 0, *inputs.q.strides[2:]))
-    mla_cupy.mla_decode(q, *inputs.arguments[1:])
+    mla_decode(q, *inputs.arguments[1:])
     assert recorder.entries[1] == FAST
 
 
@@ -159,7 +160,7 @@ def test_planned_call(recorder: Recorder) -> None:
     assert recorder.launches[0].params["schedule"] == plan.address
     recorder.launches.clear()
     for _ in range(3):
-        got = mla_cupy.mla_decode(*inputs.arguments, plan=plan, out=out, lse=lse, stream=5)
+        got = mla_decode(*inputs.arguments, plan=plan, out=out, lse=lse, stream=5)
         assert got[0] is out
         assert got[1] is lse
     assert recorder.entries == [FAST, "attention_combine"] * 3  # never scheduled again
@@ -176,7 +177,6 @@ def test_repeated_calls_follow_every_change(recorder: Recorder) -> None:
     out, lse = results(inputs)
     plan = plan_of(inputs)
     plan.update(inputs.seqlens)
-    decode = mla_cupy.mla_decode
     calls: list[tuple[dict[str, Any], dict[str, float]]] = [
         ({}, {}),
         ({"scale": 0.5}, {"scale_log2": 0.5 / math.log(2)}),
@@ -187,13 +187,12 @@ def test_repeated_calls_follow_every_change(recorder: Recorder) -> None:
         ({"stream": 12}, {}),
         ({"out": out}, {"out": address(out), "out_stride_h_elems": 520}),
         ({"lse": lse}, {"lse": address(lse)}),
-        ({"check": True}, {}),
     ]
     default = {"scale_log2": 576**-0.5 / math.log(2), "causal": 1, "lse_factor": math.log(2), "out_is_fp32": 0}
     for options, expected in [*calls, *reversed(calls)]:
         for inputs_now in (inputs, other, inputs):
             recorder.launches.clear()
-            decode(*inputs_now.arguments, plan=plan, **options)
+            mla_decode(*inputs_now.arguments, plan=plan, **options)
             assert recorder.entries == [FAST, "attention_combine"]
             for launch in recorder.launches:
                 assert launch.stream == options.get("stream", 0)
@@ -210,7 +209,7 @@ def test_repeated_calls_with_other_strides(recorder: Recorder) -> None:
     plan.update(inputs.seqlens)
     for q, kv_cache, table, seqlens in (inputs.arguments, dense, inputs.arguments):
         recorder.launches.clear()
-        mla_cupy.mla_decode(q, kv_cache, table, seqlens, plan=plan)
+        mla_decode(q, kv_cache, table, seqlens, plan=plan)
         p = recorder.launches[0].params
         assert p["q_stride_h_elems"] == q.strides[2] // 2
         assert p["kv_stride_page_elems"] == kv_cache.strides[0] // 2
@@ -236,18 +235,17 @@ def test_repeated_calls_still_need_aligned_addresses(recorder: Recorder, name: s
     call = {**dict(zip(names, inputs.arguments, strict=True)), "out": out, "lse": lse}
     plan = plan_of(inputs)
     plan.update(inputs.seqlens)
-    mla_cupy.mla_decode(**call, plan=plan)
+    mla_decode(**call, plan=plan)
     recorder.launches.clear()
     call[name] = unaligned(call[name])
     with pytest.raises(error, match="multiples of 16 bytes"):
-        mla_cupy.mla_decode(**call, plan=plan)
+        mla_decode(**call, plan=plan)
     assert recorder.launches == []
 
 
 @pytest.mark.parametrize(
     "mistake",
     [
-        {"d_v": 256},
         {"scale": math.nan},
         {"scale": 0},
         {"lse_base": "10"},
@@ -263,12 +261,12 @@ def test_mistakes_after_a_good_call_are_found(recorder: Recorder, mistake: dict[
     inputs = make(CASE)
     plan = plan_of(inputs)
     plan.update(inputs.seqlens)
-    mla_cupy.mla_decode(*inputs.arguments, plan=plan)
+    mla_decode(*inputs.arguments, plan=plan)
     recorder.launches.clear()
     with pytest.raises(mla_cupy.MlaError):
-        mla_cupy.mla_decode(*inputs.arguments, plan=plan, **mistake)
+        mla_decode(*inputs.arguments, plan=plan, **mistake)
     assert recorder.launches == []
-    mla_cupy.mla_decode(*inputs.arguments, plan=plan)
+    mla_decode(*inputs.arguments, plan=plan)
     assert len(recorder.launches) == 2
 
 
@@ -279,11 +277,11 @@ def test_smaller_batches_after_larger_ones(recorder: Recorder) -> None:
         few = (inputs.q[:b], inputs.kv_cache, inputs.block_table[:b], inputs.seqlens[:b])
         plan.update(few[3])
         recorder.launches.clear()
-        out, _ = mla_cupy.mla_decode(*few, plan=plan)
+        out, _ = mla_decode(*few, plan=plan)
         assert out.shape[0] == b
         assert {int(launch.params["b"]) for launch in recorder.launches} == {b}
     with pytest.raises(PlanError, match="update for b=3"):
-        mla_cupy.mla_decode(inputs.q[:2], inputs.kv_cache, inputs.block_table[:2], inputs.seqlens[:2], plan=plan)
+        mla_decode(inputs.q[:2], inputs.kv_cache, inputs.block_table[:2], inputs.seqlens[:2], plan=plan)
 
 
 def test_unloaded_kernel_in_a_capture(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,6 +292,6 @@ def test_unloaded_kernel_in_a_capture(recorder: Recorder, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(loader, "loaded", refuse)
     with pytest.raises(KernelNotBuiltError, match="being captured"):
-        mla_cupy.mla_decode(*make(CASE).arguments)
+        mla_decode(*make(CASE).arguments)
     assert recorder.launches == []
     assert recorder.allocations == []

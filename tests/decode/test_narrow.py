@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import mla_cupy
 from mla_cupy import ArgumentError, ShapeError, UnsupportedDeviceError, reference
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import DecodeProblem
@@ -20,6 +19,7 @@ from mla_cupy.simulation import fake_gpu
 from tests.decode.test_small_mutants import alike_where_finite
 from tests.support.calls import plan_of
 from tests.support.cases import DecodeCase, make
+from tests.support.flat import mla_decode, plan_decode
 from tests.support.gpu import run_and_check
 from tests.support.kernels import DECODE_KERNELS, NARROW_KERNELS
 from tests.support.mutants import CAUGHT, Mutant, Plant, as_verdict, steps
@@ -71,7 +71,7 @@ def run(kernel: str, case: DecodeCase, mode: str, sm_count: int = 2) -> None:
     inputs = make(case)
     whole = np.full((case.b, case.s_q, case.h_q, 520), 7, inputs.q.dtype)
     with simulated(sm_count, GPUS[kernel], mode, 3) as target:
-        out, lse = mla_cupy.mla_decode(*inputs.arguments, **case.options, out=whole[..., :256], kernel=kernel)
+        out, lse = mla_decode(*inputs.arguments, **case.options, out=whole[..., :256], kernel=kernel)
     assert f"mla_{kernel.removesuffix('_narrow')}" in target.launched
     check((out, lse), inputs.exact, inputs.rounded, case.dtype)
     assert (whole[..., 256:] == 7).all()
@@ -101,7 +101,7 @@ def test_with_a_sink_and_a_plan(d_qk: int, kernel: str) -> None:
         plan = plan_of(inputs, attn_sink=True, device=0, kernel=kernel)
         plan.update(inputs.seqlens)
         options = {**case.options, "attn_sink": sink, "out_dtype": "float32"}
-        out, lse = mla_cupy.mla_decode(*inputs.arguments, **options, plan=plan)
+        out, lse = mla_decode(*inputs.arguments, **options, plan=plan)
     exact = reference.mla_decode(*inputs.arguments, **case.options, attn_sink=sink)
     close = 2e-5 if kernel == GENERIC else 2e-3  # P is rounded to float16
     np.testing.assert_allclose(out, exact[0], rtol=close, atol=close)
@@ -115,7 +115,7 @@ def test_what_only_later_queries_see_does_not_reach_earlier_ones(kernel: str) ->
     hidden = 64  # from the first query only
     inputs.kv_cache[inputs.block_table[0, hidden // 64], hidden % 64, 0, [3, 200]] = np.nan, np.inf
     with simulated(1, GPUS[kernel], "late"):
-        got = mla_cupy.mla_decode(*inputs.arguments, d_v=256, kernel=kernel)
+        got = mla_decode(*inputs.arguments, kernel=kernel)
     assert np.isfinite(got[0][:, :1].astype(np.float32)).all()
     check(got, inputs.exact, inputs.rounded, "bfloat16")
 
@@ -146,7 +146,7 @@ def test_a_tree(kernel: str | None) -> None:
     case = DecodeCase(b=2, seqlens=(70, 3), s_q=3, h_q=2, d_qk=320)
     inputs, tree = make(case), np.array([[1, 3, 5], [1, 3, 7]], np.uint64)
     with simulated(2) as target:
-        got = mla_cupy.mla_decode(*inputs.arguments, d_v=256, tree_mask=tree, out_dtype="float32", kernel=kernel)
+        got = mla_decode(*inputs.arguments, tree_mask=tree, out_dtype="float32", kernel=kernel)
     assert f"mla_{kernel or 'attention_mma_small'}" in target.launched
     exact = reference.mla_decode(*inputs.arguments, d_v=256, tree_mask=tree)
     close = 2e-5 if kernel else 2e-2  # P is rounded to bfloat16
@@ -168,16 +168,15 @@ def test_the_oracle_is_attention_to_the_first_columns() -> None:
 def call(**changes: Any) -> dict[str, Any]:
     inputs = make(DecodeCase(b=2, seqlens=(5, 3), h_q=4, d_qk=320))
     names = ("q", "kv_cache", "block_table", "seqlens")
-    return {**dict(zip(names, inputs.arguments, strict=True)), "d_v": 256, **changes}
+    return {**dict(zip(names, inputs.arguments, strict=True)), **changes}
 
 
 BAD: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
-    ("wide values", lambda: call(d_v=512), ArgumentError, "d_v: got 512, expected 256.*d_qk = 320"),
     ("other keys", lambda: call(kv_cache=np.zeros((4, 8, 1, 288), ml_dtypes.bfloat16)), ShapeError, "d_qk=320"),
-    ("w_uv", lambda: call(w_uv=np.zeros((4, 64, 512), ml_dtypes.bfloat16)), ArgumentError, "w_uv.*d_v=256"),
+    ("w_uv", lambda: call(w_uv=np.zeros((4, 64, 512), ml_dtypes.bfloat16)), ArgumentError, "project: got .*of 320"),
     ("q_rope", lambda: call(q_rope=np.zeros((2, 1, 4, 64), ml_dtypes.bfloat16)), ShapeError, "512 with q_rope"),
     ("out", lambda: call(out=np.zeros((2, 1, 4, 512), ml_dtypes.bfloat16)), ShapeError, "out.shape.*256"),
-    ("window", lambda: call(window=3), ArgumentError, "window: got 3, expected None with d_v=256"),
+    ("window", lambda: call(window=3), ArgumentError, "window: got 3, expected None for keys of 320"),
     ("FP8", lambda: call(kv_cache=np.zeros((4, 8, 656), np.uint8)), ShapeError, "576 for v32"),
 )  # fmt: skip
 
@@ -185,14 +184,14 @@ BAD: tuple[tuple[str, Callable[[], Any], type[Exception], str], ...] = (
 @pytest.mark.parametrize(("make_call", "error", "match"), [bad[1:] for bad in BAD], ids=[bad[0] for bad in BAD])
 def test_refuses(make_call: Callable[[], Any], error: type[Exception], match: str, recorder: Recorder) -> None:
     with pytest.raises(error, match=match):
-        mla_cupy.mla_decode(**make_call())
+        mla_decode(**make_call())
     assert recorder.launches == []
 
 
 @pytest.mark.parametrize("kernel", [name for name in DECODE_KERNELS if name != GENERIC])
 def test_other_kernels_say_why_not(kernel: str, recorder: Recorder) -> None:
     with pytest.raises(UnsupportedDeviceError, match="takes no values of 256 columns"):
-        mla_cupy.mla_decode(**call(kernel=kernel))
+        mla_decode(**call(kernel=kernel))
     assert recorder.launches == []
 
 
@@ -209,15 +208,15 @@ def test_narrow_kernels_say_why_not(kernel: str, changes: dict[str, Any], match:
     inputs = make(DecodeCase(b=2, seqlens=(5, 3), h_q=4))
     arguments = dict(zip(("q", "kv_cache", "block_table", "seqlens"), inputs.arguments, strict=True))
     with pytest.raises(UnsupportedDeviceError, match=match):
-        mla_cupy.mla_decode(**({**arguments, "kernel": kernel} if wide else call(**{**changes, "kernel": kernel})))
+        mla_decode(**({**arguments, "kernel": kernel} if wide else call(**{**changes, "kernel": kernel})))
     assert recorder.launches == []
 
 
 @pytest.mark.parametrize("changes", [{"batch_invariant": True}, {"d_head": 64}], ids=str)
 def test_plans_say_why_not(changes: dict[str, Any]) -> None:
     sizes = {"max_b": 2, "s_q": 1, "h_q": 4, "max_pages": 4, "page_size": 16, "dtype": "bfloat16"}
-    with pytest.raises(ArgumentError, match="with d_v=256"):
-        mla_cupy.plan_decode(**sizes, d_qk=288, **changes)
+    with pytest.raises(ArgumentError, match="for keys of 288 columns"):
+        plan_decode(**sizes, d_qk=288, **changes)
 
 
 MUTANTS = (
@@ -274,7 +273,7 @@ def verdict(kernel: str, case: DecodeCase, mode: str) -> None:
     last = case.lengths()[0] - 1
     inputs.kv_cache[inputs.block_table[0, last // case.page_size], last % case.page_size, 0, 200] = np.inf
     with simulated(1, GPUS[kernel], mode, 1):
-        got = mla_cupy.mla_decode(*inputs.arguments, **case.options, kernel=kernel)
+        got = mla_decode(*inputs.arguments, **case.options, kernel=kernel)
     alike = [alike_where_finite(mine, exact) for mine, exact in zip(got, inputs.exact, strict=True)]
     check((alike[0], alike[1]), inputs.exact, inputs.rounded, case.dtype)
 

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-import mla_cupy
 from mla_cupy import ArgumentError, PlanError, ShapeError, UnsupportedDeviceError, reference
 from mla_cupy.cache_formats import FORMATS
 from tests.support.calls import assert_same, oracle, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.flat import mla_decode
 from tests.support.gpu import run_and_check
 from tests.support.kernels import RECORD_KERNELS, takes
 from tests.support.mutants import Mutant, Plant, as_verdict, steps
@@ -123,7 +123,7 @@ def test_the_numpy_backend_rounds_the_oracle(case: DecodeCase, monkeypatch: pyte
     plan = plan_of(inputs, cp_world=case.cp_world, cp_rank=case.cp_rank)
     plan.update(inputs.seqlens)
     for given in (None, plan):
-        got = mla_cupy.mla_decode(*inputs.arguments, **case.options, plan=given)
+        got = mla_decode(*inputs.arguments, **case.options, plan=given)
         for mine, expected in zip(got, oracle(inputs, **case.options), strict=True):
             assert_same(mine, expected)
 
@@ -181,14 +181,14 @@ def _cache(record: str, heads: int = 1) -> Array:
 def test_mistakes(cache: Array, d_qk: int, error: type[Exception], match: str, recorder: Recorder) -> None:
     q, table, seqlens = np.ones((1, 1, 2, d_qk), np.float16), np.zeros((1, 2), np.int32), np.ones(1, np.int32)
     with pytest.raises(error, match=match):
-        mla_cupy.mla_decode(q, cache, table, seqlens)
+        mla_decode(q, cache, table, seqlens)
     assert recorder.launches == []
 
 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"record": "v31"}, "record: got 'v31', expected None, or one of v32, v4, fp8"),
+        ({"record": "v31"}, "kv_format: got 'v31', expected None, or one of v32, v4, fp8"),
         ({"record": "v4"}, "d_qk: got 576, expected 512 for v4"),
     ],
     ids=str,
@@ -201,17 +201,17 @@ def test_mistakes_of_plans(changes: dict[str, Any], match: str) -> None:
 @pytest.mark.parametrize(
     ("cache", "kv_scale", "match"),
     [
-        (_cache("v32"), 0.5, r"kv_scale: got 0.5, expected 1 for the record v32; its scales are in the record"),
+        (_cache("v32"), 0.5, r"fp8.kv_scale: got 0.5, expected 1 for the format v32; its tokens hold their own scales"),
         (_cache("bf16").view(np.float16), 0.5, r"kv_scale: got 0.5, expected 1 for 16-bit rows"),
         (_cache("fp8"), 0.0, r"kv_scale: got 0.0, expected a finite number above 0"),
-        (_cache("fp8"), 2.0**126, r"scale \* kv_scale: got .*, expected a finite number above 0"),
+        (_cache("fp8"), 2.0**126, r"scale \* fp8.kv_scale: got .*, expected a finite number above 0"),
     ],
     ids=["v32", "rows", "zero", "huge"],
 )
 def test_mistakes_of_scales(cache: Array, kv_scale: float, match: str, recorder: Recorder) -> None:
     q, table, seqlens = np.ones((1, 1, 2, 576), np.float16), np.zeros((1, 2), np.int32), np.ones(1, np.int32)
     with pytest.raises(ArgumentError, match=match):
-        mla_cupy.mla_decode(q, cache, table, seqlens, kv_scale=kv_scale, scale=4.0)
+        mla_decode(q, cache, table, seqlens, kv_scale=kv_scale, scale=4.0)
     assert recorder.launches == []
 
 
@@ -220,8 +220,8 @@ def test_a_plan_is_for_one_kind_of_cache(monkeypatch: pytest.MonkeyPatch) -> Non
     inputs, rows = make(v32(b=1, seqlens=5)), make(DecodeCase(b=1, seqlens=5))
     plan = plan_of(rows)
     plan.update(rows.seqlens)
-    with pytest.raises(PlanError, match="record='v32'"):
-        mla_cupy.mla_decode(*inputs.arguments, plan=plan)
+    with pytest.raises(PlanError, match="kv_format='v32'"):
+        mla_decode(*inputs.arguments, plan=plan)
 
 
 def test_which_kernel(recorder: Recorder) -> None:
@@ -229,14 +229,14 @@ def test_which_kernel(recorder: Recorder) -> None:
     inputs = make(v32(b=1, seqlens=5, strides="odd"))
     for records in (inputs, make(v4(b=1, seqlens=5)), make(fp8(b=1, seqlens=5))):
         recorder.entries.clear()
-        mla_cupy.mla_decode(*records.arguments)
+        mla_decode(*records.arguments)
         assert HOPPER in recorder.entries
     for kernel in RECORD_KERNELS:
         with pytest.raises(UnsupportedDeviceError, match="reads a cache of FP8 records"):
-            mla_cupy.mla_decode(*make(DecodeCase(b=1, seqlens=5)).arguments, kernel=kernel)
+            mla_decode(*make(DecodeCase(b=1, seqlens=5)).arguments, kernel=kernel)
     for kernel in ("decode_sm90_small", "attention_generic"):
         with pytest.raises(UnsupportedDeviceError, match="reads a cache of 16-bit rows"):
-            mla_cupy.mla_decode(*inputs.arguments, kernel=kernel)
+            mla_decode(*inputs.arguments, kernel=kernel)
 
 
 @pytest.mark.parametrize(
@@ -252,17 +252,17 @@ def test_which_kernel(recorder: Recorder) -> None:
 )
 def test_which_hopper_kernel(case: DecodeCase, kernel: str, recorder: Recorder) -> None:
     recorder.gpu = replace(recorder.gpu, sm_count=3)
-    mla_cupy.mla_decode(*make(case).arguments)
+    mla_decode(*make(case).arguments)
     assert kernel in recorder.entries
 
 
 def test_what_a_block_of_many_rows_does_not_take(recorder: Recorder) -> None:
     arguments = make(v32(b=1, seqlens=5, s_q=2, h_q=32)).arguments
     with pytest.raises(UnsupportedDeviceError, match="multiples of 64 heads"):
-        mla_cupy.mla_decode(*arguments, kernel=SEESAW)
+        mla_decode(*arguments, kernel=SEESAW)
     tree = np.ones((1, 2), np.uint64)
     with pytest.raises(UnsupportedDeviceError, match="takes no tree_mask"):
-        mla_cupy.mla_decode(*make(v32(b=1, seqlens=5, s_q=2, h_q=64)).arguments, tree_mask=tree, kernel=SEESAW)
+        mla_decode(*make(v32(b=1, seqlens=5, s_q=2, h_q=64)).arguments, tree_mask=tree, kernel=SEESAW)
     assert recorder.launches == []
 
 
@@ -271,7 +271,7 @@ def test_what_a_block_of_many_rows_does_not_take(recorder: Recorder) -> None:
 
 def run(inputs: DecodeInputs, kernel: str, sm_count: int, mode: tuple[str, int], **options: Any) -> Any:
     with simulated(sm_count, mode=mode[0], seed=mode[1]) as target:
-        got = mla_cupy.mla_decode(*inputs.arguments, **inputs.case.options, kernel=kernel, **options)
+        got = mla_decode(*inputs.arguments, **inputs.case.options, kernel=kernel, **options)
     assert f"mla_{kernel}" in target.launched
     return got
 
@@ -354,7 +354,7 @@ def test_a_plan_serves_records() -> None:
     with simulated(2):
         plan = plan_of(inputs, device=0)
         plan.update(inputs.seqlens)
-        got = mla_cupy.mla_decode(*inputs.arguments, plan=plan)
+        got = mla_decode(*inputs.arguments, plan=plan)
     assert plan.kernel == HOPPER
     check(got, inputs.exact, inputs.rounded, case.dtype)
 

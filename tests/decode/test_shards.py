@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-import mla_cupy
 from mla_cupy import reference
 from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.flat import mla_decode
 from tests.support.kernels import SCHEDULED_KERNELS, cc_of, on_hopper
 from tests.support.mutants import Mutant, Plant
 from tests.support.sim_driver import simulated
@@ -57,7 +57,7 @@ def test_merged_ranks_equal_the_whole(kernel: str, world: int) -> None:
     for rank in range(world):
         with simulated(2, cc_of(kernel), MODES[rank % len(MODES)], rank):
             shard, options = _shard(inputs, world, rank), {"cp_world": world, "cp_rank": rank, "kernel": kernel}
-            states.append(mla_cupy.mla_decode(*shard, **options, out_dtype="float32"))
+            states.append(mla_decode(*shard, **options, out_dtype="float32"))
     out, lse = reference.merge_states(*(np.stack(parts) for parts in zip(*states, strict=True)))
     check((out.astype(np.float32), lse.astype(np.float32)), inputs.exact, inputs.rounded, WHOLE.dtype)
 
@@ -70,7 +70,7 @@ def test_nan_reaches_only_the_rows_that_see_it(kernel: str) -> None:
     inputs = make(case)
     inputs.kv_cache[inputs.block_table[0, 1], 66 - 64, 0, [3, 300]] = np.nan, np.inf
     with simulated(1, cc_of(kernel), "late"):
-        got = mla_cupy.mla_decode(*inputs.arguments, **case.options, kernel=kernel)
+        got = mla_decode(*inputs.arguments, **case.options, kernel=kernel)
     seen = np.isnan(got[0].astype(np.float32)).any(axis=(0, 2, 3))
     assert seen.tolist() == [False, False, True, True]
     check(got, inputs.exact, inputs.rounded, case.dtype)
@@ -94,7 +94,7 @@ def _run() -> None:
     inputs = make(case)
     table = np.ascontiguousarray(inputs.block_table[:, :1])
     with simulated(1):
-        got = mla_cupy.mla_decode(inputs.q, inputs.kv_cache, table, inputs.seqlens, **case.options, kernel=GENERIC)
+        got = mla_decode(inputs.q, inputs.kv_cache, table, inputs.seqlens, **case.options, kernel=GENERIC)
     check(got, inputs.exact, inputs.rounded, case.dtype)
 
 

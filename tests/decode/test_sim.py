@@ -14,6 +14,7 @@ import pytest
 
 import mla_cupy
 from tests.support.cases import DecodeCase, make
+from tests.support.flat import mla_decode
 from tests.support.kernels import SCHEDULED_KERNELS, on_hopper, takes
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import parametrize_pairs
@@ -58,7 +59,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def _run(case: DecodeCase, kernel: str, sm_count: int, mode: tuple[str, int]) -> list[str]:
     inputs = make(case)
     with simulated(sm_count, mode=mode[0], seed=mode[1]) as target:
-        got = mla_cupy.mla_decode(*inputs.arguments, **case.options, kernel=kernel)
+        got = mla_decode(*inputs.arguments, **case.options, kernel=kernel)
     check(got, inputs.exact, inputs.rounded, case.dtype)
     return target.launched
 
@@ -91,7 +92,7 @@ def test_results_in_float32(kernel: str) -> None:
     """They are not rounded to 16 bits on the way."""
     inputs = make(DecodeCase(b=2, seqlens=(90, 3), h_q=19))
     with simulated(1):
-        got = mla_cupy.mla_decode(*inputs.arguments, kernel=kernel, out_dtype="float32")
+        got = mla_decode(*inputs.arguments, kernel=kernel, out_dtype="float32")
     check(got, inputs.exact, inputs.rounded, "bfloat16")
     assert (got[0] != got[0].astype(inputs.q.dtype).astype(np.float32)).mean() > 0.5
 
@@ -105,7 +106,7 @@ def test_what_only_later_queries_see_does_not_reach_earlier_ones(kernel: str, to
     hidden = tokens - 2  # from the first query only
     inputs.kv_cache[inputs.block_table[0, hidden // 64], hidden % 64, 0, [3, 300]] = np.nan, np.inf
     with simulated(1, mode="late"):
-        got = mla_cupy.mla_decode(*inputs.arguments, kernel=kernel)
+        got = mla_decode(*inputs.arguments, kernel=kernel)
     assert np.isfinite(got[0][:, :1].astype(np.float32)).all()
     check(got, inputs.exact, inputs.rounded, "bfloat16")
 
@@ -120,7 +121,7 @@ def test_a_plan_serves_other_lengths() -> None:
             table = np.full((2, width), -7, np.int32)
             table[:, : inputs.block_table.shape[1]] = inputs.block_table
             plan.update(inputs.seqlens)
-            got = mla_cupy.mla_decode(inputs.q, inputs.kv_cache, table, inputs.seqlens, plan=plan)
+            got = mla_decode(inputs.q, inputs.kv_cache, table, inputs.seqlens, plan=plan)
             check(got, inputs.exact, inputs.rounded, case.dtype)
 
 

@@ -22,6 +22,7 @@ from tests.decode import blackwell
 from tests.decode.blackwell import BLACKWELL
 from tests.support.calls import plan_of
 from tests.support.cases import D_V, DecodeCase, make
+from tests.support.flat import mla_decode
 from tests.support.mutants import Mutant, Plant, as_verdict, sampled
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.sim_modes import MODES
@@ -149,7 +150,7 @@ def test_a_sink_and_a_batch_invariant_plan() -> None:
         plan = plan_of(inputs, device=0, batch_invariant=True, split_tokens=64, attn_sink=True)
         assert plan.kernel == KERNEL
         plan.update(inputs.seqlens)
-        got = mla_cupy.mla_decode(*inputs.arguments, **case.options, attn_sink=sink, plan=plan)
+        got = mla_decode(*inputs.arguments, **case.options, attn_sink=sink, plan=plan)
     exact = mla_cupy.reference.mla_decode(*inputs.arguments, **case.options, attn_sink=sink)
     rounded = mla_cupy.reference.mla_decode(*inputs.arguments, **case.options, attn_sink=sink, rounding="bfloat16")
     check(got, exact, rounded, case.dtype)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-import mla_cupy
 from tests.decode.test_small_mutants import alike_where_finite
 from tests.support import mutants
 from tests.support.calls import plan_of
 from tests.support.cases import DecodeCase, make
+from tests.support.flat import mla_decode
 from tests.support.mutants import Plant, Steps, as_verdict, sampled, steps
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
@@ -124,9 +124,9 @@ def verdict(mode: tuple[str, int], pieces: bool = False) -> None:
         if pieces:
             plan = plan_of(inputs, device=0, kernel=KERNEL, batch_invariant=True, split_tokens=64)
             plan.update(inputs.seqlens)
-            got = mla_cupy.mla_decode(*inputs.arguments, plan=plan)
+            got = mla_decode(*inputs.arguments, plan=plan)
         else:
-            got = mla_cupy.mla_decode(*inputs.arguments, kernel=KERNEL)
+            got = mla_decode(*inputs.arguments, kernel=KERNEL)
     alike = [alike_where_finite(mine, exact) for mine, exact in zip(got, inputs.exact, strict=True)]
     check((alike[0], alike[1]), inputs.exact, inputs.rounded, CASE.dtype)
 

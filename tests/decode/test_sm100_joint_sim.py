@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import mla_cupy
 from mla_cupy.errors import UnsupportedDeviceError
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import DecodeProblem
 from tests.support.calls import plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.flat import mla_decode
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.sim_modes import MODES, parametrize_pairs
 from tests.support.tolerance import check
@@ -61,7 +61,7 @@ def test_matches_oracle_in_all_modes(case: DecodeCase, mode: tuple[str, int]) ->
 
 def run(inputs: DecodeInputs, sm_count: int = 1, mode: tuple[str, int] = ("early", 0), **options: Any) -> Any:
     with simulated(sm_count, BLACKWELL, *mode) as target:
-        got = mla_cupy.mla_decode(*inputs.arguments, **inputs.case.options, kernel=KERNEL, **options)
+        got = mla_decode(*inputs.arguments, **inputs.case.options, kernel=KERNEL, **options)
     assert "mla_decode_sm100_joint" in target.launched
     return got
 
@@ -164,7 +164,7 @@ def test_a_plan_serves_other_lengths(cuts: dict[str, Any]) -> None:
             table = np.full((2, width), -7, np.int32)
             table[:, : inputs.block_table.shape[1]] = inputs.block_table
             plan.update(inputs.seqlens)
-            got = mla_cupy.mla_decode(inputs.q, inputs.kv_cache, table, inputs.seqlens, plan=plan)
+            got = mla_decode(inputs.q, inputs.kv_cache, table, inputs.seqlens, plan=plan)
             check(got, inputs.exact, inputs.rounded, case.dtype)
 
 
@@ -173,7 +173,7 @@ def test_b300_and_pairs_side_by_side() -> None:
     inputs = make(DecodeCase(b=2, seqlens=(70, 140), h_q=66))
     with simulated(8, (10, 3), "random", 5) as target:
         target.resident = 4
-        got = mla_cupy.mla_decode(*inputs.arguments, kernel=KERNEL)
+        got = mla_decode(*inputs.arguments, kernel=KERNEL)
     check(got, inputs.exact, inputs.rounded, "bfloat16")
 
 

@@ -22,6 +22,7 @@ from tests.decode import blackwell
 from tests.decode.blackwell import BLACKWELL
 from tests.support.calls import plan_of
 from tests.support.cases import DecodeCase, make
+from tests.support.flat import mla_decode
 from tests.support.mutants import Mutant, Plant, as_verdict, sampled
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.sim_modes import MODES
@@ -116,7 +117,7 @@ def test_a_sink_and_a_batch_invariant_plan() -> None:
         plan = plan_of(inputs, device=0, batch_invariant=True, split_tokens=64, attn_sink=True)
         assert plan.kernel == KERNEL
         plan.update(inputs.seqlens)
-        got = mla_cupy.mla_decode(*inputs.arguments, **case.options, attn_sink=sink, plan=plan)
+        got = mla_decode(*inputs.arguments, **case.options, attn_sink=sink, plan=plan)
     out, lse = mla_cupy.reference.mla_decode(*inputs.arguments, **case.options, attn_sink=sink)
     assert np.abs(got[0].astype(np.float64) - out).max() <= 2.0**-7 * np.abs(out).max()
     np.testing.assert_allclose(got[1], lse, atol=2.0**-10)

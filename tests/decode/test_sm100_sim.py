@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-import mla_cupy
 from mla_cupy.errors import UnsupportedDeviceError
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import DecodeProblem
 from tests.support.calls import plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.flat import mla_decode
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.sim_modes import parametrize_pairs
 from tests.support.tolerance import check
@@ -59,7 +59,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def run(inputs: DecodeInputs, sm_count: int = 1, mode: tuple[str, int] = ("early", 0), **options: Any) -> Any:
     with simulated(sm_count, BLACKWELL, *mode) as target:
-        got = mla_cupy.mla_decode(*inputs.arguments, **inputs.case.options, kernel=KERNEL, **options)
+        got = mla_decode(*inputs.arguments, **inputs.case.options, kernel=KERNEL, **options)
     assert "mla_decode_sm100" in target.launched
     return got
 
@@ -177,7 +177,7 @@ def test_a_plan_serves_other_lengths(cuts: dict[str, Any]) -> None:
             table: npt.NDArray[Any] = np.full((2, width), -7, np.int32)
             table[:, : inputs.block_table.shape[1]] = inputs.block_table
             plan.update(inputs.seqlens)
-            got = mla_cupy.mla_decode(inputs.q, inputs.kv_cache, table, inputs.seqlens, plan=plan)
+            got = mla_decode(inputs.q, inputs.kv_cache, table, inputs.seqlens, plan=plan)
             check(got, inputs.exact, inputs.rounded, case.dtype)
 
 
@@ -185,7 +185,7 @@ def test_b300() -> None:
     """The other target; the cubin is that of the GPU."""
     inputs = make(DecodeCase(b=1, seqlens=70, h_q=3))
     with simulated(1, (10, 3)):
-        got = mla_cupy.mla_decode(*inputs.arguments, kernel=KERNEL)
+        got = mla_decode(*inputs.arguments, kernel=KERNEL)
     check(got, inputs.exact, inputs.rounded, "bfloat16")
 
 
@@ -229,7 +229,7 @@ def test_is_the_default_where_the_self_test_has_admitted_it(admitted: bool) -> N
 def test_refusals_say_why() -> None:
     inputs = make(DecodeCase(b=1, seqlens=30, h_q=2))
     with pytest.raises(UnsupportedDeviceError, match=r"compute capability 10\.0 or 10\.3"), simulated(1, (9, 0)):
-        mla_cupy.mla_decode(*inputs.arguments, kernel=KERNEL)
+        mla_decode(*inputs.arguments, kernel=KERNEL)
     odd = make(DecodeCase(b=1, seqlens=30, h_q=2, strides="odd"))
     with pytest.raises(UnsupportedDeviceError, match="multiples of 16 bytes"), simulated(1, BLACKWELL):
-        mla_cupy.mla_decode(*odd.arguments, kernel=KERNEL)
+        mla_decode(*odd.arguments, kernel=KERNEL)

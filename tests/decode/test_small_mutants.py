@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-import mla_cupy
 from tests.support.cases import DecodeCase, make
+from tests.support.flat import mla_decode
 from tests.support.mutants import Mutant, Plant, as_verdict, steps
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
@@ -148,7 +148,7 @@ def verdict(mode: tuple[str, int]) -> None:
     page[last % 16, 7] = np.inf
     page[last % 16 - 1] *= np.asarray(8, page.dtype)  # raises the maxima of the last tile
     with simulated(1, mode=mode[0], seed=mode[1]):
-        got = mla_cupy.mla_decode(*inputs.arguments, kernel=KERNEL)
+        got = mla_decode(*inputs.arguments, kernel=KERNEL)
     alike = [alike_where_finite(mine, exact) for mine, exact in zip(got, inputs.exact, strict=True)]
     check((alike[0], alike[1]), inputs.exact, inputs.rounded, CASE.dtype)
 

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, PlanError, ShapeError, UnsupportedDeviceError, reference
 from tests.support.calls import assert_same, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, as_read, make
+from tests.support.flat import mla_decode
 from tests.support.gpu import upload, uploaded
 from tests.support.kernels import cc_of
 from tests.support.mutants import Mutant, Plant, as_verdict
@@ -102,10 +102,7 @@ def test_a_path_of_the_tree_is_a_sequence_of_its_own() -> None:
 def test_the_numpy_backend_takes_signed_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     inputs = tree_inputs(DecodeCase(b=2, s_q=3, h_q=2, seqlens=(20, 5)))
-    got = [
-        mla_cupy.mla_decode(*inputs.base.arguments, tree_mask=masks)
-        for masks in (inputs.masks, inputs.masks.view(np.int64))
-    ]
+    got = [mla_decode(*inputs.base.arguments, tree_mask=masks) for masks in (inputs.masks, inputs.masks.view(np.int64))]
     for one, other in zip(*got, strict=True):
         assert_same(one, other)
     np.testing.assert_array_equal(got[0][1], inputs.exact[1].astype(np.float32))
@@ -138,7 +135,7 @@ def test_mistakes(
     q, cache = np.ones((1, s_q, 2, 576), np.float16), np.ones((3, 8, 576), np.float16)
     table, seqlens = np.zeros((1, 20), np.int32), np.ones(1, np.int32)
     with pytest.raises(error, match=match):
-        mla_cupy.mla_decode(q, cache, table, seqlens, tree_mask=masks, **options)
+        mla_decode(q, cache, table, seqlens, tree_mask=masks, **options)
     assert recorder.launches == []
 
 
@@ -149,7 +146,7 @@ def test_mistakes_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
         plan = plan_of(inputs.base, tree_mask=planned)
         plan.update(inputs.base.seqlens)
         with pytest.raises(PlanError, match=f"tree_mask={planned}"):
-            mla_cupy.mla_decode(*inputs.base.arguments, tree_mask=masks, plan=plan)
+            mla_decode(*inputs.base.arguments, tree_mask=masks, plan=plan)
     with pytest.raises(ShapeError, match="s_q: got 65"):
         plan_of(inputs.base, tree_mask=True, s_q=65)
     with pytest.raises(ArgumentError, match="tree_mask: got 'yes'"):
@@ -170,7 +167,7 @@ def test_mistakes_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_which_kernel(case: DecodeCase, kernel: str, recorder: Recorder) -> None:
     inputs = tree_inputs(case)
-    mla_cupy.mla_decode(*inputs.base.arguments, tree_mask=inputs.masks)
+    mla_decode(*inputs.base.arguments, tree_mask=inputs.masks)
     launch = next(launch for launch in recorder.launches if kernel in launch.entry)
     assert launch.params["tree_mask"] == inputs.masks.__array_interface__["data"][0]
     assert (launch.params["tree_stride_b_elems"], launch.params["tree_stride_s_elems"]) == (2 * case.s_q, 2)
@@ -204,9 +201,7 @@ PAIRS = (
 def run(inputs: TreeInputs, kernel: str, sm_count: int, mode: tuple[str, int], **options: Any) -> Any:
     base = inputs.base
     with simulated(sm_count, cc_of(kernel), *mode) as target:
-        got = mla_cupy.mla_decode(
-            *base.arguments, **base.case.options, tree_mask=inputs.masks, kernel=kernel, **options
-        )
+        got = mla_decode(*base.arguments, **base.case.options, tree_mask=inputs.masks, kernel=kernel, **options)
     assert f"mla_{kernel}" in target.launched
     return got
 
@@ -255,9 +250,9 @@ def beside(case: DecodeCase, form: str) -> tuple[tuple[Any, ...], dict[str, Any]
 @pytest.mark.parametrize("cc", [(8, 0), (9, 0)], ids=str)
 def test_queries_in_two_arrays_and_turned_results(case: DecodeCase, form: str, cc: tuple[int, int]) -> None:
     arguments, options = beside(case, form)
-    exact = mla_cupy.mla_decode(*arguments, **options)  # the oracle: there is no GPU
+    exact = mla_decode(*arguments, **options)  # the oracle: there is no GPU
     with simulated(3, cc) as target:
-        got = mla_cupy.mla_decode(*arguments, **options)
+        got = mla_decode(*arguments, **options)
     assert target.launched[1] == ("mla_decode_generic_records" if case.record else "mla_attention_generic_forms")
     np.testing.assert_allclose(got[0], exact[0], atol=2e-5, rtol=2e-5)
     np.testing.assert_allclose(got[1], exact[1], atol=2e-5)
@@ -272,7 +267,7 @@ def test_what_a_row_does_not_see_does_not_reach_it(kernel: str) -> None:
         inputs.kv_cache[inputs.block_table[0, token // 64], token % 64, 0, 300] = value
     masks = np.array([[0b001, 0b010, 0b100]], np.uint64)
     with simulated(1, cc_of(kernel), "late"):
-        out, _ = mla_cupy.mla_decode(*inputs.arguments, tree_mask=masks, kernel=kernel)
+        out, _ = mla_decode(*inputs.arguments, tree_mask=masks, kernel=kernel)
     assert np.isfinite(out[0, 2].astype(np.float32)).all()
     assert not np.isfinite(out[0, :2, :, 300].astype(np.float32)).any()
 
@@ -284,7 +279,7 @@ def test_a_plan_serves_masks(cuts: dict[str, Any]) -> None:
     with simulated(2):
         plan = plan_of(inputs.base, device=0, tree_mask=True, **cuts)
         plan.update(inputs.base.seqlens)
-        got = mla_cupy.mla_decode(*inputs.base.arguments, tree_mask=inputs.masks, plan=plan)
+        got = mla_decode(*inputs.base.arguments, tree_mask=inputs.masks, plan=plan)
     assert plan.kernel == SMALL
     check(got, inputs.exact, inputs.rounded, "bfloat16")
 
@@ -344,5 +339,5 @@ def test_kernels_on_a_gpu(hopper: object, case: DecodeCase, kernel: str) -> None
 
     inputs = tree_inputs(case)
     arrays, masks = uploaded(inputs.base), upload(inputs.masks)
-    out, lse = mla_cupy.mla_decode(*arrays, **case.options, tree_mask=masks, kernel=kernel)
+    out, lse = mla_decode(*arrays, **case.options, tree_mask=masks, kernel=kernel)
     check((cupy.asnumpy(out), cupy.asnumpy(lse)), inputs.exact, inputs.rounded, case.dtype)

@@ -15,6 +15,7 @@ import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, ShapeError, reference
 from tests.support import mutants
 from tests.support.dense_cases import DenseCase, make
+from tests.support.flat import flat
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
@@ -126,7 +127,7 @@ def test_attention_within_segments() -> None:
     for x in (q, k, v):
         x[ids <= 0] = np.nan
     with simulated(1):
-        starts = mla_cupy.prefill_segments(ids, 3, check=True)
+        starts = flat(mla_cupy.prefill_segments)(ids, 3, check=True)
         out, lse = mla_cupy.mla_prefill(q, k, v, packed=mla_cupy.Packed(*starts))
     for name in (7, 3):
         own = ids == name

@@ -66,11 +66,11 @@ class Step:
             **{name: sizes[name] for name in ("s_q", "h_q", "page_size")},
             **{name: own[name] for name in ("max_b", "max_pages")},
             d_qk=sizes["d_qk"] + 64 * ("q_rope" in dtypes),
-            record=self.subject.notes["record"] or None,
+            kv_format=self.subject.notes["record"] or None,
             dtype=dtypes["q"],
             shard=(own["cp_world"], own["cp_rank"]),
             forms={name: True for name in ("q_rope", "attn_sink") if name in dtypes}
-            | {"window": self.subject.fixed["window"]},
+            | {"window": self.subject.fixed["window"] or 0},
             tree_mask="tree_mask" in dtypes,
             d_head=sizes["d_head"] if "w_uv" in dtypes else 0,
             batch_invariant=False,

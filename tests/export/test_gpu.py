@@ -21,6 +21,7 @@ from tests.export import contents, modules
 from tests.export.library import RealLibrary, filled
 from tests.export.package import Call
 from tests.export.test_operations import CASES
+from tests.support.flat import mla_decode
 
 pytestmark = pytest.mark.gpu
 CALLS = 50
@@ -76,7 +77,7 @@ class Batch:
 
     def expected(self) -> tuple[Any, Any]:
         """What the package computes."""
-        return mla_cupy.mla_decode(self.q, self.cache, self.table, self.seqlens)
+        return mla_decode(self.q, self.cache, self.table, self.seqlens)
 
     def check(self) -> None:
         """The results are the package's, bit by bit."""
@@ -138,7 +139,7 @@ def test_graphs(half: RealLibrary) -> None:
                     dtype="float16",
                 )
                 planned.update(batch.seqlens)
-                out, lse = mla_cupy.mla_decode(batch.q, batch.cache, batch.table, batch.seqlens, plan=planned)
+                out, lse = mla_decode(batch.q, batch.cache, batch.table, batch.seqlens, plan=planned)
                 stream.synchronize()
                 assert cp.array_equal(batch.out.view(cp.uint8), out.view(cp.uint8))
                 assert cp.array_equal(batch.lse.view(cp.uint8), lse.view(cp.uint8))
@@ -184,7 +185,7 @@ def test_host_time(half: RealLibrary) -> None:
     arrays, results = (batch.q, batch.cache, batch.table, batch.seqlens), {"out": batch.out, "lse": batch.lse}
     empty = cp.RawKernel('extern "C" __global__ void empty() {}', "empty")
     exported = enqueued(lambda: function(*given))
-    own = enqueued(lambda: mla_cupy.mla_decode(*arrays, **results, plan=planned))
+    own = enqueued(lambda: mla_decode(*arrays, **results, plan=planned))
     launch = enqueued(lambda: empty((1,), (32,), ()))
     print(f"host us of a planned call: exported {exported:.2f}, the package's {own:.2f}; an empty launch {launch:.2f}")
     assert exported <= 2 * launch

@@ -112,6 +112,7 @@ def arrays(jax: Any, **shapes: tuple[int, ...]) -> list[Any]:
 def call(jax: Any, decode: Handler, nbytes: int = 1 << 20, arguments: Any = None, **attributes: Any) -> Any:
     """A call by the name alone, as another program makes it."""
     types = [jax.ShapeDtypeStruct(RESULTS["out"], "bfloat16"), jax.ShapeDtypeStruct(RESULTS["lse"], "float32")]
+    attributes.setdefault("scale", np.float32(0.25))
     run = jax.ffi.ffi_call(decode.target, [*types, jax.ShapeDtypeStruct((nbytes,), "uint8")])
     found = jax.jit(lambda *x: run(*x, **attributes))(*(arguments or arrays(jax)))
     return jax.block_until_ready(found)
@@ -250,10 +251,12 @@ def test_exported_calls_are_checked_while_jax_traces(jax: Any, decode: Handler) 
         (arrays(jax, seqlens=(2,)), ShapeError, "seqlens.shape[0]: got 2, expected b=3"),
     ):
         with pytest.raises(error) as refused:
-            exported(*wrong)
+            exported(*wrong, scale=0.25)
         assert text in str(refused.value)
     with pytest.raises(ArgumentError, match="scales: got 1, expected one of scale, causal"):
-        exported(*given, scales=1)
+        exported(*given, scale=0.25, scales=1)
+    with pytest.raises(ArgumentError, match="scale: got None, expected a number"):
+        exported(*given)
     with pytest.raises(ArgumentError, match="scale: got -1"):
         exported(*given, scale=-1)
 

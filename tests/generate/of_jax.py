@@ -19,7 +19,7 @@ from tests.generate.bound import (
     ungrouped,
 )
 
-LEFT_OUT = ("stream", "check", "workspace", "plan")
+LEFT_OUT = ("stream", "workspace", "plan")
 """Parameters that functions for JAX have not."""
 _SEGMENTS = (
     "segment_ids_q: jax.Array | None = None",

@@ -12,6 +12,7 @@ from mla_cupy.runtime import device
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.calls import assert_same, on_host, plan_of
 from tests.support.cases import DecodeCase, make
+from tests.support.flat import mla_decode
 from tests.support.gpu import uploaded
 from tests.support.tolerance import check
 
@@ -40,12 +41,12 @@ def test_foreign_arrays_are_not_copied_and_give_cupy_arrays(gpu: DeviceInfo, dty
     inputs = make(DecodeCase(b=4, s_q=2, h_q=32, seqlens="ragged-700", dtype=dtype))
     arguments = uploaded(inputs)
     foreign = [Foreign(x) for x in arguments]
-    out, lse = mla_cupy.mla_decode(*foreign)
+    out, lse = mla_decode(*foreign)
     assert isinstance(out, cupy.ndarray)
     assert isinstance(lse, cupy.ndarray)
     check(on_host((out, lse)), inputs.exact, inputs.rounded, dtype)
     given = Foreign(cupy.full(out.shape, 7, out.dtype)), Foreign(cupy.full(lse.shape, 7, lse.dtype))
-    results = mla_cupy.mla_decode(*foreign, out=given[0], lse=given[1])
+    results = mla_decode(*foreign, out=given[0], lse=given[1])
     assert results[0] is given[0]
     assert results[1] is given[1]
     assert_same(given[0]._memory.get(), out.get())
@@ -53,7 +54,7 @@ def test_foreign_arrays_are_not_copied_and_give_cupy_arrays(gpu: DeviceInfo, dty
     plan = plan_of(inputs)
     plan.update(foreign[3])
     for _ in range(2):
-        assert_same(mla_cupy.mla_decode(*foreign, plan=plan)[0].get(), out.get())
+        assert_same(mla_decode(*foreign, plan=plan)[0].get(), out.get())
 
 
 def test_foreign_arrays_live_until_the_work_is_done(gpu: DeviceInfo) -> None:
@@ -62,17 +63,17 @@ def test_foreign_arrays_live_until_the_work_is_done(gpu: DeviceInfo) -> None:
 
     pool = cupy.get_default_memory_pool()
     arguments = uploaded(make(CASE))
-    mla_cupy.mla_decode(*map(Foreign, arguments))  # builds
+    mla_decode(*map(Foreign, arguments))  # builds
     busy = cupy.ones((8192, 8192), cupy.float32)
     product = busy @ busy
     cupy.cuda.Device().synchronize()
-    mla_cupy.mla_decode(*map(Foreign, arguments))  # and lets go of what other tests have left
+    mla_decode(*map(Foreign, arguments))  # and lets go of what other tests have left
     before = pool.used_bytes()
     for _ in range(20):
         cupy.matmul(busy, busy, out=product)
     memory = arguments[0].copy()
     nbytes = pool.used_bytes() - before
-    mla_cupy.mla_decode(Foreign(memory), *map(Foreign, arguments[1:]))
+    mla_decode(Foreign(memory), *map(Foreign, arguments[1:]))
     del memory
     done = cupy.cuda.Event()
     done.record()
@@ -80,14 +81,14 @@ def test_foreign_arrays_live_until_the_work_is_done(gpu: DeviceInfo) -> None:
     assert nbytes >= arguments[0].nbytes
     assert pool.used_bytes() == before + nbytes
     done.synchronize()
-    mla_cupy.mla_decode(*map(Foreign, arguments))
+    mla_decode(*map(Foreign, arguments))
     assert pool.used_bytes() == before
 
 
 def test_foreign_and_cupy_arrays_do_not_mix(gpu: DeviceInfo) -> None:
     q, kv_cache, table, seqlens = uploaded(make(CASE))
     with pytest.raises(DeviceError, match="seqlens: got an array of dlpack on the GPU, expected an array of cupy"):
-        mla_cupy.mla_decode(q, kv_cache, table, Foreign(seqlens))
+        mla_decode(q, kv_cache, table, Foreign(seqlens))
 
 
 # ---- Several GPUs ----------------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ def test_arrays_on_another_gpu_than_the_current_one(second_gpu: DeviceInfo) -> N
     import cupy
 
     inputs = make(CASE)
-    here = on_host(mla_cupy.mla_decode(*uploaded(inputs)))
+    here = on_host(mla_decode(*uploaded(inputs)))
     with cupy.cuda.Device(1):
         there = uploaded(inputs)
         cupy.cuda.get_current_stream().synchronize()
@@ -113,7 +114,7 @@ def test_arrays_on_another_gpu_than_the_current_one(second_gpu: DeviceInfo) -> N
     plan.update(there[3])
     outs = cupy.cuda.Device(1)
     for options in ({}, {"plan": plan}, {"plan": plan}):
-        out, lse = mla_cupy.mla_decode(*there, **options)
+        out, lse = mla_decode(*there, **options)
         assert cupy.cuda.runtime.getDevice() == 0
         assert out.device == lse.device == outs
         with outs:
@@ -138,12 +139,12 @@ def test_gpus_do_not_mix(second_gpu: DeviceInfo) -> None:
     with cupy.cuda.Device(1):
         there = uploaded(inputs)
     with pytest.raises(DeviceError, match="kv_cache's device: got 1, expected 0, like q"):
-        mla_cupy.mla_decode(here[0], there[1], here[2], here[3])
+        mla_decode(here[0], there[1], here[2], here[3])
     with pytest.raises(DeviceError, match="seqlens' device: got 1, expected 0, the plan's"):
         plan.update(there[3])
     plan.update(here[3])
     with pytest.raises(mla_cupy.PlanError, match=r"plan\.device: got 0, expected 1"):
-        mla_cupy.mla_decode(*there, plan=plan)
+        mla_decode(*there, plan=plan)
 
 
 def test_numpy_lengths_for_a_plan_on_another_gpu(second_gpu: DeviceInfo) -> None:
@@ -153,5 +154,5 @@ def test_numpy_lengths_for_a_plan_on_another_gpu(second_gpu: DeviceInfo) -> None
     plan = plan_of(inputs, device=1)
     plan.update(inputs.seqlens)
     with cupy.cuda.Device(1):
-        got = on_host(mla_cupy.mla_decode(*uploaded(inputs), plan=plan))
+        got = on_host(mla_decode(*uploaded(inputs), plan=plan))
     check(got, inputs.exact, inputs.rounded, CASE.dtype)

@@ -11,6 +11,7 @@ import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, reference
 from tests.support.calls import assert_same, oracle, plan_of
 from tests.support.cases import DecodeCase, make
+from tests.support.flat import mla_decode
 from tests.support.gpu import uploaded
 from tests.support.tolerance import check
 
@@ -25,7 +26,7 @@ def put(jax: Any, arguments: tuple[Any, ...], platform: str) -> list[Any]:
 def test_cpu_arrays(jax: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     inputs = make(DecodeCase(h_q=4, seqlens=70, dtype=dtype))
-    out, lse = mla_cupy.mla_decode(*put(jax, inputs.arguments, "cpu"))
+    out, lse = mla_decode(*put(jax, inputs.arguments, "cpu"))
     assert isinstance(out, jax.Array)
     assert isinstance(lse, jax.Array)
     assert {device.platform for device in out.devices() | lse.devices()} == {"cpu"}
@@ -38,11 +39,11 @@ def test_cpu_results_cannot_be_given(jax: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     inputs = make(DecodeCase(h_q=4, seqlens=70))
     arguments = put(jax, inputs.arguments, "cpu")
-    out, lse = mla_cupy.mla_decode(*arguments)
+    out, lse = mla_decode(*arguments)
     for options in ({"out": out}, {"lse": lse}, {"out": out, "lse": lse}):
         refused = f"{next(iter(options))}: got an array of jax, expected None; its arrays cannot be written"
         with pytest.raises(DTypeError, match=refused):
-            mla_cupy.mla_decode(*arguments, **options)
+            mla_decode(*arguments, **options)
     assert_same(np.asarray(out), oracle(inputs)[0])
 
 
@@ -71,13 +72,13 @@ def test_a_scale_is_a_python_number(jax: Any) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gpu_arrays(jax_gpu: Any, dtype: str) -> None:
     inputs = make(DecodeCase(b=4, s_q=2, h_q=32, seqlens="ragged-700", dtype=dtype, strides="dense"))
-    out, lse = mla_cupy.mla_decode(*put(jax_gpu, inputs.arguments, "gpu"))
+    out, lse = mla_decode(*put(jax_gpu, inputs.arguments, "gpu"))
     assert isinstance(out, jax_gpu.Array)
     assert isinstance(lse, jax_gpu.Array)
     assert {device.platform for device in out.devices() | lse.devices()} == {"gpu"}
     got = np.asarray(out), np.asarray(lse)
     check(got, inputs.exact, inputs.rounded, dtype)
-    of_cupy = mla_cupy.mla_decode(*uploaded(inputs))
+    of_cupy = mla_decode(*uploaded(inputs))
     assert_same(got[0], of_cupy[0].get())
     assert_same(got[1], of_cupy[1].get())
 
@@ -86,10 +87,10 @@ def test_gpu_arrays(jax_gpu: Any, dtype: str) -> None:
 def test_gpu_results_cannot_be_given(jax_gpu: Any) -> None:
     inputs = make(CASE)
     arguments = put(jax_gpu, inputs.arguments, "gpu")
-    out, lse = mla_cupy.mla_decode(*arguments)
+    out, lse = mla_decode(*arguments)
     for options in ({"out": out}, {"lse": lse}):
         with pytest.raises(DTypeError, match="cannot be written"):
-            mla_cupy.mla_decode(*arguments, **options)
+            mla_decode(*arguments, **options)
 
 
 @pytest.mark.gpu
@@ -97,12 +98,12 @@ def test_gpu_work_before_and_after_is_ordered(jax_gpu: Any) -> None:
     """The inputs are still being computed when the call is made, the results when they are used."""
     jnp, inputs = jax_gpu.numpy, make(CASE)
     q, kv_cache, table, seqlens = put(jax_gpu, inputs.arguments, "gpu")
-    expected = np.asarray(mla_cupy.mla_decode(q, kv_cache, table, seqlens)[0]).astype(np.float32)
+    expected = np.asarray(mla_decode(q, kv_cache, table, seqlens)[0]).astype(np.float32)
     slow = jax_gpu.jit(lambda x, work: x + (0 * (work @ work @ work).sum()).astype(x.dtype))
     work = jnp.ones((4096, 4096), jnp.float32)
     slow(q, work).block_until_ready()
     for _ in range(5):
-        out, _ = mla_cupy.mla_decode(slow(q, work), kv_cache, table, seqlens)
+        out, _ = mla_decode(slow(q, work), kv_cache, table, seqlens)
         doubled = out.astype(jnp.float32) * 2
         np.testing.assert_array_equal(np.asarray(doubled), 2 * expected)
 
@@ -115,12 +116,12 @@ def test_gpu_memory_of_dropped_arrays_is_not_reused_too_early(jax_gpu: Any) -> N
     busy = cupy.ones((4096, 4096), cupy.float32)
     jnp, inputs = jax_gpu.numpy, make(DecodeCase(b=8, h_q=128, seqlens=3000, strides="dense"))
     q, kv_cache, table, seqlens = put(jax_gpu, inputs.arguments, "gpu")
-    expected = np.asarray(mla_cupy.mla_decode(q, kv_cache, table, seqlens)[0])
+    expected = np.asarray(mla_decode(q, kv_cache, table, seqlens)[0])
     copy, spoil = jax_gpu.jit(lambda x: x + 0), jax_gpu.jit(lambda x: jnp.full_like(x, 100))
     results = []
     for _ in range(30):
         busy @ busy  # on the stream that the call goes to
-        results.append(mla_cupy.mla_decode(copy(q), copy(kv_cache), copy(table), copy(seqlens))[0])
+        results.append(mla_decode(copy(q), copy(kv_cache), copy(table), copy(seqlens))[0])
         spoil(q)
         spoil(kv_cache)
     for out in results:
@@ -134,7 +135,7 @@ def test_gpu_plan(jax_gpu: Any) -> None:
     plan = plan_of(inputs)
     plan.update(arguments[3])
     for _ in range(3):
-        out, lse = mla_cupy.mla_decode(*arguments, plan=plan)
+        out, lse = mla_decode(*arguments, plan=plan)
         assert isinstance(out, jax_gpu.Array)
         check((np.asarray(out), np.asarray(lse)), inputs.exact, inputs.rounded, CASE.dtype)
 

@@ -13,6 +13,7 @@ from mla_cupy import DeviceError, DTypeError
 from mla_cupy.arrays.torch import TorchFamily
 from tests.support.calls import Array, assert_same, oracle, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.flat import flat, mla_decode
 from tests.support.gpu import uploaded
 from tests.support.tolerance import check
 
@@ -60,7 +61,7 @@ def _numpy_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("out_dtype", [None, "float32"])
 def test_cpu_tensors(torch: Any, dtype: str, out_dtype: str | None) -> None:
     inputs = make(DecodeCase(h_q=4, seqlens=70, dtype=dtype))
-    out, lse = mla_cupy.mla_decode(*tensors(torch, inputs), out_dtype=out_dtype)
+    out, lse = mla_decode(*tensors(torch, inputs), out_dtype=out_dtype)
     assert isinstance(out, torch.Tensor)
     assert isinstance(lse, torch.Tensor)
     assert (out.device.type, out.dtype) == ("cpu", getattr(torch, out_dtype or dtype))
@@ -74,7 +75,7 @@ def test_cpu_tensors_are_written_in_place(torch: Any) -> None:
     inputs = make(DecodeCase(h_q=4, seqlens=70))
     out = torch.full((3, 1, 4, 520), 7.0, dtype=torch.bfloat16)[..., :512]
     lse = torch.full((3, 4, 1), 7.0)
-    results = mla_cupy.mla_decode(*tensors(torch, inputs), out=out, lse=lse)
+    results = mla_decode(*tensors(torch, inputs), out=out, lse=lse)
     assert results[0] is out
     assert results[1] is lse
     expected = oracle(inputs)
@@ -87,10 +88,10 @@ def test_cpu_tensors_that_require_grad_are_refused(torch: Any) -> None:
     q, *others = tensors(torch, make(DecodeCase(h_q=4, seqlens=70)))
     q.requires_grad_()
     with pytest.raises(DTypeError, match=r"^q: got a tensor that requires grad.*torch\.no_grad\(\)"):
-        mla_cupy.mla_decode(q, *others)
+        mla_decode(q, *others)
     with torch.no_grad():
-        mla_cupy.mla_decode(q, *others)
-    mla_cupy.mla_decode(q.detach(), *others)
+        mla_decode(q, *others)
+    mla_decode(q.detach(), *others)
 
 
 @pytest.mark.usefixtures("_numpy_backend")
@@ -155,7 +156,7 @@ def test_tensors_without_a_matcher(torch: Any) -> None:
 @pytest.mark.gpu
 def test_cpu_tensors_use_the_gpu_where_there_is_one(torch: Any, gpu: object) -> None:
     inputs = make(CASE)
-    out, lse = mla_cupy.mla_decode(*tensors(torch, inputs))
+    out, lse = mla_decode(*tensors(torch, inputs))
     assert out.device.type == lse.device.type == "cpu"
     check((array(torch, out), array(torch, lse)), inputs.exact, inputs.rounded, CASE.dtype)
 
@@ -168,7 +169,7 @@ def test_cpu_tensors_use_the_gpu_where_there_is_one(torch: Any, gpu: object) -> 
 @pytest.mark.parametrize("strides", ["padded", "odd", "dense"])
 def test_gpu_tensors(torch_gpu: Any, dtype: str, strides: Any) -> None:
     inputs = make(DecodeCase(b=4, s_q=2, h_q=32, seqlens="ragged-700", dtype=dtype, strides=strides))
-    out, lse = mla_cupy.mla_decode(*tensors(torch_gpu, inputs, "cuda"))
+    out, lse = mla_decode(*tensors(torch_gpu, inputs, "cuda"))
     assert isinstance(out, torch_gpu.Tensor)
     assert isinstance(lse, torch_gpu.Tensor)
     assert out.is_cuda
@@ -176,7 +177,7 @@ def test_gpu_tensors(torch_gpu: Any, dtype: str, strides: Any) -> None:
     assert not out.requires_grad
     got = array(torch_gpu, out), array(torch_gpu, lse)
     check(got, inputs.exact, inputs.rounded, dtype)
-    of_cupy = mla_cupy.mla_decode(*uploaded(inputs))
+    of_cupy = mla_decode(*uploaded(inputs))
     assert_same(got[0], of_cupy[0].get())
     assert_same(got[1], of_cupy[1].get())
 
@@ -186,7 +187,7 @@ def test_gpu_tensors_are_written_in_place(torch_gpu: Any) -> None:
     torch, inputs = torch_gpu, make(CASE)
     whole = torch.full((4, 2, 32, 520), 7.0, dtype=torch.float32, device="cuda")
     out, lse = whole[..., :512], torch.full((4, 2, 32), 7.0, device="cuda").transpose(1, 2)
-    results = mla_cupy.mla_decode(*tensors(torch, inputs, "cuda"), out=out, lse=lse)
+    results = mla_decode(*tensors(torch, inputs, "cuda"), out=out, lse=lse)
     assert results[0] is out
     assert results[1] is lse
     check((array(torch, out), array(torch, lse)), inputs.exact, inputs.rounded, CASE.dtype)
@@ -200,7 +201,7 @@ def test_current_stream_is_honoured(torch_gpu: Any, with_plan: bool) -> None:
     torch, inputs = torch_gpu, make(CASE)
     ready = tensors(torch, inputs, "cuda")
     plan = plan_of(inputs) if with_plan else None
-    mla_cupy.mla_decode(*ready)
+    mla_decode(*ready)
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -210,7 +211,7 @@ def test_current_stream_is_honoured(torch_gpu: Any, with_plan: bool) -> None:
             target.copy_(source)
         if plan:
             plan.update(late[3])
-        out, lse = mla_cupy.mla_decode(*late, plan=plan)
+        out, lse = mla_decode(*late, plan=plan)
         assert not stream.query(), "the call waited, or did not run on the current stream"
     stream.synchronize()
     check((array(torch, out), array(torch, lse)), inputs.exact, inputs.rounded, CASE.dtype)
@@ -223,7 +224,7 @@ def test_stream_argument(torch_gpu: Any) -> None:
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     for given in (stream, stream.cuda_stream):
-        out, lse = mla_cupy.mla_decode(*arguments, stream=given)
+        out, lse = mla_decode(*arguments, stream=given)
         stream.synchronize()
         check((array(torch, out), array(torch, lse)), inputs.exact, inputs.rounded, CASE.dtype)
 
@@ -244,13 +245,13 @@ def test_checks_and_copies_wait_for_the_stream(torch_gpu: Any, handle: int | str
         cuda._sleep(200_000_000)  # cycles: about a tenth of a second
         ids.copy_(valid)
         wide[:, 0] = valid
-        mla_cupy.prefill_segments(ids, 2, check=True, stream=given)
+        flat(mla_cupy.prefill_segments)(ids, 2, check=True, stream=given)
         copy = TorchFamily().contiguous(wide[:, 0], stream.cuda_stream)
         assert copy.tolist() == valid.tolist()
         cuda._sleep(200_000_000)
         ids.copy_(bad)
         with pytest.raises(mla_cupy.ArgumentError, match="segment_ids_q"):
-            mla_cupy.prefill_segments(ids, 2, check=True, stream=given)
+            flat(mla_cupy.prefill_segments)(ids, 2, check=True, stream=given)
 
 
 @pytest.mark.gpu
@@ -263,10 +264,10 @@ def test_memory_comes_from_torch(torch_gpu: Any) -> None:
     def refuse(nbytes: int) -> Any:
         raise AssertionError(f"{nbytes} bytes were asked of CuPy")
 
-    mla_cupy.mla_decode(*arguments)
+    mla_decode(*arguments)
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     with cupy.cuda.using_allocator(refuse):
-        mla_cupy.mla_decode(*arguments)
+        mla_decode(*arguments)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] - before == 3  # out, lse, workspace
 
 
@@ -276,18 +277,18 @@ def test_gpu_tensors_that_require_grad_are_refused(torch_gpu: Any) -> None:
     q, *others = tensors(torch, inputs, "cuda")
     plan = plan_of(inputs)
     plan.update(others[2])
-    mla_cupy.mla_decode(q, *others, plan=plan)
+    mla_decode(q, *others, plan=plan)
     q = torch.nn.Parameter(q)
     for options in ({}, {"plan": plan}):
         with pytest.raises(DTypeError, match=r"requires grad.*torch\.no_grad\(\)"):
-            mla_cupy.mla_decode(q, *others, **options)
+            mla_decode(q, *others, **options)
         with torch.no_grad():
-            out, lse = mla_cupy.mla_decode(q, *others, **options)
+            out, lse = mla_decode(q, *others, **options)
         check((array(torch, out), array(torch, lse)), inputs.exact, inputs.rounded, CASE.dtype)
-        mla_cupy.mla_decode(q.detach(), *others, **options)
+        mla_decode(q.detach(), *others, **options)
     q = q.detach().requires_grad_()
     with pytest.raises(DTypeError, match="requires grad"):
-        mla_cupy.mla_decode(q, *others, plan=plan)
+        mla_decode(q, *others, plan=plan)
 
 
 @pytest.mark.gpu
@@ -296,11 +297,11 @@ def test_places_do_not_mix(torch_gpu: Any) -> None:
     with pytest.raises(
         DeviceError, match="seqlens: got an array of torch on the CPU, expected an array of torch on the GPU"
     ):
-        mla_cupy.mla_decode(q, kv_cache, table, seqlens.cpu())
+        mla_decode(q, kv_cache, table, seqlens.cpu())
     import cupy
 
     with pytest.raises(DeviceError, match="seqlens: got an array of cupy on the GPU, expected an array of torch"):
-        mla_cupy.mla_decode(q, kv_cache, table, cupy.asarray(seqlens.cpu().numpy()))
+        mla_decode(q, kv_cache, table, cupy.asarray(seqlens.cpu().numpy()))
 
 
 @pytest.mark.gpu
@@ -317,7 +318,7 @@ def test_plan_in_a_torch_graph(torch_gpu: Any) -> None:
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         plan.update(seqlens)
-        mla_cupy.mla_decode(q, kv_cache, table, seqlens, plan=plan, out=out, lse=lse)
+        mla_decode(q, kv_cache, table, seqlens, plan=plan, out=out, lse=lse)
         doubled = out.float() * 2  # PyTorch's own work in the same graph
     graph.replay()
     check((array(torch, out), array(torch, lse)), inputs.exact, inputs.rounded, CASE.dtype)

@@ -14,6 +14,7 @@ import mla_cupy
 from mla_cupy import dtypes, reference
 from tests.support.calls import Array, assert_same, on_host
 from tests.support.cases import DecodeCase, make
+from tests.support.flat import mla_decode
 from tests.support.gpu import upload, uploaded
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
@@ -99,7 +100,7 @@ def test_what_a_simulated_gpu_held_is_freed() -> None:
 @pytest.mark.usefixtures("_numpy_backend")
 def test_shards_of_a_cache_merge_to_the_whole() -> None:
     arguments = make(DecodeCase(h_q=4, seqlens="ragged-100", page_size=16)).arguments
-    whole = mla_cupy.mla_decode(*arguments, out_dtype="float32")
+    whole = mla_decode(*arguments, out_dtype="float32")
     for got, wanted in zip(merged_shards(arguments, 16), whole, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
@@ -109,7 +110,7 @@ def merged_shards(arguments: tuple[Any, ...], page_size: int, xp: Any = np) -> t
     q, kv_cache, table, seqlens = arguments
     cut = 2 * page_size
     shards = [(table[:, :2], xp.minimum(seqlens, cut)), (table[:, 2:], xp.maximum(seqlens - cut, 0))]
-    parts = [mla_cupy.mla_decode(q, kv_cache, pages, n, out_dtype="float32") for pages, n in shards]
+    parts = [mla_decode(q, kv_cache, pages, n, out_dtype="float32") for pages, n in shards]
     return mla_cupy.merge_states(xp.stack([p[0] for p in parts]), xp.stack([p[1] for p in parts]))
 
 

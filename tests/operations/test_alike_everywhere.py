@@ -12,6 +12,7 @@ import mla_cupy
 from mla_cupy import simulation
 from mla_cupy.errors import ArgumentError, ShapeError, UnsupportedDeviceError
 from mla_cupy.kernels import choice
+from tests.support.flat import cascade_decode, plan_cascade, plan_decode
 
 SHAPE: dict[str, Any] = {"max_b": 2, "s_q": 1, "h_q": 16, "max_pages": 2, "page_size": 64, "dtype": "float16"}
 SCALE = 192**-0.5
@@ -31,24 +32,24 @@ def batch() -> tuple[np.ndarray[Any, Any], ...]:
 
 @pytest.mark.usefixtures("_numpy_backend")
 def test_plans_accept_the_cpu() -> None:
-    plan = mla_cupy.plan_decode(**SHAPE, device="cpu")
+    plan = plan_decode(**SHAPE, device="cpu")
     plan.update(batch()[3])
     out, _ = mla_cupy.mla_decode(*batch(), scale=SCALE, plan=plan)
     assert np.array_equal(out, mla_cupy.mla_decode(*batch(), scale=SCALE)[0])
     sizes = {"b": 2, "h_q": 16, "max_pages": 2, "page_size": 64, "dtype": "float16"}
-    mla_cupy.plan_cascade((mla_cupy.PrefixGroup(0, 2, 1),), **sizes, device="cpu")
+    plan_cascade((mla_cupy.PrefixGroup(0, 2, 1),), **sizes, device="cpu")
     with pytest.raises(ArgumentError, match="device: got 'cuda', expected a CUDA ordinal, \"cpu\" or None"):
-        mla_cupy.plan_decode(**SHAPE, device="cuda")
+        plan_decode(**SHAPE, device="cuda")
 
 
 @pytest.mark.usefixtures("_numpy_backend")
 def test_plans_take_and_ignore_a_workspace() -> None:
-    assert mla_cupy.plan_decode(**SHAPE, workspace=np.empty(0, np.uint8)).workspace_bytes == 0
+    assert plan_decode(**SHAPE, workspace=np.empty(0, np.uint8)).workspace_bytes == 0
 
 
 def test_plans_in_the_simulator_need_no_device() -> None:
     with simulation.simulated() as gpu:
-        plan = mla_cupy.plan_decode(**SHAPE)
+        plan = plan_decode(**SHAPE)
         plan.update(batch()[3])
         mla_cupy.mla_decode(*batch(), scale=SCALE, plan=plan)
     assert any("decode" in name for name in gpu.launched)
@@ -75,7 +76,7 @@ def test_kernels_are_checked(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(UnsupportedDeviceError, match="decode_sm90_records"):
         mla_cupy.mla_decode(*batch(), scale=SCALE, kernel="decode_sm90_records")
     with pytest.raises(UnsupportedDeviceError, match="decode_sm90_records"):
-        mla_cupy.plan_decode(**SHAPE, device="cpu", kernel="decode_sm90_records")
+        plan_decode(**SHAPE, device="cpu", kernel="decode_sm90_records")
     with caplog.at_level(logging.WARNING, "mla_cupy"):
         mla_cupy.mla_decode(*batch(), scale=SCALE, kernel="decode_sm90_small")
         mla_cupy.mla_decode(*batch(), scale=SCALE, kernel="decode_sm90_small")
@@ -90,8 +91,8 @@ def test_kernels_of_stages_are_checked() -> None:
     q, cache, table, seqlens = batch()
     table = np.array([[3, 1], [3, 2]], np.int32)
     arrays = (q, cache[:, :, 0], table, seqlens)
-    mla_cupy.cascade_decode(*arrays, groups, kernel="decode_sm90_small")
+    cascade_decode(*arrays, groups, kernel="decode_sm90_small")
     with pytest.raises(ArgumentError, match=r"did you mean 'decode_sm90_small'\?"):
-        mla_cupy.cascade_decode(*arrays, groups, kernel="decode_sm90_smaller")
+        cascade_decode(*arrays, groups, kernel="decode_sm90_smaller")
     with pytest.raises(UnsupportedDeviceError, match="decode_sm90_records"):
-        mla_cupy.cascade_decode(*arrays, groups, kernel="decode_sm90_records")
+        cascade_decode(*arrays, groups, kernel="decode_sm90_records")

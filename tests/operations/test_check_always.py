@@ -1,4 +1,4 @@
-"""MLA_CUPY_CHECK=1 turns `check=True` on for every call that it can."""
+"""MLA_CUPY_CHECK=1 checks the values of every call that can be checked, as `checking` does for a block of code."""
 
 from __future__ import annotations
 

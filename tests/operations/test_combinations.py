@@ -13,7 +13,7 @@ import mla_cupy
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.errors import ArgumentError
 from mla_cupy.ops.combinations import PARTS, TABLE, Conflict, check
-from tests.support.flat import flat
+from tests.support.flat import flat, mla_decode, plan_decode
 
 Call = dict[str, Any]
 B, S_Q, H_Q, TOPK, PAGES, PAGE = 2, 2, 4, 3, 3, 64
@@ -47,7 +47,7 @@ def coded(call: Call) -> Call:
 
 
 def narrow(call: Call) -> Call:
-    return call | {"d_v": 256, "q": np.zeros((B, S_Q, H_Q, 320), HALF), "kv_cache": np.zeros((PAGES, PAGE, 320), HALF)}
+    return call | {"q": np.zeros((B, S_Q, H_Q, 320), HALF), "kv_cache": np.zeros((PAGES, PAGE, 320), HALF)}
 
 
 def turned(call: Call) -> Call:
@@ -83,6 +83,7 @@ ADD: dict[str, Callable[[Call], Call]] = {
     "kv_scales": added(kv_scales=np.ones(1, np.float32)),
     "q_scale": added(q_scale=2.0),
     "q_scales": added(q_scales=ROWS),
+    "row_scales": added(q_scales=ROWS),
     "k_scales": added(k_scales=HEADS),
     "v_scales": added(v_scales=HEADS),
     "mask": added(mask=np.zeros((S_Q, 16), np.uint8)),
@@ -127,10 +128,6 @@ def plain(name: str) -> Call:
 def call_with(name: str, *parts: str) -> Call:
     """A call with these parts, and with what they need; the parts that change arrays come first."""
     call = plain(name)
-    if {"q_scale", "q_scales"} <= {*parts}:
-        parts += ("codes",)
-    if {"kv_scale", "kv_scales"} <= {*parts}:
-        parts += ("fp8", "fp8_math")
     order = sorted(parts, key=lambda part: part not in ("rows", "v32", "v4", "v41", "fp8", "narrow"))
     if (
         name == "mla_decode"
@@ -169,9 +166,9 @@ PLANNED = [x for x in TABLE["mla_decode"] if x.part in OF_PLANS and x.other in O
 def test_a_plan_refuses_it_too(conflict: Conflict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     sizes = {"max_b": 2, "s_q": 2, "h_q": 4, "max_pages": 2, "page_size": 64, "dtype": "bfloat16"}
-    mla_cupy.plan_decode(**sizes)
+    plan_decode(**sizes)
     with pytest.raises(ArgumentError) as caught:
-        mla_cupy.plan_decode(**{**sizes, **OF_PLANS[conflict.part], **OF_PLANS[conflict.other]})
+        plan_decode(**{**sizes, **OF_PLANS[conflict.part], **OF_PLANS[conflict.other]})
     assert expected(conflict) in str(caught.value)
 
 
@@ -180,7 +177,7 @@ def test_every_part_alone_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     alone = ("not_causal", "tree_mask", "window", "cu_seqlens_q", "cp_world", "w_uv", "narrow", "v32", "v4", "fp8")
     for part in alone:
-        mla_cupy.mla_decode(**call_with("mla_decode", part))
+        mla_decode(**call_with("mla_decode", part))
 
 
 def test_a_number_is_looked_at_if_the_other_part_is_there() -> None:
@@ -190,5 +187,5 @@ def test_a_number_is_looked_at_if_the_other_part_is_there() -> None:
         raise AssertionError("the number was compared in vain")
 
     check(TABLE["mla_decode"], {"cp_world": asked, "kv_scale": asked})
-    with pytest.raises(ArgumentError, match=r"^cp_world: got 4, expected 1 with a window$"):
+    with pytest.raises(ArgumentError, match=r"^shard\.world: got 4, expected 1 with a window$"):
         check(TABLE["mla_decode"], {"cp_world": lambda: 4, "window": 3})

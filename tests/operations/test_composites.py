@@ -13,6 +13,7 @@ from mla_cupy import ArgumentError, DTypeError, PrefixGroup, ShapeError
 from mla_cupy.ops import COMPOSITE_OPERATIONS
 from mla_cupy.ops.operation import Operation
 from tests.operations.test_way import LAST, MAX_FILES, way_of
+from tests.support.flat import cascade_decode, mla_decode, plan_cascade, plan_decode
 from tests.support.operations import function_of, good_call
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
@@ -151,7 +152,7 @@ def test_a_cascade_is_checked_as_a_whole(
         pytest.skip("has no more to say")
     lse = np.full((4, 2, 1), 7, np.float32)
     with pytest.raises(error, match=match):
-        mla_cupy.cascade_decode(**cascade(lse=lse, **changes))
+        cascade_decode(**cascade(lse=lse, **changes))
     assert (lse == 7).all()
 
 
@@ -164,7 +165,7 @@ def test_the_result_of_a_cascade_within_its_cache(place: str) -> None:
     cache[...] = call["kv_cache"]
     out = memory[12 * 1152 :][: 4 * 2 * 512 * 2].view(ml_dtypes.bfloat16).reshape(4, 1, 2, 512)
     with pytest.raises(ShapeError, match="out: got memory that overlaps kv_cache"):
-        mla_cupy.cascade_decode(**{**call, "kv_cache": cache, "out": out})
+        cascade_decode(**{**call, "kv_cache": cache, "out": out})
     assert cache.tobytes() == call["kv_cache"].tobytes()
 
 
@@ -188,10 +189,10 @@ def test_groups_are_checked_on_request(
         request.getfixturevalue("recorder")
     else:
         monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
-    mla_cupy.cascade_decode(**cascade(), check=True)
-    mla_cupy.cascade_decode(**cascade(**changes))
+    cascade_decode(**cascade(), check=True)
+    cascade_decode(**cascade(**changes))
     with pytest.raises(ArgumentError, match=match):
-        mla_cupy.cascade_decode(**cascade(**changes), check=True)
+        cascade_decode(**cascade(**changes), check=True)
 
 
 def test_queries_that_do_not_step_evenly_are_copied() -> None:
@@ -202,7 +203,7 @@ def test_queries_that_do_not_step_evenly_are_copied() -> None:
     call = cascade(q=q[:, :2], block_table=table, seqlens=np.array([7, 6, 8], np.int32), groups=[(0, 2, 1)])
     even = {**call, "q": np.ascontiguousarray(call["q"])}
     with simulated(2):
-        got, wanted = mla_cupy.cascade_decode(**call), mla_cupy.cascade_decode(**even)
+        got, wanted = cascade_decode(**call), cascade_decode(**even)
     for x, y in zip(got, wanted, strict=True):
         assert x.tobytes() == y.tobytes()
 
@@ -238,7 +239,7 @@ def test_one_workspace_serves_all_stages(operation: Operation, recorder: Recorde
 
 
 def test_streams_of_stages(recorder: Recorder) -> None:
-    for function, call in ((mla_cupy.cascade_decode, cascade()), (mla_cupy.indexer_select, selection())):
+    for function, call in ((cascade_decode, cascade()), (mla_cupy.indexer_select, selection())):
         recorder.launches.clear()
         function(**call, stream=5)
         assert {launch.stream for launch in recorder.launches} == {5}
@@ -250,13 +251,13 @@ def test_plans_of_other_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     call = cascade()
     groups = call.pop("groups")
     shape: dict[str, Any] = {"s_q": 1, "h_q": 2, "max_pages": 2, "page_size": 4, "dtype": "bfloat16"}
-    shared = mla_cupy.plan_cascade(groups, b=4, **shape)
-    dense = mla_cupy.plan_decode(max_b=4, **shape)
+    shared = plan_cascade(groups, b=4, **shape)
+    dense = plan_decode(max_b=4, **shape)
     for plan in (shared, dense):
         plan.update(call["seqlens"])
     with pytest.raises(mla_cupy.PlanError, match=r"plan: got CascadePlan\(b=4, .*, expected a plan of mla_decode"):
-        mla_cupy.mla_decode(**call, plan=shared)
+        mla_decode(**call, plan=shared)
     with pytest.raises(mla_cupy.PlanError, match=r"plan: got DecodePlan\(.*, expected a plan of cascade_decode"):
-        mla_cupy.cascade_decode(**call, groups=groups, plan=dense)
-    mla_cupy.mla_decode(**call, plan=dense)
-    mla_cupy.cascade_decode(**call, groups=groups, plan=shared)
+        cascade_decode(**call, groups=groups, plan=dense)
+    mla_decode(**call, plan=dense)
+    cascade_decode(**call, groups=groups, plan=shared)

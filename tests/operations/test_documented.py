@@ -10,6 +10,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy.errors import ArgumentError, ShapeError
+from tests.support.flat import flat, mla_decode
 
 TABLE = np.zeros((1, 1), np.int32)
 
@@ -47,7 +48,7 @@ def test_a_tree_without_room_for_all_drafts() -> None:
     cache[0, :2] = [[0.01], [0.02]]
     mask = np.array([[1, 2, 4, 8]], np.uint64)
     lse = [
-        mla_cupy.mla_decode(q, cache, TABLE, np.array([2], np.int32), tree_mask=bits)[1][0, 0]
+        mla_decode(q, cache, TABLE, np.array([2], np.int32), tree_mask=bits)[1][0, 0]
         for bits in (mask, mask | np.uint64(1 << 40), mask | np.uint64(3))
     ]
     assert np.isneginf(lse[0][:2]).all()
@@ -59,11 +60,11 @@ def test_a_tree_without_room_for_all_drafts() -> None:
 def test_pages_of_v4_with_an_odd_number_of_tokens_need_a_gap() -> None:
     q = np.ones((1, 1, 1, 512), np.float16)
     with pytest.raises(ShapeError, match="multiples of 16 bytes"):
-        mla_cupy.mla_decode(q, np.zeros((4, 3, 584), np.uint8), TABLE, np.array([2], np.int32))
+        mla_decode(q, np.zeros((4, 3, 584), np.uint8), TABLE, np.array([2], np.int32))
     page = 3 * 584 + 8
     pool = np.zeros((4, page), np.uint8)
     pages = np.lib.stride_tricks.as_strided(pool, (4, 3, 584), (page, 584, 1))
-    assert mla_cupy.mla_decode(q, pages, TABLE, np.array([2], np.int32))[0].shape == (1, 1, 1, 512)
+    assert mla_decode(q, pages, TABLE, np.array([2], np.int32))[0].shape == (1, 1, 1, 512)
 
 
 def test_lengths_of_logits_are_clamped_after_the_subtraction() -> None:
@@ -94,9 +95,9 @@ def test_an_infinite_sink_has_no_gradient(sink: float) -> None:
 def test_checked_indices_are_those_that_count() -> None:
     q, kv = np.ones((1, 1, 576), np.float16), np.ones((4, 576), np.float16)
     indices = np.array([[0, 99]], np.int32)
-    mla_cupy.sparse_mla_forward(q, kv, indices, topk_length=np.array([1], np.int32), check=True, scale=576**-0.5)
+    flat(mla_cupy.sparse_mla_forward)(q, kv, indices, topk_length=np.array([1], np.int32), check=True, scale=576**-0.5)
     with pytest.raises(ArgumentError, match=r"indices\[0, 1\]: got 99"):
-        mla_cupy.sparse_mla_forward(q, kv, indices, check=True, scale=576**-0.5)
+        flat(mla_cupy.sparse_mla_forward)(q, kv, indices, check=True, scale=576**-0.5)
 
 
 def test_a_product_of_zero_passes_no_gradient() -> None:

@@ -44,7 +44,7 @@ def test_numbers_of_a_group(number: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_an_array_of_no_axes_is_no_number(library: str, make: str) -> None:
     array = getattr(pytest.importorskip(library), make)
     with pytest.raises(
-        ArgumentError, match=r"^kv_scale: got .*0\.5.*, expected a finite number.*; pass a Python number"
+        ArgumentError, match=r"^fp8\.kv_scale: got .*0\.5.*, expected a finite number.*; pass a Python number"
     ):
         attend(fp8=Fp8("fp8", kv_scale=array(0.5)))
     with pytest.raises(ArgumentError, match=r"^fp8\.kv_scale: got an array, expected a number$"):
@@ -57,7 +57,7 @@ def test_an_array_of_no_axes_is_no_number(library: str, make: str) -> None:
         ({"packed": (STARTS, STARTS)}, r"packed: got a tuple, expected mla_cupy\.Packed or None; pass Packed\(cu_"),
         (
             {"packed": Packed(STARTS)},
-            r"cu_seqlens_kv: got None, .*; give both, or none, as packed=Packed\(cu_seqlens_q",
+            r"packed\.cu_seqlens_kv: got None, .*; give both, or none, as packed=Packed\(cu_seqlens_q",
         ),
         ({"packed": Packed(STARTS, STARTS, 2)}, r"packed\.max_seqlen_q: got a value, expected none"),
         ({"fp8": Fp8(q_scale=2.0)}, r"fp8\.q_scale: got a value, expected none: the operation has no such member"),

@@ -149,7 +149,7 @@ def test_decode(seed: int) -> None:
         "out": np.full((2, case.s_q, 4, 512), 7, inputs.q.dtype),
         "lse": np.full((2, 4, case.s_q), 7, np.float32),
     }
-    got = run(seed, OPERATIONS["mla_decode"], {**call, **outputs})
+    got = run(seed, OPERATIONS["mla_decode"], {**call, **outputs}, scale=inputs.q.shape[-1] ** -0.5)
     check(got, inputs.exact, inputs.rounded, case.dtype)
 
 
@@ -403,7 +403,8 @@ def test_odd_layouts_among_good_ones(operation: Operation, recorder: Recorder) -
     for seed in range(10):
         call = good_call(operation)
         for name in in_whole_items(call):
-            for spoil, word in ((off_by_a_byte, f"{name}'s address"), (stepped_by_bytes, f"{name}.strides")):
+            path = operation.paths.get(name, name)
+            for spoil, word in ((off_by_a_byte, f"{path}'s address"), (stepped_by_bytes, f"{path}.strides")):
                 _, given = arranged(seed, operation, call)
                 with pytest.raises(ShapeError, match="multiple") as caught:
                     function_of(operation)(**{**given, name: spoil(call[name])})

@@ -16,6 +16,7 @@ from mla_cupy import PlanError, ShapeError
 from mla_cupy.ops import call as calling
 from mla_cupy.ops.operation import Operation
 from mla_cupy.runtime import driver
+from tests.support.flat import mla_decode, plan_decode
 from tests.support.operations import each, function_of, good_call, output_names
 from tests.support.recorder import B200, H200, Recorder
 from tests.support.workspace import aligned_bytes
@@ -229,12 +230,12 @@ def test_places_that_were_apart_are_not_compared_again(recorder: Recorder, monke
     apart = calling.overlap.clearly_apart
     monkeypatch.setattr(calling.overlap, "clearly_apart", lambda *args: compared.append(args[0]) or apart(*args))
     layers = [{name: moved(x) for name, x in good_call(operation).items()} for _ in range(4)]
-    mla_cupy.mla_decode(**layers[0])  # the first of its kind
+    mla_decode(**layers[0])  # the first of its kind
     compared.clear()
     for turn in range(3):
         for call in layers[1:3]:
             recorder.launches.clear()
-            mla_cupy.mla_decode(**call)
+            mla_decode(**call)
             used = {address for launch in recorder.launches for address in launch.addresses.values()}
             assert call["out"].ctypes.data in used
         assert len(compared) == 2, turn
@@ -243,10 +244,10 @@ def test_places_that_were_apart_are_not_compared_again(recorder: Recorder, monke
     recorder.launches.clear()
     for _ in range(2):
         with pytest.raises(ShapeError, match="out: got memory that overlaps w_uv"):
-            mla_cupy.mla_decode(**{**call, "out": over})
+            mla_decode(**{**call, "out": over})
         assert not recorder.launches
     for call in layers * 2:
-        mla_cupy.mla_decode(**call)
+        mla_decode(**call)
         assert all(len(entry.known) <= 3 for entry in calling._thread.recent.entries.values())
 
 
@@ -279,7 +280,7 @@ def test_equal_options_of_another_type_are_checked(operation: Operation, recorde
 
 @operations
 def test_checked_calls_are_checked_every_time(operation: Operation, recorder: Recorder) -> None:
-    """`check=True` looks at values, which no earlier call has seen."""
+    """`checking` looks at values, which no earlier call has seen."""
     names = {"mla_decode": "seqlens", "sparse_mla_forward": "topk_length", "sparse_mla_backward": "topk_length"}
     if operation.name not in names:
         pytest.skip("has no values to check")
@@ -354,12 +355,12 @@ PLAN |= {"tree_mask": True, "attn_sink": True, "d_head": 128}  # as `good_call` 
 def test_a_plan_is_used_again(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     operation = next(operation for operation in each() if operation.name == "mla_decode")
     call = good_call(operation)
-    plan = mla_cupy.plan_decode(**PLAN)
+    plan = plan_decode(**PLAN)
     plan.update(call["seqlens"])
     counted = Counted(operation, monkeypatch)
     recorder.allocations.clear()
     for _ in range(5):
-        mla_cupy.mla_decode(**call, plan=plan)
+        mla_decode(**call, plan=plan)
         plan.update(call["seqlens"])
     assert counted.times == (1, 0, 1)
     assert recorder.allocations == []
@@ -367,12 +368,12 @@ def test_a_plan_is_used_again(recorder: Recorder, monkeypatch: pytest.MonkeyPatc
 
 def test_another_plan_of_the_same_shape_has_its_own_memory(recorder: Recorder) -> None:
     call = good_call(next(operation for operation in each() if operation.name == "mla_decode"))
-    plans = [mla_cupy.plan_decode(**PLAN) for _ in range(3)]
+    plans = [plan_decode(**PLAN) for _ in range(3)]
     for plan in plans:
         plan.update(call["seqlens"])
     for plan in (*plans, *reversed(plans)):
         recorder.launches.clear()
-        mla_cupy.mla_decode(**call, plan=plan)
+        mla_decode(**call, plan=plan)
         launch = recorder.launches[0]
         assert plan.address <= int(launch.params["partial_out"]) < plan.address + plan.workspace_bytes
     assert len({plan.address for plan in plans}) == 3
@@ -387,7 +388,7 @@ def test_plans_are_neither_copied_nor_pickled(
         request.getfixturevalue("recorder")
     else:
         monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
-    plan = mla_cupy.plan_decode(**PLAN)
+    plan = plan_decode(**PLAN)
     with pytest.raises(PlanError, match=r"plan: got a copy or a pickle of it, .*plan_decode"):
         make(plan)
     with pytest.raises(PlanError, match="plan_decode"):
@@ -406,7 +407,7 @@ def test_plans_are_neither_copied_nor_pickled(
         ({"tree_mask": 3}, mla_cupy.ArgumentError, "tree_mask"),
         ({"d_qk": np.array([1, 2])}, mla_cupy.ArgumentError, "d_qk"),
         ({"d_qk": 576.0}, mla_cupy.ArgumentError, "d_qk"),
-        ({"record": np.array([1, 2])}, mla_cupy.ArgumentError, "record"),
+        ({"kv_format": np.array([1, 2])}, mla_cupy.ArgumentError, "kv_format"),
         ({"dtype": 3}, mla_cupy.DTypeError, "dtype"),
         ({"dtype": []}, mla_cupy.DTypeError, "dtype"),
         ({"dtype": np.zeros(3)}, mla_cupy.DTypeError, "dtype"),
@@ -431,7 +432,7 @@ def test_plans_of_nonsense(
     else:
         monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     with pytest.raises(error, match=word):
-        mla_cupy.plan_decode(**{**PLAN, **changes})
+        plan_decode(**{**PLAN, **changes})
 
 
 def test_a_plan_for_a_device_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,13 +441,13 @@ def test_a_plan_for_a_device_without_cupy(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(mla_cupy.MlaError):
-        mla_cupy.plan_decode(**PLAN, device=0)
+        plan_decode(**PLAN, device=0)
 
 
 def test_a_plan_of_numpy_s_numbers(recorder: Recorder) -> None:
     """Addresses and sizes are computed from them, which 32 bits would not hold."""
     small = {name: np.int32(value) for name, value in PLAN.items() if type(value) is int}
-    plan = mla_cupy.plan_decode(**{**PLAN, **small})
-    assert plan.workspace_bytes == mla_cupy.plan_decode(**PLAN).workspace_bytes
+    plan = plan_decode(**{**PLAN, **small})
+    assert plan.workspace_bytes == plan_decode(**PLAN).workspace_bytes
     assert plan.splits is not None
     plan.update(np.array([20, 33], np.int32))

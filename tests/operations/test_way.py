@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import mla_cupy
+from mla_cupy.ops import OPERATIONS
 from mla_cupy.ops.operation import Operation
 from tests.support.operations import CHOSEN, each, function_of, good_call
 from tests.support.recorder import Recorder
@@ -73,12 +74,14 @@ def inputs_of(operation: Operation, call: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_planned_call(recorder: Recorder) -> None:
-    call = good_call(next(operation for operation in each() if operation.name == "mla_decode"))
+    operation = OPERATIONS["mla_decode"]
+    call = good_call(operation)
     sizes = {"max_b": 2, "s_q": 3, "h_q": 4, "max_pages": 4, "page_size": 16}
     plan = mla_cupy.plan_decode(**sizes, dtype="bfloat16", tree_mask=True, attn_sink=True, d_head=128)
     plan.update(call["seqlens"])
-    mla_cupy.mla_decode(**call, plan=plan)
-    way = way_of(lambda: mla_cupy.mla_decode(**call, plan=plan))
+    repeated = call_of(operation, {**call, "plan": plan})
+    repeated()
+    way = way_of(repeated)
     assert way[-1] == LAST
     assert len(set(way)) <= MAX_FILES, way
     assert len(way) - 1 <= MAX_CHANGES["planned"], way

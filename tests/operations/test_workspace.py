@@ -10,6 +10,7 @@ import pytest
 import mla_cupy
 from mla_cupy import ArgumentError, DeviceError, ShapeError
 from mla_cupy.ops.operation import Operation
+from tests.support.flat import mla_decode, plan_decode
 from tests.support.operations import at, each, function_of, good_call, output_names
 from tests.support.recorder import Elsewhere, Recorder
 from tests.support.sim_driver import simulated
@@ -130,12 +131,12 @@ def test_not_with_a_plan(recorder: Recorder) -> None:
     operation = next(operation for operation in each() if operation.name == "mla_decode")
     call = good_call(operation)
     sizes = {"max_b": 2, "s_q": 3, "h_q": 4, "max_pages": 4, "page_size": 16}
-    plan = mla_cupy.plan_decode(**sizes, dtype="bfloat16", tree_mask=True, attn_sink=True, d_head=128)
+    plan = plan_decode(**sizes, dtype="bfloat16", tree_mask=True, attn_sink=True, d_head=128)
     plan.update(call["seqlens"])
-    mla_cupy.mla_decode(**call, plan=plan)
+    mla_decode(**call, plan=plan)
     recorder.launches.clear()
     with pytest.raises(ArgumentError, match="workspace: got an array, with a plan"):
-        mla_cupy.mla_decode(**call, plan=plan, workspace=aligned_bytes(1 << 20))
+        mla_decode(**call, plan=plan, workspace=aligned_bytes(1 << 20))
     assert recorder.launches == []
 
 

@@ -16,6 +16,7 @@ import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, ParallelError, PlanError, ShapeError
 from mla_cupy.parallel import ContextParallel, HostTransport, LocalGroup
 from tests.parallel.shards import Batch, heads_of
+from tests.support.flat import flat, mla_decode, plan_decode
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -38,7 +39,7 @@ def plan_of(batch: Batch, shard: tuple[Any, ...], **options: int) -> mla_cupy.De
     _, cache, table, seqlens = shard
     sizes = {"max_b": len(seqlens), "s_q": batch.s_q, "h_q": batch.h_q, "d_qk": batch.d_qk}
     sizes |= {"max_pages": table.shape[1], "page_size": cache.shape[1]}
-    plan = mla_cupy.plan_decode(**sizes, dtype=batch.dtype, **options)
+    plan = plan_decode(**sizes, dtype=batch.dtype, **options)
     plan.update(seqlens)
     return plan
 
@@ -57,7 +58,7 @@ def plan_of(batch: Batch, shard: tuple[Any, ...], **options: int) -> mla_cupy.De
 def test_ranks_agree_with_one(batch: Batch, world: int, causal: bool) -> None:
     def decode(context: ContextParallel) -> tuple[Any, Any]:
         shard = batch.shard(world, context.rank)
-        return context.decode(*shard, causal=causal, out_dtype="float32")
+        return flat(context.decode)(*shard, causal=causal, out_dtype="float32")
 
     out, lse = batch.expected(causal)
     for rank, (mine, mine_lse) in enumerate(on_all_ranks(world, decode)):
@@ -76,19 +77,19 @@ def test_records_of_e4m3(math: str, coded: bool) -> None:
         q = (q.astype(np.float32) / 0.25).astype(e4m3) if coded else q
         return q, (cache.astype(np.float32) / 0.5).astype(e4m3), table, seqlens
 
-    out, lse = mla_cupy.mla_decode(*over_records(batch.shard(1, 0)), **options)
-    found = on_all_ranks(2, lambda rank: rank.decode(*over_records(batch.shard(2, rank.rank)), **options))
+    out, lse = mla_decode(*over_records(batch.shard(1, 0)), **options)
+    found = on_all_ranks(2, lambda rank: flat(rank.decode)(*over_records(batch.shard(2, rank.rank)), **options))
     for rank, (mine, mine_lse) in enumerate(found):
         np.testing.assert_allclose(mine, heads_of(out, 2, 2, rank), rtol=2e-2, atol=2e-2)
         np.testing.assert_allclose(mine_lse, heads_of(lse, 1, 2, rank), rtol=1e-3, atol=1e-3)
-    plain, _ = mla_cupy.mla_decode(*batch.shard(1, 0), out_dtype="float32")
+    plain, _ = mla_decode(*batch.shard(1, 0), out_dtype="float32")
     assert np.abs(plain - out).max() < 0.3 < np.abs(out).max()  # the scales count
 
 
 def test_results_of_queries_in_e4m3_are_bfloat16() -> None:
     q, cache, table, seqlens = Batch((70,), h_q=4).shard(1, 0)
     shard = *(x.astype(ml_dtypes.float8_e4m3fn) for x in (q, cache)), table, seqlens
-    ((out, _),) = on_all_ranks(1, lambda rank: rank.decode(*shard, math="fp8"))
+    ((out, _),) = on_all_ranks(1, lambda rank: flat(rank.decode)(*shard, math="fp8"))
     assert out.dtype == ml_dtypes.bfloat16
 
 
@@ -109,7 +110,7 @@ def test_tokens_anywhere_with_local_lengths(batch: Batch, world: int, planned: b
     def decode(context: ContextParallel) -> tuple[Any, Any]:
         shard = shards[context.rank]
         plan = plan_of(batch, shard) if planned else None
-        return context.decode(*shard, plan=plan, causal=causal, local_seqlens=True, out_dtype="float32")
+        return flat(context.decode)(*shard, plan=plan, causal=causal, local_seqlens=True, out_dtype="float32")
 
     out, lse = batch.expected(causal)
     for rank, (mine, mine_lse) in enumerate(on_all_ranks(world, decode)):
@@ -123,8 +124,8 @@ def test_local_lengths_take_a_plan_of_one_rank() -> None:
     def decode(context: ContextParallel) -> None:
         shard = batch.scattered(2, context.rank)
         plan = plan_of(batch, shard, cp_world=2, cp_rank=context.rank)
-        with pytest.raises(PlanError, match=r"plan: got cp_world=2, cp_rank=[01], expected cp_world=1, cp_rank=0"):
-            context.decode(*shard, plan=plan, local_seqlens=True)
+        with pytest.raises(PlanError, match=r"plan: got shard=Shard\(2, [01]\), expected shard=Shard\(1, 0\)"):
+            flat(context.decode)(*shard, plan=plan, local_seqlens=True)
 
     on_all_ranks(2, decode)
 
@@ -132,7 +133,7 @@ def test_local_lengths_take_a_plan_of_one_rank() -> None:
 def test_local_lengths_do_not_say_what_several_queries_see() -> None:
     def decode(context: ContextParallel) -> None:
         with pytest.raises(ArgumentError, match=r"local_seqlens: got True with s_q=2 .* s_q=1 or causal=False"):
-            context.decode(*Batch((5,), s_q=2).scattered(2, context.rank), local_seqlens=True)
+            flat(context.decode)(*Batch((5,), s_q=2).scattered(2, context.rank), local_seqlens=True)
 
     on_all_ranks(2, decode)
 
@@ -141,7 +142,7 @@ def test_local_lengths_do_not_say_what_several_queries_see() -> None:
 def test_flags_that_are_none(option: str) -> None:
     context = ContextParallel(HostTransport(LocalGroup(1).member(0)))
     with pytest.raises(ArgumentError, match=rf"{option}: got array\(\[1, 2\]\), expected True or False"):
-        context.decode(*Batch((5,), s_q=2).shard(1, 0), **{option: np.array([1, 2])})
+        flat(context.decode)(*Batch((5,), s_q=2).shard(1, 0), **{option: np.array([1, 2])})
 
 
 def test_options_reach_the_result() -> None:
@@ -150,7 +151,9 @@ def test_options_reach_the_result() -> None:
     def decode(context: ContextParallel) -> tuple[Any, Any]:
         q, cache, table, seqlens = batch.shard(2, context.rank)
         out, lse = np.empty((2, 1, 2, 512), q.dtype), np.empty((2, 2, 1), np.float32)
-        found = context.decode(q, cache, table, seqlens, out=out, lse=lse, lse_base="2", empty_lse=3.0, scale=0.01)
+        found = flat(context.decode)(
+            q, cache, table, seqlens, out=out, lse=lse, lse_base="2", empty_lse=3.0, scale=0.01
+        )
         assert found[0] is out
         assert found[1] is lse
         return found
@@ -172,7 +175,7 @@ def test_projected_before_the_merge() -> None:
 
     def decode(context: ContextParallel) -> tuple[Any, Any]:
         q, cache, table, seqlens = batch.shard(2, context.rank)
-        out, lse = mla_cupy.mla_decode(q, cache, table, seqlens, cp_world=2, cp_rank=context.rank, out_dtype="float32")
+        out, lse = mla_decode(q, cache, table, seqlens, cp_world=2, cp_rank=context.rank, out_dtype="float32")
         return context.merge(np.einsum("bshd,hdv->bshv", out, w_uv).astype(np.float32), lse)
 
     expected = np.einsum("bshd,hdv->bshv", batch.expected()[0], w_uv)
@@ -193,7 +196,7 @@ def test_calls_that_differ_are_told_on_every_rank() -> None:
 def test_heads_that_cannot_be_shared() -> None:
     def decode(context: ContextParallel) -> None:
         with pytest.raises(ShapeError, match="h_q: got 4, expected a multiple of world=3"):
-            context.decode(*Batch((5,), h_q=4).shard(3, context.rank))
+            flat(context.decode)(*Batch((5,), h_q=4).shard(3, context.rank))
 
     on_all_ranks(3, decode)
 
@@ -229,7 +232,8 @@ from tests.parallel.shards import Batch, heads_of
 with Rendezvous.from_environment(timeout=100) as group:
     context = ContextParallel(HostTransport(group))
     batch = Batch((90, 13), s_q=2, h_q=4)
-    out, lse = context.decode(*batch.shard(context.world, context.rank), out_dtype="float32")
+    shard = batch.shard(context.world, context.rank)
+    out, lse = context.decode(*shard, scale=576**-0.5, out_dtype="float32")
     expected = heads_of(batch.expected()[0], 2, context.world, context.rank)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
     group.gather(b"")

@@ -21,6 +21,7 @@ from mla_cupy.parallel import ContextParallel, LocalGroup, NcclTransport, PeerTr
 from mla_cupy.runtime.device import DeviceInfo
 from tests.merge.exchanges import Ranks
 from tests.parallel.shards import Batch, heads_of
+from tests.support.flat import flat, plan_decode
 from tests.support.tolerance import check
 
 pytestmark = pytest.mark.gpu
@@ -157,7 +158,7 @@ def plan_of(shard: list[Any], rank: int) -> mla_cupy.DecodePlan:
     """A plan for one rank's shard, scheduled."""
     q, cache, table, seqlens = shard
     b, s_q, h_q, d_qk = q.shape
-    plan = mla_cupy.plan_decode(
+    plan = plan_decode(
         max_b=b, s_q=s_q, h_q=h_q, d_qk=d_qk, max_pages=table.shape[1], page_size=cache.shape[1], dtype=q.dtype,
         cp_world=WORLD, cp_rank=rank,
     )  # fmt: skip
@@ -186,7 +187,7 @@ def test_random_batches(kind: str, partial_dtype: str, monkeypatch: pytest.Monke
         shards = each(lambda rank, batch=batch: [cupy.asarray(x) for x in batch.shard(WORLD, rank)])
         plans = each(lambda rank, shards=shards: plan_of(shards[rank], rank)) if planned else [None] * WORLD
         made = each(
-            lambda rank, shards=shards, plans=plans, causal=causal: contexts[rank].decode(
+            lambda rank, shards=shards, plans=plans, causal=causal: flat(contexts[rank].decode)(
                 *shards[rank], plan=plans[rank], causal=causal
             )
         )
@@ -220,12 +221,12 @@ def test_replays_of_graphs(kind: str, replays: int, monkeypatch: pytest.MonkeyPa
         with stream:
             for _ in range(2):  # builds, connects and keeps what the capture must find
                 plan.update(seqlens)
-                contexts[rank].decode(q, cache, table, seqlens, plan=plan, out=out, lse=lse)
+                flat(contexts[rank].decode)(q, cache, table, seqlens, plan=plan, out=out, lse=lse)
             stream.synchronize()
             stream.begin_capture()
             for _ in range(3):
                 plan.update(seqlens)
-                contexts[rank].decode(q, cache, table, seqlens, plan=plan, out=out, lse=lse)
+                flat(contexts[rank].decode)(q, cache, table, seqlens, plan=plan, out=out, lse=lse)
             graph = stream.end_capture()
             first, found = [x.copy() for x in (out, lse)], (out, lse)
             wrong = cupy.zeros((), cupy.int64)
@@ -256,7 +257,7 @@ def test_one_thread_makes_the_calls_of_all_ranks(monkeypatch: pytest.MonkeyPatch
     batch, found = Batch((300, 5), h_q=16), []
     for rank, context in enumerate(contexts):
         with cupy.cuda.Device(rank):
-            found.append(context.decode(*(cupy.asarray(x) for x in batch.shard(WORLD, rank))))
+            found.append(flat(context.decode)(*(cupy.asarray(x) for x in batch.shard(WORLD, rank))))
     exact, rounded = batch.expected(), batch.expected(rounding="bfloat16")
     for rank, got in enumerate(found):
         with cupy.cuda.Device(rank):
@@ -270,8 +271,8 @@ def test_a_rank_that_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
     context, _ = (ContextParallel(x) for x in transports("peer", monkeypatch, timeout=0.2))
     shard = [cupy.asarray(x) for x in Batch((30,), h_q=8).shard(WORLD, 0)]
-    out, lse = context.decode(*shard)
+    out, lse = flat(context.decode)(*shard)
     assert math.isnan(float(out[0, 0, 0, 0]))
     assert math.isnan(float(lse[0, 0, 0]))
     with pytest.raises(ParallelError, match="exchange 1: got rank 1 has not sent its part in time"):
-        context.decode(*shard)
+        flat(context.decode)(*shard)

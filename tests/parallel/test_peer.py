@@ -14,6 +14,7 @@ from mla_cupy import ArgumentError, DTypeError, ParallelError, ShapeError, refer
 from mla_cupy.parallel import ContextParallel, LocalGroup, PeerTransport
 from mla_cupy.parallel.transport import Result
 from tests.parallel.shards import PAGE, Batch
+from tests.support.flat import flat, mla_decode, plan_decode
 from tests.support.sim_driver import SimDriver, simulated
 from tests.support.tolerance import check
 
@@ -87,12 +88,12 @@ def test_split_requests_are_merged_on_the_way(gpu_alone: SimDriver, partial_dtyp
     )
     plan.update(shard[3])
     context = ContextParallel(transport(max_d=512), partial_dtype=partial_dtype)
-    out, lse = context.decode(*shard, plan=plan, out_dtype="float32", lse_base="2")
+    out, lse = flat(context.decode)(*shard, plan=plan, out_dtype="float32", lse_base="2")
     assert gpu_alone.launched == ["mla_attention_schedule", "mla_decode_sm90_small", "mla_merge_exchange"]
     expected, expected_lse = batch.expected(rounding="bfloat16")
     np.testing.assert_allclose(out, expected, rtol=0.02, atol=0.02)
     np.testing.assert_allclose(lse, expected_lse / np.log(2), rtol=1e-3, atol=1e-3)
-    plain = mla_cupy.mla_decode(*shard, plan=plan, out_dtype="float32", lse_base="2")
+    plain = mla_decode(*shard, plan=plan, out_dtype="float32", lse_base="2")
     assert gpu_alone.launched[-1] == "mla_attention_combine"
     for found, wanted in zip((out, lse), plain, strict=True):
         exact = partial_dtype == "float32"
@@ -122,11 +123,11 @@ def test_local_lengths_on_the_gpu(gpu_alone: SimDriver, planned: bool) -> None:
     for rank in range(2):
         shard = batch.scattered(2, rank)
         sizes = {"max_b": 2, "s_q": 1, "h_q": 4, "max_pages": shard[2].shape[1], "page_size": PAGE}
-        plan = mla_cupy.plan_decode(**sizes, dtype="bfloat16", kernel="decode_sm90_small", device=0)
+        plan = plan_decode(**sizes, dtype="bfloat16", kernel="decode_sm90_small", device=0)
         plan.update(shard[3])
         context = ContextParallel(OneOfTwo(rank))
         options = {"plan": plan} if planned else {"kernel": "decode_sm90_small"}
-        parts.append(context.decode(*shard, local_seqlens=True, **options))
+        parts.append(flat(context.decode)(*shard, local_seqlens=True, **options))
     out, lse = reference.merge_states(*(np.stack(part) for part in zip(*parts, strict=True)))
     expected, expected_lse = batch.expected(rounding="bfloat16")
     np.testing.assert_allclose(out, expected, rtol=0.02, atol=0.02)
@@ -138,7 +139,7 @@ def test_partial_results_of_16_bits(gpu_alone: SimDriver) -> None:
     batch, parts = Batch((140, 0, 67), s_q=2, h_q=6, seed=3), []
     for rank in range(2):
         context = ContextParallel(OneOfTwo(rank), partial_dtype="bfloat16")
-        parts.append(context.decode(*batch.shard(2, rank), kernel="decode_sm90_small"))
+        parts.append(flat(context.decode)(*batch.shard(2, rank), kernel="decode_sm90_small"))
     assert gpu_alone.launched == 2 * ["mla_attention_schedule", "mla_decode_sm90_small", "mla_attention_combine"]
     out, lse = reference.merge_states(*(np.stack(part) for part in zip(*parts, strict=True)))
     check((out.astype(parts[0][0].dtype), lse), batch.expected(), batch.expected(rounding="bfloat16"), batch.dtype)
@@ -149,9 +150,9 @@ def test_plans_whose_requests_are_not_split(gpu_alone: SimDriver) -> None:
     batch = Batch((140, 3), h_q=2)
     shard = batch.shard(1, 0)
     sizes = {"max_b": 2, "s_q": 1, "h_q": 2, "max_pages": shard[2].shape[1], "page_size": PAGE, "dtype": "bfloat16"}
-    plan = mla_cupy.plan_decode(**sizes, batch_invariant=True, split_tokens=64, kernel="decode_sm90_small", device=0)
+    plan = plan_decode(**sizes, batch_invariant=True, split_tokens=64, kernel="decode_sm90_small", device=0)
     plan.update(shard[3])
-    out, _ = ContextParallel(transport(max_d=512)).decode(*shard, plan=plan, out_dtype="float32")
+    out, _ = flat(ContextParallel(transport(max_d=512)).decode)(*shard, plan=plan, out_dtype="float32")
     assert gpu_alone.launched[-2:] == ["mla_decode_combine_pieces", "mla_merge_exchange"]
     np.testing.assert_allclose(out, batch.expected(rounding="bfloat16")[0], rtol=0.02, atol=0.02)
 

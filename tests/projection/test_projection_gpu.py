@@ -12,6 +12,7 @@ from mla_cupy import dtypes, reference
 from tests.projection.inputs import kv_b_proj, states
 from tests.support.calls import on_host
 from tests.support.cases import DecodeCase, make
+from tests.support.flat import mla_decode, plan_decode
 from tests.support.gpu import upload
 from tests.support.tolerance import check
 
@@ -83,18 +84,18 @@ def test_decode(gpu: object, b: int, h: int, plan: dict[str, Any] | None) -> Non
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         if plan is None:
-            nbytes = mla_cupy.workspace_bytes(mla_cupy.mla_decode, *arrays, **options)
+            nbytes = mla_cupy.workspace_bytes(mla_decode, *arrays, **options)
             options["workspace"] = cupy.empty(nbytes, cupy.uint8)
         else:
             sizes = {"max_b": b, "s_q": 1, "h_q": h, "max_pages": inputs.block_table.shape[1]}
             sizes |= {"page_size": case.page_size, "dtype": case.dtype, "d_head": 128}
-            options["plan"] = mla_cupy.plan_decode(**sizes, **plan)
+            options["plan"] = plan_decode(**sizes, **plan)
             options["plan"].update(arrays[3])
-        got = on_host(mla_cupy.mla_decode(*arrays, **options))
+        got = on_host(mla_decode(*arrays, **options))
         check(got, exact, rounded, case.dtype)
         options["out"].fill(0)
         stream.begin_capture()
-        mla_cupy.mla_decode(*arrays, **options)
+        mla_decode(*arrays, **options)
         graph = stream.end_capture()
         graph.launch(stream)
         stream.synchronize()
@@ -117,9 +118,9 @@ def test_decode_of_many_rows(gpu: object, b: int, s_q: int, h: int, d_head: int,
     exact, rounded = (reference.mla_decode(*inputs.arguments, **weights, rounding=x) for x in (None, dtype))
     out = upload(np.zeros((b, s_q, h, d_head + 8), w_uv.dtype))[..., :d_head]
     arrays, options = [upload(x) for x in inputs.arguments], {name: upload(x) for name, x in weights.items()}
-    got = on_host(mla_cupy.mla_decode(*arrays, **options, out=out))
+    got = on_host(mla_decode(*arrays, **options, out=out))
     check(got, exact, rounded, dtype)
-    again = on_host(mla_cupy.mla_decode(*arrays, **options, out=out))
+    again = on_host(mla_decode(*arrays, **options, out=out))
     assert again[0].tobytes() == got[0].tobytes()
 
 

@@ -21,7 +21,7 @@ from mla_cupy.kernels.projection.pipeline import STATES
 from tests.projection.inputs import States, kv_b_proj, states
 from tests.support.calls import Array
 from tests.support.cases import DecodeCase, make
-from tests.support.flat import flat
+from tests.support.flat import flat, mla_decode, plan_decode
 from tests.support.mutants import Mutant, Plant, as_verdict, steps
 from tests.support.recorder import H200
 from tests.support.sim_driver import fake_gpu, simulated
@@ -171,9 +171,9 @@ def check_decode(
         if plan is not None:
             sizes = {"s_q": case.s_q, "h_q": case.h_q, "page_size": case.page_size}
             sizes |= {"max_pages": inputs.block_table.shape[1], "dtype": case.dtype, "device": 0, "d_head": d_head}
-            options["plan"] = mla_cupy.plan_decode(max_b=case.b + 1, **sizes, **plan)
+            options["plan"] = plan_decode(max_b=case.b + 1, **sizes, **plan)
             options["plan"].update(inputs.seqlens)
-        got = mla_cupy.mla_decode(*inputs.arguments, **weights, **case.options, **options)
+        got = mla_decode(*inputs.arguments, **weights, **case.options, **options)
     assert driver.launched[-1] == last
     assert last == "mla_projection_sm90_results" or "mla_attention_combine" not in driver.launched
     check(got, exact, rounded, case.dtype)
@@ -255,7 +255,7 @@ def test_decode_with_a_sink(sm_count: int, lengths: tuple[int, int], pair: bool)
     more = {**parts, "attn_sink": 3 * rng.standard_normal(16).astype(np.float32), "w_uv": w_uv}
     exact, rounded = (reference.mla_decode(q, *others, **more, rounding=rounding) for rounding in (None, "bfloat16"))
     with simulated(sm_count) as driver:
-        got = mla_cupy.mla_decode(q, *others, **more)
+        got = mla_decode(q, *others, **more)
     assert driver.launched[-1] == "mla_attention_combine_project"
     check(got, exact, rounded, "bfloat16")
 
@@ -265,10 +265,10 @@ def test_a_plan_without_w_uv_refuses_it() -> None:
     _, w_uv = kv_b_proj(np.random.default_rng(0), 2, 128, 128, "bfloat16")
     with simulated(1):
         sizes = {"max_b": 1, "s_q": 1, "h_q": 2, "max_pages": inputs.block_table.shape[1], "page_size": 64}
-        plan = mla_cupy.plan_decode(**sizes, dtype="bfloat16", device=0)
+        plan = plan_decode(**sizes, dtype="bfloat16", device=0)
         plan.update(inputs.seqlens)
         with pytest.raises(mla_cupy.PlanError, match=r"plan: got d_head=0, expected d_head=128"):
-            mla_cupy.mla_decode(*inputs.arguments, w_uv=w_uv, plan=plan)
+            mla_decode(*inputs.arguments, w_uv=w_uv, plan=plan)
 
 
 @pytest.mark.settled
@@ -347,7 +347,7 @@ def test_decode_takes_absorbed_queries_without_a_copy() -> None:
     q_nope = rng.standard_normal((2, 4, 128)).astype(w_uk.dtype)
     with simulated(2):
         q = mla_cupy.absorb(q_nope, w_uk, q_rope=np.ascontiguousarray(inputs.q[:, 0, :, 512:]))
-        out, _ = mla_cupy.mla_decode(q.reshape(2, 1, 4, 576), *inputs.arguments[1:])
+        out, _ = mla_decode(q.reshape(2, 1, 4, 576), *inputs.arguments[1:])
     exact = reference.mla_decode(q.reshape(2, 1, 4, 576), *inputs.arguments[1:])
     np.testing.assert_allclose(out.astype(float), exact[0], atol=0.05)
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import mla_cupy
 from mla_cupy.errors import ArgumentError
 from mla_cupy.runtime.tensormap import TensorMapSpec
+from tests.support.flat import mla_decode
 from tests.support.recorder import Recorder
 
 GOOD = TensorMapSpec("bfloat16", 0x7000, (576, 64, 9), (1152, 73728), (64, 64, 1))
@@ -62,7 +62,7 @@ def test_bad_names_the_field(change: dict[str, object], field: str) -> None:
 
 def test_an_error_in_a_call_names_the_array(recorder: Recorder) -> None:
     q, cache = np.ones((1, 1, 16, 576), np.float16), np.ones((4, 64, 576), np.float16)
-    mla_cupy.mla_decode(q, cache, np.zeros((1, 2), np.int32), np.array([100], np.int32))
+    mla_decode(q, cache, np.zeros((1, 2), np.int32), np.array([100], np.int32))
     made = recorder.maps[0]
     assert made.array == "kv_cache"
     words = r"^the tensor map of kv_cache, strides_bytes: got .*, expected multiples of 16 below 2\^40; copy kv_cache$"

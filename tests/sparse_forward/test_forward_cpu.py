@@ -98,7 +98,7 @@ def test_only_one_array_given(name: str) -> None:
 def test_check_passes_good_values() -> None:
     inputs = make(SparseCase(h_q=2, invalid=0.0))
     indices = np.where((inputs.indices < 0) | (inputs.indices >= 300), -1, inputs.indices)
-    checked = mla_cupy.sparse_mla_forward(inputs.q, inputs.kv, indices, check=True, scale=inputs.scale)
+    checked = flat(mla_cupy.sparse_mla_forward)(inputs.q, inputs.kv, indices, check=True, scale=inputs.scale)
     assert_same(checked[0], expected(inputs)[0])
 
 

@@ -11,6 +11,7 @@ import mla_cupy
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.calls import ALL_KERNELS, need, on_host, plan_of
 from tests.support.cases import DecodeCase, make
+from tests.support.flat import mla_decode
 from tests.support.gpu import upload, uploaded
 from tests.support.kernels import fitting
 from tests.support.tolerance import check
@@ -42,7 +43,7 @@ def test_a_thousand_repeats_give_the_same_bits(kernel: str, case: DecodeCase) ->
     arguments = uploaded(inputs)
     plan = plan_of(inputs, kernel=kernel)
     plan.update(arguments[3])
-    out, lse = mla_cupy.mla_decode(*arguments, plan=plan)
+    out, lse = mla_decode(*arguments, plan=plan)
     first = on_host((out, lse))
     check(first, inputs.exact, inputs.rounded, case.dtype)
     first_out, first_lse = cupy.asarray(first[0].view(np.uint16)), cupy.asarray(first[1].view(np.uint32))
@@ -52,7 +53,7 @@ def test_a_thousand_repeats_give_the_same_bits(kernel: str, case: DecodeCase) ->
         lse.fill(np.nan)
         if repeat % 10 == 0:
             plan.update(arguments[3])
-        mla_cupy.mla_decode(*arguments, plan=plan, out=out, lse=lse)
+        mla_decode(*arguments, plan=plan, out=out, lse=lse)
         different[0] += (out.view(cupy.uint16) != first_out).sum()
         different[1] += (lse.view(cupy.uint32) != first_lse).sum()
     assert different.get().tolist() == [0, 0]
@@ -79,6 +80,6 @@ def test_order_of_the_batch(kernel: str, h_q: int, seed: int) -> None:
     order = np.random.default_rng(seed).permutation(17)
     q, kv_cache, table, seqlens = inputs.arguments
     permuted: Any = (upload(q[order]), upload(kv_cache), upload(table[order]), upload(seqlens[order]))
-    out, lse = on_host(mla_cupy.mla_decode(*permuted, kernel=kernel))
+    out, lse = on_host(mla_decode(*permuted, kernel=kernel))
     back = np.argsort(order)
     check((out[back], lse[back]), inputs.exact, inputs.rounded, inputs.case.dtype)

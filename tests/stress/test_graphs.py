@@ -14,6 +14,7 @@ from mla_cupy.runtime import loader
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.calls import ALL_KERNELS, assert_same, need, on_host, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.flat import mla_decode
 from tests.support.gpu import uploaded
 from tests.support.kernels import fitting
 from tests.support.tolerance import check
@@ -61,7 +62,7 @@ def test_replays_with_other_contents(kernel: str, h_q: int) -> None:
         lse = cupy.empty((4, h_q, 2), cupy.float32)
         stream.begin_capture()
         plan.update(arguments[3])
-        mla_cupy.mla_decode(*arguments, plan=plan, out=out, lse=lse)
+        mla_decode(*arguments, plan=plan, out=out, lse=lse)
         graph = stream.end_capture()
         for inputs in [*todo, todo[0]]:
             for target, source in zip(arguments, inputs.arguments, strict=True):
@@ -71,7 +72,7 @@ def test_replays_with_other_contents(kernel: str, h_q: int) -> None:
             graph.launch(stream)
             got = on_host((out, lse))
             check(got, inputs.exact, inputs.rounded, inputs.case.dtype)
-            fresh = on_host(mla_cupy.mla_decode(*arguments, kernel=kernel))
+            fresh = on_host(mla_decode(*arguments, kernel=kernel))
             assert_same(got[0], fresh[0])
             assert_same(got[1], fresh[1])
 
@@ -89,11 +90,11 @@ def test_replays_do_not_need_the_host_arrays_of_the_capture(kernel: str) -> None
         stream.begin_capture()
         plan.update(arguments[3])
         for _ in range(3):
-            mla_cupy.mla_decode(*arguments, plan=plan, out=out, lse=lse)
+            mla_decode(*arguments, plan=plan, out=out, lse=lse)
         graph = stream.end_capture()
         other_plan.update(others[3])
         for _ in range(5):
-            mla_cupy.mla_decode(*others, plan=other_plan)
+            mla_decode(*others, plan=other_plan)
             graph.launch(stream)
         check(on_host((out, lse)), first.exact, first.rounded, first.case.dtype)
 
@@ -125,8 +126,8 @@ def test_kernel_that_is_not_loaded_cannot_be_captured(gpu: DeviceInfo) -> None:
         stream.begin_capture()
         try:
             with pytest.raises(KernelNotBuiltError, match="captured into a graph: make a plan, or call the function"):
-                mla_cupy.mla_decode(*arguments)
+                mla_decode(*arguments)
         finally:
             stream.end_capture()
-        got: Any = mla_cupy.mla_decode(*arguments)  # the remedy
+        got: Any = mla_decode(*arguments)  # the remedy
         check(on_host(got), inputs.exact, inputs.rounded, inputs.case.dtype)

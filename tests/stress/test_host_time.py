@@ -26,6 +26,7 @@ from tests.support.calls import plan_of
 from tests.support.cases import DecodeCase, make
 from tests.support.dense_cases import DenseCase
 from tests.support.dense_gradients import make_gradients
+from tests.support.flat import mla_decode
 from tests.support.sparse_cases import SparseCase
 from tests.support.sparse_cases import make as make_sparse
 
@@ -90,12 +91,12 @@ def timed_calls(move: Callable[[Any], Any]) -> Iterator[Timed]:
     arguments = [move(x) for x in inputs.arguments]
     plan = plan_of(inputs)
     plan.update(arguments[3])
-    out, lse = mla_cupy.mla_decode(*arguments)
+    out, lse = mla_decode(*arguments)
     for name, options in (("mla_decode, planned", {"plan": plan}), ("mla_decode", {})):
         yield Timed(
             name,
-            lambda options=options: mla_cupy.mla_decode(*arguments, out=out, lse=lse, **options),  # type: ignore[misc]
-            lambda options=options: mla_cupy.mla_decode(*arguments, **options),  # type: ignore[misc]
+            lambda options=options: mla_decode(*arguments, out=out, lse=lse, **options),  # type: ignore[misc]
+            lambda options=options: mla_decode(*arguments, **options),  # type: ignore[misc]
         )
     yield from _calls_around_attention(move, arguments)
     sparse = make_sparse(SparseCase(h_q=64, topk=128))
@@ -124,8 +125,8 @@ def _calls_around_attention(move: Callable[[Any], Any], arguments: list[Any]) ->
     plan = plan_of(make(DecodeCase(b=2, h_q=16, seqlens=64)), d_head=128)
     plan.update(seqlens)
     projecting: dict[str, Any] = {"w_uv": kv_b_proj[:, 128:], "plan": plan}
-    out, lse = mla_cupy.mla_decode(*arguments, **projecting)
-    call = partial(mla_cupy.mla_decode, *arguments, **projecting)
+    out, lse = mla_decode(*arguments, **projecting)
+    call = partial(mla_decode, *arguments, **projecting)
     yield Timed("mla_decode, w_uv", partial(call, out=out, lse=lse), call)
     q, latent, rope = (move(np.ones((2, *rest), kind)) for rest in ((16, 192), (512,), (64,)))
     turns = {"positions": move(np.array([3, 4], np.int32)), "theta": 10000.0, "w_uk": kv_b_proj[:, :128]}

@@ -16,6 +16,7 @@ from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.calls import ALL_KERNELS, Array, assert_same, need, on_host, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.flat import mla_decode
 from tests.support.gpu import uploaded
 from tests.support.kernels import DECODE_KERNELS
 from tests.support.tolerance import check
@@ -53,7 +54,7 @@ def prepared(kernel: str, gpu: DeviceInfo) -> list[tuple[DecodeInputs, tuple[Any
 
 def expected_of(arguments: tuple[Any, ...], inputs: DecodeInputs, kernel: str) -> tuple[Array, Array]:
     """The result of a lone call, once it is known to be correct."""
-    got = on_host(mla_cupy.mla_decode(*arguments, kernel=kernel))
+    got = on_host(mla_decode(*arguments, kernel=kernel))
     check(got, inputs.exact, inputs.rounded, inputs.case.dtype)
     return got
 
@@ -83,10 +84,10 @@ def test_two_streams_and_a_pool_churner(
         for i, (stream, (_, arguments)) in enumerate(zip(streams, prepared, strict=True)):
             if how == "current":
                 with stream:
-                    results[i].append(mla_cupy.mla_decode(*arguments, kernel=kernel))
+                    results[i].append(mla_decode(*arguments, kernel=kernel))
                     churn(rng)
             else:
-                results[i].append(mla_cupy.mla_decode(*arguments, kernel=kernel, stream=stream))
+                results[i].append(mla_decode(*arguments, kernel=kernel, stream=stream))
                 with stream:
                     churn(rng)
                 churn(rng)  # of the default stream, which knows nothing of that work
@@ -138,7 +139,7 @@ def test_two_threads(
                 for _ in range(100):
                     if plan:
                         plan.update(arguments[3])
-                    out, lse = on_host(mla_cupy.mla_decode(*arguments, **options))
+                    out, lse = on_host(mla_decode(*arguments, **options))
                     assert_same(out, wanted[0])
                     assert_same(lse, wanted[1])
 
@@ -158,7 +159,7 @@ def test_one_plan_in_two_threads_by_turns(kernel: str, prepared: list[tuple[Deco
     def work() -> None:
         for _ in range(50):
             with turn:
-                out, lse = on_host(mla_cupy.mla_decode(*arguments, plan=plan))
+                out, lse = on_host(mla_decode(*arguments, plan=plan))
             assert_same(out, wanted[0])
             assert_same(lse, wanted[1])
 
@@ -182,7 +183,7 @@ def test_inputs_written_on_the_stream_before_the_call_are_seen(
         block_stream(stream, 0.5)
         for target, source in zip(late, arguments, strict=True):
             target[...] = source
-        result = mla_cupy.mla_decode(*late, kernel=kernel)
+        result = mla_decode(*late, kernel=kernel)
         assert not stream.done
     stream.synchronize()
     assert_same(on_host(result)[0], wanted[0])
@@ -191,14 +192,14 @@ def test_inputs_written_on_the_stream_before_the_call_are_seen(
 def calls(inputs: DecodeInputs, arguments: tuple[Any, ...], kernel: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     plan = plan_of(inputs, kernel=kernel)
     plan.update(arguments[3])
-    out, lse = mla_cupy.mla_decode(*arguments, plan=plan)
+    out, lse = mla_decode(*arguments, plan=plan)
     import cupy
 
     outs, lses = cupy.stack([out, out]), cupy.stack([lse, lse])
     yield "update", lambda: plan.update(arguments[3])
-    yield "planned", lambda: mla_cupy.mla_decode(*arguments, plan=plan, out=out, lse=lse)
-    yield "planned, allocating", lambda: mla_cupy.mla_decode(*arguments, plan=plan)
-    yield "plain", lambda: mla_cupy.mla_decode(*arguments, kernel=kernel)
+    yield "planned", lambda: mla_decode(*arguments, plan=plan, out=out, lse=lse)
+    yield "planned, allocating", lambda: mla_decode(*arguments, plan=plan)
+    yield "plain", lambda: mla_decode(*arguments, kernel=kernel)
     yield "merge", lambda: mla_cupy.merge_states(outs, lses)
 
 
@@ -230,7 +231,7 @@ def test_each_call_waits_for_the_one_before(kernel: str, prepared: list[tuple[De
     def chain(wait: bool) -> Array:
         tokens, following = q.copy(), q.copy()
         for _ in range(10):
-            mla_cupy.mla_decode(tokens, kv_cache, table, seqlens, kernel=kernel, out=following[..., :512])
+            mla_decode(tokens, kv_cache, table, seqlens, kernel=kernel, out=following[..., :512])
             tokens, following = following, tokens
             if wait:
                 cupy.cuda.get_current_stream().synchronize()

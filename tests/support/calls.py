@@ -15,6 +15,7 @@ from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.runtime import driver, launching
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.cases import DecodeInputs
+from tests.support.flat import plan_decode
 from tests.support.kernels import DECODE_KERNELS
 
 Array = npt.NDArray[Any]
@@ -31,7 +32,6 @@ def need(kernel: str, device: DeviceInfo, dtype: str = "bfloat16") -> None:
 
 def plan_of(inputs: DecodeInputs, **options: Any) -> Any:
     """A plan that fits the inputs."""
-    import mla_cupy
 
     case = inputs.case
     sizes = {
@@ -45,7 +45,7 @@ def plan_of(inputs: DecodeInputs, **options: Any) -> Any:
         "record": case.record or None,
         "math": case.math,
     }
-    return mla_cupy.plan_decode(**{**sizes, **options})
+    return plan_decode(**{**sizes, **options})
 
 
 def oracle(inputs: DecodeInputs, out_dtype: str | None = None, **options: Any) -> tuple[Array, Array]:

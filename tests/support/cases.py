@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from mla_cupy import dtypes, reference
 from mla_cupy.cache_formats import FORMATS
-from mla_cupy.shapes import VALUE_WIDTHS
 
 Array = npt.NDArray[Any]
 
@@ -99,7 +98,6 @@ class DecodeCase:
         """The options of `mla_decode` that say which tokens there are and who sees them."""
         options = {"causal": self.causal, "cp_world": self.cp_world, "cp_rank": self.cp_rank}
         others = {"kv_scale": (self.kv_scale, 1.0), "q_scale": (self.q_scale, 1.0), "math": (self.math, "exact")}
-        others["d_v"] = (VALUE_WIDTHS[self.d_qk], D_V)
         return options | {name: value for name, (value, usual) in others.items() if value != usual}
 
     def lengths(self) -> Array:

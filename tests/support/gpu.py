@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.flat import mla_decode
 from tests.support.tolerance import check
 
 Array = npt.NDArray[Any]
@@ -51,9 +52,7 @@ def run_and_check(case: DecodeCase, **options: Any) -> None:
     """The public call on the GPU against the oracle."""
     import cupy
 
-    import mla_cupy
-
     inputs = make(case)
     q, kv_cache, block_table, seqlens = uploaded(inputs)
-    out, lse = mla_cupy.mla_decode(q, kv_cache, block_table, seqlens, **case.options, **options)
+    out, lse = mla_decode(q, kv_cache, block_table, seqlens, **case.options, **options)
     check((cupy.asnumpy(out), cupy.asnumpy(lse)), inputs.exact, inputs.rounded, case.dtype)

@@ -46,12 +46,13 @@ VALUES = {"seqlens": [20, 33], "topk_length": [4, 5, 5], "cu_seqlens_q": [0, 2, 
 SCALE = 192**-0.5
 #: Options that a good call has.
 CHOSEN: dict[str, dict[str, Any]] = {
-    "cascade_decode": {"groups": ((0, 2, 1),)},
+    "cascade_decode": {"groups": ((0, 2, 1),), "scale": SCALE},
     "indexer_head_sums": {"scale": 0.5},
     "indexer_select": {"topk": 5},
     "indexer_select_paged": {"topk": 5},
     "indexer_sparse_loss": {"scale": 0.5},
     "indexer_warmup_loss": {"scale": 0.5},
+    "mla_decode": {"scale": SCALE},
     "prefill_mask": {"max_keys": 20},
     "prefill_segments": {"max_segments": 4},
     "sparse_mla_backward": {"scale": SCALE},

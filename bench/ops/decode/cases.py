@@ -121,9 +121,8 @@ class DecodeCase:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options of the call, of our own and of the oracle."""
-        values = {} if self.d_v == D_V else {"d_v": self.d_v}
-        return {"window": self.window, **values} if self.window else values
+        """Options of the call."""
+        return {"window": self.window} if self.window else {}
 
 
 CASES: tuple[DecodeCase, ...] = (

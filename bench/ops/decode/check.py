@@ -59,7 +59,7 @@ def expect(case: DecodeCase, dtype: str, inputs: InputSet, device: Device) -> li
         pages = device.take(inputs.kv_cache, inputs.host_table[batch])
         table = np.arange(len(pages), dtype=np.int32)[None]
         arguments = q[:, :, heads], pages, table, length
-        options = {"scale": case.scale, **case.options}
+        options = {"scale": case.scale, "d_v": case.d_v, **case.options}
         out, lse = reference.mla_decode(*arguments, math=case.expected_math, **options)
         rounded_out, rounded_lse = reference.mla_decode(*arguments, math=case.math, **options, rounding=dtype)
         errors = distance(rounded_out, out), distance(rounded_lse, lse)

@@ -36,7 +36,7 @@ EXAMPLES = """examples:
   run decode --case b128-sq1-hq128-skv4096 --peers generic
   run decode --suite small-batches --peers decode_sm90_small,decode_sm90_small_cluster8
   run decode --suite pages                             pages of 16 to 128 tokens
-  run decode --suite forms --peers q_rope,attn_sink,out_cos,packed,varying
+  run decode --suite forms --peers q_rope,attn_sink,out_rope,packed,varying
   run decode --suite narrow --peers generic,attention_mma_small_narrow
   run decode --suite windows --peers none              windows beside plain calls over as many keys
   run decode --case b3-sq2-hq16-skv1000-page16         any other shape, named in the same form
@@ -69,7 +69,7 @@ DECODE = BenchOperation(
     examples=EXAMPLES,
     peers="flashmla, fa3, triton (they import torch and need --peers-dir), cupy, generic, "
     f"{', '.join(NAMED)}, batch_invariant, batch_invariant_512, "
-    "tree_mask, q_rope, attn_sink, out_cos, packed, varying; or none. "
+    "tree_mask, q_rope, attn_sink, out_rope, packed, varying; or none. "
     "Default: generic,cupy, and flashmla,fa3 where --peers-dir is given",
     suites=cases.SUITES,
     case_form=cases.FORM,

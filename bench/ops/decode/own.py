@@ -33,7 +33,7 @@ NAMED = (
 INVARIANT = {"batch_invariant": 4096, "batch_invariant_512": 512}
 TREE = "tree_mask"
 #: Forms of a call, beside the plain one: see `kernels/decode/problem.py`.
-IN_PARTS, SINK, TURNED, PACKED, VARYING = "q_rope", "attn_sink", "out_cos", "packed", "varying"
+IN_PARTS, SINK, TURNED, PACKED, VARYING = "q_rope", "attn_sink", "out_rope", "packed", "varying"
 
 
 class Decode:
@@ -47,8 +47,7 @@ class Decode:
 
     def plan_options(self, case: DecodeCase) -> dict[str, Any]:
         """Further arguments of the plan."""
-        options = {name: value for name, value in case.options.items() if name != "d_v"}  # follows from d_qk
-        return options | ({} if case.d_qk == D_QK else {"d_qk": case.d_qk})  # older trees know one width
+        return case.options | ({} if case.d_qk == D_QK else {"d_qk": case.d_qk})  # older trees know one width
 
     def call_options(self, case: DecodeCase, device: Device) -> dict[str, Any]:
         """Further arguments of the call."""
@@ -172,14 +171,13 @@ class Turned(Decode):
         return None if case.d_qk == D_V else "turns values that have RoPE columns: those of keys of 512"
 
     def plan_options(self, case: DecodeCase) -> dict[str, Any]:
-        return {**super().plan_options(case), "out_cos": True}
+        return {**super().plan_options(case), "out_rope": True}
 
     def call_options(self, case: DecodeCase, device: Device) -> dict[str, Any]:
         ones = np.ones((case.s_kv, D_ROPE // 2), np.float32)
         positions = case.lengths()[:, None] + np.arange(-case.s_q, 0, dtype=np.int32)
-        tables = {"out_cos": ones, "out_sin": np.zeros_like(ones), "out_positions": np.maximum(positions, 0)}
-        uploaded = {name: device.upload(array) for name, array in tables.items()}
-        return {**super().call_options(case, device), **uploaded}
+        tables = (ones, np.zeros_like(ones), np.maximum(positions, 0))
+        return {**super().call_options(case, device), "out_rope": mla_cupy.OutRope(*map(device.upload, tables))}
 
 
 class Packed(Decode):
@@ -207,7 +205,7 @@ class Packed(Decode):
         return counts
 
     def plan_options(self, case: DecodeCase) -> dict[str, Any]:
-        return {**super().plan_options(case), "cu_seqlens_q": True, "s_q": int(self.counts(case).max())}
+        return {**super().plan_options(case), "packed": True, "s_q": int(self.counts(case).max())}
 
     def _starts(self, case: DecodeCase) -> npt.NDArray[np.int32]:
         return np.concatenate([[0], np.cumsum(self.counts(case))]).astype(np.int32)
@@ -217,7 +215,7 @@ class Packed(Decode):
 
     def call_options(self, case: DecodeCase, device: Device) -> dict[str, Any]:
         starts, most = device.upload(self._starts(case)), int(self.counts(case).max())
-        return {**super().call_options(case, device), "cu_seqlens_q": starts, "max_seqlen_q": most}
+        return {**super().call_options(case, device), "packed": mla_cupy.Packed(starts, max_seqlen_q=most)}
 
     def _places(self, case: DecodeCase) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Places of the case's queries among the packed ones, or -1, and among themselves; (b, s_q) each."""

@@ -32,8 +32,8 @@ def make_inputs(case: Fp8DecodeCase, dtype: str, seed: int, device: Device) -> F
     latent = device.normal((tokens, D_V), dtype, 3 * seed + 2, *((0.5, 1.0) if case.mean1 else ()))
     rope = device.normal((tokens, D_ROPE), dtype, 3 * seed + 3)
     with device.current():
-        mla_cupy.cache_append(latent, rope, records, slots, record=case.record.name)
-        rows = mla_cupy.cache_gather(records, slots, record=case.record.name, out_dtype=dtype)
+        mla_cupy.cache_append(latent, rope, records, slots)
+        rows = mla_cupy.cache_gather(records, slots, out_dtype=dtype)
     return Fp8InputSet(
         q=_queries(case, dtype, 3 * seed + 1, device),
         kv_cache=rows.reshape(case.num_pages, case.page_size, 1, D_QK),
@@ -59,5 +59,5 @@ def e4m3_numbers(rows: Any, dtype: str, device: Device) -> Any:
     records = device.empty((len(rows), 1, D_QK), "uint8")
     slots = device.upload(np.arange(len(rows), dtype=np.int32))
     with device.current():
-        mla_cupy.cache_append(rows[:, :D_V], rows[:, D_V:], records, slots, record="fp8")
-        return mla_cupy.cache_gather(records, slots, record="fp8", out_dtype=dtype)
+        mla_cupy.cache_append(rows[:, :D_V], rows[:, D_V:], records, slots)
+        return mla_cupy.cache_gather(records, slots, out_dtype=dtype)

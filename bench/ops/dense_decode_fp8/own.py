@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+import mla_cupy
 from mla_cupy.kernels.decode.sm90_fp8 import LEAST_ROWS_OF_TERMS
 
 from ...core.device import Device
@@ -23,6 +24,7 @@ E4M3 = "e4m3_queries"  # our own with queries that are in e4m3 already
 #: Our own with weights, and queries in 16 bits, in two terms; and with queries that are in e4m3 already.
 TERMS, CODED_TERMS = "fp8x2", "fp8x2_e4m3_queries"
 EXACT = "exact"  # our own with conversion, where the case has products in FP8
+FORMAT = "kv_format" if hasattr(mla_cupy, "checking") else "record"  # in older trees
 GENERIC = "decode_generic_records"  # without tensor cores
 NAMED = "decode_mma_records", "decode_mma_records_163kb"  # of GPUs without WGMMA
 
@@ -35,16 +37,16 @@ class Fp8Decode(Decode):
 
     def plan_options(self, case: DecodeCase) -> dict[str, Any]:
         assert isinstance(case, Fp8DecodeCase)
-        return {**super().plan_options(case), "record": case.record.name, **self._math(case)}
+        return {**super().plan_options(case), FORMAT: case.record.name, **self._math(case)}
 
     def call_options(self, case: DecodeCase, device: Device) -> dict[str, Any]:
         return {**super().call_options(case, device), **self._math(case)}
 
     def _math(self, case: DecodeCase) -> dict[str, Any]:
-        """Arithmetic of a call: that of the case, but of a peer that converts; older trees know one."""
+        """Arithmetic of a call: that of the case, but of a peer that converts."""
         if self.name in (TERMS, CODED_TERMS):
-            return {"math": "fp8x2"}
-        return {"math": case.math} if self.name in (OWN, E4M3) and case.math != "exact" else {}
+            return {"fp8": mla_cupy.Fp8("fp8x2")}
+        return {"fp8": mla_cupy.Fp8(case.math)} if self.name in (OWN, E4M3) and case.math != "exact" else {}
 
     def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
         def over_records(inputs: InputSet) -> InputSet:

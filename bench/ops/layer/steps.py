@@ -69,7 +69,9 @@ def attention(
         plan = mla_cupy.plan_decode(**sizes, **d_head, max_pages=case.pages, page_size=PAGE_SIZE)
         plan.update(inputs.seqlens)  # one for all layers of a step: not part of a layer
         arrays = (q, inputs.cache, inputs.block_table, inputs.seqlens)
-        given: dict[str, Any] = {"scale": case.scale, "plan": plan, "out": out, "lse": buffers.lse, **projection}
+        given: dict[str, Any] = {"scale": case.scale, "plan": plan, "out": out, "lse": buffers.lse}
+        if projection:
+            given["project"] = mla_cupy.Project(**projection)
         return partial(mla_cupy.mla_decode, *arrays, **given)
     lists = inputs.lists if model.extra else buffers.indices
     options = {"scale": case.scale, "out": out, "lse": buffers.sparse_lse}

@@ -35,8 +35,8 @@ def make_inputs(case: Fp8ForwardCase, dtype: str, seed: int, device: Device) -> 
     latent = device.normal((case.s_kv, record.d_latent), dtype, 3 * seed + 2)
     rope = device.normal((case.s_kv, record.d_rope), dtype, 3 * seed + 3)
     with device.current():
-        mla_cupy.cache_append(latent, rope, records, slots, record=record.name)
-        rows = mla_cupy.cache_gather(records, slots, record=record.name, out_dtype=dtype)
+        mla_cupy.cache_append(latent, rope, records, slots)
+        rows = mla_cupy.cache_gather(records, slots, out_dtype=dtype)
     indices = choose_indices(case, seed)
     return Fp8ForwardInputs(
         q=_queries(case, dtype, 3 * seed + 1, device),

@@ -12,7 +12,7 @@ from mla_cupy.kernels.params import DecodeFormParams
 from mla_cupy.kernels.spec import Variant, variants
 from mla_cupy.shapes import D_QK, D_V
 
-FORMS = ("attn_sink", "q_rope", "cu_seqlens_q", "out_cos", "window")
+FORMS = ("attn_sink", "q_rope", "packed", "out_rope", "window")
 """Forms that all kernels for forms take."""
 BUILDS = variants(dtype=HALF, head_dim_qk=(D_QK, D_V))
 

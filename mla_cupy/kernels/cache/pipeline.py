@@ -27,7 +27,7 @@ from mla_cupy.runtime.device import DeviceInfo
 class AppendOptions(NamedTuple):
     """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
 
-    record: str
+    kv_format: str
     scales: str
     kv_scale: float
     interleaved: bool
@@ -36,7 +36,7 @@ class AppendOptions(NamedTuple):
 class GatherOptions(NamedTuple):
     """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
 
-    record: str
+    kv_format: str
     kv_scale: float
     out_dtype: str | None
 
@@ -163,7 +163,7 @@ class AppendPipeline(CachePipeline):
     def steps(self, config: CacheConfig, call: Call) -> list[Step]:
         """One launch, unless there is no token or no page."""
         options: AppendOptions = call.options
-        kept = FORMATS[options.record]
+        kept = FORMATS[options.kv_format]
         cache, n = call.view("cache"), call.view("latent").shape[0]
         num_pages, page_size, _ = cache.shape
         page, token = record_layout.page_and_token_bytes(kept, cache)
@@ -192,7 +192,7 @@ class GatherPipeline(CachePipeline):
     def steps(self, config: CacheConfig, call: Call) -> list[Step]:
         """One launch, unless there is no row."""
         options: GatherOptions = call.options
-        kept = FORMATS[options.record]
+        kept = FORMATS[options.kv_format]
         cache, slots, rows = call.view("cache"), call.view("slots"), call.view("out")
         num_pages, page_size, _ = cache.shape
         page, token = record_layout.page_and_token_bytes(kept, cache)

@@ -29,7 +29,7 @@ class MlaPrepareOptions(NamedTuple):
     quantise: bool
     q_scale: float | None
     return_rope: bool
-    record: str | None
+    kv_format: str | None
     scales: str | None
     kv_scale: float
 
@@ -134,8 +134,8 @@ def _record_members(call: Call, options: MlaPrepareOptions) -> Any:
     """Members about the record; without a cache, of a RoPE part alone that stays as it is."""
     cache = call.views["cache"]
     if cache is not None:
-        assert options.record is not None
-        kept = FORMATS[options.record]
+        assert options.kv_format is not None
+        kept = FORMATS[options.kv_format]
         page, token = record_layout.page_and_token_bytes(kept, cache)
         members = record_layout.members(kept, cache.shape[1], token, options.kv_scale)
         sizes = {"num_pages": cache.shape[0], "page_size": cache.shape[1]}

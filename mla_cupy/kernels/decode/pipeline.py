@@ -335,7 +335,7 @@ def _groups(problem: DecodeProblem, kernel: AttentionKernel[DecodeProblem]) -> G
     wanted = problem.forms
     if not wanted.grouped:
         return None
-    return Groups(max(1, min(problem.s_q, kernel.block_rows // problem.h_q)), wanted.cu_seqlens_q, wanted.window)
+    return Groups(max(1, min(problem.s_q, kernel.block_rows // problem.h_q)), wanted.packed, wanted.window)
 
 
 def _projecting(config: DecodeConfig, tokens: int, device: DeviceInfo) -> DecodeConfig:

@@ -20,8 +20,8 @@ class Forms(NamedTuple):
 
     attn_sink: bool = False
     q_rope: bool = False
-    cu_seqlens_q: bool = False
-    out_cos: bool = False
+    packed: bool = False
+    out_rope: bool = False
     window: int = 0
 
     @property
@@ -37,7 +37,7 @@ class Forms(NamedTuple):
     @property
     def grouped(self) -> bool:
         """True if queries are scheduled in groups (`cuda_src/attention/query_groups.cuh`)."""
-        return self.cu_seqlens_q or self.window > 0
+        return self.packed or self.window > 0
 
 
 class Batch(NamedTuple):
@@ -93,8 +93,9 @@ class DecodeProblem:
     @property
     def told(self) -> dict[str, Any]:
         """Properties that a caller knows, by name."""
-        names = ("s_q", "h_q", "dtype", "d_qk", "record", "tree_mask", "math", "d_head")
-        return {**{name: getattr(self, name) for name in names}, **self.forms._asdict()}
+        names = ("s_q", "h_q", "dtype", "d_qk", "tree_mask", "math", "d_head")
+        told = {name: getattr(self, name) for name in names}
+        return {**told, "kv_format": self.record or None, **self.forms._asdict()}
 
     @property
     def half(self) -> str:
@@ -110,16 +111,15 @@ class DecodeProblem:
 class DecodeOptions(NamedTuple):
     """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
 
-    d_v: int
     scale: float
+    max_seqlen_q: int | None
     causal: bool
     window: int | None
-    max_seqlen_q: int | None
+    math: str
+    q_scale: float
+    kv_scale: float
     cp_world: int
     cp_rank: int
-    kv_scale: float
-    q_scale: float
-    math: str
     out_dtype: str | None
     lse_base: str
     empty_lse: float

@@ -32,7 +32,7 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
     if problem.record != "fp8":
         return Reason('reads the record "fp8"') if problem.record else READS_RECORDS
     if device.arch not in HOPPER:
-        return Reason(f"{needs_cc(device, '9.0')}: leave math out for kernels that convert")
+        return Reason(f"{needs_cc(device, '9.0')}: leave fp8.math out for kernels that convert")
     if problem.math == TERMS:
         return _unsupported_terms(problem)
     return None
@@ -40,12 +40,12 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
 
 def _unsupported_terms(problem: DecodeProblem) -> Reason | None:
     """Reason that two terms are not for the problem; None if they are."""
-    other = 'pass math="fp8", or leave math out'
+    other = 'pass fp8=Fp8("fp8"), or leave fp8.math out'
     if problem.tree_mask:
-        return Reason(f"takes no tree_mask with math={TERMS!r}: {other}")
+        return Reason(f"takes no tree_mask with fp8.math={TERMS!r}: {other}")
     if problem.rows < LEAST_ROWS_OF_TERMS:
         rows = f"{problem.rows} query rows (s_q * h_q)"
-        return Reason(f"takes {LEAST_ROWS_OF_TERMS} and more, not {rows}, with math={TERMS!r}: {other}")
+        return Reason(f"takes {LEAST_ROWS_OF_TERMS} and more, not {rows}, with fp8.math={TERMS!r}: {other}")
     return None
 
 

@@ -8,7 +8,7 @@ from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.kernels.indexer.loss import HEAD_SUMS
 from mla_cupy.kernels.indexer.loss.problem import HeadSumsOptions, LossProblem
 from mla_cupy.ops.call import call
-from mla_cupy.ops.checks import STARTS, check_flag, check_scale, check_starts
+from mla_cupy.ops.checks import STARTS, check_flag, check_scale, check_starts, explains_scale
 from mla_cupy.ops.groups import Packed
 from mla_cupy.ops.indexer.loss_inputs import (
     BUFFER_BYTES,
@@ -24,6 +24,7 @@ from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, pr
 from mla_cupy.shapes import D_ROPE, MAX_INT32, MAX_TOKENS
 
 
+@explains_scale
 def indexer_head_sums(
     q: Any,
     k: Any,

@@ -8,7 +8,7 @@ from mla_cupy.kernels.indexer.loss import SPARSE_LOSS
 from mla_cupy.kernels.indexer.loss.problem import MAX_HEAD_DIM, LossProblem, SparseLossOptions
 from mla_cupy.kernels.indexer.topk.problem import HEAD_DIMS
 from mla_cupy.ops.call import call
-from mla_cupy.ops.checks import STARTS, check_flag, check_scale, check_starts
+from mla_cupy.ops.checks import STARTS, check_flag, check_scale, check_starts, explains_scale
 from mla_cupy.ops.groups import LossResults, Packed
 from mla_cupy.ops.indexer.loss_inputs import (
     BUFFER_BYTES,
@@ -28,6 +28,7 @@ from mla_cupy.ops.sparse_inputs import INDICES
 from mla_cupy.shapes import MAX_INT32, MAX_TOKENS
 
 
+@explains_scale
 def indexer_sparse_loss(
     q: Any,
     k: Any,

@@ -9,7 +9,7 @@ from mla_cupy.kernels.indexer.loss import LOSS
 from mla_cupy.kernels.indexer.loss.problem import MAX_VALUE_DIM, TARGETS, LossProblem, WarmupLossOptions
 from mla_cupy.kernels.indexer.topk.problem import HEAD_DIMS
 from mla_cupy.ops.call import call
-from mla_cupy.ops.checks import STARTS, check_factor, check_flag, check_scale, check_starts
+from mla_cupy.ops.checks import STARTS, check_factor, check_flag, check_scale, check_starts, explains_scale
 from mla_cupy.ops.groups import LossResults, Packed
 from mla_cupy.ops.indexer.loss_inputs import (
     BUFFER_BYTES,
@@ -30,6 +30,7 @@ from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, pr
 from mla_cupy.shapes import D_ROPE, MAX_INT32
 
 
+@explains_scale
 def indexer_warmup_loss(
     q: Any,
     k: Any,

@@ -57,6 +57,6 @@ def test_a_decode_block_takes_at_most_half_a_second() -> None:
     with mock.patch.object(ptxsim.Module, "launch", timed):
         for _ in range(3):
             with driver.simulated(1):
-                mla_cupy.mla_decode(*inputs.arguments, variant="decode_sm90_seesaw")
+                mla_cupy.mla_decode(*inputs.arguments, scale=0.1, kernel="decode_sm90_seesaw")
     assert len(took) == 3
     assert min(took) <= 0.5

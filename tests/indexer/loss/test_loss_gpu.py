@@ -12,6 +12,7 @@ from mla_cupy import reference
 from mla_cupy.kernels.indexer.loss import LOSS
 from mla_cupy.kernels.indexer.loss.problem import LossProblem
 from mla_cupy.runtime import device
+from tests.support.flat import mla_decode
 from tests.support.gpu import upload
 from tests.support.kernels import by_name
 from tests.support.loss_cases import TENSOR_CORE_ERROR, LossCase, check_loss, loss_inputs, of_one_rank, run_loss, shares
@@ -164,7 +165,7 @@ def test_without_lse(gpu: object) -> None:
     inputs = loss_inputs(LossCase(s_q=256, s_kv=256, h=64, h_i=64, d=576, d_i=128))
     given = on_gpu(inputs)
     pages = {"block_table": upload(np.arange(4, dtype=np.int32)[None]), "seqlens": upload(np.array([256], np.int32))}
-    _, lse = mla_cupy.mla_decode(given["q"][None], given["k"].reshape(4, 64, 576), **pages)
+    _, lse = mla_decode(given["q"][None], given["k"].reshape(4, 64, 576), **pages)
     got = on_host(run_loss(mla_cupy.indexer_warmup_loss, **given))
     with_lse = on_host(run_loss(mla_cupy.indexer_warmup_loss, **given, lse=lse[0].T))
     for x, y in zip(got[:3], with_lse[:3], strict=True):

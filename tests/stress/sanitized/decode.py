@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-import mla_cupy
 from tests.decode.test_narrow import FAST_CASES as NARROW_CASES
 from tests.stress.sanitized import Call
 from tests.support.calls import on_host
 from tests.support.cases import DecodeCase, DecodeInputs, make
+from tests.support.flat import mla_decode
 from tests.support.gpu import run_and_check, uploaded
 from tests.support.kernels import DECODE_KERNELS, NARROW_KERNELS, takes
 from tests.support.tolerance import check
@@ -49,5 +49,5 @@ def _compare_made(inputs: Callable[[], DecodeInputs], **options: Any) -> None:
 
 def compare(inputs: DecodeInputs, **options: Any) -> None:
     """One call."""
-    got = mla_cupy.mla_decode(*uploaded(inputs), **inputs.case.options, **options)
+    got = mla_decode(*uploaded(inputs), **inputs.case.options, **options)
     check(on_host(got), inputs.exact, inputs.rounded, inputs.case.dtype)

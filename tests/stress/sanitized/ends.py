@@ -18,6 +18,7 @@ from tests.projection.inputs import kv_b_proj, states
 from tests.stress.sanitized import Call
 from tests.support.calls import assert_same
 from tests.support.cases import DecodeCase, make
+from tests.support.flat import mla_decode
 from tests.support.gpu import fetch, upload
 from tests.support.tolerance import check
 
@@ -90,7 +91,7 @@ def decode_and_project(case: DecodeCase, to: To, back: Back) -> None:
     gate = rng.standard_normal((case.b, case.s_q, case.h_q, 128)).astype(w_uv.dtype)
     weights = {"w_uv": w_uv, "gate": gate}
     exact, rounded = (reference.mla_decode(*inputs.arguments, **weights, rounding=x) for x in (None, case.dtype))
-    got = mla_cupy.mla_decode(*map(to, inputs.arguments), **{name: to(x) for name, x in weights.items()})
+    got = mla_decode(*map(to, inputs.arguments), **{name: to(x) for name, x in weights.items()})
     check((back(got[0]), back(got[1])), exact, rounded, case.dtype)
 
 
@@ -98,5 +99,5 @@ def forms(case: FormCase, kernel: str, to: To, back: Back) -> None:
     """By the kernel that the case is for."""
     inputs = form_inputs(case)
     given: dict[str, Any] = {name: to(x) for name, x in inputs.arrays.items()}
-    got = mla_cupy.mla_decode(**given, **inputs.options, kernel=kernel)
+    got = mla_decode(**given, **inputs.options, kernel=kernel)
     check((back(got[0]), back(got[1])), inputs.exact, inputs.rounded, case.base.dtype)

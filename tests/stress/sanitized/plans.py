@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-import mla_cupy
 from mla_cupy import PrefixGroup, reference
 from tests.stress.sanitized import Call
 from tests.stress.sanitized.decode import SHAPES, compare
 from tests.support.calls import on_host, plan_of
 from tests.support.cases import DecodeCase, make
+from tests.support.flat import cascade_decode, mla_decode
 from tests.support.gpu import upload, uploaded
 from tests.support.tolerance import check
 
@@ -43,7 +43,7 @@ def tree(kernel: str, case: DecodeCase) -> None:
         reference.mla_decode(*inputs.arguments, **case.options, tree_mask=words, rounding=rounding)
         for rounding in (None, case.dtype)
     )
-    got = mla_cupy.mla_decode(*uploaded(inputs), **case.options, tree_mask=upload(words), kernel=kernel)
+    got = mla_decode(*uploaded(inputs), **case.options, tree_mask=upload(words), kernel=kernel)
     check(on_host(got), exact, rounded, case.dtype)
 
 
@@ -72,5 +72,5 @@ def cascade(h_q: int, record: str) -> None:
     arguments = inputs.q, inputs.kv_cache, table, inputs.seqlens
     rounding = "float16" if record else case.dtype
     exact, rounded = (reference.mla_decode(*arguments, rounding=kind) for kind in (None, rounding))
-    got = mla_cupy.cascade_decode(*(upload(x) for x in arguments), groups)
+    got = cascade_decode(*(upload(x) for x in arguments), groups)
     check(on_host(got), exact, rounded, case.dtype)
