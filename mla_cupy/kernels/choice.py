@@ -59,7 +59,7 @@ def of_math(kernels: Sequence[KernelT], math: str, name: str | None) -> tuple[Ke
     names = [kernel.name for kernel in found]
     if name is not None and name not in names:
         expected = f"for fp8.math={math!r} one of " + ", ".join(names)
-        raise ArgumentError(explain("kernel", repr(name), expected, "leave kernel or math out"))
+        raise ArgumentError(explain("kernel", repr(name), expected, "leave kernel or fp8.math out"))
     return found
 
 

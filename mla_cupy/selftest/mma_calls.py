@@ -25,7 +25,7 @@ from mla_cupy.kernels.indexer.logits.mma import KERNEL as LOGITS
 from mla_cupy.kernels.spec import KernelSpec
 from mla_cupy.reference.indexer_records import SCALE_BYTES, page_parts
 from mla_cupy.runtime.build import BuildRequest
-from mla_cupy.selftest.calls import CALL_SECONDS, D_QK, D_V, compare
+from mla_cupy.selftest.calls import CALL_SECONDS, D_QK, D_V, SCALE, compare
 from mla_cupy.selftest.probe import Array, Finding, Machine, random
 
 PAGE_SIZE = 64
@@ -101,7 +101,7 @@ def _decode(sizes: Sizes, heads: int, dtype: str, d_qk: int = D_QK) -> Problem:
         "block_table": rng.permutation(len(cache)).astype(np.int32).reshape(sizes.queries, pages),
         "seqlens": (sizes.keys - np.arange(sizes.queries)).astype(np.int32),
     }
-    return Problem(arguments, reference.mla_decode(**arguments)[0])
+    return Problem(arguments, reference.mla_decode(**arguments, scale=SCALE)[0])
 
 
 def random_records(rng: np.random.Generator, name: str, pages: int, kind: Any, mean: float = 0.0) -> Array:
@@ -135,7 +135,7 @@ def _decode_records(sizes: Sizes, heads: int, dtype: str, record: str, math: str
         "block_table": rng.permutation(len(cache)).astype(np.int32).reshape(sizes.queries, pages),
         "seqlens": (sizes.keys - np.arange(sizes.queries)).astype(np.int32),
     }
-    return Problem(arguments, reference.mla_decode(**arguments, math=math)[0])
+    return Problem(arguments, reference.mla_decode(**arguments, scale=SCALE, math=math)[0])
 
 
 @functools.lru_cache(maxsize=2)
@@ -213,7 +213,7 @@ def _decode_probes(kernel: AttentionKernel[Any]) -> Iterator[MmaProbe]:
             stage,
             dtype,
             f"mla_decode, {heads} heads, {on_gpu.queries} requests of {on_gpu.keys} tokens",
-            mla_cupy.mla_decode,
+            functools.partial(mla_cupy.mla_decode, scale=SCALE),
             functools.partial(_decode, heads=heads, dtype=dtype),
             on_gpu,
             Sizes(1, 90) if stage == "block" else Sizes(2, 140),
@@ -251,7 +251,7 @@ def _tcgen05_decode_probes_of(
                 stage,
                 label,
                 f"mla_decode, {heads} heads, {on_gpu.queries} requests of {on_gpu.keys} tokens",
-                mla_cupy.mla_decode,
+                functools.partial(mla_cupy.mla_decode, scale=SCALE),
                 functools.partial(_decode, heads=heads, dtype=dtype, d_qk=d_qk),
                 on_gpu,
                 simulated,
@@ -278,7 +278,7 @@ def _tcgen05_records_probes() -> Iterator[MmaProbe]:
                 stage,
                 f"{record}-{dtype}-{rows}rows",
                 f"mla_decode of {record}, {rows} rows, {on_gpu.queries} requests of {on_gpu.keys} tokens",
-                mla_cupy.mla_decode,
+                functools.partial(mla_cupy.mla_decode, scale=SCALE),
                 functools.partial(_decode_records, heads=rows, dtype=dtype, record=record),
                 on_gpu,
                 simulated,
@@ -301,7 +301,7 @@ def _tcgen05_fp8_probes() -> Iterator[MmaProbe]:
                 f"{dtype}-{rows}rows",
                 f'mla_decode with Fp8("fp8"), {rows} rows, {on_gpu.queries} requests of {on_gpu.keys} tokens whose '
                 "values have a mean",
-                functools.partial(mla_cupy.mla_decode, fp8=mla_cupy.Fp8("fp8")),
+                functools.partial(mla_cupy.mla_decode, scale=SCALE, fp8=mla_cupy.Fp8("fp8")),
                 functools.partial(_decode_records, heads=rows, dtype=dtype, record="fp8", math="fp8"),
                 on_gpu,
                 simulated,
@@ -323,7 +323,7 @@ def _records_probes() -> Iterator[MmaProbe]:
                     stage,
                     f"{record}-{dtype}-{rows}rows",
                     f"mla_decode of {record}, {rows} rows, {on_gpu.queries} requests of {on_gpu.keys} tokens",
-                    mla_cupy.mla_decode,
+                    functools.partial(mla_cupy.mla_decode, scale=SCALE),
                     functools.partial(_decode_records, heads=rows, dtype=dtype, record=record),
                     on_gpu,
                     simulated,

@@ -23,7 +23,6 @@ from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.dense import DENSE
 from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
-from mla_cupy.shapes import D_V, VALUE_WIDTHS
 from tests.cache.inputs import empty_cache
 from tests.support.flat import flat
 from tests.support.kernels import cc_of
@@ -126,9 +125,8 @@ def decode(case: HugeCase) -> Call:
     table[0, : pages[0]], table[1, : pages[1]] = range(pages[0]), range(pages[0], sum(pages))
     slots = np.concatenate([np.arange(n) + PAGE * int(table[i, 0]) for i, n in enumerate(case.lengths)])
     q, cache = queries(case, (2, 1), case.d_qk), cache_of(case, slots, sum(pages))
-    options = {} if VALUE_WIDTHS[case.d_qk] == D_V else {"d_v": VALUE_WIDTHS[case.d_qk]}
     arguments = (q, cache, table, np.array(case.lengths, np.int32))
-    return mla_cupy.mla_decode, reference.mla_decode, arguments, case.options | options
+    return mla_cupy.mla_decode, reference.mla_decode, arguments, case.options
 
 
 def lists(case: HugeCase) -> Array:

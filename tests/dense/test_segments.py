@@ -166,7 +166,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] =
 def test_refusals(wrong: str, recorder: Recorder) -> None:
     arguments, options, error, text = WRONG[wrong]
     with pytest.raises(error) as refused:
-        mla_cupy.prefill_segments(*arguments, **options)
+        flat(mla_cupy.prefill_segments)(*arguments, **options)
     assert text in str(refused.value)
     assert recorder.launches == []
 

@@ -95,7 +95,6 @@ def test_every_argument_has_a_mistake() -> None:
     assert arguments_without([*BAD, MANY, *mistakes(OPERATION)], flat(mla_cupy.sparse_mla_backward)) == {
         "causal",
         "relative",
-        "check",
         "stream",
     }
 

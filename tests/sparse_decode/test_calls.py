@@ -88,11 +88,11 @@ def rows_of_fp8() -> Call:
 
 BAD = [
     Bad("q of v4", swap("q", lambda x: x[..., :512].copy()), ShapeError, ("q.shape[-1]", "512", "576 for v32")),
-    Bad("fp8", lambda c: c.update(rows_of_fp8()), ArgumentError, ("math", "'exact'", '"fp8" for the record fp8')),
+    Bad("fp8", lambda c: c.update(rows_of_fp8()), ArgumentError, ("math", "'exact'", '"fp8" for the format fp8')),
     Bad("fp8 twice", lambda c: c.update(rows_of_fp8(), math="fp8"), ArgumentError,
         ("extra_kv_cache", "None beside a kv_cache of fp8", "append its tokens")),
-    Bad("math", option("math", "fp8"), ArgumentError, ("math", "'fp8'", '"exact" for the record v32', "cache_append")),
-    Bad("kv_scale", option("kv_scale", 0.5), ArgumentError, ("kv_scale", "0.5", "1 for the record v32")),
+    Bad("math", option("math", "fp8"), ArgumentError, ("math", "'fp8'", '"exact" for the format v32', "cache_append")),
+    Bad("kv_scale", option("kv_scale", 0.5), ArgumentError, ("kv_scale", "0.5", "1 for the format v32")),
     Bad("extra of v4", swap("extra_kv_cache", lambda x: np.zeros((4, 5, 584), np.uint8)), ShapeError,
         ("extra_kv_cache", "pages of v4", "v32 beside a kv_cache of v32")),
     Bad("extra in e2m1", swap("extra_kv_cache", lambda x: np.zeros((4, 5, 288), np.uint8)), ShapeError,

@@ -104,9 +104,9 @@ def test_the_numpy_backend_rounds_the_oracle(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_product_of_scales_is_checked(recorder: Recorder) -> None:
     call = inputs_of(CASES[2])
-    with pytest.raises(ArgumentError, match=r"scale \* kv_scale: got "):
+    with pytest.raises(ArgumentError, match=r"scale \* fp8.kv_scale: got "):
         flat(mla_cupy.sparse_mla_decode)(**{**call, "scale": 1e-30, "kv_scale": 1e-30})
-    with pytest.raises(ArgumentError, match=f"kernel: got .*, expected for math='fp8' one of {KERNEL}"):
+    with pytest.raises(ArgumentError, match=f"kernel: got .*, expected for fp8.math='fp8' one of {KERNEL}"):
         flat(mla_cupy.sparse_mla_decode)(**call, kernel="sparse_decode_generic")
     assert recorder.launches == []
 

@@ -83,12 +83,16 @@ def _call(**changes: Any) -> dict[str, Any]:
     ("call", "error", "said"),
     [
         (_call(out_positions=None), ArgumentError, "out_positions"),
-        (_call(out_sin=np.ones((7, 16), np.float32)), ShapeError, r"out_sin.shape\[-1\]: got 16, expected pairs=32"),
-        (_call(out_positions=np.ones((2, 1), np.int32)), ShapeError, r"out_positions.shape\[0\]: got 2"),
+        (
+            _call(out_sin=np.ones((7, 16), np.float32)),
+            ShapeError,
+            r"out_rope.sin.shape\[-1\]: got 16, expected p",
+        ),
+        (_call(out_positions=np.ones((2, 1), np.int32)), ShapeError, r"out_rope.positions.shape\[0\]: got 2"),
         (
             _call(w_uv=np.ones((3, 128, 512), _call()["q"].dtype)),
             ArgumentError,
-            "w_uv: got an array, expected None with out_cos",
+            "project: got an array, expected None with out_rope",
         ),
         (
             {
@@ -96,7 +100,7 @@ def _call(**changes: Any) -> dict[str, Any]:
                 **{name: _call()[name] for name in ("out_cos", "out_sin", "out_positions")},
             },
             ShapeError,
-            r"q.shape\[-1\]: got 576, expected 512 with out_cos",
+            r"q.shape\[-1\]: got 576, expected 512 with out_rope",
         ),
     ],
     ids=["one left out", "width", "sequences", "W_UV", "other values"],

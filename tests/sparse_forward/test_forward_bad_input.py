@@ -86,7 +86,6 @@ def test_every_argument_has_a_mistake() -> None:
     assert arguments_without([*BAD, *mistakes(OPERATION)], flat(mla_cupy.sparse_mla_forward)) == {
         "causal",
         "relative",
-        "check",
         "stream",
     }
 

@@ -96,11 +96,15 @@ def test_the_numpy_backend_rounds_the_oracle(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("record", "options", "match"),
     [
-        ("fp8", {"math": "exact"}, r"math: got 'exact', expected \"fp8\" for the record fp8; or read .* cache_gather"),
-        ("v32", {}, r"math: got 'fp8', expected \"exact\" for the record v32"),
-        ("v32", {"math": "exact", "kv_scale": 0.5}, "kv_scale: got 0.5, expected 1 for the record v32; its scales are"),
-        ("fp8", {"scale": 1e-30, "kv_scale": 1e-30}, r"scale \* kv_scale: got "),
-        ("fp8", {"kernel": "sparse_forward_sm90"}, f"kernel: got .*, expected for math='fp8' one of {KERNEL}"),
+        (
+            "fp8",
+            {"math": "exact"},
+            r"fp8.math: got 'exact', expected \"fp8\" for the format fp8; or read .* cache_g",
+        ),
+        ("v32", {}, r"fp8.math: got 'fp8', expected \"exact\" for the format v32"),
+        ("v32", {"math": "exact", "kv_scale": 0.5}, "fp8.kv_scale: got 0.5, expected 1 for the format v32; its tokens"),
+        ("fp8", {"scale": 1e-30, "kv_scale": 1e-30}, r"scale \* fp8.kv_scale: got "),
+        ("fp8", {"kernel": "sparse_forward_sm90"}, f"kernel: got .*, expected for fp8.math='fp8' one of {KERNEL}"),
     ],
 )
 def test_refusals(record: str, options: dict[str, Any], match: str, recorder: Recorder) -> None:

@@ -88,10 +88,10 @@ def test_what_is_no_group(function: Loss, inputs: Callable[[], dict[str, Any]]) 
 
 @losses
 def test_scale_is_required(function: Loss, inputs: Callable[[], dict[str, Any]]) -> None:
-    with pytest.raises(TypeError, match="scale"):
-        function(**inputs())
-    with pytest.raises(ArgumentError, match=r"^scale: got None, expected the model's softmax scale: 192\*\*-0\.5 for "):
-        function(**inputs(), scale=None)
+    for missing in ({}, {"scale": None}):
+        with pytest.raises(ArgumentError, match=r"^scale: got None, expected the model's softmax scale: 192\*\*-0\.5 "):
+            function(**inputs(), **missing)
+    assert inspect.signature(function).parameters["scale"].default is inspect.Parameter.empty
 
 
 def test_causal_by_default() -> None:
