@@ -116,11 +116,11 @@ class PagedKVCache:
         num_pages, page_size, num_layers, max_seqs, max_pages = sizes.values()
         max_tokens = max(8192, max_seqs) if max_tokens is None else check_count("max_tokens", max_tokens, 1, MAX_SLOTS)
         named = pools if isinstance(pools, Mapping) else {"kv": pools}
-        self.records = {name: record_of_pool(name, record) for name, record in named.items()}
+        self.formats = {name: record_of_pool(name, record) for name, record in named.items()}
         self.page_size, self.num_layers, self._max_tokens = page_size, num_layers, max_tokens
         self._words = Words.of(max_seqs, max_pages)
         shapes = {
-            name: (num_layers, num_pages, page_stride(record, page_size)) for name, record in self.records.items()
+            name: (num_layers, num_pages, page_stride(record, page_size)) for name, record in self.formats.items()
         }
         self._book = Book(num_pages, page_size, max_seqs, max_pages)
         self._memory: Memory = memory_on(
@@ -470,9 +470,9 @@ class PagedKVCache:
             raise ArgumentError(explain("step", f"number {step.number}", f"a step of this cache: {newest}", remedy))
 
     def _pool(self, name: str) -> CacheFormat:
-        if not isinstance(name, str) or name not in self.records:
-            raise ArgumentError(explain("pool", repr(name), f"one of {', '.join(self.records)}"))
-        return self.records[name]
+        if not isinstance(name, str) or name not in self.formats:
+            raise ArgumentError(explain("pool", repr(name), f"one of {', '.join(self.formats)}"))
+        return self.formats[name]
 
     def _counts(self, counts: Any, b: int) -> Array | int:
         if type(counts) is int and 0 <= counts <= self._max_tokens and counts * b <= self._max_tokens:

@@ -43,7 +43,7 @@ _FURTHER: dict[str, tuple[str, Callable[[Mapping[str, Any]], dict[str, str]]]] =
 """Files that are written on request, from the manifest."""
 _TEXTS = {
     "dtype": "of queries and 16-bit caches: bfloat16 (default) or float16; with --math fp8 or fp8x2 also float8_e4m3fn",
-    "records": "FP8 record of the cache, such as v32; default: 16-bit rows",
+    "kv_format": "FP8 format of the cache, such as v32; default: 16-bit rows",
     "out_dtype": "of the result: the dtype (default), or float32; of mla_prepare also float8_e4m3fn",
     "math": "exact (default), fp8 for products of 8 bits, or of dense decode fp8x2 for those of two terms each",
 }

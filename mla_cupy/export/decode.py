@@ -58,7 +58,7 @@ def subject(
     s_q: int | None = None,
     d_qk: int | None = None,
     dtype: str | None = None,
-    records: str | None = None,
+    kv_format: str | None = None,
     out_dtype: str | None = None,
     d_head: int | None = None,
     window: int | None = None,
@@ -66,7 +66,7 @@ def subject(
 ) -> Subject:
     """Dense decode with these sizes and dtypes fixed; None is the default."""
     s_q, dtype, math = s_q or 1, dtype or HALF[0], math or "exact"
-    record = choice("--records", records, (None, *FORMATS_READ))
+    record = choice("--kv-format", kv_format, (None, *FORMATS_READ))
     d_qk = d_qk or (FORMATS[record].d_qk if record else D_QK)
     choice("--math", math, MATH_OF_DENSE_DECODE)
     choice("--dtype", dtype, HALF if math == "exact" else (*HALF, CODES))

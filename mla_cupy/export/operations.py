@@ -41,13 +41,13 @@ OPERATIONS: Mapping[str, Exported] = {
     "decode": Exported(
         decode.subject,
         decode.record,
-        ("h_q", "s_q", "d_qk", "page_size", "dtype", "records", "out_dtype", "d_head", "window", "math"),
+        ("h_q", "s_q", "d_qk", "page_size", "dtype", "kv_format", "out_dtype", "d_head", "window", "math"),
         ("h_q", "page_size"),
         decode.fitted,
     ),
     "merge_states": Exported(plain.merge, record_call, ("h_q", "dtype", "out_dtype"), ("h_q",)),
     "cache_append": Exported(
-        plain.cache_append, record_call, ("records", "page_size", "dtype"), ("records", "page_size")
+        plain.cache_append, record_call, ("kv_format", "page_size", "dtype"), ("kv_format", "page_size")
     ),
     "sparse_forward": Exported(
         plain.sparse_forward, record_call, ("h_q", "topk", "d_qk", "dtype", "out_dtype"), ("h_q", "topk")
@@ -55,8 +55,8 @@ OPERATIONS: Mapping[str, Exported] = {
     "sparse_decode": Exported(
         plain.sparse_decode,
         record_call,
-        ("h_q", "records", "page_size", "topk", "s_q", "dtype"),
-        ("h_q", "records", "page_size", "topk"),
+        ("h_q", "kv_format", "page_size", "topk", "s_q", "dtype"),
+        ("h_q", "kv_format", "page_size", "topk"),
     ),
     "indexer_logits_paged": Exported(
         plain.logits_paged, record_call, ("h_q", "page_size", "s_q", "d_index"), ("h_q", "page_size")
@@ -66,7 +66,7 @@ OPERATIONS: Mapping[str, Exported] = {
     "mla_prepare": Exported(
         plain.mla_prepare,
         record_call,
-        ("h_q", "d_qk", "dtype", "out_dtype", "records", "page_size", "theta"),
+        ("h_q", "d_qk", "dtype", "out_dtype", "kv_format", "page_size", "theta"),
         ("h_q",),
         plain.beside_rope,
     ),

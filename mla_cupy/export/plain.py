@@ -58,16 +58,16 @@ def merge(*, h_q: int, dtype: str | None = None, out_dtype: str | None = None) -
     )
 
 
-def cache_append(*, records: str, page_size: int, dtype: str | None = None) -> Subject:
+def cache_append(*, kv_format: str, page_size: int, dtype: str | None = None) -> Subject:
     """Writing tokens to a paged cache of FP8 records, their RoPE part turned before."""
-    tokens = _appended(records, page_size, choice("--dtype", dtype or HALF[0], FLOATS) or "")
+    tokens = _appended(kv_format, page_size, choice("--dtype", dtype or HALF[0], FLOATS) or "")
     return Subject(
         APPEND,
         tokens.sizes,
         tokens.dtypes,
         fixed={**tokens.fixed, "interleaved": True},
         free={"kv_scale": "real"},
-        notes={"record": records},
+        notes={"record": kv_format},
     )
 
 
@@ -79,9 +79,9 @@ class _Appended(NamedTuple):
     fixed: dict[str, Any]
 
 
-def _appended(records: str, page_size: int, dtype: str) -> _Appended:
+def _appended(kv_format: str, page_size: int, dtype: str) -> _Appended:
     """Tokens of a dtype, and the cache of FP8 records that they go to."""
-    record = FORMATS[choice("--records", records, tuple(FORMATS)) or ""]
+    record = FORMATS[choice("--kv-format", kv_format, tuple(FORMATS)) or ""]
     rope = {"rope": dtype} if record.d_rope else {}
     scales = [name for name in record.scales if name != "none"]
     sizes = {"d_latent": record.d_latent, "d_rope": record.d_rope, "pairs": record.d_rope // 2}
@@ -98,7 +98,7 @@ def mla_prepare(
     d_qk: int | None = None,
     dtype: str | None = None,
     out_dtype: str | None = None,
-    records: str | None = None,
+    kv_format: str | None = None,
     page_size: int | None = None,
     theta: int | None = None,
 ) -> Subject:
@@ -108,9 +108,9 @@ def mla_prepare(
     width = d_qk or D_QK
     if width not in WIDTHS:
         raise ArgumentError(explain("--d-qk", width, "one of " + ", ".join(map(str, WIDTHS))))
-    if (records is None) != (page_size is None):
-        raise ArgumentError(explain("--page-size", page_size, "a value with --records, and none without it"))
-    quantise, appended = out_dtype == CODES, _appended(records, page_size, dtype) if records and page_size else None
+    if (kv_format is None) != (page_size is None):
+        raise ArgumentError(explain("--page-size", page_size, "a value with --kv-format, and none without it"))
+    quantise, appended = out_dtype == CODES, _appended(kv_format, page_size, dtype) if kv_format and page_size else None
     return Subject(
         MLA_PREPARE,
         {"h": h_q, "d": width, "d_out": width, "d_rope": D_ROPE, "pairs": D_ROPE // 2}
@@ -131,7 +131,7 @@ def mla_prepare(
             **(appended.fixed if appended else {"kv_format": None, "scales": None}),
         },
         free={"kv_scale": "real"},
-        notes={"record": records or ""},
+        notes={"record": kv_format or ""},
     )
 
 
@@ -205,10 +205,10 @@ def sparse_forward(
 
 
 def sparse_decode(
-    *, h_q: int, records: str, page_size: int, topk: int, s_q: int | None = None, dtype: str | None = None
+    *, h_q: int, kv_format: str, page_size: int, topk: int, s_q: int | None = None, dtype: str | None = None
 ) -> Subject:
     """Attention of new tokens to the records of a cache that their indices select, as many as `topk_length` says."""
-    record = FORMATS[choice("--records", records, SPARSE_RECORDS) or ""]
+    record = FORMATS[choice("--kv-format", kv_format, SPARSE_RECORDS) or ""]
     dtype = choice("--dtype", dtype or HALF[0], HALF) or ""
     sizes = {"s_q": s_q or 1, "h_q": h_q, "d_qk": record.d_qk, "page_size": page_size, "width": record.width}
     arrays = {"q": dtype, "kv_cache": "uint8", "indices": "int32"}

@@ -92,6 +92,8 @@ __all__ = [
 ]
 # ---- End of what is written
 
+import mla_cupy.jax.pytrees  # noqa: F401
+
 
 def __dir__() -> list[str]:
     return __all__

@@ -6,8 +6,9 @@ knows which member becomes which.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from numbers import Number
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
@@ -45,6 +46,24 @@ class Group:
     def paths(cls, argument: str) -> dict[str, str]:
         """The callers' names of the members, by their names inside the package: "out_cos" is "out_rope.cos"."""
         return {name: f"{argument}.{cls.member_of.get(name, name)}" for name in cls.absent}
+
+
+Structure = tuple[tuple[str, ...], tuple[tuple[str, Any], ...]]
+"""A group without its arrays: their members' names, then the other members' names and values."""
+
+
+def leaves(group: Group) -> tuple[list[Any], Structure]:
+    """Split a group into its arrays and the rest, which is hashable: a pytree of PyTorch or JAX."""
+    members = {one.name: getattr(group, one.name) for one in fields(group)}  # type: ignore[arg-type]
+    static = {name: x for name, x in members.items() if x is None or isinstance(x, (Number, str))}
+    names = tuple(name for name in members if name not in static)
+    return [members[name] for name in names], (names, tuple(static.items()))
+
+
+def joined(kind: type[_G], structure: Structure, children: Iterable[Any]) -> _G:
+    """Join what `leaves` has split; the leaves may be anything by now."""
+    names, static = structure
+    return kind(**dict(zip(names, children, strict=True)), **dict(static))
 
 
 def _differs(value: Any, absent: Any) -> bool:
@@ -280,3 +299,7 @@ class Shard(Group):
     def flat(self) -> dict[str, Any]:
         """See `Group.flat`."""
         return {"cp_world": self.world, "cp_rank": self.rank}
+
+
+GROUPS: tuple[type[Group], ...] = (Fp8, LossResults, OutRope, Packed, Project, Shard)
+"""All groups."""

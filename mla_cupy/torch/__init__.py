@@ -81,6 +81,8 @@ __all__ = [
 ]
 # ---- End of what is written
 
+import mla_cupy.torch.pytrees  # noqa: F401
+
 
 def __dir__() -> list[str]:
     return __all__

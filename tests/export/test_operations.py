@@ -16,11 +16,11 @@ from tests.export.library import Library, filled
 
 GPUS = [package.device("sm_90a", 132), package.device("sm_90a", 78, l2_bytes=4 << 20)]
 LIMITS = {"b": 2000, "num_pages": 5000, "max_pages": 3000, "n": 64}
-PAGES: dict[str, Any] = {"records": "fp8", "page_size": 64}
+PAGES: dict[str, Any] = {"kv_format": "fp8", "page_size": 64}
 FP8 = {**PAGES, "math": "fp8"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "decode-v32": ("decode", {"h_q": 16, "page_size": 64, "records": "v32", "s_q": 2}),
-    "decode-fp8": ("decode", {"h_q": 128, "page_size": 64, "records": "fp8", "out_dtype": "float32"}),
+    "decode-v32": ("decode", {"h_q": 16, "page_size": 64, "kv_format": "v32", "s_q": 2}),
+    "decode-fp8": ("decode", {"h_q": 128, "page_size": 64, "kv_format": "fp8", "out_dtype": "float32"}),
     "decode-512": ("decode", {"h_q": 32, "page_size": 48, "d_qk": 512, "dtype": "float16"}),
     "decode-tree": ("decode", {"h_q": 16, "s_q": 4, "page_size": 64, "arrays": ("tree_mask",)}),
     "decode_fp8": ("decode", {**FP8, "h_q": 128}),
@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mla_prepare": (
         "mla_prepare",
-        {"h_q": 16, "records": "v32", "page_size": 64, "arrays": ("cos", "sin", "positions")},
+        {"h_q": 16, "kv_format": "v32", "page_size": 64, "arrays": ("cos", "sin", "positions")},
     ),
     "mla_prepare-codes": (
         "mla_prepare",
@@ -51,8 +51,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "indexer_prepare": ("indexer_prepare", {"h_q": 64, "arrays": ("norm_weight", "norm_bias")}),
     "indexer_prepare-paged": ("indexer_prepare", {"h_q": 64, "page_size": 64}),
     "merge_states": ("merge_states", {"h_q": 16, "dtype": "bfloat16"}),
-    "cache_append": ("cache_append", {"records": "v32", "page_size": 64}),
-    "cache_append-fp8": ("cache_append", {"records": "fp8", "page_size": 16, "dtype": "float16"}),
+    "cache_append": ("cache_append", {"kv_format": "v32", "page_size": 64}),
+    "cache_append-fp8": ("cache_append", {"kv_format": "fp8", "page_size": 16, "dtype": "float16"}),
     "sparse_forward": ("sparse_forward", {"h_q": 64, "topk": 2048}),
     "sparse_forward-all": (
         "sparse_forward",
@@ -62,19 +62,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "sparse_decode",
         {
             "h_q": 16,
-            "records": "v4",
+            "kv_format": "v4",
             "page_size": 64,
             "topk": 512,
             "arrays": ("attn_sink", "extra_kv_cache", "extra_indices", "extra_topk_length"),
         },
     ),
-    "sparse_decode": ("sparse_decode", {"h_q": 16, "records": "v32", "page_size": 64, "topk": 2048}),
+    "sparse_decode": ("sparse_decode", {"h_q": 16, "kv_format": "v32", "page_size": 64, "topk": 2048}),
     "indexer_logits_paged": ("indexer_logits_paged", {"h_q": 64, "page_size": 64}),
     "indexer_topk": ("indexer_topk", {"topk": 2048}),
     "indexer_topk-paged": ("indexer_topk", {"topk": 2048, "arrays": ("block_table", "ks")}),
     "cache_append-rope": (
         "cache_append",
-        {"records": "v32", "page_size": 64, "arrays": ("cos", "sin", "positions")},
+        {"kv_format": "v32", "page_size": 64, "arrays": ("cos", "sin", "positions")},
     ),
     "prefill-state": ("prefill", {"h_q": 16, "arrays": ("state_out", "state_lse", "mask")}),
     "prefill": ("prefill", {"h_q": 16}),

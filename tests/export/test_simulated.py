@@ -142,17 +142,17 @@ def sized(sizes: dict[str, int]) -> Arrays:
 HALF = {"dtype": "float16"}
 CASES: dict[str, tuple[str, dict[str, Any], Callable[[], tuple[Arrays, Mapping[str, Any]]]]] = {
     "merge_states": ("merge_states", {"h_q": 16, **HALF}, merge),
-    "decode-v32": ("decode", {"h_q": 16, "page_size": 64, "records": "v32", **HALF}, decode_records),
+    "decode-v32": ("decode", {"h_q": 16, "page_size": 64, "kv_format": "v32", **HALF}, decode_records),
     "sparse_decode": (
         "sparse_decode",
-        {"h_q": 16, "records": "v32", "page_size": 64, "topk": 64, **HALF},
+        {"h_q": 16, "kv_format": "v32", "page_size": 64, "topk": 64, **HALF},
         sparse_decode,
     ),
     "sparse_forward": ("sparse_forward", {"h_q": 16, "topk": 64, **HALF}, sparse_forward),
-    "cache_append": ("cache_append", {"records": "v32", "page_size": 64, **HALF}, append),
+    "cache_append": ("cache_append", {"kv_format": "v32", "page_size": 64, **HALF}, append),
     "indexer_topk": ("indexer_topk", {"topk": 64}, topk),
-    "decode-fp8": ("decode", {"h_q": 16, "page_size": 64, "records": "fp8", "math": "fp8", **HALF}, decode_fp8),
-    "mla_prepare": ("mla_prepare", {"h_q": 4, "records": "v32", "page_size": 64, "theta": 10000, **HALF}, prepare),
+    "decode-fp8": ("decode", {"h_q": 16, "page_size": 64, "kv_format": "fp8", "math": "fp8", **HALF}, decode_fp8),
+    "mla_prepare": ("mla_prepare", {"h_q": 4, "kv_format": "v32", "page_size": 64, "theta": 10000, **HALF}, prepare),
     "absorb": ("absorb", {"h_q": 4, **HALF}, absorb),
     "merge_project": ("merge_project", {"h_q": 16, **HALF}, project),
     "indexer_prepare": ("indexer_prepare", {"h_q": 8}, index),

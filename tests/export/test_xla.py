@@ -221,7 +221,7 @@ def test_the_entry_registers(jax: Any, decode: Handler, tmp_path: Path) -> None:
 
 def test_arrays_that_change_in_place(jax: Any, tmp_path: Path) -> None:
     """The result has the operand's memory; XLA copies the operand first where the caller keeps it."""
-    made = modules.made("cache_append", ("sm_90a",), records="v32", page_size=64)
+    made = modules.made("cache_append", ("sm_90a",), kv_format="v32", page_size=64)
     handler = Handler(jax, made, tmp_path / "append")
     handler.library.describe(GPU)
     append = importlib.import_module("mla_cupy.jax").ExportedCall(handler.manifest)
@@ -297,7 +297,7 @@ def test_heads_over_devices(jax: Any, for_the_host: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_handlers_of_all_operations_compile(jax: Any, operation: str, tmp_path: Path) -> None:
-    sizes = {"h_q": 64, "page_size": 64, "topk": 64, "records": "v32"}
+    sizes = {"h_q": 64, "page_size": 64, "topk": 64, "kv_format": "v32"}
     made = modules.made(operation, ("sm_90a",), **{name: sizes[name] for name in OPERATIONS[operation].required})
     command.write(made, tmp_path, ["xla"])
     for more in ((), ("-DMLA_XLA_HOST",)):

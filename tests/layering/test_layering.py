@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 
 import pytest
@@ -19,29 +18,6 @@ ENTRIES = {spec.source: spec.entry for spec in (*KERNELS.values(), *catalog.KERN
 
 def test_python_layers() -> None:
     assert imports.violations(REPOSITORY / "mla_cupy") == []
-
-
-_LEAST_LINES = 40
-
-
-def test_a_short_file_has_a_reason() -> None:
-    """One of those that the page on the architecture gives, which names no file without need."""
-    page = (REPOSITORY / "docs" / "project" / "architecture.md").read_text()
-    _, _, rest = page.partition("A file of fewer than 40 lines")
-    named = set(re.findall(r"`([\w/]+)`", rest.partition("\n\n")[0]))
-    by_form = {"__init__", "__main__", "_version", "heuristics"}
-    unexplained, used = [], set()
-    for path in sorted((REPOSITORY / "mla_cupy").rglob("*.py")):
-        place = path.relative_to(REPOSITORY / "mla_cupy").with_suffix("")
-        if len(path.read_text().splitlines()) >= _LEAST_LINES or path.stem in by_form:
-            continue
-        if list((REPOSITORY / "cuda_src").rglob(f"{path.stem}.cu")) and place.parts[0] == "kernels":
-            continue
-        reason = next((name for name in named if f"/{place}".endswith(f"/{name}")), None)
-        used.add(reason)
-        unexplained += [str(place)] if reason is None else []
-    assert unexplained == []
-    assert named - by_form <= used, "a file that is no longer short"
 
 
 def test_cuda_layers() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,75 @@ def test_in_jax() -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu", "MLA_CUPY_JIT": "lazy"}
     done = subprocess.run([sys.executable, "-c", IN_JAX], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"
+
+
+# ---- For a block of code -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _not_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLA_CUPY_CHECK")
+
+
+@pytest.mark.usefixtures("_not_always", "_numpy_backend")
+def test_a_block_is_checked_and_what_follows_is_not() -> None:
+    arrays = batch()
+    arrays[2][0, 1] = 99
+    mla_cupy.mla_decode(*arrays, scale=SCALE)
+    with mla_cupy.checking():
+        refuses(*arrays)
+        with mla_cupy.checking(False):
+            mla_cupy.mla_decode(*arrays, scale=SCALE)
+        refuses(*arrays)
+    mla_cupy.mla_decode(*arrays, scale=SCALE)
+
+
+@pytest.mark.usefixtures("_not_always")
+def test_a_block_checks_a_call_that_is_known(recorder: Recorder) -> None:
+    arrays = batch()
+    mla_cupy.mla_decode(*arrays, scale=SCALE)
+    arrays[2][0, 1] = 99
+    recorder.launches.clear()
+    with mla_cupy.checking():
+        refuses(*arrays)
+    assert recorder.launches == []
+    mla_cupy.mla_decode(*arrays, scale=SCALE)
+    assert recorder.launches
+
+
+@pytest.mark.usefixtures("_not_always", "_numpy_backend")
+def test_a_block_is_of_one_thread() -> None:
+    arrays = batch()
+    arrays[2][0, 1] = 99
+    with ThreadPoolExecutor(1) as threads, mla_cupy.checking():
+        threads.submit(mla_cupy.mla_decode, *arrays, scale=SCALE).result()
+        refuses(*arrays)
+
+
+@pytest.mark.usefixtures("_not_always", "_numpy_backend")
+def test_a_block_checks_compiled_functions_and_their_gradients() -> None:
+    """The gradient runs in a thread that has not entered the block."""
+    torch = pytest.importorskip("torch")
+    import mla_cupy.torch as mla
+
+    arrays = tuple(map(torch.from_numpy, batch()))
+    arrays[2][0, 1] = 99
+    with mla_cupy.checking():
+        refuses(*arrays, call=torch.compile(mla.mla_decode, backend="aot_eager", fullgraph=True))
+
+    q, kv = torch.ones(1, 2, 576).half().requires_grad_(), torch.ones(4, 576).half()
+    indices = torch.zeros(1, 3, dtype=torch.int32)
+    for checked in (False, True):
+        with mla_cupy.checking(checked):
+            out, _, _ = mla.sparse_mla_forward(q, kv, indices, scale=SCALE)
+        bad = out.float().sum()
+        with torch.no_grad():
+            indices.data[0, 0] = 99  # behind autograd's back
+        with ThreadPoolExecutor(1) as threads:
+            backward = threads.submit(bad.backward)
+            if checked:
+                with pytest.raises(ArgumentError, match=r"indices\[0, 0\]: got 99"):
+                    backward.result()
+            else:
+                backward.result()
+        indices.data[0, 0] = 0

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mla_cupy.ops.bind import parameters
+from mla_cupy.ops.value_checks import checking, is_asked
 from mla_cupy.torch.derivatives import no_gradient
 from mla_cupy.torch.library import LIBRARY, NAMESPACE, Operators
 
@@ -53,6 +54,7 @@ def register(
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
+        ctx.checks = is_asked()
         save(ctx, dict(zip(names, inputs, strict=True)), output)
 
     def setup_and_mark(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -60,7 +62,8 @@ def register(
         ctx.mark_non_differentiable(*(output[index] for index in constants))
 
     def in_order(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-        found = pull_back(ctx, *cotangents)
+        with checking(ctx.checks):  # autograd has threads of its own
+            found = pull_back(ctx, *cotangents)
         return tuple(found.get(parameter) for parameter in names)
 
     class Forward(torch.autograd.Function):  # type: ignore[misc]
