@@ -467,6 +467,6 @@ def test_making_a_cache(count: int) -> None:
         step = outcome.extend([outcome.allocate()[0]], 1)
         assert step.slots.tolist() == [0]
         assert step.block_table.shape == (1, given["max_pages"])
-        assert [outcome.layer(given["num_layers"] - 1, pool).shape[:2] for pool in outcome.records]
+        assert [outcome.layer(given["num_layers"] - 1, pool).shape[:2] for pool in outcome.formats]
         outcome.verify(device=True)
     assert 0 < made < count

@@ -295,7 +295,7 @@ def attend(made: PagedKVCache, step: Any, q: Array) -> Array:
 def test_attention_over_forks_and_prefixes() -> None:
     """Two continuations of one prompt, and a sequence that begins alike, each as if it had a cache of its own."""
     made = PagedKVCache("bf16", num_layers=2, **SIZES)
-    latent, rope = tokens(made.records["kv"], 12)
+    latent, rope = tokens(made.formats["kv"], 12)
     assert rope is not None
     first, _ = made.allocate(range(7))
     made.append(made.extend([first], 7), 1, latent[:7], rope[:7])
@@ -320,7 +320,7 @@ def test_attention_over_forks_and_prefixes() -> None:
 def test_lengths_may_be_lowered_on_the_device() -> None:
     """By a model that rejects drafts: its next calls see fewer tokens, and the next step knows what `truncate` says."""
     made = PagedKVCache("bf16", num_layers=2, **SIZES)
-    latent, rope = tokens(made.records["kv"], 9)
+    latent, rope = tokens(made.formats["kv"], 9)
     sequence, _ = made.allocate()
     step = made.extend([sequence], 9)
     made.append(step, 1, latent, rope)
@@ -338,7 +338,7 @@ def test_lengths_may_be_lowered_on_the_device() -> None:
 def test_rope_takes_the_positions_of_the_step() -> None:
     made = PagedKVCache("bf16", **SIZES)
     sequence, _ = made.allocate()
-    latent, rope = tokens(made.records["kv"], 6)
+    latent, rope = tokens(made.formats["kv"], 6)
     angles = np.random.default_rng(0).random((30, 32), np.float32)
     tables = {"cos": np.cos(angles), "sin": np.sin(angles)}
     made.append(made.extend([sequence], 4), 0, latent[:4], rope[:4], **tables)  # type: ignore[index]

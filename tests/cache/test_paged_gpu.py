@@ -30,7 +30,7 @@ def test_against_the_cache_on_the_host(gpu: object) -> None:
         if rng.random() < 0.4 and len(sequences) < 6:
             sequences = [*sequences, *(cache.fork(sequences[0])[0] for cache in caches)][: len(sequences) + 1]
         counts = [min(int(rng.integers(0, 5)), 64 - caches[0].length(s)) for s in sequences]
-        latent, rope = tokens(caches[0].records["kv"], sum(counts), seed=int(rng.integers(99)))
+        latent, rope = tokens(caches[0].formats["kv"], sum(counts), seed=int(rng.integers(99)))
         steps = [cache.extend(sequences, counts) for cache in caches]
         caches[0].append(steps[0], 1, cupy.asarray(latent), cupy.asarray(rope))
         mla_cupy.reference.cache_append(latent, rope, caches[1].layer(1), steps[1].slots)
