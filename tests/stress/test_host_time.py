@@ -26,19 +26,19 @@ from tests.support.calls import plan_of
 from tests.support.cases import DecodeCase, make
 from tests.support.dense_cases import DenseCase
 from tests.support.dense_gradients import make_gradients
-from tests.support.flat import mla_decode
 from tests.support.sparse_cases import SparseCase
 from tests.support.sparse_cases import make as make_sparse
 
 pytestmark = [pytest.mark.gpu, pytest.mark.perf]
 
 CALLS, TURNS = 50, 8
+SCALE = 576**-0.5
 EMPTY = "empty"
 EMPTY_LAUNCH = 4.0
 """Microseconds of CuPy's launch of an empty kernel on the host that the limits are for."""
 LIMITS = {"mla_decode, planned": 13.0, "mla_decode": 30.0, "sparse_mla_forward": 35.0, "sparse_mla_backward": 60.0}
 LIMITS |= {"mla_prefill": 20.0, "mla_prefill_backward": 30.0, "mla_prefill_backward, deterministic": 30.0}
-LIMITS |= {"mla_decode, w_uv": 15.0, "mla_prepare, w_uk": 15.0}
+LIMITS |= {"mla_decode, project": 15.0, "mla_prepare, w_uk": 15.0}
 """Microseconds, outputs given."""
 
 
@@ -91,29 +91,29 @@ def timed_calls(move: Callable[[Any], Any]) -> Iterator[Timed]:
     arguments = [move(x) for x in inputs.arguments]
     plan = plan_of(inputs)
     plan.update(arguments[3])
-    out, lse = mla_decode(*arguments)
+    out, lse = mla_cupy.mla_decode(*arguments, scale=SCALE)
     for name, options in (("mla_decode, planned", {"plan": plan}), ("mla_decode", {})):
         yield Timed(
             name,
-            lambda options=options: mla_decode(*arguments, out=out, lse=lse, **options),  # type: ignore[misc]
-            lambda options=options: mla_decode(*arguments, **options),  # type: ignore[misc]
+            lambda options=options: mla_cupy.mla_decode(*arguments, scale=SCALE, out=out, lse=lse, **options),  # type: ignore[misc]
+            lambda options=options: mla_cupy.mla_decode(*arguments, scale=SCALE, **options),  # type: ignore[misc]
         )
     yield from _calls_around_attention(move, arguments)
     sparse = make_sparse(SparseCase(h_q=64, topk=128))
     q, kv, indices = (move(x) for x in sparse.arguments)
-    results = mla_cupy.sparse_mla_forward(q, kv, indices, scale=576**-0.5)
+    results = mla_cupy.sparse_mla_forward(q, kv, indices, scale=SCALE)
     named = dict(zip(("out", "lse", "max_logits"), results, strict=True))
     yield Timed(
         "sparse_mla_forward",
-        lambda: mla_cupy.sparse_mla_forward(q, kv, indices, **named),
-        lambda: mla_cupy.sparse_mla_forward(q, kv, indices, scale=576**-0.5),
+        lambda: mla_cupy.sparse_mla_forward(q, kv, indices, scale=SCALE, **named),
+        lambda: mla_cupy.sparse_mla_forward(q, kv, indices, scale=SCALE),
     )
     backward = (q, kv, results[0], results[0], results[1], indices)
-    dq, dkv, _ = mla_cupy.sparse_mla_backward(*backward, scale=576**-0.5)
+    dq, dkv, _ = mla_cupy.sparse_mla_backward(*backward, scale=SCALE)
     yield Timed(
         "sparse_mla_backward",
-        lambda: mla_cupy.sparse_mla_backward(*backward, dq=dq, dkv=dkv, scale=576**-0.5),
-        lambda: mla_cupy.sparse_mla_backward(*backward, scale=576**-0.5),
+        lambda: mla_cupy.sparse_mla_backward(*backward, dq=dq, dkv=dkv, scale=SCALE),
+        lambda: mla_cupy.sparse_mla_backward(*backward, scale=SCALE),
     )
     yield from _dense_calls(move)
 
@@ -124,10 +124,10 @@ def _calls_around_attention(move: Callable[[Any], Any], arguments: list[Any]) ->
     kv_b_proj, cache, seqlens = move(np.ones((16, 256, 512), kind)), arguments[1], arguments[3]
     plan = plan_of(make(DecodeCase(b=2, h_q=16, seqlens=64)), d_head=128)
     plan.update(seqlens)
-    projecting: dict[str, Any] = {"w_uv": kv_b_proj[:, 128:], "plan": plan}
-    out, lse = mla_decode(*arguments, **projecting)
-    call = partial(mla_decode, *arguments, **projecting)
-    yield Timed("mla_decode, w_uv", partial(call, out=out, lse=lse), call)
+    projecting: dict[str, Any] = {"scale": SCALE, "project": mla_cupy.Project(kv_b_proj[:, 128:]), "plan": plan}
+    out, lse = mla_cupy.mla_decode(*arguments, **projecting)
+    call = partial(mla_cupy.mla_decode, *arguments, **projecting)
+    yield Timed("mla_decode, project", partial(call, out=out, lse=lse), call)
     q, latent, rope = (move(np.ones((2, *rest), kind)) for rest in ((16, 192), (512,), (64,)))
     turns = {"positions": move(np.array([3, 4], np.int32)), "theta": 10000.0, "w_uk": kv_b_proj[:, :128]}
     slots = move(np.array([0, 1], np.int32))
