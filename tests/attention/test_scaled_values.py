@@ -201,11 +201,17 @@ ROWS = "attention/mma/scaled_rows.cuh"
 PLANTED = [
     Mutant("never followed", ROWS, "any_sync(kFullWarp, !fits)", "any_sync(kFullWarp, false)"),
     Mutant("largest product of a thread", ROWS, "product = Base::max_over_lanes(product);", ""),
-    Mutant("products may be infinite", ROWS, "kProductEnd = 0x78007800", "kProductEnd = 0x7fff7fff"),
+    Mutant("P may be infinite", ROWS, "kLargestEnd = 0x64006400", "kLargestEnd = 0x7fff7fff"),
     Mutant("sum not rescaled", ROWS, "this->sum *= factor;", ""),
     Mutant("a maximum without its shift", ROWS, "this->max - to + shift", "this->max - to"),
     Mutant("lse without the shift", ROWS, "return this->max + shift;", "return this->max;"),
-    Mutant("negative products do not count", ROWS, "largest, p & ~kSigns)", "largest, p)"),
+    Mutant(
+        "negative scales do not count",
+        ROWS,
+        "fmaxf(fmaxf(fabsf(scales.x), fabsf(scales.y))",
+        "fmaxf(fmaxf(scales.x, scales.y)",
+    ),
+    Mutant("the rest of another group", ROWS, "of_step[token][group], power)", "of_step[token][0], power)"),
 ]
 
 
@@ -217,7 +223,7 @@ def test_bugs_in_following_products_show(mutant: Mutant, plant: Plant) -> None:
 
 
 def test_a_hidden_scale_that_is_read_shows(plant: Plant) -> None:
-    plant(Mutant("hidden scales are read", ROWS, "hide(scales, present);", ""))
+    plant(Mutant("hidden scales are read", ROWS, "fabsf(rest) <= 65504.f ?", "true ?"))
     with pytest.raises(CAUGHT):
         hidden_scale(GPUS[1], np.nan)
 

@@ -15,7 +15,7 @@
 // scale per token, if any: scores are multiplied by it. It also has 16 RoPE columns.
 //
 // Values: ldmatrix.trans moves pairs of codes, neighbouring columns of a token. A byte permute parts them; the two
-// products have even and odd columns. P holds weights times the scales of the warp's columns (mma/scaled_rows.cuh).
+// products have even and odd columns. P is multiplied by the scale of the warp's columns (mma/scaled_rows.cuh).
 #pragma once
 #include "attention/mma/records.cuh"
 #include "attention/mma/scaled_rows.cuh"
@@ -61,6 +61,7 @@ struct CodeStorage {
     alignas(
         16) float scales[Token::kScaled ? Budget::kSteps : 1][Token::kScaled ? Token::kStepTokens : 1][Token::kGroups];
     SoftmaxSlots<typename C::Few::Softmax> softmax;
+    alignas(16) u16 rests[Token::kGroups][Token::kStepTokens];  // of the scales of a step
     MBarrier full[Budget::kSteps];        // all threads arrive, with their copies; the first phase blocks
     u8 present[kKnownCodeSteps][kWarps];  // bit = token of a warp: whether it is there
     u32 largest[kQuarters][C::Few::kRows];
@@ -221,8 +222,7 @@ struct CodePlaces {
         rope =
             Token::offset(first + g, Token::kLatentChunks + rope_chunk) + (Token::Raw::kWideRope ? c % 2 * 8 : c * 4);
         values = Token::offset(lane % 16, warp * 4 + lane / 16);
-        const i32 group = warp * Few::Softmax::kWeights / kWarps;
-        p = ((group * Few::kRows + lane % 16) * Few::Softmax::kPitch + lane / 16 * 8) * (i32)sizeof(u16);
+        p = (lane % 16 * Few::Softmax::kPitch + lane / 16 * 8) * (i32)sizeof(u16);
         scores = ((quarter * Few::kRows + g) * Few::Softmax::kPitch + first + c * 2) * (i32)sizeof(float);
         opaque(keys), opaque(rope), opaque(values), opaque(p), opaque(scores);  // not to be found again in each step
     }
@@ -323,12 +323,25 @@ struct CodeValues {
     using Latent = typename C::Latent;
     using P = u32[Few::kRowTiles][4];
 
-    // Loads P of 16 tokens, a half of the step, for the warp's columns.
-    MLA_DEVICE static void load_p(P& p, const CodeStorage<C>& s, const CodePlaces<C>& at, i32 half) {
+    // Loads P of 16 tokens, a half of the step, times what P lacks of the scales of the warp's columns.
+    MLA_DEVICE static void load_p(P& p, const CodeStorage<C>& s, const CodePlaces<C>& at, i32 half, i32 warp,
+                                  i32 lane) {
         const SmemAddr from = smem_addr(s.softmax.p) + (u32)at.p;
 #pragma unroll
         for (i32 tile = 0; tile < Few::kRowTiles; ++tile) {
             ldmatrix_x4(p[tile], from + (u32)((tile * kMmaRows * Few::Softmax::kPitch + half * 16) * sizeof(u16)));
+        }
+        if constexpr (Token::kScaled) {
+            const u16* rests = s.rests[warp / 2] + half * kMmaDepth + lane % 4 * 2;
+#pragma unroll
+            for (i32 k = 0; k < 2; ++k) {
+                const u32 pair = *reinterpret_cast<const u32*>(rests + 8 * k);
+#pragma unroll
+                for (i32 i = 0; i < 2 * Few::kRowTiles; ++i) {
+                    u32& x = p[i / 2][2 * k + i % 2];
+                    x = mul_x2(Latent{}, x, pair);
+                }
+            }
         }
     }
 
@@ -425,7 +438,7 @@ struct CodeMath {
     static_assert(!C::Tokens::kWithRowMax, "the softmax does not find it");
     typename C::Few::Queries q;
     CodeLoader<C> loader;
-    typename CodeRow<typename C::Few::Softmax>::Type row;
+    typename CodeRow<typename C::Few::Softmax, CodedToken<typename C::TokenRecord>::kScaled>::Type row;
     float scale_log2;  // of that row: times what its queries were divided by
     i32 slot = 0;      // of the step that is scored next
     u32 parity = 0;
@@ -456,7 +469,8 @@ template <class C>
 MLA_DEVICE void add_step(const typename C::Rows& block, CodeStorage<C>& s, CodeMath<C>& math, i32 token, bool masked,
                          u32 present) {
     if constexpr (CodedToken<typename C::TokenRecord>::kScaled) {
-        math.row.add_step(block, s.softmax, s.scales[math.last_slot()], token, masked, present, math.scale_log2);
+        const auto& scales = s.scales[math.last_slot()];
+        math.row.add_step(block, s.softmax, scales, s.rests, token, masked, present, math.scale_log2);
     } else {
         math.row.add_step(typename C::Latent{}, block, s.softmax, token, masked, present, math.scale_log2);
     }
@@ -497,7 +511,7 @@ MLA_DEVICE void values_and_scores(const typename C::Rows& block, CodeStorage<C>&
     Values::load(v, tokens, math.at, 0);
 #pragma unroll
     for (i32 i = 0; i < kCodeParts; ++i) {
-        if (i % 2 == 0) Values::load_p(p, s, math.at, i / 2);
+        if (i % 2 == 0) Values::load_p(p, s, math.at, i / 2, math.warp, math.lane);
         scores.add(k, math.q, i);
         if (i + 1 < kCodeParts) k = CodeScores<C>::load(keys, math.at, i + 1);
         Values::add(v, p, out, i);
@@ -523,7 +537,7 @@ MLA_DEVICE void last_values(const CodeStorage<C>& s, const CodeMath<C>& math, Ou
     typename Values::P p;
 #pragma unroll
     for (i32 i = 0; i < kCodeParts; ++i) {
-        if (i % 2 == 0) Values::load_p(p, s, math.at, i / 2);
+        if (i % 2 == 0) Values::load_p(p, s, math.at, i / 2, math.warp, math.lane);
         u32 v[4];
         Values::load(v, smem_addr(s.tokens[slot]), math.at, i);
         Values::add(v, p, out, i);

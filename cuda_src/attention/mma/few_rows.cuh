@@ -7,9 +7,8 @@
 #include "ptx/matrix.cuh"
 
 namespace mla::attention::mma {
-// Keys are 16-bit elements: Latent_ before segment kRopeStep_, Rope_ from there on. Each of the kWeights_ groups of
-// value columns has its own P.
-template <class Latent_, class Rope_, i32 kRows_, i32 kHeadDimQk_, i32 kRopeStep_, i32 kWeights_ = 1>
+// Keys are 16-bit elements: Latent_ before segment kRopeStep_, Rope_ from there on.
+template <class Latent_, class Rope_, i32 kRows_, i32 kHeadDimQk_, i32 kRopeStep_>
 struct FewRows {
     using Latent = Latent_;
     using Rope = Rope_;
@@ -19,7 +18,7 @@ struct FewRows {
     static constexpr i32 kScoreSteps = padded_row_bytes(kHeadDimQk) / kSegmentBytes;  // along d: one in each segment
     static constexpr bool kPadded = kScoreSteps * kSegmentBytes > kHeadDimQk*(i32)sizeof(u16);  // by zeros
     static constexpr i32 kRopeStep = kRopeStep_;
-    using Softmax = SoftmaxLayout<kRows, kStepTokens, kWeights_>;
+    using Softmax = SoftmaxLayout<kRows, kStepTokens>;
     using Queries = u32[kScoreSteps][kRowTiles][4];
     static_assert(kSegmentBytes % (kColumns / kWarps * (i32)sizeof(u16)) == 0,
                   "a warp's values are in one segment of each row");

@@ -59,9 +59,7 @@ struct MmaRecords {
     static constexpr i32 kSmemBytes = kSmemBytes_;  // what a block may have
     static constexpr i32 kHeadDimQk = kKeyColumns<TokenRecord>;
     static constexpr i32 kLatentSegments = TokenRecord::kLatentChunks * kRecordChunk * 2 / kSegmentBytes;
-    static constexpr i32 kWeights =
-        TokenRecord::kScale == kScaleFloat32 ? TokenRecord::kLatentChunks / TokenRecord::kGroupChunks : 1;
-    using Few = FewRows<Latent, Rope, kBlockRows, kHeadDimQk, kLatentSegments, kWeights>;
+    using Few = FewRows<Latent, Rope, kBlockRows, kHeadDimQk, kLatentSegments>;
     using Rows = Block<kBlockRows, typename Tokens::Work>;
     // bf16 queries beside f16 keys are multiplied by a power of two per row, which puts the row's largest element
     // between 2^14 and 2^15: what is down to 2^-31 of it then has all of its bits in f16.

@@ -1,28 +1,45 @@
 // The softmax of a step of 32 tokens whose values have scales, one for each group of 128 columns.
 //
-// P of a group is weight times scale: the product is computed in float32, and only the product is rounded to float16.
-// Each row keeps its products within float16 with a power of two of its own, which follows the row's largest product as
+// P times scale would leave float16: a scale may be 1e-10. So each token splits its scales into a power of two, which
+// is that of the largest, and the rest. P is weight times power, computed in float32. The products with values multiply
+// it by the rest. Each row keeps P within float16 with a power of two of its own, which follows the row's largest P as
 // a running maximum follows the largest score. So a token counts by its share of the row's output: neither a small
 // weight nor a small scale alone makes it 0.
 #pragma once
 #include "attention/mma/softmax.cuh"
 
 namespace mla::attention::mma {
-// A row scales its largest product to 2^8 and does so again once a product reaches 2^15. Float16 ends at 2^16.
-constexpr float kProductLog2 = 8.f;
-constexpr u32 kProductEnd = 0x78007800, kSigns = 0x80008000;  // 2^15, twice
+// A row scales its largest P to 2^2, and does so again once P reaches 2^10. The rest of a scale is below 2^5, so that
+// products stay below 2^15; float16 ends at 2^16.
+constexpr float kLargestLog2 = 2.f;
+constexpr u32 kLargestEnd = 0x64006400;  // 2^10, twice
+constexpr i32 kRestLog2 = 4;
 // Weights of tokens with tiny scales end here, well before their sum overflows.
 constexpr float kMostWeight = 0x1p80f;
-// Smaller scales count as this one where the power of two is chosen.
-constexpr float kLeastScale = 0x1p-60f;
+// Scales beyond these count as they do where the power of two is chosen.
+constexpr float kLeastScale = 0x1p-60f, kMostScale = 0x1p100f;
 
-// SoftmaxRow for values with scales. Weights are 2^(x - max - shift); `sum` adds up the weights, not the products.
+// The power of two that P takes of a token's scales.
+MLA_DEVICE float scale_power(const float4& scales) {
+    const float largest = fmaxf(fmaxf(fabsf(scales.x), fabsf(scales.y)), fmaxf(fabsf(scales.z), fabsf(scales.w)));
+    const u32 exponent = __float_as_uint(fminf(fmaxf(largest, kLeastScale), kMostScale)) & 0x7f800000;
+    return __uint_as_float(exponent - (kRestLog2 << 23));
+}
+
+// What is left of a scale, in float16 and below 2^5. A scale that is not finite leaves 0: a row that sees its token has
+// a score of NaN, and a row that does not see it must not read NaN.
+MLA_DEVICE u16 scale_rest(float scale, float power) {
+    const float rest = scale * __uint_as_float((254 << 23) - __float_as_uint(power));
+    return fabsf(rest) <= 65504.f ? (u16)cvt_x2(float16{}, rest, 0.f) : (u16)0;
+}
+
+// SoftmaxRow for values with scales. Weights are 2^(x - max - shift); `sum` adds up the weights, not P.
 template <class Layout>
 struct ScaledRow : SoftmaxRow<Layout, true> {
     using Base = SoftmaxRow<Layout, true>;
     using Scores = typename Base::Scores;
-    static constexpr i32 kGroups = Layout::kWeights, kTokens = Layout::kTokens;
-    using Scales = float[kTokens][kGroups];
+    static constexpr i32 kGroups = 4, kTokens = Layout::kTokens;
+    using Powers = float[kTokens];
     float shift;  // a whole number, so that it can be added to `max` without an error
 
     MLA_DEVICE void begin() { Base::begin(), shift = 0.f; }
@@ -30,104 +47,85 @@ struct ScaledRow : SoftmaxRow<Layout, true> {
     // Exponent that `sum` is relative to, in base 2.
     MLA_DEVICE float reference() const { return this->max + shift; }
 
-    // Takes the step's scores and its tokens' scales, leaves P of each group; as SoftmaxRow::add_step.
-    template <class Block>
-    MLA_DEVICE void add_step(const Block& block, SoftmaxSlots<Layout>& s, const float (*of_step)[kGroups], i32 token,
-                             bool masked, u32 present, float scale_log2) {
+    // Takes the step's scores and its tokens' scales, leaves P, and the rest of each scale; as SoftmaxRow::add_step.
+    template <class Block, class Rests>
+    MLA_DEVICE void add_step(const Block& block, SoftmaxSlots<Layout>& s, const float (*of_step)[kGroups], Rests& rests,
+                             i32 token, bool masked, u32 present, float scale_log2) {
+        split_scale(of_step, rests);
         Scores x;
-        Scales scales;
+        Powers powers;
         Base::load_scores(x, s);
-        load_scales(scales, of_step + Base::first_token());
-        if (masked) {
-            present &= Base::seen_bits(block, token + Base::first_token());
-            hide(scales, present);
-        }
+        if (masked) present &= Base::seen_bits(block, token + Base::first_token());
 #pragma unroll
-        for (i32 i = 0; i < kTokens; ++i) x[i] = present >> i & 1 ? x[i] * scale_log2 : negative_infinity();
-        add_scores(s, x, scales);
+        for (i32 i = 0; i < kTokens; ++i) {
+            powers[i] = scale_power(*reinterpret_cast<const float4*>(of_step[Base::first_token() + i]));
+            x[i] = present >> i & 1 ? __fmul_rn(x[i], scale_log2) : negative_infinity();
+        }
+        add_scores(s, x, powers);
     }
 
    private:
-    MLA_DEVICE static void load_scales(Scales& scales, const float (*from)[kGroups]) {
-        static_assert(kGroups == 4, "a token's scales are read at once");
-#pragma unroll
-        for (i32 i = 0; i < kTokens; ++i) {
-            const float4 four = *reinterpret_cast<const float4*>(from[i]);
-            scales[i][0] = four.x, scales[i][1] = four.y, scales[i][2] = four.z, scales[i][3] = four.w;
-        }
-    }
-
-    // A token that the row does not see may have scales that are not finite.
-    MLA_DEVICE static void hide(Scales& scales, u32 seen) {
-#pragma unroll
-        for (i32 i = 0; i < kTokens * kGroups; ++i) {
-            if (!(seen >> i / kGroups & 1)) scales[i / kGroups][i % kGroups] = 0.f;
-        }
+    // One scale for each of the first threads.
+    template <class Rests>
+    MLA_DEVICE static void split_scale(const float (*of_step)[kGroups], Rests& rests) {
+        constexpr i32 kScales = kGroups * Layout::kLanes * kTokens;
+        static_assert(kScales <= kThreads && kScales % kWarpThreads == 0);
+        if (threadIdx.x >= kScales) return;
+        const i32 token = threadIdx.x / kGroups, group = threadIdx.x % kGroups;
+        const float power = scale_power(*reinterpret_cast<const float4*>(of_step[token]));
+        rests[group][token] = scale_rest(of_step[token][group], power);
     }
 
     // P is stored before it is known to fit, so that nobody waits for the vote.
-    MLA_DEVICE void add_scores(SoftmaxSlots<Layout>& s, const Scores& x, const Scales& scales) {
+    MLA_DEVICE void add_scores(SoftmaxSlots<Layout>& s, const Scores& x, const Powers& powers) {
         float weights, factor = 1.f;
-        bool fits = weigh(weights, s, x, scales);
+        bool fits = weigh(weights, s, x, powers);
         const bool rescales = __any_sync(kFullWarp, !fits);
         if (rescales) {
-            factor = follow(x, scales, fits);
-            weigh(weights, s, x, scales);
+            factor = follow(x, powers, fits);
+            weigh(weights, s, x, powers);
         }
         this->sum += weights;
         if (Base::is_first()) s.scale[Base::row()] = factor;
         if (threadIdx.x % kWarpThreads == 0) s.rescales[threadIdx.x / kWarpThreads] = rescales;
     }
 
-    // Stores P of each group and adds up the weights. Returns true if all are within their limits.
-    MLA_DEVICE bool weigh(float& sum, SoftmaxSlots<Layout>& s, const Scores& x, const Scales& scales) const {
-        float w[kTokens];
-#pragma unroll
-        for (i32 i = 0; i < kTokens; ++i) {
-            w[i] = ex2_approx(x[i] - this->max - shift);  // two subtractions: beside a huge `max` a sum loses `shift`
-            sum = i == 0 ? w[0] : sum + w[i];
-        }
+    // Stores P and adds up the weights. Returns true if all are within their limits.
+    MLA_DEVICE bool weigh(float& sum, SoftmaxSlots<Layout>& s, const Scores& x, const Powers& powers) const {
+        u32* to = reinterpret_cast<u32*>(&s.p[Base::row()][Base::first_token()]);
         u32 largest;
 #pragma unroll
-        for (i32 group = 0; group < kGroups; ++group) {
-            u32* to = reinterpret_cast<u32*>(&s.p[group * Layout::kRows + Base::row()][Base::first_token()]);
-#pragma unroll
-            for (i32 i = 0; i < kTokens; i += 2) {
-                const u32 p = cvt_x2(float16{}, w[i] * scales[i][group], w[i + 1] * scales[i + 1][group]);
-                largest = group + i == 0 ? p & ~kSigns : max_x2(float16{}, largest, p & ~kSigns);
-                to[i / 2] = p;
-            }
+        for (i32 i = 0; i < kTokens; i += 2) {
+            // Two subtractions: beside a huge `max` a sum loses `shift`.
+            const float w0 = ex2_approx(x[i] - this->max - shift), w1 = ex2_approx(x[i + 1] - this->max - shift);
+            sum = i == 0 ? w0 + w1 : sum + (w0 + w1);
+            const u32 p = cvt_x2(float16{}, w0 * powers[i], w1 * powers[i + 1]);
+            largest = i == 0 ? p : max_x2(float16{}, largest, p);
+            to[i / 2] = p;
         }
-        return !(largest + (kSigns - kProductEnd) & kSigns) && !(sum > kMostWeight);
+        return !(largest + (0x80008000 - kLargestEnd) & 0x80008000) && !(sum > kMostWeight);
     }
 
     // Cold. Returns the factor of what the row has added up. Rows whose threads all `fit` stay as they are, since a
     // row's results must not depend on its neighbours'.
-    MLA_DEVICE float follow(const Scores& x, const Scales& scales, bool fit) {
+    MLA_DEVICE float follow(const Scores& x, const Powers& powers, bool fit) {
         float score = negative_infinity(), product = negative_infinity();
 #pragma unroll
         for (i32 i = 0; i < kTokens; ++i) score = fmaxf(score, x[i]);
         const float to = fmaxf(this->max, Base::max_over_lanes(score));
 #pragma unroll
-        for (i32 i = 0; i < kTokens; ++i) product = fmaxf(product, x[i] - to + largest_log2(scales[i]));
+        for (i32 i = 0; i < kTokens; ++i) product = fmaxf(product, x[i] - to + lg2_approx(powers[i]));
         product = Base::max_over_lanes(product);
         if (Base::max_over_lanes(fit ? 0.f : 1.f) == 0.f) return 1.f;
-        const float left = this->max - to + shift, next = fmaxf(left, ceilf(product - kProductLog2));
+        const float left = this->max - to + shift, next = fmaxf(left, ceilf(product - kLargestLog2));
         const float factor = ex2_approx(left - next);
         this->max = to, shift = next;
         this->sum *= factor;
         return factor;
     }
-
-    MLA_DEVICE static float largest_log2(const float (&scales)[kGroups]) {
-        float largest = kLeastScale;
-#pragma unroll
-        for (i32 group = 0; group < kGroups; ++group) largest = fmaxf(largest, fabsf(scales[group]));
-        return lg2_approx(fminf(largest, kMaxFloat));
-    }
 };
 
-template <class Layout, bool = (Layout::kWeights > 1)>
+template <class Layout, bool kScaled>
 struct CodeRow {
     using Type = SoftmaxRow<Layout, true>;
 };

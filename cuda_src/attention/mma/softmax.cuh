@@ -7,10 +7,9 @@
 namespace mla::attention::mma {
 constexpr i32 kQuarters = 4;  // of d: as many warps score the same tokens
 
-// kWeights_: groups of value columns, each with its own P.
-template <i32 kRows_, i32 kStepTokens, i32 kWeights_ = 1>
+template <i32 kRows_, i32 kStepTokens>
 struct SoftmaxLayout {
-    static constexpr i32 kRows = kRows_, kWeights = kWeights_;
+    static constexpr i32 kRows = kRows_;
     static constexpr i32 kLanes = kThreads / kRows;       // that share a row
     static constexpr i32 kTokens = kStepTokens / kLanes;  // of each of them
     // Eight more than a step: rows of scores, and rows of P for ldmatrix, hit different banks.
@@ -22,7 +21,7 @@ struct SoftmaxLayout {
 template <class Layout>
 struct SoftmaxSlots {
     alignas(16) float scores[kQuarters][Layout::kRows][Layout::kPitch];
-    alignas(16) u16 p[Layout::kWeights * Layout::kRows][Layout::kPitch];
+    alignas(16) u16 p[Layout::kRows][Layout::kPitch];
     float scale[Layout::kRows];      // by which a step's new maximum rescales what came before
     alignas(8) u8 rescales[kWarps];  // whether a warp's rows have such a factor
 };
