@@ -199,9 +199,9 @@ def test_a_hidden_scale_is_no_number(gpu: Gpu, scale: float) -> None:
 
 ROWS = "attention/mma/scaled_rows.cuh"
 PLANTED = [
-    Mutant("never followed", ROWS, "any_sync(kFullWarp, !fits)", "any_sync(kFullWarp, false)"),
+    Mutant("never followed", ROWS, "any_sync(kFullWarp, excess >= 0.f)", "any_sync(kFullWarp, false)"),
     Mutant("largest product of a thread", ROWS, "product = Base::max_over_lanes(product);", ""),
-    Mutant("P may be infinite", ROWS, "kLargestEnd = 0x64006400", "kLargestEnd = 0x7fff7fff"),
+    Mutant("P may be infinite", ROWS, "kLargestEndLog2 = 10.f", "kLargestEndLog2 = 17.f"),
     Mutant("sum not rescaled", ROWS, "this->sum *= factor;", ""),
     Mutant("a maximum without its shift", ROWS, "this->max - to + shift", "this->max - to"),
     Mutant("lse without the shift", ROWS, "return this->max + shift;", "return this->max;"),
@@ -211,7 +211,7 @@ PLANTED = [
         "fmaxf(fmaxf(fabsf(scales.x), fabsf(scales.y))",
         "fmaxf(fmaxf(scales.x, scales.y)",
     ),
-    Mutant("the rest of another group", ROWS, "of_step[token][group], power)", "of_step[token][0], power)"),
+    Mutant("the rest of another group", "attention/mma/codes.cuh", "scale_rest(scales[group]", "scale_rest(scales[0]"),
 ]
 
 

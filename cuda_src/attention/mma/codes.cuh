@@ -47,7 +47,7 @@ template <class C>
 struct CodeBudget {
     using Token = CodedToken<typename C::TokenRecord>;
     static constexpr i32 kOtherBytes = sizeof(SoftmaxSlots<typename C::Few::Softmax>) + 1024 + 20 * C::Few::kRows;
-    static constexpr i32 kStepBytes = Token::kStepTokens * (Token::kBytes + (Token::kScaled ? 16 : 0));
+    static constexpr i32 kStepBytes = Token::kStepTokens * (Token::kBytes + (Token::kScaled ? 16 + 8 : 0));
     static constexpr i32 kFit = (C::kSmemBytes - kOtherBytes) / kStepBytes;
     static constexpr i32 kSteps = kFit < kPlaceSteps ? kFit : kPlaceSteps;
     static_assert(kSteps >= 2, "a step is read while the next one arrives");
@@ -61,7 +61,9 @@ struct CodeStorage {
     alignas(
         16) float scales[Token::kScaled ? Budget::kSteps : 1][Token::kScaled ? Token::kStepTokens : 1][Token::kGroups];
     SoftmaxSlots<typename C::Few::Softmax> softmax;
-    alignas(16) u16 rests[Token::kGroups][Token::kStepTokens];  // of the scales of a step
+    // What products with values and what P takes of the scales. A step's P is older than the next step's rests.
+    alignas(16) u16 rests[Token::kScaled ? Budget::kSteps : 1][Token::kGroups][Token::kStepTokens];
+    alignas(16) float powers[Token::kStepTokens], ends[Token::kStepTokens];
     MBarrier full[Budget::kSteps];        // all threads arrive, with their copies; the first phase blocks
     u8 present[kKnownCodeSteps][kWarps];  // bit = token of a warp: whether it is there
     u32 largest[kQuarters][C::Few::kRows];
@@ -267,9 +269,22 @@ struct CodeScores {
         for (i32 i = 0; i < Few::kRowTiles * 4; ++i) sums[0][i / 4][n][i % 4] += sums[1][i / 4][n][i % 4];
     }
 
+    // Splits the scales of the step's tokens, four of each warp, a lane for each scale.
+    MLA_DEVICE static void split_scales(CodeStorage<C>& s, i32 slot, i32 warp, i32 lane) {
+        if constexpr (Token::kScaled) {
+            if (lane >= 16) return;
+            const i32 token = warp * 4 + lane / Token::kGroups, group = lane % Token::kGroups;
+            const float* scales = s.scales[slot][token];
+            const float power = scale_power(*reinterpret_cast<const float4*>(scales));
+            s.rests[slot][group][token] = scale_rest(scales[group], power);
+            if (group == 0) s.powers[token] = power, s.ends[token] = weight_end(power);
+        }
+    }
+
     // With scales and RoPE columns, to shared memory.
     MLA_DEVICE void send(CodeStorage<C>& s, i32 slot, const CodePlaces<C>& at, const typename Few::Queries& q, i32 warp,
                          i32 lane) {
+        split_scales(s, slot, warp, lane);
         const i32 quarter = Few::quarter(warp), half = Few::half(warp), c = lane % 4;
         float (&x)[Few::kRowTiles][2][4] = sums[0];
         if constexpr (Token::kScaled) {
@@ -324,7 +339,7 @@ struct CodeValues {
     using P = u32[Few::kRowTiles][4];
 
     // Loads P of 16 tokens, a half of the step, times what P lacks of the scales of the warp's columns.
-    MLA_DEVICE static void load_p(P& p, const CodeStorage<C>& s, const CodePlaces<C>& at, i32 half, i32 warp,
+    MLA_DEVICE static void load_p(P& p, const CodeStorage<C>& s, i32 slot, const CodePlaces<C>& at, i32 half, i32 warp,
                                   i32 lane) {
         const SmemAddr from = smem_addr(s.softmax.p) + (u32)at.p;
 #pragma unroll
@@ -332,7 +347,7 @@ struct CodeValues {
             ldmatrix_x4(p[tile], from + (u32)((tile * kMmaRows * Few::Softmax::kPitch + half * 16) * sizeof(u16)));
         }
         if constexpr (Token::kScaled) {
-            const u16* rests = s.rests[warp / 2] + half * kMmaDepth + lane % 4 * 2;
+            const u16* rests = s.rests[slot][warp / 2] + half * kMmaDepth + lane % 4 * 2;
 #pragma unroll
             for (i32 k = 0; k < 2; ++k) {
                 const u32 pair = *reinterpret_cast<const u32*>(rests + 8 * k);
@@ -469,8 +484,7 @@ template <class C>
 MLA_DEVICE void add_step(const typename C::Rows& block, CodeStorage<C>& s, CodeMath<C>& math, i32 token, bool masked,
                          u32 present) {
     if constexpr (CodedToken<typename C::TokenRecord>::kScaled) {
-        const auto& scales = s.scales[math.last_slot()];
-        math.row.add_step(block, s.softmax, scales, s.rests, token, masked, present, math.scale_log2);
+        math.row.add_step(block, s.softmax, s.powers, s.ends, token, masked, present, math.scale_log2);
     } else {
         math.row.add_step(typename C::Latent{}, block, s.softmax, token, masked, present, math.scale_log2);
     }
@@ -511,7 +525,7 @@ MLA_DEVICE void values_and_scores(const typename C::Rows& block, CodeStorage<C>&
     Values::load(v, tokens, math.at, 0);
 #pragma unroll
     for (i32 i = 0; i < kCodeParts; ++i) {
-        if (i % 2 == 0) Values::load_p(p, s, math.at, i / 2, math.warp, math.lane);
+        if (i % 2 == 0) Values::load_p(p, s, slot, math.at, i / 2, math.warp, math.lane);
         scores.add(k, math.q, i);
         if (i + 1 < kCodeParts) k = CodeScores<C>::load(keys, math.at, i + 1);
         Values::add(v, p, out, i);
@@ -537,7 +551,7 @@ MLA_DEVICE void last_values(const CodeStorage<C>& s, const CodeMath<C>& math, Ou
     typename Values::P p;
 #pragma unroll
     for (i32 i = 0; i < kCodeParts; ++i) {
-        if (i % 2 == 0) Values::load_p(p, s, math.at, i / 2, math.warp, math.lane);
+        if (i % 2 == 0) Values::load_p(p, s, slot, math.at, i / 2, math.warp, math.lane);
         u32 v[4];
         Values::load(v, smem_addr(s.tokens[slot]), math.at, i);
         Values::add(v, p, out, i);
