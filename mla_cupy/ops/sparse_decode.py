@@ -133,8 +133,8 @@ def sparse_mla_decode(
     On tensor cores keys are rounded to 16 bits: latents of "v32" to float16, whatever the dtype of q, and all of "v4"
     and "v41" to the dtype of q. Latents are exact then if scales are powers of two, in float16 from 2^-15 to 2^7; those
     of "v41-fp4" always are. In float16 elements beyond 65504 overflow, and those of a scale below 2^-25 become 0. Two
-    kernels do not round latents: the plain kernel, and the mma.sync kernels over "v32", which round weight times scale
-    to float16 and lose 2e-4 of a result whatever the scales are.
+    kernels do not round latents: the plain kernel, and the mma.sync kernels over "v32", which round weights and scales
+    to float16 and lose 2e-4 of a result, or 5e-4 where scales are no powers of two.
 
     Examples
     --------

@@ -63,7 +63,7 @@ struct CodeStorage {
     SoftmaxSlots<typename C::Few::Softmax> softmax;
     // What products with values and what P takes of the scales. A step's P is older than the next step's rests.
     alignas(16) u16 rests[Token::kScaled ? Budget::kSteps : 1][Token::kGroups][Token::kStepTokens];
-    alignas(16) float powers[Token::kStepTokens], ends[Token::kStepTokens];
+    alignas(16) float powers[Token::kStepTokens];
     MBarrier full[Budget::kSteps];        // all threads arrive, with their copies; the first phase blocks
     u8 present[kKnownCodeSteps][kWarps];  // bit = token of a warp: whether it is there
     u32 largest[kQuarters][C::Few::kRows];
@@ -277,14 +277,13 @@ struct CodeScores {
             const float* scales = s.scales[slot][token];
             const float power = scale_power(*reinterpret_cast<const float4*>(scales));
             s.rests[slot][group][token] = scale_rest(scales[group], power);
-            if (group == 0) s.powers[token] = power, s.ends[token] = weight_end(power);
+            if (group == 0) s.powers[token] = power;
         }
     }
 
     // With scales and RoPE columns, to shared memory.
     MLA_DEVICE void send(CodeStorage<C>& s, i32 slot, const CodePlaces<C>& at, const typename Few::Queries& q, i32 warp,
                          i32 lane) {
-        split_scales(s, slot, warp, lane);
         const i32 quarter = Few::quarter(warp), half = Few::half(warp), c = lane % 4;
         float (&x)[Few::kRowTiles][2][4] = sums[0];
         if constexpr (Token::kScaled) {
@@ -484,7 +483,7 @@ template <class C>
 MLA_DEVICE void add_step(const typename C::Rows& block, CodeStorage<C>& s, CodeMath<C>& math, i32 token, bool masked,
                          u32 present) {
     if constexpr (CodedToken<typename C::TokenRecord>::kScaled) {
-        math.row.add_step(block, s.softmax, s.powers, s.ends, token, masked, present, math.scale_log2);
+        math.row.add_step(block, s.softmax, s.powers, token, masked, present, math.scale_log2);
     } else {
         math.row.add_step(typename C::Latent{}, block, s.softmax, token, masked, present, math.scale_log2);
     }
@@ -494,6 +493,7 @@ MLA_DEVICE void add_step(const typename C::Rows& block, CodeStorage<C>& s, CodeM
 template <class C>
 MLA_DEVICE void first_scores(CodeStorage<C>& s, CodeMath<C>& math) {
     mbarrier_wait(s.full[math.slot], math.parity);
+    CodeScores<C>::split_scales(s, math.slot, math.warp, math.lane);
     CodeScores<C> scores;
     scores.clear();
 #pragma unroll
@@ -514,6 +514,7 @@ MLA_DEVICE void values_and_scores(const typename C::Rows& block, CodeStorage<C>&
     if (*reinterpret_cast<const u64*>(s.softmax.rescales) != 0) out.rescale(s.softmax.scale, math.lane);
     const i32 slot = math.last_slot();
     mbarrier_wait(s.full[math.slot], math.parity);
+    CodeScores<C>::split_scales(s, math.slot, math.warp, math.lane);
     const CodeCopies copies = math.loader.next(block, s, due);
     const u8* keys = s.tokens[math.slot];
     const SmemAddr tokens = smem_addr(s.tokens[slot]);

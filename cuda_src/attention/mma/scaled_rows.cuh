@@ -11,9 +11,12 @@
 namespace mla::attention::mma {
 // A row scales its largest P to 2^2, and does so again once P reaches 2^10. The rest of a scale is below 2^5, so that
 // products stay below 2^15; float16 ends at 2^16.
-constexpr float kLargestLog2 = 2.f, kLargestEndLog2 = 10.f;
+constexpr float kLargestLog2 = 2.f;
+constexpr u32 kLargestEnd = 0x64006400;  // 2^10, twice
 constexpr i32 kRestLog2 = 4;
-// Scales beyond these count as they do where the power of two is chosen. So weights end at 2^74, and no sum overflows.
+// Weights of tokens with tiny scales end here, well before their sum overflows.
+constexpr float kMostWeight = 0x1p80f;
+// Scales beyond these count as they do where the power of two is chosen.
 constexpr float kLeastScale = 0x1p-60f, kMostScale = 0x1p100f;
 
 // The power of two that P takes of a token's scales.
@@ -22,9 +25,6 @@ MLA_DEVICE float scale_power(const float4& scales) {
     const u32 exponent = __float_as_uint(fminf(fmaxf(largest, kLeastScale), kMostScale)) & 0x7f800000;
     return __uint_as_float(exponent - (kRestLog2 << 23));
 }
-
-// The exponent that a weight of a token with this power must stay below.
-MLA_DEVICE float weight_end(float power) { return kLargestEndLog2 + 127.f - (float)(__float_as_uint(power) >> 23); }
 
 // What is left of a scale, in float16 and below 2^5. A scale that is not finite leaves 0: a row that sees its token has
 // a score of NaN, and a row that does not see it must not read NaN.
@@ -39,6 +39,7 @@ struct ScaledRow : SoftmaxRow<Layout, true> {
     using Base = SoftmaxRow<Layout, true>;
     using Scores = typename Base::Scores;
     static constexpr i32 kTokens = Layout::kTokens;
+    using Powers = float[kTokens];
     float shift;  // a whole number, so that it can be added to `max` without an error
 
     MLA_DEVICE void begin() { Base::begin(), shift = 0.f; }
@@ -46,52 +47,65 @@ struct ScaledRow : SoftmaxRow<Layout, true> {
     // Exponent that `sum` is relative to, in base 2.
     MLA_DEVICE float reference() const { return this->max + shift; }
 
-    // Takes the step's scores, and of its tokens what P takes of their scales and the ends of their weights; leaves P.
-    // As SoftmaxRow::add_step.
+    // Takes the step's scores and what P takes of its tokens' scales, leaves P; as SoftmaxRow::add_step.
     template <class Block>
-    MLA_DEVICE void add_step(const Block& block, SoftmaxSlots<Layout>& s, const float* powers, const float* ends,
-                             i32 token, bool masked, u32 present, float scale_log2) {
-        Scores x, end;
+    MLA_DEVICE void add_step(const Block& block, SoftmaxSlots<Layout>& s, const float* of_step, i32 token, bool masked,
+                             u32 present, float scale_log2) {
+        Scores x;
+        Powers powers;
         Base::load_scores(x, s);
         if (masked) present &= Base::seen_bits(block, token + Base::first_token());
-        float excess = negative_infinity();
 #pragma unroll
         for (i32 i = 0; i < kTokens; ++i) {
-            end[i] = ends[Base::first_token() + i];
+            powers[i] = of_step[Base::first_token() + i];
             x[i] = present >> i & 1 ? __fmul_rn(x[i], scale_log2) : negative_infinity();
-            excess = fmaxf(excess, exponent(x[i]) - end[i]);
         }
-        const bool rescales = __any_sync(kFullWarp, excess >= 0.f);
-        const float factor = rescales ? follow(x, end, excess >= 0.f) : 1.f;
-        u32* to = reinterpret_cast<u32*>(&s.p[Base::row()][Base::first_token()]);
-#pragma unroll
-        for (i32 i = 0; i < kTokens; i += 2) {
-            const float w0 = ex2_approx(exponent(x[i])), w1 = ex2_approx(exponent(x[i + 1]));
-            const float* power = powers + Base::first_token() + i;
-            this->sum += w0 + w1;
-            to[i / 2] = cvt_x2(float16{}, w0 * power[0], w1 * power[1]);
+        add_scores(s, x, powers);
+    }
+
+   private:
+    // P is stored before it is known to fit, so that nobody waits for the vote.
+    MLA_DEVICE void add_scores(SoftmaxSlots<Layout>& s, const Scores& x, const Powers& powers) {
+        float weights, factor = 1.f;
+        bool fits = weigh(weights, s, x, powers);
+        const bool rescales = __any_sync(kFullWarp, !fits);
+        if (rescales) {
+            factor = follow(x, powers, fits);
+            weigh(weights, s, x, powers);
         }
+        this->sum += weights;
         if (Base::is_first()) s.scale[Base::row()] = factor;
         if (threadIdx.x % kWarpThreads == 0) s.rescales[threadIdx.x / kWarpThreads] = rescales;
     }
 
-   private:
-    // Two subtractions: beside a huge `max` a sum loses `shift`.
-    MLA_DEVICE float exponent(float x) const { return x - this->max - shift; }
+    // Stores P and adds up the weights. Returns true if all are within their limits.
+    MLA_DEVICE bool weigh(float& sum, SoftmaxSlots<Layout>& s, const Scores& x, const Powers& powers) const {
+        u32* to = reinterpret_cast<u32*>(&s.p[Base::row()][Base::first_token()]);
+        u32 largest;
+#pragma unroll
+        for (i32 i = 0; i < kTokens; i += 2) {
+            // Two subtractions: beside a huge `max` a sum loses `shift`.
+            const float w0 = ex2_approx(x[i] - this->max - shift), w1 = ex2_approx(x[i + 1] - this->max - shift);
+            sum = i == 0 ? w0 + w1 : sum + (w0 + w1);
+            const u32 p = cvt_x2(float16{}, w0 * powers[i], w1 * powers[i + 1]);
+            largest = i == 0 ? p : max_x2(float16{}, largest, p);
+            to[i / 2] = p;
+        }
+        return !(largest + (0x80008000 - kLargestEnd) & 0x80008000) && !(sum > kMostWeight);
+    }
 
-    // Cold. Returns the factor of what the row has added up. Rows of which no weight has reached its end stay as they
-    // are, since a row's results must not depend on its neighbours'.
-    MLA_DEVICE float follow(const Scores& x, const Scores& end, bool reached) {
+    // Cold. Returns the factor of what the row has added up. Rows whose threads all `fit` stay as they are, since a
+    // row's results must not depend on its neighbours'.
+    MLA_DEVICE float follow(const Scores& x, const Powers& powers, bool fit) {
         float score = negative_infinity(), product = negative_infinity();
 #pragma unroll
         for (i32 i = 0; i < kTokens; ++i) score = fmaxf(score, x[i]);
         const float to = fmaxf(this->max, Base::max_over_lanes(score));
 #pragma unroll
-        for (i32 i = 0; i < kTokens; ++i) product = fmaxf(product, x[i] - to - end[i]);
+        for (i32 i = 0; i < kTokens; ++i) product = fmaxf(product, x[i] - to + lg2_approx(powers[i]));
         product = Base::max_over_lanes(product);
-        if (Base::max_over_lanes(reached ? 1.f : 0.f) == 0.f) return 1.f;
-        const float left = this->max - to + shift;
-        const float next = fmaxf(left, ceilf(product + kLargestEndLog2 - kLargestLog2));
+        if (Base::max_over_lanes(fit ? 0.f : 1.f) == 0.f) return 1.f;
+        const float left = this->max - to + shift, next = fmaxf(left, ceilf(product - kLargestLog2));
         const float factor = ex2_approx(left - next);
         this->max = to, shift = next;
         this->sum *= factor;
