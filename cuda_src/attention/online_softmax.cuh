@@ -22,6 +22,8 @@ MLA_DEVICE bool is_far_above(float tile, float max, float log2 = kLazyMaxLog2) {
 // order. Distinct huge scores are at least 16 apart and come to lie further apart: no weight that counts changes.
 //
 // Maxima hold such exponents until a work item ends; `in_base_2` turns them into what leaves the block.
+//
+// Kernels with few scores in a thread round every product instead: then no exponent of a row is above 0 either.
 constexpr float kHugeExponent = 0x1p28f;
 
 MLA_DEVICE bool is_huge(float exponent) { return fabsf(exponent) >= kHugeExponent; }
@@ -43,19 +45,6 @@ MLA_DEVICE float scale_of(float max, float scale_log2) { return is_huge(max) ? p
 MLA_DEVICE float in_base_2(float max, float scale_log2) {
     const u32 quotient = __float_as_uint(scale_log2) - __float_as_uint(power_from(scale_log2)) + __float_as_uint(1.f);
     return is_huge(max) ? max * __uint_as_float(quotient) : max;
-}
-
-// Kernels with a branch for huge maxima round every product above this one instead: the largest exponent is exactly 0.
-constexpr float kHugeMax = 0x1p24f;
-
-// Returns true for the whole warp if a maximum of any lane is huge.
-MLA_DEVICE bool any_huge(float max) { return __any_sync(kFullWarp, fabsf(max) >= kHugeMax); }
-
-// Scales scores to base 2 with rounding. The compiler must not fuse the product with a later subtraction.
-template <i32 kCount>
-MLA_DEVICE void to_base_2(float (&scores)[kCount], float scale_log2) {
-#pragma unroll
-    for (float& score : scores) score = __fmul_rn(score, scale_log2);
 }
 
 // The factor by which a new running maximum rescales what was accumulated under the old one.
