@@ -3,7 +3,7 @@
 //   delta = sum(out * dout) - dlse,   lse2 = lse log2(e)
 //
 // Grid: x = tiles of queries (at most; the schedule knows how many), then heads, which change faster. A row's 16-byte
-// pieces are as many lanes. Where lse is infinite, nothing else is read: delta is 0 and lse2 is +inf, so that
+// pieces are as many lanes. Where lse is infinite or huge, nothing else is read: delta is 0 and lse2 is +inf, so that
 // exp2(s - lse2) is 0. So are the rows between a sequence's last query and the next multiple of kRowGroup.
 //
 // The sums that the kernel of keys adds to become 0 here, too: these stores run beside the loads.
@@ -14,6 +14,7 @@
 #include "dense/one_sequence.cuh"
 #include "ptx/control.cuh"
 #include "tile/elements.cuh"
+#include "tile/huge_lse.cuh"
 
 namespace mla::dense {
 // ---- Variant ---------------------------------------------------------------------------------------------------
@@ -89,11 +90,12 @@ MLA_DEVICE float partial_delta(const DenseDeltaParams& p, i64 query, i32 head, i
 MLA_DEVICE Statistics statistics(const DenseDeltaParams& p, i64 query, i32 head, bool there, i32 lane) {
     const float none = negative_infinity();
     const float lse = there ? p.lse[query * p.lse_stride_s_elems + head * p.lse_stride_h_elems] : none;
-    const bool empty = fabsf(lse) == -none;
+    const float lse2 = lse2_of_weights(lse * kLog2E);
+    const bool empty = lse2 == -none;
     const float delta = row_sum(empty ? 0.f : partial_delta(p, query, head, lane * kChunkElems));
     if (empty) return Statistics{-none, 0.f};
     const float dlse = p.dlse == nullptr ? 0.f : p.dlse[query * p.dlse_stride_s_elems + head * p.dlse_stride_h_elems];
-    return Statistics{lse * kLog2E, delta - dlse};
+    return Statistics{lse2, delta - dlse};
 }
 
 // ---- Sums ------------------------------------------------------------------------------------------------------

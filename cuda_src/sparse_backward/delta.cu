@@ -11,6 +11,7 @@
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
 #include "sparse_backward/delta.cuh"
+#include "tile/huge_lse.cuh"
 
 namespace mla::sparse_backward {
 using Element = MLA_DTYPE;
@@ -86,9 +87,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                             : p.attn_sink[head * p.attn_sink_stride_elems] * kLog2E;
     float sink_sum = 0.f;
     for (i64 query = span * kSpanQueries; query < end; ++query) {
-        const float own = p.lse[query * p.lse_stride_s_elems + head * p.lse_stride_h_elems] * p.lse_to_log2;
+        const float lse = p.lse[query * p.lse_stride_s_elems + head * p.lse_stride_h_elems];
+        const float own = lse2_of_weights(lse * p.lse_to_log2);
         float delta = 0.f, lse2 = -negative_infinity();
-        if (p.counts[query] > 0 && fabsf(own) != -negative_infinity()) {
+        if (p.counts[query] > 0 && own != -negative_infinity()) {
             delta = row_delta(p, query, head, lane);
             lse2 = add_exponentials(own, sink2);
             sink_sum += delta / (1.f + exp2f(own - sink2));

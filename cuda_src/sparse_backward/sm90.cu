@@ -21,6 +21,7 @@
 #include "sparse_backward/dkv_adder.cuh"
 #include "sparse_backward/pieces_params.cuh"
 #include "sparse_backward/sm90.cuh"
+#include "tile/huge_lse.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::sparse_backward::sm90 {
@@ -144,11 +145,10 @@ struct Block {
         const i64 place = kPieces && p.out != nullptr ? item(at) : query(at);
         return p.delta + (place * p.h_q + head0(at) + row);
     }
-    // +Inf for a row without a key.
+    // +Inf for a row without a key, or with a huge log-sum-exp.
     MLA_DEVICE float lse2(const Cursor& at, i32 row) const {
         const i64 elem = query(at) * p.lse2_stride_s_elems + (head0(at) + row) * p.lse2_stride_h_elems;
-        const float lse2 = p.lse2[elem] * p.lse2_factor;
-        return lse2 == negative_infinity() ? -lse2 : lse2;
+        return lse2_of_weights(p.lse2[elem] * p.lse2_factor);
     }
 };
 

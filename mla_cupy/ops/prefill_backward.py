@@ -56,8 +56,8 @@ def mla_prefill_backward(
         Gradient with respect to `out`. The last axes of both are contiguous.
     lse : array, (s_q, h_q), float32
         As the forward returned it, or merged. Both infinities mark a query without a key: it has no gradient, and
-        contributes none. Weights are exp(scale * q . k - lse), so from about 1e8 on, where float32 rounds
-        lse to multiples of 8, they may overflow.
+        contributes none. Nor does one whose lse is 1.2e7 or more in magnitude: float32 no longer tells its weights
+        there.
     dlse : array, (s_q, h_q), float32, optional
         Gradient with respect to `lse`, as for a loss of its own or for a merge outside.
     deterministic : bool

@@ -67,8 +67,8 @@ def sparse_mla_backward(
         Gradient with respect to `out`. The last axes of both are contiguous.
     lse : array, (s_q, h_q), float32
         As the forward returned it, without the sink. Both infinities mark a query and head without a row: it has no
-        gradient, and neither has a query that selects no row, whatever its `lse`. Weights are
-        exp(scale * q . k - lse), so from about 1e8 on, where float32 rounds lse to multiples of 8, they may overflow.
+        gradient, and neither has a query that selects no row, whatever its `lse`. Nor has one whose lse is 1.2e7 or
+        more in magnitude: float32 no longer tells its weights there.
     dlse : array, (s_q, h_q), float32, optional
         Gradient with respect to `lse` as it is given, so with lse_base="2" of the logarithm in base 2: as for a loss of
         its own or for a merge of partial results. It has no influence on `d_sink`.

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_cupy.dtypes import dtype_name, round_to
+from mla_cupy.reference.lse import has_no_weights
 from mla_cupy.reference.prefill import joined, seen_keys
 
 Array = npt.NDArray[Any]
@@ -46,7 +47,8 @@ def mla_prefill_backward(
     out, dout : array, (s_q, h_q, d_v)
         What the forward returned, or a merge of it with the attention to other keys, and the gradient of that.
     lse, dlse : array, (s_q, h_q)
-        The same of `lse`. Either infinity marks a query without a key: it has no gradient, and contributes none.
+        The same of `lse`. Either infinity marks a query without a key: it has no gradient, and contributes none. Nor
+        does one whose lse, in base 2, is 2^24 or more in magnitude: float32 no longer tells its weights there.
     rounding : str, optional
         "bfloat16" or "float16" rounds as the kernels do: float32 throughout, but P rounded to that format, and dS,
         which is made of it, and the results rounded to the dtype of `q`.
@@ -67,7 +69,7 @@ def mla_prefill_backward(
     queries, keys, values = (x.astype(exact) for x in (whole_q, whole_k, np.asarray(v)))
     d_out = np.asarray(dout).astype(exact)
     lse = np.asarray(lse, np.float64)
-    live = ~np.isinf(lse)
+    live = ~has_no_weights(lse)
     s_q, h_q, d_qk = queries.shape
     group = h_q // keys.shape[1]
     scale = exact(d_qk**-0.5 if scale is None else scale)

@@ -14,7 +14,7 @@ from mla_cupy.dtypes import dtype_name, round_to
 from mla_cupy.reference.attend import attend
 from mla_cupy.reference.cache import cache_gather
 from mla_cupy.reference.fp8_queries import dequantised
-from mla_cupy.reference.lse import log_of_base
+from mla_cupy.reference.lse import has_no_weights, log_of_base
 
 Array = npt.NDArray[Any]
 
@@ -162,7 +162,8 @@ def sparse_mla_backward(
         Gradient with respect to `out`.
     lse : array, (s_q, h_q)
         As the forward returned it. Both infinities mark a query without a row: it has no gradient, and neither has a
-        query that selects no row, whatever its `lse`.
+        query that selects no row, whatever its `lse`. Nor has one whose lse, in base 2, is 2^24 or more in magnitude:
+        float32 no longer tells its weights there.
     dlse : array, (s_q, h_q), optional
         Gradient with respect to `lse`.
     d_v, scale, topk_length, attn_sink, causal, relative, cu_seqlens_q, cu_seqlens_kv, lse_base
@@ -189,7 +190,7 @@ def sparse_mla_backward(
 
     delta = (out.astype(working) * dout.astype(working)).sum(axis=-1)
     natural = np.asarray(lse).astype(np.float64) * log_of_base(lse_base)
-    empty = np.isinf(natural) | ~np.array([len(rows) > 0 for rows in rows_of], bool)[:, None]
+    empty = has_no_weights(natural) | ~np.array([len(rows) > 0 for rows in rows_of], bool)[:, None]
     sink = np.full(q.shape[1], -np.inf) if attn_sink is None else np.asarray(attn_sink, np.float64)
     total = np.where(empty, np.inf, np.logaddexp(natural, sink)).astype(working)
 
