@@ -126,7 +126,7 @@ def decode(case: HugeCase) -> Call:
     slots = np.concatenate([np.arange(n) + PAGE * int(table[i, 0]) for i, n in enumerate(case.lengths)])
     q, cache = queries(case, (2, 1), case.d_qk), cache_of(case, slots, sum(pages))
     arguments = (q, cache, table, np.array(case.lengths, np.int32))
-    return mla_cupy.mla_decode, reference.mla_decode, arguments, case.options
+    return flat(mla_cupy.mla_decode), reference.mla_decode, arguments, case.options
 
 
 def lists(case: HugeCase) -> Array:
