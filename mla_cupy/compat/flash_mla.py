@@ -15,6 +15,7 @@ of V4.1 and FP4 and V3.2's keys without RoPE, is not here.
 
 from __future__ import annotations
 
+import importlib
 import math
 from typing import Any
 
@@ -93,8 +94,9 @@ def flash_mla_with_kvcache(
         d_qk is 576 or 512.
     k_cache : array, (num_blocks, page_size, 1, d_qk) or (num_blocks, 1, page_size, d_qk), dtype of q
         FlashMLA's layout, or FlashInfer's. With `indices` the pages follow one another without gaps. An FP8 cache is
-        (..., 656) for the record "v32", d_qk being 576, or (..., 584) for "v4" (FlashMLA's MODEL1, or V4) or (..., 528)
-        for "v41" (its V41), d_qk being 512; uint8 or float8_e4m3fn, with pages any multiple of 16 bytes apart.
+        (..., 656) in the format "v32", d_qk being 576, or (..., 584) in "v4" (FlashMLA's MODEL1, or V4) or (..., 528)
+        in "v41" (its V41), d_qk being 512; uint8 or float8_e4m3fn, with pages any multiple of 16 bytes apart. A dense
+        cache in FlashMLA's layout may have more KV heads: each is a call of its own for its h_q / h_kv query heads.
     block_table : array, (b, max_pages), int32, or None with `indices`
     cache_seqlens : array, (b,), int32, or None with `indices`
     head_dim_v : int
@@ -154,7 +156,9 @@ def flash_mla_with_kvcache(
     try:
         check_decode(schedule, num_splits, head_dim_v)
         causal, fp8 = check_flag("causal", causal), check_flag("is_fp8_kvcache", is_fp8_kvcache)
-        return _decode(schedule, arrays, extra, softmax_scale, causal, fp8, check_flag("strict", strict))
+        options = (extra, softmax_scale, causal, fp8, check_flag("strict", strict))
+        parts = [_decode(schedule, part, *options) for part in _by_kv_head(arrays)]
+        return parts[0] if len(parts) == 1 else (_joined([x for x, _ in parts], 2), _joined([x for _, x in parts], 1))
     except MlaError as error:
         raise renamed(error, OF_DECODE) from error
 
@@ -245,6 +249,26 @@ def _sparse_forward(
         return out, max_logits, lse
     _, lse_indexer, _ = sparse_mla_forward(*arrays[:2], arrays[2][..., :first], **options)
     return out, max_logits, lse, lse_indexer
+
+
+def _by_kv_head(arrays: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Arrays of each KV head: of one, but where a dense cache in FlashMLA's layout has more."""
+    q, k_cache, *rest = arrays
+    shape, of_q, indices = getattr(k_cache, "shape", ()), getattr(q, "shape", ()), arrays[4]
+    are_four = all(isinstance(x, tuple) and len(x) == 4 for x in (shape, of_q))
+    if indices is not None or not are_four or shape[1] == 1 or shape[2] < 2:
+        return [arrays]
+    if q.shape[2] % shape[2]:
+        raise ShapeError(explain("q.shape[2]", q.shape[2], f"a multiple of h_kv={shape[2]}, as in k_cache"))
+    group = q.shape[2] // shape[2]
+    return [(q[:, :, n * group : (n + 1) * group], k_cache[:, :, n : n + 1], *rest) for n in range(shape[2])]
+
+
+def _joined(parts: list[Any], axis: int) -> Any:
+    """Arrays of a library as one."""
+    name = type(parts[0]).__module__.partition(".")[0]
+    library = importlib.import_module("jax.numpy" if name.startswith("jax") else name)
+    return library.concatenate(parts, axis=axis)
 
 
 def _decode(

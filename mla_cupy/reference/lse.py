@@ -24,5 +24,5 @@ def log_of_base(lse_base: str) -> float:
 
 
 def has_no_weights(natural: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Whether a row with this natural log-sum-exp has no gradients: it is infinite, or huge."""
+    """True for a row without gradients: its natural log-sum-exp is infinite, or huge."""
     return np.asarray(np.abs(natural) / math.log(2.0) >= HUGE_LSE2)

@@ -453,3 +453,23 @@ def test_a_schedule_of_another_form_says_what_differs() -> None:
     message = "tile_scheduler_metadata: got one for causal=False, expected one for causal=True; pass a new"
     with pytest.raises(PlanError, match=message):
         flash_mla_with_kvcache(*inputs.arguments, 512, schedule, causal=True)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_more_kv_heads(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashMLA's own tests have three; each serves its share of the query heads, with one schedule."""
+    monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
+    make = np.asarray if library == "numpy" else pytest.importorskip("torch").from_numpy
+    rng = np.random.default_rng(0)
+    q, cache = (rng.standard_normal(shape).astype(np.float16) for shape in ((2, 2, 6, 576), (4, 8, 3, 576)))
+    table, seqlens = np.array([[2, 0], [1, 3]], np.int32), np.array([13, 5], np.int32)
+    schedule, _ = get_mla_metadata()
+    for _ in range(2):
+        out, lse = flash_mla_with_kvcache(*map(make, (q, cache, table, seqlens)), 512, schedule, causal=True)
+    for head in range(3):
+        mine = slice(2 * head, 2 * head + 2)
+        exact, exact_lse = reference.mla_decode(q[:, :, mine], cache[:, :, head], table, seqlens)
+        np.testing.assert_allclose(np.asarray(out)[:, :, mine], exact, atol=2e-3)
+        np.testing.assert_allclose(np.asarray(lse)[:, mine], exact_lse, rtol=1e-6)
+    with pytest.raises(ShapeError, match=r"q.shape\[2\]: got 5, expected a multiple of h_kv=3"):
+        flash_mla_with_kvcache(*map(make, (q[:, :, :5], cache, table, seqlens)), 512, schedule)

@@ -67,6 +67,7 @@ class Batch:
         """The struct of a call."""
         args = library.Args()
         library.function("defaults")(ctypes.byref(args))
+        args.scale = 576**-0.5
         args.b, args.num_pages, args.max_pages = self.b, self.num_pages, self.max_pages
         arrays = {"q": self.q, "kv_cache": self.cache, "block_table": self.table, "seqlens": self.seqlens}
         for name, array in {**arrays, "out": self.out, "lse": self.lse, "workspace": self.workspace}.items():
