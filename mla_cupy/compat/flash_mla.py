@@ -254,7 +254,9 @@ def _sparse_forward(
 def _by_kv_head(arrays: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     """Arrays of each KV head: of one, but where a dense cache in FlashMLA's layout has more."""
     q, k_cache, *rest = arrays
-    shape, of_q, indices = getattr(k_cache, "shape", ()), getattr(q, "shape", ()), arrays[4]
+    shape: Any = getattr(k_cache, "shape", None)
+    of_q: Any = getattr(q, "shape", None)
+    indices = arrays[4]
     are_four = all(isinstance(x, tuple) and len(x) == 4 for x in (shape, of_q))
     if indices is not None or not are_four or shape[1] == 1 or shape[2] < 2:
         return [arrays]
