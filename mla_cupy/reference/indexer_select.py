@@ -28,7 +28,7 @@ def indexer_select(
     accumulate: str = "float32",
     topk: int = 2048,
     order: str = "index",
-    relative: bool = False,
+    relative: bool = True,
     keep_first: int = 0,
     keep_last: int = 0,
 ) -> tuple[Array, Array]:

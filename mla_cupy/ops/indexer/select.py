@@ -43,7 +43,7 @@ def indexer_select(
     accumulate: str = "float32",
     topk: int = 2048,
     order: str = "index",
-    relative: bool = False,
+    relative: bool = True,
     keep_first: int = 0,
     keep_last: int = 0,
     buffer_bytes: int = BUFFER_BYTES,
@@ -62,8 +62,10 @@ def indexer_select(
         As for `indexer_logits`.
     topk : int
         Number of keys to select: 1 to 8192.
-    order, relative, keep_first, keep_last
+    order, keep_first, keep_last
         As for `indexer_topk`.
+    relative : bool
+        Count keys from `ks`, as sparse attention reads the rows of packed sequences. False: from the first key.
     buffer_bytes : int
         The queries are processed in chunks whose logits fit, whatever `topk` is; a chunk has at least one query.
     logits : array, (rows, s_kv), float32, optional

@@ -23,7 +23,7 @@ def test_chunks_do_not_matter(rows: int, monkeypatch: pytest.MonkeyPatch) -> Non
     indices, counts = mla_cupy.indexer_select(**INPUTS, topk=9, buffer_bytes=rows * 4 * 60, keep_last=2)
     logits = mla_cupy.indexer_logits(**INPUTS)
     bounds = {name: INPUTS.get(name) for name in ("ks", "ke")}
-    wanted = mla_cupy.indexer_topk(logits, 9, **bounds, keep_last=2)
+    wanted = mla_cupy.indexer_topk(logits, 9, **bounds, relative=True, keep_last=2)
     np.testing.assert_array_equal(indices, wanted[0])
     np.testing.assert_array_equal(counts, wanted[1])
 
@@ -35,7 +35,7 @@ def test_simulated(cc: tuple[int, int], accumulate: str) -> None:
     chosen: dict[str, Any] = {"accumulate": accumulate}
     with simulated(2, cc) as target:
         logits = mla_cupy.indexer_logits(**INPUTS, **chosen)
-        wanted = mla_cupy.indexer_topk(logits, 9, **bounds)
+        wanted = mla_cupy.indexer_topk(logits, 9, **bounds, relative=True)
         indices, counts = mla_cupy.indexer_select(**INPUTS, **chosen, topk=9, buffer_bytes=3 * 4 * 60)
     assert any("sm90" in name for name in target.launched) == (accumulate == "float16")
     np.testing.assert_array_equal(indices, wanted[0])
