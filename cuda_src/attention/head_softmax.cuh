@@ -1,6 +1,6 @@
 // Online softmax of a tile of scores with swapped operands: S^T in WGMMA fragments, 64 rows of keys x heads, in base 2:
 // P^T = exp2(S^T * scale_log2 - max). Heads are the columns, so statistics go down the fragments. A thread has two
-// scores of a head, so rounding each product (see kHugeExponent) costs no more than a scale of each head.
+// scores of a head, so rounding each product (see kHugeMax) costs no more than a test for a huge maximum.
 #pragma once
 #include "attention/online_softmax.cuh"
 #include "attention/shapes.cuh"

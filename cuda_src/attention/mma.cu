@@ -210,8 +210,8 @@ MLA_DEVICE float move_max(Math& math, float largest) {
     return factor;
 }
 
-// P of the warp's rows, as A fragments of the product with values. Rounding each product, see kHugeExponent, costs no
-// more than a scale of each row.
+// P of the warp's rows, as A fragments of the product with values. Rounding each product, see kHugeMax, costs no
+// more than a branch.
 MLA_DEVICE void write_p(const Rows& block, Storage& s, Math& math, i32 buffer, float factor) {
     u32(&to)[4][kWarpThreads] = s.p[buffer][(u32)math.warp / 2];
 #pragma unroll

@@ -457,9 +457,8 @@ template <i32 kRow>
 MLA_DEVICE void store_result(const PrefillParams& p, const Storage& s, const Math& math, Result& result) {
     const bool stored = result.row(kRow) < s.tile.queries;
     const i64 query = s.tile.first_query + result.row(kRow);
-    const float max = attention::in_base_2(result.max[kRow], p.scale_log2);
     const RowResult weights =
-        row_result(max, result.sum[kRow], stored ? earlier_lse(p, query, s.head) : negative_infinity());
+        row_result(result.max[kRow], result.sum[kRow], stored ? earlier_lse(p, query, s.head) : negative_infinity());
     const i64 from = query * p.state_out_stride_s_elems + s.head * p.state_out_stride_h_elems;
     const i64 to = query * p.out_stride_s_elems + s.head * p.out_stride_h_elems;
     const bool merges = stored && weights.earlier != 0.f;

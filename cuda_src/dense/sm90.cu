@@ -411,7 +411,7 @@ MLA_DEVICE void read_mask(Storage& s, Math& math, uint4 (&bits)[kFragmentRows]) 
 constexpr i32 kChains = 4;
 MLA_DEVICE constexpr i32 chain_of(i32 i) { return i / 4 % 2 * 2 + i % 2; }
 
-// The exponents of the rows' largest scores; equal in the four lanes of a quad.
+// The scores' maxima, in base 2 after `scale_log2`; equal in the four lanes of a quad.
 MLA_DEVICE void tile_max(float (&to)[kFragmentRows], const float (&scores)[kScores], float scale_log2) {
     float chains[kFragmentRows][kChains];
 #pragma unroll
@@ -421,8 +421,7 @@ MLA_DEVICE void tile_max(float (&to)[kFragmentRows], const float (&scores)[kScor
     }
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
-        const float top = fmaxf(fmaxf(chains[r][0], chains[r][1]), fmaxf(chains[r][2], chains[r][3]));
-        to[r] = attention::max_exponent(quad_max(top), scale_log2);
+        to[r] = quad_max(fmaxf(fmaxf(chains[r][0], chains[r][1]), fmaxf(chains[r][2], chains[r][3]))) * scale_log2;
     }
 }
 
@@ -432,11 +431,10 @@ MLA_DEVICE attention::RowScale exponentiate(Math& math, float scale_log2) {
     tile_max(tile_maxima, math.scores, scale_log2);
     attention::lazy_max(maxima, math.rows, tile_maxima);
     const attention::RowScale scale = math.rows.move_max(maxima);
-    const float scales[] = {attention::scale_of(maxima[0], scale_log2), attention::scale_of(maxima[1], scale_log2)};
 #pragma unroll
     for (i32 i = 0; i < kScores; ++i) {
         const i32 r = fragment_half(i);
-        math.scores[i] = ex2_approx(fmaf(math.scores[i], scales[r], -math.rows.max[r]));
+        math.scores[i] = ex2_approx(fmaf(math.scores[i], scale_log2, -math.rows.max[r]));
         sums[r][chain_of(i)] += math.scores[i];
     }
 #pragma unroll
@@ -574,8 +572,8 @@ template <i32 kRow>
 MLA_DEVICE void store_result(const PrefillParams& p, Math& math, const QueryTile& tile, i32 head) {
     const bool stored = math.row(kRow) < tile.queries;
     const i64 query = tile.first_query + math.row(kRow);
-    const float max = attention::in_base_2(math.rows.max[kRow], p.scale_log2), sum = quad_sum(math.rows.sum[kRow]);
-    const RowResult result = row_result(max, sum, stored ? earlier_lse(p, query, head) : negative_infinity());
+    const RowResult result = row_result(math.rows.max[kRow], quad_sum(math.rows.sum[kRow]),
+                                        stored ? earlier_lse(p, query, head) : negative_infinity());
     const i64 from = query * p.state_out_stride_s_elems + head * p.state_out_stride_h_elems;
     const i64 to = query * p.out_stride_s_elems + head * p.out_stride_h_elems;
     const bool merges = stored && result.earlier != 0.f;

@@ -67,8 +67,9 @@ def joined(kind: type[_G], structure: Structure, children: Iterable[Any]) -> _G:
 
 
 def _differs(value: Any, absent: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)  # True == 1, but is no scale
-    return value is not absent and not ((is_number or isinstance(value, str)) and value == absent)
+    kinds = (int, float) if isinstance(absent, float) else type(absent)
+    of_a_kind = isinstance(value, kinds) and not isinstance(value, bool)  # True == 1, but is no scale
+    return value is not absent and not (of_a_kind and value == absent)
 
 
 def taken(group: Any, kind: type[Group], argument: str, names: tuple[str, ...]) -> tuple[Any, ...]:

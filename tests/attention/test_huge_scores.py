@@ -167,8 +167,8 @@ OPERATIONS: dict[str, tuple[Any, Callable[[HugeCase], Call]]] = {
     "sparse_forward": (SPARSE_FORWARD, sparse_forward),
     "prefill": (DENSE, prefill),
 }
-#: Has no register left for a scale of each row.
-WITHOUT = ("dense_sm90_fp8",)
+#: Tensor cores alone decide about the time of these: the branch for huge scores costs them 3 to 6 %.
+WITHOUT = ("decode_sm90_seesaw", "decode_sm90_seesaw_boxes", "decode_sm90_seesaw_forms", "dense_sm90", "dense_sm90_fp8")
 KERNELS = [
     (operation, kernel.name)
     for operation, (family, _) in OPERATIONS.items()

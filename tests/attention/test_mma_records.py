@@ -214,9 +214,9 @@ PLANTED = [
     (
         ONE_TILE,
         CASE,
-        Mutant("values have the first scale", CODES, "group = warp * Few::Softmax::kWeights / kWarps", "group = 0"),
+        Mutant("values have the first scale", CODES, "s.rests[slot][warp / 2]", "s.rests[slot][0]"),
     ),
-    (ONE_TILE, CASE, Mutant("scale of a neighbour", SCALED, "w[i + 1] * scales[i + 1]", "w[i + 1] * scales[i]")),
+    (ONE_TILE, CASE, Mutant("power of a neighbour", SCALED, "w1 * powers[i + 1]", "w1 * powers[i]")),
     (
         ONE_TILE,
         CASE,

@@ -262,8 +262,9 @@ struct JointSoftmax {
     }
 
     // P of the piece in 16 bits, to [head][key] in shared memory.
-    MLA_DEVICE void exponentiate(u32 (&words)[kTileKeys / 2], const float (&scores)[kTileKeys]) {
-        const float scale_log2 = scale_of(max, p.scale_log2);
+    MLA_DEVICE void exponentiate(u32 (&words)[kTileKeys / 2], float (&scores)[kTileKeys]) {
+        float scale_log2 = p.scale_log2;
+        if (any_huge(max)) to_base_2(scores, scale_log2), scale_log2 = 1.f;
 #pragma unroll
         for (i32 i = 0; i < kTileKeys; i += 2) {
             const float p0 = ex2_approx(fmaf(scores[i], scale_log2, -max));
@@ -300,7 +301,7 @@ struct JointSoftmax {
         for (i32 i = 1; i < kTileKeys; ++i) largest = fmaxf(largest, scores[i]);
         s.maxima[stage][half][head] = largest;
         sync_heads();
-        const float scale = move_max(max_exponent(fmaxf(largest, s.maxima[stage][half ^ 1][head]), p.scale_log2));
+        const float scale = move_max(fmaxf(largest, s.maxima[stage][half ^ 1][head]) * p.scale_log2);
         u32 words[kTileKeys / 2];
         exponentiate(words, scores);
         if (!first) {
@@ -319,13 +320,11 @@ struct JointSoftmax {
     MLA_DEVICE float finish(const WorkItem& item, const BlockHeads& heads, float total) const {
         const i32 row = heads.row0 + head;
         if (row >= heads.rows) return 0.f;
-        const float max2 = in_base_2(max, p.scale_log2);
         if (half == 0) {
-            store_row_lse(p, item, heads.kv_head, row, row_lse2(max2, total));
-            const float row_max2 = in_base_2(row_max, p.scale_log2);
-            if (C::kWithRowMax) store_row_max(p, item, heads.kv_head, row, with_nan_of(total, row_max2));
+            store_row_lse(p, item, heads.kv_head, row, row_lse2(max, total));
+            if (C::kWithRowMax) store_row_max(p, item, heads.kv_head, row, with_nan_of(total, row_max));
         }
-        return output_factor(p, item, heads.kv_head, row, max2, total);
+        return output_factor(p, item, heads.kv_head, row, max, total);
     }
 
     // kPiece columns of the result from `column` of the thread's on.

@@ -15,12 +15,6 @@
 #include "ptx/wgmma.cuh"
 
 namespace mla::attention::sm90 {
-// From this maximum on a warp rounds every product, see kHugeExponent: e4m3 has no room for what rounding a larger
-// maximum takes off.
-constexpr float kHugeMax = 0x1p24f;
-
-MLA_DEVICE bool any_huge(float max) { return __any_sync(kFullWarp, fabsf(max) >= kHugeMax); }
-
 // A reference after a tile: see kFp8ReferenceLog2.
 MLA_DEVICE float moved_reference(float reference, float tile_max) {
     return is_far_above(tile_max, reference, kFp8ReferenceLog2) ? tile_max : reference;

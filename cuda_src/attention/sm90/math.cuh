@@ -51,14 +51,14 @@ MLA_DEVICE void load_q_resident(Storage<C>& s, Math& math, i32 thread) {
     if constexpr (C::kResidentSwTile != kNothingResident) load_sw128(math.q_resident, s.q_resident(), thread);
 }
 
-// The rows' maxima over a tile, as the running ones follow them: rounded up, so that no weight exceeds its limit.
+// The rows' maxima over a tile, as the running ones follow them. Not fused with the scale: that spills (NVRTC 12.9).
 template <class C, i32 kCount>
 MLA_DEVICE void followed_max(float (&to)[kFragmentRows], const float (&scores)[kCount],
                              const float (&scale_log2)[kFragmentRows]) {
     tile_max(to, scores, scale_log2);
     if constexpr (C::kRaisedLog2 != 0) {
 #pragma unroll
-        for (i32 r = 0; r < kFragmentRows; ++r) to[r] = __fadd_ru(to[r], -(float)C::kRaisedLog2);
+        for (i32 r = 0; r < kFragmentRows; ++r) to[r] = __fadd_rn(to[r], -(float)C::kRaisedLog2);
     }
 }
 
@@ -369,9 +369,6 @@ MLA_DEVICE void run_math_role(Block<C>& block, i32 thread, Tiles tiles) {
         if (item.tile_begin < item.tile_end) {
             load_q_resident(s, math, thread);
             tiles(math, item);
-            float scale_log2[kFragmentRows];
-            score_scales(scale_log2, block, thread);
-            math.rows.to_base_2(scale_log2);
             total_sums<kRight>(sums, s, math, thread);
             has_nonfinite = !C::kSparse && s.nonfinite_request[kRight] == item.request;
             release(s.q_empty, thread);  // only now: the next work item may overwrite what was read above

@@ -39,7 +39,7 @@ MLA_DEVICE void left_pair(Block<C>& block, Math& math, const WorkItem& item, i32
     store_rows(s.running_max[0], maxima, thread);
     bar_arrive(MaxReady, kMathThreads);
     const RowScale even_scale = math.rows.move_max(maxima);
-    exponentiate<typename C::Latent>(math.p_fragment, math.rows, math.scores, scale_log2);
+    exponentiate<typename C::Latent, C::kSparse>(math.p_fragment, math.rows, math.scores, scale_log2);
     store_sw128(s.p(0), math.p_fragment, thread);
     bar_arrive(P0Ready, kMathThreads);
 
@@ -99,7 +99,7 @@ MLA_DEVICE void right_pair(Block<C>& block, Math& math, const WorkItem& item, i3
     lazy_max(maxima, math.rows, tile_maxima);
     store_rows(s.running_max[1], maxima, thread);
     const RowScale odd_scale = math.rows.move_max(maxima);
-    exponentiate<typename C::Latent>(math.p_fragment, math.rows, math.scores, scale_log2);
+    exponentiate<typename C::Latent, C::kSparse>(math.p_fragment, math.rows, math.scores, scale_log2);
     store_sw128(s.p(1), math.p_fragment, thread);
     bar_arrive(P1Ready, kMathThreads);
 

@@ -82,10 +82,6 @@ MLA_DEVICE void add_own_tile(Block<C>& block, Math& math, const WorkItem& item, 
     lazy_max(maxima, math.rows, tile_maxima);
     store_rows(s.running_max[kStage], maxima, thread);
     const RowScale scale = math.rows.move_max(maxima);
-    if constexpr (C::kScaledQueries) {  // read again: rows' own scales, kept across the maximum, would spill
-        opaque(thread);
-        score_scales(scale_log2, block, thread);
-    }
     exponentiate<typename C::Latent>(math.p_fragment, math.rows, math.scores, scale_log2);
     if (kRight) bar_sync(own_barrier(kRight), kWarpgroupThreads);  // P may take the place of keys that all have scored
     store_sw128(s.p(kStage), math.p_fragment, thread);
