@@ -272,7 +272,7 @@ def test_shard_map_over_gpus(jax_gpu: Any, of_jax: Any) -> None:
     spec, mesh = jax.sharding.PartitionSpec, jax.sharding.Mesh(np.array(devices[:2]), ("heads",))
     heads = spec(None, None, "heads")
     sharded = jax.shard_map(
-        of_jax.mla_decode,
+        flat(of_jax.mla_decode),
         mesh=mesh,
         in_specs=(heads, spec(), spec(), spec()),
         out_specs=(heads, spec(None, "heads")),
@@ -354,7 +354,7 @@ def test_a_program_for_the_cpu(jax_gpu: Any, of_jax: Any, monkeypatch: pytest.Mo
     """In a process with a GPU, XLA picks the branch of the platform that it compiles for."""
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     inputs = cases.make(cases.DecodeCase(h_q=4, seqlens=70, strides="dense"))
-    for run in (jax_gpu.jit(flat(of_jax.mla_decode)), of_jax.mla_decode):
+    for run in (jax_gpu.jit(flat(of_jax.mla_decode)), flat(of_jax.mla_decode)):
         out, lse = run(*put(jax_gpu, inputs.arguments, "cpu"))
         assert {device.platform for device in out.devices()} == {"cpu"}
         check((np.asarray(out), np.asarray(lse)), inputs.exact, inputs.rounded, "bfloat16")

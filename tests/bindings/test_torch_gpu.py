@@ -75,7 +75,7 @@ def test_the_workspace_is_pytorch_s(torch_gpu: Any, of_torch: Any) -> None:
     moved = torch_gpu.zeros_like(plan.workspace)
     plan.workspace.fill_(0xFF)
     torch_gpu.ops.mla_cupy.decode_plan_update(moved, given["seqlens"], plan.number)
-    results = torch_gpu.ops.mla_cupy.mla_decode_planned(moved, plan.number, **given)
+    results = torch_gpu.ops.mla_cupy.mla_decode_planned(moved, plan.number, **given, scale=576**-0.5)
     check_decode(torch_gpu, results, inputs)
     assert (plan.workspace == 0xFF).all()
 
