@@ -570,7 +570,8 @@ def workspace_bytes(operation: Callable[..., Any], *args: Any, **kwargs: Any) ->
     found = operation_of(operation)
     if found is None:
         raise ArgumentError(explain("operation", repr(operation), "an operation of mla_cupy that takes arrays"))
-    bound = inspect.signature(operation).bind(*args, **kwargs)
+    defaults = getattr(operation, "__kwdefaults__", None) or {}  # with `scale`, which the signature requires
+    bound = inspect.signature(operation).bind(*args, **{**defaults, **kwargs})
     bound.apply_defaults()
     return _measure(found, bound.arguments)
 

@@ -261,9 +261,11 @@ def test_plans_for_queries_in_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_kernels_are_refused(math: str, kernels: list[str], recorder: Recorder) -> None:
     inputs = make(replace(CASES[0], h_q=17))
     for kernel in kernels:
-        with pytest.raises(ArgumentError, match=f"kernel: got '{kernel}', expected for math='{math}' one of {KERNEL}"):
+        with pytest.raises(
+            ArgumentError, match=f"kernel: got '{kernel}', expected for fp8.math='{math}' one of {KERNEL}"
+        ):
             mla_decode(*inputs.arguments, math=math, kernel=kernel)
-    with pytest.raises(ArgumentError, match=f"kernel: got '{KERNEL}', expected for math='exact' one of"):
+    with pytest.raises(ArgumentError, match=f"kernel: got '{KERNEL}', expected for fp8.math='exact' one of"):
         mla_decode(*inputs.arguments, kernel=KERNEL)
     assert recorder.launches == []
 

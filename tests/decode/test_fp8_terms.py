@@ -119,8 +119,11 @@ def test_the_oracle_attends_with_these_queries(case: DecodeCase) -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"h_q": 16}, r"takes 17 and more, not 16 query rows .*pass math=\"fp8\", or leave math out"),
-        ({"s_q": 2, "h_q": 64, "tree_mask": True}, r"takes no tree_mask with math='fp8x2': pass math=\"fp8\""),
+        ({"h_q": 16}, r"takes 17 and more, not 16 query rows .*pass fp8=Fp8\(\"fp8\"\), or leave fp8.math out"),
+        (
+            {"s_q": 2, "h_q": 64, "tree_mask": True},
+            r"takes no tree_mask with .*: pass fp8=Fp8\(\"fp8\"\)",
+        ),
     ],
 )
 def test_what_other_arithmetic_is_better_for(changes: dict[str, Any], match: str) -> None:

@@ -22,19 +22,20 @@ LIMITS = {"b": 17, "n": 200, "s_q": 127, "s_kv": 1000, "num_pages": 64, "max_pag
 LIMITS |= {"extra_page_size": 64, "extra_topk": 200, "max_position": 1000, "mask_bytes": 200}
 LIMITS |= {"tables": 127, "ends": 127, "total_q": 127, "t": 200}
 _SCALES_OF_V32 = slice(512, 528)
-_LARGEST = 1 << 23
+_LARGEST = 1 << 24
 """Elements of an array, at most."""
 
 
 def call_of(subject: Subject, rng: random.Random, at: int = 1 << 40) -> Call:
     """A random call that the package takes, with contiguous arrays at made-up addresses."""
-    while True:
+    for _ in range(100_000):
         values = draws.values(subject, rng, LIMITS)
         values |= draws.respaced(subject, values)
         values |= {array.name: at * (number + 1) for number, array in enumerate(subject.arrays)}
         call = Call(subject, values)
         if max(math.prod(shape_of(call, array)) for array in subject.arrays) <= _LARGEST and _is_taken(call):
             return call
+    raise AssertionError("no draw is a call that the package takes")
 
 
 def _is_taken(call: Call) -> bool:

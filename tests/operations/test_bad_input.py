@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from itertools import combinations
 from typing import Any
 
@@ -14,7 +16,7 @@ from mla_cupy.ops.operation import Operation
 from tests.support.calls import no_launch
 from tests.support.gpu import upload
 from tests.support.mistakes import Bad, Call, raises, refuses_what_it_cannot_write, swap
-from tests.support.operations import at, each, function_of, good_call, mistakes, output_names
+from tests.support.operations import CHOSEN, at, each, function_of, good_call, mistakes, output_names
 from tests.support.recorder import Elsewhere, Recorder
 from tests.support.workspace import aligned_bytes
 
@@ -183,6 +185,21 @@ def test_workspace_bytes_of_what_is_no_operation() -> None:
     for function in (len, 3, None, "mla_decode", mla_cupy.plan_decode, lambda x: x):
         with pytest.raises(ArgumentError, match="operation: got"):
             mla_cupy.workspace_bytes(function, [1])  # type: ignore[arg-type]
+
+
+def requires_scale(operation: Operation) -> bool:
+    scale = inspect.signature(getattr(mla_cupy, operation.name)).parameters.get("scale")
+    return scale is not None and scale.default is scale.empty
+
+
+@pytest.mark.parametrize("operation", [*filter(requires_scale, each())], ids=lambda operation: operation.name)
+def test_a_missing_scale(operation: Operation) -> None:
+    """Python's own error would not say which value a model needs."""
+    function, call = getattr(mla_cupy, operation.name), {**CHOSEN.get(operation.name, {}), **good_call(operation)}
+    call.pop("scale", None)
+    for run in (function, functools.partial(mla_cupy.workspace_bytes, function)):
+        with pytest.raises(ArgumentError, match=r"192\*\*-0.5 for DeepSeek-V2"):
+            run(**operation.grouped(call))
 
 
 @pytest.mark.parametrize("name", ["mla_decode", "sparse_mla_forward", "sparse_mla_backward"])

@@ -79,7 +79,8 @@ def test_decode(gpu: object, b: int, h: int, plan: dict[str, Any] | None) -> Non
     exact, rounded = (reference.mla_decode(*inputs.arguments, **weights, rounding=x) for x in (None, case.dtype))
     arrays = [upload(x) for x in inputs.arguments]
     options: dict[str, Any] = {name: upload(x) for name, x in weights.items()}
-    options |= {"out": cupy.zeros(gate.shape, gate.dtype), "lse": cupy.zeros((b, h, 1), cupy.float32)}
+    options |= {"scale": 576**-0.5, "out": cupy.zeros(gate.shape, gate.dtype)}
+    options["lse"] = cupy.zeros((b, h, 1), cupy.float32)
     cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
