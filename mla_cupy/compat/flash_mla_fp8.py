@@ -2,7 +2,7 @@
 
     from mla_cupy.compat.flash_mla_fp8 import flash_mla_with_kvcache_fp8, get_mla_metadata_dense_fp8
 
-Both products are in e4m3, by `mla_cupy.mla_decode` with math="fp8". Sums are added in float32 tile by tile, which
+Both products are in e4m3, by `mla_cupy.mla_decode` with Fp8("fp8"). Sums are added in float32 tile by tile, which
 FlashMLA leaves to the tensor cores.
 """
 

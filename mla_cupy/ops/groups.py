@@ -250,8 +250,8 @@ class Fp8(Group):
     -----
     "fp8" rounds each row of 16-bit queries to e4m3, divided by a power of two, and the weights of each tile of 64
     tokens, the largest at 256: weights below 2^-18 of it (2^-14 on Blackwell) become 0. `out` is divided by the sum of
-    the rounded weights, and is up to 0.06 % too small or too large; scores lose 0.1 to 0.3 % where their terms have one
-    sign, if no column dominates. On Hopper, bfloat16 results of split requests are rounded to bfloat16 once more.
+    the rounded weights, so it may be 0.06 % too small or too large. Scores whose terms all have one sign lose 0.1 to
+    0.3 %, unless one column dominates. On Hopper, a bfloat16 result of a split request is rounded to bfloat16 twice.
     "fp8x2" keeps about eight bits of queries and weights, as bfloat16 does.
     """
 

@@ -223,7 +223,7 @@ class Operation:
     widths : str
         Which sizes go together, where single ones in `sizes` do not say it: for errors.
     check_values : callable
-        `check_values(arrays, examined)`: looks at copies of the inputs, for `check=True`.
+        `check_values(arrays, examined)`: looks at copies of the inputs, in `checking`.
     keys : mapping of str to callable
         Options that are lists or mappings, and what makes them hashable, so that a repeated call is recognised.
     groups : mapping of str to group class

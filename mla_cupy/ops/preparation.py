@@ -110,7 +110,7 @@ def mla_prepare(
     Notes
     -----
     RoPE is computed in float32, with a rounding after each operation, and rounded to 16 bits once. A row's own scale is
-    that of `mla_decode` with math="fp8": the smallest power of two, of at least 2^-100, that brings the largest
+    that of `mla_decode` with Fp8("fp8"): the smallest power of two, of at least 2^-100, that brings the largest
     magnitude to 448 or below; so the codes are those that decode would make of the 16-bit result, ties to even. A row
     with NaN or infinity is NaN, and so is its scale. With `q_scale` NaN stays where it is, and what is larger than 448
     of its units saturates.

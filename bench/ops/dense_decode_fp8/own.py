@@ -43,7 +43,7 @@ class Fp8Decode(Decode):
         return {**super().call_options(case, device), **self._math(case)}
 
     def _math(self, case: DecodeCase) -> dict[str, Any]:
-        """Arithmetic of a call: that of the case, but of a peer that converts."""
+        """Arithmetic of a call: the case's, or the default for peers that convert FP8 to 16 bits."""
         if self.name in (TERMS, CODED_TERMS):
             return {"fp8": mla_cupy.Fp8("fp8x2")}
         return {"fp8": mla_cupy.Fp8(case.math)} if self.name in (OWN, E4M3) and case.math != "exact" else {}

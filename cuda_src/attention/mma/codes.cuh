@@ -61,7 +61,8 @@ struct CodeStorage {
     alignas(
         16) float scales[Token::kScaled ? Budget::kSteps : 1][Token::kScaled ? Token::kStepTokens : 1][Token::kGroups];
     SoftmaxSlots<typename C::Few::Softmax> softmax;
-    // What products with values and what P takes of the scales. A step's P is older than the next step's rests.
+    // The two factors of the scales: products with values apply `rests`, and P contains `powers`. One step of powers is
+    // enough, because P is computed before the next step's scales are split.
     alignas(16) u16 rests[Token::kScaled ? Budget::kSteps : 1][Token::kGroups][Token::kStepTokens];
     alignas(16) float powers[Token::kStepTokens];
     MBarrier full[Budget::kSteps];        // all threads arrive, with their copies; the first phase blocks

@@ -1,10 +1,10 @@
 // The softmax of a step of 32 tokens whose values have scales, one for each group of 128 columns.
 //
-// P times scale would leave float16: a scale may be 1e-10. So each token splits its scales into a power of two, which
-// is that of the largest, and the rest. P is weight times power, computed in float32. The products with values multiply
-// it by the rest. Each row keeps P within float16 with a power of two of its own, which follows the row's largest P as
-// a running maximum follows the largest score. So a token counts by its share of the row's output: neither a small
-// weight nor a small scale alone makes it 0.
+// A weight times a scale may not fit float16: a scale can be 1e-10. Each token therefore splits its scales into one
+// power of two, that of the largest scale, and the rest of each. P is the weight times the power, computed in float32;
+// the products with values multiply by the rest. Each row also divides P by a power of two that follows the row's
+// largest P, as a running maximum follows the largest score, so that P fits float16. A token counts by its share of the
+// row's output: neither a small weight nor a small scale alone makes it 0.
 #pragma once
 #include "attention/mma/softmax.cuh"
 
@@ -26,8 +26,8 @@ MLA_DEVICE float scale_power(const float4& scales) {
     return __uint_as_float(exponent - (kRestLog2 << 23));
 }
 
-// What is left of a scale, in float16 and below 2^5. A scale that is not finite leaves 0: a row that sees its token has
-// a score of NaN, and a row that does not see it must not read NaN.
+// The rest of a scale, in float16 and below 2^5; 0 if the scale is not finite. Rows that see such a token get NaN from
+// its score, and the other rows must not read NaN.
 MLA_DEVICE u16 scale_rest(float scale, float power) {
     const float rest = scale * __uint_as_float((254 << 23) - __float_as_uint(power));
     return fabsf(rest) <= 65504.f ? (u16)cvt_x2(float16{}, rest, 0.f) : (u16)0;
