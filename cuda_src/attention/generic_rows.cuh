@@ -1,15 +1,14 @@
 // What the attention kernels on CUDA cores share: a warp's online softmax of a row, and its result.
 #pragma once
 #include "attention/decode_output.cuh"
+#include "attention/online_softmax.cuh"
 #include "attention/output_rope.cuh"
 #include "attention/query_groups.cuh"
 #include "attention/tree_mask.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::attention {
-// One row's online softmax, by its warp. The maximum starts at a finite value: no difference of infinities.
-constexpr float kLowestMax = -kMaxFloat;
-
+// One row's online softmax, by its warp.
 struct Row {
     float max = kLowestMax, sum = 0.f;
 

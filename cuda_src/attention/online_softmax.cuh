@@ -21,6 +21,9 @@ MLA_DEVICE bool is_far_above(float tile, float max, float log2 = kLazyMaxLog2) {
 // exactly 0.
 constexpr float kHugeMax = 0x1p24f;
 
+// Whether a row's running maximum is huge. That of a row that saw no token is not.
+MLA_DEVICE bool is_huge(float max) { return fabsf(max) >= kHugeMax && max != kLowestMax; }
+
 // Returns true for the whole warp if a maximum of any lane is huge.
 MLA_DEVICE bool any_huge(float a, float b) {
     return __any_sync(kFullWarp, fabsf(a) >= kHugeMax || fabsf(b) >= kHugeMax);

@@ -167,14 +167,7 @@ OPERATIONS: dict[str, tuple[Any, Callable[[HugeCase], Call]]] = {
     "sparse_forward": (SPARSE_FORWARD, sparse_forward),
     "prefill": (DENSE, prefill),
 }
-#: Tensor cores alone decide about the time of these: the branch for huge scores costs them 3 to 6 %.
-WITHOUT = ("decode_sm90_seesaw", "decode_sm90_seesaw_boxes", "decode_sm90_seesaw_forms", "dense_sm90", "dense_sm90_fp8")
-KERNELS = [
-    (operation, kernel.name)
-    for operation, (family, _) in OPERATIONS.items()
-    for kernel in family.kernels
-    if kernel.name not in WITHOUT
-]
+KERNELS = [(operation, kernel.name) for operation, (family, _) in OPERATIONS.items() for kernel in family.kernels]
 #: Those that a Hopper has. What the kernels without WGMMA need, it has, too.
 ON_HOPPER = [(operation, kernel) for operation, kernel in KERNELS if "sm100" not in kernel]
 
