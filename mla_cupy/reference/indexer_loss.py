@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_cupy.dtypes import numpy_dtype
+from mla_cupy.reference.lse import has_no_weights
 from mla_cupy.reference.sparse import selected_rows
 
 __all__ = ["SparseLoss", "WarmupLoss"]
@@ -119,7 +120,8 @@ def indexer_warmup_loss(
         Values, for the attention's output and log-sum-exps.
     lse : array, (s_q, h), optional
         The attention's log-sum-exps, natural, for "head_sum". They may count keys that are not among k: the target is
-        normalised again. A head with an infinite one has no part in the target. Default: over the keys that are seen.
+        normalised again. A head whose log-sum-exp is infinite, or 1.2e7 or more in magnitude, has no part in the target.
+        Default: over the keys that are seen.
     head_sums : array, (s_q, s_kv), optional
         sum_h A_h, as of `indexer_head_sums`, in place of that of q, k and lse.
     row_weights : array, (s_q,), optional
@@ -350,6 +352,9 @@ def _loss(
         else:
             mass[t], target_rows = _softmax(target_scale * main.products(t, rows))
         kl[t], own[t], d_scores = _divergence(target_rows, scores)
+        if not summed:
+            dead = has_no_weights(mass[t]) | has_no_weights(own[t])
+            kl[t, dead], d_scores[dead] = 0, 0
         d_scores = factors[t] * d_scores * (products > 0)  # (h_i, rows); one row of d_scores serves all heads
         d_products = weights * d_scores
         d_index_q[t] = d_products @ (scales[:, None] * index.k[rows]) / index.q_scale[t][:, None]
@@ -377,7 +382,7 @@ def _attention(main: _Main, v: Array, seen: list[Array], scale: float | None) ->
 def _head_sum(logits: Array, lse: Array | None) -> Array:
     """sum_h exp(logits - lse), (1, n), not normalised."""
     lse = _softmax(logits)[0] if lse is None else lse
-    live = np.isfinite(lse)
+    live = np.isfinite(lse) & ~has_no_weights(lse)
     parts: Array = np.exp(logits[live] - lse[live][:, None]).sum(axis=0)[None]
     return parts
 

@@ -5,6 +5,7 @@ A log-sum-exp in float32 does not tell the weights of such a row.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from tests.support.kernels import BACKWARD_KERNELS, cc_of
 from tests.support.sim_driver import simulated
 
 Array = npt.NDArray[Any]
+DENSE = [kernel.name for kernel in DENSE_BACKWARD.kernels]
 BF16 = dtypes.numpy_dtype("bfloat16")
 
 
@@ -42,9 +44,7 @@ def check(got: tuple[Any, ...], exact: tuple[Any, ...], lse: Array) -> None:
     assert dq[~huge].any()
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("kernel", [kernel.name for kernel in DENSE_BACKWARD.kernels])
-def test_dense_backward(kernel: str, deterministic: bool) -> None:
+def run_dense(kernel: str, deterministic: bool, place: AbstractContextManager[Any]) -> None:
     case = HugeCase("", "", heads=8, lengths=(0, 67))
     k = np.zeros((67, 8, 192), BF16)
     k[..., 128] = integers(case)[:, None]
@@ -52,16 +52,13 @@ def test_dense_backward(kernel: str, deterministic: bool) -> None:
     options = {"scale": case.options["scale"], "causal": False}
     out, lse = reference.mla_prefill(q, k, v, **options)
     exact = reference.mla_prefill_backward(q, k, v, out, dout, lse, **options)
-    with simulated(1, cc_of(kernel), mode="random"):
+    with place:
         arguments = (q, k, v, out.astype(np.float32), dout, lse.astype(np.float32))
         got = mla_cupy.mla_prefill_backward(*arguments, **options, deterministic=deterministic, kernel=kernel)
     check(got, exact, lse)
 
 
-@pytest.mark.settled
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("kernel", BACKWARD_KERNELS)
-def test_sparse_backward(kernel: str, deterministic: bool) -> None:
+def run_sparse(kernel: str, deterministic: bool, place: AbstractContextManager[Any]) -> None:
     heads = 128 if "pair" in kernel else 16
     case = HugeCase("", "", heads=heads, lengths=(0, 67))
     kv, dout = tokens(case)[:, None].astype(BF16), small(2, 1, heads, 512)
@@ -70,7 +67,34 @@ def test_sparse_backward(kernel: str, deterministic: bool) -> None:
     q, options = queries(case, (1,), 576), {"scale": case.options["scale"]}
     out, lse, _ = reference.sparse_mla_forward(q, kv, indices, **options)
     exact = reference.sparse_mla_backward(q, kv, out, dout, lse, indices, **options)
-    with simulated(2, cc_of(kernel), mode="random"):
+    with place:
         arguments = (q, kv, out.astype(np.float32), dout, lse.astype(np.float32), indices)
         got = mla_cupy.sparse_mla_backward(*arguments, **options, deterministic=deterministic, kernel=kernel)
     check(got, exact, lse)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kernel", DENSE)
+def test_dense_backward(kernel: str, deterministic: bool) -> None:
+    run_dense(kernel, deterministic, simulated(1, cc_of(kernel), mode="random"))
+
+
+@pytest.mark.settled
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kernel", BACKWARD_KERNELS)
+def test_sparse_backward(kernel: str, deterministic: bool) -> None:
+    run_sparse(kernel, deterministic, simulated(2, cc_of(kernel), mode="random"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kernel", DENSE)
+def test_dense_backward_on_a_gpu(hopper: object, kernel: str, deterministic: bool) -> None:
+    run_dense(kernel, deterministic, nullcontext())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kernel", [kernel for kernel in BACKWARD_KERNELS if "sm100" not in kernel])
+def test_sparse_backward_on_a_gpu(hopper: object, kernel: str, deterministic: bool) -> None:
+    run_sparse(kernel, deterministic, nullcontext())

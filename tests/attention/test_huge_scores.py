@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -206,11 +206,66 @@ def check(case: HugeCase, got: tuple[Array, ...], exact: tuple[Array, ...]) -> N
     np.testing.assert_allclose(lse, exact[1], rtol=2.0**-20, atol=loose)
 
 
+# ---- Beside other options ---------------------------------------------------------------------------------------
+def angles(s_q: int) -> dict[str, Array]:
+    """Of `out_rope`, for one position each."""
+    turns = np.random.default_rng(8).uniform(0, 6, (4, 32))
+    return {"out_cos": np.cos(turns).astype(np.float32), "out_sin": np.sin(turns).astype(np.float32),
+            "out_positions": np.resize(np.arange(4, dtype=np.int32), (2, s_q))}  # fmt: skip
+
+
+def with_options(case: HugeCase, name: str) -> Call:
+    """Three queries a sequence; a mask of prefill hides the largest key of every second query."""
+    function, oracle, (q, *rest), options = OPERATIONS[case.operation][1](case)
+    if case.operation == "prefill":
+        keys = max(case.lengths)
+        if name == "mask":
+            seen = np.random.default_rng(9).integers(0, 2, (6, -(-keys // 128) * 128))
+            seen[:, 0], seen[::2, keys - 2] = 1, 0
+            options["mask"] = np.packbits(seen, axis=1, bitorder="little")
+        else:
+            options["state_out"] = np.ones((6, case.heads, 128), q.dtype)
+            options["state_lse"] = np.resize(np.array([1.0, 1e9, -np.inf], np.float32), (6, case.heads))
+        return function, oracle, (q, *rest), options
+    q = np.repeat(q, 3, axis=1)
+    options |= {"window": {"window": 9}, "out_rope": angles(3), "float32": {"out_dtype": "float32"}}.get(name, {})
+    if name == "tree_mask":
+        options["tree_mask"] = np.resize(np.array([1, 3, 5], np.uint64), (2, 3))
+    return function, oracle, (q, *rest), options
+
+
+BESIDE = [
+    *(("decode", "decode_sm90_seesaw", option) for option in ("tree_mask", "float32")),
+    *(("decode", "decode_sm90_seesaw_forms", option) for option in ("window", "out_rope")),
+    *(("prefill", "dense_sm90", option) for option in ("mask", "state")),
+]
+
+
+def run_beside(operation: str, kernel: str, option: str, place: AbstractContextManager[Any]) -> None:
+    heads, d_qk = (8, 576) if operation == "prefill" else (64, 512 if option == "out_rope" else 576)
+    case = HugeCase(operation, kernel, heads=heads, d_qk=d_qk, lengths=(70, 200))
+    function, oracle, arguments, options = with_options(case, option)
+    exact = oracle(*arguments, **{name: x for name, x in options.items() if name != "out_dtype"})
+    with place:
+        check(case, function(*arguments, **options, kernel=kernel), exact)
+
+
 # ---- Tests -----------------------------------------------------------------------------------------------------
 @pytest.mark.settled
 @pytest.mark.parametrize(("operation", "kernel"), KERNELS)
 def test_every_kernel(operation: str, kernel: str) -> None:
     run_first(candidates(operation, kernel))
+
+
+@pytest.mark.parametrize(("operation", "kernel", "option"), BESIDE)
+def test_beside_other_options(operation: str, kernel: str, option: str) -> None:
+    run_beside(operation, kernel, option, simulated(2, cc_of(kernel), mode="random"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("operation", "kernel", "option"), BESIDE)
+def test_beside_other_options_on_a_gpu(hopper: object, operation: str, kernel: str, option: str) -> None:
+    run_beside(operation, kernel, option, nullcontext())
 
 
 def variants(case: HugeCase) -> Iterator[HugeCase]:

@@ -9,6 +9,7 @@
 #include "common/types.cuh"
 #include "indexer/key_ranges.cuh"
 #include "ptx/fp8.cuh"
+#include "tile/huge_lse.cuh"
 
 namespace mla::indexer::loss {
 // Strides are in elements. Of the parts of the workspace, rows are `row_stride_elems` apart.
@@ -143,6 +144,17 @@ MLA_DEVICE float query_factor(const LossParams& p, i32 token, i32 head) {
     return weight / p.q_scale[token * p.q_scale_stride_token_elems + head * p.q_scale_stride_head_elems];
 }
 
+// Of a head that has a part in the target, in base 2; else -inf, so that exp is 0.
+MLA_DEVICE float minus_lse2(float lse) {
+    const float lse2 = lse * kLog2E;
+    return has_weights(lse2) ? -lse2 : negative_infinity();
+}
+
+// Whether a row per head has a divergence, by its log-sum-exps.
+MLA_DEVICE bool is_live(float mass, float index_lse) {
+    return has_weights(mass * kLog2E) && has_weights(index_lse * kLog2E);
+}
+
 // What the gradients per head need of a row, in base 2.
 struct HeadRow {
     bool live;  // has a divergence
@@ -153,8 +165,7 @@ MLA_DEVICE HeadRow head_row(const LossParams& p, i32 token, i32 head) {
     if (token >= p.s_q) return HeadRow{false, 0.f, 0.f, 0.f};
     const float mass = p.mass[token * p.mass_stride_token_elems + head * p.mass_stride_head_elems];
     const float index_lse = p.index_lse[token * p.index_lse_stride_token_elems + head * p.index_lse_stride_head_elems];
-    const bool live = fabsf(mass) <= kMaxFloat && fabsf(index_lse) <= kMaxFloat;
-    return HeadRow{live, index_weight(p, token, head) * kLog2E, -mass * kLog2E, -index_lse * kLog2E};
+    return HeadRow{is_live(mass, index_lse), index_weight(p, token, head) * kLog2E, -mass * kLog2E, -index_lse * kLog2E};
 }
 
 // In the copy of the values: rows start at multiples of 16 bytes.

@@ -62,7 +62,10 @@ struct Norms {
     float max_target, sum_target;  // a maximum only if per head
     float max_score, sum_score;
 
-    MLA_DEVICE bool empty() const { return !(sum_target > 0.f) || !(fabsf(index_lse()) <= kMaxFloat); }
+    MLA_DEVICE bool empty(bool per_head) const {
+        if (per_head) return !is_live(mass(true), index_lse());
+        return !(sum_target > 0.f) || !(fabsf(index_lse()) <= kMaxFloat);
+    }
     MLA_DEVICE float index_lse() const {
         return sum_score == 0.f ? negative_infinity() : max_score + lg2_approx(sum_score) * kLn2;
     }
@@ -115,7 +118,7 @@ MLA_DEVICE float2 add_terms(const LossParams& p, const Row& row, const Norms& no
         }
         if (p.d_weights != nullptr) {
             const float softmax = ex2_approx(score * kLog2E) * inverse_score;
-            store_row_gradient(p, row, key, norms.empty() ? 0.f : row_weight * (softmax - part));
+            store_row_gradient(p, row, key, norms.empty(p.per_head) ? 0.f : row_weight * (softmax - part));
         }
     }
     return sums;
@@ -139,7 +142,7 @@ MLA_DEVICE void run_row(const LossParams& p, Storage& s, i32 token, i32 at) {
     if (threadIdx.x != 0) return;
     const float log_target = p.per_head ? lg2_approx(norms.sum_target) * kLn2 : 0.f;
     const float kl = terms.x + (lg2_approx(norms.sum_score) * kLn2 - log_target) * terms.y;
-    p.kl[token * p.kl_stride_token_elems + at * p.kl_stride_head_elems] = norms.empty() ? 0.f : kl;
+    p.kl[token * p.kl_stride_token_elems + at * p.kl_stride_head_elems] = norms.empty(p.per_head) ? 0.f : kl;
     p.mass[token * p.mass_stride_token_elems + at * p.mass_stride_head_elems] = norms.mass(p.per_head);
     p.index_lse[token * p.index_lse_stride_token_elems + at * p.index_lse_stride_head_elems] = norms.index_lse();
 }

@@ -91,6 +91,7 @@ struct RowSums {
     float attention = 0.f, target = 0.f, score = 0.f;  // of exponentials
     float divergence = 0.f;                            // sum of exp(x) (x - y), both less their shifts
 
+    MLA_DEVICE float product_shift() const { return finite_shift(max_product); }
     MLA_DEVICE float shift(float scale_log2) const { return finite_shift(scale_log2 * max_product); }
     MLA_DEVICE float score_shift() const { return finite_shift(max_score); }
 
@@ -157,10 +158,11 @@ MLA_DEVICE void raise_scores(const float (&a)[kHalf], RowSums (&rows)[kFragmentR
     }
 }
 
-// The sums of a pair of target and score.
+// The sums of a pair of target and score. Products are subtracted before they are scaled: fma(product, factor, -shift)
+// does not round what the shift has rounded, and where that is huge, exponents above 0 come out.
 MLA_DEVICE void add_pair(float product, float score, const Factors& factors, float shift, float score_shift,
                          RowSums& row) {
-    const float x = fmaf(product, factors.target_log2, -shift), y = score - score_shift;
+    const float x = (product - shift) * factors.target_log2, y = score - score_shift;
     const float weight = ex2_approx(x);
     row.target += weight;
     row.score += ex2_approx(y);
@@ -173,7 +175,7 @@ MLA_DEVICE void add_pairs(const Factors& factors, const float (&d)[kAccumulators
                           RowSums (&rows)[kFragmentRows]) {
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
-        const float shift = rows[r].shift(factors.target_log2), score_shift = rows[r].score_shift();
+        const float shift = rows[r].product_shift(), score_shift = rows[r].score_shift();
 #pragma unroll
         for (i32 i = 2 * r; i < kHalf; i += 4) {
             add_pair(d[kFirst + i], a[i], factors, shift, score_shift, rows[r]);
@@ -189,11 +191,11 @@ MLA_DEVICE void attend(const Factors& factors, const float (&d)[kAccumulators], 
     if constexpr (kWithOutput) {
 #pragma unroll
         for (i32 r = 0; r < kFragmentRows; ++r) {
-            const float shift = rows[r].shift(factors.scale_log2);
+            const float shift = rows[r].product_shift();
 #pragma unroll
             for (i32 i = kFirst + 2 * r; i < kFirst + kHalf; i += 4) {
-                const float low = ex2_approx(fmaf(d[i], factors.scale_log2, -shift));
-                const float high = ex2_approx(fmaf(d[i + 1], factors.scale_log2, -shift));
+                const float low = ex2_approx((d[i] - shift) * factors.scale_log2);
+                const float high = ex2_approx((d[i + 1] - shift) * factors.scale_log2);
                 rows[r].attention += low + high;
                 weights[i / 8][i / 4 % 2 * 2 + r] = cvt_x2(bfloat16{}, low, high);
             }
@@ -216,11 +218,10 @@ MLA_DEVICE void store_divergence(const LossParams& p, const RowTile& tile, const
     const bool seen = range.begin < range.end;
     const i64 token = math.token(r);
     const float index_lse = seen ? log_sum(row.score_shift(), score) : negative_infinity();
-    const bool empty = !(target > 0.f) || !(fabsf(index_lse) <= kMaxFloat);
+    const float mass = log_sum(row.shift(factors.target_log2), target);
     const float kl = (divergence / target + lg2_approx(score) - lg2_approx(target)) * kLn2;
-    p.kl[token * p.kl_stride_token_elems + tile.head * p.kl_stride_head_elems] = empty ? 0.f : kl;
-    p.mass[token * p.mass_stride_token_elems + tile.head * p.mass_stride_head_elems] =
-        log_sum(row.shift(factors.target_log2), target);
+    p.kl[token * p.kl_stride_token_elems + tile.head * p.kl_stride_head_elems] = is_live(mass, index_lse) ? kl : 0.f;
+    p.mass[token * p.mass_stride_token_elems + tile.head * p.mass_stride_head_elems] = mass;
     p.index_lse[token * p.index_lse_stride_token_elems + tile.head * p.index_lse_stride_head_elems] = index_lse;
 }
 

@@ -158,15 +158,14 @@ MLA_DEVICE void make_sums(Element, Storage& s, Pieces& pieces, const KeyList& li
     }
 }
 
-MLA_DEVICE float minus_lse2(const LossParams& p, i32 token, i32 head) {
+MLA_DEVICE float minus_lse2_of(const LossParams& p, i32 token, i32 head) {
     if (head >= p.heads) return negative_infinity();
-    const float lse = p.lse[token * p.lse_stride_token_elems + head * p.lse_stride_head_elems];
-    return fabsf(lse) <= kMaxFloat ? -lse * kLog2E : negative_infinity();  // no part: exp is 0
+    return minus_lse2(p.lse[token * p.lse_stride_token_elems + head * p.lse_stride_head_elems]);
 }
 
 MLA_DEVICE void load_numbers(const LossParams& p, Storage& s, i32 token, i32 warpgroup, i32 thread) {
     if (warpgroup == 0) {
-        s.minus_lse[thread] = minus_lse2(p, token, thread);
+        s.minus_lse[thread] = minus_lse2_of(p, token, thread);
     } else {
         s.weights[thread] = thread < p.index_heads ? index_weight(p, token, thread) : 0.f;
     }

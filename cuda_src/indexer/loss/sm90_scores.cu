@@ -299,10 +299,6 @@ struct RowLses {
     }
 };
 
-MLA_DEVICE float minus_lse2(float lse) {
-    return fabsf(lse) <= kMaxFloat ? -lse * kLog2E : negative_infinity();  // no part: exp is 0
-}
-
 // times(key) multiplies what belongs to a key.
 template <class Times>
 MLA_DEVICE void store_sums(float* to, i64 stride_elems, const Tile& tile, const Math& math,

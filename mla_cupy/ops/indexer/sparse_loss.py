@@ -82,8 +82,9 @@ def indexer_sparse_loss(
     k_scale, q_scale : array, (s_kv,) and (s_q, h_i), float32, optional
         Scales of `index_k` and `index_q`, as for `indexer_warmup_loss`, whose notes say what the gradients refer to.
     lse : array, (s_q, h), float32, optional
-        The attention's log-sum-exps, natural, such as those of `sparse_mla_forward`; p is normalised again. A head with
-        an infinite one has no part in p. Default: computed, over the selected keys.
+        The attention's log-sum-exps, natural, such as those of `sparse_mla_forward`; p is normalised again. A head
+        whose lse is infinite, or 1.2e7 or more in magnitude, has no part in p. Default: computed, over the selected
+        keys.
     head_sums : array, (s_q, topk), float32, optional
         Source of p in place of `q`, `k` and `lse`: the sum of `indexer_head_sums` of all ranks, each of which has
         a share of the attention's heads. The last axis is contiguous.

@@ -96,7 +96,8 @@ def indexer_warmup_loss(
         be part of `k`.
     lse : array, (s_q, h), float32, optional
         The attention's log-sum-exps, natural. They may count keys that are not among `k`: p is normalised again. A head
-        with an infinite one has no part in p. Default: computed, over the keys that are seen.
+        whose lse is infinite, or 1.2e7 or more in magnitude, has no part in p: float32 no longer tells its weights.
+        Default: computed, over the keys that are seen.
     head_sums : array, (s_q, s_kv), float32, optional
         Source of p in place of `q`, `k` and `lse`: the sum of `indexer_head_sums` of all ranks, each of which has
         a share of the attention's heads. The last axis is contiguous.
@@ -127,7 +128,8 @@ def indexer_warmup_loss(
     Returns
     -------
     kl : array, (s_q,) or per head (s_q, h), float32
-        0 for a row without a target: one that sees no key, or whose target has no mass.
+        0 for a row without a target: one that sees no key, or whose target has no mass. Per head, also for one whose
+        `mass` or `index_lse` is 1.2e7 or more in magnitude. Such rows have no gradients either.
     mass : array, shape of kl, float32
         Divisor of the target. Per head: the log-sum-exp of its scores.
     index_lse : array, shape of kl, float32
