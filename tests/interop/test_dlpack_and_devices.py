@@ -12,7 +12,7 @@ from mla_cupy.runtime import device
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support.calls import assert_same, on_host, plan_of
 from tests.support.cases import DecodeCase, make
-from tests.support.flat import mla_decode
+from tests.support.flat import default_scale, mla_decode
 from tests.support.gpu import uploaded
 from tests.support.tolerance import check
 
@@ -41,12 +41,13 @@ def test_foreign_arrays_are_not_copied_and_give_cupy_arrays(gpu: DeviceInfo, dty
     inputs = make(DecodeCase(b=4, s_q=2, h_q=32, seqlens="ragged-700", dtype=dtype))
     arguments = uploaded(inputs)
     foreign = [Foreign(x) for x in arguments]
-    out, lse = mla_decode(*foreign)
+    scale = default_scale(*arguments)
+    out, lse = mla_decode(*foreign, scale=scale)
     assert isinstance(out, cupy.ndarray)
     assert isinstance(lse, cupy.ndarray)
     check(on_host((out, lse)), inputs.exact, inputs.rounded, dtype)
     given = Foreign(cupy.full(out.shape, 7, out.dtype)), Foreign(cupy.full(lse.shape, 7, lse.dtype))
-    results = mla_decode(*foreign, out=given[0], lse=given[1])
+    results = mla_decode(*foreign, scale=scale, out=given[0], lse=given[1])
     assert results[0] is given[0]
     assert results[1] is given[1]
     assert_same(given[0]._memory.get(), out.get())
@@ -54,7 +55,7 @@ def test_foreign_arrays_are_not_copied_and_give_cupy_arrays(gpu: DeviceInfo, dty
     plan = plan_of(inputs)
     plan.update(foreign[3])
     for _ in range(2):
-        assert_same(mla_decode(*foreign, plan=plan)[0].get(), out.get())
+        assert_same(mla_decode(*foreign, scale=scale, plan=plan)[0].get(), out.get())
 
 
 def test_foreign_arrays_live_until_the_work_is_done(gpu: DeviceInfo) -> None:

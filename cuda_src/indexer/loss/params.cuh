@@ -165,7 +165,8 @@ MLA_DEVICE HeadRow head_row(const LossParams& p, i32 token, i32 head) {
     if (token >= p.s_q) return HeadRow{false, 0.f, 0.f, 0.f};
     const float mass = p.mass[token * p.mass_stride_token_elems + head * p.mass_stride_head_elems];
     const float index_lse = p.index_lse[token * p.index_lse_stride_token_elems + head * p.index_lse_stride_head_elems];
-    return HeadRow{is_live(mass, index_lse), index_weight(p, token, head) * kLog2E, -mass * kLog2E, -index_lse * kLog2E};
+    return HeadRow{is_live(mass, index_lse), index_weight(p, token, head) * kLog2E, -mass * kLog2E,
+                   -index_lse * kLog2E};
 }
 
 // In the copy of the values: rows start at multiples of 16 bytes.
