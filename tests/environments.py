@@ -1,0 +1,93 @@
+"""What two environments of one CI run leave out: `python -m tests.environments` reads reports of `pytest --junitxml`.
+
+The first environment lacks PyTorch and transformers; the second one runs the files in which that showed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+from tests.skips import counted
+
+MISSING = "could not import"
+
+
+class Result(NamedTuple):
+    """A test, or a file that was skipped as a whole; `reason` is empty for what ran."""
+
+    file: str
+    reason: str
+
+
+def results(report: Path) -> Iterator[Result]:
+    """What a report in pytest's format `xunit1` says."""
+    for case in ElementTree.parse(report).iter("testcase"):
+        skipped = case.find("skipped")
+        reason = "" if skipped is None else skipped.get("message", "no reason given")
+        yield Result(case.get("file") or case.get("name", "").replace(".", "/") + ".py", reason)
+
+
+def files_without(report: Path) -> list[str]:
+    """The files of which a test was skipped because it could not import something."""
+    return sorted({result.file for result in results(report) if MISSING in result.reason})
+
+
+def reasons_by_file(report: Path) -> Mapping[str, list[str]]:
+    """By file: "" for each test that ran, and the reasons of the others."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for file, reason in results(report):
+        found[file].append(reason)
+    return found
+
+
+def never_run(reports: Sequence[Path]) -> list[str]:
+    """The files of which no test ran in any environment."""
+    ran: Counter[str] = Counter()
+    for report in reports:
+        for file, reasons in reasons_by_file(report).items():
+            ran[file] += reasons.count("")
+    return sorted(file for file, count in ran.items() if not count)
+
+
+def summary(report: Path) -> str:
+    """How many tests ran and were skipped, and why."""
+    reasons = [reason for _, reason in results(report)]
+    skipped = [reason.replace("\n", " ") for reason in reasons if reason]
+    lines = [f"{report.stem}: {len(reasons) - len(skipped):,} tests ran, {len(skipped):,} were skipped"]
+    return "\n".join([*lines, *(f"{count:8,}  {reason}" for count, reason in counted(skipped))])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    if options.command == "files":
+        print("\n".join(files_without(options.report)))
+        return 0
+    for report in options.report:
+        print(summary(report))
+    never = never_run(options.report)
+    for file in never:
+        print(f"no environment runs a test of {file}", file=sys.stderr)
+    return 1 if never else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.environments", description=__doc__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    files = commands.add_parser("files", help="list the files with tests that lacked a package")
+    files.add_argument("report", type=Path)
+    compare = commands.add_parser(
+        "compare", help="say what was skipped where and why; fail if no environment ran a file"
+    )
+    compare.add_argument("report", type=Path, nargs="+")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
