@@ -5,7 +5,7 @@ Written by `python -m tests.generate` from the CUDA sources, which say what each
 
 from __future__ import annotations
 
-from mla_cupy.kernels.param_layout import F32, I32, I64, Address, Params
+from mla_cupy.kernels.param_layout import F32, I32, I64, NULL, Address, Params
 
 
 class CombineProjectParams(Params):
@@ -28,36 +28,36 @@ class DecodeParams(Params):
     out: Address
     lse: Address
     attn_sink: Address
-    max_logits: Address
+    max_logits: Address = NULL
     partial_out: Address
     partial_lse: Address
-    partial_max: Address
-    tickets: Address
-    tree_mask: Address
+    partial_max: Address = NULL
+    tickets: Address = NULL
+    tree_mask: Address = NULL
     q_stride_b_s_h_elems: tuple[I64, I64, I64]
     kv_stride_page_token_h_elems: tuple[I64, I64, I64]
     table_stride_b_page_elems: tuple[I64, I64]
     seqlens_stride_elems: I64
     out_stride_b_s_h_elems: tuple[I64, I64, I64]
     lse_stride_b_h_s_elems: tuple[I64, I64, I64]
-    max_stride_b_h_s_elems: tuple[I64, I64, I64]
+    max_stride_b_h_s_elems: tuple[I64, I64, I64] = (0, 0, 0)
     sink_stride_elems: I64
-    tree_stride_b_s_elems: tuple[I64, I64]
+    tree_stride_b_s_elems: tuple[I64, I64] = (0, 0)
     b: I32
-    s_q: I32
+    s_q: I32 = 1
     h_q: I32
-    h_kv: I32
+    h_kv: I32 = 1
     num_pages: I32
     page_size: I32
     max_pages: I32
     num_splits: I32
-    causal: I32
+    causal: I32 = 0
     out_is_fp32: I32
     continued_index: I32
-    request_units: I32
-    unit_tiles: I32
-    cp_world: I32
-    cp_rank: I32
+    request_units: I32 = 0
+    unit_tiles: I32 = 0
+    cp_world: I32 = 1
+    cp_rank: I32 = 0
     scale_log2: F32
     lse_factor: F32
     empty_lse: F32
@@ -67,8 +67,8 @@ class DecodeParams(Params):
 class Fp8ScaleAddresses(Params):
     """Struct of `attention/fp8_scales.cuh`."""
 
-    q_scales: Address
-    kv_scales: Address
+    q_scales: Address = NULL
+    kv_scales: Address = NULL
 
 
 class DecodeFp8Params(Params):
@@ -76,7 +76,7 @@ class DecodeFp8Params(Params):
 
     fp8_scale_addresses: Fp8ScaleAddresses
     decode_params: DecodeParams
-    q_scales_stride_b_s_h_elems: tuple[I64, I64, I64]
+    q_scales_stride_b_s_h_elems: tuple[I64, I64, I64] = (0, 0, 0)
     bf16_partials: I32
 
 
@@ -991,7 +991,7 @@ class MergeExchangeParams(Params):
     slices: I32
     num_splits: I32
     continued_index: I32
-    h_kv: I32
+    h_kv: I32 = 1
     call: I32
     outs_are_fp32: I32
     out_is_fp32: I32

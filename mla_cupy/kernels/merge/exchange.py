@@ -203,7 +203,6 @@ def launch(
         slices=exchange.slices,
         num_splits=splits.num_splits,
         continued_index=splits.continued_index,
-        h_kv=1,
         call=exchange.digest,
         outs_are_fp32=outs.dtype == "float32",
         out_is_fp32=out.dtype == "float32",
