@@ -6,6 +6,7 @@
 #pragma once
 #include "attention/shapes.cuh"
 #include "common/facts.cuh"
+#include "common/lse.cuh"
 
 namespace mla::attention {
 constexpr i32 kMaxSplits = 256;  // of a schedule, and so pieces of a request
@@ -49,9 +50,8 @@ struct DecodeParams {
     i32 unit_tiles = 0;     // ... each of so many tiles (but its last one). With one: 1 where W_UV follows the combine
     i32 cp_world = 1, cp_rank = 0;  // token j of the cache is token j * cp_world + cp_rank of the sequence
     float scale_log2;               // softmax scale * log2(e)
-    float lse_factor;               // from base-2 logarithm to the caller's base
-    float empty_lse;                // lse of a row without a key
-    float value_scale;              // factor of the values, of caches with one scale for all; `scale_log2` has it, too
+    LseConvention lse_convention;
+    float value_scale;  // factor of the values, of caches with one scale for all; `scale_log2` has it, too
 };
 
 // What a request has in this cache.

@@ -20,9 +20,8 @@ struct MergeProjectParams : ProjectionAddresses, StatesAddresses, ProjectionSize
     i64 lses_stride_n_elems, lses_stride_b_elems, lses_stride_h_elems, lses_stride_s_elems;
     i64 lse_stride_b_elems, lse_stride_h_elems, lse_stride_s_elems;
     i32 states, s_q, outs_are_fp32;
-    float to_log2;     // from the caller's base to base 2
-    float lse_factor;  // and back
-    float empty_lse;
+    float to_log2;  // from the caller's base to base 2
+    LseConvention lse_convention;
 };
 
 MLA_FACT_LIST(params_layout, MLA_OFFSET(MergeProjectParams, w_uv_stride_h_elems),
@@ -56,9 +55,6 @@ struct StateRows {
         return fabsf(lse) == -negative_infinity() ? negative_infinity() : __fmul_rn(lse, p.to_log2);
     }
     MLA_DEVICE float factor(i32, float, float sum) const { return sum == 0.f ? 0.f : 1.f / sum; }
-    MLA_DEVICE float final_lse(float max, float sum) const {
-        return sum == 0.f ? p.empty_lse : (max + log2f(sum)) * p.lse_factor;
-    }
     MLA_DEVICE i64 lse_step(i32 state) const { return state * p.lses_stride_n_elems; }
     MLA_DEVICE i64 piece_step(i32 state) const { return state * p.outs_stride_n_elems * bytes(); }
     MLA_DEVICE i32 bytes() const { return p.outs_are_fp32 ? 4 : 2; }

@@ -59,8 +59,7 @@ class DecodeParams(Params):
     cp_world: I32 = 1
     cp_rank: I32 = 0
     scale_log2: F32
-    lse_factor: F32
-    empty_lse: F32
+    lse_convention: LseConvention
     value_scale: F32
 
 
@@ -425,6 +424,13 @@ class CacheUpdateParams(Params):
     changes_at: I32
     max_changes: I32
     max_tokens: I32
+
+
+class LseConvention(Params):
+    """Struct of `common/lse.cuh`."""
+
+    factor: F32
+    empty: F32
 
 
 class DecodeScheduleGroupsParams(Params):
@@ -996,8 +1002,7 @@ class MergeExchangeParams(Params):
     outs_are_fp32: I32
     out_is_fp32: I32
     to_log2: F32
-    lse_factor: F32
-    empty_lse: F32
+    lse_convention: LseConvention
 
 
 class MergeStatesParams(Params):
@@ -1020,8 +1025,7 @@ class MergeStatesParams(Params):
     outs_are_fp32: I32
     out_is_fp32: I32
     to_log2: F32
-    lse_factor: F32
-    empty_lse: F32
+    lse_convention: LseConvention
 
 
 class ResultsParams(Params):
@@ -1053,8 +1057,7 @@ class MergeProjectParams(Params):
     s_q: I32
     outs_are_fp32: I32
     to_log2: F32
-    lse_factor: F32
-    empty_lse: F32
+    lse_convention: LseConvention
 
 
 class DeltaParams(Params):

@@ -41,7 +41,8 @@ from mla_cupy.kernels.decode import (
 from mla_cupy.kernels.decode.problem import Batch, DecodeOptions, DecodeProblem
 from mla_cupy.kernels.decode.schedule_groups import Groups
 from mla_cupy.kernels.decode.schedule_pieces import Pieces
-from mla_cupy.kernels.numbers import LOG2_E, from_log2
+from mla_cupy.kernels.lse import LseOptions
+from mla_cupy.kernels.numbers import LOG2_E
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import (
     DecodeFormParams,
@@ -319,8 +320,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             cp_world=options.cp_world,
             cp_rank=options.cp_rank,
             scale_log2=options.scale * options.kv_scale * options.q_scale * LOG2_E,
-            lse_factor=from_log2(options.lse_base),
-            empty_lse=options.empty_lse,
+            lse_convention=LseOptions.of(options).convention,
             value_scale=options.kv_scale,
         )
 

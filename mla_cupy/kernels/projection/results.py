@@ -7,6 +7,7 @@ from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention import projection
 from mla_cupy.kernels.attention.combine_project import LATENTS
 from mla_cupy.kernels.attention.projection import Build, Projection
+from mla_cupy.kernels.lse import LseOptions
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import MergeProjectParams, ResultsParams, StatesAddresses
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs
@@ -61,8 +62,7 @@ def project(build: Build, call: Call, *, by_query: bool = False) -> Launch:
         s_q=1 if by_query else s_q,
         outs_are_fp32=False,
         to_log2=1.0,
-        lse_factor=1.0,
-        empty_lse=0.0,
+        lse_convention=LseOptions().convention,
     )
     return projection.launch(build, call, params)
 

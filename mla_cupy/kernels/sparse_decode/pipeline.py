@@ -19,7 +19,8 @@ from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.projection import Build, is_apart
 from mla_cupy.kernels.attention.records import rows_variant
 from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
-from mla_cupy.kernels.numbers import LOG2_E, from_log2
+from mla_cupy.kernels.lse import LseOptions
+from mla_cupy.kernels.numbers import LOG2_E
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import DecodeFp8Params, DecodeParams, ExtraAddresses, Fp8ScaleAddresses, SparseDecodeParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
@@ -171,8 +172,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             request_units=cuts.request_units,
             unit_tiles=cuts.unit_tiles,
             scale_log2=options.scale * options.kv_scale * LOG2_E,
-            lse_factor=from_log2(options.lse_base),
-            empty_lse=options.empty_lse,
+            lse_convention=LseOptions.of(options).convention,
             value_scale=options.kv_scale,
         )
 

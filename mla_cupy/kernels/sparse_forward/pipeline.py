@@ -17,7 +17,8 @@ from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import combine, generic, heuristics, mma, row_lists, schedule
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
-from mla_cupy.kernels.numbers import LOG2_E, from_log2
+from mla_cupy.kernels.lse import LseOptions
+from mla_cupy.kernels.numbers import LOG2_E
 from mla_cupy.kernels.params import DecodeFp8Params, DecodeParams, Fp8ScaleAddresses
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.kernels.sparse_forward import convert, records, sm90, sm90_fp8, sm100
@@ -155,8 +156,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
             out_is_fp32=call.view("out").dtype == "float32",
             continued_index=config.num_splits,
             scale_log2=options.scale * options.kv_scale * LOG2_E,
-            lse_factor=from_log2(options.lse_base),
-            empty_lse=options.empty_lse,
+            lse_convention=LseOptions.of(options).convention,
             value_scale=options.kv_scale,
         )
         kernel = config.kernel
