@@ -46,6 +46,9 @@ struct SplitRows {
     MLA_DEVICE u64 lse_step(i32 piece) const { return (u64)(u32)piece * (u32)(p.s_q * p.h_q); }
     MLA_DEVICE u64 piece_step(i32 piece) const { return lse_step(piece) * (kHeadDimV * sizeof(float)); }
     MLA_DEVICE float factor(i32 head, float max, float sum) const { return final_factor(p, head, max, sum); }
+    MLA_DEVICE float final_lse(float max, float sum) const {
+        return callers_lse(p.lse_convention, sum == 0.f ? negative_infinity() : max + log2f(sum));
+    }
 
     // By a warp, of its rows: a lane works out one of them. Only the schedule is read, which is older than the
     // attention kernel.

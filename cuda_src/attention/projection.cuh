@@ -24,7 +24,6 @@
 #pragma once
 #include "attention/shapes.cuh"
 #include "common/facts.cuh"
-#include "common/lse.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/control.cuh"
 #include "ptx/convert.cuh"
@@ -283,11 +282,6 @@ MLA_DEVICE void share_latents(const ProjectionBlock<C>& block, i32 token, i32 ve
     }
 }
 
-template <class Source>
-MLA_DEVICE float final_lse(const Source& source, float max, float sum) {
-    return callers_lse(source.p.lse_convention, total_lse2(max, sum));
-}
-
 // By a warp: rows `from`, `from` + 8, ... of the block, kRowsAtOnce of them, if they have few pieces.
 template <class C, class Source>
 MLA_DEVICE void merge_few(const ProjectionBlock<C>& block, const Source& source, i32 from, i32 count) {
@@ -318,7 +312,7 @@ MLA_DEVICE void merge_few(const ProjectionBlock<C>& block, const Source& source,
             weight = piece_weight(lses[i], max);
             const float sum = warp_sum(weight);
             weight *= source.factor(block.head, max, sum);
-            if (lane == 0 && block.part == 0 && row.lse != nullptr) *row.lse = final_lse(source, max, sum);
+            if (lane == 0 && block.part == 0 && row.lse != nullptr) *row.lse = source.final_lse(max, sum);
         }
         PieceSums<C> sums;
         pieces[i].add(source, sums, weight, 0);
@@ -357,7 +351,7 @@ MLA_DEVICE void merge_many(const ProjectionBlock<C>& block, const Source& source
     for (i32 i = 0; i < kLaneLses; ++i) sum += piece_weight(lses[i], max);
     sum = warp_sum(sum);
     const float weight = begin + lane < end ? piece_weight(lse, max) * source.factor(block.head, max, sum) : 0.f;
-    if (threadIdx.x == 0 && block.part == 0 && row.lse != nullptr) *row.lse = final_lse(source, max, sum);
+    if (threadIdx.x == 0 && block.part == 0 && row.lse != nullptr) *row.lse = source.final_lse(max, sum);
     PieceSums<C> sums;
     pieces.add(source, sums, weight, 0);
 #pragma unroll 1

@@ -1,4 +1,4 @@
-// Log-sum-exps: the total of several, and what callers get.
+// What a caller's log-sum-exps are like.
 #pragma once
 #include "common/types.cuh"
 
@@ -8,13 +8,13 @@ struct LseConvention {
     float empty;   // of a row without a key
 };
 
-// The base-2 log-sum-exp of several, from their maximum and the sum of 2^(lse2 - maximum); -Inf if all are empty.
-MLA_DEVICE float total_lse2(float max_lse2, float sum) {
-    return sum == 0.f ? negative_infinity() : max_lse2 + log2f(sum);
-}
-
-// A base-2 log-sum-exp as the caller wants it; -Inf is a row without a key.
+// From a base-2 log-sum-exp; -Inf is a row without a key.
 MLA_DEVICE float callers_lse(const LseConvention& convention, float lse2) {
     return lse2 == negative_infinity() ? convention.empty : lse2 * convention.factor;
+}
+
+// From a maximum of base-2 logarithms and the sum of 2^(logarithm - maximum), which is 0 of a row without a key.
+MLA_DEVICE float callers_lse(const LseConvention& convention, float max, float sum) {
+    return sum == 0.f ? convention.empty : (max + log2f(sum)) * convention.factor;
 }
 }  // namespace mla

@@ -8,6 +8,11 @@ MLA_DEVICE float state_lse2(float lse, float to_log2) {
     return fabsf(lse) == -negative_infinity() ? negative_infinity() : __fmul_rn(lse, to_log2);
 }
 
+// The log-sum-exp of several, from their maximum and the sum of 2^(lse2 - maximum); -Inf if all are empty.
+MLA_DEVICE float total_lse2(float max_lse2, float sum) {
+    return sum == 0.f ? negative_infinity() : max_lse2 + log2f(sum);
+}
+
 template <typename Element>
 MLA_DEVICE float read_element(const void* from, i64 at, i32 is_fp32) {
     return is_fp32 ? static_cast<const float*>(from)[at] : Element::to_float(static_cast<const u16*>(from)[at]);

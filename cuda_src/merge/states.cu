@@ -164,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_merge_states(const __
     }
     if (lane == 0) {
         p.lse[b * p.lse_stride_b_elems + h * p.lse_stride_h_elems + s * p.lse_stride_s_elems] =
-            callers_lse(p.lse_convention, total_lse2(max_lse, sum));
+            callers_lse(p.lse_convention, max_lse, sum);
     }
 }
 }  // namespace mla::merge
