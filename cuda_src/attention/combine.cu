@@ -84,8 +84,7 @@ MLA_DEVICE void merge_even_pieces(const DecodeParams& p, i32 pieces) {
         store_vector<Element>(p, request * p.out_stride_b_elems + head * p.out_stride_h_elems + 4 * thread,
                               make_float4(factor * x.x, factor * x.y, factor * x.z, factor * x.w));
         const float lse2 = sum.low == 0.f ? negative_infinity() : max.low + log2f(sum.low);
-        if (thread == 0)
-            p.lse[request * p.lse_stride_b_elems + head * p.lse_stride_h_elems] = callers_lse(p.lse_convention, lse2);
+        if (thread == 0) p.lse[request * p.lse_stride_b_elems + head * p.lse_stride_h_elems] = final_lse(p, lse2);
     }
     if (!waited) griddepcontrol_wait();
 }

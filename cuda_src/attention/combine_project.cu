@@ -47,7 +47,7 @@ struct SplitRows {
     MLA_DEVICE u64 piece_step(i32 piece) const { return lse_step(piece) * (kHeadDimV * sizeof(float)); }
     MLA_DEVICE float factor(i32 head, float max, float sum) const { return final_factor(p, head, max, sum); }
     MLA_DEVICE float final_lse(float max, float sum) const {
-        return callers_lse(p.lse_convention, sum == 0.f ? negative_infinity() : max + log2f(sum));
+        return attention::final_lse(p, sum == 0.f ? negative_infinity() : max + log2f(sum));
     }
 
     // By a warp, of its rows: a lane works out one of them. Only the schedule is read, which is older than the

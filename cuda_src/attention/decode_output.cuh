@@ -31,6 +31,8 @@ MLA_DEVICE float output_factor(const DecodeParams& p, const WorkItem& item, i32 
     return l == 0.f ? 0.f : 1.f / l;
 }
 
+MLA_DEVICE float final_lse(const DecodeParams& p, float lse2) { return callers_lse(p.lse_convention, lse2); }
+
 // Index of a row of a partial result in the workspace.
 MLA_DEVICE i64 workspace_row(const DecodeParams& p, i32 partial_index, i32 kv_head, i32 row) {
     return (i64)partial_index * p.s_q * p.h_q + (i64)kv_head * query_rows(p) + row;
@@ -71,7 +73,7 @@ MLA_DEVICE i64 item_lse_offset(const DecodeParams& p, const WorkItem& item, i32 
 template <class Work = ScheduledWork>
 MLA_DEVICE void store_row_lse(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row, float lse2) {
     if (item.partial_index == kNotSplit) {
-        p.lse[item_lse_offset<Work>(p, item, kv_head, row)] = callers_lse(p.lse_convention, lse2);
+        p.lse[item_lse_offset<Work>(p, item, kv_head, row)] = final_lse(p, lse2);
     } else {
         p.partial_lse[workspace_row(p, item.partial_index, kv_head, row)] = lse2;
     }

@@ -302,7 +302,7 @@ MLA_DEVICE void merge_unit(const DecodeParams& p, Team& team) {
     }
     if (team.column > 0 || thread >= kWarpThreads) return;
     const float lse2 = row_sum == 0.f ? negative_infinity() : row_max + log2f(row_sum);
-    if (lane < team.num_rows) p.lse[team.lse_offsets[lane]] = callers_lse(p.lse_convention, lse2);
+    if (lane < team.num_rows) p.lse[team.lse_offsets[lane]] = final_lse(p, lse2);
     if (p.max_logits == nullptr) return;
 #pragma unroll 1
     for (i32 i = 0; i < team.num_rows; ++i) {

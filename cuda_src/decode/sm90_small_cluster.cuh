@@ -297,7 +297,7 @@ MLA_DEVICE void store_final(const ClusterBlock<C>& block, const Merge<C>& merge,
     }
     const i32 row = block.row0 + thread;
     if (rank != 0 || thread >= C::kBlockRows || row >= block.rows) return;
-    p.lse[lse_offset(p, request, block.kv_head, row)] = callers_lse(p.lse_convention, merge.lse2[thread]);
+    p.lse[lse_offset(p, request, block.kv_head, row)] = final_lse(p, merge.lse2[thread]);
 }
 
 // ---- Merge of the clusters of a request ----------------------------------------------------------------------------
