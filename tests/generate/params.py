@@ -145,7 +145,8 @@ def _members(body: str, text: str) -> Iterator[Member]:
 
 def _default(value: str) -> str:
     """The initialiser of a member, a number or nullptr, in Python."""
-    return "NULL" if value == "nullptr" else f"{value.rstrip('f')}0" if value.endswith(".f") else value
+    number = value.removesuffix("f")
+    return "NULL" if value == "nullptr" else f"{number}0" if number.endswith(".") else number
 
 
 def _constant(name: str, text: str) -> int:
@@ -176,10 +177,9 @@ def _fields(group: tuple[str, str] | None, members: list[Member]) -> Iterator[st
     if group and len(members) > 1:
         array, unit = group
         axes = [member.name.removeprefix(f"{array}_stride_").removesuffix(f"_{unit}") for member in members]
-        kinds, defaults = (
-            ", ".join(filter(None, each)) for each in zip(*((x.kind, x.default) for x in members), strict=True)
-        )
-        default = f" = ({defaults})" if all(member.default for member in members) else ""
+        kinds = ", ".join(member.kind for member in members)
+        values = [member.default for member in members if member.default]
+        default = f" = ({', '.join(values)})" if len(values) == len(members) else ""
         yield f"{array}_stride_{'_'.join(axes)}_{unit}: tuple[{kinds}]{default}"
         return
     for member in members:
