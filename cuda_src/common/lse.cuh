@@ -1,4 +1,4 @@
-// What a caller's log-sum-exps are like.
+// The caller's convention for log-sum-exps: their base, and the value of a row without a key.
 #pragma once
 #include "common/types.cuh"
 

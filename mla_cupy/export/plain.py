@@ -33,7 +33,7 @@ CODES = "float8_e4m3fn"
 D_HEAD = 128
 """Width of a head without RoPE by default."""
 FREE_LSE: dict[str, Literal["real"]] = {"empty_lse": "real"}
-"""Of the options of log-sum-exps, those that an export leaves to its callers."""
+"""Options of log-sum-exps that an export leaves to its callers."""
 
 
 def choice(option: str, value: str | None, among: Sequence[str | None]) -> str | None:

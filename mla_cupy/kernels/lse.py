@@ -1,4 +1,4 @@
-"""What callers' log-sum-exps are like: the options of all operations that return them."""
+"""Options of log-sum-exps, which all operations that return them share."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class LseOptions(NamedTuple):
 
     @classmethod
     def of(cls, options: Any) -> LseOptions:
-        """Those among the options of an operation."""
+        """Pick them from the options of an operation."""
         return cls(options.lse_base, options.empty_lse)
 
     @property
     def convention(self) -> LseConvention:
-        """The same as a member of parameter structs."""
+        """Member of parameter structs that says the same."""
         return LseConvention(factor=math.log(2) if self.lse_base == "e" else 1.0, empty=self.empty_lse)

@@ -22,7 +22,7 @@ class Result(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The same as arguments of `merge_states`."""
+        """Arguments of `merge_states`."""
         others = self._asdict()
         return {**others.pop("lse_options")._asdict(), **others}
 
