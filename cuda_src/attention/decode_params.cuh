@@ -52,7 +52,7 @@ struct DecodeParams {
     float scale_log2;               // softmax scale * log2(e)
     LseConvention lse_convention;
     float value_scale;  // factor of the values, of caches with one scale for all; `scale_log2` has it, too
-    i32 padding;        // fills the last 8 bytes: a gap there would change the code of structs that derive from this one
+    i32 padding;        // fills the last 8 bytes: a gap would change the code of structs that derive from this
 };
 
 // What a request has in this cache.
