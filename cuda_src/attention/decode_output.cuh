@@ -31,9 +31,7 @@ MLA_DEVICE float output_factor(const DecodeParams& p, const WorkItem& item, i32 
     return l == 0.f ? 0.f : 1.f / l;
 }
 
-MLA_DEVICE float final_lse(const DecodeParams& p, float lse2) {
-    return lse2 == negative_infinity() ? p.empty_lse : lse2 * p.lse_factor;
-}
+MLA_DEVICE float final_lse(const DecodeParams& p, float lse2) { return callers_lse(p.lse_convention, lse2); }
 
 // Index of a row of a partial result in the workspace.
 MLA_DEVICE i64 workspace_row(const DecodeParams& p, i32 partial_index, i32 kv_head, i32 row) {

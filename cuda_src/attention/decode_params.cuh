@@ -1,10 +1,12 @@
 // Parameters and sizes of MLA decode, shared by its kernels (one layout, so that one host record serves all).
 //
 // Sparse attention is the special case of one-token pages: each query is a request of one token, its list of rows is
-// its line of the block table, and the length of the list its seqlen. Only sparse attention has max_logits.
+// its line of the block table, and the length of the list its seqlen. Only sparse attention has max_logits. A member
+// with an initialiser is one that not every operation has: the value has no effect.
 #pragma once
 #include "attention/shapes.cuh"
 #include "common/facts.cuh"
+#include "common/lse.cuh"
 
 namespace mla::attention {
 constexpr i32 kMaxSplits = 256;  // of a schedule, and so pieces of a request
@@ -18,39 +20,39 @@ struct SchedulePoint {
 // Strides are in elements. A query row of KV head g is r = s * group + i, where group = h_q / h_kv and the head is
 // g * group + i: the rows that share keys.
 struct DecodeParams {
-    const u16* q;                   // (b, s_q, h_q, d_qk)
-    const u16* kv;                  // (num_pages, page_size, h_kv, d_qk)
-    const i32* block_table;         // (b, max_pages)
-    const i32* seqlens;             // (b,)
-    const SchedulePoint* schedule;  // (num_splits + 1,)
-    void* out;                      // (b, s_q, h_q, 512), 16-bit or fp32
-    float* lse;                     // (b, h_q, s_q)
-    const float* attn_sink;         // (h_q,), or null: per-head logits that enter the denominator of `out`, not `lse`
-    float* max_logits;              // (b, h_q, s_q), or null: the largest scaled score
-    float* partial_out;             // (2 num_splits, h_q * s_q, 512), normalised; see attention/split_work.cuh
-    float* partial_lse;             // (2 num_splits, h_q * s_q), base 2
-    float* partial_max;             // (2 num_splits, h_q * s_q), base 2
-    u32* tickets;                   // of kernels whose last block merges, see decode/cluster_work.cuh: zeros
-    const u64* tree_mask;           // (b, s_q), or null: see attention/tree_mask.cuh
+    const u16* q;                    // (b, s_q, h_q, d_qk)
+    const u16* kv;                   // (num_pages, page_size, h_kv, d_qk)
+    const i32* block_table;          // (b, max_pages)
+    const i32* seqlens;              // (b,)
+    const SchedulePoint* schedule;   // (num_splits + 1,)
+    void* out;                       // (b, s_q, h_q, 512), 16-bit or fp32
+    float* lse;                      // (b, h_q, s_q)
+    const float* attn_sink;          // (h_q,), or null: per-head logits that enter the denominator of `out`, not `lse`
+    float* max_logits = nullptr;     // (b, h_q, s_q), or null: the largest scaled score
+    float* partial_out;              // (2 num_splits, h_q * s_q, 512), normalised; see attention/split_work.cuh
+    float* partial_lse;              // (2 num_splits, h_q * s_q), base 2
+    float* partial_max = nullptr;    // (2 num_splits, h_q * s_q), base 2
+    u32* tickets = nullptr;          // of kernels whose last block merges, see decode/cluster_work.cuh: zeros
+    const u64* tree_mask = nullptr;  // (b, s_q), or null: see attention/tree_mask.cuh
     i64 q_stride_b_elems, q_stride_s_elems, q_stride_h_elems;
     i64 kv_stride_page_elems, kv_stride_token_elems, kv_stride_h_elems;
     i64 table_stride_b_elems, table_stride_page_elems, seqlens_stride_elems;
     i64 out_stride_b_elems, out_stride_s_elems, out_stride_h_elems;
     i64 lse_stride_b_elems, lse_stride_h_elems, lse_stride_s_elems;
-    i64 max_stride_b_elems, max_stride_h_elems, max_stride_s_elems;
+    i64 max_stride_b_elems = 0, max_stride_h_elems = 0, max_stride_s_elems = 0;
     i64 sink_stride_elems;
-    i64 tree_stride_b_elems, tree_stride_s_elems;
-    i32 b, s_q, h_q, h_kv;
+    i64 tree_stride_b_elems = 0, tree_stride_s_elems = 0;
+    i32 b, s_q = 1, h_q, h_kv = 1;
     i32 num_pages, page_size, max_pages, num_splits;
-    i32 causal, out_is_fp32;
+    i32 causal = 0, out_is_fp32;
     i32 continued_index;    // partial index of split 0 where split 1 continues its last request
-    i32 request_units;      // without a schedule: every request has as many units of work, ...
-    i32 unit_tiles;         // ... each of so many tiles (but its last one). With one: 1 where W_UV follows the combine
-    i32 cp_world, cp_rank;  // token j of the cache is token j * cp_world + cp_rank of the sequence
-    float scale_log2;       // softmax scale * log2(e)
-    float lse_factor;       // from base-2 logarithm to the caller's base
-    float empty_lse;        // lse of a row without a key
-    float value_scale;      // factor of the values, of caches with one scale for all; `scale_log2` has it, too
+    i32 request_units = 0;  // without a schedule: every request has as many units of work, ...
+    i32 unit_tiles = 0;     // ... each of so many tiles (but its last one). With one: 1 where W_UV follows the combine
+    i32 cp_world = 1, cp_rank = 0;  // token j of the cache is token j * cp_world + cp_rank of the sequence
+    float scale_log2;               // softmax scale * log2(e)
+    LseConvention lse_convention;
+    float value_scale;  // factor of the values, of caches with one scale for all; `scale_log2` has it, too
+    i32 padding;        // fills the last 8 bytes: a gap would change the code of structs that derive from this
 };
 
 // What a request has in this cache.

@@ -4,12 +4,12 @@
 
 namespace mla::attention {
 struct Fp8ScaleAddresses {
-    const float* q_scales;   // (b, s_q, h_q), or null: of queries in e4m3, beside what `scale_log2` has
-    const float* kv_scales;  // (1,), or null: of the cache, beside what `scale_log2` and `value_scale` have
+    const float* q_scales = nullptr;   // (b, s_q, h_q), or null: of queries in e4m3, beside what `scale_log2` has
+    const float* kv_scales = nullptr;  // (1,), or null: of the cache, beside what `scale_log2` and `value_scale` have
 };
 
 struct DecodeFp8Params : Fp8ScaleAddresses, DecodeParams {
-    i64 q_scales_stride_b_elems, q_scales_stride_s_elems, q_scales_stride_h_elems;
+    i64 q_scales_stride_b_elems = 0, q_scales_stride_s_elems = 0, q_scales_stride_h_elems = 0;
     i32 bf16_partials;  // partial results are bfloat16, and not float32: only of results in bfloat16
 };
 

@@ -25,13 +25,13 @@ constexpr i32 kPieces = 3;  // of a lane, at most: 72 of a row
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct CacheGatherParams {
-    const u8* cache;  // pages
-    const u8* slots;  // (n,), i32 or i64; null: row i is slot i
-    u8* rows;         // (n, 16 (latent_chunks + rope_chunks)), `element`
-    i64 slots_stride_bytes, rows_stride_bytes;
+    const u8* cache;            // pages
+    const u8* slots = nullptr;  // (n,), i32 or i64; null: row i is slot i
+    u8* rows;                   // (n, 16 (latent_chunks + rope_chunks)), `element`
+    i64 slots_stride_bytes = 0, rows_stride_bytes;
     i64 page_stride_bytes, token_stride_bytes;
     i32 n, num_pages, page_size;
-    i32 element, slots_are_64;
+    i32 element, slots_are_64 = 0;
     i32 kind, rope_kind, latent_chunks, rope_chunks, group_chunks, scale_kind;
     i32 rope_offset, scales_offset, scales_stride;
     float kv_scale;

@@ -13,32 +13,32 @@ struct CachePrepareParams {
     const u8* q;       // (n, h, 64 pieces), `element`; with its RoPE part, 64 elements more, unless q_rope is given
     const u8* q_rope;  // (n, h, 64), `element`; or null
     u8* out;           // (n, h, 64 pieces + 64): `element`, or e4m3
-    float* q_scales;   // (n, h), or null without codes
-    u8* rope_out;      // (n, 64), `element`; or null
-    const u8* latent;  // from here on as in CacheAppendParams; `cache` may be null
-    const u8* rope;
-    u8* cache;
-    const u8* slots;
-    const float* cos;
-    const float* sin;
-    const u8* positions;
+    float* q_scales = nullptr;   // (n, h), or null without codes
+    u8* rope_out = nullptr;      // (n, 64), `element`; or null
+    const u8* latent = nullptr;  // from here on as in CacheAppendParams; `cache` may be null
+    const u8* rope = nullptr;
+    u8* cache = nullptr;
+    const u8* slots = nullptr;
+    const float* cos = nullptr;
+    const float* sin = nullptr;
+    const u8* positions = nullptr;
     i64 frequencies[kRopePairs];  // of RoPE without tables, in 2^-64 turns
     i64 q_stride_n_bytes, q_stride_h_bytes;
     i64 q_rope_stride_n_bytes, q_rope_stride_h_bytes;
     i64 out_stride_n_bytes, out_stride_h_bytes;
-    i64 q_scales_stride_n_elems, q_scales_stride_h_elems;
-    i64 rope_out_stride_bytes;
-    i64 latent_stride_bytes, rope_stride_bytes, slots_stride_bytes, positions_stride_bytes;
-    i64 cos_stride_elems, sin_stride_elems;
-    i64 page_stride_bytes, token_stride_bytes;
-    i32 n, num_pages, page_size, max_position;
-    i32 element, slots_are_64, positions_are_64, interleaved, power_of_2;
-    i32 kind, rope_kind, latent_chunks, rope_chunks, group_chunks, scale_kind;
-    i32 rope_offset, scales_offset, scales_stride;
-    i32 h, pieces;     // query heads; a lane's pieces of a row beside the RoPE part
-    i32 token_blocks;  // of the grid
-    i32 own_scale;     // of each row; else `q_scale`
-    float kv_scale, q_scale;
+    i64 q_scales_stride_n_elems = 0, q_scales_stride_h_elems = 0;
+    i64 rope_out_stride_bytes = 0;
+    i64 latent_stride_bytes = 0, rope_stride_bytes = 0, slots_stride_bytes = 0, positions_stride_bytes = 0;
+    i64 cos_stride_elems = 0, sin_stride_elems = 0;
+    i64 page_stride_bytes = 0, token_stride_bytes = 0;
+    i32 n, num_pages = 0, page_size = 0, max_position = 0;
+    i32 element = 0, slots_are_64 = 0, positions_are_64 = 0, interleaved = 0, power_of_2 = 0;
+    i32 kind = 0, rope_kind = 0, latent_chunks = 0, rope_chunks = 0, group_chunks = 0, scale_kind = 0;
+    i32 rope_offset = 0, scales_offset = 0, scales_stride = 0;
+    i32 h, pieces = 0;     // query heads; a lane's pieces of a row beside the RoPE part
+    i32 token_blocks = 0;  // of the grid
+    i32 own_scale = 0;     // of each row; else `q_scale`
+    float kv_scale = 1.f, q_scale = 1.f;
 };
 
 // ---- RoPE ------------------------------------------------------------------------------------------------------

@@ -141,9 +141,8 @@ MLA_DEVICE void finish_slice(const MergeExchangeParams& p, const Member& m, cons
 #pragma unroll
     for (i32 i = 0; i < 4; ++i) write_element<Element>(p.out, to + i, total.x.x[i] * factor, p.out_is_fp32);
     if (at.column() != 0) return;
-    const float lse2 = total_lse2(total.max_lse, total.sum);
     p.lse[y * p.lse_stride_r_elems + at.b * p.lse_stride_b_elems + head * p.lse_stride_h_elems +
-          at.s * p.lse_stride_s_elems] = lse2 == negative_infinity() ? p.empty_lse : lse2 * p.lse_factor;
+          at.s * p.lse_stride_s_elems] = callers_lse(p.lse_convention, total_lse2(total.max_lse, total.sum));
 }
 
 // All slices of this block, those of the other ranks' heads first, the next rank's before all others', so that not all

@@ -56,11 +56,10 @@ struct MergeExchangeParams {
     i32 b, s_q, heads, d;  // heads of one rank
     i32 slice_columns;     // of a row, worked at together: a multiple of 8, at most 512; the last slice may be shorter
     i32 slices;            // of a row
-    i32 num_splits, continued_index, h_kv;  // of the decode
-    i32 call;                               // a digest of all that must be equal on all ranks
+    i32 num_splits, continued_index, h_kv = 1;  // of the decode
+    i32 call;                                   // a digest of all that must be equal on all ranks
     i32 outs_are_fp32, out_is_fp32;
-    float to_log2;     // from the caller's base to base 2
-    float lse_factor;  // and back
-    float empty_lse;
+    float to_log2;  // from the caller's base to base 2
+    LseConvention lse_convention;
 };
 }  // namespace mla::merge

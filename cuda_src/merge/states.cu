@@ -6,6 +6,7 @@
 // neighbouring columns of it: a block per row would wait for memory, rather than move it. A state whose lse is +Inf or
 // -Inf is empty: it saw no key.
 #include "common/facts.cuh"
+#include "common/lse.cuh"
 #include "merge/state.cuh"
 #include "ptx/control.cuh"
 #include "ptx/element.cuh"
@@ -31,9 +32,8 @@ struct MergeStatesParams {
     i32 n, b, s_q, h_q, d;
     i32 row_lanes;  // threads of a row: a power of two
     i32 outs_are_fp32, out_is_fp32;
-    float to_log2;     // from the caller's base to base 2
-    float lse_factor;  // and back
-    float empty_lse;
+    float to_log2;  // from the caller's base to base 2
+    LseConvention lse_convention;
 };
 
 MLA_FACT_LIST(params_layout, MLA_OFFSET(MergeStatesParams, outs_stride_n_elems), MLA_OFFSET(MergeStatesParams, n),
@@ -164,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) mla_merge_states(const __
     }
     if (lane == 0) {
         p.lse[b * p.lse_stride_b_elems + h * p.lse_stride_h_elems + s * p.lse_stride_s_elems] =
-            sum == 0.f ? p.empty_lse : total_lse2(max_lse, sum) * p.lse_factor;
+            callers_lse(p.lse_convention, max_lse, sum);
     }
 }
 }  // namespace mla::merge

@@ -2,6 +2,7 @@
 // grid are in attention/projection.cuh. A state whose lse is +Inf or -Inf is empty: it saw no key, and counts nothing,
 // whatever it holds. Without lses there is one state, and nothing to merge.
 #include "attention/projection.cuh"
+#include "common/lse.cuh"
 
 namespace mla::projection {
 using namespace attention;
@@ -11,18 +12,17 @@ using Projected = ProjectionConfig<MLA_DTYPE, MLA_SHARE, (MLA_SHARE <= 2 ? 1 : 2
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct StatesAddresses {
-    const void* outs;   // (n, b, s_q, h_q, 512), Element or fp32
-    const float* lses;  // (n, b, h_q, s_q), or null
-    float* lse;         // (b, h_q, s_q), or null
+    const void* outs;             // (n, b, s_q, h_q, 512), Element or fp32
+    const float* lses = nullptr;  // (n, b, h_q, s_q), or null
+    float* lse = nullptr;         // (b, h_q, s_q), or null
 };
 struct MergeProjectParams : ProjectionAddresses, StatesAddresses, ProjectionSizes {
     i64 outs_stride_n_elems, outs_stride_b_elems, outs_stride_s_elems, outs_stride_h_elems;
-    i64 lses_stride_n_elems, lses_stride_b_elems, lses_stride_h_elems, lses_stride_s_elems;
-    i64 lse_stride_b_elems, lse_stride_h_elems, lse_stride_s_elems;
-    i32 states, s_q, outs_are_fp32;
-    float to_log2;     // from the caller's base to base 2
-    float lse_factor;  // and back
-    float empty_lse;
+    i64 lses_stride_n_elems = 0, lses_stride_b_elems = 0, lses_stride_h_elems = 0, lses_stride_s_elems = 0;
+    i64 lse_stride_b_elems = 0, lse_stride_h_elems = 0, lse_stride_s_elems = 0;
+    i32 states = 1, s_q, outs_are_fp32 = 0;
+    float to_log2 = 1.f;  // from the caller's base to base 2
+    LseConvention lse_convention;
 };
 
 MLA_FACT_LIST(params_layout, MLA_OFFSET(MergeProjectParams, w_uv_stride_h_elems),
@@ -56,9 +56,7 @@ struct StateRows {
         return fabsf(lse) == -negative_infinity() ? negative_infinity() : __fmul_rn(lse, p.to_log2);
     }
     MLA_DEVICE float factor(i32, float, float sum) const { return sum == 0.f ? 0.f : 1.f / sum; }
-    MLA_DEVICE float final_lse(float max, float sum) const {
-        return sum == 0.f ? p.empty_lse : (max + log2f(sum)) * p.lse_factor;
-    }
+    MLA_DEVICE float final_lse(float max, float sum) const { return callers_lse(p.lse_convention, max, sum); }
     MLA_DEVICE i64 lse_step(i32 state) const { return state * p.lses_stride_n_elems; }
     MLA_DEVICE i64 piece_step(i32 state) const { return state * p.outs_stride_n_elems * bytes(); }
     MLA_DEVICE i32 bytes() const { return p.outs_are_fp32 ? 4 : 2; }

@@ -16,7 +16,7 @@ from mla_cupy.export.explore import Path, explore
 from mla_cupy.export.expressions import VARIABLE
 from mla_cupy.export.numbers import CannotRecordError, Number
 
-CHECKS = ("check_empty_lse", "check_factor", "check_flag", "check_shard")
+CHECKS = ("check_lse", "check_factor", "check_flag", "check_shard")
 """Checks of `ops.checks` that are about options alone."""
 
 

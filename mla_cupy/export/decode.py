@@ -10,7 +10,7 @@ from mla_cupy.arrays.view import View
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, explain
-from mla_cupy.export.plain import CODES, D_HEAD, check_d_head, choice
+from mla_cupy.export.plain import CODES, D_HEAD, FREE_LSE, check_d_head, choice
 from mla_cupy.export.record import (
     Found,
     Memory,
@@ -98,7 +98,7 @@ def subject(
             "cp_rank": "integer",
             "kv_scale": "real",
             **coded,
-            "empty_lse": "real",
+            **FREE_LSE,
         },
         notes={"record": record or ""},
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from mla_cupy.cache_formats import FORMATS
 from mla_cupy.dtypes import FLOATS, HALF
@@ -32,6 +32,8 @@ CODES = "float8_e4m3fn"
 """Dtype of queries for math="fp8"."""
 D_HEAD = 128
 """Width of a head without RoPE by default."""
+FREE_LSE: dict[str, Literal["real"]] = {"empty_lse": "real"}
+"""Options of log-sum-exps that an export leaves to its callers."""
 
 
 def choice(option: str, value: str | None, among: Sequence[str | None]) -> str | None:
@@ -54,7 +56,7 @@ def merge(*, h_q: int, dtype: str | None = None, out_dtype: str | None = None) -
         MERGE,
         {"h_q": h_q, "d": D_V},
         {"outs": dtype, "lses": "float32", "out": out_dtype, "lse": "float32"},
-        free={"empty_lse": "real"},
+        free=FREE_LSE,
     )
 
 
@@ -165,7 +167,7 @@ def merge_project(
         MERGE_PROJECT,
         {"h_q": h_q, "d_head": check_d_head(d_head or D_HEAD), "d_v": D_V},
         {"outs": dtype, "w_uv": half, "lses": "float32", "out": out_dtype, "lse": "float32"},
-        free={"empty_lse": "real"},
+        free=FREE_LSE,
     )
 
 
@@ -200,7 +202,7 @@ def sparse_forward(
         SPARSE_FORWARD,
         {"h_q": h_q, "d_qk": width, "d_kv": width, "page_tokens": 1, "topk": topk, "d_v": D_V},
         {**arrays, "lse": "float32", "max_logits": "float32"},
-        free={"scale": "real", "causal": "integer", "relative": "integer", "empty_lse": "real"},
+        free={"scale": "real", "causal": "integer", "relative": "integer", **FREE_LSE},
     )
 
 
@@ -216,7 +218,7 @@ def sparse_decode(
         SPARSE_DECODE,
         {**sizes, "topk": topk, "d_v": D_V, "d_head": D_V},
         {**arrays, "topk_length": "int32", "out": dtype, "lse": "float32"},
-        free={"scale": "real", "empty_lse": "real"},
+        free={"scale": "real", **FREE_LSE},
         notes={"record": record.name},
     )
 

@@ -7,11 +7,6 @@ import math
 LOG2_E = math.log2(math.e)
 
 
-def from_log2(lse_base: str) -> float:
-    """Factor from a logarithm of base 2 to one of base "e" or "2"."""
-    return math.log(2) if lse_base == "e" else 1.0
-
-
 def to_log2(lse_base: str) -> float:
     """Factor from a logarithm of base "e" or "2" to one of base 2."""
     return LOG2_E if lse_base == "e" else 1.0

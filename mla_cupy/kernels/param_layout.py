@@ -34,17 +34,19 @@ class Params:
     """Base of the classes for parameter structs: each field is a member, given by name.
 
     A tuple is an array, or the strides of several axes, whose names are in that of the field: `q_stride_b_s_elems` has
-    the values of `q_stride_b_elems` and `q_stride_s_elems`. A base of the struct is a field, too.
+    the values of `q_stride_b_elems` and `q_stride_s_elems`. A base of the struct is a field, too. A member that the
+    struct initialises may be left out.
 
     Type checkers see a keyword-only dataclass. It is none, since making some thirty of them takes 25 ms at import.
     """
 
     def __init__(self, **fields: Any) -> None:
         struct: Any = type(self)
-        wanted = _fields(struct).keys()
-        if fields.keys() != wanted:
-            raise TypeError(f"{struct.__name__}: missing or unknown: {', '.join(sorted(fields.keys() ^ wanted))}")
-        self.__dict__.update(fields)
+        self.__dict__.update(_defaults(struct), **fields)
+        if self.__dict__.keys() != (wanted := _fields(struct).keys()):
+            raise TypeError(
+                f"{struct.__name__}: missing or unknown: {', '.join(sorted(self.__dict__.keys() ^ wanted))}"
+            )
 
 
 class ParamLayout:
@@ -108,6 +110,12 @@ def values_of(params: Params) -> list[Any]:
 def _fields(params: Any) -> dict[str, Any]:
     """The fields of a class and their types."""
     return get_type_hints(params, include_extras=True)
+
+
+@cache
+def _defaults(params: Any) -> dict[str, Any]:
+    """The values of the fields that may be left out."""
+    return {name: vars(params)[name] for name in _fields(params) if name in vars(params)}
 
 
 def _flat(value: Any) -> list[Any]:

@@ -5,7 +5,7 @@ Written by `python -m tests.generate` from the CUDA sources, which say what each
 
 from __future__ import annotations
 
-from mla_cupy.kernels.param_layout import F32, I32, I64, Address, Params
+from mla_cupy.kernels.param_layout import F32, I32, I64, NULL, Address, Params
 
 
 class CombineProjectParams(Params):
@@ -28,47 +28,46 @@ class DecodeParams(Params):
     out: Address
     lse: Address
     attn_sink: Address
-    max_logits: Address
+    max_logits: Address = NULL
     partial_out: Address
     partial_lse: Address
-    partial_max: Address
-    tickets: Address
-    tree_mask: Address
+    partial_max: Address = NULL
+    tickets: Address = NULL
+    tree_mask: Address = NULL
     q_stride_b_s_h_elems: tuple[I64, I64, I64]
     kv_stride_page_token_h_elems: tuple[I64, I64, I64]
     table_stride_b_page_elems: tuple[I64, I64]
     seqlens_stride_elems: I64
     out_stride_b_s_h_elems: tuple[I64, I64, I64]
     lse_stride_b_h_s_elems: tuple[I64, I64, I64]
-    max_stride_b_h_s_elems: tuple[I64, I64, I64]
+    max_stride_b_h_s_elems: tuple[I64, I64, I64] = (0, 0, 0)
     sink_stride_elems: I64
-    tree_stride_b_s_elems: tuple[I64, I64]
+    tree_stride_b_s_elems: tuple[I64, I64] = (0, 0)
     b: I32
-    s_q: I32
+    s_q: I32 = 1
     h_q: I32
-    h_kv: I32
+    h_kv: I32 = 1
     num_pages: I32
     page_size: I32
     max_pages: I32
     num_splits: I32
-    causal: I32
+    causal: I32 = 0
     out_is_fp32: I32
     continued_index: I32
-    request_units: I32
-    unit_tiles: I32
-    cp_world: I32
-    cp_rank: I32
+    request_units: I32 = 0
+    unit_tiles: I32 = 0
+    cp_world: I32 = 1
+    cp_rank: I32 = 0
     scale_log2: F32
-    lse_factor: F32
-    empty_lse: F32
+    lse_convention: LseConvention
     value_scale: F32
 
 
 class Fp8ScaleAddresses(Params):
     """Struct of `attention/fp8_scales.cuh`."""
 
-    q_scales: Address
-    kv_scales: Address
+    q_scales: Address = NULL
+    kv_scales: Address = NULL
 
 
 class DecodeFp8Params(Params):
@@ -76,7 +75,7 @@ class DecodeFp8Params(Params):
 
     fp8_scale_addresses: Fp8ScaleAddresses
     decode_params: DecodeParams
-    q_scales_stride_b_s_h_elems: tuple[I64, I64, I64]
+    q_scales_stride_b_s_h_elems: tuple[I64, I64, I64] = (0, 0, 0)
     bf16_partials: I32
 
 
@@ -276,9 +275,9 @@ class CacheGatherParams(Params):
     """Struct of `cache/gather.cu`."""
 
     cache: Address
-    slots: Address
+    slots: Address = NULL
     rows: Address
-    slots_stride_bytes: I64
+    slots_stride_bytes: I64 = 0
     rows_stride_bytes: I64
     page_stride_bytes: I64
     token_stride_bytes: I64
@@ -286,7 +285,7 @@ class CacheGatherParams(Params):
     num_pages: I32
     page_size: I32
     element: I32
-    slots_are_64: I32
+    slots_are_64: I32 = 0
     kind: I32
     rope_kind: I32
     latent_chunks: I32
@@ -305,15 +304,15 @@ class CachePrepareParams(Params):
     q: Address
     q_rope: Address
     out: Address
-    q_scales: Address
-    rope_out: Address
-    latent: Address
-    rope: Address
-    cache: Address
-    slots: Address
-    cos: Address
-    sin: Address
-    positions: Address
+    q_scales: Address = NULL
+    rope_out: Address = NULL
+    latent: Address = NULL
+    rope: Address = NULL
+    cache: Address = NULL
+    slots: Address = NULL
+    cos: Address = NULL
+    sin: Address = NULL
+    positions: Address = NULL
     frequencies: tuple[
         I64,
         I64,
@@ -351,40 +350,40 @@ class CachePrepareParams(Params):
     q_stride_n_h_bytes: tuple[I64, I64]
     q_rope_stride_n_h_bytes: tuple[I64, I64]
     out_stride_n_h_bytes: tuple[I64, I64]
-    q_scales_stride_n_h_elems: tuple[I64, I64]
-    rope_out_stride_bytes: I64
-    latent_stride_bytes: I64
-    rope_stride_bytes: I64
-    slots_stride_bytes: I64
-    positions_stride_bytes: I64
-    cos_stride_elems: I64
-    sin_stride_elems: I64
-    page_stride_bytes: I64
-    token_stride_bytes: I64
+    q_scales_stride_n_h_elems: tuple[I64, I64] = (0, 0)
+    rope_out_stride_bytes: I64 = 0
+    latent_stride_bytes: I64 = 0
+    rope_stride_bytes: I64 = 0
+    slots_stride_bytes: I64 = 0
+    positions_stride_bytes: I64 = 0
+    cos_stride_elems: I64 = 0
+    sin_stride_elems: I64 = 0
+    page_stride_bytes: I64 = 0
+    token_stride_bytes: I64 = 0
     n: I32
-    num_pages: I32
-    page_size: I32
-    max_position: I32
-    element: I32
-    slots_are_64: I32
-    positions_are_64: I32
-    interleaved: I32
-    power_of_2: I32
-    kind: I32
-    rope_kind: I32
-    latent_chunks: I32
-    rope_chunks: I32
-    group_chunks: I32
-    scale_kind: I32
-    rope_offset: I32
-    scales_offset: I32
-    scales_stride: I32
+    num_pages: I32 = 0
+    page_size: I32 = 0
+    max_position: I32 = 0
+    element: I32 = 0
+    slots_are_64: I32 = 0
+    positions_are_64: I32 = 0
+    interleaved: I32 = 0
+    power_of_2: I32 = 0
+    kind: I32 = 0
+    rope_kind: I32 = 0
+    latent_chunks: I32 = 0
+    rope_chunks: I32 = 0
+    group_chunks: I32 = 0
+    scale_kind: I32 = 0
+    rope_offset: I32 = 0
+    scales_offset: I32 = 0
+    scales_stride: I32 = 0
     h: I32
-    pieces: I32
-    token_blocks: I32
-    own_scale: I32
-    kv_scale: F32
-    q_scale: F32
+    pieces: I32 = 0
+    token_blocks: I32 = 0
+    own_scale: I32 = 0
+    kv_scale: F32 = 1.0
+    q_scale: F32 = 1.0
 
 
 class CacheSlotsParams(Params):
@@ -425,6 +424,13 @@ class CacheUpdateParams(Params):
     changes_at: I32
     max_changes: I32
     max_tokens: I32
+
+
+class LseConvention(Params):
+    """Struct of `common/lse.cuh`."""
+
+    factor: F32
+    empty: F32
 
 
 class DecodeScheduleGroupsParams(Params):
@@ -714,29 +720,29 @@ class LogitsParams(Params):
     q: Address
     k: Address
     weights: Address
-    k_scale: Address
-    begins: Address
+    k_scale: Address = NULL
+    begins: Address = NULL
     ends: Address
-    block_table: Address
+    block_table: Address = NULL
     cuts: Address
     logits: Address
     q_stride_block_token_head_elems: tuple[I64, I64, I64]
     k_stride_elems: I64
     weights_stride_block_token_head_elems: tuple[I64, I64, I64]
-    k_scale_stride_elems: I64
-    begins_stride_elems: I64
+    k_scale_stride_elems: I64 = 0
+    begins_stride_elems: I64 = 0
     ends_stride_block_token_elems: tuple[I64, I64]
-    table_stride_block_page_elems: tuple[I64, I64]
-    page_stride_bytes: I64
+    table_stride_block_page_elems: tuple[I64, I64] = (0, 0)
+    page_stride_bytes: I64 = 0
     logits_stride_block_token_elems: tuple[I64, I64]
     num_tokens: I32
     block_tokens: I32
     num_keys: I32
-    end_of_last: I32
+    end_of_last: I32 = 0
     heads: I32
     head_dim: I32
-    page_size: I32
-    num_pages: I32
+    page_size: I32 = 0
+    num_pages: I32 = 0
     clean: I32
     bf16_out: I32
     wide_rows: I32
@@ -991,13 +997,12 @@ class MergeExchangeParams(Params):
     slices: I32
     num_splits: I32
     continued_index: I32
-    h_kv: I32
+    h_kv: I32 = 1
     call: I32
     outs_are_fp32: I32
     out_is_fp32: I32
     to_log2: F32
-    lse_factor: F32
-    empty_lse: F32
+    lse_convention: LseConvention
 
 
 class MergeStatesParams(Params):
@@ -1020,8 +1025,7 @@ class MergeStatesParams(Params):
     outs_are_fp32: I32
     out_is_fp32: I32
     to_log2: F32
-    lse_factor: F32
-    empty_lse: F32
+    lse_convention: LseConvention
 
 
 class ResultsParams(Params):
@@ -1036,8 +1040,8 @@ class StatesAddresses(Params):
     """Struct of `projection/states.cu`."""
 
     outs: Address
-    lses: Address
-    lse: Address
+    lses: Address = NULL
+    lse: Address = NULL
 
 
 class MergeProjectParams(Params):
@@ -1047,14 +1051,13 @@ class MergeProjectParams(Params):
     states_addresses: StatesAddresses
     projection_sizes: ProjectionSizes
     outs_stride_n_b_s_h_elems: tuple[I64, I64, I64, I64]
-    lses_stride_n_b_h_s_elems: tuple[I64, I64, I64, I64]
-    lse_stride_b_h_s_elems: tuple[I64, I64, I64]
-    states: I32
+    lses_stride_n_b_h_s_elems: tuple[I64, I64, I64, I64] = (0, 0, 0, 0)
+    lse_stride_b_h_s_elems: tuple[I64, I64, I64] = (0, 0, 0)
+    states: I32 = 1
     s_q: I32
-    outs_are_fp32: I32
-    to_log2: F32
-    lse_factor: F32
-    empty_lse: F32
+    outs_are_fp32: I32 = 0
+    to_log2: F32 = 1.0
+    lse_convention: LseConvention
 
 
 class DeltaParams(Params):

@@ -9,6 +9,7 @@ from mla_cupy import arrays as families
 from mla_cupy.arrays.view import HOST
 from mla_cupy.dtypes import TABLE
 from mla_cupy.errors import PlanError, ShapeError, explain
+from mla_cupy.kernels.lse import LseOptions
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.ops import backend
 from mla_cupy.ops import decode as decode_operation
@@ -133,7 +134,7 @@ class _Batch:
             steps.append(Assignment(arrays["seqlens"], behind, pages * self._page_size))
         steps.append(Stage("prefix", decode, prefix, self._decode_options(causal=False), section.plan))
         steps.append(Stage("rest", decode, rest, self._decode_options(causal=options.causal), section.behind))
-        chosen = merge_operation.OPERATION.options_of(lse_base=options.lse_base, empty_lse=options.empty_lse)
+        chosen = merge_operation.OPERATION.options_of(**LseOptions.of(options)._asdict())
         return [*steps, Stage("merge", merge_operation.OPERATION, states, chosen)]
 
     def _of(self, part: slice) -> dict[str, Part]:
@@ -147,8 +148,7 @@ class _Batch:
             causal=options.causal if alone else causal,
             q_scale=options.q_scale,
             math=options.math,
-            lse_base=options.lse_base,
-            **({"empty_lse": options.empty_lse} if alone else {}),
+            **(LseOptions.of(options) if alone else LseOptions(options.lse_base))._asdict(),
         )
 
 

@@ -14,6 +14,7 @@ from mla_cupy.arrays import View
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain
 from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.kernels.decode.sm90_fp8 import LEAST_ROWS_OF_TERMS, TERMS
+from mla_cupy.kernels.lse import LseOptions
 from mla_cupy.kernels.pipeline import WORKSPACE_ALIGNMENT as WORKSPACE_ALIGNMENT
 from mla_cupy.ops.operation import Arrays, Input, Views, present
 from mla_cupy.shapes import D_ROPE, D_UNABSORBED, D_V
@@ -100,6 +101,15 @@ def check_lse_base(lse_base: Any) -> str:
     return lse_base
 
 
+def check_lse(lse_base: Any, empty_lse: Any) -> LseOptions:
+    """Check the base of logarithms, and that the one of an empty row is a number; inf and NaN are allowed."""
+    lse_base = check_lse_base(lse_base)
+    if is_number(empty_lse) and not _MAX_FLOAT32 < abs(empty_lse) < math.inf:
+        return LseOptions(lse_base, float(empty_lse))
+    remedy = "" if is_number(empty_lse) else "pass a Python number"
+    raise ArgumentError(explain("empty_lse", repr(empty_lse), "a number, as float32", remedy))
+
+
 def check_math(math: Any, known: Sequence[str] = ("exact", "fp8")) -> str:
     """Check the arithmetic of the products, one of those that the operation has."""
     if not (isinstance(math, str) and math in known):
@@ -110,14 +120,6 @@ def check_math(math: Any, known: Sequence[str] = ("exact", "fp8")) -> str:
 
 MATH_OF_DENSE_DECODE = "exact", "fp8", "fp8x2"
 """The arithmetic of the products in dense decode."""
-
-
-def check_empty_lse(empty_lse: Any) -> float:
-    """Check that it is a number; inf and NaN are allowed."""
-    if is_number(empty_lse) and not _MAX_FLOAT32 < abs(empty_lse) < math.inf:
-        return float(empty_lse)
-    remedy = "" if is_number(empty_lse) else "pass a Python number"
-    raise ArgumentError(explain("empty_lse", repr(empty_lse), "a number, as float32", remedy))
 
 
 def check_accumulate(accumulate: Any) -> str:

@@ -24,10 +24,9 @@ from mla_cupy.ops.checks import (
     check_all_or_none,
     check_count,
     check_drafts,
-    check_empty_lse,
     check_factor,
     check_flag,
-    check_lse_base,
+    check_lse,
     check_math,
     check_scale,
     check_scale_values,
@@ -176,13 +175,12 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
         causal=check_flag("causal", given.causal),
         window=_optional_count("window", given.window),
         max_seqlen_q=_optional_count("max_seqlen_q", given.max_seqlen_q),
-        lse_base=check_lse_base(given.lse_base),
-        empty_lse=check_empty_lse(given.empty_lse),
         cp_world=cp_world,
         cp_rank=cp_rank,
         kv_scale=check_factor("kv_scale", given.kv_scale),
         q_scale=check_factor("q_scale", given.q_scale),
         math=check_math(given.math, MATH_OF_DENSE_DECODE),
+        **check_lse(given.lse_base, given.empty_lse)._asdict(),
     )
     turns = check_all_or_none(views, *OutRope.absent, group="out_rope=OutRope(cos, sin, positions)")
     if turns and d_qk != D_V:

@@ -9,7 +9,7 @@ from mla_cupy.dtypes import FLOATS, HALF
 from mla_cupy.kernels.merge import MERGE
 from mla_cupy.kernels.merge.pipeline import MergeOptions, MergeProblem
 from mla_cupy.ops.call import call
-from mla_cupy.ops.checks import check_empty_lse, check_lse_base
+from mla_cupy.ops.checks import check_lse
 from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
 
 
@@ -81,7 +81,7 @@ def _out_dtypes(first: str) -> tuple[str, ...]:
 
 
 def _examine(views: Views, given: MergeOptions) -> Examined:
-    options = given._replace(lse_base=check_lse_base(given.lse_base), empty_lse=check_empty_lse(given.empty_lse))
+    options = given._replace(**check_lse(given.lse_base, given.empty_lse)._asdict())
     return Examined(MergeProblem(present(views, "outs").dtype), options)
 
 

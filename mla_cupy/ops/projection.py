@@ -11,7 +11,7 @@ from mla_cupy.errors import ArgumentError, DTypeError, ShapeError, explain
 from mla_cupy.kernels.projection import ABSORBING, MERGE_PROJECT
 from mla_cupy.kernels.projection.pipeline import MAX_STATES, AbsorbOptions, MergeProjectOptions, ProjectProblem
 from mla_cupy.ops.call import call
-from mla_cupy.ops.checks import check_empty_lse, check_lse_base
+from mla_cupy.ops.checks import check_lse
 from mla_cupy.ops.operation import (
     Examined,
     Input,
@@ -180,7 +180,7 @@ def _check_like(view: View, argument: str, dtype: str) -> None:
 
 
 def _examine_merge(views: Views, given: MergeProjectOptions) -> Examined:
-    options = given._replace(lse_base=check_lse_base(given.lse_base), empty_lse=check_empty_lse(given.empty_lse))
+    options = given._replace(**check_lse(given.lse_base, given.empty_lse)._asdict())
     outs, w_uv = present(views, "outs"), present(views, "w_uv")
     n, b, s_q, h_q, _ = outs.shape
     check_projection(views, w_uv.dtype)

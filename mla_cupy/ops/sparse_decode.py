@@ -17,9 +17,8 @@ from mla_cupy.ops.cache import INDEX_DTYPES, check_layout, record_read
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import (
     check_all_or_none,
-    check_empty_lse,
     check_factor,
-    check_lse_base,
+    check_lse,
     check_math,
     check_scale,
     explains_scale,
@@ -190,8 +189,7 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
         scale=check_scale(given.scale),
         kv_scale=check_factor("kv_scale", given.kv_scale),
         math=check_math(given.math),
-        lse_base=check_lse_base(given.lse_base),
-        empty_lse=check_empty_lse(given.empty_lse),
+        **check_lse(given.lse_base, given.empty_lse)._asdict(),
     )
     combinations.check(combinations.SPARSE_DECODE, _parts(views, options, record.name))
     if options.kv_scale != 1:

@@ -12,10 +12,9 @@ from mla_cupy.kernels.sparse_forward.problem import SparseForwardOptions, Sparse
 from mla_cupy.ops import combinations
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import (
-    check_empty_lse,
     check_factor,
     check_flag,
-    check_lse_base,
+    check_lse,
     check_math,
     check_scale,
     explains_scale,
@@ -177,8 +176,7 @@ def _examine(views: Views, given: SparseForwardOptions) -> Examined:
         relative=check_flag("relative", given.relative),
         kv_scale=check_factor("kv_scale", given.kv_scale),
         math=check_math(given.math),
-        lse_base=check_lse_base(given.lse_base),
-        empty_lse=check_empty_lse(given.empty_lse),
+        **check_lse(given.lse_base, given.empty_lse)._asdict(),
     )
     parts = combinations.multiplied(options.math, sizes.dtype) | combinations.held(record)
     combinations.check(combinations.SPARSE_FORWARD, {**parts, "kv_scale": combinations.other_than(1, options.kv_scale)})

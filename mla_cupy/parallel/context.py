@@ -8,6 +8,7 @@ from typing import Any
 from mla_cupy import arrays
 from mla_cupy.dtypes import FLOATS, HALF, name_of
 from mla_cupy.errors import ArgumentError, DTypeError, explain
+from mla_cupy.kernels.lse import LseOptions
 from mla_cupy.ops.checks import check_flag, explains_scale
 from mla_cupy.ops.decode import mla_decode
 from mla_cupy.ops.decode_plan import DecodePlan, UnmergedPlan
@@ -142,7 +143,7 @@ class ContextParallel:
                 raise ArgumentError(explain("local_seqlens", got, "s_q=1 or causal=False", remedy))
         if out is None and out_dtype is None:
             out_dtype = q.dtype if name_of(q.dtype) in HALF else "bfloat16"
-        result = Result(out, lse, out_dtype, lse_base, empty_lse, stream)
+        result = Result(out, lse, out_dtype, LseOptions(lse_base, empty_lse), stream)
         kept, call = self._partials(family, q, stream), (q, kv_cache, block_table, seqlens)
         shard = None if local_seqlens else Shard(self.world, self.rank)
         options: dict[str, Any] = {"scale": scale, "causal": causal, "fp8": fp8, "shard": shard}
@@ -195,7 +196,7 @@ class ContextParallel:
             See `decode`.
         """
         self.transport.check()
-        return self.transport.merge(outs, lses, Result(out, lse, out_dtype, lse_base, empty_lse, stream))
+        return self.transport.merge(outs, lses, Result(out, lse, out_dtype, LseOptions(lse_base, empty_lse), stream))
 
     def _partials(self, family: arrays.Family, q: Any, stream: Any) -> tuple[Any, Any] | None:
         """Arrays for the partial results of such queries, heads outermost; None where a library's cannot be written."""

@@ -26,7 +26,7 @@ class HostTransport(OfGroup):
 
     def merge(self, outs: Any, lses: Any, result: Result) -> tuple[Any, Any]:
         """See `Transport.merge`."""
-        check_lse_base(result.lse_base)
+        check_lse_base(result.lse_options.lse_base)
         family = arrays.common_family({"outs": outs, "lses": lses})
         if family.on_gpu:
             raise DeviceError(explain("outs", f"an array of {family.name} on the GPU", "one on the host"))
@@ -38,7 +38,7 @@ class HostTransport(OfGroup):
             raise DTypeError(explain("outs.dtype", name, "float32, bfloat16 or float16"))
         if lse.dtype != np.float32:
             raise DTypeError(explain("lses.dtype", lse.dtype, "float32"))
-        kind = json.dumps([out.shape, name, lse.shape, result.lse_base]).encode()
+        kind = json.dumps([out.shape, name, lse.shape, result.lse_options.lse_base]).encode()
         gathered = self._group.gather(kind + b"\n" + out.tobytes() + lse.tobytes())
         calls, _, payloads = zip(*(payload.partition(b"\n") for payload in gathered), strict=True)
         check_alike(calls, self.rank)
@@ -49,6 +49,6 @@ class HostTransport(OfGroup):
             all_lses.append(np.frombuffer(data, np.float32, lse.size, numbers.nbytes).reshape(lse.shape)[:, mine])
         merged = merge_states(
             *(family.release(np.stack(parts)) for parts in (all_outs, all_lses)),
-            **{name: value for name, value in result._asdict().items() if name != "stream"},
+            **result._replace(stream=None).arguments,
         )
         return merged[0], merged[1]

@@ -79,10 +79,10 @@ class NcclTransport(OfGroup):
         view = native.view(outs)
         handle = native.current_stream(view.device) if result.stream is None else arrays.stream_handle(result.stream)
         heads_per_rank(view.shape, native.view(lses).shape, self.world)
-        self._compare(json.dumps([view.shape, view.dtype, result.lse_base]).encode())
+        self._compare(json.dumps([view.shape, view.dtype, result.lse_options.lse_base]).encode())
         received = self._all_to_all(native, (outs, lses), view.device, handle)
         states = [native.transposed(x, _STATES[len(native.view(x).shape)]) for x in received]
-        out, lse = merge_states(*states, **{**result._asdict(), "stream": handle})
+        out, lse = merge_states(*states, **result._replace(stream=handle).arguments)
         family.settle((outs, lses))
         return family.release(out), family.release(lse)
 

@@ -17,10 +17,9 @@ from mla_cupy.dtypes import TABLE, name_of
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ParallelError, ShapeError, explain
 from mla_cupy.kernels.merge import exchange
 from mla_cupy.kernels.merge.exchange import MAILBOX, MAX_WORLD, REPORT, STATE, UNSPLIT, Exchange, Splits
-from mla_cupy.kernels.merge.pipeline import MergeOptions
 from mla_cupy.kernels.pipeline import Launch, Layout, Prepared
 from mla_cupy.ops import overlap
-from mla_cupy.ops.checks import check_empty_lse, check_lse_base, is_integer
+from mla_cupy.ops.checks import check_lse, is_integer
 from mla_cupy.parallel.group import Group, LocalGroup, check_timeout, weakly
 from mla_cupy.parallel.transport import OfGroup, Result, heads_per_rank
 from mla_cupy.runtime import device as devices
@@ -143,7 +142,7 @@ class PeerTransport(OfGroup):
         made = self._results(family, call, views[0].dtype, result, handle)
         views += [native.view(x) for x in made]
         overlap.check_apart(dict(zip(("outs", "lses", "out", "lse"), views, strict=True)), ["out", "lse"])
-        key = (call, splits[3:], tuple(view._replace(ptr=0) for view in views), result.lse_base, result.empty_lse)
+        key = (call, splits[3:], tuple(view._replace(ptr=0) for view in views), result.lse_options)
         if key not in self._prepared:
             self._prepared[key] = self._prepare(call, views, splits, result, handle)
         own = self._own
@@ -224,9 +223,8 @@ class PeerTransport(OfGroup):
             raise DeviceError(explain("outs' device", outs.device, f"{self._device}, the transport's"))
         if 0 not in outs.shape and not _in_chunks(outs):
             raise ShapeError(explain("outs.strides", outs.strides, f"a start, rows and steps of {_CHUNK} bytes"))
-        check_lse_base(result.lse_base)
-        check_empty_lse(result.empty_lse)
-        call = Exchange(self.world, b, s_q, heads, d, outs.dtype, result.lse_base, self._max_blocks)
+        lse_base, _ = check_lse(*result.lse_options)
+        call = Exchange(self.world, b, s_q, heads, d, outs.dtype, lse_base, self._max_blocks)
         if call.slab_bytes > self._slab:
             got = f"b * s_q * h_q / world = {call.rows} rows of {d} {outs.dtype}"
             expected = f"at most {self._slab} bytes with {_CHUNK} for each slice of a row"
@@ -266,7 +264,7 @@ class PeerTransport(OfGroup):
         return exchange.launch(
             call,
             (grid_of_one[0], grid_of_one[1], grid_of_one[2], grid_of_one[3]),
-            MergeOptions(result.lse_base, result.empty_lse),
+            result.lse_options,
             slab=self._slab,
             timeout_ns=self._timeout_ns,
             rank=self.rank,

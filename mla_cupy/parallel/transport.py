@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from mla_cupy.errors import ArgumentError, ParallelError, ShapeError, explain
+from mla_cupy.kernels.lse import LseOptions
 from mla_cupy.kernels.merge.exchange import Splits
 from mla_cupy.parallel.group import Group
 
@@ -16,9 +17,14 @@ class Result(NamedTuple):
     out: Any = None
     lse: Any = None
     out_dtype: Any = None
-    lse_base: str = "e"
-    empty_lse: float = float("-inf")
+    lse_options: LseOptions = LseOptions()
     stream: Any = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `merge_states`."""
+        others = self._asdict()
+        return {**others.pop("lse_options")._asdict(), **others}
 
 
 @runtime_checkable

@@ -65,8 +65,8 @@ def test_a_call(recorder: Recorder) -> None:
     p = attend.params
     assert (p["causal"], p["out_is_fp32"], p["num_splits"]) == (0, 0, config.num_splits)
     assert p["scale_log2"] == pytest.approx(0.25 / math.log(2), rel=1e-7)
-    assert p["lse_factor"] == pytest.approx(math.log(2), rel=1e-7)
-    assert p["empty_lse"] == 5.0
+    assert p["factor"] == pytest.approx(math.log(2), rel=1e-7)
+    assert p["empty"] == 5.0
     assert p["partial_out"] - p["schedule"] == space.offsets["partial_out"]
     assert p["partial_lse"] - p["schedule"] == space.offsets["partial_lse"]
     s = schedule.params
@@ -87,10 +87,10 @@ def test_flags(recorder: Recorder, lse_base: str, factor: float, out_dtype: str)
     inputs = make(CASE)
     out, lse = mla_decode(*inputs.arguments, lse_base=lse_base, out_dtype=out_dtype)
     p = recorder.launches[1].params
-    assert p["lse_factor"] == pytest.approx(factor, rel=1e-7)
+    assert p["factor"] == pytest.approx(factor, rel=1e-7)
     assert p["out_is_fp32"] == (out_dtype == "float32")
     assert p["scale_log2"] == pytest.approx(576**-0.5 / math.log(2), rel=1e-7)
-    assert (p["causal"], p["empty_lse"]) == (1, -np.inf)
+    assert (p["causal"], p["empty"]) == (1, -np.inf)
     assert (out.dtype.name, out.shape, lse.dtype.name) == (out_dtype, (3, 2, 8, 512), "float32")
     assert lse.shape == (3, 8, 2)
 
@@ -181,14 +181,14 @@ def test_repeated_calls_follow_every_change(recorder: Recorder) -> None:
         ({}, {}),
         ({"scale": 0.5}, {"scale_log2": 0.5 / math.log(2)}),
         ({"causal": False}, {"causal": 0}),
-        ({"lse_base": "2"}, {"lse_factor": 1.0}),
-        ({"empty_lse": 3.0}, {"empty_lse": 3.0}),
+        ({"lse_base": "2"}, {"factor": 1.0}),
+        ({"empty_lse": 3.0}, {"empty": 3.0}),
         ({"out_dtype": "float32"}, {"out_is_fp32": 1}),
         ({"stream": 12}, {}),
         ({"out": out}, {"out": address(out), "out_stride_h_elems": 520}),
         ({"lse": lse}, {"lse": address(lse)}),
     ]
-    default = {"scale_log2": 576**-0.5 / math.log(2), "causal": 1, "lse_factor": math.log(2), "out_is_fp32": 0}
+    default = {"scale_log2": 576**-0.5 / math.log(2), "causal": 1, "factor": math.log(2), "out_is_fp32": 0}
     for options, expected in [*calls, *reversed(calls)]:
         for inputs_now in (inputs, other, inputs):
             recorder.launches.clear()

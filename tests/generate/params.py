@@ -1,6 +1,6 @@
 """Classes for the kernels' parameter structs, read from the CUDA sources: nothing is compiled.
 
-After a struct has changed, mypy names every fill that lacks a member.
+After a struct has changed, mypy names every fill that lacks a member without a default.
 """
 
 from __future__ import annotations
@@ -45,11 +45,15 @@ from mla_cupy.kernels.param_layout import {names}
 
 @dataclass(frozen=True)
 class Member:
-    """A member as it is declared; `count` is the length of an array, 0 of anything else."""
+    """A member as it is declared; `count` is the length of an array, 0 of anything else.
+
+    `default` is its initialiser in Python, "" of a member that has none.
+    """
 
     name: str
     kind: str
     count: int = 0
+    default: str = ""
 
 
 @dataclass(frozen=True)
@@ -134,8 +138,15 @@ def _members(body: str, text: str) -> Iterator[Member]:
             declared, _, names = declaration.partition(" ")
             kind = KINDS.get(declared, declared)
         for name in names.split(","):
-            name, _, length = name.strip().rstrip("]").partition("[")
-            yield Member(name, kind, _constant(length, text) if length else 0)
+            name, _, value = name.strip().partition(" = ")
+            name, _, length = name.rstrip("]").partition("[")
+            yield Member(name, kind, _constant(length, text) if length else 0, _default(value))
+
+
+def _default(value: str) -> str:
+    """The initialiser of a member, a number or nullptr, in Python."""
+    number = value.removesuffix("f")
+    return "NULL" if value == "nullptr" else f"{number}0" if number.endswith(".") else number
 
 
 def _constant(name: str, text: str) -> int:
@@ -147,9 +158,10 @@ def text_of(structs: dict[str, Struct], kernels: str) -> str:
     """A module with a class for each struct, as ruff formats it."""
     ordered = sorted(structs.values(), key=lambda struct: struct.file)
     classes = [_class(struct) for struct in ordered]
-    used = {name for name in ("F32", "I32", "I64") if any(re.search(rf"\b{name}\b", text) for text in classes)}
-    names = ", ".join((*sorted(used), "Address", "Params"))
-    return "\n\n".join((HEADER.format(kernels=kernels, names=names), *classes))
+    names = ("F32", "I32", "I64", "NULL")
+    used = {name for name in names if any(re.search(rf"\b{name}\b", text) for text in classes)}
+    imported = ", ".join((*sorted(used), "Address", "Params"))
+    return "\n\n".join((HEADER.format(kernels=kernels, names=imported), *classes))
 
 
 def _class(struct: Struct) -> str:
@@ -165,12 +177,15 @@ def _fields(group: tuple[str, str] | None, members: list[Member]) -> Iterator[st
     if group and len(members) > 1:
         array, unit = group
         axes = [member.name.removeprefix(f"{array}_stride_").removesuffix(f"_{unit}") for member in members]
-        yield f"{array}_stride_{'_'.join(axes)}_{unit}: tuple[{', '.join(member.kind for member in members)}]"
+        kinds = ", ".join(member.kind for member in members)
+        values = [member.default for member in members if member.default]
+        default = f" = ({', '.join(values)})" if len(values) == len(members) else ""
+        yield f"{array}_stride_{'_'.join(axes)}_{unit}: tuple[{kinds}]{default}"
         return
     for member in members:
         name = member.name + "_" * keyword.iskeyword(member.name)
         kind = f"tuple[{', '.join([member.kind] * member.count)}]" if member.count else member.kind
-        yield f"{name}: {kind}"
+        yield f"{name}: {kind}" + f" = {member.default}" * bool(member.default)
 
 
 def _array_of_strides(member: Member) -> tuple[str, str] | None:

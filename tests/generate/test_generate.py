@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.generate import LISTS, MADE_OF_RECORDS
+from mla_cupy.kernels.param_layout import NULL, values_of
+from mla_cupy.kernels.params import Fp8ScaleAddresses, LseConvention
+from tests.generate import LISTS, MADE_OF_RECORDS, params
 from tests.generate.__main__ import ROOT, main
 from tests.generate.files import outdated, with_block
 
@@ -108,6 +111,37 @@ def test_the_bindings_follow_the_records(tree: Path) -> None:
         assert '    turned: bool = False,\n    lse_base: str = "2",\n' in found[name]
         assert "options = (turned, lse_base, empty_lse, out_dtype)" in found[name]
     assert 'bool turned=False, str lse_base="2", float? empty_lse=None' in found["mla_cupy/torch/operators.py"]
+
+
+def test_initialisers_are_defaults(tree: Path) -> None:
+    """Of numbers, addresses and strides; a member without one must be given."""
+    source = tree / "cuda_src" / "merge" / "states.cu"
+    text = source.read_text()
+    for before, after in (
+        ("    float* lse; ", "    float* lse = nullptr; "),
+        (
+            "i64 out_stride_b_elems, out_stride_s_elems, out_stride_h_elems",
+            "i64 out_stride_b_elems = 0, out_stride_s_elems = 8",
+        ),
+        ("float to_log2;", "float to_log2 = 1.f, half = 0.5f;"),
+        ("i32 n, b,", "i32 n, b = 1,"),
+    ):
+        assert text.count(before) == 1
+        text = text.replace(before, after)
+    source.write_text(text)
+    ((_, made),) = outdated(tree, [params.make]).items()
+    (struct,) = re.findall(r"class MergeStatesParams.*?\n\n\n", made, re.DOTALL)
+    assert "    lse: Address = NULL\n" in struct
+    assert "    out_stride_b_s_elems: tuple[I64, I64] = (0, 8)\n" in struct
+    assert "    to_log2: F32 = 1.0\n    half: F32 = 0.5\n" in struct
+    assert "    n: I32\n    b: I32 = 1\n" in struct
+
+
+def test_members_may_be_left_out_if_they_have_a_default() -> None:
+    assert values_of(Fp8ScaleAddresses(kv_scales="a")) == [NULL, "a"]
+    for given in ({}, {"factor": 1.0}, {"factor": 1.0, "empty": 0.0, "base": 2.0}):
+        with pytest.raises(TypeError, match=r"LseConvention: missing or unknown: (base|empty)"):
+            LseConvention(**given)
 
 
 def test_a_block_that_is_not_there(tree: Path) -> None:

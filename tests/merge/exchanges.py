@@ -11,9 +11,9 @@ import numpy as np
 from mla_cupy import reference
 from mla_cupy.arrays import NUMPY, View
 from mla_cupy.dtypes import TABLE
+from mla_cupy.kernels.lse import LseOptions
 from mla_cupy.kernels.merge import exchange
 from mla_cupy.kernels.merge.exchange import MAILBOX, REPORT, STATE, Exchange, Splits
-from mla_cupy.kernels.merge.pipeline import MergeOptions
 from mla_cupy.kernels.pipeline import Layout, Prepared
 from mla_cupy.reference.lse import log_of_base
 from mla_cupy.runtime.device import DeviceInfo
@@ -32,7 +32,7 @@ class Ranks:
 
     call: Exchange
     out_dtype: str = "float32"
-    options: MergeOptions = field(default_factory=lambda: MergeOptions("e", float("-inf")))
+    options: LseOptions = field(default_factory=LseOptions)
     timeout_ns: int = 2 * 10**9
     num_splits: int = 0
 

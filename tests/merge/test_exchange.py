@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from ptxsim.errors import KernelTrap
 
+from mla_cupy.kernels.lse import LseOptions
 from mla_cupy.kernels.merge.exchange import MAX_BLOCKS, Exchange
-from mla_cupy.kernels.merge.pipeline import MergeOptions
 from mla_cupy.runtime import loader
 from tests.merge.exchanges import Ranks
 from tests.support.mutants import Mutant, Plant, as_verdict, steps
@@ -18,8 +18,8 @@ from tests.support.sim_driver import SimDriver, fake_gpu, simulated
 
 CASES = (
     Ranks(Exchange(2, 1, 1, 4, 512, "float32", "e", 3), "bfloat16"),
-    Ranks(Exchange(2, 3, 2, 3, 64, "bfloat16", "2", 10), "bfloat16", MergeOptions("e", 0.0)),
-    Ranks(Exchange(3, 1, 2, 5, 128, "float16", "e", 4), "float32", MergeOptions("2", float("inf"))),
+    Ranks(Exchange(2, 3, 2, 3, 64, "bfloat16", "2", 10), "bfloat16", LseOptions("e", 0.0)),
+    Ranks(Exchange(3, 1, 2, 5, 128, "float16", "e", 4), "float32", LseOptions("2", float("inf"))),
     Ranks(Exchange(5, 2, 1, 1, 8, "float32", "2"), "float32"),
     Ranks(Exchange(2, 1, 1, 2, 520, "float16", "e", 3), "float32"),  # a wide slice and a short one
     Ranks(Exchange(2, 1, 1, 1, 512, "float32", "e", 4), "float32", num_splits=20),  # narrow slices

@@ -29,8 +29,8 @@ def test_merge(recorder: Recorder, lse_base: str, dtype: str, out_dtype: str | N
     assert [p[name] for name in ("n", "b", "s_q", "h_q", "d")] == [5, 2, 3, 4, 64]
     assert (p["outs_are_fp32"], p["out_is_fp32"]) == (dtype == "float32", out.dtype == np.float32)
     assert p["to_log2"] == pytest.approx(1 / math.log(2) if lse_base == "e" else 1)
-    assert p["lse_factor"] * p["to_log2"] == pytest.approx(1)
-    assert (p["empty_lse"], launch.stream) == (2.0, 3)
+    assert p["factor"] * p["to_log2"] == pytest.approx(1)
+    assert (p["empty"], launch.stream) == (2.0, 3)
     assert p["row_lanes"] == 8  # of eight columns each
     assert launch.grid == (-(-2 * 3 * 4 * 8 // 128), 1, 1)
 

@@ -14,8 +14,8 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ParallelError, arrays
+from mla_cupy.kernels.lse import LseOptions
 from mla_cupy.kernels.merge.exchange import ADDRESSES, BLOCKS_PER_SM, Exchange
-from mla_cupy.kernels.merge.pipeline import MergeOptions
 from mla_cupy.kernels.pipeline import Layout, Prepared
 from mla_cupy.parallel import ContextParallel, LocalGroup, NcclTransport, PeerTransport
 from mla_cupy.runtime.device import DeviceInfo
@@ -56,7 +56,7 @@ def addresses_of(ranks: Ranks, placed: list[Any]) -> list[int]:
     [
         Ranks(Exchange(2, 1, 1, 64, 512, "float32", "e"), "float32"),
         Ranks(Exchange(2, 4, 2, 64, 512, "float32", "2"), "float16"),
-        Ranks(Exchange(4, 3, 1, 7, 128, "float16", "e"), "float32", MergeOptions("2", 0.0)),
+        Ranks(Exchange(4, 3, 1, 7, 128, "float16", "e"), "float32", LseOptions("2", 0.0)),
         Ranks(Exchange(8, 1, 4, 2, 64, "float32", "e"), "float16"),
         Ranks(Exchange(2, 1, 1, 64, 512, "float32", "e", 128), "float32", num_splits=66),
         Ranks(Exchange(2, 5, 2, 8, 512, "float32", "2", 64), "float16", num_splits=33),

@@ -61,7 +61,7 @@ def test_the_attention_gets_the_arrays(recorder: Recorder, out_dtype: str) -> No
     for name, x in {**addresses, "attn_sink": inputs.attn_sink}.items():
         assert record[name] == x.ctypes.data
     assert record["out_is_fp32"] == (out_dtype == "float32")
-    assert (record["lse_factor"], record["empty_lse"]) == (1, 3)
+    assert (record["factor"], record["empty"]) == (1, 3)
     assert record["scale_log2"] == np.float32(0.5 * np.log2(np.e))
     assert record["block_table"] == recorder.launches[0].params["rows"]
     assert record["seqlens"] == recorder.launches[0].params["counts"]

@@ -8,27 +8,27 @@
 namespace mla::indexer::logits {
 // Strides are in elements, of the cache in bytes.
 struct LogitsParams {
-    const u8* q;             // (tokens, heads, head_dim): e4m3 or 16 bits
-    const u8* k;             // (keys, head_dim), or the cache: (pages, page_size) records
-    const float* weights;    // (tokens, heads)
-    const float* k_scale;    // (keys,), or null: 1; unused if paged
-    const i32* begins;       // (tokens,), or null
-    const i32* ends;         // (tokens,), or null; of paged decode (b,) or (b, tokens of a sequence)
-    const i32* block_table;  // (b, max_pages), or null: keys are contiguous
-    const TileCut* cuts;     // (grid + 1,), or null: few blocks of tokens
-    void* logits;            // (tokens, keys), fp32 or bf16
+    const u8* q;                       // (tokens, heads, head_dim): e4m3 or 16 bits
+    const u8* k;                       // (keys, head_dim), or the cache: (pages, page_size) records
+    const float* weights;              // (tokens, heads)
+    const float* k_scale = nullptr;    // (keys,), or null: 1; unused if paged
+    const i32* begins = nullptr;       // (tokens,), or null
+    const i32* ends;                   // (tokens,), or null; of paged decode (b,) or (b, tokens of a sequence)
+    const i32* block_table = nullptr;  // (b, max_pages), or null: keys are contiguous
+    const TileCut* cuts;               // (grid + 1,), or null: few blocks of tokens
+    void* logits;                      // (tokens, keys), fp32 or bf16
     i64 q_stride_block_elems, q_stride_token_elems, q_stride_head_elems;
     i64 k_stride_elems;  // of the cache: bytes of a key's codes, half of head_dim for keys in e2m1
     i64 weights_stride_block_elems, weights_stride_token_elems, weights_stride_head_elems;
-    i64 k_scale_stride_elems;
-    i64 begins_stride_elems;
+    i64 k_scale_stride_elems = 0;
+    i64 begins_stride_elems = 0;
     i64 ends_stride_block_elems, ends_stride_token_elems;
-    i64 table_stride_block_elems, table_stride_page_elems;
-    i64 page_stride_bytes;
+    i64 table_stride_block_elems = 0, table_stride_page_elems = 0;
+    i64 page_stride_bytes = 0;
     i64 logits_stride_block_elems, logits_stride_token_elems;
-    i32 num_tokens, block_tokens, num_keys, end_of_last;
+    i32 num_tokens, block_tokens, num_keys, end_of_last = 0;
     i32 heads, head_dim;
-    i32 page_size, num_pages;
+    i32 page_size = 0, num_pages = 0;
     i32 clean, bf16_out, wide_rows, num_blocks;  // wide rows: four logits may be stored at once
 };
 

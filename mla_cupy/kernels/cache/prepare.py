@@ -11,7 +11,6 @@ from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels.attention import record_layout
 from mla_cupy.kernels.cache import absorb, table
 from mla_cupy.kernels.cache.pipeline import CacheConfig, CachePipeline, rotation_members, token_members
-from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import CachePrepareParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Step
 from mla_cupy.kernels.spec import Variant
@@ -103,16 +102,6 @@ def _row_bytes(call: Call, name: str) -> tuple[int, int]:
 def queries_alone(call: Call) -> CachePrepareParams:
     """The members of a call without tokens or angles, whose queries have `q_rope` for their RoPE part, or none."""
     n, h, _ = call.view("out").shape
-    nothing: Any = dict.fromkeys(("q_scales", "rope_out", "latent", "rope", "cache", "slots"), NULL)
-    nothing |= dict.fromkeys(("cos", "sin", "positions"), NULL)
-    strides = ("rope_out", "latent", "rope", "slots", "positions", "page", "token")
-    nothing |= dict.fromkeys((f"{name}_stride_bytes" for name in strides), 0)
-    nothing |= dict.fromkeys(("cos_stride_elems", "sin_stride_elems", "num_pages", "page_size", "max_position"), 0)
-    nothing |= dict.fromkeys(("element", "slots_are_64", "positions_are_64", "interleaved", "power_of_2"), 0)
-    nothing |= dict.fromkeys(("kind", "rope_kind", "latent_chunks", "rope_chunks", "group_chunks", "scale_kind"), 0)
-    nothing |= dict.fromkeys(
-        ("rope_offset", "scales_offset", "scales_stride", "pieces", "token_blocks", "own_scale"), 0
-    )
     return CachePrepareParams(
         q=call.name("q_rope"),
         q_rope=call.name("q_rope"),
@@ -121,12 +110,8 @@ def queries_alone(call: Call) -> CachePrepareParams:
         q_stride_n_h_bytes=(0, 0),
         q_rope_stride_n_h_bytes=_row_bytes(call, "q_rope"),
         out_stride_n_h_bytes=_row_bytes(call, "out"),
-        q_scales_stride_n_h_elems=(0, 0),
         n=n,
         h=h,
-        kv_scale=1.0,
-        q_scale=1.0,
-        **nothing,
     )
 
 
@@ -142,10 +127,7 @@ def _record_members(call: Call, options: MlaPrepareOptions) -> Any:
         return {**members, **sizes, "page_stride_bytes": page, "token_stride_bytes": token}
     kind = record_layout.KINDS[call.view("q").dtype]
     rope_chunks = 0 if call.views["rope"] is None else D_ROPE // record_layout.CHUNK
-    nothing = dict.fromkeys(("num_pages", "page_size", "page_stride_bytes", "token_stride_bytes"), 0)
-    nothing |= dict.fromkeys(("latent_chunks", "scale_kind", "rope_offset", "scales_offset", "scales_stride"), 0)
-    parts = {"kind": kind, "rope_kind": kind, "rope_chunks": rope_chunks, "group_chunks": 1, "kv_scale": 1.0}
-    return {**nothing, **parts}
+    return {"kind": kind, "rope_kind": kind, "rope_chunks": rope_chunks, "group_chunks": 1}
 
 
 MLA_PREPARE = MlaPreparePipeline()

@@ -41,7 +41,8 @@ from mla_cupy.kernels.decode import (
 from mla_cupy.kernels.decode.problem import Batch, DecodeOptions, DecodeProblem
 from mla_cupy.kernels.decode.schedule_groups import Groups
 from mla_cupy.kernels.decode.schedule_pieces import Pieces
-from mla_cupy.kernels.numbers import LOG2_E, from_log2
+from mla_cupy.kernels.lse import LseOptions
+from mla_cupy.kernels.numbers import LOG2_E
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import (
     DecodeFormParams,
@@ -291,10 +292,8 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             out=combine_project.LATENTS if projects else "out",
             lse="lse",
             attn_sink=call.name("attn_sink"),
-            max_logits=NULL,
             partial_out="partial_out",
             partial_lse="partial_lse",
-            partial_max=NULL,
             tickets="tickets" if config.in_clusters else NULL,
             tree_mask=call.name("tree_mask"),
             q_stride_b_s_h_elems=_query_strides(call, "q"),
@@ -305,13 +304,11 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             if projects
             else _query_strides(call, "out"),
             lse_stride_b_h_s_elems=_query_strides(call, "lse"),
-            max_stride_b_h_s_elems=(0, 0, 0),
             sink_stride_elems=call.stride("attn_sink"),
             tree_stride_b_s_elems=call.strides("tree_mask", 2),
             b=_requests(config, call),
             s_q=config.s_q,
             h_q=config.problem.h_q,
-            h_kv=1,
             num_pages=num_pages,
             page_size=page_size,
             max_pages=call.view("block_table").shape[1],
@@ -319,13 +316,11 @@ class DecodePipeline(Pipeline[DecodeConfig]):
             causal=options.causal,
             out_is_fp32=not config.apart and (projects or call.view("out").dtype == "float32"),
             continued_index=0 if config.pieces else config.num_splits,
-            request_units=0,
             unit_tiles=int(config.apart and not config.in_clusters),
             cp_world=options.cp_world,
             cp_rank=options.cp_rank,
             scale_log2=options.scale * options.kv_scale * options.q_scale * LOG2_E,
-            lse_factor=from_log2(options.lse_base),
-            empty_lse=options.empty_lse,
+            lse_convention=LseOptions.of(options).convention,
             value_scale=options.kv_scale,
         )
 

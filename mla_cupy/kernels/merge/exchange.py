@@ -11,8 +11,8 @@ import numpy as np
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import HALF, TABLE
 from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
-from mla_cupy.kernels.merge.pipeline import MergeOptions
-from mla_cupy.kernels.numbers import from_log2, to_log2
+from mla_cupy.kernels.lse import LseOptions
+from mla_cupy.kernels.numbers import to_log2
 from mla_cupy.kernels.params import MergeExchangeParams
 from mla_cupy.kernels.pipeline import Launch, LaunchArgs
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, KernelSpec, Variant
@@ -157,7 +157,7 @@ def flags_bytes(world: int) -> int:
 def launch(
     exchange: Exchange,
     views: tuple[View, View, View, View],
-    options: MergeOptions,
+    options: LseOptions,
     *,
     slab: int,
     timeout_ns: int,
@@ -203,13 +203,11 @@ def launch(
         slices=exchange.slices,
         num_splits=splits.num_splits,
         continued_index=splits.continued_index,
-        h_kv=1,
         call=exchange.digest,
         outs_are_fp32=outs.dtype == "float32",
         out_is_fp32=out.dtype == "float32",
         to_log2=to_log2(exchange.lse_base),
-        lse_factor=from_log2(options.lse_base),
-        empty_lse=options.empty_lse,
+        lse_convention=options.convention,
     )
     half = next((kind for kind in kinds if kind in HALF), HALF[0])  # where all is float32, any will do
     return Launch(KERNEL, Variant(dtype=half), (exchange.blocks, ranks, 1), LaunchArgs(params))

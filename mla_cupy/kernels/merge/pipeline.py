@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.numbers import from_log2, to_log2
+from mla_cupy.kernels.lse import LseOptions
+from mla_cupy.kernels.numbers import to_log2
 from mla_cupy.kernels.params import MergeStatesParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, KernelSpec, Variant
@@ -85,8 +86,7 @@ class MergePipeline(Pipeline[MergeProblem]):
             outs_are_fp32=config.outs_dtype == "float32",
             out_is_fp32=call.view("out").dtype == "float32",
             to_log2=to_log2(options.lse_base),
-            lse_factor=from_log2(options.lse_base),
-            empty_lse=options.empty_lse,
+            lse_convention=LseOptions.of(options).convention,
         )
         half = next((kind for kind in kinds if kind in HALF), HALF[0])  # where all is float32, any will do
         return [Launch(KERNEL, Variant(dtype=half), (blocks, 1, 1), LaunchArgs(params))]

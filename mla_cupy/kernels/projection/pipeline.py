@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import projection
 from mla_cupy.kernels.cache import absorb, prepare
-from mla_cupy.kernels.numbers import from_log2, to_log2
+from mla_cupy.kernels.lse import LseOptions
+from mla_cupy.kernels.numbers import to_log2
 from mla_cupy.kernels.params import MergeProjectParams, StatesAddresses
 from mla_cupy.kernels.pipeline import Call, Layout, Pipeline, Step
 from mla_cupy.kernels.projection import results
@@ -90,8 +91,7 @@ class MergeProjectPipeline(_OneLaunch):
             s_q=s_q,
             outs_are_fp32=outs.dtype == "float32",
             to_log2=to_log2(options.lse_base),
-            lse_factor=from_log2(options.lse_base),
-            empty_lse=options.empty_lse,
+            lse_convention=LseOptions.of(options).convention,
         )
         return [projection.launch(build, call, params)]
 

@@ -7,7 +7,7 @@ from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention import projection
 from mla_cupy.kernels.attention.combine_project import LATENTS
 from mla_cupy.kernels.attention.projection import Build, Projection
-from mla_cupy.kernels.param_layout import NULL
+from mla_cupy.kernels.lse import LseOptions
 from mla_cupy.kernels.params import MergeProjectParams, ResultsParams, StatesAddresses
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs
 from mla_cupy.kernels.spec import HOPPER, KernelSpec, Variant, variants
@@ -52,17 +52,11 @@ def project(build: Build, call: Call, *, by_query: bool = False) -> Launch:
     _, s_q, h_q, _ = call.view("out").shape
     params = MergeProjectParams(
         projection_addresses=projection.addresses(call),
-        states_addresses=StatesAddresses(outs=LATENTS, lses=NULL, lse=NULL),
+        states_addresses=StatesAddresses(outs=LATENTS),
         projection_sizes=projection.sizes(call, build, by_query),
         outs_stride_n_b_s_h_elems=(0, (1 if by_query else s_q) * h_q * D_V, h_q * D_V, D_V),
-        lses_stride_n_b_h_s_elems=(0, 0, 0, 0),
-        lse_stride_b_h_s_elems=(0, 0, 0),
-        states=1,
         s_q=1 if by_query else s_q,
-        outs_are_fp32=False,
-        to_log2=1.0,
-        lse_factor=1.0,
-        empty_lse=0.0,
+        lse_convention=LseOptions().convention,
     )
     return projection.launch(build, call, params)
 

@@ -19,7 +19,8 @@ from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.projection import Build, is_apart
 from mla_cupy.kernels.attention.records import rows_variant
 from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
-from mla_cupy.kernels.numbers import LOG2_E, from_log2
+from mla_cupy.kernels.lse import LseOptions
+from mla_cupy.kernels.numbers import LOG2_E
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import DecodeFp8Params, DecodeParams, ExtraAddresses, Fp8ScaleAddresses, SparseDecodeParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
@@ -151,39 +152,27 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             out=combine_project.LATENTS if projects else "out",
             lse="lse",
             attn_sink=call.name("attn_sink"),
-            max_logits=NULL,
             partial_out="partial_out",
             partial_lse="partial_lse",
-            partial_max=NULL,
-            tickets=NULL,
-            tree_mask=NULL,
             q_stride_b_s_h_elems=(call.stride("q", of_query), 0, call.stride("q", 2)),
             kv_stride_page_token_h_elems=(*_strides(cache), 0),
             table_stride_b_page_elems=(longest, 1) if config.listed else (indices.strides[0], indices.strides[2]),
             seqlens_stride_elems=1 if config.listed else call.stride("topk_length"),
             out_stride_b_s_h_elems=of_latents if projects else (call.stride("out", of_query), 0, call.stride("out", 2)),
             lse_stride_b_h_s_elems=(call.stride("lse", of_query), call.stride("lse", 2), 0),
-            max_stride_b_h_s_elems=(0, 0, 0),
             sink_stride_elems=call.stride("attn_sink"),
-            tree_stride_b_s_elems=(0, 0),
             b=problem.queries,
-            s_q=1,
             h_q=problem.h_q,
-            h_kv=1,
             num_pages=cache.shape[0],
             page_size=cache.shape[1],
             max_pages=longest,
             num_splits=cuts.num_splits,
-            causal=False,
             out_is_fp32=not config.apart and (projects or call.view("out").dtype == "float32"),
             continued_index=cuts.num_splits,
             request_units=cuts.request_units,
             unit_tiles=cuts.unit_tiles,
-            cp_world=1,
-            cp_rank=0,
             scale_log2=options.scale * options.kv_scale * LOG2_E,
-            lse_factor=from_log2(options.lse_base),
-            empty_lse=options.empty_lse,
+            lse_convention=LseOptions.of(options).convention,
             value_scale=options.kv_scale,
         )
 
@@ -191,9 +180,8 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
 def _with_scales(params: DecodeParams, dtype: str) -> DecodeFp8Params:
     """Parameters of the kernel with products in FP8, which could have scales on the device."""
     return DecodeFp8Params(
-        fp8_scale_addresses=Fp8ScaleAddresses(q_scales=NULL, kv_scales=NULL),
+        fp8_scale_addresses=Fp8ScaleAddresses(),
         decode_params=params,
-        q_scales_stride_b_s_h_elems=(0, 0, 0),
         bf16_partials=dtype == "bfloat16" and not params.out_is_fp32,
     )
 

@@ -11,7 +11,6 @@ from mla_cupy.cache_formats import FORMATS
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels.attention import record_layout
 from mla_cupy.kernels.cache.table import GATHER, GATHERED_PER_BLOCK
-from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import CacheGatherParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs
 from mla_cupy.kernels.sparse_forward import records, sm90
@@ -49,9 +48,7 @@ def launches(problem: SparseForwardProblem, record: str, call: Call) -> list[Lau
     page, token = record_layout.page_and_token_bytes(kept, kv)
     params = CacheGatherParams(
         cache="kv",
-        slots=NULL,
         rows=ROWS,
-        slots_stride_bytes=0,
         rows_stride_bytes=problem.d_qk * TABLE[problem.dtype].nbytes,
         page_stride_bytes=page,
         token_stride_bytes=token,
@@ -59,7 +56,6 @@ def launches(problem: SparseForwardProblem, record: str, call: Call) -> list[Lau
         num_pages=num_pages,
         page_size=page_size,
         element=record_layout.KINDS[problem.dtype],
-        slots_are_64=False,
         **record_layout.members(kept, page_size, token, 1.0),
     )
     blocks = -(-problem.s_kv // GATHERED_PER_BLOCK)

@@ -17,8 +17,8 @@ from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import combine, generic, heuristics, mma, row_lists, schedule
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
-from mla_cupy.kernels.numbers import LOG2_E, from_log2
-from mla_cupy.kernels.param_layout import NULL
+from mla_cupy.kernels.lse import LseOptions
+from mla_cupy.kernels.numbers import LOG2_E
 from mla_cupy.kernels.params import DecodeFp8Params, DecodeParams, Fp8ScaleAddresses
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.kernels.sparse_forward import convert, records, sm90, sm90_fp8, sm100
@@ -139,8 +139,6 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
             partial_out="partial_out",
             partial_lse="partial_lse",
             partial_max="partial_max",
-            tickets=NULL,
-            tree_mask=NULL,
             q_stride_b_s_h_elems=(q[0], 0, q[1]),
             kv_stride_page_token_h_elems=row_strides,
             table_stride_b_page_elems=(list_stride, 1),
@@ -149,25 +147,16 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
             lse_stride_b_h_s_elems=(lse[0], lse[1], 0),
             max_stride_b_h_s_elems=(maxima[0], maxima[1], 0),
             sink_stride_elems=call.stride("attn_sink"),
-            tree_stride_b_s_elems=(0, 0),
             b=problem.s_q,
-            s_q=1,
             h_q=problem.h_q,
-            h_kv=1,
             num_pages=num_pages,
             page_size=page_size,
             max_pages=list_stride,
             num_splits=config.num_splits,
-            causal=False,  # the lists are
             out_is_fp32=call.view("out").dtype == "float32",
             continued_index=config.num_splits,
-            request_units=0,
-            unit_tiles=0,
-            cp_world=1,
-            cp_rank=0,
             scale_log2=options.scale * options.kv_scale * LOG2_E,
-            lse_factor=from_log2(options.lse_base),
-            empty_lse=options.empty_lse,
+            lse_convention=LseOptions.of(options).convention,
             value_scale=options.kv_scale,
         )
         kernel = config.kernel
@@ -179,11 +168,9 @@ def _with_scales(config: SparseForwardConfig, args: LaunchArgs) -> LaunchArgs:
     if config.kernel.params is not DecodeFp8Params:
         return args
     assert isinstance(args.params, DecodeParams)
-    scales = Fp8ScaleAddresses(q_scales=NULL, kv_scales=NULL)
     params = DecodeFp8Params(
-        fp8_scale_addresses=scales,
+        fp8_scale_addresses=Fp8ScaleAddresses(),
         decode_params=args.params,
-        q_scales_stride_b_s_h_elems=(0, 0, 0),
         bf16_partials=config.problem.dtype == "bfloat16" and not args.params.out_is_fp32,
     )
     return LaunchArgs(params)
