@@ -41,7 +41,7 @@ def test_foreign_arrays_are_not_copied_and_give_cupy_arrays(gpu: DeviceInfo, dty
     inputs = make(DecodeCase(b=4, s_q=2, h_q=32, seqlens="ragged-700", dtype=dtype))
     arguments = uploaded(inputs)
     foreign = [Foreign(x) for x in arguments]
-    scale = default_scale(*arguments)
+    scale = default_scale(arguments[0])
     out, lse = mla_decode(*foreign, scale=scale)
     assert isinstance(out, cupy.ndarray)
     assert isinstance(lse, cupy.ndarray)
