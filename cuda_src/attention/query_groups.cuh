@@ -149,16 +149,6 @@ MLA_DEVICE SplitRow split_query_row(const DecodeParams& p, const GroupItem& item
     return {latent, forms.q_rope + item.request * forms.q_rope_stride_b_elems +
                         (i64)query * forms.q_rope_stride_s_elems + (i64)head * forms.q_rope_stride_h_elems};
 }
-
-// The same in a build with forms or without.
-template <class Work>
-MLA_DEVICE SplitRow query_row(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row) {
-    if constexpr (Work::kForms) return split_query_row(p, Work::of(item), kv_head, row);
-    const i32 group = p.h_q / p.h_kv;
-    const u16* const latent = p.q + item.request * p.q_stride_b_elems + (row / group) * p.q_stride_s_elems +
-                              (i64)(kv_head * group + row % group) * p.q_stride_h_elems;
-    return {latent, latent + kHeadDimV};
-}
 }  // namespace mla::attention
 
 // What a kernel that takes DecodeFormParams tells the host, see MLA_DECODE_FACTS.

@@ -3,6 +3,7 @@
 #pragma once
 #include "attention/sm90/seesaw.cuh"
 #include "common/limits.cuh"
+#include "decode/sm90_huge_rows.cuh"
 #include "decode/sm90_load.cuh"
 #include "tile/warp.cuh"
 
@@ -76,6 +77,10 @@ MLA_DEVICE void store_tree_words(Block<C>& block, const WorkItem& item, i32 thre
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
+// Math -> query, at the end: all results are stored, and all huge rows known.
+enum StoredBarrier : i32 { AllStored = P1Ready + 1 };
+constexpr i32 kStoredThreads = kMathThreads + kQueryThreads;
+
 // `fetch` starts the copies of keys, see HalvesLoader.
 template <class C, class Fetch>
 MLA_DEVICE void run_seesaw_block(Block<C>& block, const Fetch& fetch) {
@@ -92,9 +97,11 @@ MLA_DEVICE void run_seesaw_block(Block<C>& block, const Fetch& fetch) {
     if (warp < kRightWarp) {
         setmaxnreg_inc<kRegsSeesawMath>();
         run_left_role(block, thread);
+        if constexpr (C::kRedoesHugeRows) bar_arrive(AllStored, kStoredThreads);
     } else if (warp < kLoaderWarp) {
         setmaxnreg_inc<kRegsSeesawMath>();
         run_right_role(block, thread);
+        if constexpr (C::kRedoesHugeRows) bar_arrive(AllStored, kStoredThreads);
     } else {
         setmaxnreg_dec<kRegsSeesawLoad>();
         if (warp == kLoaderWarp) {
@@ -104,6 +111,10 @@ MLA_DEVICE void run_seesaw_block(Block<C>& block, const Fetch& fetch) {
             const QueryStages<1> stages{s.q, &s.q_full, &s.q_empty};
             run_query_role<C>(block, stages, query_thread,
                               [&](const WorkItem& item) { store_tree_words(block, item, query_thread); });
+            if constexpr (C::kRedoesHugeRows) {
+                bar_sync(AllStored, kStoredThreads);
+                redo_huge_rows(block, query_thread);
+            }
         }
     }
     griddepcontrol_launch_dependents();

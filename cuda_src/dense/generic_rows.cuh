@@ -20,9 +20,7 @@ struct Row {
         for (i32 i = lane; i < kColumns; i += kWarpThreads) to[i] = (*this)[i];
     }
 
-    // `other` is an array of floats, or a row.
-    template <class Other>
-    MLA_DEVICE float dot(const Other& other) const {
+    MLA_DEVICE float dot(const float* other) const {
         float sum = 0.f;
 #pragma unroll 4
         for (i32 i = 0; i < kFirstColumns; ++i) sum = fmaf(other[i], Element::to_float(first[i]), sum);

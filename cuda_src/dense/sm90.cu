@@ -21,8 +21,6 @@
 // Source: FlashAttention-3's schedule (2024). Here: operands in pieces, tiles that end with their sequence, the merge.
 #include "attention/online_softmax.cuh"
 #include "common/limits.cuh"
-#include "dense/generic_rows.cuh"
-#include "dense/huge_rows.cuh"
 #include "dense/mask.cuh"
 #include "dense/one_sequence.cuh"
 #include "dense/result.cuh"
@@ -537,34 +535,6 @@ MLA_DEVICE void attend(const PrefillParams& p, Storage& s, Math& math, const Que
 }
 
 // ---- Results ---------------------------------------------------------------------------------------------------
-// Cold: attends to the thread's huge rows once more.
-MLA_DEVICE void redo_huge_rows(const PrefillParams& p, Math& math, const QueryTile& tile, i32 head) {
-    const i32 kv_head = head / (p.h_q / p.h_kv);
-#pragma unroll
-    for (i32 r = 0; r < kFragmentRows; ++r) {
-        if (!attention::is_huge(math.rows.max[r]) || math.row(r) >= tile.queries) continue;
-        const i64 query = tile.first_query + math.row(r);
-        const Row<Element, kHeadDimQk> of_query = query_row<Element, kHeadDimQk>(p, query, head);
-        const auto score = [&](i32 key) {
-            if (kHasMask && !mask_bit(p, query, key)) return negative_infinity();
-            return __fmul_rn(key_row<Element, kHeadDimQk>(p, tile.first_key + key, kv_head).dot(of_query),
-                             p.scale_log2);
-        };
-#pragma unroll
-        for (i32 i = 2 * r; i < kOut; i += 4) math.out[i] = math.out[i + 1] = 0.f;
-        attend_again(math.rows.max[r], math.rows.sum[r], tile.seen(math.row(r)), score, [&](i32 key, float weight) {
-            const u16* values = p.v + (i64)(tile.first_key + key) * p.v_stride_s_elems + kv_head * p.v_stride_h_elems;
-#pragma unroll
-            for (i32 i = 2 * r; i < kOut; i += 4) {
-                const u16* pair = values + fragment_column(math.thread, i);
-                math.out[i] = fmaf(weight, Element::to_float(pair[0]), math.out[i]);
-                math.out[i + 1] = fmaf(weight, Element::to_float(pair[1]), math.out[i + 1]);
-            }
-        });
-        math.rows.sum[r] *= 0.25f;  // the thread's share
-    }
-}
-
 // Cold: what the clean role has taken away, for the rows that see it. Any multiple of an infinity is infinite.
 MLA_DEVICE void add_nonfinite(const PrefillParams& p, Storage& s, Math& math, const QueryTile& tile, i32 kv_head) {
     const i32 trusted = comes_again(s, math.work.stage) ? 0 : tile.seen_by_all();
@@ -647,7 +617,6 @@ MLA_DEVICE void run_math_role(const PrefillParams& p, Storage& s, i32 warpgroup,
         for (i32 i = 0; i < kOut; ++i) math.out[i] = 0.f;
         if (keys.count > 0) attend(p, s, math, tile, keys);
         const i32 head = slot.head;
-        redo_huge_rows(p, math, tile, head);
         if (!kHasMask || !stores_nothing(s, math, tile)) {
             if (slot.nonfinite) add_nonfinite(p, s, math, tile, head / (p.h_q / p.h_kv));
             store_result<0>(p, math, tile, head);

@@ -22,7 +22,6 @@
 #include "common/limits.cuh"
 #include "dense/fp8_params.cuh"
 #include "dense/fp8_values.cuh"
-#include "dense/huge_rows.cuh"
 #include "dense/result.cuh"
 #include "dense/sm90_rows.cuh"
 #include "ptx/wgmma_n72.cuh"
@@ -582,66 +581,6 @@ MLA_DEVICE void store_result(const PrefillFp8Params& p, Math& math, const QueryT
     if (math.thread % 4 == 0) store_lse(p, query, head, lse);
 }
 
-MLA_DEVICE const u8* bytes(const u16* codes) { return reinterpret_cast<const u8*>(codes); }
-
-MLA_DEVICE float dot(const u8* a, const u8* b, i32 columns) {
-    float sum = 0.f;
-#pragma unroll 4
-    for (i32 i = 0; i < columns; ++i) sum = fmaf(Code::to_float(a[i]), Code::to_float(b[i]), sum);
-    return sum;
-}
-
-// Cold: attends to a huge row once more, with weights that are not rounded; over what the same thread has stored.
-MLA_DEVICE void redo_row(const PrefillFp8Params& p, const QueryTile& tile, i32 row, i32 head, const ItemScales& scales,
-                         i32 thread) {
-    constexpr i32 kFirstColumns = kHeadDimQk - kRopeColumns;
-    constexpr i32 kFours = kOut / 8;  // of neighbouring columns, in each half
-    const i32 kv_head = head / (p.h_q / p.h_kv);
-    const i64 query = tile.first_query + row;
-    const u8* const q = bytes(p.q) + query * p.q_stride_s_elems + head * p.q_stride_h_elems;
-    const u8* const q_rope =
-        bytes(p.q_rope) + query * p.q_rope_stride_s_elems + head * p.q_rope_stride_h_elems + p.q_rope_column;
-    const auto score = [&](i32 key) {
-        const i64 at = tile.first_key + key;
-        const u8* const k = bytes(p.k) + at * p.k_stride_s_elems + kv_head * p.k_stride_h_elems;
-        const u8* const k_rope =
-            bytes(p.k_rope) + at * p.k_rope_stride_s_elems + kv_head * p.k_rope_stride_h_elems + p.k_rope_column;
-        return __fmul_rn(dot(q, k, kFirstColumns) + dot(q_rope, k_rope, kRopeColumns), scales.score_log2);
-    };
-    float out[kColumnHalves * kFours][4] = {}, max, sum;
-    attend_again(max, sum, tile.seen(row), score, [&](i32 key, float weight) {
-        const i64 at = tile.first_key + key;
-        const u8* const values = bytes(p.v) + at * p.v_stride_s_elems + kv_head * p.v_stride_h_elems;
-#pragma unroll
-        for (i32 i = 0; i < kColumnHalves * kFours; ++i) {
-            const u8* const four = values + value_column(thread, i / kFours, i % kFours * 8);
-#pragma unroll
-            for (i32 j = 0; j < 4; ++j) out[i][j] = fmaf(weight, Code::to_float(four[j]), out[i][j]);
-        }
-    });
-    const i64 to = query * p.out_stride_s_elems + head * p.out_stride_h_elems;
-    const float factor = scales.value / sum;
-#pragma unroll
-    for (i32 i = 0; i < kColumnHalves * kFours; ++i) {
-        store_four(p, to + value_column(thread, i / kFours, i % kFours * 8), out[i][0] * factor, out[i][1] * factor,
-                   out[i][2] * factor, out[i][3] * factor);
-    }
-    if (thread % 4 == 0) store_lse(p, query, head, (max + log2f(sum)) * kLn2);
-}
-
-// The loop over tiles has no instruction to spare for huge rows: it runs as if there were none.
-MLA_DEVICE void redo_huge_rows(const PrefillFp8Params& p, Storage& s, Math& math) {
-    const i32 huge = attention::is_huge(math.reference[0]) | attention::is_huge(math.reference[1]) << 1;  // bit: row
-    if (huge == 0) return;
-    opaque(math.thread);  // what follows from it is not worth registers across the loop
-    const WorkSlot& slot = s.work[math.work.stage()];
-#pragma unroll 1
-    for (i32 r = 0; r < kFragmentRows; ++r) {
-        if (!(huge >> r & 1) || math.row(r) >= slot.tile.queries) continue;
-        redo_row(p, slot.tile, math.row(r), slot.head, slot.scales, math.thread);
-    }
-}
-
 // Cold: what the turn role has taken away, for the rows that see it; over what the same thread has stored.
 MLA_DEVICE void store_nan(const PrefillFp8Params& p, const Math& math, const QueryTile& tile, i32 head) {
     const i32 kv_head = head / (p.h_q / p.h_kv);
@@ -681,7 +620,6 @@ MLA_DEVICE void run_math_role(const PrefillFp8Params& p, Storage& s, i32 warpgro
         const float value_scale = slot.scales.value;
         store_result<0>(p, math, tile, head, value_scale);
         store_result<1>(p, math, tile, head, value_scale);
-        redo_huge_rows(p, s, math);
         if (slot.nonfinite) store_nan(p, math, tile, head);
         release(s.work_empty[math.work.stage()], thread);
         math.work.advance();

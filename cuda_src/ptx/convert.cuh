@@ -17,6 +17,13 @@ MLA_DEVICE float lg2_approx(float x) {
     return y;
 }
 
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-rcp
+MLA_DEVICE float rcp_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Two products at once, each rounded to nearest even (of bf16: sm_90 and later).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#half-precision-floating-point-instructions-mul
 MLA_DEVICE u32 mul_x2(float16, u32 a, u32 b) {

@@ -7,7 +7,9 @@ namespace mla {
 // infinity. A row with such an lse has no weights, like a row without keys, whose lse is infinite.
 constexpr float kHugeLse2 = 0x1p24f;
 
-MLA_DEVICE bool has_weights(float lse2) { return fabsf(lse2) < kHugeLse2; }
+// Of a natural log-sum-exp.
+constexpr float kLargestLse = kHugeLse2 * 0.693147181f;
+MLA_DEVICE bool has_weights(float lse) { return fabsf(lse) <= kLargestLse; }
 
 // +Inf if the row has no weights. NaN propagates.
 MLA_DEVICE float lse2_of_weights(float lse2) { return fabsf(lse2) >= kHugeLse2 ? -negative_infinity() : lse2; }

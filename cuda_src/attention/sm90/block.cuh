@@ -16,6 +16,7 @@ struct Config : KeyTile<kHeadDimQk_> {
     static constexpr bool kSparse = kSparse_;
     static constexpr bool kTree = kTree_;
     static constexpr bool kWithRowMax = kSparse_;
+    static constexpr bool kRedoesHugeRows = !kSparse_ && !Work_::kForms;  // see decode/sm90_huge_rows.cuh
     static constexpr bool kSkipsTokens = false;  // of a list, entries that are no tokens: see `present`
     using Work = Work_;
     // Tiles are written by cp.async, whose threads do not wait for it: the fence before WGMMA is the consumers'.
@@ -95,6 +96,7 @@ struct Storage {
     MBarrier q_full, q_empty;
     MBarrier sums_ready[2];  // left, right: the share of l is in sums
     TreeWords<C::kTree> tree;
+    bool huge_rows[C::kRedoesHugeRows ? kBlockM : 1];  // that have had huge scores, see decode/sm90_huge_rows.cuh
     typename C::Extra extra;
 
     MLA_DEVICE u8* q_resident() { return q + C::kResidentSwTile * kSw128Bytes; }
@@ -124,5 +126,8 @@ MLA_DEVICE void init_storage(Storage<C>& s, u32 kv_arrivals, u32 q_arrivals) {
     mbarrier_init(s.q_empty, kMathThreads / kWarpThreads);
     fence_mbarrier_init();
     s.nonfinite_request[0] = s.nonfinite_request[1] = -1;
+    if constexpr (C::kRedoesHugeRows) {
+        for (bool& row : s.huge_rows) row = false;
+    }
 }
 }  // namespace mla::attention::sm90

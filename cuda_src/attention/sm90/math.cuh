@@ -1,14 +1,12 @@
 // The steps of a math warpgroup of an attention block on Hopper: scores, softmax, its half of the output. A schedule
 // (attention/sm90/seesaw.cuh) puts them in order.
 #pragma once
-#include "attention/generic_rows.cuh"
 #include "attention/online_softmax.cuh"
 #include "attention/output_rope.cuh"
 #include "attention/sm90/block.cuh"
 #include "attention/sm90/nonfinite_values.cuh"
 #include "ptx/control.cuh"
 #include "ptx/wgmma.cuh"
-#include "tile/elements.cuh"
 #include "tile/sw128_fragments.cuh"
 
 namespace mla::attention::sm90 {
@@ -356,66 +354,11 @@ MLA_DEVICE void store_result(const Block<C>& block, const WorkItem& item, const 
     store_out<kRight>(block, item, math, factor, row0, my_row, thread);
 }
 
-// Cold: attends to a huge row once more, for this warpgroup's half of the columns, over what the warp has stored.
-template <bool kRight, class C>
-MLA_DEVICE void redo_row(const Block<C>& block, const WorkItem& item, i32 row, i32 lane) {
-    using Element = typename C::Element;
-    using Work = typename C::Work;
-    constexpr i32 kPairs = kHeadDimV / 2 / 2 / kWarpThreads;  // of columns, in a lane
-    const DecodeParams& p = block.p;
-    const SplitRow query = query_row<Work>(p, item, block.kv_head, row);
-    const i32 end = min(item.tile_end * kTileTokens, item.tokens), column = (kRight ? kHeadDimV / 2 : 0) + 2 * lane;
-    Row state;
-    float2 out[kPairs] = {};
-#pragma unroll 1
-    for (i32 first = item.tile_begin * kTileTokens; first < end; first += kWarpThreads) {
-        const i32 token = first + lane;
-        const u16* const key = token < end ? cached_row(p, item.request, block.kv_head, token) : nullptr;
-        float score = negative_infinity(), scale;
-        if (key != nullptr && row_sees_token<C::kTree, Work>(p, item, row, token)) {
-            score = dot<Element>(query.latent, key, kHeadDimV);
-            if constexpr (C::kHeadDimQk > kHeadDimV) {
-                score += dot<Element>(query.rope, key + kHeadDimV, C::kHeadDimQk - kHeadDimV);
-            }
-            score = __fmul_rn(score, p.scale_log2);
-        }
-        const float weight = state.add(score, scale);
+template <class C>
+MLA_DEVICE void note_huge_rows(Storage<C>& s, const RowState& rows, i32 thread) {
 #pragma unroll
-        for (float2& x : out) x = make_float2(x.x * scale, x.y * scale);
-#pragma unroll 1
-        for (i32 i = 0; i < kWarpThreads; ++i) {
-            const float of_token = __shfl_sync(kFullWarp, weight, i);
-            if (of_token == 0.f) continue;  // 0 * NaN is not 0
-            const u16* const values = cached_row(p, item.request, block.kv_head, first + i) + column;
-#pragma unroll
-            for (i32 j = 0; j < kPairs; ++j) {
-                const u32 pair = *reinterpret_cast<const u32*>(values + j * 2 * kWarpThreads);
-                const float2 v = unpack<Element>(pair);
-                out[j] = make_float2(fmaf(of_token, v.x, out[j].x), fmaf(of_token, v.y, out[j].y));
-            }
-        }
-    }
-    const float factor = output_factor(p, item, block.kv_head, row, state.max, state.sum);
-#pragma unroll
-    for (i32 j = 0; j < kPairs; ++j) {
-        store_columns<Element, Work>(p, item, block.kv_head, row, column + j * 2 * kWarpThreads,
-                                     make_float2(out[j].x * factor, out[j].y * factor));
-    }
-    if (!kRight && lane == 0) {
-        store_row_lse<Work>(p, item, block.kv_head, row, row_lse2(state.max, state.sum));
-    }
-}
-
-// The loop over tiles has no instruction to spare for huge rows: it runs as if there were none.
-template <bool kRight, class C>
-MLA_DEVICE void redo_huge_rows(const Block<C>& block, const WorkItem& item, const RowState& rows, i32 thread) {
-    const i32 lane = thread % kWarpThreads;
-    const i32 row0 = block.row0 + thread / kWarpThreads * kRowsPerWarp;
-    const bool huge = is_huge(of_my_row(rows.max, lane)) && row0 + lane < block.rows_of(item);
-#pragma unroll 1
-    for (u32 left = __ballot_sync(kFullWarp, lane < kRowsPerWarp && huge); left != 0; left &= left - 1) {
-        __syncwarp();
-        redo_row<kRight>(block, item, row0 + __ffs(left) - 1, lane);
+    for (i32 r = 0; r < kFragmentRows; ++r) {
+        if (is_huge(rows.max[r])) s.huge_rows[fragment_row(thread) + 8 * r] = true;
     }
 }
 
@@ -442,7 +385,7 @@ MLA_DEVICE void run_math_role(Block<C>& block, i32 thread, Tiles tiles) {
         constexpr bool kTurned = C::Work::kForms && (!C::kSparse || C::kHeadDimQk == kHeadDimV);
         if constexpr (kRight && kTurned) turn_back(block, item, math, thread);
         store_result<kRight>(block, item, math, sums, thread);
-        if constexpr (!C::kSparse) redo_huge_rows<kRight>(block, item, math.rows, thread);
+        if constexpr (!kRight && C::kRedoesHugeRows) note_huge_rows(s, math.rows, thread);
         if (has_nonfinite) {
             bar_sync(own_barrier(kRight), kWarpgroupThreads);  // the results are stored
             fixup_nonfinite<typename C::Element, kHeadDimV / 2>(block, item, kRight ? kHeadDimV / 2 : 0, thread);

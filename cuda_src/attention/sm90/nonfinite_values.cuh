@@ -51,13 +51,6 @@ MLA_DEVICE void sanitize_window(u8* sw_tiles, const GroupItem& item, i32 tile, i
     }
 }
 
-// Whether a row sees a token, in a build with forms or without.
-template <bool kTree, class Work>
-MLA_DEVICE bool row_sees_token(const DecodeParams& p, const WorkItem& item, i32 row, i32 token) {
-    if constexpr (Work::kForms) return row_sees_in_window(p, item, row, token);
-    return row_sees<kTree>(p, item, row, token);
-}
-
 // Whether every row of the block sees all tokens of a tile.
 MLA_DEVICE bool all_rows_see(const GroupItem& item, i32 tile) {
     return item.seen_from <= tile * kTileTokens && (tile + 1) * kTileTokens <= item.seen_by_all;
@@ -89,7 +82,11 @@ MLA_DEVICE void for_each_nonfinite(const RowBlock<kRows, kTree, Work>& block, co
             if (fabsf(value) <= kMaxFloat) continue;
 #pragma unroll 1
             for (i32 row = block.row0; row < min(block.row0 + kRows, block.rows_of(item)); ++row) {
-                if (row_sees_token<kTree, Work>(p, item, row, token)) add(row, column, value);
+                if constexpr (Work::kForms) {
+                    if (row_sees_in_window(p, item, row, token)) add(row, column, value);
+                } else {
+                    if (row_sees<kTree>(p, item, row, token)) add(row, column, value);
+                }
             }
         }
     }

@@ -60,7 +60,7 @@ struct SeesawRecords : RecordTile<TokenRecord_> {
     using Work = typename Tokens::Work;
     using Latent = typename KeyFormats<TokenRecord, Element>::Latent;
     using Rope = typename KeyFormats<TokenRecord, Element>::Rope;
-    static constexpr bool kSparse = true, kTree = false;
+    static constexpr bool kSparse = true, kTree = false, kRedoesHugeRows = false;
     static constexpr bool kWithRowMax = false;
     static constexpr bool kSkipsTokens = true;
     static constexpr bool kValueScale = kHasValueScale<TokenRecord>;

@@ -30,7 +30,7 @@ MLA_DEVICE float target_of(const LossParams& p, i32 token, i32 head, float produ
     if (p.per_head) return p.target_scale * product;
     const float lse = p.lse[token * p.lse_stride_token_elems + head * p.lse_stride_head_elems];
     const float part = ex2_approx((p.scale * product - lse) * kLog2E);
-    return has_weights(lse * kLog2E) ? part : 0.f;
+    return has_weights(lse) ? part : 0.f;
 }
 
 // Stores each value for itself, or the sum of all, times `scale`: value(head).

@@ -145,15 +145,10 @@ MLA_DEVICE float query_factor(const LossParams& p, i32 token, i32 head) {
 }
 
 // Of a head that has a part in the target, in base 2; else -inf, so that exp is 0.
-MLA_DEVICE float minus_lse2(float lse) {
-    const float lse2 = lse * kLog2E;
-    return has_weights(lse2) ? -lse2 : negative_infinity();
-}
+MLA_DEVICE float minus_lse2(float lse) { return has_weights(lse) ? -lse * kLog2E : negative_infinity(); }
 
 // Whether a row per head has a divergence, by its log-sum-exps.
-MLA_DEVICE bool is_live(float mass, float index_lse) {
-    return has_weights(mass * kLog2E) && has_weights(index_lse * kLog2E);
-}
+MLA_DEVICE bool is_live(float mass, float index_lse) { return has_weights(mass) && has_weights(index_lse); }
 
 // What the gradients per head need of a row, in base 2.
 struct HeadRow {

@@ -1,0 +1,99 @@
+// Rows with huge scores, for the seesaw: its loops over tiles have no instruction to spare for them, and run as if
+// there were none. Once all results are stored, the query warps, which have nothing left to do, attend to such rows
+// once more, in plain code.
+//
+// A branch in the loops costs 3 to 6 %; code for huge rows in the math warpgroups changes the order of the loops'
+// instructions, which cost 4 to 7 % (decode of 128 heads on an H200). So does a division here, whose slow path is a
+// call.
+#pragma once
+#include "attention/generic_rows.cuh"
+#include "attention/sm90/block.cuh"
+#include "attention/tree_mask.cuh"
+#include "decode/sm90_load.cuh"
+#include "tile/elements.cuh"
+
+namespace mla::decode {
+constexpr i32 kColumnsAtOnce = 2 * kWarpThreads;  // a pair for each lane: the query warps have few registers
+
+// As `dot` of tile/elements.cuh, in fewer registers.
+template <class Element>
+MLA_DEVICE float plain_dot(const u16* a, const u16* b, i32 elems) {
+    float sum = 0.f;
+#pragma unroll 1
+    for (i32 i = 0; i < elems; ++i) sum = fmaf(Element::to_float(a[i]), Element::to_float(b[i]), sum);
+    return sum;
+}
+
+// Columns of one row of a work item, by a warp; if the row is huge in this item, over what has been stored.
+template <class C>
+MLA_DEVICE void redo_columns(const Block<C>& block, const WorkItem& item, i32 row, i32 column, i32 lane) {
+    using Element = typename C::Element;
+    using Work = typename C::Work;
+    const DecodeParams& p = block.p;
+    const i32 end = min(item.tile_end * kTileTokens, item.tokens);
+    i32 request = item.request;  // opaque in the loop, as what follows from it is not worth registers
+    float max = kLowestMax, sum = 0.f;
+    float2 out = make_float2(0.f, 0.f);
+#pragma unroll 1
+    for (i32 first = item.tile_begin * kTileTokens; first < end; first += kWarpThreads) {
+        const i32 token = first + lane;
+        opaque(request), opaque(row);
+        const u16* const key = token < end ? cached_row(p, request, block.kv_head, token) : nullptr;
+        float score = negative_infinity();
+        if (key != nullptr && row_sees<C::kTree>(p, item, row, token)) {
+            const u16* const query = p.q + request * p.q_stride_b_elems + row / (p.h_q / p.h_kv) * p.q_stride_s_elems +
+                                     (i64)query_head(p, block.kv_head, row) * p.q_stride_h_elems;
+            score = __fmul_rn(plain_dot<Element>(query, key, C::kHeadDimQk), p.scale_log2);
+        }
+        const float top = fmaxf(max, warp_max(score)), decay = ex2_approx(max - top), weight = ex2_approx(score - top);
+        max = top, sum = fmaf(sum, decay, warp_sum(weight));
+        out = make_float2(out.x * decay, out.y * decay);
+#pragma unroll 1
+        for (i32 i = 0; i < kWarpThreads; ++i) {
+            const float of_token = __shfl_sync(kFullWarp, weight, i);
+            if (of_token == 0.f) continue;  // 0 * NaN is not 0
+            const u64 values = __shfl_sync(kFullWarp, reinterpret_cast<u64>(key), i);
+            const float2 v = unpack<Element>(reinterpret_cast<const u32*>(values)[column / 2]);
+            out = make_float2(fmaf(of_token, v.x, out.x), fmaf(of_token, v.y, out.y));
+        }
+    }
+    if (!is_huge(max)) return;
+    if (column == 0) store_row_lse<Work>(p, item, block.kv_head, row, row_lse2(max, sum));
+    if (item.partial_index == kNotSplit && p.attn_sink != nullptr) {
+        const float sink = p.attn_sink[query_head(p, block.kv_head, row) * p.sink_stride_elems];
+        sum += ex2_approx(__fmul_rn(sink, kLog2E) - max);
+    }
+    const float factor = rcp_approx(sum);
+    store_columns<Element, Work>(p, item, block.kv_head, row, column, make_float2(out.x * factor, out.y * factor));
+}
+
+// The block's item of this number; false if there are fewer. Walks from the first: a walk that goes on between them
+// would have to stay in registers.
+template <class C>
+MLA_DEVICE bool find_item(const Block<C>& block, i32 number, WorkItem& item) {
+    auto walk = block.items();
+    bool found = true;
+#pragma unroll 1
+    for (i32 i = 0; i <= number && found; ++i) found = walk.next(block.p, item);
+    return found;
+}
+
+// By the query warps, in builds without forms. A row that was huge in one item of the block is looked at in all.
+template <class C>
+MLA_DEVICE void redo_huge_rows(const Block<C>& block, i32 thread) {
+    const i32 lane = thread % kWarpThreads;
+#pragma unroll 1
+    for (i32 row = thread / kWarpThreads; row < kBlockM; row += kQueryWarps) {
+        if (!block.s.huge_rows[row]) continue;
+        WorkItem item;
+#pragma unroll 1
+        for (i32 number = 0; find_item(block, number, item); ++number) {
+            if (block.row0 + row >= block.rows_of(item)) continue;
+#pragma unroll 1
+            for (i32 column = 2 * lane; column < kHeadDimV; column += kColumnsAtOnce) {
+                redo_columns(block, item, block.row0 + row, column, lane);
+            }
+        }
+    }
+}
+}  // namespace mla::decode
