@@ -13,14 +13,19 @@
 #include "tile/elements.cuh"
 
 namespace mla::decode {
-constexpr i32 kColumnsAtOnce = 2 * kWarpThreads;  // a pair for each lane: the query warps have few registers
+constexpr i32 kPairs = 4;  // of columns that a lane has at once: the query warps have few registers
+constexpr i32 kColumnsAtOnce = 2 * kPairs * kWarpThreads;
 
 // As `dot` of tile/elements.cuh, in fewer registers.
 template <class Element>
 MLA_DEVICE float plain_dot(const u16* a, const u16* b, i32 elems) {
     float sum = 0.f;
 #pragma unroll 1
-    for (i32 i = 0; i < elems; ++i) sum = fmaf(Element::to_float(a[i]), Element::to_float(b[i]), sum);
+    for (i32 i = 0; i < elems / 2; ++i) {
+        const float2 x = unpack<Element>(reinterpret_cast<const u32*>(a)[i]);
+        const float2 y = unpack<Element>(reinterpret_cast<const u32*>(b)[i]);
+        sum = fmaf(x.x, y.x, fmaf(x.y, y.y, sum));
+    }
     return sum;
 }
 
@@ -28,12 +33,11 @@ MLA_DEVICE float plain_dot(const u16* a, const u16* b, i32 elems) {
 template <class C>
 MLA_DEVICE void redo_columns(const Block<C>& block, const WorkItem& item, i32 row, i32 column, i32 lane) {
     using Element = typename C::Element;
-    using Work = typename C::Work;
     const DecodeParams& p = block.p;
     const i32 end = min(item.tile_end * kTileTokens, item.tokens);
     i32 request = item.request;  // opaque in the loop, as what follows from it is not worth registers
     float max = kLowestMax, sum = 0.f;
-    float2 out = make_float2(0.f, 0.f);
+    float2 out[kPairs] = {};
 #pragma unroll 1
     for (i32 first = item.tile_begin * kTileTokens; first < end; first += kWarpThreads) {
         const i32 token = first + lane;
@@ -47,24 +51,33 @@ MLA_DEVICE void redo_columns(const Block<C>& block, const WorkItem& item, i32 ro
         }
         const float top = fmaxf(max, warp_max(score)), decay = ex2_approx(max - top), weight = ex2_approx(score - top);
         max = top, sum = fmaf(sum, decay, warp_sum(weight));
-        out = make_float2(out.x * decay, out.y * decay);
+#pragma unroll
+        for (float2& x : out) x = make_float2(x.x * decay, x.y * decay);
 #pragma unroll 1
         for (i32 i = 0; i < kWarpThreads; ++i) {
             const float of_token = __shfl_sync(kFullWarp, weight, i);
             if (of_token == 0.f) continue;  // 0 * NaN is not 0
             const u64 values = __shfl_sync(kFullWarp, reinterpret_cast<u64>(key), i);
-            const float2 v = unpack<Element>(reinterpret_cast<const u32*>(values)[column / 2]);
-            out = make_float2(fmaf(of_token, v.x, out.x), fmaf(of_token, v.y, out.y));
+#pragma unroll
+            for (i32 j = 0; j < kPairs; ++j) {
+                const u32 pair = reinterpret_cast<const u32*>(values)[column / 2 + j * kWarpThreads];
+                const float2 v = unpack<Element>(pair);
+                out[j] = make_float2(fmaf(of_token, v.x, out[j].x), fmaf(of_token, v.y, out[j].y));
+            }
         }
     }
     if (!is_huge(max)) return;
-    if (column == 0) store_row_lse<Work>(p, item, block.kv_head, row, row_lse2(max, sum));
+    if (column == 0) store_row_lse<typename C::Work>(p, item, block.kv_head, row, row_lse2(max, sum));
     if (item.partial_index == kNotSplit && p.attn_sink != nullptr) {
         const float sink = p.attn_sink[query_head(p, block.kv_head, row) * p.sink_stride_elems];
         sum += ex2_approx(__fmul_rn(sink, kLog2E) - max);
     }
     const float factor = rcp_approx(sum);
-    store_columns<Element, Work>(p, item, block.kv_head, row, column, make_float2(out.x * factor, out.y * factor));
+#pragma unroll
+    for (i32 j = 0; j < kPairs; ++j) {
+        const float2 x = make_float2(out[j].x * factor, out[j].y * factor);
+        store_columns<Element, typename C::Work>(p, item, block.kv_head, row, column + j * 2 * kWarpThreads, x);
+    }
 }
 
 // The block's item of this number; false if there are fewer. Walks from the first: a walk that goes on between them

@@ -101,7 +101,7 @@ MUTANTS = [
     # Values
     Mutant("hidden values not sanitized", SMALL, "sanitize_v<C>(block, s.kv[math.stage], item, tile, thread);", ""),
     Mutant("NaN not given back", KERNEL_FILE, "if (s.nonfinite_request == item.request)", "if (false)"),
-    Mutant("NaN given to every row", NONFINITE, "if (row_sees_token<kTree, Work>(p, item, row, token))", "if (true)"),
+    Mutant("NaN given to every row", NONFINITE, "if (row_sees<kTree>(p, item, row, token))", "if (true)"),
     Mutant(
         "values of the wrong SW128 tile",
         SWAPPED,
