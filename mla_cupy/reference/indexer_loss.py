@@ -120,8 +120,8 @@ def indexer_warmup_loss(
         Values, for the attention's output and log-sum-exps.
     lse : array, (s_q, h), optional
         The attention's log-sum-exps, natural, for "head_sum". They may count keys that are not among k: the target is
-        normalised again. A head whose lse is infinite, or 1.2e7 or more in magnitude, has no part in the target. Default:
-        over the keys that are seen.
+        normalised again. A head whose lse is infinite, or 1.2e7 or more in magnitude, has no part in the target.
+        Default: over the keys that are seen.
     head_sums : array, (s_q, s_kv), optional
         sum_h A_h, as of `indexer_head_sums`, in place of that of q, k and lse.
     row_weights : array, (s_q,), optional
