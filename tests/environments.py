@@ -67,8 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     options = _parser().parse_args(arguments)
     if options.command == "files":
-        print("\n".join(files_without(options.report)))
-        return 0
+        files = files_without(options.report)
+        print(
+            "\n".join(files) or f"{options.report}: no test lacked a package", file=sys.stdout if files else sys.stderr
+        )
+        return 0 if files else 1
     for report in options.report:
         print(summary(report))
     never = never_run(options.report)

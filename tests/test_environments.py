@@ -25,6 +25,8 @@ def report(path: Path, *tests: tuple[str, str]) -> Path:
 def test_files_that_lacked_a_package(tmp_path: Path) -> None:
     first = report(tmp_path / "first.xml", ("a", TORCH), ("a", ""), ("b", "needs two GPUs"), ("c", TORCH), ("d", ""))
     assert environments.files_without(first) == ["tests/a.py", "tests/c.py"]
+    assert environments.main(["files", str(first)]) == 0
+    assert environments.main(["files", str(report(first, ("a", "")))]) == 1  # else pytest would run everything
 
 
 def test_a_module_that_is_skipped_as_a_whole(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 //
 // Sparse attention is the special case of one-token pages: each query is a request of one token, its list of rows is
 // its line of the block table, and the length of the list its seqlen. Only sparse attention has max_logits. A member
-// with an initialiser is one that not every operation has: the value has no effect.
+// with an initialiser is one that some operations lack; its initial value has no effect.
 #pragma once
 #include "attention/shapes.cuh"
 #include "common/facts.cuh"

@@ -21,7 +21,7 @@ MLA_DEVICE bool is_far_above(float tile, float max, float log2 = kLazyMaxLog2) {
 // exactly 0.
 constexpr float kHugeMax = 0x1p24f;
 
-// Whether a row's running maximum is huge. That of a row that saw no token is not.
+// A row that saw no token is not huge, although its maximum is the lowest float.
 MLA_DEVICE bool is_huge(float max) { return fabsf(max) >= kHugeMax && max != kLowestMax; }
 
 // Returns true for the whole warp if a maximum of any lane is huge.

@@ -16,7 +16,7 @@ namespace mla::decode {
 constexpr i32 kPairs = 4;  // of columns that a lane has at once: the query warps have few registers
 constexpr i32 kColumnsAtOnce = 2 * kPairs * kWarpThreads;
 
-// As `dot` of tile/elements.cuh, in fewer registers.
+// `dot` of tile/elements.cuh is unrolled, which takes registers that the query warps lack.
 template <class Element>
 MLA_DEVICE float plain_dot(const u16* a, const u16* b, i32 elems) {
     float sum = 0.f;
@@ -29,7 +29,7 @@ MLA_DEVICE float plain_dot(const u16* a, const u16* b, i32 elems) {
     return sum;
 }
 
-// Columns of one row of a work item, by a warp; if the row is huge in this item, over what has been stored.
+// A warp computes some columns of one row again. If the row is huge in this work item, they replace the stored result.
 template <class C>
 MLA_DEVICE void redo_columns(const Block<C>& block, const WorkItem& item, i32 row, i32 column, i32 lane) {
     using Element = typename C::Element;
@@ -91,7 +91,8 @@ MLA_DEVICE bool find_item(const Block<C>& block, i32 number, WorkItem& item) {
     return found;
 }
 
-// By the query warps, in builds without forms. A row that was huge in one item of the block is looked at in all.
+// Runs on the query warps, in builds without forms. A row that was huge in one of the block's work items is checked in
+// all of them.
 template <class C>
 MLA_DEVICE void redo_huge_rows(const Block<C>& block, i32 thread) {
     const i32 lane = thread % kWarpThreads;

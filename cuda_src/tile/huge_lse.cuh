@@ -7,7 +7,7 @@ namespace mla {
 // infinity. A row with such an lse has no weights, like a row without keys, whose lse is infinite.
 constexpr float kHugeLse2 = 0x1p24f;
 
-// Of a natural log-sum-exp.
+// The same for a natural log-sum-exp.
 constexpr float kLargestLse = kHugeLse2 * 0.693147181f;
 MLA_DEVICE bool has_weights(float lse) { return fabsf(lse) <= kLargestLse; }
 

@@ -287,7 +287,7 @@ MUTANTS = [
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
 def test_is_caught(mutant: Mutant, plant: Plant) -> None:
-    """With three queries a sequence, of which the first ones do not see the last tokens."""
+    """Each sequence has three queries; the first two do not see its last tokens."""
     plant(mutant)
     case = HugeCase("decode", "decode_sm90_seesaw", sink=True)
     function, oracle, arguments, options = with_options(case, "")

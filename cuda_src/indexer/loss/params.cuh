@@ -144,10 +144,10 @@ MLA_DEVICE float query_factor(const LossParams& p, i32 token, i32 head) {
     return weight / p.q_scale[token * p.q_scale_stride_token_elems + head * p.q_scale_stride_head_elems];
 }
 
-// Of a head that has a part in the target, in base 2; else -inf, so that exp is 0.
+// -lse in base 2, or -inf if float32 no longer tells the head's weights: its part in the target is then exp(-inf) = 0.
 MLA_DEVICE float minus_lse2(float lse) { return has_weights(lse) ? -lse * kLog2E : negative_infinity(); }
 
-// Whether a row per head has a divergence, by its log-sum-exps.
+// Per head, a row has a divergence only if weights follow from both of its log-sum-exps.
 MLA_DEVICE bool is_live(float mass, float index_lse) { return has_weights(mass) && has_weights(index_lse); }
 
 // What the gradients per head need of a row, in base 2.
