@@ -91,14 +91,16 @@ MLA_DEVICE bool find_item(const Block<C>& block, i32 number, WorkItem& item) {
     return found;
 }
 
-// Runs on the query warps, in builds without forms. A row that was huge in one of the block's work items is checked in
-// all of them.
+// Runs on the query warps, in builds without forms, and all the block waits for it: so one look says that no row was
+// huge. A row that was huge in one of the block's work items is checked in all of them.
 template <class C>
 MLA_DEVICE void redo_huge_rows(const Block<C>& block, i32 thread) {
+    const u32(&huge_rows)[2] = block.s.huge_rows;
+    if ((huge_rows[0] | huge_rows[1]) == 0) return;
     const i32 lane = thread % kWarpThreads;
 #pragma unroll 1
     for (i32 row = thread / kWarpThreads; row < kBlockM; row += kQueryWarps) {
-        if (!block.s.huge_rows[row]) continue;
+        if ((huge_rows[row / kWarpThreads] >> row % kWarpThreads & 1) == 0) continue;
         WorkItem item;
 #pragma unroll 1
         for (i32 number = 0; find_item(block, number, item); ++number) {

@@ -112,6 +112,7 @@ MLA_DEVICE void run_seesaw_block(Block<C>& block, const Fetch& fetch) {
             run_query_role<C>(block, stages, query_thread,
                               [&](const WorkItem& item) { store_tree_words(block, item, query_thread); });
             if constexpr (C::kRedoesHugeRows) {
+                griddepcontrol_launch_dependents();  // before the wait, or the combine kernel starts 1 us later
                 bar_sync(AllStored, kStoredThreads);
                 redo_huge_rows(block, query_thread);
             }

@@ -96,7 +96,7 @@ struct Storage {
     MBarrier q_full, q_empty;
     MBarrier sums_ready[2];  // left, right: the share of l is in sums
     TreeWords<C::kTree> tree;
-    bool huge_rows[C::kRedoesHugeRows ? kBlockM : 1];  // that have had huge scores, see decode/sm90_huge_rows.cuh
+    u32 huge_rows[2];  // a bit for each row that has had huge scores, see decode/sm90_huge_rows.cuh
     typename C::Extra extra;
 
     MLA_DEVICE u8* q_resident() { return q + C::kResidentSwTile * kSw128Bytes; }
@@ -126,8 +126,6 @@ MLA_DEVICE void init_storage(Storage<C>& s, u32 kv_arrivals, u32 q_arrivals) {
     mbarrier_init(s.q_empty, kMathThreads / kWarpThreads);
     fence_mbarrier_init();
     s.nonfinite_request[0] = s.nonfinite_request[1] = -1;
-    if constexpr (C::kRedoesHugeRows) {
-        for (bool& row : s.huge_rows) row = false;
-    }
+    if constexpr (C::kRedoesHugeRows) s.huge_rows[0] = s.huge_rows[1] = 0;
 }
 }  // namespace mla::attention::sm90

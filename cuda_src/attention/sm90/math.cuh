@@ -358,7 +358,8 @@ template <class C>
 MLA_DEVICE void note_huge_rows(Storage<C>& s, const RowState& rows, i32 thread) {
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
-        if (is_huge(rows.max[r])) s.huge_rows[fragment_row(thread) + 8 * r] = true;
+        const i32 row = fragment_row(thread) + 8 * r;
+        if (is_huge(rows.max[r])) atomicOr(&s.huge_rows[row / kWarpThreads], 1u << row % kWarpThreads);
     }
 }
 
