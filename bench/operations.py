@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .core.operation import BenchOperation
 
-# ---- Written by `python -m tests.generate`: benchmarks
+# ---- Written by `python -m tools.generate`: benchmarks
 from .ops.absorption.operation import ABSORPTION
 from .ops.cache.operation import CACHE
 from .ops.cascade.operation import CASCADE

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mla_cupy._version import __version__
 
 if TYPE_CHECKING:
-    # ---- Written by `python -m tests.generate`: names for type checkers
+    # ---- Written by `python -m tools.generate`: names for type checkers
     from mla_cupy import reference
     from mla_cupy.cache import (
         CacheStats,
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     )
     # ---- End of what is written
 
-# ---- Written by `python -m tests.generate`: public names
+# ---- Written by `python -m tools.generate`: public names
 __all__ = [
     "ArgumentError",
     "CacheFullError",

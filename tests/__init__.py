@@ -1,4 +1,4 @@
-"""Tests; commands among them (`python -m tests.reanchor`) find the simulator and the helpers as pytest does."""
+"""Tests; commands among them (`python -m tests.engines`) find the simulator and the helpers as pytest does."""
 
 import sys
 from pathlib import Path

@@ -17,34 +17,25 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.pop("COLUMNS", None)  # of the workers' own terminal, which output under test is not written to
 
 from mla_cupy.runtime import device
-from tests import durations, skips
-from tests.support import mutants, sampling
+from tests.support import sets
 from tests.support.mutants import plant  # noqa: F401 (fixture)
 from tests.support.recorder import place, recorder  # noqa: F401 (fixtures)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--sim", choices=("quick", "full"), default="quick", help="cases that run in the simulator: a choice, or all"
-    )
-    parser.addoption("--cpu-times", metavar="FILE", help="add to FILE what each folder takes: see tests/durations.py")
-
-
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     # Images of containers often set it: then each of hundreds of processes compiles every module it imports once more.
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    config.pluginmanager.register(skips.Skips())
-    if file := config.getoption("--cpu-times"):
-        config.pluginmanager.register(durations.Recorder(file))
 
 
 @pytest.hookimpl(tryfirst=True)  # before what is slow is deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _draw_alike()
-    mutants.thin_out(items)
-    if config.getoption("--sim") != "full":
-        sampling.thin_out(items)
+    sets.mark_slow(items)
+    if device.gpu_count() == 0 and "gpu" not in config.option.markexpr:  # to skip thousands takes a minute
+        needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=needs_gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 def _draw_alike() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import environments
+from tools import environments
 
 CASE = '<testcase classname="{file}" file="tests/{file}.py" name="test_{name}">{skipped}</testcase>'
 SKIPPED = '<skipped type="pytest.skip" message="{reason}">somewhere</skipped>'

@@ -20,7 +20,7 @@ one after the other. In `jax.shard_map` a call sees the arrays of its device.
 This package needs JAX 0.5 or newer. `import mla_cupy` does not import it.
 """
 
-# ---- Written by `python -m tests.generate`: names of the modules
+# ---- Written by `python -m tools.generate`: names of the modules
 from mla_cupy.jax.exported import ExportedCall
 from mla_cupy.jax.ffi import disabled_checks
 from mla_cupy.jax.functions import (

@@ -1,6 +1,6 @@
 """The operations as functions of JAX's arrays. Their docstrings are made from those of `mla_cupy`.
 
-Written by `python -m tests.generate` from the operations' records.
+Written by `python -m tools.generate` from the operations' records.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ What several families share is in `attention`, which sees sparse attention as de
 
 from typing import Any
 
-# ---- Written by `python -m tests.generate`: families
+# ---- Written by `python -m tools.generate`: families
 from mla_cupy.kernels import (
     attention,
     cache,

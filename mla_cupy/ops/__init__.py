@@ -4,7 +4,7 @@ import inspect
 
 from mla_cupy.arrays import breaks_graphs
 
-# ---- Written by `python -m tests.generate`: operations and public names
+# ---- Written by `python -m tools.generate`: operations and public names
 from mla_cupy.ops import (
     cache,
     cache_pages,

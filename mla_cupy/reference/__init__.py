@@ -4,7 +4,7 @@ Functions have the names and arguments of the public ones. Every kernel is judge
 there is no GPU. `layer` holds the textbook MLA layer around the attention.
 """
 
-# ---- Written by `python -m tests.generate`: the oracle's functions
+# ---- Written by `python -m tools.generate`: the oracle's functions
 from mla_cupy.reference.cache import cache_append, cache_copy_pages, cache_gather, cache_slots, cache_update
 from mla_cupy.reference.dense_decode import cascade_decode, mla_decode
 from mla_cupy.reference.indexer_logits import indexer_logits, indexer_logits_paged

@@ -1,6 +1,6 @@
 """Parameter structs of the probes' kernels, as the host fills them.
 
-Written by `python -m tests.generate` from the CUDA sources, which say what each member means.
+Written by `python -m tools.generate` from the CUDA sources, which say what each member means.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ The functions have the names, the arguments and the meaning of those of `mla_cup
 This package needs PyTorch 2.4 or newer. `import mla_cupy` does not import it.
 """
 
-# ---- Written by `python -m tests.generate`: names of the modules
+# ---- Written by `python -m tools.generate`: names of the modules
 from mla_cupy.torch.functions import (
     absorb,
     cache_append,

@@ -1,6 +1,6 @@
 """Operators of all operations.
 
-Written by `python -m tests.generate` from the operations' records.
+Written by `python -m tools.generate` from the operations' records.
 """
 
 from __future__ import annotations

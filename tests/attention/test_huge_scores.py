@@ -264,7 +264,7 @@ def run_beside(operation: str, kernel: str, option: str, place: AbstractContextM
 
 
 # ---- Tests -----------------------------------------------------------------------------------------------------
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("operation", "kernel"), KERNELS)
 def test_every_kernel(operation: str, kernel: str) -> None:
     run_first(candidates(operation, kernel))

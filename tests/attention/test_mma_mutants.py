@@ -153,7 +153,7 @@ def test_long_request() -> None:
     assert verdict_of_long(MODES[0]) == ""
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("kernel", [mma.SMALL.name, mma.WIDE.name])
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_kernel_as_it_is(kernel: str, mode: tuple[str, int]) -> None:

@@ -56,7 +56,7 @@ FEW = (
 )
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.id)
 def test_dense_decode(case: DecodeCase) -> None:
     number = FEW.index(case)
@@ -81,7 +81,7 @@ LISTS = (
 )
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", LISTS, ids=str)
 def test_sparse_decode(case: SparseDecodeCase) -> None:
     number = LISTS.index(case)
@@ -92,7 +92,7 @@ def test_sparse_decode(case: SparseDecodeCase) -> None:
 V41 = (*sparse.V41_CASES, sparse.V41_WIDE)
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", sparse.V41_CASES, ids=str)
 def test_v41(case: SparseDecodeCase) -> None:
     number = V41.index(case)
@@ -117,7 +117,7 @@ def row_of(record: str, latent: Any) -> Any:
     return cache
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("record", "dtype"), [("fp8", "float16"), ("v4", "bfloat16")])
 @pytest.mark.parametrize("gpu", [DENSE[0], DENSE[1]], ids=str)
 def test_every_number_is_read_exactly(record: str, dtype: str, gpu: Gpu) -> None:
@@ -145,7 +145,7 @@ def test_nan_is_nan(gpu: Gpu, code: int) -> None:
     assert np.isnan(lse).all()
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("dtype", "gpu"), [("bfloat16", SPARSE[0]), ("float16", SPARSE[1])], ids=str)
 def test_every_number_of_v41_is_read_exactly(dtype: str, gpu: Gpu) -> None:
     """Of either record, each number beside different scales: a list of one token has its value."""
@@ -321,7 +321,7 @@ def test_is_caught(gpu: Gpu, case: DecodeCase, mutant: Mutant, plant: Plant) -> 
     assert any(verdict(gpu, case, mode) for mode in MODES[:2]), f"nothing shows that {mutant.name}"
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("gpu", "case"),
     [(TWO_TILES, CASE), (ONE_TILE, UNSCALED), (ONE_TILE, CONVERTED), (TWO_TILES, CONVERTED), (ONE_TILE, LONG)],

@@ -35,19 +35,19 @@ def _ids(case: DecodeCase | SparseCase) -> str:
     return case.id
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("kernel", "case"), [(SMALL[i % 2], case) for i, case in enumerate(FEW)], ids=str)
 def test_few_rows(kernel: str, case: DecodeCase) -> None:
     decode(make(case), kernel)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("kernel", "case"), [(WIDE[i % 2], case) for i, case in enumerate(MANY)], ids=str)
 def test_many_rows(kernel: str, case: DecodeCase) -> None:
     decode(make(case), kernel)
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("kernel", GPUS)
 @pytest.mark.parametrize("mode", [("late", 0), ("random", 5)], ids=str)
 def test_hard_case(kernel: str, mode: tuple[str, int]) -> None:
@@ -85,7 +85,7 @@ def test_tree_masks(kernel: str) -> None:
     np.testing.assert_allclose(got[1], exact[1], atol=1e-4)
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("kernel", "case"),
     [

@@ -87,7 +87,7 @@ def scales_for(latent: Array) -> Array:
     return np.exp2(np.ceil(np.log2(largest / 448)))
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("size", [1e-4, 1e-10, 1e6], ids=str)
 @pytest.mark.parametrize("gpu", GPUS, ids=str)
 def test_values_of_any_size_keep_their_digits(gpu: Gpu, size: float) -> None:

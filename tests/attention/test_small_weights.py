@@ -80,7 +80,7 @@ def verdict(case: tuple[str, str, str, int]) -> str:
     return "" if abs(own_lse - expected) < 1e-4 and np.isfinite(lse) else f"lse is {own_lse}, not {expected}"
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", IN_EVERY_RUN, ids=lambda case: case[1])
 def test_small_weights_count(case: tuple[str, str, str, int]) -> None:
     assert verdict(case) == ""

@@ -8,13 +8,13 @@ from bench.cli import main
 from bench.trees.code import Code, compare, read
 from mla_cupy.kernels import KERNELS
 from mla_cupy.runtime import elf
-from tests.budgets import builds
+from tools import budgets
 
 A, B, C = Code((b"a" * 32,), 40), Code((b"b" * 32,), 40), Code((b"a" * 32,), 48)
 
 
 def target(kernel, arch="sm_90a"):
-    return builds.Target(12, kernel, KERNELS[kernel].variants[0], arch)
+    return budgets.Target(12, kernel, KERNELS[kernel].variants[0], arch)
 
 
 def write(folder, **cubins):
@@ -27,9 +27,9 @@ def write(folder, **cubins):
 
 @pytest.fixture(scope="module")
 def two_builds():
-    if not builds.library(12):
+    if not budgets.library(12):
         pytest.skip("no NVRTC wheel of CUDA 12")
-    return builds.build(target("cache_update")), builds.build(target("cache_copy_pages"))
+    return budgets.build(target("cache_update")), budgets.build(target("cache_copy_pages"))
 
 
 def test_each_build_is_found_once():

@@ -43,7 +43,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     return seen
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize("name", NAMES)
 def test_simulator_counts_the_same(name: str, case: SparseCase, shapes: Counter[tuple[int, int]]) -> None:

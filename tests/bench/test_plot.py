@@ -106,7 +106,7 @@ def test_every_case_is_named_and_every_implementation_has_its_own_marker():
     assert "mla_decode" in axes.get_title()
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.name)
 def test_labels_of_the_kept_results_do_not_overlap(path):
     rows = report.read(path)

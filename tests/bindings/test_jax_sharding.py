@@ -62,7 +62,7 @@ def close(got: Any, wanted: tuple[Any, ...], sums: tuple[bool, ...] = ()) -> Non
         assert np.linalg.norm(a - b) <= 0.01 * np.linalg.norm(b)
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @every_call_of_jax
 @both_kinds
 def test_along_each_axis(jax: Any, of_jax: Any, sharding: Any, call: BoundCall, kind: str) -> None:

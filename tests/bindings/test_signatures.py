@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mla_cupy import ops
-from tests.generate.bound import OBJECTIVES
+from tools.generate.bound import OBJECTIVES
 
 NOT_THERE = {"torch": {"stream", "check"}, "jax": {"stream", "check", "workspace", "plan"}}
 """What a compiled program has other means for."""

@@ -27,7 +27,7 @@ def check(case: AbsorbedCase, mode: tuple[str, int] = ("early", 0), sm_count: in
         assert target.launched == ["mla_cache_absorb"]
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_oracle(case: AbsorbedCase) -> None:
     check(case, MODES[case.n % 3], sm_count=1 + case.n % 2)
@@ -114,7 +114,7 @@ PLANTED = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("mutant", PLANTED, ids=lambda mutant: mutant.id)
 def test_mutants_are_caught(mutant: Mutant, plant: Plant) -> None:
     verdict = as_verdict(check)

@@ -28,7 +28,7 @@ def same(x: object) -> object:
     return x
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_append_and_gather(case: CacheCase) -> None:
     with simulated(2):

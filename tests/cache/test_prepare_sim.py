@@ -20,7 +20,7 @@ def same(x: np.ndarray) -> np.ndarray:
     return x
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_oracle(case: PrepareCase) -> None:
     with simulated(2) as target:
@@ -28,7 +28,7 @@ def test_equals_the_oracle(case: PrepareCase) -> None:
         assert target.launched == ["mla_cache_prepare"]
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", [CASES[1], CASES[11], CASES[14]], ids=str)
 def test_on_older_gpus(case: PrepareCase) -> None:
     """Without instructions for e4m3, and without the usual path of tokens."""

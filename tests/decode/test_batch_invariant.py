@@ -61,7 +61,7 @@ def _run(inputs: DecodeInputs, chosen: list[int], kernel: str | None, sm_count: 
 
 
 # Builds of one kernel with other boxes, or with forms, cut the batch as it does.
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "kernel",
     [

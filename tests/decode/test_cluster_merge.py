@@ -85,15 +85,13 @@ def _pytest_cases() -> list[Any]:
     return chosen + [pytest.param(*case, id=case[0].id, marks=pytest.mark.slow) for case in MORE_CASES]
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("case", "sm_count"), _pytest_cases())
-def test_against_the_oracle(case: DecodeCase, sm_count: int, pytestconfig: pytest.Config) -> None:
+def test_against_the_oracle(case: DecodeCase, sm_count: int) -> None:
     inputs = uneven(case)
     number = (*CASES, *MORE_CASES).index((case, sm_count))
-    full = pytestconfig.getoption("--sim") == "full"
-    for mode in MODES if full else [MODES[number % len(MODES)]]:
-        got = _twice(inputs, sm_count, mode)
-        check(got, inputs.exact, inputs.rounded, case.dtype)
+    got = _twice(inputs, sm_count, MODES[number % len(MODES)])
+    check(got, inputs.exact, inputs.rounded, case.dtype)
 
 
 def test_inputs_have_different_maxima_in_each_tile() -> None:

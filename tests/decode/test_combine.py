@@ -128,7 +128,7 @@ def check_cuts(cuts: list[Point], b: int, dtype: str, blocks: int, mode: tuple[s
         np.testing.assert_allclose(result_lse[request, :, 0], total, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("pieces", "num_splits"),
     [
@@ -152,7 +152,7 @@ def test_pieces_are_merged(pieces: list[int], num_splits: int, dtype: str) -> No
 EVEN = [(2, 0), (3, 1), (4, 0), (8, 1), (9, 0), (17, 0), (64, 4), (84, 0)]
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("pieces", "empty"), EVEN, ids=str)
 def test_equal_pieces_have_the_bits_of_the_list(pieces: int, empty: int) -> None:
     """Beside a request that is cut otherwise a list of all is made; `empty` splits follow the last piece."""
@@ -248,7 +248,7 @@ def check_even(mode: tuple[str, int]) -> None:
     check_cuts(CUT_AND_WHOLE, 130, "float32", 8, mode)
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("mutant", EVEN_MUTANTS, ids=lambda mutant: mutant.id)
 def test_bugs_of_equal_pieces_are_caught(mutant: Mutant, plant: Plant) -> None:
     verdict = as_verdict(check_even)

@@ -11,7 +11,7 @@ from mla_cupy import dtypes
 from mla_cupy.simulation import simulated
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("dtype", "record", "score", "kept"),
     [

@@ -339,7 +339,7 @@ def run(inputs: FormInputs, kernel: str | None, sm_count: int, mode: tuple[str, 
     return got
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("case", "kernel"), CASES, ids=lambda value: getattr(value, "id", value))
 def test_kernels(case: FormCase, kernel: str) -> None:
     inputs, number = form_inputs(case), CASES.index((case, kernel))
@@ -392,14 +392,14 @@ def _check_turned(kernel: str) -> None:
             check(run(inputs, kernel, 3, ("random", 1)), inputs.exact, inputs.rounded, case.base.dtype)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("base", "kernel"), SINKS, ids=lambda value: getattr(value, "id", value))
 def test_sinks(base: DecodeCase, kernel: str) -> None:
     inputs = form_inputs(FormCase(base, sink=True))
     check(run(inputs, kernel, 3, ("random", 1)), inputs.exact, inputs.rounded, base.dtype)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kernel", [SMALL, SEESAW])
 @pytest.mark.parametrize(("token", "seen"), [(61, (0,)), (62, (0, 1)), (63, (0, 1, 2)), (129, (2,))])
 def test_what_a_row_does_not_see_does_not_reach_it(kernel: str, token: int, seen: tuple[int, ...]) -> None:
@@ -415,7 +415,7 @@ def test_what_a_row_does_not_see_does_not_reach_it(kernel: str, token: int, seen
         assert finite[row][:, 300].any() == (row not in seen)
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("kernel", [FEW_RECORDS, MANY_RECORDS])
 @pytest.mark.parametrize(("token", "seen"), [(61, (0,)), (62, (0, 1)), (63, (0, 1, 2)), (129, (2,))])
 def test_a_code_that_a_row_does_not_see_does_not_reach_it(kernel: str, token: int, seen: tuple[int, ...]) -> None:
@@ -430,7 +430,7 @@ def test_a_code_that_a_row_does_not_see_does_not_reach_it(kernel: str, token: in
         assert np.isnan(lse[0, :, row]).all() == (row in seen)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kernel", [SMALL, SEESAW])
 def test_what_is_not_finite_is_turned_in_its_rows_only(kernel: str) -> None:
     """Values are whole keys here, so that the scores of whoever sees one are not finite, either."""
@@ -572,7 +572,7 @@ def test_is_caught(mutant: Mutant, plant: Plant) -> None:
     assert any(verdicts), f"nothing shows that {mutant.name}"
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", MUTANT_CASES, ids=lambda case: case.id)
 def test_kernel_as_it_is(case: FormCase) -> None:
     assert [verdict(case, sm_count) for sm_count in (1, 6)] == ["", ""]

@@ -366,7 +366,7 @@ def run(inputs: DecodeInputs, sm_count: int, mode: tuple[str, int], **options: A
     return got
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_kernel(case: DecodeCase) -> None:
     inputs, number = make(case), CASES.index(case)
@@ -374,7 +374,7 @@ def test_kernel(case: DecodeCase) -> None:
     check(got, inputs.exact, inputs.rounded, case.dtype)
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", CODED, ids=lambda case: case.id)
 def test_queries_in_e4m3(case: DecodeCase) -> None:
     inputs, number = make(case), CODED.index(case)
@@ -456,7 +456,7 @@ def test_every_code_of_a_query() -> None:
     assert (np.isnan(out[0, 0].astype(np.float32)).any(axis=-1) == np.isnan(E4M3)).all()
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_numbers_of_e4m3_give_the_same_bits_in_16_bits(dtype: str) -> None:
     """Where a row's largest number is 448, its scale is 1."""
@@ -512,7 +512,7 @@ def test_what_only_later_queries_see_does_not_reach_earlier_ones() -> None:
     check(*first, "bfloat16")
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("rising", [True, False])
 def test_scores_of_all_sizes(rising: bool) -> None:
     """Each tile's scores lie 90 above, or below, those of the tile before: beyond where references stay."""
@@ -537,7 +537,7 @@ TREES = (
 )
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", TREES, ids=lambda case: case.id)
 def test_trees_of_drafts(case: DecodeCase) -> None:
     inputs = tree_inputs(case)
@@ -545,7 +545,7 @@ def test_trees_of_drafts(case: DecodeCase) -> None:
     check(got, inputs.exact, inputs.rounded, case.dtype)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("queries", ["", "float8_e4m3fn"])
 def test_a_plan_gives_the_same_bits_in_any_batch(queries: str) -> None:
     """Pieces of 64 tokens, three of the same sequence in different batches."""
@@ -564,7 +564,7 @@ def test_a_plan_gives_the_same_bits_in_any_batch(queries: str) -> None:
     assert (got[0].tobytes(), got[1].tobytes()) == (out[2:].tobytes(), lse[2:].tobytes())
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("queries", ["", "float8_e4m3fn", "uint8"])
 def test_a_shared_prefix(queries: str) -> None:
     """With two query tokens, whose sequences do not step evenly: queries of the group are copied."""

@@ -53,7 +53,7 @@ def check_prepared(case: DecodeCase, sm_count: int, mode: tuple[str, int]) -> No
     same_bits(got, expected)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("case", "sm_count"),
     [
@@ -82,7 +82,7 @@ def test_one_scale_for_all_rows() -> None:
     same_bits(run(inputs, 1, MODES[0], q_scales=scales), expected)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", [fp8(b=2, seqlens=(129, 1), h_q=3, queries=each) for each in ("", "uint8")], ids=str)
 def test_the_caches_scale(case: DecodeCase) -> None:
     """In 16-bit queries and in codes; of a request that is split, too."""

@@ -88,14 +88,14 @@ REGAIN = 1.00015
 MEANS = {"0": (0.0, 1.0), "1": (1.0, 0.5), "100": (100.0, 1.0), "-1": (-1.0, 0.25)}
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("mean", MEANS)
 def test_sums_are_not_shortened(mean: str) -> None:
     """Values of mean 1, say, which the tensor cores' own sums over 1,024 tokens would leave at 0.986 of their size."""
     check_bias(with_values(2048, *MEANS[mean]), 1.0)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("tokens", [1, 32, 33, 64, 96, 97])
 def test_equal_tokens_are_exact(tokens: int) -> None:
     """Their sums lose nothing, nor do the sums of their weights; beyond 32 tokens these are made 0.00015 larger."""

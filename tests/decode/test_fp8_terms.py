@@ -159,7 +159,7 @@ def test_builds(dtype: str) -> None:
 # ---- The kernel in the simulator -------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", [*CASES, *CODED], ids=lambda case: case.id)
 def test_kernel(case: DecodeCase) -> None:
     inputs, number = make(case), [*CASES, *CODED].index(case)

@@ -77,7 +77,7 @@ def run(kernel: str, case: DecodeCase, mode: str, sm_count: int = 2) -> None:
     assert (whole[..., 256:] == 7).all()
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("kernel", "case", "mode"), IN_A_RUN, ids=lambda x: getattr(x, "id", x))
 def test_equals_the_oracle(kernel: str, case: DecodeCase, mode: str) -> None:
     run(kernel, case, mode)
@@ -92,7 +92,7 @@ def test_all_pairs(kernel: str, case: DecodeCase, mode: str, sm_count: int) -> N
     run(kernel, case, mode, sm_count)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("d_qk", "kernel"), [(320, GENERIC), (288, GENERIC), (288, SM90), (320, MMA)])
 def test_with_a_sink_and_a_plan(d_qk: int, kernel: str) -> None:
     case = replace(SPLIT, d_qk=d_qk, seqlens=200)
@@ -108,7 +108,7 @@ def test_with_a_sink_and_a_plan(d_qk: int, kernel: str) -> None:
     np.testing.assert_allclose(lse, exact[1], rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kernel", [SM90, MMA])
 def test_what_only_later_queries_see_does_not_reach_earlier_ones(kernel: str) -> None:
     inputs = make(DecodeCase(b=1, seqlens=66, s_q=3, h_q=14, d_qk=288))
@@ -139,7 +139,7 @@ def test_which_kernel_runs(cc: tuple[int, int], changes: dict[str, Any], kernel:
     assert DECODE.configure(problem, fake_gpu(2, cc)).kernel.name == kernel
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kernel", [GENERIC, None])
 def test_a_tree(kernel: str | None) -> None:
     """By the plain kernel; and by what a Hopper takes, whose kernel of this width knows no trees."""
@@ -278,14 +278,14 @@ def verdict(kernel: str, case: DecodeCase, mode: str) -> None:
     check((alike[0], alike[1]), inputs.exact, inputs.rounded, case.dtype)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("kernel", "case", "mutant"), OF_FAST, ids=lambda x: getattr(x, "id", x))
 def test_bugs_in_fast_kernels_show(kernel: str, case: DecodeCase, mutant: Mutant, plant: Plant) -> None:
     plant(mutant)
     assert any(verdict(kernel, case, mode) for mode in ("late", "early", "random")), mutant.name
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("kernel", "case"), [(SM90, PLANTED_IN_SM90), (MMA, PLANTED_IN_MMA)], ids=str)
 @pytest.mark.parametrize("mode", ["late", "early"])
 def test_fast_kernels_as_they_are(kernel: str, case: DecodeCase, mode: str) -> None:

@@ -276,7 +276,7 @@ def run(inputs: DecodeInputs, kernel: str, sm_count: int, mode: tuple[str, int],
     return got
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_hopper_kernel(case: DecodeCase) -> None:
     inputs, number = make(case), CASES.index(case)
@@ -293,7 +293,7 @@ def test_hopper_kernel_in_all_modes(case: DecodeCase, mode: tuple[str, int], sm_
     check(run(inputs, HOPPER, sm_count, mode), inputs.exact, inputs.rounded, case.dtype)
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", WIDE_CASES, ids=lambda case: case.id)
 def test_hopper_kernel_for_many_rows(case: DecodeCase) -> None:
     inputs, number = make(case), WIDE_CASES.index(case)
@@ -310,7 +310,7 @@ def test_hopper_kernel_for_many_rows_in_all_modes(case: DecodeCase, mode: tuple[
     check(run(inputs, SEESAW, sm_count, mode), inputs.exact, inputs.rounded, case.dtype)
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", GENERIC_CASES, ids=lambda case: case.id)
 def test_generic_kernel_computes_in_float32(case: DecodeCase) -> None:
     inputs = make(case)
@@ -319,7 +319,7 @@ def test_generic_kernel_computes_in_float32(case: DecodeCase) -> None:
         np.testing.assert_allclose(mine, exact, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("of", "kernel"),
     [

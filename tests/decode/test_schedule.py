@@ -318,7 +318,7 @@ def test_short_batches_count_partials() -> None:
     assert changed >= 3
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", range(8))
 def test_kernel_gives_the_models_points_for_short_batches(seed: int) -> None:
     seqlens, num_splits, costs = short_batch(seed)

@@ -1,7 +1,7 @@
 """The compiled kernels in the simulator, through the public calls, against the oracle: on any machine.
 
 The simulator reports races, reads of anything undefined, and deadlocks, so a case that passes says more than its
-numbers. An ordinary run takes a pairwise choice of cases and modes; `--sim=full` takes them all.
+numbers. Each case runs with each kernel once; modes take turns.
 """
 
 from __future__ import annotations
@@ -64,13 +64,13 @@ def _run(case: DecodeCase, kernel: str, sm_count: int, mode: tuple[str, int]) ->
     return target.launched
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 def test_hopper_kernels(case: DecodeCase, kernel: str, mode: tuple[str, int], sm_count: int) -> None:
     assert f"mla_{kernel}" in _run(case, kernel, sm_count, mode)
 
 
 # It has blocks of 8 rows: a few of them reach all that many do.
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     "case",
     [replace(CASES[8], strides="odd"), CASES[2], CASES[13], replace(CASES[6], h_q=6), CASES[14]],
@@ -86,7 +86,7 @@ def test_a_split_request_is_merged() -> None:
     assert "mla_attention_combine" in _run(case, HOPPER[0], 12, ("early", 0))
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kernel", HOPPER)
 def test_results_in_float32(kernel: str) -> None:
     """They are not rounded to 16 bits on the way."""
@@ -97,7 +97,7 @@ def test_results_in_float32(kernel: str) -> None:
     assert (got[0] != got[0].astype(inputs.q.dtype).astype(np.float32)).mean() > 0.5
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("kernel", HOPPER)
 @pytest.mark.parametrize("tokens", [130, 193])
 def test_what_only_later_queries_see_does_not_reach_earlier_ones(kernel: str, tokens: int) -> None:

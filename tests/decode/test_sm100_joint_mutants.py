@@ -17,7 +17,7 @@ from tests.support import mutants
 from tests.support.calls import plan_of
 from tests.support.cases import DecodeCase, make
 from tests.support.flat import mla_decode
-from tests.support.mutants import Plant, Steps, as_verdict, sampled, steps
+from tests.support.mutants import Plant, as_verdict, steps
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
 from tests.support.tolerance import check
@@ -28,8 +28,6 @@ ROLES = "decode/sm100_joint.cuh"
 #: One pair works on all requests, of four, no, three and one tiles: two, none, two and one joint tiles. Each block has
 #: the rows of one of two queries.
 CASE = DecodeCase(b=4, seqlens=(250, 0, 130, 40), s_q=2, h_q=64, page_size=16, missing_pages=1)
-EVERY = 12
-"""An ordinary run plants every twelfth bug, of the steps too."""
 
 WAIT, ARRIVE, COMMIT = "mbarrier.try_wait", "mbarrier.arrive", "tcgen05.commit"
 AFTER = "tcgen05.fence::after_thread_sync"
@@ -131,24 +129,15 @@ def verdict(mode: tuple[str, int], pieces: bool = False) -> None:
     check((alike[0], alike[1]), inputs.exact, inputs.rounded, CASE.dtype)
 
 
-def thinned() -> list[object]:
-    """All bugs; those of steps that an ordinary run leaves out are slow, too."""
-    of_steps = [mutant for mutant in MUTANTS if isinstance(mutant.old, Steps)]
-    slow = {mutant.id for i, mutant in enumerate(of_steps) if i % EVERY}
-    return [
-        pytest.param(*one.values, id=one.id, marks=[pytest.mark.slow] if one.id in slow else one.marks)
-        for one in sampled(MUTANTS, EVERY)
-    ]
-
-
-@pytest.mark.parametrize("mutant", thinned())
+@pytest.mark.one_in(12)  # each takes ten seconds
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
 def test_is_caught(mutant: Mutant, plant: Plant) -> None:
     """In one of the modes: late completion shows most."""
     plant(mutant)
     assert any(verdict(mode, mutant.pieces) for mode in MODES[1:] + MODES[:1]), f"nothing shows that {mutant.name}"
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "mode", [pytest.param(mode, marks=[pytest.mark.slow] if i > 1 else []) for i, mode in enumerate(MODES)], ids=str
 )

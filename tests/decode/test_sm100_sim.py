@@ -68,7 +68,7 @@ def check_case(inputs: DecodeInputs, *run_options: Any) -> None:
     check(run(inputs, *run_options), inputs.exact, inputs.rounded, inputs.case.dtype)
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 def test_matches_oracle(case: DecodeCase, kernel: str, mode: tuple[str, int], sm_count: int) -> None:
     check_case(make(case), sm_count, mode)
 
@@ -98,7 +98,7 @@ def random_case(seed: int) -> DecodeCase:
     )
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     "seed", [pytest.param(i, marks=() if i < QUICK_SEEDS else pytest.mark.slow) for i in range(ALL_SEEDS)]
 )
@@ -108,7 +108,7 @@ def test_random_cases(seed: int) -> None:
     check_case(make(random_case(seed)), 1 + seed % 6, mode)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("h_q", [16, 64])
 def test_maxima_that_grow(h_q: int) -> None:
     """Each tile outweighs the one before, so that O is re-scaled again and again."""
@@ -165,7 +165,7 @@ def test_out_of_the_caller_keeps_its_gaps() -> None:
     assert (whole == 7).all()
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("cuts", [{}, {"batch_invariant": True, "split_tokens": 64}], ids=["even", "pieces"])
 def test_a_plan_serves_other_lengths(cuts: dict[str, Any]) -> None:
     case = DecodeCase(b=2, seqlens=(150, 65), h_q=4)

@@ -159,7 +159,7 @@ def test_is_caught(mutant: Mutant, plant: Plant) -> None:
     assert any(verdict(mode) for mode in MODES), f"nothing shows that {mutant.name}"
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_kernel_as_it_is(mode: tuple[str, int]) -> None:
     assert verdict(mode) == ""

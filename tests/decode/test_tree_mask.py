@@ -206,7 +206,7 @@ def run(inputs: TreeInputs, kernel: str, sm_count: int, mode: tuple[str, int], *
     return got
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("case", "kernel"), PAIRS, ids=lambda value: getattr(value, "id", value))
 def test_kernels(case: DecodeCase, kernel: str) -> None:
     inputs, number = tree_inputs(case), PAIRS.index((case, kernel))
@@ -258,7 +258,7 @@ def test_queries_in_two_arrays_and_turned_results(case: DecodeCase, form: str, c
     np.testing.assert_allclose(got[1], exact[1], atol=2e-5)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kernel", [SEESAW, SMALL, BLACKWELL])
 def test_what_a_row_does_not_see_does_not_reach_it(kernel: str) -> None:
     """NaN and infinity in drafts: rows of other paths stay finite, and those that see it are NaN or infinite."""
@@ -272,7 +272,7 @@ def test_what_a_row_does_not_see_does_not_reach_it(kernel: str) -> None:
     assert not np.isfinite(out[0, :2, :, 300].astype(np.float32)).any()
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("cuts", [{}, {"batch_invariant": True, "split_tokens": 64}], ids=["even", "pieces"])
 def test_a_plan_serves_masks(cuts: dict[str, Any]) -> None:
     inputs = tree_inputs(CASES[0])

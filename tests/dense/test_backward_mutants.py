@@ -222,7 +222,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     "mutant", marked(CASES.values(), lambda one: f"{one.case.id}-{one.nonfinite}-{one.deterministic}")
 )

@@ -150,7 +150,7 @@ def test_is_caught(mutant: Mutant, plant: mutants.Plant) -> None:
 CASES = {(one.case, one.nonfinite, one.blind): one for one in sorted(MUTANTS, key=lambda one: one.name not in SLOW)}
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("mutant", marked(CASES.values()))
 def test_as_it_is(mutant: Mutant) -> None:
     attempt(mutant)

@@ -55,14 +55,14 @@ def test_large_cases(case: DenseCase, mode: tuple[str, int]) -> None:
     run(make(case), HOPPER, 3, mode)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", [ENDS, LONG, WIDE], ids=["ends", "long", "wide"])
 def test_mask(case: DenseCase) -> None:
     """No item comes again."""
     run(make_finite(case), HOPPER, 1, ("late", 0))
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("case", [ENDS, LONG], ids=["ends", "long"])
 def test_hidden_values_never_show(case: DenseCase, kernel: str) -> None:

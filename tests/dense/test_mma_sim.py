@@ -34,7 +34,7 @@ def _mode(mode: tuple[str, int]) -> str:
     return f"{mode[0]}{mode[1]}"
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("kernel", "case", "cc", "mode"), ORDINARY, ids=lambda x: x.id if hasattr(x, "id") else str(x))
 def test_ordinary_choice(kernel: str, case: DenseCase, cc: tuple[int, int], mode: tuple[str, int]) -> None:
     run(make(case), kernel, 1, mode, cc)

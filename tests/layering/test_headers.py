@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mla_cupy.runtime import nvrtc, sources
-from tests.budgets import builds
+from tools import budgets
 
 HEADERS = sorted(path.relative_to(sources.source_root()).as_posix() for path in sources.source_root().rglob("*.cuh"))
 ARCHS = ("sm_90a", "sm_100a")
@@ -25,9 +25,9 @@ KERNEL = b'#include "%s"\nextern "C" __global__ void alone() {}\n'
 
 def log_of(header: str, root: Path, arch: str) -> str:
     """What NVRTC says to a kernel that includes a header and no more; empty if nothing."""
-    library = builds.library(builds.LINES[0])
+    library = budgets.library(budgets.LINES[0])
     if not library:
-        pytest.skip(f"no NVRTC wheel of CUDA {builds.LINES[0]} is installed")
+        pytest.skip(f"no NVRTC wheel of CUDA {budgets.LINES[0]} is installed")
     options = (f"-arch={arch}", "-std=c++17", "-default-device")
     output = nvrtc.load(library).compile("alone.cu", KERNEL % header.encode(), sources.gather(header, root), options)
     assert output.ok == (not output.log)

@@ -45,7 +45,7 @@ def run(target: SimDriver, ranks: Ranks, rank: int = 0, count: int | None = None
     ranks.prepared(fake_gpu(2), 0, rank, count).enqueue(addresses, 0, 0)
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("mode", "seed"), [("early", 0), ("random", 1), ("random", 2)])
 @pytest.mark.parametrize(
     "ranks", CASES, ids=lambda ranks: f"world{ranks.call.world}-d{ranks.call.d}-splits{ranks.num_splits}"
@@ -226,7 +226,7 @@ def test_is_caught(mutant: Mutant, plant: Plant) -> None:
     assert shown not in ("nothing", "KernelCompileError"), f"{shown} shows that {mutant.name}"
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("ranks", [WHOLE, SPLIT], ids=["whole", "split"])
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_kernel_as_it_is(mode: tuple[str, int], ranks: Ranks) -> None:

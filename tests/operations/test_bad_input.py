@@ -30,7 +30,7 @@ OF_THE_HOST = ("between_items", "odd_strides", "repeated", "scalar", "masked", "
 operations = pytest.mark.parametrize("operation", each(), ids=lambda operation: operation.name)
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("operation", "bad"), MISTAKES)
 def test_refuses(operation: Operation, bad: Bad, place: str) -> None:
     if place == "cupy" and bad.id.replace(" ", "_").endswith(OF_THE_HOST):

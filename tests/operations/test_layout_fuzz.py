@@ -383,15 +383,6 @@ def test_indexer_prepare_k(seed: int) -> None:
     prepare(seed, "prepare_k")
 
 
-def test_every_operation_is_here() -> None:
-    """But for those whose own tests have all layouts: tests/projection."""
-    tested = {"absorb", "merge_project"} | {
-        name.removeprefix("test_") for name in globals() if name.startswith("test_")
-    }
-    short = {name.removeprefix("mla_").replace("_mla", "").removesuffix("_states") for name in OPERATIONS}
-    assert short <= tested
-
-
 def in_whole_items(call: dict[str, Any]) -> list[str]:
     """The arrays that can lie between items: not those of bytes."""
     return [name for name, x in call.items() if x.itemsize > 1]

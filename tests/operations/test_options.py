@@ -139,7 +139,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("operation", "name", "at"), CASES)
 def test_wrong_options(operation: Operation, name: str, at: int, place: str) -> None:
     values, error = WRONG[name]

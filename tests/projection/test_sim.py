@@ -44,7 +44,7 @@ def check_states(given: States, sm_count: int, mode: tuple[str, int] = ("early",
     assert not out[0, 0, 0].any()
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("given", "sm_count", "share"),
     [
@@ -92,7 +92,7 @@ def check_results(given: States, sm_count: int, mode: tuple[str, int] = ("early"
     assert (whole == 7).all()
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("given", "sm_count"),
     [
@@ -114,7 +114,7 @@ def test_without_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
     check_results(ONE, 2)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_in_every_order(mode: tuple[str, int]) -> None:
     check_states(FEW, 2, mode)
@@ -180,7 +180,7 @@ def check_decode(
     return driver.launched
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("case", "sm_count", "options"),
     [
@@ -198,7 +198,7 @@ def test_decode(case: DecodeCase, sm_count: int, options: dict[str, Any]) -> Non
     check_decode(case, sm_count, **options)
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("case", "sm_count", "options", "launches"),
     [
@@ -228,7 +228,7 @@ def check_many_rows(mode: tuple[str, int] = ("early", 0), **options: Any) -> Non
         projection.LEAST_ROWS_APART = least
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mode", MODES[:3], ids=str)
 def test_many_rows_in_every_order(mode: tuple[str, int]) -> None:
     check_many_rows(mode, **({"out_dtype": "float32"} if mode[0] == "late" else {}))
@@ -241,7 +241,7 @@ def test_a_batch_invariant_plan_has_one_form(monkeypatch: pytest.MonkeyPatch) ->
     check_decode(case, 4, plan={"batch_invariant": True, "split_tokens": 64})
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("sm_count", "lengths"), [(4, (300, 70)), (1, (100, 0))])
 @pytest.mark.parametrize("pair", [False, True])
 def test_decode_with_a_sink(sm_count: int, lengths: tuple[int, int], pair: bool) -> None:
@@ -271,7 +271,7 @@ def test_a_plan_without_w_uv_refuses_it() -> None:
             mla_decode(*inputs.arguments, w_uv=w_uv, plan=plan)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("sm_count", "lengths"), [(4, None), (2, (200, 3, 0))])
 @pytest.mark.parametrize("apart", [False, True])
 def test_sparse_decode(
@@ -325,7 +325,7 @@ def check_absorb(
     return memory
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("t", "h", "d_nope", "dtype", "rope"),
     [

@@ -10,7 +10,7 @@ from mla_cupy.runtime import cache, sources, worker
 from mla_cupy.runtime.build import Build
 from mla_cupy.selftest import catalog
 from mla_cupy.selftest.probe import ARCHS, InstructionProbe
-from tests.budgets import builds
+from tools import budgets
 
 REQUESTS = sorted(
     {
@@ -27,16 +27,16 @@ SMEM_OF_A_BLOCK = 227 << 10
 
 
 def built(line: int, request: object) -> Build:
-    if not builds.library(line):
+    if not budgets.library(line):
         pytest.skip(f"no NVRTC wheel of CUDA {line} is installed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # nothing is writable: then nothing is shared
         places = cache.places()
-    return worker.build_here(request, builds.library(line), places.read, places.write)[0]
+    return worker.build_here(request, budgets.library(line), places.read, places.write)[0]
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("line", builds.LINES)
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("line", budgets.LINES)
 @pytest.mark.parametrize("name", [name for name, _, _ in REQUESTS])
 def test_compiles_and_fits(name: str, line: int) -> None:
     ((_, request, spec),) = (found for found in REQUESTS if found[0] == name)

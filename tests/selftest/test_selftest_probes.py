@@ -13,10 +13,7 @@ from mla_cupy.selftest import catalog, trial
 from mla_cupy.selftest.mma_calls import MmaProbe
 from mla_cupy.selftest.place import Place, opened
 from mla_cupy.selftest.probe import ARCHS, HOPPER, Machine
-from tests.support import (
-    sim_driver,  # noqa: F401 (the tests' own copy of the simulator)
-    unchanged,
-)
+from tests.support import sim_driver  # noqa: F401 (the tests' own copy of the simulator)
 
 CALLS = ("block", "kernel")
 #: Targets, modes, and whether with calls: kernels have tests of their own, in all modes.
@@ -62,13 +59,11 @@ MMA_CALLS = (
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is not test_passes:
         return
-    full = metafunc.config.getoption("--sim") == "full"
     chosen = [
         ((arch, mode), probe.name, takes_turns(arch, mode, i, every(probe.name)))
         for arch, mode, with_calls in RUNS
         for i, probe in enumerate(catalog.probes(arch))
-        if full
-        or (with_calls and not isinstance(probe, MmaProbe) and "_mma" not in probe.name)
+        if (with_calls and not isinstance(probe, MmaProbe) and "_mma" not in probe.name)
         or catalog.stage(probe.name) not in CALLS
         or (arch, probe.name) == ONE_CALL
     ]
@@ -76,7 +71,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(
         ("machine", "name"),
         [
-            pytest.param(place, name, id="-".join((*place, name)), marks=[] if full or runs else [pytest.mark.slow])
+            pytest.param(place, name, id="-".join((*place, name)), marks=[] if runs else [pytest.mark.slow])
             for place, name, runs in chosen
         ],
         indirect=["machine"],
@@ -86,12 +81,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def every(name: str) -> int:
     """Of how many probes like this an ordinary run has one.
 
-    Those that call a kernel reach what its own tests reach: each third runs, and each sixth of kernels that have not
-    changed.
+    Those that call a kernel reach what its own tests reach: each sixth runs.
     """
-    if catalog.stage(name) not in CALLS:
-        return 1
-    return 6 if unchanged.kernel(name.split("/")[1]) else 3
+    return 6 if catalog.stage(name) in CALLS else 1
 
 
 def takes_turns(arch: str, mode: str, index: int, one_of: int) -> bool:

@@ -17,7 +17,7 @@ WIDE_KB, LEAST = (kernel.name for kernel in mma.KERNELS)
 SOURCE = "sparse_backward/mma.cu"
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("kernel", "cc"), [(LEAST, (12, 0)), (WIDE_KB, (9, 0))])
 def test_on_newer_gpus(kernel: str, cc: tuple[int, int], deterministic: bool) -> None:
@@ -27,7 +27,7 @@ def test_on_newer_gpus(kernel: str, cc: tuple[int, int], deterministic: bool) ->
     check_gradients(got, inputs, deterministic=deterministic)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kernel", [WIDE_KB, LEAST])
 def test_what_counts_for_nothing_may_be_anything(kernel: str) -> None:
     """Heads without a gradient, and rows that nobody selects."""
@@ -99,7 +99,7 @@ def test_is_caught(mutant: Mutant, plant: mutants.Plant) -> None:
     assert verdict(mutant.kernel, mutant.mode, mutant.cc), f"nothing shows that {mutant.name}"
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("kernel", "mode", "cc"), {(mutant.kernel, mutant.mode, mutant.cc): None for mutant in MUTANTS}, ids=str
 )

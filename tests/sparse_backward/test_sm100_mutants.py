@@ -326,7 +326,7 @@ def test_is_caught(mutant: Mutant, plant: mutants.Plant) -> None:
 
 
 # Low scores are about numbers, which are the same in every mode.
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("kernel", ["sparse_backward_sm100", WS])
 @pytest.mark.parametrize(("mode", "low_scores"), [*((mode, False) for mode in MODES), (MODES[0], True)], ids=str)
 def test_kernels_as_they_are(kernel: str, mode: tuple[str, int], low_scores: bool) -> None:

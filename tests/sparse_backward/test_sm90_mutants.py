@@ -96,7 +96,7 @@ def test_is_caught(mutant: Mutant, plant: mutants.Plant) -> None:
     assert shown, f"nothing shows that {mutant.name}"
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("h_q", [4, 16, 17, 32, 33, 49])
 def test_as_it_is(h_q: int, deterministic: bool) -> None:
@@ -109,7 +109,7 @@ def test_one_head_with_each_tile_of_a_long_list() -> None:
     assert verdict(with_heads(8, 4, 1030)) == ""  # not three: the last one would be cut into pieces
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize(("h_q", "s_q", "topk"), [(4, 3, 70), (16, 3, 130), (16, 5, 70), (40, 3, 130)])
 def test_several_items_as_they_are(h_q: int, s_q: int, topk: int, mode: tuple[str, int]) -> None:

@@ -136,7 +136,7 @@ def test_launches(recorder: Recorder) -> None:
 # ---- In the simulator ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_the_oracle(case: SparseDecodeCase) -> None:
     mode, seed = MODES[CASES.index(case) % len(MODES)]

@@ -27,7 +27,7 @@ from tests.support.mutants import CAUGHT, Mutant, Plant, steps
 from tests.support.sim_driver import simulated
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", [*CASES, *V41_CASES], ids=str)
 def test_equals_the_oracle(case: SparseDecodeCase) -> None:
     with simulated(case.sm_count):
@@ -39,7 +39,7 @@ MODES = ("early", "late", "random")
 RUNS = [(kernel, case) for kernel in ON_HOPPER for case in CASES[: 4 if kernel == "sparse_decode_sm90" else None]]
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("kernel", "case"), RUNS)
 def test_tensor_cores_are_as_exact_as_their_formats(case: SparseDecodeCase, kernel: str) -> None:
     """Results in float32, and some in the dtype of the queries."""
@@ -59,7 +59,7 @@ V41_RUNS = [
 V41_OF_THE_SEESAW = [("sparse_decode_sm90", case) for case in (*V41_CASES[3:], V41_WIDE)]
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("kernel", "case"), V41_RUNS)
 def test_v41_on_tensor_cores(case: SparseDecodeCase, kernel: str) -> None:
     mode = MODES[(V41_RUNS.index((kernel, case)) + 2) % len(MODES)]
@@ -89,7 +89,7 @@ def test_all_cases_on_tensor_cores(case: SparseDecodeCase, mode: str, kernel: st
             check(case, lambda x: x, np.asarray, kernel, out_dtype)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kernel", ON_HOPPER)
 def test_rows_of_any_size_keep_to_themselves(kernel: str) -> None:
     """Queries in bfloat16 reach far beyond float16, in which the keys are; Inf and NaN concern their own rows only."""
@@ -110,7 +110,7 @@ def test_rows_of_any_size_keep_to_themselves(kernel: str) -> None:
     assert not np.isfinite(out[0, 0, 4]).all()
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("kernel", [*ON_HOPPER, "sparse_decode_generic"])
 @pytest.mark.parametrize("held", [0, 100])
 def test_pieces_may_have_no_token(kernel: str, held: int) -> None:
@@ -123,7 +123,7 @@ def test_pieces_may_have_no_token(kernel: str, held: int) -> None:
     assert "mla_attention_combine" in driver.launched
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kernel", ON_HOPPER)
 def test_cuts_may_be_anywhere(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three splits of four queries of two tiles each: the first ends within a query, and so does the second."""
@@ -186,7 +186,7 @@ def test_even_cuts() -> None:
     assert even_cuts(replace(problem, topk=0), 16, 132) == Cuts(128, 1, 1)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("h_q", [2, 33])
 def test_queries_may_start_anywhere(h_q: int) -> None:
     """One kernel needs them at multiples of 16 bytes; the other takes any number of heads."""

@@ -16,7 +16,7 @@ from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
 from tests.sparse_decode.runs import CASES, MORE_CASES, SparseDecodeCase, check, check_call, make
 from tests.support.flat import flat
-from tests.support.mutants import Mutant, Plant, as_verdict, sampled, steps
+from tests.support.mutants import Mutant, Plant, as_verdict, steps
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.sim_modes import MODES
 
@@ -51,7 +51,7 @@ def run(case: SparseDecodeCase, mode: tuple[str, int], resident: int = 1, out_dt
     assert "mla_sparse_decode_sm100" in driver.launched
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     "seed",
     [pytest.param(i, marks=[] if i < RANDOM_CASES else [pytest.mark.slow]) for i in range(SLOW_CASES)],
@@ -164,7 +164,7 @@ def verdict(mode: tuple[str, int], case: SparseDecodeCase) -> None:
     run(case, mode)
 
 
-@pytest.mark.parametrize("mutant", sampled(MUTANTS))
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
 def test_is_caught(mutant: Mutant, plant: Plant) -> None:
     """In one of the modes."""
     plant(mutant)
@@ -172,7 +172,7 @@ def test_is_caught(mutant: Mutant, plant: Plant) -> None:
     assert any(verdict(mode, case) for case in cases for mode in MODES), f"nothing shows that {mutant.name}"
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", [CASE, V4], ids=str)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_the_kernel_as_it_is(case: SparseDecodeCase, mode: tuple[str, int]) -> None:

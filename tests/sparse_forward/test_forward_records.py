@@ -292,7 +292,7 @@ def test_launches_of_converted_records(recorder: Recorder, case: RecordCase) -> 
     assert [reads[name] for name in strides] == [d_qk, 0, tokens, 1]
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CONVERTED, ids=lambda case: case.id)
 def test_converted_records(case: RecordCase) -> None:
     inputs, number = make(case), CONVERTED.index(case)
@@ -306,7 +306,7 @@ def test_converted_records(case: RecordCase) -> None:
 # ---- Kernels in the simulator ----------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_hopper_kernel(case: RecordCase) -> None:
     inputs, number = make(case), CASES.index(case)
@@ -327,7 +327,7 @@ def test_hopper_kernel_in_all_modes(case: RecordCase, mode: tuple[str, int], sm_
         check_all(run(inputs, HOPPER), inputs)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", GENERIC_CASES, ids=lambda case: case.id)
 def test_generic_kernel_computes_in_float32(case: RecordCase) -> None:
     inputs = make(case)

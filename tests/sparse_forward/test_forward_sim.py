@@ -71,12 +71,12 @@ def run(
     return got, target.launched
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 def test_hopper_kernels(case: SparseCase, kernel: str, mode: tuple[str, int], sm_count: int) -> None:
     run(make(case), kernel, sm_count, mode)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("case", "cc", "sm_count"),
     [
@@ -89,7 +89,7 @@ def test_generic_kernel(case: SparseCase, cc: tuple[int, int], sm_count: int) ->
     run(make(case), GENERIC, sm_count, ("random", 3), cc)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kernel", HOPPER)
 def test_results_in_float32(kernel: str) -> None:
     """They are not rounded to 16 bits on the way."""
@@ -99,7 +99,7 @@ def test_results_in_float32(kernel: str) -> None:
     assert (out != out.astype(inputs.q.dtype).astype(np.float32)).mean() > 0.5
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kernel", HOPPER)
 def test_many_pieces_are_merged(kernel: str) -> None:
     """By blocks, where few pieces go by warps."""
@@ -107,7 +107,7 @@ def test_many_pieces_are_merged(kernel: str) -> None:
     assert "mla_attention_combine" in run(inputs, kernel, sm_count=12)[1]
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kernel", HOPPER)
 @pytest.mark.parametrize("sm_count", [1, 3])
 def test_what_one_query_selects_stays_with_it(kernel: str, sm_count: int) -> None:

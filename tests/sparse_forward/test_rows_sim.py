@@ -97,7 +97,7 @@ def check(lists: Lists, wanted: list[np.ndarray[Any, Any]], ordered: bool, s_kv:
         assert (got[padded:] == UNTOUCHED).all()
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "given"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_lists(case: SparseCase, ordered: bool) -> None:

@@ -18,7 +18,7 @@ import pytest
 import mla_cupy
 from tests.support import mutants
 from tests.support.flat import flat
-from tests.support.mutants import Steps, sampled, steps
+from tests.support.mutants import steps
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
 from tests.support.sparse_cases import SparseCase, SparseInputs, make
@@ -31,8 +31,6 @@ ROLES = "attention/sm100/joint.cuh"
 PTX = "ptx/tcgen05_pair.cuh"
 TOPK = 142
 """Two joint tiles of each query: the last one has 14 keys in its first half, and none in its second."""
-EVERY = 12
-"""An ordinary run plants every twelfth bug, of the steps too."""
 
 WAIT, COMMIT, ARRIVE = "mbarrier.try_wait", "tcgen05.commit", "mbarrier.arrive"
 AFTER, BEFORE = "tcgen05.fence::after_thread_sync", "tcgen05.fence::before_thread_sync"
@@ -237,23 +235,14 @@ def verdict(mode: tuple[str, int], strangers: bool = False) -> None:
     check_lse(got[2], exact[2], rounded[2])
 
 
-def thinned() -> list[object]:
-    """All bugs; those of steps that an ordinary run leaves out are slow, too."""
-    of_steps = [mutant for mutant in MUTANTS if isinstance(mutant.old, Steps)]
-    slow = {mutant.id for i, mutant in enumerate(of_steps) if i % EVERY}
-    return [
-        pytest.param(*one.values, id=one.id, marks=[pytest.mark.slow] if one.id in slow else one.marks)
-        for one in sampled(MUTANTS, EVERY)
-    ]
-
-
-@pytest.mark.parametrize("mutant", thinned())
+@pytest.mark.one_in(12)  # each takes ten seconds
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
 def test_is_caught(mutant: Mutant, plant: mutants.Plant) -> None:
     plant(mutant)
     assert any(verdict(mode, mutant.strangers) for mode in MODES), f"nothing shows that {mutant.name}"
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "mode", [pytest.param(mode, marks=[pytest.mark.slow] if i > 1 else []) for i, mode in enumerate(MODES)], ids=str
 )

@@ -1,11 +1,10 @@
-"""The calls for compute-sanitizer, on a GPU that only writes down what it is asked to launch: no kernel is left out."""
+"""The calls for compute-sanitizer leave no kernel out: they run on a GPU that only writes down what it is to launch."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from importlib import import_module
-from itertools import chain
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,9 +16,14 @@ from mla_cupy.kernels import KERNELS, pipeline
 from mla_cupy.ops import COMPOSITE_OPERATIONS, OPERATIONS, POOL_OPERATIONS, call
 from tests.stress.sanitized import Call
 from tests.stress.sanitized.families import FAMILIES
-from tests.stress.sanitized.kernels import CALLED, LAUNCHED, LEFT_OUT
 from tests.support.recorder import H200, Recorder
 
+LEFT_OUT = {
+    "merge_exchange": "ranks wait for each other, each in a process of its own: tests/parallel runs them",
+    "attention_combine_project": "of GPUs without clusters; an H200 runs attention_combine_project_clusters",
+    "projection_states": "of GPUs without clusters; an H200 runs projection_states_clusters",
+}
+"""Kernels without a call, and why."""
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # sums of what nobody has computed
 
 
@@ -101,27 +105,19 @@ def calls_of(family: str) -> Iterator[Call]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_calls_launch_what_the_list_says(listed: Listed, family: str) -> None:
-    for made in calls_of(family):
-        listed.make(made)
-    assert sorted(listed.kernels) == sorted(LAUNCHED[family])
-    assert sorted(listed.operations) == sorted(CALLED[family])
+def test_every_kernel_and_operation_has_a_call(listed: Listed) -> None:
+    """Of those that an H200 can run. A new one wants a call in a family, or a reason."""
+    for family in FAMILIES:
+        for made in calls_of(family):
+            listed.make(made)
+    assert listed.kernels | LEFT_OUT.keys() == {n for n, kernel in KERNELS.items() if kernel.supports_arch(H200.arch)}
+    assert not listed.kernels & LEFT_OUT.keys()
+    assert listed.operations == {**OPERATIONS, **POOL_OPERATIONS, **COMPOSITE_OPERATIONS}.keys()
 
 
 @pytest.mark.parametrize("family", ["cache", "topk", "merge"])
-def test_a_few_calls(listed: Listed, family: str) -> None:
-    """As above, of the families whose calls are small."""
-    test_calls_launch_what_the_list_says(listed, family)
-
-
-def test_every_kernel_is_in_the_list() -> None:
-    """Those that an H200 can run. A new one wants a call in a family, or a reason."""
-    found = {name for name, kernel in KERNELS.items() if kernel.supports_arch(H200.arch)}
-    listed = set(chain.from_iterable(LAUNCHED.values()))
-    assert listed | LEFT_OUT.keys() == found
-    assert not listed & LEFT_OUT.keys()
-
-
-def test_every_operation_is_in_the_list() -> None:
-    assert set(chain.from_iterable(CALLED.values())) == {**OPERATIONS, **POOL_OPERATIONS, **COMPOSITE_OPERATIONS}.keys()
+def test_each_call_launches_something_and_reads_it(listed: Listed, family: str) -> None:
+    """Of the families whose calls are small."""
+    for made in calls_of(family):
+        listed.make(made)
+    assert listed.kernels

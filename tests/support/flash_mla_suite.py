@@ -6,9 +6,6 @@ Takes the folder `tests` of a checkout of FlashMLA. Its scripts run as they are,
 of other shards are skipped, nothing is timed, and the log gets a line of JSON per case: what came of it, and the case.
 Cases have the random seeds that they have in FlashMLA's own runs.
 
-`--rest RECORD` runs only the cases that a record of earlier runs does not list as passed, and `--record RECORD --commit
-HASH` writes what came of a run into it: tests/golden/flash_mla_suites.json is the one of this repository.
-
 On a GPU; `--processes N` shares the cases out to N processes, `--gpus 0,1` these to GPUs. A case that runs out of
 memory beside others runs once more alone. `--cpu` computes with the NumPy oracle instead, to try a few cases. Needs
 PyTorch.
@@ -37,7 +34,6 @@ from unittest.mock import MagicMock
 import torch
 
 from mla_cupy.compat import flash_mla
-from tests.support.suite_record import Record
 
 SCRIPTS = {
     "dense": ("test_flash_mla_dense_decoding.py", "test_flash_mla"),
@@ -254,16 +250,10 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--gpus", help="ordinals, such as 0,1; default: what PyTorch takes")
     parser.add_argument("--log", default="/dev/stderr")
-    parser.add_argument("--rest", type=Path, metavar="RECORD", help="only cases that it does not list as passed")
-    parser.add_argument("--record", type=Path, help="write the outcomes into this file; needs --commit")
-    parser.add_argument("--commit", help="what the cases are recorded to have run on")
     parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
-    if given.record and not given.commit:
-        parser.error("--record needs --commit: a record says which kernels passed")
     shard, shards = map(int, given.shard.split("/"))
-    only = {suite: Record(given.rest).rest(suite) for suite in given.suites} if given.rest else None
-    work = Work(given.folder, tuple(given.suites), (shard, shards), given.max_cases, given.cpu, only)
+    work = Work(given.folder, tuple(given.suites), (shard, shards), given.max_cases, given.cpu)
     ordinals = given.gpus.split(",") if given.gpus else [None]
     gpus = [ordinals[i % len(ordinals)] for i in range(given.processes)]
     found: dict[tuple[str, int], str] = {}
@@ -280,8 +270,6 @@ def main() -> int:
         }
         if given.processes > 1 and any(again.values()):
             run_all(dataclasses.replace(work, only=again), gpus[:1], keep)
-    if given.record:
-        Record(given.record).write(given.commit, counts, found)
     for suite in work.suites:
         totals = Counter(outcome for (of, _), outcome in found.items() if of == suite)
         said = ", ".join(f"{n} {what}" for what, n in sorted(totals.items())) or "none run"

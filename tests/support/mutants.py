@@ -11,10 +11,9 @@ import functools
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple, ParamSpec
 
 import pytest
@@ -25,7 +24,6 @@ from mla_cupy.runtime import cache, loader, nvrtc, sources, worker
 from mla_cupy.runtime.build import Build, BuildRequest, compile_kernel
 from mla_cupy.runtime.launching import LoadedKernel
 from mla_cupy.simulation import SimDriver
-from tests.support import unchanged
 
 Parameters = ParamSpec("Parameters")
 KNOWN: list[Mutant] = []
@@ -78,45 +76,6 @@ class Mutant:
     def id(self) -> str:
         """Of the test."""
         return self.name.replace(" ", "_")
-
-
-_NONE = SimpleNamespace(params={})
-PLANTED = 12
-"""Of the bugs of a test that need a build, an ordinary run plants the first of each so many."""
-PLANTED_STEPS = 4
-"""Of the steps of a source whose kernels have not changed, too; of others it plants all.
-
-If no kernel of a test has changed, its steps show that it can fail, and a run makes no build with a bug for it.
-"""
-
-
-def thin_out(items: Iterable[Any], still: Callable[[str], bool] = unchanged.source) -> None:
-    """Make the others slow, beside those that are; `still` tells whether a source's kernels have not changed."""
-    tests = dict[tuple[Any, str], list[tuple[Any, Mutant]]]()
-    for item in items:
-        planted = [x for x in getattr(item, "callspec", _NONE).params.values() if isinstance(x, Mutant)]
-        if planted and not item.get_closest_marker("slow"):
-            tests.setdefault((item.parent, item.originalname), []).append((item, planted[0]))
-    for cases in tests.values():
-        each = list(dict.fromkeys(mutant for _, mutant in cases))
-        texts = [mutant for mutant in each if not isinstance(mutant.old, Steps)]
-        planted_steps = [mutant for mutant in each if isinstance(mutant.old, Steps)]
-        kept = [mutant for mutant in planted_steps if still(mutant.file)]
-        shown = bool(kept) and len(kept) == len(planted_steps) and all(still(mutant.file) for mutant in texts)
-        left_out = {mutant for i, mutant in enumerate(texts) if shown or i % PLANTED}
-        left_out |= {mutant for i, mutant in enumerate(kept) if i % PLANTED_STEPS}
-        for item, mutant in cases:
-            if mutant in left_out:
-                item.add_marker(pytest.mark.slow)
-
-
-def sampled(mutants: Sequence[Mutant], every: int = PLANTED) -> list[Any]:
-    """Parameters of a test: an ordinary run has steps, which need no build, and each so many of the others."""
-    texts = [mutant for mutant in mutants if not isinstance(mutant.old, Steps)]
-    slow = {id(mutant) for i, mutant in enumerate(texts) if i % every}
-    return [
-        pytest.param(mutant, id=mutant.id, marks=[pytest.mark.slow] if id(mutant) in slow else []) for mutant in mutants
-    ]
 
 
 Plant = Callable[[Mutant], None]

@@ -1,8 +1,7 @@
-"""In which modes the simulator completes asynchronous work, and with how many multiprocessors: a choice, or all."""
+"""In which modes the simulator completes asynchronous work, and with how many multiprocessors."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,13 +16,9 @@ SM_COUNTS = (1, 3, 5)
 def parametrize_pairs(metafunc: pytest.Metafunc, pairs: Sequence[tuple[Any, str]]) -> None:
     """Parametrise over `case`, `kernel`, `mode` and `sm_count`.
 
-    Each pair of a case and a kernel runs once, where modes and SM counts take turns, out of step with each other; with
-    `--sim=full` it runs in all of them.
+    Each pair of a case and a kernel runs once; modes and SM counts take turns, out of step with each other.
     """
-    if metafunc.config.getoption("--sim") == "full":
-        chosen = [(*pair, mode, sms) for pair, mode, sms in itertools.product(pairs, MODES, SM_COUNTS)]
-    else:
-        turns = range(len(pairs))
-        chosen = [(*pairs[i], MODES[i % len(MODES)], SM_COUNTS[i // 2 % len(SM_COUNTS)]) for i in turns]
+    turns = range(len(pairs))
+    chosen = [(*pairs[i], MODES[i % len(MODES)], SM_COUNTS[i // 2 % len(SM_COUNTS)]) for i in turns]
     ids = [f"{case.id}-{kernel}-{mode}{seed}-{sms}sm" for case, kernel, (mode, seed), sms in chosen]
     metafunc.parametrize(("case", "kernel", "mode", "sm_count"), chosen, ids=ids)

@@ -9,7 +9,7 @@ import pytest
 
 import ptxsim
 from mla_cupy.runtime import nvrtc, sources
-from tests.budgets import builds
+from tools import budgets
 
 SOURCE = """
 #include "tile/byte_fragments.cuh"
@@ -42,9 +42,9 @@ extern "C" __global__ void store(const u32* words, uint4* to) {
 
 @functools.cache
 def module() -> ptxsim.Module:
-    library = builds.library(builds.LINES[0])
+    library = budgets.library(budgets.LINES[0])
     if not library:
-        pytest.skip(f"no NVRTC wheel of CUDA {builds.LINES[0]} is installed")
+        pytest.skip(f"no NVRTC wheel of CUDA {budgets.LINES[0]} is installed")
     headers = sources.gather("tile/byte_fragments.cuh")
     flags = ("-arch=compute_90a", "-std=c++17", "-default-device")
     output = nvrtc.load(library).compile("fragments.cu", SOURCE.encode(), headers, flags)

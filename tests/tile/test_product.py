@@ -15,7 +15,7 @@ import pytest
 
 import ptxsim
 from mla_cupy.runtime import nvrtc, sources
-from tests.budgets import builds
+from tools import budgets
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
 WIDTHS = (8, 16, 24, 32, 64, 128, 192, 256)
@@ -132,9 +132,9 @@ CASES = SHAPES + DEEP
 @functools.cache
 def module() -> ptxsim.Module:
     """The kernels of all cases."""
-    library = builds.library(builds.LINES[0])
+    library = budgets.library(budgets.LINES[0])
     if not library:
-        pytest.skip(f"no NVRTC wheel of CUDA {builds.LINES[0]} is installed")
+        pytest.skip(f"no NVRTC wheel of CUDA {budgets.LINES[0]} is installed")
     text = SOURCE + "".join(case.entry() for case in CASES)
     headers: dict[str, bytes] = {}
     for name in ("ptx/convert.cuh", "ptx/copy.cuh", "tile/fragment.cuh", "tile/product.cuh"):

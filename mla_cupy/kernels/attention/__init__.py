@@ -1,5 +1,5 @@
 """Parts of decode, the sparse forward and sparse decode: the schedule, the combine, lists of rows, a plain kernel."""
-# Written by `python -m tests.generate`, but for the line above.
+# Written by `python -m tools.generate`, but for the line above.
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """Constants of `attention/split_schedule.cuh`, with the headers that it includes: they say what the numbers mean.
 
-Written by `python -m tests.generate`.
+Written by `python -m tools.generate`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The paged cache: append, gather, copies of pages, and the update of block tables."""
-# Written by `python -m tests.generate`, but for the line above.
+# Written by `python -m tools.generate`, but for the line above.
 
 from typing import Any
 

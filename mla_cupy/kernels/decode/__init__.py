@@ -1,5 +1,5 @@
 """Dense decode over a paged cache."""
-# Written by `python -m tests.generate`, but for the line above.
+# Written by `python -m tools.generate`, but for the line above.
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 """Dense attention with keys and values per head: prefill, un-absorbed."""
-# Written by `python -m tests.generate`, but for the line above.
+# Written by `python -m tools.generate`, but for the line above.
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 """Sums whose bits do not depend on the order of their terms: bounds of the terms, and the bins that they go to."""
-# Written by `python -m tests.generate`, but for the line above.
+# Written by `python -m tools.generate`, but for the line above.
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 """The lightning indexer: preparation of queries and keys, their cache, logits, top-k, its losses."""
-# Written by `python -m tests.generate`, but for the line above.
+# Written by `python -m tools.generate`, but for the line above.
 
 from typing import Any
 

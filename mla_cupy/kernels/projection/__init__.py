@@ -1,5 +1,5 @@
 """Products with the halves of kv_b_proj: of queries before attention, and of merged results after it."""
-# Written by `python -m tests.generate`, but for the line above.
+# Written by `python -m tools.generate`, but for the line above.
 
 from typing import Any
 

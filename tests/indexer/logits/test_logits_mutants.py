@@ -193,7 +193,7 @@ def test_is_caught(mutant: Mutant, case: LogitsCase | PagedCase, plant: Plant) -
     assert any(verdict(case, mode) for mode in MODES), f"nothing shows that {mutant.name}"
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     "case", [CASE, RANGED, HALF, PAGES, THREE, EDGE, GROUPS, LONG, SEQUENCES, IN_E2M1, FAR], ids=lambda case: case.id
 )

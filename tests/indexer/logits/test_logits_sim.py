@@ -73,7 +73,7 @@ def run(
     return got
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("case", "mode", "sm_count"),
     [(case, MODES[i % len(MODES)], SM_COUNTS[i % len(SM_COUNTS)]) for i, case in enumerate(CASES)],
@@ -91,7 +91,7 @@ def test_hopper_in_every_mode(case: LogitsCase, mode: tuple[str, int], sm_count:
     run(case, HOPPER, sm_count, mode)
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("case", "mode", "sm_count", "cc"),
     [(case, MODES[i % len(MODES)], SM_COUNTS[i % 2], AMPERE_ON[i % 3]) for i, case in enumerate(MMA_CASES)],
@@ -109,7 +109,7 @@ def test_mma_in_every_mode(case: LogitsCase, mode: tuple[str, int], cc: tuple[in
     run(case, MMA, 2, mode, cc)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("cc", AMPERE_ON)
 def test_all_codes(cc: tuple[int, int]) -> None:
     """Each one with each other one: exact, and NaN counts as 0."""
@@ -150,7 +150,7 @@ def run_in_float16(case: LogitsCase, sm_count: int, mode: tuple[str, int]) -> No
     check_logits(got, inputs, reference.indexer_logits(**inputs), IN_FLOAT16)
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("case", "mode", "sm_count"),
     [(case, MODES[i % len(MODES)], SM_COUNTS[i % len(SM_COUNTS)]) for i, case in enumerate(HALF_CASES)],
@@ -168,7 +168,7 @@ def test_float16_in_every_mode(case: LogitsCase, mode: tuple[str, int], sm_count
     run_in_float16(case, sm_count, mode)
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("weight", [1.0, 1e-38, -1e31])
 @pytest.mark.parametrize("d", [32, 64, 128])
 def test_the_largest_codes_are_finite_in_float16(d: int, weight: float) -> None:
@@ -206,7 +206,7 @@ def test_weights_of_all_sizes_in_float16() -> None:
         check_logits(got[t : t + 1], part, reference.indexer_logits(**part), IN_FLOAT16)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kernel", [GENERIC, HOPPER])
 def test_other_kernels_add_up_in_float32(kernel: str) -> None:
     inputs = logits_inputs(LogitsCase(s_q=3, s_kv=70, h=3, d=32, dtype="uint8", float16=True))
@@ -222,7 +222,7 @@ def test_float16_is_for_codes() -> None:
             mla_cupy.indexer_logits(**inputs, accumulate="fp16")
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "case", [LogitsCase(s_q=2, s_kv=140, h=17, d=64), LogitsCase(s_q=3, s_kv=20, h=2, d=32, dtype="bfloat16")],
     ids=lambda case: case.id,
@@ -241,7 +241,7 @@ def test_bfloat16_results(kernel: str) -> None:
     np.testing.assert_array_equal(narrow, wide.astype(narrow.dtype))
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("s_kv", [260, 263])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("clean", [True, False])
@@ -293,7 +293,7 @@ def test_nan_and_infinity() -> None:
         assert (got[np.isfinite(exact[:, 130]), 130] == 0).all()
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("kernel", "accumulate"), [(HOPPER, "float32"), (HALF, "float16"), (MMA, "float32")], ids=[HOPPER, HALF, MMA]
 )
@@ -349,7 +349,7 @@ def test_shares_of_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuts.tolist() == [*map(list, (line[i] for i in places)), [19, 0]]
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("schedule", [True, False])
 def test_many_sequences(schedule: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a warp has lanes, empty ones among them: with a schedule, and without."""
@@ -412,7 +412,7 @@ def test_long_shares() -> None:
     run_paged(case, PAGED_HOPPER, 2, ("late", 0))
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("case", "kernel", "mode", "sm_count"),
     [(*pair, MODES[i % len(MODES)], SM_COUNTS[i % len(SM_COUNTS)]) for i, pair in enumerate(PAGED)],
@@ -489,7 +489,7 @@ def test_keys_in_e2m1_side_by_side_are_refused() -> None:
         mla_cupy.indexer_logits(q, k[:, :64], np.ones((2, 4), np.float32))
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("case", "kernel", "launched"),
     [

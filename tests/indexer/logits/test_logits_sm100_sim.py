@@ -53,7 +53,7 @@ def run(case: LogitsCase | PagedCase, sm_count: int, mode: tuple[str, int], cc: 
     return got
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("case", "mode", "sm_count", "cc"),
     [

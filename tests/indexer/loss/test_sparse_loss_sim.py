@@ -64,7 +64,7 @@ def run_hopper(case: SparseLossCase, mode: tuple[str, int], **options: Any) -> t
     return got
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=lambda case: case.id)
 def test_hopper(case: SparseLossCase) -> None:
     at = HOPPER_CASES.index(case)
@@ -96,7 +96,7 @@ def test_what_hopper_does_not_take() -> None:
             SPARSE_LOSS.configure(problem, fake_gpu(1), HOPPER)
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_equals_the_oracle(case: SparseLossCase, deterministic: bool) -> None:

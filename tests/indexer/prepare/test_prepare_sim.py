@@ -40,7 +40,7 @@ def check(name: str, inputs: dict[str, Array], cc: tuple[int, int] = (9, 0), **o
         assert_same(x, wanted)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("cc", PLACES, ids=str)
 @pytest.mark.parametrize("d", [32, 64, 128])
 def test_queries(d: int, cc: tuple[int, int]) -> None:
@@ -68,7 +68,7 @@ def test_one_vector_of_a_group(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     check(name, arrays(name, 128, tokens=19))
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "-".join(map(str, flags.values())))
 def test_keys(flags: dict[str, Any]) -> None:
     check("prepare_k", arrays("prepare_k", 128, tokens=9), **flags)
@@ -80,7 +80,7 @@ def test_widths_of_rope(d: int, pairs: int, interleaved: bool) -> None:
     check("prepare_k", arrays("prepare_k", d, pairs), interleaved=interleaved)
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("cc", PLACES, ids=str)
 @pytest.mark.parametrize(("d", "pairs"), [(128, 0), (128, 16), (64, 0), (32, 4)])
 def test_keys_with_their_norm(d: int, pairs: int, cc: tuple[int, int]) -> None:
@@ -113,7 +113,7 @@ def test_the_norm_spreads_what_is_no_number() -> None:
     check("prepare_k", {**inputs, "k": inputs["k"][:5].copy(), "positions": inputs["positions"][:5].copy()})
 
 
-@pytest.mark.sampled
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("cc", PLACES, ids=str)
 @pytest.mark.parametrize(("d", "pairs"), [(128, 0), (128, 16), (64, 0), (32, 4)])
 def test_queries_and_keys(d: int, pairs: int, cc: tuple[int, int]) -> None:

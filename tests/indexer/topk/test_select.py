@@ -28,7 +28,7 @@ def test_chunks_do_not_matter(rows: int, monkeypatch: pytest.MonkeyPatch) -> Non
     np.testing.assert_array_equal(counts, wanted[1])
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("cc", "accumulate"), [((8, 0), "float32"), ((9, 0), "float16")])
 def test_simulated(cc: tuple[int, int], accumulate: str) -> None:
     bounds = {name: INPUTS.get(name) for name in ("ks", "ke")}

@@ -36,7 +36,7 @@ def test_the_kernels_are_chosen_by_width() -> None:
         assert TOPK.configure(TopkProblem(1, width, 2048), gpu).kernel.name == kernel
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("order", "k"), [("index", 700), ("value", 333), ("index", 1)])
 def test_hard_rows(order: str, k: int) -> None:
     logits = hard_rows(WIDTHS[BLOCK])
@@ -44,7 +44,7 @@ def test_hard_rows(order: str, k: int) -> None:
     assert_selected(select(BLOCK, logits, k=k, order=order), expected(logits, k=k, order=order))
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("at", [2, 7])
 def test_hard_rows_of_a_cluster(at: int) -> None:
     logits = hard_rows(WIDTHS[CLUSTER])[at : at + 1]
@@ -61,7 +61,7 @@ def test_rows_that_do_not_fit_the_registers() -> None:
     assert_selected(select(BLOCK, logits, k=70), expected(logits, k=70))
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kernel", [BLOCK, CLUSTER])
 def test_ranges(kernel: str) -> None:
     """Empty, of one key, of k - 1, k and k + 1 keys, at any alignment; hostile bounds. Others are not read."""
@@ -81,7 +81,7 @@ def test_ranges(kernel: str) -> None:
         assert_selected(select(kernel, logits, **options, relative=True), expected(logits, **options, relative=True))
 
 
-@pytest.mark.settled
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "keep", [{"keep_first": 3}, {"keep_last": 5}, {"keep_first": 30, "keep_last": 2**31 - 1}], ids=str
 )

@@ -1,5 +1,5 @@
 """Logits of the indexer: of contiguous and of paged keys."""
-# Written by `python -m tests.generate`, but for the line above.
+# Written by `python -m tools.generate`, but for the line above.
 
 from typing import Any
 

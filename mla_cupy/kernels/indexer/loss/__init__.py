@@ -1,5 +1,5 @@
 """The losses that train the indexer, over all keys and over lists of them."""
-# Written by `python -m tests.generate`, but for the line above.
+# Written by `python -m tools.generate`, but for the line above.
 
 from typing import Any
 

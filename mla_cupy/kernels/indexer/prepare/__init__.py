@@ -1,5 +1,5 @@
 """Index queries and keys: RoPE, Hadamard transform, quantisation, and the cache of keys."""
-# Written by `python -m tests.generate`, but for the line above.
+# Written by `python -m tools.generate`, but for the line above.
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 """The exact selection of the largest logits."""
-# Written by `python -m tests.generate`, but for the line above.
+# Written by `python -m tools.generate`, but for the line above.
 
 from typing import Any
 

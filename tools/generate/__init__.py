@@ -1,6 +1,6 @@
-"""Files that repeat what other files say: written by `python -m tests.generate`, compared by a test."""
+"""Files that repeat what other files say: written by `python -m tools.generate`, compared by a test."""
 
-from tests.generate import bindings, lists, params
+from tools.generate import bindings, lists, params
 
 #: What is written, by file: functions from a checkout's root to the texts that its files should have.
 LISTS = (

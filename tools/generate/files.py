@@ -15,7 +15,7 @@ from mla_cupy.errors import explain
 Texts = dict[Path, str]
 """Path -> what the file should hold."""
 
-BEGIN = "# ---- Written by `python -m tests.generate`: "
+BEGIN = "# ---- Written by `python -m tools.generate`: "
 FIRST_PARTY = ("--config", 'lint.isort.known-first-party = ["mla_cupy"]')
 """Ruff sees by the folders which imports are the package's own: those are not all in a copy of a few files."""
 END = "# ---- End of what is written\n"

@@ -7,7 +7,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from tests.generate.bound import (
+from tools.generate.bound import (
     OBJECTIVES,
     Bound,
     answer_of,
@@ -70,7 +70,7 @@ def operators(every: Sequence[Bound]) -> str:
     """Module of all operators: what their arguments are to the operation, and their schemas."""
     return (
         '"""Operators of all operations.\n\n'
-        'Written by `python -m tests.generate` from the operations\' records.\n"""\n\n'
+        'Written by `python -m tools.generate` from the operations\' records.\n"""\n\n'
         "from __future__ import annotations\n\nfrom math import inf\nfrom typing import Any\n\n"
         "from mla_cupy.ops import BOUND_OPERATIONS\nfrom mla_cupy.ops.call import Invocation\n"
         "from mla_cupy.torch.library import Operators\n\n" + "\n".join(_operator(one) for one in every)

@@ -25,7 +25,7 @@ SCHEDULE_CONSTANTS = ("kMaxSplits", "kItemCost", "kPriceScale", "kShortSplit")
 CONSTANTS_HEADER = '''\
 """Constants of `{header}`, with the headers that it includes: they say what the numbers mean.
 
-Written by `python -m tests.generate`.
+Written by `python -m tools.generate`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from __future__ import annotations
 HEADER = '''\
 """Parameter structs of the {kernels}, as the host fills them.
 
-Written by `python -m tests.generate` from the CUDA sources, which say what each member means.
+Written by `python -m tools.generate` from the CUDA sources, which say what each member means.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What two environments of one CI run leave out: `python -m tests.environments` reads reports of `pytest --junitxml`.
+"""What two environments of one CI run leave out: `python -m tools.environments` reads reports of `pytest --junitxml`.
 
 The first environment lacks PyTorch and transformers; the second one runs the files in which that showed.
 """
@@ -6,16 +6,16 @@ The first environment lacks PyTorch and transformers; the second one runs the fi
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from tests.skips import counted
-
 MISSING = "could not import"
+_PARTICULARS = re.compile(r"\d[\d.,]*( [KMGT]iB)?|'[^']*'|0x[0-9a-f]+")
 
 
 class Result(NamedTuple):
@@ -44,6 +44,20 @@ def reasons_by_file(report: Path) -> Mapping[str, list[str]]:
     for file, reason in results(report):
         found[file].append(reason)
     return found
+
+
+def counted(reasons: Iterable[str]) -> list[tuple[int, str]]:
+    """How often each reason was given, most often first.
+
+    Reasons that differ in a number or a quoted name only are one, told in the words of the first.
+    """
+    first: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for reason in reasons:
+        kind = _PARTICULARS.sub("*", reason)
+        first.setdefault(kind, reason)
+        counts[kind] += 1
+    return [(count, first[kind]) for kind, count in counts.most_common()]
 
 
 def never_run(reports: Sequence[Path]) -> list[str]:
@@ -81,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.environments", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.environments", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     files = commands.add_parser("files", help="list the files with tests that lacked a package")
     files.add_argument("report", type=Path)

@@ -12,14 +12,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.generate import LISTS, MADE_OF_RECORDS
-from tests.generate.files import RuffError, outdated, write
+from tools.generate import LISTS, MADE_OF_RECORDS
+from tools.generate.files import RuffError, outdated, write
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.generate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.generate", description=__doc__)
     parser.add_argument("--check", action="store_true", help="only say which files are out of date")
     check = parser.parse_args(argv).check
     clean = True

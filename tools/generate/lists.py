@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.generate.bound import OBJECTIVES
-from tests.generate.files import Texts, with_block
+from tools.generate.bound import OBJECTIVES
+from tools.generate.files import Texts, with_block
 
 PACKAGE = "mla_cupy"
 
@@ -120,7 +120,7 @@ def _family_lists(folder: Path, package: str) -> Iterator[tuple[Path, str]]:
     names = sorted(name for _, found in pipelines for name in found)
     text = (
         read(init, package).docstring
-        + "# Written by `python -m tests.generate`, but for the line above.\n\n"
+        + "# Written by `python -m tools.generate`, but for the line above.\n\n"
         + "from typing import Any\n\n"
         + imports([(package, [*families, *(module.stem for module in whole)]), *pipelines])
         + f"from {PACKAGE}.kernels.spec import KernelSpec\n\n"

@@ -12,15 +12,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.generate import of_jax, of_torch
-from tests.generate.bound import bound
-from tests.generate.files import Texts
+from tools.generate import of_jax, of_torch
+from tools.generate.bound import bound
+from tools.generate.files import Texts
 
 
 def make(root: Path) -> Texts:
     """The texts of all files that are made of records."""
     environment = {**os.environ, "PYTHONPATH": str(root), "MLA_CUPY_JIT": "lazy"}
-    command = [sys.executable, "-c", "from tests.generate.bindings import main; main()"]
+    command = [sys.executable, "-c", "from tools.generate.bindings import main; main()"]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"the operations' records cannot be read:\n{done.stderr}")

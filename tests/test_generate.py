@@ -10,16 +10,16 @@ import pytest
 
 from mla_cupy.kernels.param_layout import NULL, values_of
 from mla_cupy.kernels.params import Fp8ScaleAddresses, LseConvention
-from tests.generate import LISTS, MADE_OF_RECORDS, params
-from tests.generate.__main__ import ROOT, main
-from tests.generate.files import outdated, with_block
+from tools.generate import LISTS, MADE_OF_RECORDS, params
+from tools.generate.__main__ import ROOT, main
+from tools.generate.files import outdated, with_block
 
-READ = ("mla_cupy", "cuda_src", "bench", "ptxsim/ptxsim", "docs/reference", "setup.cfg", "ruff.toml")
+READ = ("mla_cupy", "cuda_src", "bench", "ptxsim/ptxsim", "docs/reference", "tools", "setup.cfg", "ruff.toml")
 
 
 def test_nothing_is_out_of_date() -> None:
     found = [path.relative_to(ROOT).as_posix() for path in outdated(ROOT, (*LISTS, *MADE_OF_RECORDS))]
-    assert found == [], "run `python -m tests.generate`"
+    assert found == [], "run `python -m tools.generate`"
 
 
 def test_without_ruff_the_command_says_so(
@@ -47,22 +47,22 @@ OPERATION = '''"""An operation."""
 
 from mla_cupy.ops.operation import Operation
 
-OPERATION = Operation("toy_scale", inputs=())
+OPERATION = Operation("novel_scale", inputs=())
 
 
-def toy_scale() -> None: ...
+def novel_scale() -> None: ...
 '''
 
 
 def test_new_files_are_listed(tree: Path) -> None:
     """A family with a kernel and a pipeline, an operation, its oracle: ten files list them."""
-    family = tree / "mla_cupy" / "kernels" / "toy"
+    family = tree / "mla_cupy" / "kernels" / "novel"
     family.mkdir()
-    (family / "__init__.py").write_text('"""A toy."""\n')
-    (family / "scale.py").write_text('"""A kernel."""\n\nKERNEL = KernelSpec("toy_scale")\n')
-    (family / "pipeline.py").write_text('"""A pipeline."""\n\nTOY = ToyPipeline()\n')
-    (tree / "mla_cupy" / "ops" / "toy.py").write_text(OPERATION)
-    (tree / "mla_cupy" / "reference" / "toy.py").write_text('"""An oracle."""\n\n\ndef toy_scale() -> None: ...\n')
+    (family / "__init__.py").write_text('"""A family."""\n')
+    (family / "scale.py").write_text('"""A kernel."""\n\nKERNEL = KernelSpec("novel_scale")\n')
+    (family / "pipeline.py").write_text('"""A pipeline."""\n\nNOVEL = NovelPipeline()\n')
+    (tree / "mla_cupy" / "ops" / "novel.py").write_text(OPERATION)
+    (tree / "mla_cupy" / "reference" / "novel.py").write_text('"""An oracle."""\n\n\ndef novel_scale() -> None: ...\n')
     found = {path.relative_to(tree).as_posix(): text for path, text in outdated(tree, LISTS).items()}
     assert set(found) == {
         "docs/reference/jax.md",
@@ -70,25 +70,24 @@ def test_new_files_are_listed(tree: Path) -> None:
         "mla_cupy/__init__.py",
         "mla_cupy/jax/__init__.py",
         "mla_cupy/kernels/__init__.py",
-        "mla_cupy/kernels/toy/__init__.py",
+        "mla_cupy/kernels/novel/__init__.py",
         "mla_cupy/ops/__init__.py",
         "mla_cupy/reference/__init__.py",
         "mla_cupy/torch/__init__.py",
         "setup.cfg",
     }
-    assert '"toy_scale": "ops",' in found["mla_cupy/__init__.py"]
-    assert "scale.KERNEL,)" in found["mla_cupy/kernels/toy/__init__.py"]
-    assert '    "KERNELS",\n    "TOY",\n' in found["mla_cupy/kernels/toy/__init__.py"]
-    assert "    toy.OPERATION,\n" in found["mla_cupy/ops/__init__.py"]
-    assert "from mla_cupy.reference.toy import toy_scale\n" in found["mla_cupy/reference/__init__.py"]
-    assert "    toy_scale,\n" in found["mla_cupy/torch/__init__.py"]
-    assert "\n   toy_scale\n" in found["docs/reference/jax.md"]
-    assert "    mla_cupy.kernels.toy\n" in found["setup.cfg"]
+    assert '"novel_scale": "ops",' in found["mla_cupy/__init__.py"]
+    assert "scale.KERNEL,)" in found["mla_cupy/kernels/novel/__init__.py"]
+    assert '    "KERNELS",\n    "NOVEL",\n' in found["mla_cupy/kernels/novel/__init__.py"]
+    assert "    novel.OPERATION,\n" in found["mla_cupy/ops/__init__.py"]
+    assert "from mla_cupy.reference.novel import novel_scale\n" in found["mla_cupy/reference/__init__.py"]
+    assert "    novel_scale,\n" in found["mla_cupy/torch/__init__.py"]
+    assert "\n   novel_scale\n" in found["docs/reference/jax.md"]
+    assert "    mla_cupy.kernels.novel\n" in found["setup.cfg"]
 
 
 def test_the_bindings_follow_the_records(tree: Path) -> None:
     """A default and an option are found; a docstring is not copied."""
-    shutil.copytree(ROOT / "tests", tree / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     source = tree / "mla_cupy" / "ops" / "merge.py"
     text = source.read_text()
     for before, after in (

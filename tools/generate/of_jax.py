@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tests.generate.bound import (
+from tools.generate.bound import (
     OBJECTIVES,
     Bound,
     answer_of,

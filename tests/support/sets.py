@@ -1,0 +1,66 @@
+"""What an ordinary run leaves to `-m slow`, where a test does not say so case by case.
+
+A test with the mark `one_in(n)` has many cases that reach the same code in other sizes, dtypes or modes. An ordinary
+run has one in n of each kernel's, and at least one: those whose names have the smallest checksums, so that neither
+another case nor another test changes the choice. Of planted bugs it has one step of synchronisation in 4; a bug that
+is a text of a source is a build of its own, so it has one in 12, and none beside steps.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from tests.support.mutants import Mutant, Steps
+
+STEPS, TEXTS = 4, 12
+
+
+def mark_slow(items: Iterable[Any]) -> None:
+    """Mark what an ordinary run leaves out."""
+    tests = defaultdict[tuple[Any, str], list[Any]](list)
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            tests[item.parent, item.originalname].append(item)
+    for cases in tests.values():
+        kept = {id(item) for item in ordinary(cases)}
+        for item in cases:
+            if id(item) not in kept:
+                item.add_marker(pytest.mark.slow)
+
+
+def ordinary(cases: Sequence[Any]) -> list[Any]:
+    """Of the cases of one test those that an ordinary run has."""
+    mark = cases[0].get_closest_marker("one_in")
+    planted = [(item, mutant) for item in cases if (mutant := planted_in(item))]
+    if planted:
+        steps = [item for item, mutant in planted if isinstance(mutant.old, Steps)]
+        n = mark.args[0] if mark else STEPS if steps else TEXTS
+        return one_in(n, steps or cases)
+    if not mark:
+        return list(cases)
+    kernels = defaultdict[Any, list[Any]](list)
+    for item in cases:
+        kernels[parameters(item).get("kernel")].append(item)
+    return [item for own in kernels.values() for item in one_in(*mark.args, own)]
+
+
+def one_in(n: int, cases: Sequence[Any]) -> list[Any]:
+    """At least one of them."""
+    return sorted(cases, key=lambda item: zlib.crc32(item.name.encode()))[: math.ceil(len(cases) / n)]
+
+
+def planted_in(item: Any) -> Mutant | None:
+    """The bug that a case plants, if any."""
+    return next((value for value in parameters(item).values() if isinstance(value, Mutant)), None)
+
+
+def parameters(item: Any) -> dict[str, Any]:
+    """Those of a case, by name."""
+    found: dict[str, Any] = item.callspec.params if hasattr(item, "callspec") else {}
+    return found
