@@ -1,14 +1,26 @@
-"""What setup.cfg cannot say: file modes in a wheel ignore the umask; an editable install is one path entry."""
+"""What setup.cfg cannot say: all packages, file modes in a wheel that ignore the umask, a readable editable install."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.editable_wheel import editable_wheel
+
+FOLDERS = {"mla_cupy": "mla_cupy", "mla_cupy.bench": "bench", "mla_cupy.ptxsim": "ptxsim/ptxsim"}
+"""Those of packages that have others in them, as `package_dir` says."""
+
+
+def packages() -> Iterator[str]:
+    """By name."""
+    yield "mla_cupy.cuda_src"
+    for name, folder in FOLDERS.items():
+        for path in sorted(Path(folder).rglob("__init__.py")):
+            yield ".".join([name, *path.parent.relative_to(folder).parts])
 
 
 class ReproducibleWheel(bdist_wheel):
@@ -34,4 +46,4 @@ class ReadableInstall(editable_wheel):  # type: ignore[misc]
         super().finalize_options()
 
 
-setup(cmdclass={"bdist_wheel": ReproducibleWheel, "editable_wheel": ReadableInstall})
+setup(packages=[*packages()], cmdclass={"bdist_wheel": ReproducibleWheel, "editable_wheel": ReadableInstall})

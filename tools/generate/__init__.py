@@ -9,7 +9,6 @@ LISTS = (
     lists.kernel_lists,
     lists.operation_lists,
     lists.bench_lists,
-    lists.setup_lists,
 )
 #: The same, of what runs the package: when the lists are right.
 MADE_OF_RECORDS = (bindings.make,)

@@ -1,4 +1,4 @@
-"""Write what repeats other files: `__init__` files, registries, setup.cfg's packages; the functions of the bindings.
+"""Write what repeats other files: `__init__` files, registries; the functions of the bindings.
 
 Run it after a file was added, renamed or removed, or a name in its `__all__`, and after an operation's record, its
 signature or its docstring was changed. With `--check` nothing is written, and the command fails where a file is out of

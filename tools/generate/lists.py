@@ -1,4 +1,4 @@
-"""What the `__init__` files, the registries and setup.cfg list: read from the sources, nothing is imported."""
+"""What the `__init__` files and the registries list: read from the sources, nothing is imported."""
 
 from __future__ import annotations
 
@@ -274,34 +274,3 @@ def bench_lists(root: Path) -> Texts:
         + ")\n"
     )
     return {init: with_block(init.read_text(), "benchmarks", block)}
-
-
-#: Folders of a checkout, and the packages that they are installed as.
-PARTS = {
-    "mla_cupy": "mla_cupy",
-    "cuda_src": "mla_cupy.cuda_src",
-    "bench": "mla_cupy.bench",
-    "ptxsim/ptxsim": "mla_cupy.ptxsim",
-}
-
-
-def setup_lists(root: Path) -> Texts:
-    """The packages of setup.cfg, where they lie, and the sources of kernels among their data."""
-    packages, places = [], []
-    for folder, package in PARTS.items():
-        inner = sorted(path.parent for path in (root / folder).rglob("__init__.py"))
-        dotted = [".".join([package, *path.relative_to(root / folder).parts]) for path in inner]
-        packages += dotted or [package]
-        places.append(f"    {package} = {folder}\n")
-    text = with_block(
-        (root / "setup.cfg").read_text(), "packages", "".join(f"    {name}\n" for name in packages), "    "
-    )
-    text = with_block(text, "folders of packages", "".join(places), "    ")
-    depths = {
-        (len(path.relative_to(root / "cuda_src").parts) - 1, path.suffix)
-        for path in (root / "cuda_src").rglob("*")
-        if path.suffix in (".cu", ".cuh", ".md")
-    }
-    patterns = ", ".join("*/" * depth + "*" + suffix for depth, suffix in sorted(depths))
-    text = with_block(text, "sources of kernels", f"mla_cupy.cuda_src = {patterns}\n")
-    return {root / "setup.cfg": text}
