@@ -78,6 +78,28 @@ def judge(expected: Sequence[Sample], outputs: Any, dtype: str, device: Device) 
     )
 
 
+@dataclass(frozen=True)
+class OutSample:
+    """Expected values at one place of `out`, and the error of the oracle with the kernels' roundings."""
+
+    place: tuple[int, ...]
+    want: Array  # float64
+    error: float
+
+
+def judge_out(expected: Sequence[OutSample], outputs: Any, dtype: str, device: Device) -> SampledVerdict:
+    """Compares `out` with the samples, all within one tolerance; without samples it must be finite."""
+    errors = [distance(device.to_host(outputs.out[sample.place]), sample.want) for sample in expected] or [0.0]
+    largest = max((float(np.abs(sample.want).max()) for sample in expected), default=0.0)
+    allowed = 2 * max((sample.error for sample in expected), default=0.0) + epsilon(dtype) * largest
+    reasons = [] if max(errors) <= allowed else [f"out differs by {max(errors):.3g}, more than {allowed:.3g}"]
+    if count := device.count_not_finite(outputs.out):
+        reasons.append(f"{count} values of out are not finite or were never written")
+    return SampledVerdict(
+        not reasons, "; ".join(reasons), {"out": max(errors)}, {"out": allowed}, {"out": len(expected)}
+    )
+
+
 def _ratio(error: float, tolerance: float) -> float:
     if error <= tolerance:
         return error / tolerance if tolerance else 0.0

@@ -15,8 +15,8 @@ from ..core.cost import D_QK, D_V
 from ..core.device import ROUND_TO_BFLOAT16, Device
 from ..core.implementation import Prepared
 from ..core.recorders import Call, Eager
-from ..ops.decode.cases import DecodeCase
-from ..ops.decode.inputs import InputSet, Outputs, make_outputs
+from ..ops.decode import InputSet, Outputs, make_outputs
+from ..ops.decode_cases import DecodeCase
 
 # Constants of cuBLAS.
 OP_N, OP_T = 0, 1

@@ -10,8 +10,8 @@ from ..core.cost import D_QK, D_V
 from ..core.device import Device
 from ..core.implementation import Prepared
 from ..core.recorders import Call
-from ..ops.decode.cases import DecodeCase
-from ..ops.decode.inputs import InputSet, Outputs, out_shape
+from ..ops.decode import InputSet, Outputs, out_shape
+from ..ops.decode_cases import DecodeCase
 from .torch_ops import load, recorder_for
 
 LIBRARY = "_vllm_fa3_C.abi3.so"

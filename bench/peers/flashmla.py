@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,12 +12,12 @@ from ..core.cost import D_QK, D_V
 from ..core.device import Device
 from ..core.implementation import Prepared
 from ..core.recorders import Call
-from ..ops.decode.cases import DecodeCase
-from ..ops.decode.inputs import InputSet, Outputs
-from ..ops.dense_decode_fp8.cases import Fp8DecodeCase
-from ..ops.dense_decode_fp8.check import Fp8Verdict
-from ..ops.dense_decode_fp8.inputs import Fp8InputSet
+from ..ops.decode import InputSet, Outputs
+from ..ops.decode_cases import DecodeCase
 from .torch_ops import load, recorder_for
+
+if TYPE_CHECKING:
+    from ..ops.dense_decode_fp8 import Fp8DecodeCase, Fp8InputSet, Fp8Verdict
 
 LIBRARY = "_flashmla_C.abi3.so"
 TRUNCATES = "its sums of e4m3 products stay in the tensor cores, which cut off what lies 13 bits below the largest term"

@@ -11,8 +11,8 @@ from ..core.device import Device
 from ..core.errors import BenchError
 from ..core.implementation import Prepared
 from ..core.recorders import Call
-from ..ops.decode.cases import DecodeCase
-from ..ops.decode.inputs import InputSet, Outputs, out_shape
+from ..ops.decode import InputSet, Outputs, out_shape
+from ..ops.decode_cases import DecodeCase
 from .torch_ops import import_torch, recorder_for
 
 FILE = "triton_mla.py"

@@ -14,9 +14,9 @@ from bench.core import host, report
 from bench.core.implementation import Choices, Prepared, make
 from bench.core.limits import Limits
 from bench.core.runner import Options, run_case
-from bench.ops.decode.inputs import Outputs
-from bench.ops.sparse.inputs import SparseOutputs
-from bench.ops.sparse_backward.inputs import Gradients
+from bench.ops.decode import Outputs
+from bench.ops.sparse import SparseOutputs
+from bench.ops.sparse_backward import Gradients
 from mla_cupy import reference
 
 

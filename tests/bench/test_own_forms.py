@@ -10,7 +10,7 @@ import pytest
 from bench.core.implementation import Choices, make
 from bench.core.recorders import Eager
 from bench.operations import ABSORPTION, CASCADE, DECODE, DENSE_DECODE_FP8, PREFILL, SPARSE_FORWARD_FP8
-from bench.ops.prefill.own import NAMED
+from bench.ops.prefill import NAMED
 from mla_cupy import reference
 from tests.bench.small import DECODE as DENSE
 from tests.bench.small import SMALL, SPARSE
@@ -41,14 +41,14 @@ def test_whole_forms(name, device, numpy_backend, monkeypatch):
     monkeypatch.setattr("bench.peers.torch_absorption.recorder_for", lambda torch, device: Eager())
     inputs = ABSORPTION.inputs(SHORT, "float16", 0, device)
     expected = ABSORPTION.expect(SHORT, "float16", inputs, device)
-    form = ABSORPTION.implementations(None)[name]()
+    form = ABSORPTION.implementations(Choices())[name]()
     prepared = form.prepare(SHORT, "float16", [inputs], device)
     with np.errstate(invalid="ignore"):
         assert not ABSORPTION.judge(expected, prepared.outputs(0), "float16", device).ok, "nothing has run"
     prepared.calls[0]()
     verdict = ABSORPTION.judge(expected, prepared.outputs(0), "float16", device)
     assert verdict.ok, verdict.reason
-    wrong = [replace(one, out=one.out + 0.02) for one in expected]
+    wrong = [replace(one, whole=replace(one.whole, want=one.whole.want + 0.02)) for one in expected]
     assert not ABSORPTION.judge(wrong, prepared.outputs(0), "float16", device).ok
     assert list(prepared.figures)[1 if name == "absorbed" else 2] == "attention"
 

@@ -14,9 +14,8 @@ from bench.core.implementation import Choices, make
 from bench.core.runner import Options, run_case
 from bench.core.tolerance import spaced
 from bench.operations import OPERATIONS
-from bench.ops.decode.cases import DecodeCase
-from bench.ops.decode.check import expect, judge
-from bench.ops.decode.inputs import Outputs, make_inputs
+from bench.ops.decode import Outputs, expect, judge, make_inputs
+from bench.ops.decode_cases import DecodeCase
 from tests.bench.small import SMALL
 from tests.support.flat import flat, flat_plan
 
@@ -308,7 +307,7 @@ def test_spaced():
 
 def test_the_project_through_its_public_call(device, briefly, monkeypatch):
     """The real adapters on the NumPy backend: plans, results in place, further figures."""
-    from bench.ops.decode.own import GENERIC, Decode
+    from bench.ops.decode import GENERIC, Decode
 
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     device.watch = WallClock()
