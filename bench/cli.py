@@ -15,7 +15,7 @@ from . import claims
 from .context_parallel import command as context_parallel
 from .core.device import DTYPES
 from .core.errors import BenchError
-from .core.implementation import Choices, Implementation, make
+from .core.implementation import DETERMINISTIC, Choices, Implementation, make
 from .core.operation import BenchOperation
 from .core.plot import FORMATS
 from .core.recorders import METHODS
@@ -250,7 +250,7 @@ def _implementations(args: argparse.Namespace, operation: BenchOperation) -> lis
     choices = Choices(getattr(args, "peers_dir", None), args.kernel)
     names = operation.peers_of(choices) if args.peers is None else args.peers
     if getattr(args, "deterministic", False):
-        names = ["deterministic", *names]
+        names = [DETERMINISTIC, *names]
     return make(names, operation.implementations(choices))
 
 

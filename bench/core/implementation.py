@@ -15,6 +15,7 @@ from .recorders import Call, Recorder
 Result = TypeVar("Result")
 
 OWN = "mla_cupy"
+DETERMINISTIC = "deterministic"
 EXTERNAL = ("flashmla", "flashmla_fp8", "fa3", "fa4", "triton", "cudnn", "tilelang", "deep_gemm", "torch")
 BASELINES = ("generic", "cupy")
 
@@ -46,13 +47,19 @@ class Implementation(Protocol):
 
 
 class Own:
-    """Our public call: base of one class per operation, which has `prepare`."""
+    """Our public call: base of one class per operation.
 
-    def __init__(self, kernel: str | None = None, name: str = OWN) -> None:
-        self.name, self._kernel = name, kernel
+    Without `kernel` the call chooses one. `deterministic` is for operations that have the option.
+    """
+
+    def __init__(self, kernel: str | None = None, name: str = OWN, *, deterministic: bool = False) -> None:
+        self.name, self._kernel, self._deterministic = name, kernel, deterministic
 
     def unsupported(self, case: Any, dtype: str) -> str | None:
         return None
+
+    def prepare(self, case: Any, dtype: str, sets: Sequence[Any], device: Device) -> Prepared:
+        raise NotImplementedError
 
     def prepared(self, calls: Sequence[Call], results: Sequence[Any], device: Device, **more: Any) -> Prepared:
         """Calls with their results, one of each per input set; `more` are further fields of `Prepared`."""
@@ -111,12 +118,16 @@ def make(names: Sequence[str], known: Known) -> list[Implementation]:
 
 
 def own_kernels(
-    own: Callable[[str | None, str], Implementation], choices: Choices, generic: str, named: Sequence[str] = ()
+    own: type[Own], choices: Choices, generic: str, named: Sequence[str] = (), *, deterministic: bool = False
 ) -> dict[str, Callable[[], Implementation]]:
-    """Ours with the kernel that it chooses or `--kernel` names, with the one without tensor cores, and with others."""
+    """Ours with the kernel that it chooses or `--kernel` names, with the one without tensor cores, and with others.
+
+    With `deterministic` also the first one as the option `--deterministic` wants it.
+    """
     kernels = {"generic": generic, **{name: name for name in named}}
     return {
-        OWN: lambda: own(choices.kernel, OWN),
+        OWN: partial(own, choices.kernel),
+        **({DETERMINISTIC: partial(own, choices.kernel, DETERMINISTIC, deterministic=True)} if deterministic else {}),
         **{name: partial(own, kernel, name) for name, kernel in kernels.items()},
     }
 

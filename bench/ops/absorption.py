@@ -18,7 +18,7 @@ from ..core.implementation import OWN, Choices, Known, Prepared
 from ..core.operation import BenchOperation
 from ..core.samples import OutSample, judge_out
 from ..core.tolerance import SampledVerdict, distance, spaced
-from .decode import Decode, InputSet, inputs_of, shuffled_table
+from .decode import Decode, DecodeInputs, inputs_of, shuffled_table
 from .decode_cases import DecodeCase
 
 Array = npt.NDArray[Any]
@@ -95,7 +95,7 @@ def case_of(s_q: str, s_kv: str, h_q: str) -> AbsorptionCase:
 
 
 @dataclass(frozen=True)
-class AbsorptionInputs(InputSet):
+class AbsorptionInputs(DecodeInputs):
     """One set of inputs. `q` is drawn for attention alone; the whole forms absorb `queries`."""
 
     queries: Any  # (s_q, h_q, 192)
@@ -123,7 +123,7 @@ def make_inputs(case: AbsorptionCase, dtype: str, seed: int, device: Device) -> 
 class AbsorbedAttention(Decode):
     """Attention of queries that are absorbed already; what it returns is not projected yet."""
 
-    def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
+    def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[DecodeInputs], device: Device) -> Prepared:
         prepared = super().prepare(case, dtype, sets, device)
         return replace(
             prepared,

@@ -16,7 +16,7 @@ from ..core.device import Device
 from ..core.implementation import OWN, Choices, Known, Own, Prepared
 from ..core.operation import BenchOperation
 from ..core.recorders import Call
-from .decode import Decode, InputSet, expect, inputs_of, judge, make_outputs
+from .decode import Decode, DecodeInputs, expect, inputs_of, judge, make_outputs
 from .decode_cases import DecodeCase
 
 # ---- Cases -----------------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ CASES = (
 # ---- Inputs ----------------------------------------------------------------------------------------------------------
 
 
-def make_inputs(case: CascadeCase, dtype: str, seed: int, device: Device) -> InputSet:
+def make_inputs(case: CascadeCase, dtype: str, seed: int, device: Device) -> DecodeInputs:
     """Random queries and latents; the keys are in shuffled pages of one block table."""
     order = np.random.default_rng(seed).permutation(case.num_pages).astype(np.int32)
     table = np.empty((case.b, case.max_pages), np.int32)
@@ -92,11 +92,19 @@ class Cascade(Own):
         super().__init__(None, name)
         self._always = always
 
-    def prepare(self, case: CascadeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
+    def prepare(self, case: CascadeCase, dtype: str, sets: Sequence[DecodeInputs], device: Device) -> Prepared:
         sizes = {"page_size": case.page_size, "h_q": case.h_q, "s_q": case.s_q}
         groups = [mla_cupy.shared_prefixes(x.host_table, x.host_seqlens, **sizes, always=self._always) for x in sets]
         results = [make_outputs(case, dtype, device) for _ in sets]
-        plan = mla_cupy.plan_cascade(groups[0], b=case.b, max_pages=case.max_pages, dtype=dtype, **sizes)
+        plan = mla_cupy.plan_cascade(
+            groups[0],
+            b=case.b,
+            s_q=case.s_q,
+            h_q=case.h_q,
+            max_pages=case.max_pages,
+            page_size=case.page_size,
+            dtype=dtype,
+        )
         plan.update(sets[0].seqlens)  # all sets have the same lengths and groups
 
         def calls(plan: mla_cupy.CascadePlan | None) -> list[Call]:

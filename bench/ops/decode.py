@@ -26,7 +26,7 @@ from ..core.implementation import OWN, Choices, Known, Own, Prepared, own_kernel
 from ..core.operation import BenchOperation
 from ..core.recorders import Call
 from ..core.tolerance import LSE_RELATIVE, distance, epsilon, spaced
-from .decode_cases import PATTERN, SUITES, DecodeCase, sizes_of
+from .decode_cases import PATTERN, SUITES, DecodeCase, fields_of
 
 Array = npt.NDArray[Any]
 
@@ -34,7 +34,7 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class InputSet:
+class DecodeInputs:
     """One set of inputs: arrays of the device's library, shared by all implementations and never written.
 
     `host_table` and `host_seqlens` are the same values in NumPy.
@@ -49,22 +49,22 @@ class InputSet:
 
 
 @dataclass(frozen=True)
-class Outputs:
+class DecodeOutputs:
     """Results of a call: out (b, s_q, h_q, d_v), and lse (b, h_q, s_q) in natural log where it is returned."""
 
     out: Any
     lse: Any | None
 
 
-def make_inputs(case: DecodeCase, dtype: str, seed: int, device: Device) -> InputSet:
+def make_inputs(case: DecodeCase, dtype: str, seed: int, device: Device) -> DecodeInputs:
     """Random queries and latents; the keys are in shuffled pages."""
     return inputs_of(case, dtype, seed, device, shuffled_table(case, seed))
 
 
-def inputs_of(case: DecodeCase, dtype: str, seed: int, device: Device, table: npt.NDArray[np.int32]) -> InputSet:
+def inputs_of(case: DecodeCase, dtype: str, seed: int, device: Device, table: npt.NDArray[np.int32]) -> DecodeInputs:
     """Random queries, and random latents in the pages of this block table."""
     seqlens = case.lengths()
-    return InputSet(
+    return DecodeInputs(
         q=device.normal((case.b, case.s_q, case.h_q, case.d_qk), dtype, 2 * seed + 1),
         kv_cache=device.normal((case.num_pages, case.page_size, 1, case.d_qk), dtype, 2 * seed + 2),
         block_table=device.upload(table),
@@ -74,10 +74,10 @@ def inputs_of(case: DecodeCase, dtype: str, seed: int, device: Device, table: np
     )
 
 
-def make_outputs(case: DecodeCase, dtype: str, device: Device) -> Outputs:
+def make_outputs(case: DecodeCase, dtype: str, device: Device) -> DecodeOutputs:
     """Arrays for the results, full of NaN."""
     out = device.empty(out_shape(case), dtype)
-    return Outputs(out, device.empty((case.b, case.h_q, case.s_q), "float32"))
+    return DecodeOutputs(out, device.empty((case.b, case.h_q, case.s_q), "float32"))
 
 
 def out_shape(case: DecodeCase) -> tuple[int, ...]:
@@ -128,12 +128,14 @@ class Decode(Own):
         """Further arguments of an update of the plan."""
         return {}
 
-    def results(self, case: DecodeCase, dtype: str, device: Device) -> tuple[Outputs, Callable[[], Outputs]]:
+    def results(
+        self, case: DecodeCase, dtype: str, device: Device
+    ) -> tuple[DecodeOutputs, Callable[[], DecodeOutputs]]:
         """Arrays for the results, and what they are as those of a call with queries of one length."""
         made = make_outputs(case, dtype, device)
         return made, lambda: made
 
-    def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
+    def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[DecodeInputs], device: Device) -> Prepared:
         plan = with_kernel(mla_cupy.plan_decode, self._kernel)(
             max_b=case.b,
             h_q=case.h_q,
@@ -298,17 +300,19 @@ class Packed(Decode):
         packed[places[here]] = q.reshape(packed.shape)[own[here]]
         return {"q": packed}
 
-    def results(self, case: DecodeCase, dtype: str, device: Device) -> tuple[Outputs, Callable[[], Outputs]]:
+    def results(
+        self, case: DecodeCase, dtype: str, device: Device
+    ) -> tuple[DecodeOutputs, Callable[[], DecodeOutputs]]:
         whole = make_outputs(case, dtype, device)
         out = whole.out.reshape(case.b * case.s_q, case.h_q, D_V)
         lse = device.empty((case.h_q, case.b * case.s_q), "float32")
         places, _ = self._places(case)
 
-        def as_uniform() -> Outputs:
+        def as_uniform() -> DecodeOutputs:
             at = np.maximum(places, 0)
-            return Outputs(out[at], lse[:, at].transpose(1, 0, 2))
+            return DecodeOutputs(out[at], lse[:, at].transpose(1, 0, 2))
 
-        return Outputs(out, lse), as_uniform
+        return DecodeOutputs(out, lse), as_uniform
 
 
 def _steps(updates: Sequence[Call], planned: Sequence[Call], layers: int) -> list[Call]:
@@ -355,7 +359,7 @@ class DecodeVerdict:
     sampled_rows: int
 
 
-def expect(case: DecodeCase, dtype: str, inputs: InputSet, device: Device) -> list[Expected]:
+def expect(case: DecodeCase, dtype: str, inputs: DecodeInputs, device: Device) -> list[Expected]:
     """The oracle's values for the sampled sequences and heads."""
     heads, expected = spaced(case.h_q), []
     for batch in spaced(case.b).tolist():
@@ -372,7 +376,7 @@ def expect(case: DecodeCase, dtype: str, inputs: InputSet, device: Device) -> li
     return expected
 
 
-def judge(expected: Sequence[Expected], outputs: Outputs, dtype: str, device: Device) -> DecodeVerdict:
+def judge(expected: Sequence[Expected], outputs: DecodeOutputs, dtype: str, device: Device) -> DecodeVerdict:
     """Compares the outputs with the expected values."""
     unit = epsilon(dtype)
     out_tolerance = 2 * max(e.out_error for e in expected) + unit * max(float(np.abs(e.out).max()) for e in expected)
@@ -443,7 +447,7 @@ DECODE = BenchOperation(
     suites=SUITES,
     case_form="b<N>-sq<N>-hq<N>-skv<N>[-page<N>][-dqk<N>][-mix<N>][-win<N>]",
     pattern=PATTERN,
-    case_of=lambda *groups: DecodeCase(**sizes_of(*groups)),
+    case_of=lambda *groups: DecodeCase(**fields_of(*groups)),
     inputs=make_inputs,
     expect=expect,
     judge=judge,

@@ -207,7 +207,7 @@ SUITES = {
 PATTERN = r"b(\d+)-sq(\d+)-hq(\d+)-skv(\d+)(?:-page(\d+))?(?:-dqk(\d+))?(?:-mix(\d+))?(?:-win(\d+))?"
 
 
-def sizes_of(
+def fields_of(
     b: str,
     s_q: str,
     h_q: str,

@@ -15,7 +15,6 @@ import numpy as np
 
 import mla_cupy
 from mla_cupy.cache_formats import FP8, V32, CacheFormat
-from mla_cupy.kernels.decode.sm90_fp8 import LEAST_ROWS_OF_TERMS
 from mla_cupy.shapes import D_ROPE
 
 from ..core.cost import D_QK, D_V, ELEMENT_BYTES, Cost
@@ -29,18 +28,18 @@ from .decode import (
     SINK,
     VARYING,
     Decode,
+    DecodeInputs,
+    DecodeOutputs,
     DecodeVerdict,
     Expected,
     InParts,
-    InputSet,
-    Outputs,
     Packed,
     WithSink,
     expect,
     judge,
     shuffled_table,
 )
-from .decode_cases import PATTERN, DecodeCase, sizes_of
+from .decode_cases import PATTERN, DecodeCase, fields_of
 
 # ---- Cases -----------------------------------------------------------------------------------------------------------
 
@@ -124,11 +123,11 @@ FORMS = (
 )
 
 
-def case_of(*groups: str | None) -> Fp8DecodeCase:
+def case_of(*groups: Any) -> Fp8DecodeCase:
     """The last four groups are suffixes, the others those of dense decode."""
     *sizes, one_scale, fp8_math, mean1, wide_queries = groups
     case = Fp8DecodeCase(
-        **sizes_of(*sizes),
+        **fields_of(*sizes),
         one_scale=bool(one_scale),
         fp8_math=bool(fp8_math),
         mean1=bool(mean1),
@@ -143,13 +142,13 @@ def case_of(*groups: str | None) -> Fp8DecodeCase:
 
 
 @dataclass(frozen=True)
-class Fp8InputSet(InputSet):
+class Fp8DecodeInputs(DecodeInputs):
     """One set of inputs; `kv_cache` has the rows."""
 
     records: Any  # (num_pages, page_size, 656), or 576 of "fp8", uint8
 
 
-def make_inputs(case: Fp8DecodeCase, dtype: str, seed: int, device: Device) -> Fp8InputSet:
+def make_inputs(case: Fp8DecodeCase, dtype: str, seed: int, device: Device) -> Fp8DecodeInputs:
     """Random queries and latents, quantised with scales that are powers of two, "fp8" with 1; in shuffled pages."""
     table, seqlens = shuffled_table(case, seed), case.lengths()
     tokens = case.num_pages * case.page_size
@@ -160,7 +159,7 @@ def make_inputs(case: Fp8DecodeCase, dtype: str, seed: int, device: Device) -> F
     with device.current():
         mla_cupy.cache_append(latent, rope, records, slots)
         rows = mla_cupy.cache_gather(records, slots, out_dtype=dtype)
-    return Fp8InputSet(
+    return Fp8DecodeInputs(
         q=_queries(case, dtype, 3 * seed + 1, device),
         kv_cache=rows.reshape(case.num_pages, case.page_size, 1, D_QK),
         block_table=device.upload(table),
@@ -216,9 +215,9 @@ class Fp8Decode(Decode):
             return {"fp8": mla_cupy.Fp8("fp8x2")}
         return {"fp8": mla_cupy.Fp8(case.math)} if self.name in (OWN, E4M3) and case.math != "exact" else {}
 
-    def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
-        def over_records(inputs: InputSet) -> InputSet:
-            assert isinstance(inputs, Fp8InputSet)
+    def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[DecodeInputs], device: Device) -> Prepared:
+        def over_records(inputs: DecodeInputs) -> DecodeInputs:
+            assert isinstance(inputs, Fp8DecodeInputs)
             return replace(inputs, kv_cache=inputs.records)
 
         return super().prepare(case, dtype, [over_records(inputs) for inputs in sets], device)
@@ -243,6 +242,8 @@ class TwoTerms(Fp8Decode):
         super().__init__(None, name)
 
     def unsupported(self, case: DecodeCase, dtype: str) -> str | None:
+        from mla_cupy.kernels.decode.sm90_fp8 import LEAST_ROWS_OF_TERMS  # older trees have none
+
         assert isinstance(case, Fp8DecodeCase)
         if not case.fp8_math:
             return "products in FP8 only: cases -fp8-math"
@@ -269,8 +270,8 @@ class CodedQueries(Fp8Decode):
     def plan_options(self, case: DecodeCase) -> dict[str, Any]:
         return {**super().plan_options(case), "dtype": "float8_e4m3fn"}
 
-    def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
-        def coded(inputs: InputSet) -> InputSet:
+    def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[DecodeInputs], device: Device) -> Prepared:
+        def coded(inputs: DecodeInputs) -> DecodeInputs:
             numbers = device.to_host(inputs.q).astype(ml_dtypes.float8_e4m3fn)  # which they are
             return replace(inputs, q=device.upload(numbers.view(np.uint8)))
 
@@ -293,7 +294,7 @@ class Fp8Verdict(DecodeVerdict):
     out_bias: float
 
 
-def judge_with_errors(expected: Sequence[Expected], outputs: Outputs, dtype: str, device: Device) -> Fp8Verdict:
+def judge_with_errors(expected: Sequence[Expected], outputs: DecodeOutputs, dtype: str, device: Device) -> Fp8Verdict:
     """Compares the outputs with the expected values."""
     verdict = judge(expected, outputs, dtype, device)
     want = np.concatenate([e.out.ravel() for e in expected])

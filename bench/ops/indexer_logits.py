@@ -255,7 +255,7 @@ MMA = "indexer_logits_mma"  # with those of every GPU since Ampere
 
 
 class IndexerLogits(Own):
-    """The call of an indexer; without -inf outside the ranges, and in bfloat16, are further figures."""
+    """The call of an indexer; the figure `not_clean` is without -inf outside the ranges."""
 
     def prepare(self, case: LogitsCase, dtype: str, sets: Sequence[LogitsInputs], device: Device) -> Prepared:
         shape = (case.b, case.s_q, case.num_keys) if case.b else (case.s_q, case.num_keys)
@@ -271,9 +271,8 @@ class IndexerLogits(Own):
             ]
 
         results = [outputs_of(case, logits) for logits in made]
-        return self.prepared(
-            calls(), results, device, figures={"not_clean": calls(clean=False)} if self.name == OWN else {}
-        )
+        figures = {"not_clean": calls(clean=False)} if self.name == OWN else {}
+        return self.prepared(calls(), results, device, figures=figures)
 
 
 # ---- Check -----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from mla_cupy import reference
 
 from ..core.cost import ELEMENT_BYTES, SINGLE_BYTES, Cost
 from ..core.device import Device
-from ..core.implementation import OWN, Choices, Known, Own, Prepared, own_kernels, with_kernel
+from ..core.implementation import DETERMINISTIC, OWN, Choices, Known, Own, Prepared, own_kernels, with_kernel
 from ..core.operation import BenchOperation, Case, Ratio
 from ..core.recorders import EVENTS, Call
 from ..core.report import microseconds
@@ -240,17 +240,12 @@ def _codes(host: dict[str, Array]) -> dict[str, Array]:
 # ---- What is timed ---------------------------------------------------------------------------------------------------
 
 GENERIC = "indexer_loss_generic_scores"  # without tensor cores
-DETERMINISTIC = "deterministic"
 FORWARD = "forward"
 """The figure of the loss alone; per head, with the attention's output."""
 
 
 class IndexerLoss(Own):
     """The call of a training step; the loss alone is a further figure."""
-
-    def __init__(self, kernel: str | None = None, name: str = OWN, *, deterministic: bool = False) -> None:
-        super().__init__(kernel, name)
-        self._deterministic = deterministic
 
     def unsupported(self, case: LossCase, dtype: str) -> str | None:
         if self._deterministic and not case.topk:
@@ -286,7 +281,6 @@ class IndexerLoss(Own):
             partial(function, **inputs.call, **options, results=mla_cupy.LossResults(**row), gradients=False)
             for inputs, row in zip(sets, rows, strict=True)
         ]
-
         includes = "loss, gradients, the attention's output and log-sum-exps" if case.per_head else "loss and gradients"
         return self.prepared(
             calls,
@@ -451,8 +445,7 @@ def implementations(choices: Choices) -> Known:
     from ..peers.torch_flash import FlashAttention
 
     return {
-        DETERMINISTIC: lambda: IndexerLoss(choices.kernel, DETERMINISTIC, deterministic=True),
-        **own_kernels(IndexerLoss, choices, GENERIC),
+        **own_kernels(IndexerLoss, choices, GENERIC, deterministic=True),
         "cudnn": CudnnLoss,
         "flash": FlashAttention,
     }

@@ -170,8 +170,6 @@ def launches(call: Call, device: Device) -> int:
 class FewLaunches(Own):
     """W_UK, RoPE of queries and keys, and the append; maybe the indexer; attention, merge, W_UV and gate."""
 
-    name = OWN
-
     def unsupported(self, case: LayerCase, dtype: str) -> str | None:
         if case.model.index_heads and dtype != "bfloat16":
             return "index queries are bfloat16"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,6 @@ class LayerCase(Case):
     h_q: int
     b: int
     s_kv: int
-    peer_us: float | None = field(default=None, compare=False)
 
     op = "layer"
 

@@ -138,6 +138,7 @@ _LENGTHS = {
     64: (4096, 8192, 16384),
     128: (4096, 8192, 16384),
 }
+MASKED = tuple(PrefillCase(1, s, s, h, topk=2048) for h, lengths in _LENGTHS.items() for s in lengths)
 # Queries, keys and values in e4m3, beside the same in 16 bits: `targets` has those.
 CODED = (
     PrefillCase(1, 8192, 8192, 128, fp8=True),
@@ -145,8 +146,6 @@ CODED = (
     PrefillCase(4, 2048, 2048, 128, fp8=True),
     PrefillCase(8, 4096, 4096, 16, fp8=True),
 )
-MASKED = tuple(PrefillCase(1, s, s, h, topk=2048) for h, lengths in _LENGTHS.items() for s in lengths)
-# Quick: long and short sequences, of many heads and of few.
 
 PATTERN = r"b(\d+)-sq(\d+)-skv(\d+)-hq(\d+)(?:-hkv(\d+))?(?:-d(\d+)x(\d+))?(-full)?(-state)?(?:-topk(\d+))?(-fp8)?"
 
@@ -470,6 +469,7 @@ PREFILL = BenchOperation(
     f"{', '.join(NAMED)}; or none. Default: fa3 where --peers-dir is given",
     suites={
         "targets": CASES,
+        # Quick: long and short sequences, of many heads and of few.
         "quick": (CASES[1], CASES[3], CASES[4]),
         "masked": MASKED,
         "fp8": CODED,

@@ -20,7 +20,7 @@ from mla_cupy.dtypes import round_to
 from ..core.cost import ELEMENT_BYTES, SINGLE_BYTES, Cost
 from ..core.device import Device
 from ..core.errors import BenchError
-from ..core.implementation import OWN, Choices, Known, Own, Prepared, own_kernels, with_kernel
+from ..core.implementation import Choices, Known, Own, Prepared, own_kernels, with_kernel
 from ..core.operation import BenchOperation
 from ..core.recorders import Call
 from ..core.samples import Sample, judge, tolerance
@@ -67,7 +67,7 @@ CASES = (
 )
 
 
-def case_of(*groups: str | None) -> PrefillBackwardCase:
+def case_of(*groups: Any) -> PrefillBackwardCase:
     case = PrefillBackwardCase(**fields_of(*groups))
     if case.state or case.topk or case.fp8:
         why = "a merged result's backward is any other's, a mask's and that of e4m3 codes are none"
@@ -117,15 +117,10 @@ def make_inputs(case: PrefillBackwardCase, dtype: str, seed: int, device: Device
 # ---- What is timed ---------------------------------------------------------------------------------------------------
 
 GENERIC = "dense_generic_backward_keys"  # without tensor cores
-DETERMINISTIC = "deterministic"
 
 
 class PrefillBackward(Own):
     """The call of a training step: keys and values, and their gradients, are views of one array each."""
-
-    def __init__(self, kernel: str | None = None, name: str = OWN, *, deterministic: bool = False) -> None:
-        super().__init__(kernel, name)
-        self._deterministic = deterministic
 
     def prepare(
         self, case: PrefillBackwardCase, dtype: str, sets: Sequence[GradientInputs], device: Device
@@ -261,8 +256,7 @@ def implementations(choices: Choices) -> Known:
     from ..peers.fa4 import FlashAttention4Backward, FlashAttention4Deterministic
 
     return {
-        DETERMINISTIC: lambda: PrefillBackward(choices.kernel, DETERMINISTIC, deterministic=True),
-        **own_kernels(PrefillBackward, choices, GENERIC),
+        **own_kernels(PrefillBackward, choices, GENERIC, deterministic=True),
         "cudnn": CudnnBackward,
         "cudnn_deterministic": CudnnDeterministicBackward,
         "fa4": FlashAttention4Backward,

@@ -1,5 +1,6 @@
-"""What the sparse operations share: a case, whose queries attend to the `topk` rows of kv that their indices select;
-two ways to select rows; samples of the forward from the float64 oracle.
+"""Cases, inputs and samples of the forward, which the sparse operations share.
+
+Each query attends to the `topk` rows of kv that its indices select.
 """
 
 from __future__ import annotations

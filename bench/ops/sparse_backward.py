@@ -20,7 +20,7 @@ from mla_cupy import reference
 from ..core.cost import D_V, ELEMENT_BYTES, SINGLE_BYTES, Cost
 from ..core.device import Device
 from ..core.errors import BenchError
-from ..core.implementation import OWN, Choices, Known, Own, Prepared, own_kernels, with_kernel
+from ..core.implementation import Choices, Known, Own, Prepared, own_kernels, with_kernel
 from ..core.operation import BenchOperation
 from ..core.recorders import EVENTS, Call
 from ..core.samples import Sample, judge, samples
@@ -104,16 +104,11 @@ def make_inputs(case: SparseBackwardCase, dtype: str, seed: int, device: Device)
 # ---- What is timed ---------------------------------------------------------------------------------------------------
 
 GENERIC = "sparse_backward_generic"  # without tensor cores
-DETERMINISTIC = "deterministic"
 NAMED = ("sparse_backward_mma_163kb", "sparse_backward_mma")  # of GPUs without WGMMA
 
 
 class SparseBackward(Own):
     """The call of a training step, gradients in the dtype of the inputs."""
-
-    def __init__(self, kernel: str | None = None, name: str = OWN, *, deterministic: bool = False) -> None:
-        super().__init__(kernel, name)
-        self._deterministic = deterministic
 
     def prepare(self, case: SparseBackwardCase, dtype: str, sets: Sequence[GradientInputs], device: Device) -> Prepared:
         results = [
@@ -229,8 +224,7 @@ def implementations(choices: Choices) -> Known:
     from ..peers.tilelang import tilelang
 
     return {
-        DETERMINISTIC: lambda: SparseBackward(choices.kernel, DETERMINISTIC, deterministic=True),
-        **own_kernels(SparseBackward, choices, GENERIC, NAMED),
+        **own_kernels(SparseBackward, choices, GENERIC, NAMED, deterministic=True),
         "cudnn": CudnnSparse,
         "tilelang": tilelang,
     }

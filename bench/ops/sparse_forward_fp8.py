@@ -76,7 +76,7 @@ CASES = (
 )
 
 
-def case_of(*groups: str | None) -> Fp8ForwardCase:
+def case_of(*groups: Any) -> Fp8ForwardCase:
     *sizes, fp8_math = groups
     case = Fp8ForwardCase(**fields_of(*sizes), fp8_math=bool(fp8_math))
     if case.fp8_math and case.d_qk != FP8.d_qk:
