@@ -18,6 +18,11 @@ from .device import Device
 from .tolerance import LSE_RELATIVE, SampledVerdict, distance, epsilon
 
 Array = npt.NDArray[Any]
+CANCELLED = 4 * 2.0**-23
+"""Error that dP - delta may have, as a share of the magnitudes of what is added up: four float32 units.
+
+Both are float32 sums of 512 products. Tensor cores cut off bits at each step, and delta is added up in another order.
+"""
 NUMBERS = ("lse", "max_logits")
 """Outputs that are logarithms or scores: infinite where there is nothing."""
 

@@ -1,4 +1,4 @@
-"""Un-absorbed prefill, backward: `mla_prefill_backward`, of statistics and sums, too.
+"""Un-absorbed prefill, backward: `mla_prefill_backward`, the whole call, statistics and sums included.
 
 The check compares samples of each gradient with the float64 oracle, over all queries that see a key.
 """
@@ -23,7 +23,7 @@ from ..core.errors import BenchError
 from ..core.implementation import Choices, Known, Own, Prepared, own_kernels, with_kernel
 from ..core.operation import BenchOperation
 from ..core.recorders import Call
-from ..core.samples import Sample, judge, tolerance
+from ..core.samples import CANCELLED, Sample, judge, tolerance
 from ..core.tolerance import spaced
 from . import prefill
 from .prefill import D_ROPE, PATTERN, PrefillCase, PrefillInputs, PrefillOutputs, fields_of
@@ -153,8 +153,6 @@ class PrefillBackward(Own):
 # ---- Check -----------------------------------------------------------------------------------------------------------
 
 QUERIES, KEYS = 3, 3
-CANCELLED = 4 * 2.0**-23
-"""Error that dP - delta may have, as a share of the magnitudes of what is added up: four float32 units."""
 
 
 def expect(case: PrefillBackwardCase, dtype: str, inputs: GradientInputs, device: Device) -> list[Sample]:

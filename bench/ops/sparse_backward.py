@@ -23,7 +23,7 @@ from ..core.errors import BenchError
 from ..core.implementation import Choices, Known, Own, Prepared, own_kernels, with_kernel
 from ..core.operation import BenchOperation
 from ..core.recorders import EVENTS, Call
-from ..core.samples import Sample, judge, samples
+from ..core.samples import CANCELLED, Sample, judge, samples
 from . import sparse
 from .sparse import (
     CASE_OPTIONS,
@@ -134,11 +134,6 @@ class SparseBackward(Own):
 
 # ---- Check -----------------------------------------------------------------------------------------------------------
 
-CANCELLED = 4 * 2.0**-23
-"""Error that dP - delta may have, as a share of the magnitudes of what is added up: four float32 units.
-
-Both are float32 sums of 512 products. Tensor cores cut off bits at each step, and delta is added up in another order.
-"""
 CHUNK = 256  # queries whose gradients with respect to one row of kv are computed at a time
 
 
