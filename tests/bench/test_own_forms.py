@@ -136,7 +136,7 @@ def test_forms_that_change_no_result(rows_of):
     """A sink of -inf, and results that are turned back by an angle of 0."""
     records = rows_of(DENSE_DECODE_FP8, "b2-sq1-hq3-skv20-page16", ["attn_sink"])
     assert records["attn_sink"]["check"]["out_max"] == records["mla_cupy"]["check"]["out_max"]
-    rows = rows_of(DECODE, "b2-sq1-hq3-skv20-page16-dqk512", ["out_cos"])
-    assert rows["out_cos"]["check"]["out_max"] == rows["mla_cupy"]["check"]["out_max"]
-    row = rows_of(DECODE, "b2-sq1-hq3-skv20-page16", ["out_cos"])["out_cos"]
+    rows = rows_of(DECODE, "b2-sq1-hq3-skv20-page16-dqk512", ["out_rope"])
+    assert rows["out_rope"]["check"]["out_max"] == rows["mla_cupy"]["check"]["out_max"]
+    row = rows_of(DECODE, "b2-sq1-hq3-skv20-page16", ["out_rope"])["out_rope"]
     assert (row["status"], "keys of 512" in row["reason"]) == ("unsupported", True)
