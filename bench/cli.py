@@ -11,11 +11,11 @@ from typing import Any
 
 from mla_cupy.terminal import Help, Table, console, progress, say
 
-from .claims import command as claims
+from . import claims
 from .context_parallel import command as context_parallel
 from .core.device import DTYPES
 from .core.errors import BenchError
-from .core.implementation import Choices, Implementation, make
+from .core.implementation import DETERMINISTIC, Choices, Implementation, make
 from .core.operation import BenchOperation
 from .core.plot import FORMATS
 from .core.recorders import METHODS
@@ -152,7 +152,7 @@ def _add_which_cases(parser: argparse.ArgumentParser, operation: BenchOperation)
 def _add_what_runs(parser: argparse.ArgumentParser, operation: BenchOperation) -> None:
     what = parser.add_argument_group("what runs")
     what.add_argument("--peers", type=_names, metavar="NAMES", help=f"comma-separated: {operation.peers}")
-    if operation.peers_dir:
+    if operation.peers_from_dir:
         what.add_argument("--peers-dir", type=Path, metavar="DIR", help="holds the shared objects of the peers' wheels")
     if operation.deterministic:
         what.add_argument(
@@ -248,9 +248,9 @@ def run_operation(args: argparse.Namespace) -> int:
 
 def _implementations(args: argparse.Namespace, operation: BenchOperation) -> list[Implementation]:
     choices = Choices(getattr(args, "peers_dir", None), args.kernel)
-    names = operation.default_peers(choices) if args.peers is None else args.peers
+    names = operation.peers_of(choices) if args.peers is None else args.peers
     if getattr(args, "deterministic", False):
-        names = ["deterministic", *names]
+        names = [DETERMINISTIC, *names]
     return make(names, operation.implementations(choices))
 
 
@@ -278,10 +278,6 @@ def list_cases(args: argparse.Namespace) -> int:
         console().print(table, "")
     say("Microseconds: measured on one H200 with bfloat16, and our target there; claims are ratios of one run.")
     return 0
-
-
-def _seen(us: float | None) -> str:
-    return "-" if us is None else f"{us:g}"
 
 
 def compare_files(args: argparse.Namespace) -> int:

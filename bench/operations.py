@@ -5,24 +5,24 @@ from __future__ import annotations
 from .core.operation import BenchOperation
 
 # ---- Written by `python -m tools.generate`: benchmarks
-from .ops.absorption.operation import ABSORPTION
-from .ops.cache.operation import CACHE
-from .ops.cascade.operation import CASCADE
-from .ops.decode.operation import DECODE
-from .ops.dense_decode_fp8.operation import DENSE_DECODE_FP8
-from .ops.indexer_logits.operation import INDEXER_LOGITS
-from .ops.indexer_loss.operation import INDEXER_LOSS
-from .ops.indexer_prepare.operation import INDEXER_PREPARE
-from .ops.indexer_topk.operation import INDEXER_TOPK
-from .ops.layer.operation import LAYER
-from .ops.prefill.operation import PREFILL
-from .ops.prefill_backward.operation import PREFILL_BACKWARD
-from .ops.prepare.operation import PREPARE
-from .ops.projection.operation import PROJECTION
-from .ops.sparse_backward.operation import SPARSE_BACKWARD
-from .ops.sparse_decode.operation import SPARSE_DECODE
-from .ops.sparse_forward.operation import SPARSE_FORWARD
-from .ops.sparse_forward_fp8.operation import SPARSE_FORWARD_FP8
+from .ops.absorption import ABSORPTION
+from .ops.cache import CACHE
+from .ops.cascade import CASCADE
+from .ops.decode import DECODE
+from .ops.dense_decode_fp8 import DENSE_DECODE_FP8
+from .ops.indexer_logits import INDEXER_LOGITS
+from .ops.indexer_loss import INDEXER_LOSS
+from .ops.indexer_prepare import INDEXER_PREPARE
+from .ops.indexer_topk import INDEXER_TOPK
+from .ops.layer import LAYER
+from .ops.prefill import PREFILL
+from .ops.prefill_backward import PREFILL_BACKWARD
+from .ops.prepare import PREPARE
+from .ops.projection import PROJECTION
+from .ops.sparse_backward import SPARSE_BACKWARD
+from .ops.sparse_decode import SPARSE_DECODE
+from .ops.sparse_forward import SPARSE_FORWARD
+from .ops.sparse_forward_fp8 import SPARSE_FORWARD_FP8
 
 _KNOWN = (
     ABSORPTION,

@@ -15,6 +15,7 @@ from .recorders import Call, Recorder
 Result = TypeVar("Result")
 
 OWN = "mla_cupy"
+DETERMINISTIC = "deterministic"
 EXTERNAL = ("flashmla", "flashmla_fp8", "fa3", "fa4", "triton", "cudnn", "tilelang", "deep_gemm", "torch")
 BASELINES = ("generic", "cupy")
 
@@ -45,6 +46,33 @@ class Implementation(Protocol):
         """Makes everything that is not timed: plans, metadata, outputs."""
 
 
+class Own:
+    """Our public call: base of one class per operation.
+
+    Without `kernel` the call chooses one. `deterministic` is for operations that have the option.
+    """
+
+    def __init__(self, kernel: str | None = None, name: str = OWN, *, deterministic: bool = False) -> None:
+        self.name, self._kernel, self._deterministic = name, kernel, deterministic
+
+    def unsupported(self, case: Any, dtype: str) -> str | None:
+        return None
+
+    def prepare(self, case: Any, dtype: str, sets: Sequence[Any], device: Device) -> Prepared:
+        raise NotImplementedError
+
+    def prepared(self, calls: Sequence[Call], results: Sequence[Any], device: Device, **more: Any) -> Prepared:
+        """Calls with their results, one of each per input set; `more` are further fields of `Prepared`."""
+        return Prepared(
+            calls=calls,
+            outputs=lambda index: results[index],
+            recorder=device.recorder(),
+            kernel=self._kernel or "",
+            workspace_bytes=lambda: device.allocated_by(calls[0]),
+            **more,
+        )
+
+
 Known = Mapping[str, Callable[[], Implementation]]  # a library is loaded only when its implementation is created
 
 
@@ -55,11 +83,15 @@ class Choices:
     peers_dir: Path | None = None
     kernel: str | None = None
 
-    def directory(self, name: str) -> Path:
-        """The directory of a peer's shared object."""
-        if self.peers_dir is None:
-            raise BenchError(f"peer {name!r} needs --peers-dir: the directory that holds its shared object")
-        return self.peers_dir
+    def from_dir(self, peer: Callable[[Path], Implementation], name: str) -> Callable[[], Implementation]:
+        """A peer whose shared object is in `--peers-dir`."""
+
+        def load() -> Implementation:
+            if self.peers_dir is None:
+                raise BenchError(f"peer {name!r} needs --peers-dir: the directory that holds its shared object")
+            return peer(self.peers_dir)
+
+        return load
 
 
 class NotAvailable:
@@ -83,6 +115,35 @@ def make(names: Sequence[str], known: Known) -> list[Implementation]:
             f"unknown peer {unknown[0]!r}: expected some of {', '.join(name for name in known if name != OWN)}"
         )
     return [known[name]() for name in dict.fromkeys((OWN, *names))]
+
+
+def own_kernels(
+    own: type[Own], choices: Choices, generic: str, named: Sequence[str] = (), *, deterministic: bool = False
+) -> dict[str, Callable[[], Implementation]]:
+    """Ours with the kernel that it chooses or `--kernel` names, with the one without tensor cores, and with others.
+
+    With `deterministic` also the first one as the option `--deterministic` wants it.
+    """
+    kernels = {"generic": generic, **{name: name for name in named}}
+    return {
+        OWN: partial(own, choices.kernel),
+        **({DETERMINISTIC: partial(own, choices.kernel, DETERMINISTIC, deterministic=True)} if deterministic else {}),
+        **{name: partial(own, kernel, name) for name, kernel in kernels.items()},
+    }
+
+
+def copies(nbytes: int, count: int, device: Device) -> dict[str, list[Call]]:
+    """The figure `copy` of `count` input sets: copies that read and write `nbytes` bytes together."""
+
+    def copy() -> Call:
+        source, destination = (device.empty((nbytes // 2,), "uint8") for _ in range(2))
+
+        def call() -> None:
+            destination[...] = source
+
+        return call
+
+    return {"copy": [copy() for _ in range(count)]}
 
 
 def with_kernel(function: Callable[..., Result], kernel: str | None) -> Callable[..., Result]:

@@ -18,6 +18,11 @@ from .device import Device
 from .tolerance import LSE_RELATIVE, SampledVerdict, distance, epsilon
 
 Array = npt.NDArray[Any]
+CANCELLED = 4 * 2.0**-23
+"""Error that dP - delta may have, as a share of the magnitudes of what is added up: four float32 units.
+
+Both are float32 sums of 512 products. Tensor cores cut off bits at each step, and delta is added up in another order.
+"""
 NUMBERS = ("lse", "max_logits")
 """Outputs that are logarithms or scores: infinite where there is nothing."""
 
@@ -75,6 +80,28 @@ def judge(expected: Sequence[Sample], outputs: Any, dtype: str, device: Device) 
         errors={name: error for name, (_, error, _) in worst.items()},
         tolerances={name: tolerance for name, (*_, tolerance) in worst.items()},
         samples={name: sum(sample.output == name for sample in expected) for name in worst},
+    )
+
+
+@dataclass(frozen=True)
+class OutSample:
+    """Expected values at one place of `out`, and the error of the oracle with the kernels' roundings."""
+
+    place: tuple[int, ...]
+    want: Array  # float64
+    error: float
+
+
+def judge_out(expected: Sequence[OutSample], outputs: Any, dtype: str, device: Device) -> SampledVerdict:
+    """Compares `out` with the samples, all within one tolerance; without samples it must be finite."""
+    errors = [distance(device.to_host(outputs.out[sample.place]), sample.want) for sample in expected] or [0.0]
+    largest = max((float(np.abs(sample.want).max()) for sample in expected), default=0.0)
+    allowed = 2 * max((sample.error for sample in expected), default=0.0) + epsilon(dtype) * largest
+    reasons = [] if max(errors) <= allowed else [f"out differs by {max(errors):.3g}, more than {allowed:.3g}"]
+    if count := device.count_not_finite(outputs.out):
+        reasons.append(f"{count} values of out are not finite or were never written")
+    return SampledVerdict(
+        not reasons, "; ".join(reasons), {"out": max(errors)}, {"out": allowed}, {"out": len(expected)}
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.cost import ELEMENT_BYTES
-from ..ops.sparse_backward.cases import SparseBackwardCase
+from ..ops.sparse_backward import SparseBackwardCase
 from .counts import OPERAND_ROW_BYTES, Kernel, Product, block_counts, query_counts, tile_counts
 from .machine import Machine
 

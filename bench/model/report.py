@@ -15,7 +15,7 @@ from mla_cupy.terminal import Table
 from ..core import environment
 from ..core.cost import D_QK, D_V
 from ..core.errors import BenchError
-from ..ops.sparse_backward.cases import SparseBackwardCase
+from ..ops.sparse_backward import SparseBackwardCase
 from . import counts, forward_report, prediction, tables
 from .machine import MACHINES, NOT_COUNTED, Machine
 

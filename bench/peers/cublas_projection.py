@@ -11,17 +11,14 @@ from ..core.cost import D_V
 from ..core.device import Device
 from ..core.implementation import Prepared
 from ..core.recorders import Call
-from ..ops.projection.cases import ProjectionCase
-from ..ops.projection.inputs import ProjectionInputs, ProjectionOutputs, make_result
+from ..ops.projection import ProjectionCase, ProjectionInputs, ProjectionOutputs, make_result
 from .cublas import Cublas, why_missing
-
-CUBLAS = "cublas"
 
 
 class CublasProjection:
     """A batched product with the weights where they lie."""
 
-    name = CUBLAS
+    name = "cublas"
 
     def unsupported(self, case: ProjectionCase, dtype: str) -> str | None:
         return why_missing()

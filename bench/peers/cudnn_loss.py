@@ -8,8 +8,7 @@ from typing import Any
 from ..core.device import Device
 from ..core.implementation import Prepared
 from ..core.recorders import Call
-from ..ops.indexer_loss.cases import LossCase
-from ..ops.indexer_loss.inputs import LossInputs, LossOutputs
+from ..ops.indexer_loss import LossCase, LossInputs, LossOutputs
 from . import cudnn
 from .torch_ops import peak_bytes, recorder_for
 

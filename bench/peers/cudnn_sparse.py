@@ -8,8 +8,8 @@ from typing import Any
 from ..core.device import Device
 from ..core.implementation import Prepared
 from ..core.recorders import Call
-from ..ops.sparse.cases import SparseCase
-from ..ops.sparse_backward.inputs import GradientInputs, Gradients
+from ..ops.sparse import SparseCase
+from ..ops.sparse_backward import GradientInputs, Gradients
 from . import cudnn
 from .torch_ops import peak_bytes, recorder_for
 

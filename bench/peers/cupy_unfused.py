@@ -15,8 +15,8 @@ from ..core.cost import D_QK, D_V
 from ..core.device import ROUND_TO_BFLOAT16, Device
 from ..core.implementation import Prepared
 from ..core.recorders import Call, Eager
-from ..ops.decode.cases import DecodeCase
-from ..ops.decode.inputs import InputSet, Outputs, make_outputs
+from ..ops.decode import DecodeInputs, DecodeOutputs, make_outputs
+from ..ops.decode_cases import DecodeCase
 
 # Constants of cuBLAS.
 OP_N, OP_T = 0, 1
@@ -38,11 +38,11 @@ class CupyUnfused:
             return f"cuBLAS is missing ({str(error).splitlines()[0]})"
         return None
 
-    def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
+    def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[DecodeInputs], device: Device) -> Prepared:
         results = [make_outputs(case, dtype, device) for _ in sets]
         buffers = _Buffers(case, dtype)
 
-        def call(inputs: InputSet, result: Outputs) -> Call:
+        def call(inputs: DecodeInputs, result: DecodeOutputs) -> Call:
             return lambda: _decode(case, inputs, result, buffers)
 
         return Prepared(
@@ -101,7 +101,7 @@ class _Buffers:
         )
 
 
-def _decode(case: DecodeCase, inputs: InputSet, result: Outputs, buffers: _Buffers) -> None:
+def _decode(case: DecodeCase, inputs: DecodeInputs, result: DecodeOutputs, buffers: _Buffers) -> None:
     import cupy
 
     rows = case.s_q * case.h_q

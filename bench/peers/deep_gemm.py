@@ -13,8 +13,7 @@ from ..core.device import Device
 from ..core.errors import BenchError, RefusedError
 from ..core.implementation import Prepared
 from ..core.recorders import Call
-from ..ops.indexer_logits.cases import PAGE_SIZE, LogitsCase
-from ..ops.indexer_logits.inputs import LogitsInputs, outputs_of
+from ..ops.indexer_logits import PAGE_SIZE, LogitsCase, LogitsInputs, outputs_of
 from .torch_ops import recorder_for
 
 HEADS = (32, 64)  # its kernels' head counts

@@ -13,8 +13,7 @@ from typing import Any
 from ..core.device import Device
 from ..core.implementation import Prepared
 from ..core.recorders import Call
-from ..ops.prefill.cases import D_ROPE, PrefillCase
-from ..ops.prefill.inputs import PrefillInputs, PrefillOutputs
+from ..ops.prefill import D_ROPE, PrefillCase, PrefillInputs, PrefillOutputs
 from .torch_ops import import_torch, load, peak_bytes, recorder_for
 
 LIBRARY = "_vllm_fa3_C.abi3.so"

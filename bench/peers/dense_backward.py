@@ -16,9 +16,8 @@ from ..core.device import Device
 from ..core.errors import BenchError
 from ..core.implementation import Prepared
 from ..core.recorders import Call
-from ..ops.prefill.cases import D_ROPE
-from ..ops.prefill_backward.cases import PrefillBackwardCase
-from ..ops.prefill_backward.inputs import GradientInputs, Gradients
+from ..ops.prefill import D_ROPE
+from ..ops.prefill_backward import GradientInputs, Gradients, PrefillBackwardCase
 from .dense import CONCATENATES, whole_keys
 from .torch_ops import import_torch, peak_bytes, recorder_for
 

@@ -10,8 +10,8 @@ from ..core.cost import D_QK, D_V
 from ..core.device import Device
 from ..core.implementation import Prepared
 from ..core.recorders import Call
-from ..ops.decode.cases import DecodeCase
-from ..ops.decode.inputs import InputSet, Outputs, out_shape
+from ..ops.decode import DecodeInputs, DecodeOutputs, out_shape
+from ..ops.decode_cases import DecodeCase
 from .torch_ops import load, recorder_for
 
 LIBRARY = "_vllm_fa3_C.abi3.so"
@@ -29,12 +29,12 @@ class FlashAttention3:
     def unsupported(self, case: DecodeCase, dtype: str) -> str | None:
         return None if case.d_qk == D_QK else f"takes keys of width {D_QK} only"
 
-    def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
+    def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[DecodeInputs], device: Device) -> Prepared:
         import cupy
 
         recorder = recorder_for(self._torch, device)
         starts = self._torch.from_dlpack(cupy.arange(0, case.b * case.s_q + 1, case.s_q, dtype="int32"))
-        results = [Outputs(device.empty(out_shape(case), dtype), None) for _ in sets]
+        results = [DecodeOutputs(device.empty(out_shape(case), dtype), None) for _ in sets]
         with recorder.current():
             calls = [self._call(case, inputs, result, starts) for inputs, result in zip(sets, results, strict=True)]
         return Prepared(
@@ -44,7 +44,7 @@ class FlashAttention3:
             includes="its preparing kernel, attention and merge; q is split in two before",
         )
 
-    def _call(self, case: DecodeCase, inputs: InputSet, result: Outputs, starts: Any) -> Call:
+    def _call(self, case: DecodeCase, inputs: DecodeInputs, result: DecodeOutputs, starts: Any) -> Call:
         tensor = self._torch.from_dlpack
         q, cache = tensor(inputs.q), tensor(inputs.kv_cache)
         table, seqlens = tensor(inputs.block_table), tensor(inputs.seqlens)

@@ -10,10 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..core.errors import BenchError
-from ..ops.prefill.cases import PrefillCase
-from ..ops.prefill.inputs import PrefillInputs
-from ..ops.prefill_backward.cases import PrefillBackwardCase
-from ..ops.prefill_backward.inputs import GradientInputs
+from ..ops.prefill import PrefillCase, PrefillInputs
+from ..ops.prefill_backward import GradientInputs, PrefillBackwardCase
 from .dense import Attend, DensePeer
 from .dense_backward import BackwardPeer
 from .torch_ops import import_torch

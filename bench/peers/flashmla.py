@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,12 +12,12 @@ from ..core.cost import D_QK, D_V
 from ..core.device import Device
 from ..core.implementation import Prepared
 from ..core.recorders import Call
-from ..ops.decode.cases import DecodeCase
-from ..ops.decode.inputs import InputSet, Outputs
-from ..ops.dense_decode_fp8.cases import Fp8DecodeCase
-from ..ops.dense_decode_fp8.check import Fp8Verdict
-from ..ops.dense_decode_fp8.inputs import Fp8InputSet
+from ..ops.decode import DecodeInputs, DecodeOutputs
+from ..ops.decode_cases import DecodeCase
 from .torch_ops import load, recorder_for
+
+if TYPE_CHECKING:
+    from ..ops.dense_decode_fp8 import Fp8DecodeCase, Fp8DecodeInputs, Fp8Verdict
 
 LIBRARY = "_flashmla_C.abi3.so"
 TRUNCATES = "its sums of e4m3 products stay in the tensor cores, which cut off what lies 13 bits below the largest term"
@@ -55,7 +55,7 @@ class _Dense:
 
         return Prepared(
             calls=[call(index) for index in range(len(sets))],
-            outputs=lambda index: Outputs(*map(cupy.from_dlpack, latest[index])),
+            outputs=lambda index: DecodeOutputs(*map(cupy.from_dlpack, latest[index])),
             recorder=recorder,
             includes=self.includes,
             excuse=self.excuse,
@@ -86,7 +86,7 @@ class FlashMla(_Dense):
             return f"takes keys of width {D_QK} only"
         return None if case.page_size == PAGE_SIZE else f"takes pages of {PAGE_SIZE} tokens only"
 
-    def _tensors(self, inputs: InputSet) -> Tensors:
+    def _tensors(self, inputs: DecodeInputs) -> Tensors:
         arrays = inputs.q, inputs.kv_cache, inputs.block_table, inputs.seqlens
         return tuple(self._torch.from_dlpack(array) for array in arrays)
 
@@ -115,7 +115,7 @@ class FlashMlaFp8(_Dense):
             return "writes bfloat16 only"
         return None if case.page_size == PAGE_SIZE else f"takes pages of {PAGE_SIZE} tokens only"
 
-    def _tensors(self, inputs: Fp8InputSet) -> Tensors:
+    def _tensors(self, inputs: Fp8DecodeInputs) -> Tensors:
         """The queries are numbers of e4m3 already."""
         arrays = inputs.q, inputs.records, inputs.block_table, inputs.seqlens
         q, records, table, seqlens = (self._torch.from_dlpack(array) for array in arrays)

@@ -10,8 +10,7 @@ from ..core.cost import D_V
 from ..core.device import Device
 from ..core.implementation import Prepared
 from ..core.recorders import Call
-from ..ops.sparse.cases import SparseCase
-from ..ops.sparse.inputs import SparseInputs, SparseOutputs
+from ..ops.sparse import SparseCase, SparseInputs, SparseOutputs
 from .flashmla import LIBRARY
 from .torch_ops import load, peak_bytes, recorder_for
 

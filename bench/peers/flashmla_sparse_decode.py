@@ -10,8 +10,7 @@ from ..core.cost import D_V
 from ..core.device import Device
 from ..core.implementation import Prepared
 from ..core.recorders import Call
-from ..ops.sparse_decode.cases import SparseDecodeCase
-from ..ops.sparse_decode.inputs import SparseDecodeInputs, SparseDecodeOutputs
+from ..ops.sparse_decode import SparseDecodeCase, SparseDecodeInputs, SparseDecodeOutputs
 from .flashmla import LIBRARY
 from .flashmla_sparse import HEADS
 from .torch_ops import load, recorder_for

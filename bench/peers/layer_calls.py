@@ -14,12 +14,10 @@ from ..core.cost import D_V
 from ..core.device import Device
 from ..core.implementation import Prepared
 from ..core.recorders import Call
-from ..ops.layer.cases import D_INDEX, D_ROPE, LayerCase
-from ..ops.layer.inputs import IndexInputs, LayerInputs
-from ..ops.layer.steps import Buffers, Steps, attention, columns_of_rope, prepared_layer, selection, tables
+from ..ops.layer import SEPARATE, Buffers, Steps, attention, columns_of_rope, prepared_layer, selection, tables
+from ..ops.layer_cases import D_INDEX, D_ROPE, IndexInputs, LayerCase, LayerInputs
 from .cublas import Cublas, why_missing
 
-SEPARATE = "separate"
 _SOURCE = r"""
 template <typename T> __device__ float wide(unsigned short x);
 template <typename T> __device__ unsigned short narrow(float x);

@@ -9,9 +9,8 @@ from typing import Any
 from ..core.cost import D_QK, D_V
 from ..core.device import Device
 from ..core.recorders import Call
-from ..ops.layer.cases import LayerCase
-from ..ops.layer.inputs import LayerInputs
-from ..ops.layer.steps import Buffers
+from ..ops.layer import Buffers
+from ..ops.layer_cases import LayerCase, LayerInputs
 from .flashmla import LIBRARY
 from .flashmla_sparse import HEADS
 from .layer_calls import SeparateCalls

@@ -11,11 +11,9 @@ from ..core.cost import D_V
 from ..core.device import Device
 from ..core.implementation import Prepared
 from ..core.recorders import Call
-from ..ops.absorption.cases import D_EXPANDED, D_HEAD, D_NOPE, AbsorptionCase
-from ..ops.absorption.inputs import AbsorptionInputs, Outputs
+from ..ops.absorption import D_EXPANDED, D_HEAD, D_NOPE, AbsorptionCase, AbsorptionInputs, AbsorptionOutputs
 from .torch_ops import import_torch, recorder_for
 
-ABSORBED, UNABSORBED = "absorbed", "unabsorbed"
 Steps = dict[str, Call]
 """The steps of a call in their order, by name."""
 
@@ -42,7 +40,7 @@ class _Form:
             ]
         return Prepared(
             calls=[_in_turn(list(one.values())) for one in steps],
-            outputs=lambda index: Outputs(results[index]),
+            outputs=lambda index: AbsorptionOutputs(results[index]),
             recorder=recorder,
             includes=self.includes,
             figures={name: [one[name] for one in steps] for name in steps[0]},
@@ -68,7 +66,7 @@ def _in_turn(steps: Sequence[Call]) -> Call:
 class AbsorbedForm(_Form):
     """Queries times the keys' half, attention to the cache as it lies, and results times the values' half."""
 
-    name = ABSORBED
+    name = "absorbed"
     includes = "both products, the schedule, attention and merge; RoPE columns of the queries are in place"
 
     def _steps(self, case: AbsorptionCase, inputs: AbsorptionInputs, result: Any) -> Steps:
@@ -93,7 +91,7 @@ class AbsorbedForm(_Form):
 class UnabsorbedForm(_Form):
     """The tokens of the cache as rows, times kv_b_proj, and attention to keys and values per head."""
 
-    name = UNABSORBED
+    name = "unabsorbed"
     includes = "slots, gather, kv_b_proj, the schedule and attention"
 
     def _steps(self, case: AbsorptionCase, inputs: AbsorptionInputs, result: Any) -> Steps:

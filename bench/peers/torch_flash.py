@@ -7,9 +7,7 @@ from typing import Any
 
 from ..core.device import Device
 from ..core.implementation import Prepared
-from ..ops.indexer_loss.cases import LossCase
-from ..ops.indexer_loss.inputs import LossInputs, LossOutputs
-from ..ops.indexer_loss.own import FORWARD
+from ..ops.indexer_loss import FORWARD, LossCase, LossInputs, LossOutputs
 from .torch_ops import import_torch, peak_bytes, recorder_for
 
 MAX_WIDTH = 256

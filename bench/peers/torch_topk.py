@@ -8,8 +8,7 @@ from typing import Any
 from ..core.device import Device
 from ..core.implementation import Prepared
 from ..core.recorders import Call
-from ..ops.indexer_topk.cases import TopkCase
-from ..ops.indexer_topk.inputs import Selection, TopkInputs
+from ..ops.indexer_topk import Selection, TopkCase, TopkInputs
 from .torch_ops import import_torch, peak_bytes, recorder_for
 
 

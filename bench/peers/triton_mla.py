@@ -11,8 +11,8 @@ from ..core.device import Device
 from ..core.errors import BenchError
 from ..core.implementation import Prepared
 from ..core.recorders import Call
-from ..ops.decode.cases import DecodeCase
-from ..ops.decode.inputs import InputSet, Outputs, out_shape
+from ..ops.decode import DecodeInputs, DecodeOutputs, out_shape
+from ..ops.decode_cases import DecodeCase
 from .torch_ops import import_torch, recorder_for
 
 FILE = "triton_mla.py"
@@ -40,9 +40,9 @@ class TritonMla:
             return "takes one query token"
         return None if case.d_qk == D_QK else f"takes keys of width {D_QK} only"
 
-    def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[InputSet], device: Device) -> Prepared:
+    def prepare(self, case: DecodeCase, dtype: str, sets: Sequence[DecodeInputs], device: Device) -> Prepared:
         recorder = recorder_for(self._torch, device)
-        results = [Outputs(device.empty(out_shape(case), dtype), None) for _ in sets]
+        results = [DecodeOutputs(device.empty(out_shape(case), dtype), None) for _ in sets]
         with recorder.current():
             by_splits = {splits: self._call(case, sets[0], results[0], splits) for splits in SPLITS}
             best = min(SPLITS, key=lambda splits: self._milliseconds(by_splits[splits]))
@@ -65,7 +65,7 @@ class TritonMla:
         events[1].synchronize()
         return float(events[0].elapsed_time(events[1]))
 
-    def _call(self, case: DecodeCase, inputs: InputSet, result: Outputs, splits: int) -> Call:
+    def _call(self, case: DecodeCase, inputs: DecodeInputs, result: DecodeOutputs, splits: int) -> Call:
         torch, tensor = self._torch, self._torch.from_dlpack
         q, cache = tensor(inputs.q)[:, 0], tensor(inputs.kv_cache)
         out, table, seqlens = tensor(result.out)[:, 0], tensor(inputs.block_table), tensor(inputs.seqlens)

@@ -31,7 +31,7 @@ WARMUP = 2
 def load(name: str) -> BenchOperation:
     """The operation by its name, and no other: those of later trees need what an older `mla_cupy` does not have."""
     folder = name.replace("-", "_")
-    module = importlib.import_module(f"..ops.{folder}.operation", __package__)
+    module = importlib.import_module(f"..ops.{folder}", __package__)
     operation: BenchOperation = getattr(module, folder.upper())
     return operation
 

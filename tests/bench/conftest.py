@@ -14,9 +14,9 @@ from bench.core import host, report
 from bench.core.implementation import Choices, Prepared, make
 from bench.core.limits import Limits
 from bench.core.runner import Options, run_case
-from bench.ops.decode.inputs import Outputs
-from bench.ops.sparse.inputs import SparseOutputs
-from bench.ops.sparse_backward.inputs import Gradients
+from bench.ops.decode import DecodeOutputs
+from bench.ops.sparse import SparseOutputs
+from bench.ops.sparse_backward import Gradients
 from mla_cupy import reference
 
 
@@ -65,7 +65,7 @@ def answer(case: Any, inputs: Any) -> dict[str, Any]:
     return {"dq": dq, "dkv": dkv}
 
 
-OUTPUTS = {"mla_decode": Outputs, "sparse_mla_forward": SparseOutputs, "sparse_mla_backward": Gradients}
+OUTPUTS = {"mla_decode": DecodeOutputs, "sparse_mla_forward": SparseOutputs, "sparse_mla_backward": Gradients}
 SINGLE = ("lse", "max_logits")
 
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from bench.core.cost import Cost, roofline_us
-from bench.ops.decode.cases import CASES, SUITES, DecodeCase, parse
+from bench.ops.decode import DECODE
+from bench.ops.decode_cases import CASES, SUITES, DecodeCase
 
 
 def test_roofline_takes_the_tighter_limit():
@@ -33,7 +34,7 @@ def test_suites_and_selection():
 def test_the_whole_table():
     table = SUITES["table"]
     assert len({case.name for case in table}) == len(table) == 17 + len(SUITES["heads"]) - 2 + 6 + 40
-    assert all(parse(case.name) == case for case in table)
+    assert all(DECODE.parse(case.name) == case for case in table)
     assert {case.h_q for case in SUITES["heads"]} == {8, 12, 16, 96}
     assert {case.d_qk for case in SUITES["nope"]} == {512}
     assert max(case.b for case in SUITES["small-batches"]) == 8
@@ -44,7 +45,7 @@ def test_mixes_of_lengths():
         lengths = case.lengths()
         assert lengths.shape == (case.b,)
         assert 1 <= lengths.min() <= lengths.max() <= case.s_kv
-        assert (lengths == parse(case.name).lengths()).all()
+        assert (lengths == DECODE.parse(case.name).lengths()).all()
         keys = int(lengths.sum())
         assert case.cost.flops == 2 * keys * case.h_q * (576 + 512)
         assert case.cost.nbytes == 2 * (keys * 576 + case.b * case.h_q * (576 + 512))
@@ -52,6 +53,6 @@ def test_mixes_of_lengths():
 
 
 def test_narrow_cases():
-    assert parse("b2-sq1-hq16-skv100-dqk512").scale == 512**-0.5
-    assert parse("b2-sq1-hq16-skv100-dqk320").d_v == 256
+    assert DECODE.parse("b2-sq1-hq16-skv100-dqk512").scale == 512**-0.5
+    assert DECODE.parse("b2-sq1-hq16-skv100-dqk320").d_v == 256
     assert {(case.d_qk, case.d_v) for case in SUITES["narrow"]} == {(320, 256), (288, 256)}

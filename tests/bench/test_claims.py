@@ -8,12 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import cli
-from bench.claims import command, memory, operator
+from bench import claims, cli
 from bench.core.errors import BenchError
 from bench.core.implementation import Prepared
-from bench.ops.indexer_loss.cases import LossCase
-from bench.ops.indexer_loss.inputs import LossOutputs
+from bench.ops.indexer_loss import LossCase, LossOutputs
 from mla_cupy import reference
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "log" / "claims.md"
@@ -21,42 +19,42 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "log" / "claims.md"
 
 def test_samples_by_hand():
     """Pages of 4, a prompt of 6, 2 samples of 3 tokens: one shared page, then 1, 1 and 2 pages of each sample's own."""
-    saving = memory.parallel_samples(4, 6, 3, 2)
-    assert saving == memory.Saving(shared=(3 + 3 + 5) / 3, alone=(4 + 4 + 6) / 3)
+    saving = claims.parallel_samples(4, 6, 3, 2)
+    assert saving == claims.Saving(shared=(3 + 3 + 5) / 3, alone=(4 + 4 + 6) / 3)
     assert saving.saved == pytest.approx(3 / 14)
     assert saving.times == pytest.approx(14 / 11)
 
 
 def test_one_sequence_shares_nothing():
-    assert memory.parallel_samples(8, 20, 9, 1).saved == 0
-    assert memory.beams(8, 20, 9, 1).saved == 0
+    assert claims.parallel_samples(8, 20, 9, 1).saved == 0
+    assert claims.beams(8, 20, 9, 1).saved == 0
 
 
 def test_beams_share_more_than_samples():
     """All have the prompt in common; beams that go on from one another have answers in common, too."""
     for seed in range(3):
-        assert memory.beams(4, 16, 64, 4, seed).saved > memory.parallel_samples(4, 16, 64, 4, seed).saved
+        assert claims.beams(4, 16, 64, 4, seed).saved > claims.parallel_samples(4, 16, 64, 4, seed).saved
 
 
 def test_common_prompts_by_hand():
     """Whole pages of the common tokens are held once."""
-    saving = memory.system_prompt(4, 10, 1, 5)
-    assert saving == memory.Saving(shared=2 + 5, alone=5 * 3)
+    saving = claims.system_prompt(4, 10, 1, 5)
+    assert saving == claims.Saving(shared=2 + 5, alone=5 * 3)
 
 
 def test_what_a_lone_sequence_wastes():
     """It has one token more in each step: pages of 8 and the power of two are filled evenly, the whole piece is not."""
-    traffic = memory.Traffic(batch=1, steps=200, prompt=3, answer=40, longest=64)
-    found = memory.waste(traffic, 8)
+    traffic = claims.Traffic(batch=1, steps=200, prompt=3, answer=40, longest=64)
+    found = claims.waste(traffic, 8)
     assert 0 < found.paged < found.doubled < found.whole < 1
-    assert memory.waste(traffic, 1).paged == 0
-    assert memory.waste(traffic, 64).paged == found.whole
+    assert claims.waste(traffic, 1).paged == 0
+    assert claims.waste(traffic, 64).paged == found.whole
 
 
 def test_the_page_has_what_the_command_says():
     lines = PAGE.read_text().splitlines()
-    sizes = list(command.PAGE_SIZES)
-    for row in [*command.waste_rows(sizes, 0), *command.saving_rows(sizes, 0)]:
+    sizes = list(claims.PAGE_SIZES)
+    for row in [*claims.waste_rows(sizes, 0), *claims.saving_rows(sizes, 0)]:
         assert "| " + " | ".join(map(str, row.values())) + " |" in lines
 
 
@@ -103,7 +101,7 @@ def test_the_operator_s_ratios(device, monkeypatch):
     monkeypatch.setattr(device, "clock", lambda: SimpleNamespace(start=lambda: None, stop_us=lambda: passed[-1]))
     own, flash = Timed("mla_cupy", passed, 9000.0, 3000.0), Timed("flash", passed, 6000.0, 2000.0)
     case = LossCase(2, 5, 2, 16, 2, 32, per_head=True)
-    (row,) = operator.rows([case], own, flash, device, calls=3)
+    (row,) = claims.operator_rows([case], own, flash, device, calls=3)
     assert row == {
         "sequences": 2,
         "tokens of each": 5,
@@ -128,12 +126,12 @@ def test_a_wrong_operator_is_not_timed(device):
 
     own.prepare = wrong
     with pytest.raises(BenchError, match=r"mla_cupy, case b1-s4.*wrong, d_weights"):
-        list(operator.rows([LossCase(1, 4, 2, 16, 2, 32, per_head=True)], own, own, device))
+        list(claims.operator_rows([LossCase(1, 4, 2, 16, 2, 32, per_head=True)], own, own, device))
 
 
 def test_the_operator_s_cases():
     """As many tokens in sequences of 2,048, and in one."""
-    shapes = [(case.b, case.s, case.h, case.d) for case in operator.cases([2048, 8192])]
+    shapes = [(case.b, case.s, case.h, case.d) for case in claims.operator_cases([2048, 8192])]
     assert shapes == [(1, 2048, 64, 128), (4, 2048, 64, 128), (1, 8192, 64, 128)]
 
 

@@ -115,10 +115,10 @@ def test_tilelang_is_said_not_to_be_available(operation):
 
 def test_default_peers(tmp_path):
     nothing, directory = Choices(), Choices(tmp_path)
-    assert DECODE.default_peers(nothing) == ["generic", "cupy"]
-    assert DECODE.default_peers(directory) == ["generic", "cupy", "flashmla", "fa3"]
-    assert (SPARSE_FORWARD.default_peers(nothing), SPARSE_FORWARD.default_peers(directory)) == ([], ["flashmla"])
-    assert SPARSE_BACKWARD.default_peers(nothing) == []
+    assert DECODE.peers_of(nothing) == ["generic", "cupy"]
+    assert DECODE.peers_of(directory) == ["generic", "cupy", "flashmla", "fa3"]
+    assert (SPARSE_FORWARD.peers_of(nothing), SPARSE_FORWARD.peers_of(directory)) == ([], ["flashmla"])
+    assert SPARSE_BACKWARD.peers_of(nothing) == []
 
 
 def test_nothing_heavy_is_imported_for_list():
@@ -131,7 +131,7 @@ def test_nothing_heavy_is_imported_for_list():
 
 
 def test_kernels_that_a_batch_may_get_are_peers_of_the_chosen_one():
-    from bench.ops.decode.own import NAMED
+    from bench.ops.decode import NAMED
     from mla_cupy.kernels.decode import DECODE as PIPELINE
 
     assert {kernel.name for kernel in PIPELINE.kernels if kernel.on_request} <= set(NAMED)

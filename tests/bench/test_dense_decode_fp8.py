@@ -13,7 +13,7 @@ from rich.console import Console
 from bench.core.implementation import Choices, make
 from bench.core.table import show
 from bench.operations import DENSE_DECODE_FP8
-from bench.ops.dense_decode_fp8.cases import Fp8DecodeCase
+from bench.ops.dense_decode_fp8 import Fp8DecodeCase
 from mla_cupy import reference
 from mla_cupy.reference.fp8_queries import dequantised
 from tests.bench import fake_torch
@@ -124,5 +124,5 @@ def test_what_flashmla_in_fp8_cannot_do(flashmla, tmp_path, name, dtype, reason)
 
 
 def test_default_peers(tmp_path):
-    assert DENSE_DECODE_FP8.default_peers(Choices()) == ["rows"]
-    assert DENSE_DECODE_FP8.default_peers(Choices(tmp_path)) == ["rows", "flashmla", "flashmla_fp8", "fa3"]
+    assert DENSE_DECODE_FP8.peers_of(Choices()) == ["rows"]
+    assert DENSE_DECODE_FP8.peers_of(Choices(tmp_path)) == ["rows", "flashmla", "flashmla_fp8", "fa3"]

@@ -11,7 +11,7 @@ import pytest
 from bench.core.errors import BenchError
 from bench.core.implementation import Choices, make
 from bench.operations import INDEXER_TOPK
-from bench.ops.indexer_topk.inputs import DIGIT_SHIFT, DIGIT_STEP, HOT_DIGITS, Selection
+from bench.ops.indexer_topk import DIGIT_SHIFT, DIGIT_STEP, HOT_DIGITS, Selection
 from mla_cupy import reference
 from tests.bench import fake_torch
 

@@ -9,9 +9,8 @@ import pytest
 
 from bench.core.implementation import Choices, make
 from bench.operations import LAYER
-from bench.ops.layer.cases import MODELS, LayerCase
-from bench.ops.layer.operation import ratios
-from bench.ops.layer.steps import launches
+from bench.ops.layer import launches, ratios
+from bench.ops.layer_cases import MODELS, LayerCase
 
 
 def test_every_model_has_a_case():

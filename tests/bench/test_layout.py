@@ -12,28 +12,31 @@ from tests.layering.imports import imports
 
 BENCH = Path(__file__).parents[2] / "bench"
 MODULES = {".".join(path.relative_to(BENCH.parent).with_suffix("").parts): path for path in BENCH.rglob("*.py")}
-#: Which other folders a folder may import. `operation` is the record of an operation, which names the peers.
+#: Which other folders a folder may import.
 MAY_IMPORT = {
     "core": set(),
     "ops": {"core"},
     "peers": {"core", "ops"},
-    "operation": {"core", "ops", "peers"},
-    "operations": {"core", "operation"},
+    "operations": {"core", "ops"},
     "model": {"core", "ops"},
     "trees": {"core", "operations"},
     "context_parallel": {"core"},
-    "claims": {"core", "operation", "ops", "peers"},
+    "claims": {"core", "ops"},
     "trace": {"core", "operations"},
     "cli": {"claims", "context_parallel", "core", "model", "operations", "trace", "trees"},
     "__main__": {"cli"},
     "__init__": set(),
 }
+#: What may import peers, which import the operations, in functions only.
+NAMES_PEERS = {"ops", "claims"}
 
 
-def imported(name: str) -> set[str]:
-    """The modules of the benches that a module imports, in functions and for types only, too."""
+def imported(name: str, *, lazily: bool = True) -> set[str]:
+    """The modules of the benches that a module imports, for types only, too, and in functions unless not `lazily`."""
     found = set()
     for entry in imports(MODULES[name]):
+        if entry.lazy and not lazily:
+            continue
         rest = entry.module.lstrip(".")
         dots = len(entry.module) - len(rest)
         if dots:
@@ -45,26 +48,27 @@ def imported(name: str) -> set[str]:
 
 
 def folder(name: str) -> str:
-    parts = name.split(".")[1:]
-    return "operation" if parts[0] == "ops" and parts[-1] == "operation" else parts[0]
+    return name.split(".")[1]
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_layers(name):
     own = folder(name)
-    assert {folder(module) for module in imported(name)} <= MAY_IMPORT[own] | {own}
+    assert {folder(module) for module in imported(name, lazily=False)} <= MAY_IMPORT[own] | {own}
+    within_functions = {"peers"} if own in NAMES_PEERS else set()
+    assert {folder(module) for module in imported(name)} <= MAY_IMPORT[own] | {own} | within_functions
 
 
 def test_no_circles():
-    list(TopologicalSorter({name: imported(name) for name in MODULES}).static_order())
+    list(TopologicalSorter({name: imported(name, lazily=False) for name in MODULES}).static_order())
 
 
 def test_the_reader_of_imports_sees_the_benches():
-    assert imported("bench.operations") >= {f"bench.ops.{name}.operation" for name in ("decode", "sparse_forward")}
+    assert imported("bench.operations") >= {f"bench.ops.{name}" for name in ("decode", "sparse_forward")}
     assert "bench.core.table" in imported("bench.cli"), "a lazy import of several names"
-    assert "bench.peers.flashmla" in imported("bench.ops.decode.operation")
+    assert "bench.peers.flashmla" in imported("bench.ops.decode") - imported("bench.ops.decode", lazily=False)
 
 
-def test_every_folder_of_an_operation_is_registered():
-    folders = {path.parent.name for path in (BENCH / "ops").glob("*/operation.py")}
-    assert folders == {name.replace("-", "_") for name in OPERATIONS}
+def test_every_file_of_an_operation_is_registered():
+    files = {path.stem for path in (BENCH / "ops").glob("*.py") if "= BenchOperation(" in path.read_text()}
+    assert files == {name.replace("-", "_") for name in OPERATIONS}

@@ -13,7 +13,7 @@ from bench.model import counts, prediction
 from bench.model import report as model_report
 from bench.model.counts import Kernel, Product
 from bench.model.machine import MACHINES, Machine
-from bench.ops.sparse_backward.cases import SparseBackwardCase
+from bench.ops.sparse_backward import SparseBackwardCase
 from mla_cupy.errors import KernelCompileError
 from mla_cupy.runtime import loader, sources
 

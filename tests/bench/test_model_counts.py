@@ -9,7 +9,7 @@ import pytest
 
 import mla_cupy
 from bench.model import counts
-from bench.ops.sparse_backward.cases import SparseBackwardCase
+from bench.ops.sparse_backward import SparseBackwardCase
 from mla_cupy.kernels import KERNELS
 from tests.support.flat import flat
 from tests.support.sim_driver import simulated

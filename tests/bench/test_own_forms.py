@@ -10,7 +10,7 @@ import pytest
 from bench.core.implementation import Choices, make
 from bench.core.recorders import Eager
 from bench.operations import ABSORPTION, CASCADE, DECODE, DENSE_DECODE_FP8, PREFILL, SPARSE_FORWARD_FP8
-from bench.ops.prefill.own import NAMED
+from bench.ops.prefill import NAMED
 from mla_cupy import reference
 from tests.bench.small import DECODE as DENSE
 from tests.bench.small import SMALL, SPARSE
@@ -41,14 +41,14 @@ def test_whole_forms(name, device, numpy_backend, monkeypatch):
     monkeypatch.setattr("bench.peers.torch_absorption.recorder_for", lambda torch, device: Eager())
     inputs = ABSORPTION.inputs(SHORT, "float16", 0, device)
     expected = ABSORPTION.expect(SHORT, "float16", inputs, device)
-    form = ABSORPTION.implementations(None)[name]()
+    form = ABSORPTION.implementations(Choices())[name]()
     prepared = form.prepare(SHORT, "float16", [inputs], device)
     with np.errstate(invalid="ignore"):
         assert not ABSORPTION.judge(expected, prepared.outputs(0), "float16", device).ok, "nothing has run"
     prepared.calls[0]()
     verdict = ABSORPTION.judge(expected, prepared.outputs(0), "float16", device)
     assert verdict.ok, verdict.reason
-    wrong = [replace(one, out=one.out + 0.02) for one in expected]
+    wrong = [replace(one, whole=replace(one.whole, want=one.whole.want + 0.02)) for one in expected]
     assert not ABSORPTION.judge(wrong, prepared.outputs(0), "float16", device).ok
     assert list(prepared.figures)[1 if name == "absorbed" else 2] == "attention"
 
@@ -136,7 +136,7 @@ def test_forms_that_change_no_result(rows_of):
     """A sink of -inf, and results that are turned back by an angle of 0."""
     records = rows_of(DENSE_DECODE_FP8, "b2-sq1-hq3-skv20-page16", ["attn_sink"])
     assert records["attn_sink"]["check"]["out_max"] == records["mla_cupy"]["check"]["out_max"]
-    rows = rows_of(DECODE, "b2-sq1-hq3-skv20-page16-dqk512", ["out_cos"])
-    assert rows["out_cos"]["check"]["out_max"] == rows["mla_cupy"]["check"]["out_max"]
-    row = rows_of(DECODE, "b2-sq1-hq3-skv20-page16", ["out_cos"])["out_cos"]
+    rows = rows_of(DECODE, "b2-sq1-hq3-skv20-page16-dqk512", ["out_rope"])
+    assert rows["out_rope"]["check"]["out_max"] == rows["mla_cupy"]["check"]["out_max"]
+    row = rows_of(DECODE, "b2-sq1-hq3-skv20-page16", ["out_rope"])["out_rope"]
     assert (row["status"], "keys of 512" in row["reason"]) == ("unsupported", True)

@@ -14,9 +14,9 @@ from bench.core.errors import BenchError
 from bench.core.limits import Limits
 from bench.core.selection import one_run_per_case
 from bench.core.timer import Timing
-from bench.ops.decode.cases import CASES as DECODE
-from bench.ops.sparse_backward.cases import CASES as BACKWARD
-from bench.ops.sparse_forward.cases import CASES as FORWARD
+from bench.ops.decode_cases import CASES as DECODE
+from bench.ops.sparse_backward import CASES as BACKWARD
+from bench.ops.sparse_forward import CASES as FORWARD
 
 figure_module = pytest.importorskip("matplotlib.figure")
 Text = pytest.importorskip("matplotlib.text").Text

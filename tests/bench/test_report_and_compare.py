@@ -12,7 +12,7 @@ from bench.core.compare import compare
 from bench.core.errors import BenchError
 from bench.core.limits import Limits
 from bench.core.timer import Timing
-from bench.ops.decode.cases import DecodeCase
+from bench.ops.decode_cases import DecodeCase
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 LIMITS = Limits(4.0, 700.0, "given", "given")

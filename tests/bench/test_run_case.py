@@ -14,9 +14,8 @@ from bench.core.implementation import Choices, make
 from bench.core.runner import Options, run_case
 from bench.core.tolerance import spaced
 from bench.operations import OPERATIONS
-from bench.ops.decode.cases import DecodeCase
-from bench.ops.decode.check import expect, judge
-from bench.ops.decode.inputs import Outputs, make_inputs
+from bench.ops.decode import DecodeOutputs, expect, judge, make_inputs
+from bench.ops.decode_cases import DecodeCase
 from tests.bench.small import SMALL
 from tests.support.flat import flat, flat_plan
 
@@ -290,13 +289,13 @@ def test_tolerance_lets_rounding_pass_and_little_more(device, dtype):
     for e in expected:
         out[e.batch][:, e.heads] = e.out
         lse[e.batch, e.heads] = e.lse
-    verdict = judge(expected, Outputs(out, lse), dtype, device)
+    verdict = judge(expected, DecodeOutputs(out, lse), dtype, device)
     assert verdict.ok
     assert verdict.sampled_rows == 18
-    assert judge(expected, Outputs(out, None), dtype, device).lse_max is None
+    assert judge(expected, DecodeOutputs(out, None), dtype, device).lse_max is None
 
     out[0, 0, 0, 0] += 2 * verdict.out_tolerance
-    assert not judge(expected, Outputs(out, lse), dtype, device).ok
+    assert not judge(expected, DecodeOutputs(out, lse), dtype, device).ok
     assert verdict.out_tolerance < 0.05 * max(abs(e.out).max() for e in expected)
 
 
@@ -308,7 +307,7 @@ def test_spaced():
 
 def test_the_project_through_its_public_call(device, briefly, monkeypatch):
     """The real adapters on the NumPy backend: plans, results in place, further figures."""
-    from bench.ops.decode.own import GENERIC, Decode
+    from bench.ops.decode import GENERIC, Decode
 
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     device.watch = WallClock()

@@ -15,10 +15,9 @@ from bench.core.implementation import NotAvailable
 from bench.core.runner import Options, run_case
 from bench.core.samples import judge
 from bench.operations import SPARSE_BACKWARD, SPARSE_FORWARD
-from bench.ops.sparse.inputs import SparseOutputs, choose_indices
-from bench.ops.sparse_backward import check as backward_check
-from bench.ops.sparse_backward.cases import SparseBackwardCase
-from bench.ops.sparse_forward.cases import SparseForwardCase
+from bench.ops.sparse import SparseOutputs, choose_indices
+from bench.ops.sparse_backward import SparseBackwardCase
+from bench.ops.sparse_forward import SparseForwardCase
 from mla_cupy import reference
 
 FORWARD = SparseForwardCase(s_q=20, s_kv=30, h_q=3, topk=8)
@@ -134,7 +133,7 @@ def test_a_wrong_forward_spoils_the_backward(run, fake, monkeypatch):
 
 @pytest.mark.parametrize("chunk", [1, 7, 256])
 def test_a_row_alone_has_the_gradient_that_it_has_among_all(device, numpy_backend, monkeypatch, chunk):
-    monkeypatch.setattr(backward_check, "CHUNK", chunk)
+    monkeypatch.setattr("bench.ops.sparse_backward.CHUNK", chunk)
     inputs = SPARSE_BACKWARD.inputs(BACKWARD, "bfloat16", 0, device)
     arrays = inputs.q, inputs.kv, inputs.out, inputs.dout, inputs.lse, inputs.indices
     dq, dkv, _ = reference.sparse_mla_backward(*arrays, scale=BACKWARD.scale)
@@ -177,7 +176,7 @@ def test_a_row_that_nobody_selects_has_no_tolerance(device, numpy_backend, monke
         chosen = choose_indices(case, seed)
         return np.where(chosen == 15, np.int32(-1), chosen)
 
-    monkeypatch.setattr("bench.ops.sparse.inputs.choose_indices", without_row_15)
+    monkeypatch.setattr("bench.ops.sparse.choose_indices", without_row_15)
     inputs = SPARSE_BACKWARD.inputs(BACKWARD, "bfloat16", 0, device)
     samples = SPARSE_BACKWARD.expect(BACKWARD, "bfloat16", inputs, device)
     (nobody,) = (sample for sample in samples if (sample.output, sample.row) == ("dkv", 15))

@@ -5,12 +5,11 @@ import pytest
 
 from bench.core.cost import Cost
 from bench.operations import SPARSE_BACKWARD, SPARSE_FORWARD
-from bench.ops.sparse.cases import with_indices
-from bench.ops.sparse.inputs import NEIGHBOURS, RECENT_TOKENS, SINK_TOKENS, choose_indices
-from bench.ops.sparse_backward.cases import CASES as BACKWARD
-from bench.ops.sparse_backward.cases import SparseBackwardCase
-from bench.ops.sparse_forward.cases import CASES as FORWARD
-from bench.ops.sparse_forward.cases import SparseForwardCase
+from bench.ops.sparse import NEIGHBOURS, RECENT_TOKENS, SINK_TOKENS, choose_indices, with_indices
+from bench.ops.sparse_backward import CASES as BACKWARD
+from bench.ops.sparse_backward import SparseBackwardCase
+from bench.ops.sparse_forward import CASES as FORWARD
+from bench.ops.sparse_forward import SparseForwardCase
 
 OPERATIONS = {"forward": (SPARSE_FORWARD, FORWARD), "backward": (SPARSE_BACKWARD, BACKWARD)}
 

@@ -11,7 +11,7 @@ import pytest
 
 from bench.core.implementation import Choices, make
 from bench.operations import SPARSE_DECODE
-from bench.ops.sparse_decode.inputs import host_cache, host_pages
+from bench.ops.sparse_decode import host_cache, host_pages
 from mla_cupy import reference
 from tests.bench import fake_torch
 

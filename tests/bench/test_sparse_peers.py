@@ -13,8 +13,8 @@ import pytest
 import mla_cupy
 from bench.core.implementation import Choices, make
 from bench.operations import SPARSE_BACKWARD, SPARSE_FORWARD
-from bench.ops.sparse_backward.cases import SparseBackwardCase
-from bench.ops.sparse_forward.cases import SparseForwardCase
+from bench.ops.sparse_backward import SparseBackwardCase
+from bench.ops.sparse_forward import SparseForwardCase
 from bench.peers.torch_ops import peak_bytes
 from mla_cupy import reference
 from tests.bench import fake_torch

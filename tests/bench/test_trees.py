@@ -158,10 +158,16 @@ def test_the_child_loads_an_operation_by_name(name):
 
 def test_the_child_loads_no_other_operation():
     """An older package may lack what a later operation imports."""
-    loaded = "sorted(name for name in sys.modules if name.startswith('bench.ops.') and name.endswith('.operation'))"
-    script = f"import sys; from bench.trees import child; child.load('decode'); print({loaded})"
+    loaded = "sorted(name for name in sys.modules if name.startswith('bench.ops.'))"
+    script = f"""
+import sys
+from bench.core.implementation import Choices
+from bench.trees import child
+child.load("decode").implementations(Choices())
+print({loaded})
+"""
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['bench.ops.decode.operation']"
+    assert done.stdout.strip() == "['bench.ops.decode', 'bench.ops.decode_cases']"
 
 
 # Processes and replies are the same for all operations; that each one runs, and is loaded, is tested without processes.

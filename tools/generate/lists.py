@@ -263,9 +263,9 @@ def _package_init(root: Path, public: list[str]) -> Texts:
 def bench_lists(root: Path) -> Texts:
     """The operations that can be benchmarked."""
     found = []
-    for path in sorted((root / "bench" / "ops").glob("*/operation.py")):
+    for path in sorted((root / "bench" / "ops").glob("*.py")):
         names = [k for k, value in read(path, "").assigned().items() if _is_call(value, "BenchOperation")]
-        found += [(f".ops.{path.parent.name}.operation", name) for name in names]
+        found += [(f".ops.{path.stem}", name) for name in names]
     init = root / "bench" / "operations.py"
     block = (
         imports((module, [name]) for module, name in found)

@@ -1,1 +1,0 @@
-"""Claims that circulate about paged caches, computed from the cache's own bookkeeping."""

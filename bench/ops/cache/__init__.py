@@ -1,1 +1,0 @@
-"""Writing, reading and copying tokens of a paged cache."""

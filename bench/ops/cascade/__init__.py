@@ -1,1 +1,0 @@
-"""Decode of sequences that share a prefix."""

@@ -1,1 +1,0 @@
-"""Dense decode from FP8 records."""

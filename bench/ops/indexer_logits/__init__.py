@@ -1,1 +1,0 @@
-"""The scores of the lightning indexer."""

@@ -1,1 +1,0 @@
-"""The losses that train the lightning indexer."""

@@ -1,1 +1,0 @@
-"""The preparation of index queries."""

@@ -1,1 +1,0 @@
-"""The exact top-k of the indexer's logits."""

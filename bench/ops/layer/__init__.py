@@ -1,1 +1,0 @@
-"""A decode layer between its projections and the output projection."""

@@ -1,1 +1,0 @@
-"""Prefill, un-absorbed."""

@@ -1,1 +1,0 @@
-"""Queries and keys before decode."""

@@ -1,1 +1,0 @@
-"""W_UK before decode, and merge and W_UV after it."""

@@ -1,1 +1,0 @@
-"""Cases, indices and sampled checks that the sparse operations share."""

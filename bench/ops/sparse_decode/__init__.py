@@ -1,1 +1,0 @@
-"""Sparse decode from FP8 records."""

@@ -1,1 +1,0 @@
-"""The sparse forward from FP8 records."""
