@@ -173,6 +173,15 @@ class TorchFamily(NativeFamily):
         with self._on(stream, x.get_device()):
             return _to_numpy(self._torch, x.cpu())
 
+    def synchronize(self, device: int) -> None:
+        """Wait for all work on a device."""
+        self._torch.cuda.synchronize(device)
+
+    def on_device(self, device: int) -> AbstractContextManager[object]:
+        """Within a with statement, `device` is the current one."""
+        guard: AbstractContextManager[object] = self._torch.cuda.device(device)
+        return guard
+
 
 #: Handles of CUDA's legacy default stream: the null stream, and cudaStreamLegacy.
 _DEFAULT_STREAM = (0, 1)

@@ -2,43 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from mla_cupy import ops, reference
-from mla_cupy.arrays import cupy_family, stream_handle
+from mla_cupy.arrays import CupyFamily, stream_handle
 from mla_cupy.arrays.staging import Staging
+from mla_cupy.arrays.torch import TORCH_CPU, TorchFamily
 from mla_cupy.cache.upload import Sheet, Words
 from mla_cupy.cache_formats import CacheFormat
 from mla_cupy.dtypes import numpy_dtype
-from mla_cupy.errors import ArgumentError, explain
-from mla_cupy.ops import backend
+from mla_cupy.errors import ArgumentError, DTypeError, ShapeError, explain
 from mla_cupy.ops.cache_pages import UPDATE_OPERATION
 from mla_cupy.ops.call import Invocation, fixed
-from mla_cupy.ops.checks import is_integer
-from mla_cupy.runtime import device as devices
 
 Array = npt.NDArray[Any]
+PAGE_ALIGNMENT = 16
+"""Pages begin at multiples of so many bytes: kernels copy them by TMA."""
 
 
-class Memory(Protocol):
-    """Memory that `PagedKVCache` lies in: the host's or a GPU's.
+class Layout(NamedTuple):
+    """What a cache has memory for.
 
     Attributes
     ----------
-    table, seqlens : array
-        The block table and the lengths of all sequences.
-    step_table, step_seqlens : array
-        Those of the latest step, with a row for each sequence that the cache can hold.
-    step_slots, step_positions : array
-        Of the latest step's tokens, with room for as many as a step can have.
-    pools : mapping
-        Name -> array of bytes, (num_layers, num_pages, page_bytes).
+    words : Words
+        Those of a step's upload.
+    formats : mapping
+        Name of a pool -> its record.
+    max_tokens : int
+        Of a step.
     """
+
+    words: Words
+    formats: Mapping[str, CacheFormat]
+    num_layers: int
+    num_pages: int
+    page_size: int
+    max_seqs: int
+    max_pages: int
+    max_tokens: int
+
+    def tables(self) -> Sequence[tuple[int, ...]]:
+        """Shapes of `Tables`."""
+        both = (self.max_seqs, self.max_pages), (self.max_seqs,)
+        return *both, *both, (self.max_tokens,), (self.max_tokens,)
+
+    def pools(self) -> Mapping[str, tuple[int, int, int]]:
+        """Shapes of the pools in bytes: layers, pages, and the bytes of a page."""
+        return {
+            name: (self.num_layers, self.num_pages, page_stride(record, self.page_size))
+            for name, record in self.formats.items()
+        }
+
+
+class Tables(NamedTuple):
+    """Arrays that a step changes, int32; see `PagedKVCache` and `CacheStep`. Those of a step have room for any."""
 
     table: Any
     seqlens: Any
@@ -46,7 +70,26 @@ class Memory(Protocol):
     step_seqlens: Any
     step_slots: Any
     step_positions: Any
+
+
+class Memory(Protocol):
+    """Memory that `PagedKVCache` lies in, as arrays of one library.
+
+    Attributes
+    ----------
+    pools : mapping
+        Name -> the pages of all layers.
+    """
+
     pools: Mapping[str, Any]
+
+    @property
+    def tables(self) -> Tables:
+        """The arrays after the latest step."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether a step overwrites the arrays of the one before; else it makes new ones."""
 
     def staging(self) -> Sheet:
         """Host memory to write the next step to."""
@@ -54,8 +97,14 @@ class Memory(Protocol):
     def submit(self, part: slice, copies: int, stream: Any) -> None:
         """Upload a part of the words just written, bring the tables up to date, and copy pages."""
 
-    def view(self, pool: Any, record: CacheFormat, layer: int, page_size: int) -> Any:
+    def layer(self, pool: str, layer: int) -> Any:
         """A layer of a pool as an array of the record's dtype, (num_pages, page_size, width)."""
+
+    def write(self, operation: str, arrays: Sequence[Any], pool: str, layer: int, *more: Any, **options: Any) -> None:
+        """Call an operation that writes to a layer, its argument after `arrays`."""
+
+    def lend(self, x: Array) -> Any:
+        """An array of the host as one of the library's."""
 
     def fetch(self) -> tuple[Array, Array]:
         """The block table and the lengths of all sequences on the host, once all work on the device is done."""
@@ -63,28 +112,28 @@ class Memory(Protocol):
 
 def page_stride(record: CacheFormat, page_size: int) -> int:
     """Bytes from one page of a pool to the next."""
-    return -(-record.page_bytes(page_size) // 16) * 16
+    return -(-record.page_bytes(page_size) // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
 
 
 class HostMemory:
     """NumPy arrays. What changes them is the oracle, or, for tests, the operations in the simulator."""
 
-    def __init__(
-        self,
-        at: Words,
-        pools: Mapping[str, tuple[int, int, int]],
-        shape: tuple[int, int, int],
-        page_size: int,
-        run: ModuleType = reference,
-    ) -> None:
-        self._at, self._page_size, self._run = at, page_size, run
-        self.words = np.zeros(at.total, np.int32)
-        self._sheet = at.sheet(self.words)
-        max_seqs, max_pages, max_tokens = shape
-        self.table, self.step_table = np.zeros((2, max_seqs, max_pages), np.int32)
-        self.seqlens, self.step_seqlens = np.zeros((2, max_seqs), np.int32)
-        self.step_slots, self.step_positions = np.zeros((2, max_tokens), np.int32)
-        self.pools: Mapping[str, Any] = {name: np.zeros(size, np.uint8) for name, size in pools.items()}
+    in_place = True
+
+    def __init__(self, layout: Layout, run: ModuleType = reference) -> None:
+        self._layout, self._run = layout, run
+        self.words = np.zeros(layout.words.total, np.int32)
+        self._sheet = layout.words.sheet(self.words)
+        self._tables = Tables(*(np.zeros(shape, np.int32) for shape in layout.tables()))
+        self.pools: Mapping[str, Any] = self._make_pools()
+
+    def _make_pools(self) -> Mapping[str, Any]:
+        return {name: np.zeros(shape, np.uint8) for name, shape in self._layout.pools().items()}
+
+    @property
+    def tables(self) -> Tables:
+        """See `Memory`."""
+        return self._tables
 
     def staging(self) -> Sheet:
         """The words themselves."""
@@ -92,57 +141,175 @@ class HostMemory:
 
     def submit(self, part: slice, copies: int, stream: Any) -> None:
         """Copy at once."""
-        arrays = (self.words[self._at.header :], self.table, self.seqlens, self.step_table, self.step_seqlens)
-        self._run.cache_update(*arrays, self.step_slots, self.step_positions, page_size=self._page_size)
+        layout = self._layout
+        self._run.cache_update(self.words[layout.words.header :], *self._tables, page_size=layout.page_size)
         if copies:
-            pairs = self.words[: 2 * self._at.max_seqs].reshape(-1, 2)
-            for pool in self.pools.values():
-                self._run.cache_copy_pages(pool, pairs)
+            self._copy_pages(self.words[: 2 * layout.max_seqs].reshape(-1, 2))
 
-    def view(self, pool: Any, record: CacheFormat, layer: int, page_size: int) -> Array:
+    def _copy_pages(self, pairs: Array) -> None:
+        for pool in self.pools.values():
+            self._run.cache_copy_pages(pool, pairs)
+
+    def layer(self, pool: str, layer: int) -> Any:
         """See `Memory`."""
-        dtype = numpy_dtype(record.dtype)
-        strides = (pool.strides[1], record.token_bytes, dtype.itemsize)
-        shape = (pool.shape[1], page_size, record.width)
-        made: Array = np.ndarray(shape, dtype, pool[layer].data, 0, strides)
-        return made
+        return _as_record(self.pools[pool], self._layout, pool, layer)
+
+    def write(self, operation: str, arrays: Sequence[Any], pool: str, layer: int, *more: Any, **options: Any) -> None:
+        """See `Memory`."""
+        getattr(ops, operation)(*arrays, self.layer(pool, layer), *more, **options)
+
+    def lend(self, x: Array) -> Any:
+        """The array itself."""
+        return x
 
     def fetch(self) -> tuple[Array, Array]:
         """The arrays themselves."""
-        return self.table, self.seqlens
+        return self._tables.table, self._tables.seqlens
+
+
+def _as_record(pool: Array, layout: Layout, name: str, layer: int) -> Array:
+    record = layout.formats[name]
+    dtype = numpy_dtype(record.dtype)
+    strides = (pool.strides[1], record.token_bytes, dtype.itemsize)
+    shape = (layout.num_pages, layout.page_size, record.width)
+    made: Array = np.ndarray(shape, dtype, pool[layer].data, 0, strides)
+    return made
+
+
+class TorchHostMemory(HostMemory):
+    """PyTorch tensors on the CPU, over the memory of NumPy arrays."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        self._lent = Tables(*map(self.lend, self._tables))
+        self._bytes = {name: self.lend(pool) for name, pool in self.pools.items()}
+
+    @property
+    def tables(self) -> Tables:
+        """See `Memory`."""
+        return self._lent
+
+    def submit(self, part: slice, copies: int, stream: Any) -> None:
+        """Copy at once, and tell autograd."""
+        super().submit(part, copies, stream)
+        assert TORCH_CPU.count_writes is not None
+        TORCH_CPU.count_writes([*self._lent, *(self._bytes.values() if copies else ())])
+
+    def layer(self, pool: str, layer: int) -> Any:
+        """A view of one tensor for all calls, so that autograd knows of every write."""
+        return _torch_layer(self._bytes[pool], self._layout, pool, layer)
+
+    def lend(self, x: Array) -> Any:
+        """The same memory."""
+        return TORCH_CPU.release(x)
+
+
+def _torch_layer(pool: Any, layout: Layout, name: str, layer: int) -> Any:
+    import torch
+
+    record = layout.formats[name]
+    words = pool[layer].view(getattr(torch, record.dtype))
+    per_token = record.token_bytes // words.element_size()
+    return words.as_strided((layout.num_pages, layout.page_size, record.width), (words.stride(0), per_token, 1))
+
+
+class JaxMemory(HostMemory):
+    """Arrays of JAX, one for each layer of a pool. They cannot be written: a step and a write make new ones."""
+
+    in_place = False
+
+    def __init__(self, layout: Layout, device: Any) -> None:
+        self._device = device
+        super().__init__(layout)
+
+    def _make_pools(self) -> Mapping[str, Any]:
+        import jax
+
+        layout = self._layout
+        made = {}
+        for name, record in layout.formats.items():
+            page_bytes = record.page_bytes(layout.page_size)
+            if page_bytes % PAGE_ALIGNMENT:
+                got, expected = f"{layout.page_size}, pages of {page_bytes} bytes", f"a multiple of {PAGE_ALIGNMENT}"
+                raise ArgumentError(explain("page_size", got, expected, f"pool {name!r} has no room between pages"))
+            shape = (layout.num_pages, layout.page_size, record.width)
+            zeros = np.zeros(shape, numpy_dtype(record.dtype))
+            made[name] = [jax.device_put(zeros, self._device) for _ in range(layout.num_layers)]
+        return made
+
+    @property
+    def tables(self) -> Tables:
+        """See `Memory`."""
+        return Tables(*map(self.lend, self._tables))
+
+    def _copy_pages(self, pairs: Array) -> None:
+        sources, targets = pairs.T
+        targets = np.where(targets < 0, self._layout.num_pages, targets)  # JAX drops what is past the end alone
+        for layers in self.pools.values():
+            layers[:] = [_copier()(layer, self.lend(sources), self.lend(targets)) for layer in layers]
+
+    def layer(self, pool: str, layer: int) -> Any:
+        """See `Memory`."""
+        return self.pools[pool][layer]
+
+    def write(self, operation: str, arrays: Sequence[Any], pool: str, layer: int, *more: Any, **options: Any) -> None:
+        """See `Memory`."""
+        from mla_cupy import jax
+
+        self.pools[pool][layer] = getattr(jax, operation)(*arrays, self.pools[pool][layer], *more, **options)
+
+    def set_layer(self, pool: str, layer: int, pages: Any) -> None:
+        """Replace a layer's pages."""
+        known = self.pools[pool][layer]
+        if tuple(pages.shape) != tuple(known.shape):
+            raise ShapeError(explain("pages.shape", tuple(pages.shape), str(known.shape)))
+        if pages.dtype != known.dtype:
+            raise DTypeError(explain("pages.dtype", pages.dtype, str(known.dtype)))
+        self.pools[pool][layer] = pages
+
+    def lend(self, x: Array) -> Any:
+        """A copy on the device: the host's array will change."""
+        import jax
+
+        return jax.device_put(x.copy(), self._device)
+
+
+@functools.cache
+def _copier() -> Callable[[Any, Any, Any], Any]:
+    import jax
+
+    def copied(pages: Any, sources: Any, targets: Any) -> Any:
+        return pages.at[targets].set(pages[sources], mode="drop")
+
+    return jax.jit(copied, donate_argnums=0)  # type: ignore[no-any-return]
 
 
 class DeviceMemory:
-    """CuPy arrays. A step is one copy from pinned memory and one launch; copies of pages are one more per pool."""
+    """Arrays of CuPy or PyTorch on a GPU.
 
-    def __init__(
-        self,
-        at: Words,
-        pools: Mapping[str, tuple[int, int, int]],
-        shape: tuple[int, int, int],
-        page_size: int,
-        device: int,
-    ) -> None:
-        self._at, self._page_size, self._device = at, page_size, device
-        self._family = family = cupy_family()
-        stream = family.current_stream(device)
-        max_seqs, max_pages, max_tokens = shape
+    A step is one copy from pinned memory and one launch; copies of pages are one more per pool.
+    """
+
+    in_place = True
+
+    def __init__(self, layout: Layout, family: CupyFamily | TorchFamily, device: int) -> None:
+        self._layout, self._family, self._device = layout, family, device
+        stream, words = family.current_stream(device), layout.words
 
         def zeros(shape: tuple[int, ...], dtype: str = "int32") -> Any:
             made = family.empty(shape, dtype, device, stream)
-            made.fill(0)
+            made[...] = 0
             return made
 
-        self.words = zeros((at.total,))
-        self.table, self.step_table = (zeros((max_seqs, max_pages)) for _ in range(2))
-        self.seqlens, self.step_seqlens = (zeros((max_seqs,)) for _ in range(2))
-        self.step_slots, self.step_positions = (zeros((max_tokens,)) for _ in range(2))
-        self.pools: Mapping[str, Any] = {name: zeros(size, "uint8") for name, size in pools.items()}
-        self._staging = Staging(at.total, device)
-        self._sheets = [at.sheet(words) for words in self._staging.buffers]
+        with family.on_device(device):
+            self.words = zeros((words.total,))
+            self.tables = Tables(*map(zeros, layout.tables()))
+            self.pools: Mapping[str, Any] = {name: zeros(shape, "uint8") for name, shape in layout.pools().items()}
+        self._staging = Staging(words.total, device)
+        self._sheets = [words.sheet(buffer) for buffer in self._staging.buffers]
         self._address = family.address(self.words)
         self._update: Callable[[int], None] | None = None  # enqueues `cache_update`
-        self._pairs = self.words[: 2 * at.max_seqs].reshape(-1, 2)
+        self._pairs = self.words[: 2 * layout.max_seqs].reshape(-1, 2)
 
     def staging(self) -> Sheet:
         """Pinned memory that no copy in flight reads."""
@@ -155,59 +322,48 @@ class DeviceMemory:
             self._update = self._fixed(handle)
         self._staging.copy_to(self._address, part, handle)
         self._update(handle)
+        if self._family.count_writes is not None:
+            self._family.count_writes(self.tables)
         if copies:
             for pool in self.pools.values():
                 ops.cache_copy_pages(pool, self._pairs, stream=handle)
 
     def _fixed(self, stream: int) -> Callable[[int], None]:
+        packed, tables = self.words[self._layout.words.header :], self.tables
         call = Invocation.of(
             UPDATE_OPERATION,
-            packed=self.words[self._at.header :],
-            table=self.table,
-            seqlens=self.seqlens,
-            step_table=self.step_table,
-            step_seqlens=self.step_seqlens,
-            slots=self.step_slots,
-            positions=self.step_positions,
-            page_size=self._page_size,
+            packed=packed,
+            table=tables.table,
+            seqlens=tables.seqlens,
+            step_table=tables.step_table,
+            step_seqlens=tables.step_seqlens,
+            slots=tables.step_slots,
+            positions=tables.step_positions,
+            page_size=self._layout.page_size,
             stream=stream,
         )
         return fixed(call, self._family.native)
 
-    def view(self, pool: Any, record: CacheFormat, layer: int, page_size: int) -> Any:
+    def layer(self, pool: str, layer: int) -> Any:
         """See `Memory`."""
-        strides = (pool.strides[1], record.token_bytes, numpy_dtype(record.dtype).itemsize)
-        shape = (pool.shape[1], page_size, record.width)
-        return self._family.view_as(pool[layer], shape, record.dtype, strides)
+        whole, layout = self.pools[pool], self._layout
+        if isinstance(self._family, TorchFamily):
+            return _torch_layer(whole, layout, pool, layer)
+        record = layout.formats[pool]
+        strides = (whole.strides[1], record.token_bytes, numpy_dtype(record.dtype).itemsize)
+        shape = (layout.num_pages, layout.page_size, record.width)
+        return self._family.view_as(whole[layer], shape, record.dtype, strides)
+
+    def write(self, operation: str, arrays: Sequence[Any], pool: str, layer: int, *more: Any, **options: Any) -> None:
+        """See `Memory`."""
+        getattr(ops, operation)(*arrays, self.layer(pool, layer), *more, **options)
+
+    def lend(self, x: Array) -> Any:
+        """A tensor on the CPU; NumPy's array for CuPy, which has none there."""
+        return TORCH_CPU.release(x) if isinstance(self._family, TorchFamily) else x
 
     def fetch(self) -> tuple[Array, Array]:
         """Copies; this waits."""
         self._family.synchronize(self._device)
         stream = self._family.current_stream(self._device)
-        return self._family.to_numpy(self.table, stream), self._family.to_numpy(self.seqlens, stream)
-
-
-def memory_on(
-    device: Any,
-    host: type[HostMemory],
-    words: Words,
-    pools: Mapping[str, tuple[int, int, int]],
-    shape: tuple[int, int, int],
-    page_size: int,
-) -> Memory:
-    """Memory of a device: "cpu", a GPU, or None, the current GPU if there is one.
-
-    Raises
-    ------
-    ArgumentError
-        If it is nothing of the kind.
-    UnsupportedDeviceError
-        If there is no such GPU.
-    """
-    if device is None:
-        device = cupy_family().current_device() if backend.use_gpu() else "cpu"
-    if isinstance(device, str) and device == "cpu":
-        return host(words, pools, shape, page_size)
-    if not is_integer(device) or device < 0:
-        raise ArgumentError(explain("device", repr(device), 'a CUDA ordinal, "cpu" or None'))
-    return DeviceMemory(words, pools, shape, page_size, devices.describe(int(device)).ordinal)
+        return self._family.to_numpy(self.tables.table, stream), self._family.to_numpy(self.tables.seqlens, stream)

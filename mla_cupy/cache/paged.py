@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from mla_cupy import ops
 from mla_cupy.cache.arguments import MAX_SLOTS, check_key, check_sizes, record_of_pool, tokens_of, vector
 from mla_cupy.cache.book import Book
-from mla_cupy.cache.memory import HostMemory, Memory, memory_on, page_stride
+from mla_cupy.cache.memory import HostMemory, JaxMemory, Layout, Memory
+from mla_cupy.cache.places import memory_of
 from mla_cupy.cache.reports import CacheStats, CacheStep, next_number, numbered
 from mla_cupy.cache.upload import Words, mark_uploaded, pack
 from mla_cupy.cache_formats import CacheFormat
@@ -43,8 +43,11 @@ class PagedKVCache:
         Pages of a sequence.
     max_tokens : int, optional
         Tokens that one `extend` can add, all sequences together. Default: 8192, or max_seqs if that is more.
-    device : int, "cpu" or None
-        CUDA ordinal, or "cpu" for NumPy arrays, which the NumPy backend changes. Default: the current GPU, else "cpu".
+    device : int, str or None
+        CUDA ordinal, "cuda:N" or "cpu", where the oracle changes the arrays. Default: the library's current GPU, else
+        "cpu".
+    library : {"numpy", "cupy", "torch", "jax"} or None
+        Whose arrays the cache holds, returns and takes. Default: CuPy's on a GPU, NumPy's on the host.
 
     Attributes
     ----------
@@ -75,13 +78,15 @@ class PagedKVCache:
 
     Without it, `append` and `append_keys` refuse a step that another thread has overtaken; `mla_decode` cannot tell.
 
-    All arrays are CuPy's on a GPU and NumPy's in host memory. The cache holds no arrays of PyTorch or JAX, and its
-    methods accept none. `torch.from_dlpack` views its arrays as tensors without a copy, for `mla_cupy.cache_append` and
-    `mla_cupy.mla_decode` on tensors.
+    Work on a GPU is enqueued on the library's current stream, or on `stream` where a method has it. Steps and the calls
+    that use them belong on one stream. But for JAX's, pages and the arrays of steps keep their addresses: CUDA graphs
+    may hold them.
 
-    Work on a GPU is enqueued on CuPy's current stream, or on `stream` where a method has it; the current stream of
-    PyTorch is another one. Steps and the calls that use them belong on one stream. Sequences are numbers; those of
-    sequences that have been freed are refused. Host memory: 4 bytes per entry of the block table, some 20 per page.
+    JAX's arrays cannot be written. There a step returns new arrays, and `append` replaces the layer's pages. A function
+    under `jax.jit` takes `layer(...)`, donated, and returns pages for `set_layer`.
+
+    Sequences are numbers; those of sequences that have been freed are refused. Host memory: 4 bytes per entry of the
+    block table, some 20 per page.
 
     Examples
     --------
@@ -109,23 +114,20 @@ class PagedKVCache:
         max_pages: int,
         max_tokens: int | None = None,
         device: int | str | None = None,
+        library: str | None = None,
         memory: type[HostMemory] = HostMemory,
     ) -> None:
-        sizes = {"num_pages": num_pages, "page_size": page_size, "num_layers": num_layers}
-        sizes = check_sizes({**sizes, "max_seqs": max_seqs, "max_pages": max_pages})
-        num_pages, page_size, num_layers, max_seqs, max_pages = sizes.values()
+        given = {"num_pages": num_pages, "page_size": page_size, "num_layers": num_layers}
+        given = check_sizes({**given, "max_seqs": max_seqs, "max_pages": max_pages})
+        num_pages, page_size, num_layers, max_seqs, max_pages = given.values()
         max_tokens = max(8192, max_seqs) if max_tokens is None else check_count("max_tokens", max_tokens, 1, MAX_SLOTS)
         named = pools if isinstance(pools, Mapping) else {"kv": pools}
         self.formats = {name: record_of_pool(name, record) for name, record in named.items()}
         self.page_size, self.num_layers, self._max_tokens = page_size, num_layers, max_tokens
         self._words = Words.of(max_seqs, max_pages)
-        shapes = {
-            name: (num_layers, num_pages, page_stride(record, page_size)) for name, record in self.formats.items()
-        }
+        sizes = (num_layers, num_pages, page_size, max_seqs, max_pages, max_tokens)
         self._book = Book(num_pages, page_size, max_seqs, max_pages)
-        self._memory: Memory = memory_on(
-            device, memory, self._words, shapes, (max_seqs, max_pages, max_tokens), page_size
-        )
+        self._memory: Memory = memory_of(library, device, Layout(self._words, self.formats, *sizes), memory)
         self.lock = threading.RLock()
         self._steps: dict[tuple[int, int, int], CacheStep] = {}  # those of equal sizes are alike but for their numbers
         self._newest: int | None = None  # the number of the step that the arrays hold
@@ -137,12 +139,12 @@ class PagedKVCache:
     @property
     def block_table(self) -> Any:
         """The block table of all sequences, by row."""
-        return self._memory.table
+        return self._memory.tables.table
 
     @property
     def seqlens(self) -> Any:
         """The lengths of all sequences, by row."""
-        return self._memory.seqlens
+        return self._memory.tables.seqlens
 
     def layer(self, layer: int, pool: str = "kv") -> Any:
         """The pages of a layer.
@@ -157,9 +159,30 @@ class PagedKVCache:
         array, (num_pages, page_size, width)
             A view, of uint8 or of the record's 16-bit dtype: what `mla_decode` and `cache_append` take.
         """
-        record = self._pool(pool)
-        check_count("layer", layer, 0, self.num_layers - 1)
-        return self._memory.view(self._memory.pools[pool], record, layer, self.page_size)
+        self._check_layer(layer, pool)
+        return self._memory.layer(pool, layer)
+
+    def set_layer(self, layer: int, pages: Any, pool: str = "kv") -> None:
+        """Replace the pages of a layer by those that a function of JAX has made of them.
+
+        Parameters
+        ----------
+        layer : int
+        pages : array, (num_pages, page_size, width)
+        pool : str
+
+        Raises
+        ------
+        ArgumentError
+            If the arrays are not JAX's: those of other libraries are written in place.
+        ShapeError, DTypeError
+            If the pages do not fit.
+        """
+        with self.lock:
+            self._check_layer(layer, pool)
+            if not isinstance(self._memory, JaxMemory):
+                raise ArgumentError(explain("library", "a cache whose pages are written in place", "library='jax'"))
+            self._memory.set_layer(pool, layer, pages)
 
     def allocate(self, tokens: Any = None, *, key: bytes = b"") -> tuple[int, int]:
         """Begin a sequence, with the pages of its longest cached prefix.
@@ -205,7 +228,7 @@ class PagedKVCache:
         counts : int or array, (b,)
             Tokens to add to each sequence; 0 is allowed, and returns the arrays for a call without new tokens.
         stream : int or stream object, optional
-            Where to enqueue. Default: CuPy's current stream.
+            Where to enqueue. Default: the library's current stream. Not used with JAX.
 
         Returns
         -------
@@ -263,7 +286,8 @@ class PagedKVCache:
             if "cos" in options:
                 options.setdefault("positions", step.positions)
             try:
-                ops.cache_append(latent, rope, self.layer(layer, pool), step.slots, **options)
+                self._check_layer(layer, pool)
+                self._memory.write("cache_append", (latent, rope), pool, layer, step.slots, **options)
             except ShapeError:
                 _check_tokens("latent", latent, step)
                 raise
@@ -292,7 +316,8 @@ class PagedKVCache:
             if "cos" in options:
                 options.setdefault("positions", step.positions)
             try:
-                ops.indexer_cache_append(k, self.layer(layer, pool), step.slots, **options)
+                self._check_layer(layer, pool)
+                self._memory.write("indexer_cache_append", (k,), pool, layer, step.slots, **options)
             except ShapeError:
                 _check_tokens("k", k, step)
                 raise
@@ -408,12 +433,12 @@ class PagedKVCache:
         with self.lock:
             return int(self._book.length[self._book.row_of(sequence)])
 
-    def pages(self, sequence: int) -> Array:
+    def pages(self, sequence: int) -> Any:
         """The pages of a sequence, in order, without those that are only reserved."""
         with self.lock:
             row = self._book.row_of(sequence)
             held: Array = self._book.table[row, : self._book.pages_for(int(self._book.length[row]))].copy()
-            return held
+            return self._memory.lend(held)
 
     def stats(self) -> CacheStats:
         """Statistics of the pages."""
@@ -453,11 +478,13 @@ class PagedKVCache:
     def _step(self, b: int, tokens: int, copies: int) -> CacheStep:
         step = self._steps.get((b, tokens, copies))
         if step is None:  # slicing takes longer than the rest of a step's bookkeeping
+            of = self._memory.tables
+            views = of.step_slots[:tokens], of.step_positions[:tokens], of.step_table[:b], of.step_seqlens[:b]
+            step = CacheStep(*views, copies, 0)
             if len(self._steps) >= _STEPS_KEPT:
                 self._steps.clear()
-            of = self._memory
-            views = of.step_slots[:tokens], of.step_positions[:tokens], of.step_table[:b], of.step_seqlens[:b]
-            step = self._steps[b, tokens, copies] = CacheStep(*views, copies, 0)
+            if self._memory.in_place:
+                self._steps[b, tokens, copies] = step
         self._newest = number = next_number()
         return numbered(step, number)
 
@@ -469,10 +496,10 @@ class PagedKVCache:
             remedy = "append before the next `extend`; threads hold `cache.lock` from one to the other"
             raise ArgumentError(explain("step", f"number {step.number}", f"a step of this cache: {newest}", remedy))
 
-    def _pool(self, name: str) -> CacheFormat:
-        if not isinstance(name, str) or name not in self.formats:
-            raise ArgumentError(explain("pool", repr(name), f"one of {', '.join(self.formats)}"))
-        return self.formats[name]
+    def _check_layer(self, layer: Any, pool: Any) -> None:
+        if not isinstance(pool, str) or pool not in self.formats:
+            raise ArgumentError(explain("pool", repr(pool), f"one of {', '.join(self.formats)}"))
+        check_count("layer", layer, 0, self.num_layers - 1)
 
     def _counts(self, counts: Any, b: int) -> Array | int:
         if type(counts) is int and 0 <= counts <= self._max_tokens and counts * b <= self._max_tokens:

@@ -40,10 +40,10 @@ class Sizes:
         """Of a step: as many as there are places."""
         return self.num_pages * self.page_size
 
-    def cache(self, device: int | str) -> PagedKVCache:
+    def cache(self, device: int | str, library: str | None = None) -> PagedKVCache:
         """With these sizes."""
         sizes = {field.name: getattr(self, field.name) for field in fields(self)}
-        return PagedKVCache(POOLS, **sizes, max_tokens=self.max_tokens, device=device)
+        return PagedKVCache(POOLS, **sizes, max_tokens=self.max_tokens, device=device, library=library)
 
 
 @dataclass
@@ -87,19 +87,46 @@ class Faults:
             self._when.value = ""
 
 
+def conversions(like: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+    """To arrays of the library and the place of another array, and from them to NumPy's."""
+    library = type(like).__module__.partition(".")[0]
+    if library == "numpy":
+        return np.asarray, np.asarray
+    if library == "cupy":
+        import cupy
+
+        return cupy.asarray, cupy.asnumpy
+    if library == "torch":
+        import torch
+
+        words = {"bfloat16": np.int16, "float8_e4m3fn": np.uint8}
+
+        def of(x: Any) -> Any:
+            name = str(x.dtype)
+            bits = torch.from_numpy(np.ascontiguousarray(x.view(words.get(name, x.dtype))))
+            return (bits.view(getattr(torch, name)) if name in words else bits).to(like.device)
+
+        def host(x: Any) -> Any:
+            assert isinstance(x, torch.Tensor)
+            name = str(x.dtype).removeprefix("torch.")
+            if name not in words:
+                return x.cpu().numpy()
+            bits = torch.int16 if name == "bfloat16" else torch.uint8
+            return x.cpu().view(bits).numpy().view(getattr(ml_dtypes, name))
+
+        return of, host
+    import jax
+
+    place = next(iter(like.devices()))
+    return lambda x: jax.device_put(x, place), np.asarray
+
+
 class Tokens:
     """Writes the ids of tokens to all pools of a cache, and reads them back."""
 
     def __init__(self, cache: PagedKVCache, num_layers: int) -> None:
-        self._cache, self._num_layers, self._at = cache, num_layers, np
-        if not isinstance(cache.seqlens, np.ndarray):
-            import cupy
-
-            self._at = cupy
-
-    def host(self, x: Any) -> Any:
-        """An array on the host."""
-        return x if isinstance(x, np.ndarray) else self._at.asnumpy(x)
+        self._cache, self._num_layers = cache, num_layers
+        self.of, self.host = conversions(cache.seqlens)
 
     def write(self, step: CacheStep, ids: Sequence[int]) -> None:
         """By `append` and `append_keys`, another number in each layer."""
@@ -108,14 +135,14 @@ class Tokens:
             key = np.full((len(ids), 128), 448, ml_dtypes.bfloat16)  # the largest number: the scale is 1
             latent[:, :8], latent[:, 8], key[:, 1:23] = _bytes(ids), layer, _octals(ids)
             key[:, 23] = layer
-            self._cache.append(step, layer, self._at.asarray(latent))
-            self._cache.append_keys(step, layer, self._at.asarray(key), hadamard=False)
+            self._cache.append(step, layer, self.of(latent))
+            self._cache.append_keys(step, layer, self.of(key), hadamard=False)
 
     def check(self, slots: Any, ids: Sequence[int], page_size: int) -> None:
         """Every token is at its slot, in all layers of all pools."""
         if not len(ids):
             return
-        where = self._at.asarray(slots)
+        where = self.of(slots)
         latent = np.column_stack([_bytes(ids), np.zeros(len(ids))])
         codes = np.column_stack([_octals(ids), np.zeros(len(ids), np.int64)])
         for layer in range(self._num_layers):
@@ -337,9 +364,9 @@ class Ledger:
         """A step that has been overtaken is refused, and nothing is written."""
         step = self.overtaken
         if step is not None:
-            latent = self.tokens._at.full((1, 512), 3, np.float16)
+            latent = self.tokens.of(np.full((1, 512), 3, np.float16))
             self.refused(ArgumentError, "step: got number", lambda: self.cache.append(step, 0, latent))
-            key = self.tokens._at.asarray(np.ones((1, 128), ml_dtypes.bfloat16))
+            key = self.tokens.of(np.ones((1, 128), ml_dtypes.bfloat16))
             self.refused(ArgumentError, "step: got number", lambda: self.cache.append_keys(step, 0, key))
 
     def fork(self, sequence: int, count: int) -> list[int]:

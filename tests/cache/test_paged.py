@@ -13,7 +13,7 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ArgumentError, CacheFullError, PagedKVCache, ops, reference
-from mla_cupy.cache.memory import HostMemory
+from mla_cupy.cache.memory import HostMemory, Layout
 from mla_cupy.cache.upload import Words
 from tests.cache.inputs import Array, tokens
 from tests.support.flat import mla_decode
@@ -258,7 +258,11 @@ MISTAKES: tuple[tuple[str, Any], ...] = (
     ("max_seqs", lambda c, s: cache(max_seqs=True)),
     (r"num_pages \* page_size", lambda c, s: cache(num_pages=2**25, page_size=64)),
     ("pools", lambda c, s: cache("v5")),
-    ("device", lambda c, s: cache(device="cuda")),
+    ("device", lambda c, s: cache(device="tpu")),
+    ("library", lambda c, s: cache(library="tensorflow")),
+    ("device", lambda c, s: cache(library="cupy")),
+    ("device", lambda c, s: cache(library="numpy", device=0)),
+    ("library", lambda c, s: c.set_layer(0, c.layer(0))),
 )
 
 
@@ -361,8 +365,8 @@ def test_pools_of_records_and_of_index_keys() -> None:
 class OperationsMemory(HostMemory):
     """Changed by the operations, so that the kernels of the simulator run."""
 
-    def __init__(self, *arguments: Any, run: ModuleType = ops) -> None:
-        super().__init__(*arguments, run=run)
+    def __init__(self, layout: Layout, run: ModuleType = ops) -> None:
+        super().__init__(layout, run)
 
 
 def test_on_the_kernels_in_the_simulator() -> None:

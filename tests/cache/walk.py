@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tests.cache.ledger import Faults, Ledger, Sizes
 
@@ -144,11 +144,13 @@ def some_sizes(rng: random.Random) -> Sizes:
     return Sizes(num_pages, rng.randint(1, 6), max_seqs, max_pages, rng.choice((1, 1, 2)))
 
 
-def walk(seed: int, operations: int, check_every: int, device: int | str = "cpu") -> Ledger:
+def walk(seed: int, operations: int, check_every: int, device: int | str = "cpu", library: str | None = None) -> Ledger:
     """On a cache of one thread."""
     rng = random.Random(seed)
     sizes = some_sizes(rng)
-    cache = sizes.cache(device)
+    if library == "jax":  # index keys in pages of 16 bytes
+        sizes = replace(sizes, page_size=4)
+    cache = sizes.cache(device, library)
     ledger = Ledger(cache, sizes, Faults(cache))
     Walk(rng, ledger, Prompts()).run(operations, check_every)
     return ledger
