@@ -27,7 +27,7 @@ PAGE_ALIGNMENT = 16
 
 
 class Layout(NamedTuple):
-    """What a cache has memory for.
+    """Sizes of a cache.
 
     Attributes
     ----------
@@ -89,7 +89,7 @@ class Memory(Protocol):
 
     @property
     def in_place(self) -> bool:
-        """Whether a step overwrites the arrays of the one before; else it makes new ones."""
+        """True if a step overwrites the arrays of the one before, and False if it makes new ones."""
 
     def staging(self) -> Sheet:
         """Host memory to write the next step to."""
@@ -200,7 +200,7 @@ class TorchHostMemory(HostMemory):
         return _torch_layer(self._bytes[pool], self._layout, pool, layer)
 
     def lend(self, x: Array) -> Any:
-        """The same memory."""
+        """Tensor over the same memory."""
         return TORCH_CPU.release(x)
 
 

@@ -1,4 +1,4 @@
-"""Where the arrays of a cache lie: a library and a device."""
+"""Libraries and devices that a cache can lie in."""
 
 from __future__ import annotations
 

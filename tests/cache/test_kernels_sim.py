@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -33,6 +34,20 @@ def same(x: object) -> object:
 def test_append_and_gather(case: CacheCase) -> None:
     with simulated(2):
         check_append_and_gather(case, same, np.asarray)
+
+
+@pytest.mark.parametrize("record", ["v32", "v4", "v41", "v41-fp4", "fp8", "bf16"])
+@pytest.mark.parametrize("n", [13, 22])
+def test_nothing_is_written_beside_the_rows(record: str, n: int) -> None:
+    """Rows of an array that goes on before and behind them."""
+    inputs = make(CacheCase(record, n=n))
+    (exact,) = mla_cupy.reference.cache_gather(inputs.cache, inputs.slots, kv_format=record)
+    n = len(exact)
+    around = np.full((n + 16, exact.shape[1]), 7, ml_dtypes.bfloat16)
+    with simulated(2):
+        mla_cupy.cache_gather(inputs.cache, inputs.slots, kv_format=record, out=around[8 : 8 + n])
+    assert (around[:8] == 7).all()
+    assert (around[8 + n :] == 7).all()
 
 
 @pytest.mark.parametrize("name", ["v32", "v4", "v41", "v41-fp4"])

@@ -156,11 +156,18 @@ def walk(seed: int, operations: int, check_every: int, device: int | str = "cpu"
     return ledger
 
 
-def walk_in_threads(seed: int, operations: int, check_every: int, device: int | str = "cpu", threads: int = 4) -> None:
+def walk_in_threads(
+    seed: int,
+    operations: int,
+    check_every: int,
+    device: int | str = "cpu",
+    threads: int = 4,
+    library: str | None = None,
+) -> None:
     """Each thread has sequences of its own; they find each other's prompts."""
     rng = random.Random(seed)
     sizes = Sizes(rng.randint(16, 60), rng.randint(1, 5), rng.randint(8, 16), rng.randint(4, 8), 1)
-    cache, prompts = sizes.cache(device), Prompts()
+    cache, prompts = sizes.cache(device, library), Prompts()
     faults, failures = Faults(cache), []
 
     def work(number: int) -> None:

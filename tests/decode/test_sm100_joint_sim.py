@@ -75,6 +75,11 @@ def test_matches_oracle(case: DecodeCase, kernel: str, mode: tuple[str, int], sm
     check_case(make(case), 2 * sm_count, mode)
 
 
+def test_a_sequence_cut_within_a_joint_tile() -> None:
+    """Each of two pairs has eleven tiles of 64 tokens: the second half of the first pair's last joint tile is empty."""
+    check_case(make(DecodeCase(b=1, seqlens=22 * 64, h_q=65)), 4)
+
+
 def random_case(seed: int) -> DecodeCase:
     rng = np.random.default_rng([seed, 38])
 

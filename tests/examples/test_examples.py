@@ -377,3 +377,15 @@ def test_training_indexer_on_gpu(gpu: object, tmp_path: Path, library: str, monk
         needs(library)
     sizes = ("--size", "tiny", "--tokens", "512", "--heads", "64", "--topk", "64", "--goal", "0.8")
     check_training_indexer(tmp_path / "curve.json", "cuda", "--framework", library, "--device", "gpu", *sizes)
+
+
+@pytest.mark.parametrize("pages", [48, 8])
+def test_torch_serving(pages: int) -> None:
+    """With few pages, requests wait and are preempted; logits are those without a cache."""
+    needs("torch")
+    text = run("torch_serving.py", "--pages", str(pages), "--max-batch", "4")
+    found = re.search(r"(\d+) prompt tokens found in the cache, (\d+) requests preempted", text)
+    assert found is not None
+    assert int(found[1]) > 0
+    assert (int(found[2]) > 0) == (pages == 8)
+    assert float(text.split()[-1]) < 0.03

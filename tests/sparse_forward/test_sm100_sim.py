@@ -165,6 +165,11 @@ def test_joint_products(case: SparseCase, mode: tuple[str, int], sm_count: int) 
     run(make(case), JOINT, mode, sm_count)
 
 
+def test_a_list_cut_within_a_joint_tile() -> None:
+    """Each of two pairs has eleven tiles of 64 keys: the second half of the first pair's last joint tile is empty."""
+    run(make(SparseCase(s_q=1, s_kv=400, h_q=65, topk=22 * 64, invalid=0.0)), JOINT, sm_count=4)
+
+
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     "seed", [pytest.param(i, marks=[pytest.mark.slow] if i >= RANDOM_CASES else []) for i in range(SLOW_CASES)]
