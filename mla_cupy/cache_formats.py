@@ -7,7 +7,7 @@ the same for the device; `tests/budgets` compares the facts of the cubins with t
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
 
 from mla_cupy.errors import ArgumentError, ShapeError, explain
@@ -242,6 +242,48 @@ LATENT_FORMATS: tuple[CacheFormat, ...] = (V32, V4, V41, V41_FP4, FP8, BF16, FP1
 FORMATS: dict[str, CacheFormat] = {record.name: record for record in (*LATENT_FORMATS, *INDEX_FORMATS)}
 #: Dtypes of arrays of bytes: 8-bit floats travel as bytes, whatever a library calls them.
 BYTE_DTYPES = ("uint8", "float8_e4m3fn")
+
+#: Pages begin at, and step by, multiples of so many bytes.
+PAGE_ALIGNMENT = 16
+
+_RULES = {
+    "power_of_2": "the least power of two >= max(amax / 448, 1e-4)",
+    "plain": "max(amax / 448, 2**-126)",
+    "tensor": "one for all pages, which the caller keeps: kv_scale",
+    "none": "there is none: 1",
+}
+_OTHER_RULES = {
+    "v41-fp4": {"plain": "max(amax / 6, 2**-9), rounded to e4m3 and at most 448"},
+    "indexer": {
+        "power_of_2": "the least power of two >= max(amax, 1e-4) / 448",
+        "plain": "max(amax, 1e-4) / 448",
+    },
+    "indexer-fp4": {"power_of_2": "the least power of two >= max(amax, 1e-4) / 6"},
+}
+
+
+def describe(record: CacheFormat) -> dict[str, Any]:
+    """All that is needed to move and convert pages of a record, as JSON holds it; "formats" of the command line."""
+    described = asdict(record)
+    for field, own in zip(record.fields, described["fields"], strict=True):
+        own["nbytes"], own["token_stride"] = field.nbytes, record.planes[field.plane]
+    return {
+        **described,
+        "token_bytes": record.token_bytes,
+        "dtype": record.dtype,
+        "width": record.width,
+        "page_alignment": PAGE_ALIGNMENT,
+        "page_stride": "any multiple of page_alignment of at least page_size * token_bytes; by convention a multiple of"
+        " page_multiple",
+        "field_offset": "in its page: page_size * sum(planes[:plane]) + token * token_stride + offset",
+        "byte_order": "little",
+        "scaled_fields": list(record.grouped or (f.name for f in record.fields if f.is_code)),
+        "scale_index": "column // group, columns counted over latent, then rope" if record.group else None,
+        "scale_rules": {rule: {**_RULES, **_OTHER_RULES.get(record.name, {})}[rule] for rule in record.scales},
+        "value": "element * scale; float8_e8m0fnu x is 2**(x - 127), 255 is NaN; float4_e2m1fn has two elements a byte,"
+        " the first in the lower half",
+    }
+
 
 #: Words before the lists of a step's upload, see `cache/update.cu`.
 HEADER_WORDS = 8

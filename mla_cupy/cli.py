@@ -15,12 +15,11 @@ import os
 import signal
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_cupy._version import __version__
-from mla_cupy.cache_formats import FORMATS
+from mla_cupy.cache_formats import FORMATS, describe
 from mla_cupy.compiling import compile_all, outcome_row
 from mla_cupy.errors import ArgumentError, KernelCompileError, MlaError, explain
 from mla_cupy.parts import part as _part
@@ -320,7 +319,7 @@ def _list(options: argparse.Namespace) -> int:
 
 def _formats(options: argparse.Namespace) -> int:
     if options.json:
-        print(json.dumps({record.name: asdict(record) for record in FORMATS.values()}, indent=1))
+        print(json.dumps({record.name: describe(record) for record in FORMATS.values()}, indent=1))
         return 0
     heads = ("record", "bytes", "planes", "dtype", "scales", "group", "page of 64", "used by")
     rows = (

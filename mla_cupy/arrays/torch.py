@@ -16,7 +16,6 @@ from mla_cupy.arrays.numpy import NUMPY
 from mla_cupy.arrays.view import (
     ARRAY_ALIGNMENT,
     Counter,
-    Family,
     Matcher,
     Native,
     NativeFamily,
@@ -173,6 +172,15 @@ class TorchFamily(NativeFamily):
         with self._on(stream, x.get_device()):
             return _to_numpy(self._torch, x.cpu())
 
+    def current_device(self) -> int | str:
+        """The CUDA ordinal that is current in PyTorch; "cpu" without a GPU."""
+        cuda = self._torch.cuda
+        return int(cuda.current_device()) if cuda.is_available() else "cpu"
+
+    def view_as(self, x: Any, shape: tuple[int, ...], dtype: str, strides_bytes: tuple[int, ...]) -> Any:
+        """The memory of a tensor of bytes, from its first element on, as another tensor."""
+        return _view_as(self._torch, x, shape, dtype, strides_bytes)
+
     def synchronize(self, device: int) -> None:
         """Wait for all work on a device."""
         self._torch.cuda.synchronize(device)
@@ -213,8 +221,17 @@ class TorchCpuFamily:
             return torch.from_numpy(x.view(_UNKNOWN[kind])).view(getattr(torch, kind))
         return torch.from_numpy(x)
 
+    def view_as(self, x: Any, shape: tuple[int, ...], dtype: str, strides_bytes: tuple[int, ...]) -> Any:
+        """The memory of a tensor of bytes, from its first element on, as another tensor."""
+        return _view_as(sys.modules["torch"], x, shape, dtype, strides_bytes)
+
     def settle(self, lent: Iterable[Any]) -> None:
         """Nothing to do: work on the host's memory is done when a call returns."""
+
+
+def _view_as(torch: Any, x: Any, shape: tuple[int, ...], dtype: str, strides_bytes: tuple[int, ...]) -> Any:
+    words = x.view(getattr(torch, dtype))
+    return words.as_strided(shape, [stride // words.element_size() for stride in strides_bytes])
 
 
 def _tensor_guards(torch: Any) -> Any:
@@ -316,4 +333,4 @@ def _to_numpy(torch: Any, x: Any) -> np.ndarray[Any, Any]:
 
 
 torch_family = functools.cache(TorchFamily)
-TORCH_CPU: Family = TorchCpuFamily()
+TORCH_CPU = TorchCpuFamily()

@@ -251,7 +251,7 @@ class Book:
         if longest > most:
             at = int(((lengths - 1) // self.page_size).argmax())
             got = f"{lengths[at]} tokens in all"
-            raise ArgumentError(explain(f"counts[{at}]", got, f"at most {most} of a sequence"))
+            raise ArgumentError(explain(f"counts[{at}]", got, f"at most {most} of a sequence: max_pages * page_size"))
         return max(longest, int(self.length.max()))
 
     def extend(self, plan: Extension) -> None:
@@ -308,7 +308,9 @@ class Book:
         needed = self.pages_for(int(self.length[row]) + tokens)
         if needed > self.max_pages:
             most = self.max_pages * self.page_size
-            raise ArgumentError(explain("tokens", tokens, f"at most {most} in all of a sequence"))
+            raise ArgumentError(
+                explain("tokens", tokens, f"at most {most} in all of a sequence: max_pages * page_size")
+            )
         missing = max(0, needed - int(self.owned[row]))
         self._check_pages(missing)
         return missing
@@ -469,7 +471,7 @@ def _spread(begin: Array, end: Array) -> tuple[Array, Array]:
 
 def _handles(given: Any) -> Array:
     """A list of sequences as an array."""
-    expected = "a list of those that `allocate` or `fork` returned"
+    expected = "a list, such as [sequence], of those that `allocate` or `fork` returned"
     if isinstance(given, np.ndarray):
         values = whole_numbers("sequences", given, expected)
         if values.ndim == 1:

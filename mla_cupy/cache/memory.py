@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
@@ -15,15 +14,12 @@ from mla_cupy.arrays import CupyFamily, stream_handle
 from mla_cupy.arrays.staging import Staging
 from mla_cupy.arrays.torch import TORCH_CPU, TorchFamily
 from mla_cupy.cache.upload import Sheet, Words
-from mla_cupy.cache_formats import CacheFormat
+from mla_cupy.cache_formats import PAGE_ALIGNMENT, CacheFormat
 from mla_cupy.dtypes import numpy_dtype
-from mla_cupy.errors import ArgumentError, DTypeError, ShapeError, explain
 from mla_cupy.ops.cache_pages import UPDATE_OPERATION
 from mla_cupy.ops.call import Invocation, fixed
 
 Array = npt.NDArray[Any]
-PAGE_ALIGNMENT = 16
-"""Pages begin at multiples of so many bytes: kernels copy them by TMA."""
 
 
 class Layout(NamedTuple):
@@ -59,6 +55,12 @@ class Layout(NamedTuple):
             name: (self.num_layers, self.num_pages, page_stride(record, self.page_size))
             for name, record in self.formats.items()
         }
+
+    def view_of(self, pool: str) -> tuple[tuple[int, int, int], str, tuple[int, int, int]]:
+        """Shape, dtype and strides in bytes of a layer, (num_pages, page_size, width)."""
+        record = self.formats[pool]
+        strides = page_stride(record, self.page_size), record.token_bytes, numpy_dtype(record.dtype).itemsize
+        return (self.num_pages, self.page_size, record.width), record.dtype, strides
 
 
 class Tables(NamedTuple):
@@ -152,7 +154,8 @@ class HostMemory:
 
     def layer(self, pool: str, layer: int) -> Any:
         """See `Memory`."""
-        return _as_record(self.pools[pool], self._layout, pool, layer)
+        shape, dtype, strides = self._layout.view_of(pool)
+        return np.ndarray(shape, numpy_dtype(dtype), self.pools[pool][layer].data, 0, strides)
 
     def write(self, operation: str, arrays: Sequence[Any], pool: str, layer: int, *more: Any, **options: Any) -> None:
         """See `Memory`."""
@@ -165,15 +168,6 @@ class HostMemory:
     def fetch(self) -> tuple[Array, Array]:
         """The arrays themselves."""
         return self._tables.table, self._tables.seqlens
-
-
-def _as_record(pool: Array, layout: Layout, name: str, layer: int) -> Array:
-    record = layout.formats[name]
-    dtype = numpy_dtype(record.dtype)
-    strides = (pool.strides[1], record.token_bytes, dtype.itemsize)
-    shape = (layout.num_pages, layout.page_size, record.width)
-    made: Array = np.ndarray(shape, dtype, pool[layer].data, 0, strides)
-    return made
 
 
 class TorchHostMemory(HostMemory):
@@ -197,91 +191,11 @@ class TorchHostMemory(HostMemory):
 
     def layer(self, pool: str, layer: int) -> Any:
         """A view of one tensor for all calls, so that autograd knows of every write."""
-        return _torch_layer(self._bytes[pool], self._layout, pool, layer)
+        return TORCH_CPU.view_as(self._bytes[pool][layer], *self._layout.view_of(pool))
 
     def lend(self, x: Array) -> Any:
         """Tensor over the same memory."""
         return TORCH_CPU.release(x)
-
-
-def _torch_layer(pool: Any, layout: Layout, name: str, layer: int) -> Any:
-    import torch
-
-    record = layout.formats[name]
-    words = pool[layer].view(getattr(torch, record.dtype))
-    per_token = record.token_bytes // words.element_size()
-    return words.as_strided((layout.num_pages, layout.page_size, record.width), (words.stride(0), per_token, 1))
-
-
-class JaxMemory(HostMemory):
-    """Arrays of JAX, one for each layer of a pool. They cannot be written: a step and a write make new ones."""
-
-    in_place = False
-
-    def __init__(self, layout: Layout, device: Any) -> None:
-        self._device = device
-        super().__init__(layout)
-
-    def _make_pools(self) -> Mapping[str, Any]:
-        import jax
-
-        layout = self._layout
-        made = {}
-        for name, record in layout.formats.items():
-            page_bytes = record.page_bytes(layout.page_size)
-            if page_bytes % PAGE_ALIGNMENT:
-                got, expected = f"{layout.page_size}, pages of {page_bytes} bytes", f"a multiple of {PAGE_ALIGNMENT}"
-                raise ArgumentError(explain("page_size", got, expected, f"pool {name!r} has no room between pages"))
-            shape = (layout.num_pages, layout.page_size, record.width)
-            zeros = np.zeros(shape, numpy_dtype(record.dtype))
-            made[name] = [jax.device_put(zeros, self._device) for _ in range(layout.num_layers)]
-        return made
-
-    @property
-    def tables(self) -> Tables:
-        """See `Memory`."""
-        return Tables(*map(self.lend, self._tables))
-
-    def _copy_pages(self, pairs: Array) -> None:
-        sources, targets = pairs.T
-        targets = np.where(targets < 0, self._layout.num_pages, targets)  # JAX drops what is past the end alone
-        for layers in self.pools.values():
-            layers[:] = [_copier()(layer, self.lend(sources), self.lend(targets)) for layer in layers]
-
-    def layer(self, pool: str, layer: int) -> Any:
-        """See `Memory`."""
-        return self.pools[pool][layer]
-
-    def write(self, operation: str, arrays: Sequence[Any], pool: str, layer: int, *more: Any, **options: Any) -> None:
-        """See `Memory`."""
-        from mla_cupy import jax
-
-        self.pools[pool][layer] = getattr(jax, operation)(*arrays, self.pools[pool][layer], *more, **options)
-
-    def set_layer(self, pool: str, layer: int, pages: Any) -> None:
-        """Replace a layer's pages."""
-        known = self.pools[pool][layer]
-        if tuple(pages.shape) != tuple(known.shape):
-            raise ShapeError(explain("pages.shape", tuple(pages.shape), str(known.shape)))
-        if pages.dtype != known.dtype:
-            raise DTypeError(explain("pages.dtype", pages.dtype, str(known.dtype)))
-        self.pools[pool][layer] = pages
-
-    def lend(self, x: Array) -> Any:
-        """A copy on the device: the host's array will change."""
-        import jax
-
-        return jax.device_put(x.copy(), self._device)
-
-
-@functools.cache
-def _copier() -> Callable[[Any, Any, Any], Any]:
-    import jax
-
-    def copied(pages: Any, sources: Any, targets: Any) -> Any:
-        return pages.at[targets].set(pages[sources], mode="drop")
-
-    return jax.jit(copied, donate_argnums=0)  # type: ignore[no-any-return]
 
 
 class DeviceMemory:
@@ -346,13 +260,7 @@ class DeviceMemory:
 
     def layer(self, pool: str, layer: int) -> Any:
         """See `Memory`."""
-        whole, layout = self.pools[pool], self._layout
-        if isinstance(self._family, TorchFamily):
-            return _torch_layer(whole, layout, pool, layer)
-        record = layout.formats[pool]
-        strides = (whole.strides[1], record.token_bytes, numpy_dtype(record.dtype).itemsize)
-        shape = (layout.num_pages, layout.page_size, record.width)
-        return self._family.view_as(whole[layer], shape, record.dtype, strides)
+        return self._family.view_as(self.pools[pool][layer], *self._layout.view_of(pool))
 
     def write(self, operation: str, arrays: Sequence[Any], pool: str, layer: int, *more: Any, **options: Any) -> None:
         """See `Memory`."""

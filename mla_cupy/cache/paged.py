@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from mla_cupy.cache.arguments import MAX_SLOTS, check_key, check_sizes, record_of_pool, tokens_of, vector
 from mla_cupy.cache.book import Book
-from mla_cupy.cache.memory import HostMemory, JaxMemory, Layout, Memory
+from mla_cupy.cache.in_jax import JaxMemory
+from mla_cupy.cache.memory import HostMemory, Layout, Memory
 from mla_cupy.cache.places import memory_of
 from mla_cupy.cache.reports import CacheStats, CacheStep, next_number, numbered
 from mla_cupy.cache.upload import Words, mark_uploaded, pack
@@ -21,6 +22,7 @@ from mla_cupy.ops.checks import check_count, check_flag
 
 Array = npt.NDArray[Any]
 _STEPS_KEPT = 256
+_WRITTEN = "those that have been written: the last sampled token is not yet"
 
 
 class PagedKVCache:
@@ -398,7 +400,9 @@ class PagedKVCache:
         with self.lock:
             row = self._book.row_of(sequence)
             if len(given) > self._book.length[row]:
-                raise ArgumentError(explain("tokens", len(given), f"at most {self._book.length[row]}, its length"))
+                raise ArgumentError(
+                    explain("tokens", len(given), f"at most {self._book.length[row]}, its length", _WRITTEN)
+                )
             self._book.commit(row, given)
 
     def reserve(self, sequence: int, tokens: int) -> None:
@@ -519,4 +523,5 @@ def _check_tokens(argument: str, x: Any, step: CacheStep) -> None:
     """Raise ShapeError if an array of a step's tokens has another number of them."""
     expected, shape = step.slots.shape[0], tuple(x.shape)
     if len(shape) == 2 and shape[0] != expected:
-        raise ShapeError(explain(f"{argument}.shape[0]", shape[0], f"{expected}, the tokens of the step"))
+        remedy = "rows of a padded batch: cache_append with slots of your own, -1 for those without a token"
+        raise ShapeError(explain(f"{argument}.shape[0]", shape[0], f"{expected}, the tokens of the step", remedy))

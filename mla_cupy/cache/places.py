@@ -8,7 +8,8 @@ from typing import Any
 
 from mla_cupy.arrays import cupy_family
 from mla_cupy.arrays.torch import torch_family
-from mla_cupy.cache.memory import DeviceMemory, HostMemory, JaxMemory, Layout, Memory, TorchHostMemory
+from mla_cupy.cache.in_jax import JaxMemory, default_place, device_at
+from mla_cupy.cache.memory import DeviceMemory, HostMemory, Layout, Memory, TorchHostMemory
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.ops import backend
 from mla_cupy.ops.checks import is_integer
@@ -34,7 +35,7 @@ def memory_of(library: Any, device: Any, layout: Layout, host: type[HostMemory] 
         _check_installed(library)
     place = _place(library, device)
     if library == "jax":
-        return JaxMemory(layout, _jax_device(place))
+        return JaxMemory(layout, device_at(place))
     if place == "cpu":
         if library == "cupy":
             raise ArgumentError(explain("device", "'cpu'", "a GPU for library='cupy'", "library='numpy'"))
@@ -60,11 +61,9 @@ def _place(library: Any, device: Any) -> int | str:
         if library == "numpy":
             return "cpu"
         if library == "jax":
-            return _jax_default()
+            return default_place()
         if library == "torch":
-            import torch
-
-            return torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+            return torch_family().current_device()
         return cupy_family().current_device() if library == "cupy" or backend.use_gpu() else "cpu"
     name = str(device)  # also of a torch.device
     if name == "cpu":
@@ -74,24 +73,3 @@ def _place(library: Any, device: Any) -> int | str:
     if not is_integer(device) or device < 0:
         raise ArgumentError(explain("device", repr(device), 'a CUDA ordinal, "cuda:N", "cpu" or None'))
     return int(device)
-
-
-def _jax_default() -> int | str:
-    import jax
-
-    first = jax.devices()[0]
-    return "cpu" if first.platform == "cpu" else int(first.local_hardware_id or 0)
-
-
-def _jax_device(place: int | str) -> Any:
-    import jax
-
-    if place == "cpu":
-        return jax.devices("cpu")[0]
-    try:
-        found = jax.devices("gpu")
-    except RuntimeError as error:
-        raise ArgumentError(explain("device", place, "a device that JAX has", f"'cpu': {error}")) from error
-    if int(place) >= len(found):
-        raise ArgumentError(explain("device", place, f"0 to {len(found) - 1}, the GPUs that JAX has"))
-    return found[int(place)]

@@ -179,9 +179,9 @@ def test_other_tokens_than_those_of_the_step(shape: tuple[int, int]) -> None:
     assert not made.layer(0).any()
 
 
-@pytest.mark.parametrize("place", ["cuda", -1, 0.0, True, [0]])
+@pytest.mark.parametrize("place", ["tpu", "cuda:", -1, 0.0, True, [0]])
 def test_places(place: Any) -> None:
-    with pytest.raises(ArgumentError, match=r'device: got .*, expected a CUDA ordinal, "cpu" or None'):
+    with pytest.raises(ArgumentError, match=r'device: got .*, expected a CUDA ordinal, "cuda:N", "cpu" or None'):
         cache(device=place)
 
 

@@ -365,7 +365,10 @@ def test_formats(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["v32", "rope", "bfloat16", "64", "0", "528", "656"] in lines
     assert cli.main(["formats", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["v4"]["planes"] == [576, 8]
+    described = json.loads(capsys.readouterr().out)
+    assert described["v4"]["planes"] == [576, 8]
+    assert described["v32"]["scale_rules"].keys() == {"power_of_2", "plain"}
+    assert all(record["page_alignment"] == 16 for record in described.values())
 
 
 def test_demo_and_bench_are_handed_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -389,3 +389,9 @@ def test_torch_serving(pages: int) -> None:
     assert int(found[1]) > 0
     assert (int(found[2]) > 0) == (pages == 8)
     assert float(text.split()[-1]) < 0.03
+
+
+@pytest.mark.parametrize("record", ["v32", "v4", "v41", "v41-fp4", "bf16", "fp16"])
+def test_move_pages(record: str) -> None:
+    """A description in JSON is enough to read pages of every record."""
+    assert "equal what cache_gather reads" in run("move_pages.py", "--record", record)

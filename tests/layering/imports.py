@@ -42,7 +42,7 @@ MAY_KNOW: dict[str, set[str]] = {
 }
 FOR_ALL = {"cache_formats", "errors", "dtypes", "shapes"}
 #: One module may know more than its package.
-EXCEPTIONS: dict[str, set[str]] = {"ops.backend": {"reference"}}
+EXCEPTIONS: dict[str, set[str]] = {"ops.backend": {"reference"}, "cache.in_jax": {"jax"}}
 
 #: Packages from outside that may be imported at module level, by part; everywhere else none but the standard library.
 LIBRARIES: dict[str, set[str]] = {
@@ -67,7 +67,7 @@ WITHIN_FUNCTIONS: dict[str, set[str]] = {
     "cuda": {"runtime"},
     "nccl": {"parallel"},
     "torch": {"arrays"},
-    "jax": {"arrays"},
+    "jax": {"arrays", "cache"},
     "platformdirs": {"runtime"},
     "rich": {"terminal"},
 }

@@ -47,7 +47,7 @@ def ordinary(cases: Sequence[Any]) -> list[Any]:
     kernels = defaultdict[Any, list[Any]](list)
     for item in cases:
         kernels[parameters(item).get("kernel")].append(item)
-    return [item for own in kernels.values() for item in one_in(*mark.args, own)]
+    return [item for own in kernels.values() for item in one_in(int(mark.args[0]), own)]
 
 
 def one_in(n: int, cases: Sequence[Any]) -> list[Any]:

@@ -23,7 +23,8 @@ def test_a_header_has_no_steps() -> None:
     assert len(mutants.KNOWN) == known
 
 
-def test_a_kernel_that_is_not_loaded_is_named(pytester: pytest.Pytester) -> None:
+def test_a_kernel_that_is_not_loaded_is_named(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutants, "KNOWN", [])
     pytester.makepyfile(TEST)
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
     result.assert_outcomes(passed=1, errors=1)
