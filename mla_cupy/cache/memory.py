@@ -73,6 +73,10 @@ class Tables(NamedTuple):
     step_slots: Any
     step_positions: Any
 
+    def of_step(self, b: int, tokens: int) -> tuple[Any, Any, Any, Any]:
+        """Views, in the order of `CacheStep`."""
+        return self.step_slots[:tokens], self.step_positions[:tokens], self.step_table[:b], self.step_seqlens[:b]
+
 
 class Memory(Protocol):
     """Memory that `PagedKVCache` lies in, as arrays of one library.
@@ -92,6 +96,9 @@ class Memory(Protocol):
     @property
     def in_place(self) -> bool:
         """True if a step overwrites the arrays of the one before, and False if it makes new ones."""
+
+    def step(self, b: int, tokens: int) -> tuple[Any, Any, Any, Any]:
+        """Slots, positions, block table and lengths of the latest step, of `b` sequences and so many tokens."""
 
     def staging(self) -> Sheet:
         """Host memory to write the next step to."""
@@ -136,6 +143,10 @@ class HostMemory:
     def tables(self) -> Tables:
         """See `Memory`."""
         return self._tables
+
+    def step(self, b: int, tokens: int) -> tuple[Any, Any, Any, Any]:
+        """Views of the tables."""
+        return self.tables.of_step(b, tokens)
 
     def staging(self) -> Sheet:
         """The words themselves."""
@@ -224,6 +235,10 @@ class DeviceMemory:
         self._address = family.address(self.words)
         self._update: Callable[[int], None] | None = None  # enqueues `cache_update`
         self._pairs = self.words[: 2 * layout.max_seqs].reshape(-1, 2)
+
+    def step(self, b: int, tokens: int) -> tuple[Any, Any, Any, Any]:
+        """Views of the tables."""
+        return self.tables.of_step(b, tokens)
 
     def staging(self) -> Sheet:
         """Pinned memory that no copy in flight reads."""

@@ -482,9 +482,7 @@ class PagedKVCache:
     def _step(self, b: int, tokens: int, copies: int) -> CacheStep:
         step = self._steps.get((b, tokens, copies))
         if step is None:  # slicing takes longer than the rest of a step's bookkeeping
-            of = self._memory.tables
-            views = of.step_slots[:tokens], of.step_positions[:tokens], of.step_table[:b], of.step_seqlens[:b]
-            step = CacheStep(*views, copies, 0)
+            step = CacheStep(*self._memory.step(b, tokens), copies, 0)
             if len(self._steps) >= _STEPS_KEPT:
                 self._steps.clear()
             if self._memory.in_place:

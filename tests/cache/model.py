@@ -12,6 +12,7 @@ from mla_cupy.cache.memory import HostMemory
 from mla_cupy.cache_formats import CacheFormat, Field
 from mla_cupy.dtypes import numpy_dtype
 from mla_cupy.errors import CacheFullError
+from tests.cache.ledger import conversions
 
 #: Records of a few bytes, so that pages are quick to compare.
 SMALL = CacheFormat("small", "for tests", (4,), (Field("latent", "float32", 1, 0),))
@@ -35,6 +36,10 @@ class Pair:
         self.cache = PagedKVCache(
             self.pools, num_layers=NUM_LAYERS, max_tokens=64, device="cpu", memory=memory, **sizes
         )
+        self._begin(page_size, max_pages)
+
+    def _begin(self, page_size: int, max_pages: int) -> None:
+        self.of, self.host = conversions(self.cache.seqlens)
         self.page_size, self.max_tokens = page_size, max_pages * page_size
         self.tokens: dict[int, list[int]] = {}
         self.next_id = 1
@@ -107,20 +112,22 @@ class Pair:
         assert self.cache.stats().tokens == sum(map(len, self.tokens.values()))
         for sequence, ids in self.tokens.items():
             assert self.cache.length(sequence) == len(ids)
-            self._check_pages(self.cache.pages(sequence), ids)
+            self._check_pages(self.host(self.cache.pages(sequence)), ids)
 
     def _check_step(self, step: Any, sequences: list[int]) -> None:
         """The arrays of the step, and the table of all sequences, name the same tokens."""
+        table, seqlens = self.host(step.block_table), self.host(step.seqlens)
         for at, sequence in enumerate(sequences):
             ids = self.tokens[sequence]
-            assert step.seqlens[at] == len(ids)
-            self._check_pages(step.block_table[at, : -(-len(ids) // self.page_size)], ids)
+            assert seqlens[at] == len(ids)
+            self._check_pages(table[at, : -(-len(ids) // self.page_size)], ids)
+        table, seqlens = self.host(self.cache.block_table), self.host(self.cache.seqlens)
         for sequence, ids in self.tokens.items():
             row = self.cache.row(sequence)
-            assert self.cache.seqlens[row] == len(ids)
-            self._check_pages(self.cache.block_table[row, : -(-len(ids) // self.page_size)], ids)
+            assert seqlens[row] == len(ids)
+            self._check_pages(table[row, : -(-len(ids) // self.page_size)], ids)
         live = {self.cache.row(sequence) for sequence in self.tokens}
-        assert all(self.cache.seqlens[row] == 0 for row in range(len(self.cache.seqlens)) if row not in live)
+        assert all(seqlens[row] == 0 for row in range(len(seqlens)) if row not in live)
 
     def _check_pages(self, pages: Any, ids: list[int]) -> None:
         place = np.arange(len(ids))
@@ -158,20 +165,45 @@ class RealPair(Pair):
             digits = _digits(ids, layer)
             latent, rope, key = np.full((len(ids), 512), 448), np.zeros((len(ids), 64)), np.full((len(ids), 128), 448)
             latent[:, : digits.shape[1]] = rope[:, : digits.shape[1]] = key[:, 1 : 1 + digits.shape[1]] = digits
-            self.cache.append(step, layer, latent.astype(np.float16), rope.astype(np.float16))
-            self.cache.append_keys(step, layer, key.astype(numpy_dtype("bfloat16")), hadamard=False)
+            self.cache.append(step, layer, self.of(latent.astype(np.float16)), self.of(rope.astype(np.float16)))
+            self.cache.append_keys(step, layer, self.of(key.astype(numpy_dtype("bfloat16"))), hadamard=False)
 
     def _check_pages(self, pages: Any, ids: list[int]) -> None:
         place = np.arange(len(ids))
         slots = pages[place // self.page_size] * self.page_size + place % self.page_size
         for layer in range(NUM_LAYERS):
             digits = _digits(ids, layer)
-            (rows,) = reference.cache_gather(self.cache.layer(layer), slots)
-            codes, k_scale = reference.indexer_cache_gather(self.cache.layer(layer, "indexer"), slots)
+            (rows,) = reference.cache_gather(self.host(self.cache.layer(layer)), slots)
+            codes, k_scale = reference.indexer_cache_gather(self.host(self.cache.layer(layer, "indexer")), slots)
             assert (rows[:, : digits.shape[1]] == digits).all()
             assert (rows[:, 512 : 512 + digits.shape[1]] == digits).all()
             assert (codes[:, 1 : 1 + digits.shape[1]] == digits).all()
             assert (k_scale == 1).all()
+
+
+class LibraryPair(RealPair):
+    """Over arrays of another library. Its memory fails when it is told to, as `FailingMemory` does."""
+
+    library = "torch"
+
+    def __init__(self, num_pages: int, page_size: int, max_seqs: int, max_pages: int, **given: Any) -> None:
+        page_size = 4 if self.library == "jax" else page_size  # index keys in pages of 16 bytes
+        sizes = {"num_pages": num_pages, "page_size": page_size, "max_seqs": max_seqs, "max_pages": max_pages}
+        self.cache = PagedKVCache(
+            self.pools, num_layers=NUM_LAYERS, max_tokens=64, device="cpu", library=self.library, **sizes
+        )
+        self._begin(page_size, max_pages)
+        memory: Any = self.cache._memory
+        submit, memory.failing = memory.submit, ""
+
+        def guarded(*arguments: Any) -> None:
+            if memory.failing == "before":
+                raise RuntimeError("injected")
+            submit(*arguments)
+            if memory.failing == "after":
+                raise RuntimeError("injected")
+
+        memory.submit = guarded
 
 
 def _digits(ids: list[int], layer: int) -> Any:

@@ -98,7 +98,6 @@ def test_work_is_on_the_current_stream(torch: Any, side: bool, busy: bool) -> No
                 decoder.both(lambda c: c.free([decoder.held[1]]))
                 del decoder.held[1]
             out, exact = decoder.step(BUSY_CYCLES if busy else 0)
-            assert not busy or number == 0 or not stream.query()  # nothing has waited, but to load kernels
             check(out, exact)
     decoder.mine.verify(device=True)
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mla_cupy.cache.memory import HostMemory
 from mla_cupy.errors import CacheFullError
-from tests.cache.model import Pair, RealPair
+from tests.cache.model import LibraryPair, Pair, RealPair
 
 INJECTED = RuntimeError("injected")
 
@@ -164,6 +164,18 @@ class RealMachine(Machine):
 
 TestReal = RealMachine.TestCase
 TestReal.settings = settings(QUICK, max_examples=3, stateful_step_count=12)
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_other_libraries(library: str) -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    pytest.importorskip(library)
+    pair = type("Pair", (LibraryPair,), {"library": library})
+    machine = type("LibraryMachine", (Machine,), {"pair_type": pair})
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        machine, settings=settings(QUICK, max_examples=3, stateful_step_count=12)
+    )
 
 
 @pytest.mark.slow
