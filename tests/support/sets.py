@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.mutant_suite import Step
 from tests.support.mutants import Mutant, Steps
 
 STEPS, TEXTS = 4, 12
@@ -37,9 +38,9 @@ def mark_slow(items: Iterable[Any]) -> None:
 def ordinary(cases: Sequence[Any]) -> list[Any]:
     """Of the cases of one test those that an ordinary run has."""
     mark = cases[0].get_closest_marker("one_in")
-    planted = [(item, mutant) for item in cases if (mutant := planted_in(item))]
+    planted = [(item, bug) for item in cases if (bug := planted_in(item))]
     if planted:
-        steps = [item for item, mutant in planted if isinstance(mutant.old, Steps)]
+        steps = [item for item, bug in planted if isinstance(bug, Step) or isinstance(bug.old, Steps)]
         n = mark.args[0] if mark else STEPS if steps else TEXTS
         return one_in(n, steps or cases)
     if not mark:
@@ -55,9 +56,9 @@ def one_in(n: int, cases: Sequence[Any]) -> list[Any]:
     return sorted(cases, key=lambda item: zlib.crc32(item.name.encode()))[: math.ceil(len(cases) / n)]
 
 
-def planted_in(item: Any) -> Mutant | None:
+def planted_in(item: Any) -> Mutant | Step | None:
     """The bug that a case plants, if any."""
-    return next((value for value in parameters(item).values() if isinstance(value, Mutant)), None)
+    return next((value for value in parameters(item).values() if isinstance(value, (Mutant, Step))), None)
 
 
 def parameters(item: Any) -> dict[str, Any]:

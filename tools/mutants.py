@@ -1,0 +1,79 @@
+"""Plant every step of synchronisation of a kernel, and print the table of those that a test file's runs show.
+
+The file has one or more lines `test_..., test_... = mutant_suite(kernel, runs, {...})`; the printed table replaces the
+last argument. Of a kind with many steps, some are tried, at even distances.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tests  # noqa: F401 (it finds the simulator)
+
+import ptxsim  # isort: skip
+from mla_cupy.kernels import KERNELS
+from mla_cupy.simulation import SimDriver
+from tests.support import mutant_suite
+from tests.support.mutant_suite import KINDS, Step, shows, without
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(argv)
+    suites: list[tuple[str, Sequence[Any]]] = []
+    make = mutant_suite.mutant_suite
+
+    def noted(kernel: str, runs: Sequence[Any], steps: Any, texts: Sequence[Any] = ()) -> Any:
+        suites.append((kernel, runs))
+        return make(kernel, runs, {})
+
+    mutant_suite.mutant_suite = noted
+    importlib.import_module(".".join(options.file.with_suffix("").parts))
+    for kernel, runs in suites:
+        print(f"{kernel}: {{", flush=True)
+        for kind, of in counts(kernel, runs).items():
+            tried = range(of) if of <= options.most else [i * of // options.most for i in range(options.most)]
+            caught = [place for place in tried if is_shown(Step(kernel, kind, place, of), runs)]
+            print(f'    "{kind}": ({of}, {caught}),  # of {[*tried]}', flush=True)
+        print("}", flush=True)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__)
+    found.add_argument("file", type=Path, help="such as tests/decode/test_small_mutants.py")
+    found.add_argument("--most", type=int, default=4, metavar="N", help="steps of a kind that are tried (default 4)")
+    return found
+
+
+def counts(kernel: str, runs: Sequence[Any]) -> dict[str, int]:
+    """How many steps of each kind the kernel has as the runs load it."""
+    found: dict[str, int] = {}
+    load = SimDriver.load
+
+    def counted(driver: SimDriver, build: Any, device: int) -> Any:
+        loaded = load(driver, build, device)
+        if build.info["source"] == KERNELS[kernel].source and not found:
+            module: Any = loaded.owner
+            found.update({kind: len(ptxsim.steps(module, build.entry, kind)) for kind in KINDS})
+        return loaded
+
+    SimDriver.load = counted  # type: ignore[method-assign]
+    for run in runs:
+        run()
+    SimDriver.load = load  # type: ignore[method-assign]
+    return {kind: of for kind, of in found.items() if of}
+
+
+def is_shown(step: Any, runs: Sequence[Any]) -> bool:
+    """Whether one of the runs shows that the step is missing."""
+    with without(step):
+        return shows(runs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
