@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import tests  # noqa: F401 (it finds the simulator)
 
@@ -25,14 +26,13 @@ from tests.support.mutant_suite import KINDS, Step, shows, without
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     suites: list[tuple[str, Sequence[Any]]] = []
-    make = mutant_suite.mutant_suite
 
-    def noted(kernel: str, runs: Sequence[Any], steps: Any, texts: Sequence[Any] = ()) -> Any:
+    def noted(kernel: str, runs: Sequence[Any], *rest: Any) -> tuple[None, None]:
         suites.append((kernel, runs))
-        return make(kernel, runs, {})
+        return None, None
 
-    mutant_suite.mutant_suite = noted
-    importlib.import_module(".".join(options.file.with_suffix("").parts))
+    with mock.patch.object(mutant_suite, "mutant_suite", noted):
+        importlib.import_module(".".join(options.file.with_suffix("").parts))
     for kernel, runs in suites:
         print(f"{kernel}: {{", flush=True)
         for kind, of in counts(kernel, runs).items():
@@ -62,10 +62,9 @@ def counts(kernel: str, runs: Sequence[Any]) -> dict[str, int]:
             found.update({kind: len(ptxsim.steps(module, build.entry, kind)) for kind in KINDS})
         return loaded
 
-    SimDriver.load = counted  # type: ignore[method-assign]
-    for run in runs:
-        run()
-    SimDriver.load = load  # type: ignore[method-assign]
+    with mock.patch.object(SimDriver, "load", counted):
+        for run in runs:
+            run()
     return {kind: of for kind, of in found.items() if of}
 
 
