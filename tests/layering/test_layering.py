@@ -40,18 +40,12 @@ def test_frameworks_are_optional(folder: str) -> None:
 
 
 def test_names_of_kernels() -> None:
-    """A kernel's name is the path of its source, with more behind it where two are builds of one source. Of the host's
-    folder with the same path, one file describes it.
-    """
+    """A kernel's name begins with its source's folder. Of the host's folder with the same path, one file has the name."""
     for name, kernel in KERNELS.items():
         folder = kernel.source.rpartition("/")[0]
-        prefix = folder.replace("/", "_") + "_"
-        assert name.startswith(prefix)
+        assert name.startswith(folder.replace("/", "_") + "_")
         files = (REPOSITORY / "mla_cupy" / "kernels" / folder).glob("*.py")
         assert sum(f'"{name}"' in path.read_text() for path in files) == 1
-        assert name.startswith(kernel.entry.removeprefix("mla_"))
-    sources_of = {kernel.source for kernel in KERNELS.values()}
-    assert {source.removesuffix(".cu").replace("/", "_") for source in sources_of} <= set(KERNELS)
 
 
 @pytest.mark.parametrize(
