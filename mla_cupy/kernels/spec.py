@@ -91,8 +91,7 @@ class KernelSpec(Generic[ProblemT]):
     Attributes
     ----------
     name : str
-        The path of its source, with an underscore: `decode/sm90_seesaw.cu` is `decode_sm90_seesaw`. Two kernels may
-        be builds of one source; then the name tells them apart.
+        Begins with its source's folder. Its `__global__` function is this after "mla_".
     about : str
         What it does, for `mla-cupy list`.
     source : str
@@ -122,6 +121,8 @@ class KernelSpec(Generic[ProblemT]):
         measured to cost nothing. 0 for all others.
     fallback : bool
         Slow: a datacentre GPU that falls to it is told so once.
+    base : str
+        Of another build of a kernel's source: that kernel's name, which the function has.
     """
 
     name: str
@@ -140,6 +141,7 @@ class KernelSpec(Generic[ProblemT]):
     unproven: bool = False
     spill_bytes: int = 0
     fallback: bool = False
+    base: str = ""
 
     def objection(self, problem: ProblemT, device: DeviceInfo) -> Reason | None:
         """Reason that it cannot take the problem, whatever says so; None if it can."""
@@ -152,7 +154,7 @@ class KernelSpec(Generic[ProblemT]):
     @property
     def entry(self) -> str:
         """Name of the `__global__` function."""
-        return "mla_" + self.source.removesuffix(".cu").replace("/", "_")
+        return f"mla_{self.base or self.name}"
 
     @property
     def layout(self) -> ParamLayout:

@@ -40,7 +40,7 @@ def test_frameworks_are_optional(folder: str) -> None:
 
 
 def test_names_of_kernels() -> None:
-    """A kernel's name begins with its source's folder. Of the host's folder with the same path, one file has the name."""
+    """A kernel's name begins with its source's folder. One file of the host's folder with that path has the name."""
     for name, kernel in KERNELS.items():
         folder = kernel.source.rpartition("/")[0]
         assert name.startswith(folder.replace("/", "_") + "_")

@@ -29,6 +29,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
 BF16_PARTIALS = replace(
     KERNEL,
     name="attention_combine_bf16_partials",
+    base="attention_combine",
     about="the same of partial results in bfloat16: those of products in FP8",
     archs=HOPPER,
     variants=variants(dtype=("bfloat16",), partials=("bfloat16",)),

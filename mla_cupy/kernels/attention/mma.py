@@ -100,6 +100,7 @@ def _small(name: str, smem_kb: int) -> AttentionKernel[Any]:
         preferred=lambda problem, device: problem.rows <= SMALL_ROWS[-1],
         block_rows=SMALL_ROWS[-1],
         forms=SINK,
+        base="attention_mma_small",
     )
 
 
@@ -119,6 +120,7 @@ def _wide(name: str, smem_kb: int) -> AttentionKernel[Any]:
         block_rows=WIDE_ROWS,
         spill_bytes=WIDE_SPILL_BYTES,
         forms=SINK,
+        base="attention_mma",
     )
 
 
@@ -152,6 +154,7 @@ def from_records(
             variant=partial(variant, smem_kb=smem_kb),
             block_rows=SMALL_ROWS[-1],
             forms=SINK,
+            base=names[1],
         )
 
     return kernel(names[0], MORE_KB), kernel(names[1], LEAST_KB)

@@ -37,4 +37,5 @@ KERNEL: AttentionKernel[Any] = AttentionKernel(
     block_rows=BLOCK_ROWS,
     value_widths=NARROW_VALUES,
     forms=SINK,
+    base=mma.SMALL.name,
 )

@@ -60,6 +60,7 @@ class Projection:
                 builds,
                 facts={"columns": _COLUMNS[clusters], **(facts or {})},
                 facts_of=lambda variant: {"cluster": variant.share},
+                base=names[0],
             )
 
         self.clusters, self.plain = spec(clusters=True), spec(clusters=False)

@@ -43,4 +43,5 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     kv_maps=sm90_small.KERNEL.kv_maps,
     value_widths=NARROW_VALUES,
     forms=SINK,
+    base=sm90_small.KERNEL.name,
 )

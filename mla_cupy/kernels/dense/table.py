@@ -160,6 +160,7 @@ def _mma(name: str, smem_kb: int) -> DenseKernel:
         grid=persistent_grid,
         variant=variant,
         spill_bytes=MMA_SPILL_BYTES,
+        base="dense_mma",
     )
 
 

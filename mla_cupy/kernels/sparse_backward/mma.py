@@ -54,6 +54,7 @@ def _kernel(name: str, smem_kb: int) -> BackwardKernel:
         heads_per_addition=BLOCK_HEADS,
         dkv_order=DkvOrder.SM90,
         variant=partial(variant, smem_kb=smem_kb),
+        base="sparse_backward_mma",
     )
 
 

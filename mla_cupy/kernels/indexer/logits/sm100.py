@@ -111,6 +111,7 @@ KERNEL = LogitsKernel(
 PAGED = replace(
     KERNEL,
     name="indexer_logits_sm100_paged",
+    base=KERNEL.name,
     about="indexer logits of cached keys with tcgen05 and TMA, for up to 8 next tokens; simulated, not yet run",
     variants=variants(head_dim=(HEAD_DIM,), block_tokens=_WIDTHS, paged=(1,)),
     unsupported=unsupported_paged,

@@ -110,6 +110,7 @@ def _not_in_half(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
 HALF = replace(
     KERNEL,
     name="indexer_logits_sm90_half",
+    base=KERNEL.name,
     about="indexer logits with WGMMA and TMA, products in float16: faster, for queries with small codes",
     variants=variants(dtype=CODES[:1], head_dim=HEAD_DIMS, accumulator=("float16",)),
     facts_of=lambda variant: {"max_heads": max_heads(variant), "tile_keys": HALF_TILE_KEYS},

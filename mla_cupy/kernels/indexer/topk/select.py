@@ -41,6 +41,7 @@ def _not_by_clusters(problem: TopkProblem, device: DeviceInfo) -> Reason | None:
 CLUSTER = replace(
     KERNEL,
     name="indexer_topk_select_cluster",
+    base=KERNEL.name,
     about="exact top-k by radix select, a cluster of blocks per row: for long rows, and for few",
     archs=(*HOPPER, *BLACKWELL),
     variants=variants(cluster_blocks=(CLUSTER_BLOCKS,), threads=(MAX_THREADS,)),
