@@ -26,7 +26,8 @@ from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
 from tests.cache.inputs import empty_cache
 from tests.support.flat import flat
 from tests.support.kernels import cc_of
-from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.sim_driver import simulated
 
 Array = npt.NDArray[Any]
@@ -275,29 +276,24 @@ def test_beside_other_options(operation: str, kernel: str, option: str) -> None:
     run_beside(operation, kernel, option, simulated(2, cc_of(kernel), mode="random"))
 
 
-SEESAW, REDO = "decode/sm90_seesaw.cuh", "decode/sm90_huge_rows.cuh"
-MUTANTS = [
-    Mutant("rows are not noted", "attention/sm90/math.cuh", "if (is_huge(rows.max[r]))", "if (false)"),
-    Mutant("rows are done again too early", SEESAW, "                bar_sync(AllStored, kStoredThreads);\n", ""),
-    Mutant("keys out of sight count again", REDO, "row_sees<C::kTree>(p, item, row, token)", "true"),
-    Mutant("the sink does not count again", REDO, "sum += ex2_approx", "ex2_approx"),
-    Mutant("every other query warp has the same rows", REDO, "row += kQueryWarps", "row += 2 * kQueryWarps"),
-]
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_is_caught(mutant: Mutant, plant: Plant) -> None:
+def run_seesaw() -> None:
     """Each sequence has three queries; the first two do not see its last tokens."""
-    plant(mutant)
     case = HugeCase("decode", "decode_sm90_seesaw", sink=True)
     function, oracle, arguments, options = with_options(case, "")
     exact = oracle(*arguments, **options)
+    with simulated(2, cc_of(case.kernel), mode="late"):
+        check(case, function(*arguments, **options, kernel=case.kernel), exact)
 
-    def run() -> None:
-        with simulated(2, cc_of(case.kernel), mode="late"):
-            check(case, function(*arguments, **options, kernel=case.kernel), exact)
 
-    assert as_verdict(run)(), f"nothing shows {mutant.name}"
+test_is_caught, test_as_it_is = mutant_suite(
+    "decode_sm90_seesaw",
+    [run_seesaw],
+    {},
+    [
+        Mutant("rows are not noted", "attention/sm90/math.cuh", "if (is_huge(rows.max[r]))", "if (false)"),
+        Mutant("the sink does not count again", "decode/sm90_huge_rows.cuh", "sum += ex2_approx", "ex2_approx"),
+    ],
+)
 
 
 @pytest.mark.gpu

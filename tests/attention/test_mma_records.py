@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from tests.sparse_decode import runs as sparse
 from tests.sparse_decode.runs import SparseDecodeCase
 from tests.support.cases import DecodeCase, make
 from tests.support.flat import mla_decode
-from tests.support.mutants import CAUGHT, Mutant, Plant, as_verdict, steps
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
 
@@ -179,184 +181,53 @@ def test_tree_masks() -> None:
 
 # ---- Planted bugs ----------------------------------------------------------------------------------------------
 
-RECORDS, CODES, DECODE = "attention/mma/records.cuh", "attention/mma/codes.cuh", "decode/mma_records.cu"
-SOFTMAX, SCALED = "attention/mma/softmax.cuh", "attention/mma/scaled_rows.cuh"
-TWO_TILES, ONE_TILE = DENSE[0], DENSE[1]
+ONE_TILE = DENSE[1]
 #: More steps than are on their way, an absent page, a token that only the second query sees.
 CASE = v32(b=1, seqlens=150, s_q=2, h_q=3, page_size=32, missing_pages=1, scales="plain")
-UNSCALED = fp8(b=1, seqlens=150, s_q=2, h_q=3, page_size=32, missing_pages=1, kv_scale=1.0)
-CONVERTED = v4(b=1, seqlens=150, s_q=2, h_q=3, page_size=32, missing_pages=1)
-#: More than are looked up at once.
-LONG = v32(b=1, seqlens=270, h_q=1)
-PLANTED = [
-    # Codes that become numbers in registers
-    (ONE_TILE, CASE, Mutant("first codes not waited for", DECODE, *steps("mbarrier.test_wait", 0, of=2))),
-    (ONE_TILE, CASE, Mutant("codes not waited for", DECODE, *steps("mbarrier.test_wait", 1, of=2))),
-    (ONE_TILE, CASE, Mutant("scores of codes not awaited", DECODE, *steps("bar.sync", 3, of=6))),
-    (ONE_TILE, CASE, Mutant("P of codes not awaited", DECODE, *steps("bar.sync", 4, of=6))),
-    (TWO_TILES, CASE, Mutant("nothing is NaN", RECORDS, "nan = size + 0x00800080 & 0x40004000", "nan = 0")),
-    (TWO_TILES, CASE, Mutant("codes of the first half", RECORDS, ": 0x3424);", ": 0x1404);")),
-    (
-        ONE_TILE,
-        CASE,
-        Mutant("codes overwritten", CODES, "(step > 0) & (math.loader.asked < steps)", "math.loader.asked < steps"),
-    ),
-    (
-        ONE_TILE,
-        CASE,
-        Mutant("scales taken for RoPE", CODES, "Token::kLatentChunks ? Raw::kGap : 0", "1 << 20 ? Raw::kGap : 0"),
-    ),
-    (
-        ONE_TILE,
-        CASE,
-        Mutant("one scale for all groups", CODES, "s.scales[slot][token][quarter]", "s.scales[slot][token][0]"),
-    ),
-    (
-        ONE_TILE,
-        CASE,
-        Mutant("values have the first scale", CODES, "s.rests[slot][warp / 2]", "s.rests[slot][0]"),
-    ),
-    (ONE_TILE, CASE, Mutant("power of a neighbour", SCALED, "w1 * powers[i + 1]", "w1 * powers[i]")),
-    (
-        ONE_TILE,
-        CASE,
-        Mutant("largest of one quarter", RECORDS, "quarter < kQuarters; ++quarter", "quarter < 1; ++quarter"),
-    ),
-    (ONE_TILE, CASE, Mutant("absent codes are there", CODES, "(lanes >> (i * kTokenLanes) & 1) << i", "1 << i")),
-    (ONE_TILE, CASE, Mutant("hidden codes not cleaned", CODES, "if (masked) clean_codes", "if (false) clean_codes")),
-    (ONE_TILE, CASE, Mutant("columns not parted", CODES, "__byte_perm(codes[i], 0, 0x3120)", "codes[i]")),
-    (
-        ONE_TILE,
-        CASE,
-        Mutant(
-            "values of the next step",
-            CODES,
-            "slot = math.last_slot();\n    mbarrier",
-            "slot = math.slot;\n    mbarrier",
-        ),
-    ),
-    (ONE_TILE, CASE, Mutant("codes of the other half", CODES, "(at.keys ^ number % 2 * 64)", "at.keys")),
-    (ONE_TILE, CASE, Mutant("values of the other half", CODES, "(at.values ^ part * 32)", "at.values")),
-    (ONE_TILE, CASE, Mutant("rows not scaled back", CODES, "scale_log2 * row_factor(s, math.row.row())", "scale_log2")),
-    (ONE_TILE, CASE, Mutant("no copies of scales", CODES, "copies.due & (copies.k == 0)", "false")),
-    (
-        ONE_TILE,
-        UNSCALED,
-        Mutant(
-            "maximum never follows",
-            SOFTMAX,
-            "any_sync(kFullWarp, is_far_above(largest, max))",
-            "any_sync(kFullWarp, is_far_above(largest, max, 1e30f))",
-        ),
-    ),
-    (
-        ONE_TILE,
-        UNSCALED,
-        Mutant("maximum of a thread", SOFTMAX, "move_max(max_over_lanes(largest))", "move_max(largest)"),
-    ),
-    (
-        ONE_TILE,
-        LONG,
-        Mutant("next tokens not looked up", CODES, "if (at == kPlaceSteps / 2) place", "if (false) place"),
-    ),
-    (
-        ONE_TILE,
-        LONG,
-        Mutant("a lane's token for eight steps", CODES, "source = asked % kPlaceSteps * kLaneTokens +", "source ="),
-    ),
-    # Codes that are converted to keys
-    (
-        TWO_TILES,
-        CONVERTED,
-        Mutant("raw step not waited for", RECORDS, "wait_group<kRawSteps - 1>", "wait_group<kRawSteps>"),
-    ),
-    (
-        TWO_TILES,
-        CONVERTED,
-        Mutant("tile overwritten", RECORDS, "steps, math.warp), tile ^ 1)", "steps, math.warp), tile)"),
-    ),
-    (ONE_TILE, CONVERTED, Mutant("values overwritten", DECODE, *steps("bar.sync", 5, of=8))),
-    (ONE_TILE, CONVERTED, Mutant("next keys not awaited", DECODE, *steps("bar.sync", 6, of=8))),
-    (ONE_TILE, CONVERTED, Mutant("scale of the first group", RECORDS, "word >> 8 * (group % 4) & 0xff", "word & 0xff")),
-    (
-        ONE_TILE,
-        CONVERTED,
-        Mutant("absent tokens are there", RECORDS, "(lanes >> (i * kTokenLanes) & 1) << i", "1 << i"),
-    ),
-    (
-        ONE_TILE,
-        CONVERTED,
-        Mutant("hidden values not cleaned", RECORDS, "if (masked) clean_values", "if (false) clean_values"),
-    ),
-]
+#: Of V4.1's records, on the case of both kinds: more steps than are on their way, tokens that are none.
+MIXED = SparseDecodeCase(record="v41", topk=38, extra=70, h_q=2, b=1, sm_count=1, extra_record="v41-fp4")
 
 
-@as_verdict
-def verdict(gpu: Gpu, case: DecodeCase, mode: tuple[str, int]) -> None:
-    """What a run shows; empty if nothing."""
-    if case is LONG:
-        decode(case, gpu, mode)
-        return
-    inputs = make(case)
-    inputs.q[0, 0, 1, 200] = 1e6  # in the second quarter of d, and beyond float16
-    form, hidden = FORMATS[case.record], case.lengths()[0] - 1
+def run_case(gpu: Gpu, mode: tuple[str, int]) -> None:
+    """The second query is beyond float16, and NaN, by a token that it alone sees."""
+    inputs = make(CASE)
+    inputs.q[0, 0, 1, 200] = 1e6  # in the second quarter of d
+    form, hidden = FORMATS[CASE.record], CASE.lengths()[0] - 1
     codes = reference.cache.field_view(inputs.kv_cache[:, :, 0], form, form.field("latent"))
-    codes[inputs.block_table[0, hidden // case.page_size], hidden % case.page_size, 5] = (
-        0x7F  # NaN, for the second query
-    )
+    codes[inputs.block_table[0, hidden // CASE.page_size], hidden % CASE.page_size, 5] = 0x7F
     with simulated(1, gpu[1], *mode):
         got = mla_decode(*inputs.arguments, kernel=gpu[0])
     assert np.isnan(got[0][0, 1].astype(np.float32)).all()
     first = [(out[:, :1], lse[..., :1]) for out, lse in (got, inputs.exact, inputs.rounded)]
-    check(*first, case.dtype)
+    check(*first, CASE.dtype)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "case", "mutant"),
-    PLANTED,
-    ids=lambda x: x.id if isinstance(x, Mutant) else x[0] if isinstance(x, tuple) else "",
+test_dense_is_caught, test_dense_as_it_is = mutant_suite(
+    ONE_TILE[0],
+    [partial(run_case, ONE_TILE, mode) for mode in MODES[:2]],
+    {
+        "bar.sync": (6, [3, 5]),
+        "cp.async.mbarrier": (2, [0]),
+        "mbarrier.test_wait": (2, [0, 1]),
+    },
+    [
+        Mutant("power of a neighbour", "attention/mma/scaled_rows.cuh", "w1 * powers[i + 1]", "w1 * powers[i]"),
+    ],
 )
-def test_is_caught(gpu: Gpu, case: DecodeCase, mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    assert any(verdict(gpu, case, mode) for mode in MODES[:2]), f"nothing shows that {mutant.name}"
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize(
-    ("gpu", "case"),
-    [(TWO_TILES, CASE), (ONE_TILE, UNSCALED), (ONE_TILE, CONVERTED), (TWO_TILES, CONVERTED), (ONE_TILE, LONG)],
-    ids=lambda x: x[0] if isinstance(x, tuple) else x.id,
+test_sparse_is_caught, test_sparse_as_it_is = mutant_suite(
+    SPARSE[1][0],
+    [partial(sparse_decode, MIXED, SPARSE[1], MODES[0])],
+    {
+        "bar.sync": (8, [4, 7]),
+        "cp.async.wait_group": (2, [0]),
+        "cp.async.commit_group": (3, [0]),
+    },
+    [
+        Mutant(
+            "scales of four lanes",
+            "attention/mma/records.cuh",
+            "stored[chunk / (compact ? 2 : 4)]",
+            "stored[chunk / 4]",
+        ),
+    ],
 )
-def test_kernels_as_they_are(gpu: Gpu, case: DecodeCase) -> None:
-    assert [verdict(gpu, case, mode) for mode in MODES[:2]] == ["", ""]
-
-
-#: Of V4.1's records, on the case of both kinds: more steps than are on their way, tokens that are none.
-MIXED = SparseDecodeCase(record="v41", topk=38, extra=70, h_q=2, b=1, sm_count=1, extra_record="v41-fp4")
-PLANTED_IN_V41 = [
-    Mutant("all are e4m3", RECORDS, "this->compact = step.compact[warp][token];", "this->compact = false;"),
-    Mutant("kinds of the first token", RECORDS, "= step.compact[warp][token];", "= step.compact[warp][0];"),
-    Mutant("codes of a neighbour", RECORDS, "(from + chunk * kPieceCodes /", "(from + (chunk ^ 1) * kPieceCodes /"),
-    Mutant("scales of four lanes", RECORDS, "stored[chunk / (compact ? 2 : 4)]", "stored[chunk / 4]"),
-    Mutant("scales of two lanes", RECORDS, "stored[chunk / (compact ? 2 : 4)]", "stored[chunk / 2]"),
-    Mutant("half of the compact scales", RECORDS, "if (k < (compact ? 2 : 1))", "if (k < 1)"),
-    Mutant("scales of the usual record", RECORDS, "this->compact ? cvt_f32_x2_e4m3(code).x : ", ""),
-    Mutant("scales of other pieces", RECORDS, "(piece < 4 ? scales.x : scales.y)", "(piece < 4 ? scales.y : scales.x)"),
-    Mutant("a quarter of the bytes", RECORDS, "kCompactChunks = kChunks / 2;", "kCompactChunks = kChunks / 4;"),
-    Mutant("RoPE without scales", RECORDS, "(kScaledRope ? kRopeChunks : 0)) * kRecordChunk", "0) * kRecordChunk"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "mutant",
-    [*PLANTED_IN_V41[:2], *(pytest.param(mutant, marks=pytest.mark.slow) for mutant in PLANTED_IN_V41[2:])],
-    ids=lambda mutant: mutant.id,
-)
-def test_bugs_in_reading_v41_show(mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    with pytest.raises(CAUGHT):
-        sparse_decode(MIXED, SPARSE[1], MODES[0])
-
-
-def test_the_case_of_the_bugs_as_it_is() -> None:
-    sparse_decode(MIXED, SPARSE[1], MODES[0])

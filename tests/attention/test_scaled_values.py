@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import mla_cupy
 from mla_cupy import dtypes, reference
 from mla_cupy.cache_formats import FORMATS
 from tests.attention.test_mma_records import DENSE, SPARSE, Gpu
-from tests.support.mutants import CAUGHT, Mutant, Plant
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.sim_driver import simulated
 
 Array = npt.NDArray[Any]
@@ -129,11 +131,6 @@ def test_mixed_scales(gpu: Gpu, large: float, logit: float, first: int) -> None:
     assert of_lse.max() < 1e-5
 
 
-def mixed_scales(gpu: Gpu) -> None:
-    test_mixed_scales(gpu, 2.0**30, -1e4, 0)
-    test_mixed_scales(gpu, -(2.0**15), 0.0, 40)
-
-
 @pytest.mark.parametrize("gpu", GPUS[:2], ids=str)
 def test_scales_that_are_no_powers_of_two(gpu: Gpu) -> None:
     """Weight, scale and product are rounded, each to float16."""
@@ -183,7 +180,9 @@ def test_a_row_does_not_depend_on_its_neighbours(gpu: Gpu) -> None:
     np.testing.assert_array_equal(together[1][5], alone[1][0])
 
 
-def hidden_scale(gpu: Gpu, scale: float) -> None:
+@pytest.mark.parametrize("gpu", GPUS[:2], ids=str)
+@pytest.mark.parametrize("scale", [np.nan, np.inf], ids=str)
+def test_a_hidden_scale_is_no_number(gpu: Gpu, scale: float) -> None:
     """The second of two queries sees a token with such a scale."""
     rng = np.random.default_rng(6)
     latent = rng.standard_normal((40, 512))
@@ -200,43 +199,20 @@ def hidden_scale(gpu: Gpu, scale: float) -> None:
     np.testing.assert_allclose(out[0, 0].astype(np.float32), exact[0, 0].astype(np.float32), atol=0.01)
 
 
-@pytest.mark.parametrize("gpu", GPUS[:2], ids=str)
-@pytest.mark.parametrize("scale", [np.nan, np.inf], ids=str)
-def test_a_hidden_scale_is_no_number(gpu: Gpu, scale: float) -> None:
-    hidden_scale(gpu, scale)
-
-
 # ---- Planted bugs ----------------------------------------------------------------------------------------------
 
 ROWS = "attention/mma/scaled_rows.cuh"
-PLANTED = [
-    Mutant("never followed", ROWS, "any_sync(kFullWarp, !fits)", "any_sync(kFullWarp, false)"),
-    Mutant("largest product of a thread", ROWS, "product = Base::max_over_lanes(product);", ""),
-    Mutant("P may be infinite", ROWS, "kLargestEnd = 0x64006400", "kLargestEnd = 0x7fff7fff"),
-    Mutant("sum not rescaled", ROWS, "this->sum *= factor;", ""),
-    Mutant("a maximum without its shift", ROWS, "this->max - to + shift", "this->max - to"),
-    Mutant("lse without the shift", ROWS, "return this->max + shift;", "return this->max;"),
-    Mutant(
-        "negative scales do not count",
-        ROWS,
-        "fmaxf(fmaxf(fabsf(scales.x), fabsf(scales.y))",
-        "fmaxf(fmaxf(scales.x, scales.y)",
-    ),
-    Mutant("the rest of another group", "attention/mma/codes.cuh", "scale_rest(scales[group]", "scale_rest(scales[0]"),
-]
-
-
-@pytest.mark.parametrize("mutant", PLANTED, ids=lambda mutant: mutant.id)
-def test_bugs_in_following_products_show(mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    with pytest.raises(CAUGHT):
-        mixed_scales(GPUS[1])
-
-
-def test_a_hidden_scale_that_is_read_shows(plant: Plant) -> None:
-    plant(Mutant("hidden scales are read", ROWS, "fabsf(rest) <= 65504.f ?", "true ?"))
-    with pytest.raises(CAUGHT):
-        hidden_scale(GPUS[1], np.nan)
+test_is_caught, test_as_it_is = mutant_suite(
+    GPUS[1][0],
+    [
+        partial(test_mixed_scales, GPUS[1], 2.0**30, -1e4, 0),
+        partial(test_mixed_scales, GPUS[1], -(2.0**15), 0.0, 40),
+    ],
+    {},
+    [
+        Mutant("sum not rescaled", ROWS, "this->sum *= factor;", ""),
+    ],
+)
 
 
 # ---- On a GPU --------------------------------------------------------------------------------------------------

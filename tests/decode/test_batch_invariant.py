@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.flat import mla_decode, plan_decode
 from tests.support.gpu import upload
 from tests.support.kernels import SCHEDULED_KERNELS, cc_of, on_hopper
+from tests.support.mutant_suite import mutant_suite
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
 
@@ -162,3 +164,26 @@ def test_random_batches_on_a_gpu(hopper: object, kernel: str, seed: int) -> None
         for i, request in enumerate(chosen.tolist()):
             bits = out[i].tobytes(), lse[i].tobytes()
             assert found.setdefault(request, bits) == bits
+
+
+def run_pieces(mode: str) -> None:
+    """Sequences of two pieces, none, and three."""
+    case = replace(CASE, b=3, seqlens=(256, 0, 300))
+    inputs = make(case)
+    check(_run(inputs, [0, 1, 2], "decode_sm90_small", 3, mode), inputs.exact, inputs.rounded, case.dtype)
+
+
+test_merge_is_caught, test_merge_as_it_is = mutant_suite(
+    "decode_combine_pieces",
+    [partial(run_pieces, mode) for mode in ("late", "random")],
+    {
+        "bar.sync": (3, [1]),
+    },
+)
+test_schedule_is_caught, test_schedule_as_it_is = mutant_suite(
+    "decode_schedule_pieces",
+    [partial(run_pieces, mode) for mode in ("late", "random")],
+    {
+        "bar.sync": (1, [0]),
+    },
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from mla_cupy.kernels.pipeline import Call, Prepared
 from mla_cupy.ops.decode import OPERATION
 from mla_cupy.shapes import D_V
 from tests.decode.schedule_model import Point, split_requests
-from tests.support.mutants import Mutant, Plant, as_verdict, steps
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.recorder import H200
 from tests.support.sim_driver import fake_gpu, simulated
 
@@ -192,45 +194,7 @@ def test_a_schedule_that_is_nearly_even_is_listed() -> None:
     check_cuts(NEARLY_EVEN, 2, "float32", 1, ("early", 0))
 
 
-MERGE, COMBINE = "attention/merge_partials.cuh", "attention/combine.cuh"
 MODES = (("late", 0), ("early", 0), ("random", 1), ("random", 2), ("random", 3))
-MUTANTS = (
-    Mutant("a unit used before it is prepared", "attention/combine.cu", *steps("bar.sync", 5, of=7)),
-    Mutant("groups merged before they have their sums", "attention/combine.cu", *steps("bar.sync", 6, of=7)),
-    Mutant("absent pieces read", MERGE, "present ? index", "true ? index"),
-    Mutant("rows past the last one stored", MERGE, " || row >= team.num_rows", ""),
-    Mutant(
-        "the second row's pieces weighed with the first's",
-        MERGE,
-        "if (shape.row_shift == 0)",
-        "if (shape.row_shift < 2)",
-    ),
-    Mutant("two rows added up", MERGE, "if (shape.row_shift < 2) {", "{"),
-    Mutant("a group's weight left out", MERGE, "__shfl_sync(kFullWarp, group_weight, g)", "1.f"),
-    Mutant(
-        "units not waited for",
-        "attention/combine.cu",
-        *steps("bar.sync", 3, of=7),
-    ),
-    Mutant("units found while those before are read", "attention/combine.cu", *steps("bar.sync", 2, of=7)),
-)
-
-
-#: Of requests that are all cut into as many pieces.
-EVEN_MUTANTS = tuple(
-    Mutant(f"equal pieces: {name}", COMBINE, old, new)
-    for name, old, new in (
-        ("another request's pieces", "request * even, even,", "request, even,"),
-        ("another row", "first + team - request * of_request", "0"),
-        ("one piece too few", "FoundUnit{request * even, even,", "FoundUnit{request * even, even - 1,"),
-        ("a split with pieces of two requests", "(begin.tile > 0) == within", "true"),
-        ("whole requests", "&& pieces > 1 ", ""),
-        ("more pieces than splits", " && cuts <= p.num_splits", ""),
-        ("units of one request", "return p.b * UnitShape", "return UnitShape"),
-    )
-)
-
-
 #: Several units per team, of every shape.
 PIECES, NUM_SPLITS = [3, 20, 2, 7, 12], 46
 
@@ -246,21 +210,6 @@ def check_even(mode: tuple[str, int]) -> None:
         check_merge(pieces, sum(pieces), "float32", 1, mode)
     check_cuts(NEARLY_EVEN, 2, "float32", 1, mode)
     check_cuts(CUT_AND_WHOLE, 130, "float32", 8, mode)
-
-
-@pytest.mark.one_in(8)
-@pytest.mark.parametrize("mutant", EVEN_MUTANTS, ids=lambda mutant: mutant.id)
-def test_bugs_of_equal_pieces_are_caught(mutant: Mutant, plant: Plant) -> None:
-    verdict = as_verdict(check_even)
-    plant(mutant)
-    assert any(verdict(mode) for mode in MODES)
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_bugs_are_caught(mutant: Mutant, plant: Plant) -> None:
-    verdict = as_verdict(check_merge)
-    plant(mutant)
-    assert any(verdict(PIECES, NUM_SPLITS, "float32", 2, mode) for mode in MODES)
 
 
 def test_a_merge_does_not_depend_on_other_requests() -> None:
@@ -298,3 +247,16 @@ def test_blocks_for_all_units_of_work_that_there_may_be(b: int, rows: int, num_s
 
 def test_one_split_needs_no_merge() -> None:
     assert combine.blocks(1, H200) == 0
+
+
+test_is_caught, test_as_it_is = mutant_suite(
+    combine.KERNEL.name,
+    [*(partial(check_merge, PIECES, NUM_SPLITS, "float32", 2, mode) for mode in MODES), partial(check_even, MODES[0])],
+    {
+        "bar.sync": (7, [0, 3, 5, 6]),
+    },
+    [
+        Mutant("absent pieces read", "attention/merge_partials.cuh", "present ? index", "true ? index"),
+        Mutant("another request's pieces", "attention/combine.cuh", "request * even, even,", "request, even,"),
+    ],
+)

@@ -6,7 +6,7 @@ The oracle is compared with calls that have no form; the kernels with the oracle
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,14 @@ import pytest
 
 from mla_cupy import dtypes, reference
 from mla_cupy.cache_formats import FORMATS
+from tests.decode.test_small_mutants import alike_where_finite
 from tests.support.calls import on_host
 from tests.support.cases import DecodeCase, DecodeInputs, as_read, make, poisoned, values
 from tests.support.flat import mla_decode, plan_decode
 from tests.support.gpu import upload
 from tests.support.kernels import cc_of
-from tests.support.mutants import CAUGHT, Mutant, Plant, as_verdict
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
 from tests.support.tolerance import check
@@ -356,42 +358,6 @@ def test_kernels_in_all_modes(case: FormCase, kernel: str, mode: tuple[str, int]
         check(run(inputs, kernel, sm_count, mode), inputs.exact, inputs.rounded, case.base.dtype)
 
 
-TURN, MATH = "attention/output_rope.cuh", "attention/sm90/math.cuh"
-TURN_MUTANTS = (
-    (GENERIC, Mutant("turned on", TURN, "column % 2 == 0 ?", "column % 2 != 0 ?")),
-    (SMALL, Mutant("positions are not clamped", TURN,
-                   "max(0ll, min(position, (i64)forms.out_max_position - 1))", "position")),
-    (SMALL, Mutant("positions of the first queries", TURN, "item.first_query + min(row, last)", "min(row, last)")),
-    (SMALL, Mutant("rows that are not there", TURN, "min(row, last) /", "row /")),
-    (SMALL, Mutant("a pair two lanes apart", "attention/sm90/swapped.cuh", "kFullWarp, out[i], 4)",
-                   "kFullWarp, out[i], 8)")),
-    (SEESAW, Mutant("angles of another row", MATH, "item, block.row0 + fragment_row(thread) + 8 * r)",
-                    "item, block.row0 + fragment_row(thread))")),
-    (SEESAW, Mutant("columns of the left half", MATH, "if constexpr (kRight && kTurned) turn",
-                    "if constexpr (!kRight && kTurned) turn")),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("kernel", "mutant"),
-    [
-        pytest.param(kernel, mutant, id=mutant.id, marks=[] if i == 0 else [pytest.mark.slow])
-        for i, (kernel, mutant) in enumerate(TURN_MUTANTS)
-    ],
-)
-def test_planted_bugs_of_turning_show(kernel: str, mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    with pytest.raises(CAUGHT):
-        _check_turned(kernel)
-
-
-def _check_turned(kernel: str) -> None:
-    for case, name in CASES:
-        if name == kernel and case.turned:
-            inputs = form_inputs(case)
-            check(run(inputs, kernel, 3, ("random", 1)), inputs.exact, inputs.rounded, case.base.dtype)
-
-
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("base", "kernel"), SINKS, ids=lambda value: getattr(value, "id", value))
 def test_sinks(base: DecodeCase, kernel: str) -> None:
@@ -453,197 +419,6 @@ def test_hostile_starts_in_a_kernel() -> None:
             got = mla_decode(**call)
         exact = reference.mla_decode(**call)
         check(got, exact, reference.mla_decode(**call, rounding="bfloat16"), "bfloat16")
-
-
-# ---- Planted bugs ----------------------------------------------------------------------------------------------
-
-GROUPS, SCHEDULE, LOAD = "attention/query_groups.cuh", "decode/schedule_groups.cu", "decode/sm90_load.cuh"
-NONFINITE, MERGE, OUTPUT = (
-    "attention/sm90/nonfinite_values.cuh",
-    "attention/merge_partials.cuh",
-    "attention/decode_output.cuh",
-)
-BLOCK = "decode/swapped_tile.cuh"
-MUTANTS = (
-    Mutant(
-        "the group's queries are the request's first",
-        GROUPS,
-        "query = item.first_query + row / group",
-        "query = row / group",
-    ),
-    Mutant("RoPE columns of the latent array", GROUPS, "if (forms.q_rope == nullptr)", "if (true)"),
-    Mutant("a full group's mask", GROUPS, "p.causal ? of.later_queries + of.queries - p.s_q : 0", "0"),
-    Mutant("later queries forgotten", GROUPS, "of.later_queries + of.queries - p.s_q", "of.queries - p.s_q"),
-    Mutant("rows that are not there", GROUPS, "(p.s_q - of.queries) * (p.h_q / p.h_kv)", "0"),
-    Mutant(
-        "windows begin with the tile",
-        GROUPS,
-        "max(0, visible_of<GroupedWork>(p, item, row) - window)",
-        "item.tile_begin * kTileTokens",
-    ),
-    Mutant("a window is one too long", GROUPS, "(p, item, row) - window)", "(p, item, row) - window - 1)"),
-    Mutant(
-        "the first window counts for all", GROUPS, "max(0, of.tokens - of.later_queries - window)", "of.first_token"
-    ),
-    Mutant(
-        "tiles counted from the sequence's start",
-        GROUPS,
-        "first_tile + (group == begin.request ? begin.tile : 0)",
-        "(group == begin.request ? begin.tile : 0)",
-    ),
-    Mutant(
-        "RoPE columns from the latent row",
-        LOAD,
-        "reinterpret_cast<const u16*>(rope) + (chunk - kLatentChunks) * 8",
-        "reinterpret_cast<const u16*>(latent) + chunk * 8",
-    ),
-    Mutant("a window's begin is not sanitized", NONFINITE, "item.seen_from <= tile * kTileTokens && ", ""),
-    Mutant("NaN in a window not given back", NONFINITE, "from = min(from, Work::of(item).first_token);", ";"),
-    Mutant(
-        "the mask's begin forgotten",
-        BLOCK,
-        "mask_keys_before(scores, k, first - tile * kTileTokens, thread);",
-        ";",
-    ),
-    Mutant(
-        "results of the first query", OUTPUT, "offset + Work::of(item).first_query * p.out_stride_s_elems", "offset"
-    ),
-    Mutant(
-        "merged results of the first query", MERGE, "team.out_offsets[row] += first_query * p.out_stride_s_elems;", ""
-    ),
-    Mutant("merged rows that are not there", MERGE, "num_rows = min(num_rows, of.queries * p.h_q - first_row);", ""),
-    Mutant("merged into another request", MERGE, "    request = of.request;\n", "    request += of.request;\n"),
-    Mutant(
-        "queries after the last sequence forgotten",
-        SCHEDULE,
-        "return packed() ? p.b + 2 : p.b;",
-        "return packed() ? p.b + 1 : p.b;",
-    ),
-    Mutant(
-        "starts of the thread's own",
-        SCHEDULE,
-        "visit_sequences(all, first, last, reached, [&](const QueryRange& range, i32 request)",
-        "visit_sequences(all, first, last, 0, [&](const QueryRange& range, i32 request)",
-    ),
-    Mutant(
-        "the window of the last query", SCHEDULE, "tokens - (range.end - first) + 1 - p.window", "tokens + 1 - p.window"
-    ),
-)
-
-
-@as_verdict
-def verdict(case: FormCase, sm_count: int) -> None:
-    """What a run shows; empty if nothing."""
-    inputs = form_inputs(case)
-    if case.window and case.queries:  # infinity that some rows see at a window's begin
-        table, cache, page_size = inputs.arrays["block_table"], inputs.arrays["kv_cache"], case.base.page_size
-        first = int(case.base.lengths()[0]) - case.queries[0] + 1 - case.window
-        cache[table[0, first // page_size], first % page_size, 0, 7] = np.inf
-    got = run(inputs, SMALL, sm_count, ("early", 0))
-    finite = [np.isfinite(exact) for exact in inputs.exact]
-    for mine, kept in zip(got, finite, strict=True):
-        assert (np.isfinite(mine.astype(np.float32)) == kept).all()
-    alike = [
-        np.where(kept, mine, exact).astype(mine.dtype)
-        for mine, kept, exact in zip(got, finite, inputs.exact, strict=True)
-    ]
-    check((alike[0], alike[1]), inputs.exact, inputs.rounded, case.base.dtype)
-
-
-MUTANT_CASES = (
-    FormCase(  # the windows of the first sequence begin on both sides of a tile's edge
-        replace(SINGLE, h_q=8, seqlens=(300, 131, 200), page_size=16),
-        queries=(3, 6, 2),
-        around=(1, 1),
-        window=44,
-        pair=True,
-        sink=True,
-    ),
-    FormCase(replace(SINGLE, b=2, h_q=8, seqlens=(9, 1500)), queries=(3, 2)),  # split and merged
-    FormCase(replace(SINGLE, b=2, h_q=8, s_q=6, seqlens=(9, 1500)), window=1300),  # split and merged, too
-)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_is_caught(mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    verdicts = (verdict(case, sm_count) for case in MUTANT_CASES for sm_count in (1, 6))
-    assert any(verdicts), f"nothing shows that {mutant.name}"
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("case", MUTANT_CASES, ids=lambda case: case.id)
-def test_kernel_as_it_is(case: FormCase) -> None:
-    assert [verdict(case, sm_count) for sm_count in (1, 6)] == ["", ""]
-
-
-TOKENS, KEYS = "attention/record_tokens.cuh", "attention/sm90/record_keys.cuh"
-SHIFTS = "decode/sm90_records_seesaw_forms.cu"
-SAYS = "before.remember(scout.walk, __ballot_sync(kFullWarp, present));"
-FEW_MATH, MANY_ROLES = "attention/sm90/small_records_math.cuh", "attention/sm90/seesaw_records.cuh"
-RECORD_MUTANTS = (
-    (MANY_RECORDS, Mutant("what lies before windows is read", SHIFTS, "token < item.first_token || ", "")),
-    (MANY_RECORDS, Mutant("what lies past the end is read", SHIFTS, " || token >= item.tokens", "")),
-    (MANY_RECORDS, Mutant("pages of powers of two only", SHIFTS, "= (i32)divided(token, p.page_size);",
-                          "= token >> (31 - __clz(p.page_size));")),
-    (MANY_RECORDS, Mutant("places in pages of powers of two", SHIFTS,
-                          "(u32)token - divided(token, p.page_size) * (u32)p.page_size;",
-                          "(u32)token & (u32)(p.page_size - 1);")),
-    (MANY_RECORDS, Mutant("scales not waited for", MANY_ROLES, "            cp_async_wait_group<0>();\n", "")),
-    (MANY_RECORDS, Mutant("scales not committed", MANY_ROLES, "cp_async_commit_group();  // of the scales alone", "")),
-    (MANY_RECORDS, Mutant("what is said of a tile is the next one's", MANY_ROLES, f"{SAYS}\n{' ' * 16}scout.advance();",
-                          f"scout.advance();\n{SAYS}")),
-    (FEW_RECORDS, Mutant("queries of the request", TOKENS, "item.first_query = groups[group].first_query;", "")),
-    (MANY_RECORDS, Mutant("queries of the group's number", TOKENS, "item.request = groups[group].request;", "")),
-    (FEW_RECORDS, Mutant("RoPE columns of the latent array", TOKENS, "return row.rope - kHeadDimV;",
-                         "return row.latent;")),
-    (FEW_RECORDS, Mutant("the item's request for its group", KEYS, "return walk.group - 1;", "return this->request;")),
-    (MANY_RECORDS, Mutant("later queries forgotten", KEYS, "hidden + of.later_queries + of.queries - p.s_q",
-                          "hidden + of.queries - p.s_q")),
-    (MANY_RECORDS, Mutant("tiles counted from the sequence's start", KEYS,
-                          "first_tile + (group == begin.request ? begin.tile : 0)",
-                          "(group == begin.request ? begin.tile : 0)")),
-    (MANY_RECORDS, Mutant("tokens that later queries see", KEYS, "set(kSeenTokens, tokens - hidden);",
-                          "set(kSeenTokens, tokens);")),
-    (FEW_RECORDS, Mutant("windows begin with the tile", FEW_MATH,
-                         "mask_keys_before(math.scores, k, seen_from - tile * kTileTokens, thread);", ";")),
-    (FEW_RECORDS, Mutant("a full group's mask", FEW_MATH, "visible_of<Work>(block.p, item,",
-                         "visible_tokens(block.p, item,")),
-    (FEW_RECORDS, Mutant("nothing is turned", FEW_MATH, "if constexpr (kTurned) turn_back", "if (false) turn_back")),
-    (FEW_RECORDS, Mutant("rows that are not there", FEW_MATH, "block.row0, block.rows_of(item)};",
-                         "block.row0, block.rows};")),
-    (MANY_RECORDS, Mutant("the first query of a split twice", MANY_ROLES,
-                          "with_query && query != walk.get(kFirstQuery) ?", "with_query ?")),
-    (MANY_RECORDS, Mutant("bits of the tile after", MANY_ROLES, "{walk.get(kBits) |", "{0u |")),
-    (MANY_RECORDS, Mutant("RoPE rows as far apart as latent ones", MANY_ROLES,
-                          "forms_of(p).q_rope_stride_h_elems);", "p.q_stride_h_elems);")),
-    (MANY_RECORDS, Mutant("the scouts' round forgotten", MANY_ROLES, "scout.walk.set(Scout<C>::kRound, ring.phases);",
-                          ";")),
-    (PLAIN_RECORDS, Mutant("groups see whole sequences", "attention/generic_rows.cuh",
-                           "if (forms_of(p).groups != nullptr)", "if (false)")),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("kernel", "mutant"),
-    [
-        pytest.param(kernel, mutant, id=mutant.id, marks=[] if i == 0 else [pytest.mark.slow])
-        for i, (kernel, mutant) in enumerate(RECORD_MUTANTS)
-    ],
-)
-def test_planted_bugs_of_records_show(kernel: str, mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    with pytest.raises(CAUGHT):
-        _check_records(kernel)
-
-
-def _check_records(kernel: str) -> None:
-    """Cases with windows first, which show most bugs: each case is a build."""
-    for case in sorted((case for case, name in RECORDS if name == kernel), key=lambda case: not case.window):
-        inputs = form_inputs(case)
-        for sm_count in (1, 3):
-            check(run(inputs, kernel, sm_count, ("random", 1)), inputs.exact, inputs.rounded, case.base.dtype)
 
 
 # ---- On a GPU --------------------------------------------------------------------------------------------------
@@ -751,3 +526,155 @@ def test_a_plan_in_a_graph(hopper: object) -> None:
 
 def _uploaded(inputs: FormInputs) -> dict[str, Any]:
     return {name: upload(x) for name, x in inputs.arrays.items()}
+
+
+# ---- Planted bugs ----------------------------------------------------------------------------------------------
+
+
+def run_case(kernel: str, case: FormCase, mode: tuple[str, int], sm_count: int = 1) -> None:
+    """Where a window varies, infinity is at its begin, which some rows see."""
+    inputs = form_inputs(case)
+    if case.window and case.queries and not case.base.record:
+        table, cache, page_size = inputs.arrays["block_table"], inputs.arrays["kv_cache"], case.base.page_size
+        first = int(case.base.lengths()[0]) - case.queries[0] + 1 - case.window
+        cache[table[0, first // page_size], first % page_size, 0, 7] = np.inf
+    got = run(inputs, kernel, sm_count, mode)
+    alike = [alike_where_finite(mine, exact) for mine, exact in zip(got, inputs.exact, strict=True)]
+    check((alike[0], alike[1]), inputs.exact, inputs.rounded, case.base.dtype)
+
+
+GROUPS = "attention/query_groups.cuh"
+LATE = ("late", 0)
+#: The windows of the first sequence begin on both sides of a tile's edge.
+OF_FEW = FormCase(
+    replace(SINGLE, h_q=8, seqlens=(300, 131, 200), page_size=16),
+    queries=(3, 6, 2),
+    around=(1, 1),
+    window=44,
+    pair=True,
+    sink=True,
+)
+OF_MANY = FormCase(replace(MANY, b=3, seqlens=(130, 2, 66)), queries=(5, 4, 1), around=(0, 3), pair=True)
+OF_FEW_RECORDS = FormCase(replace(V4, seqlens=(200, 5, 129), s_q=3, h_q=7), window=66, turned=True)
+OF_MANY_RECORDS = FormCase(
+    replace(SINGLE, record="v32", h_q=48, seqlens=(200, 66, 1), page_size=48),
+    queries=(2, 3, 1),
+    around=(1, 1),
+    window=100,
+    pair=True,
+    sink=True,
+)
+PLAIN = FormCase(replace(SINGLE, h_q=3, seqlens=(70, 0, 9)), queries=(4, 1, 5), around=(2, 0), pair=True)
+TURNED = FormCase(replace(SINGLE, seqlens=(70, 0, 9), d_qk=512, h_q=3, s_q=2, cp_world=2), turned=True)
+MERGED = FormCase(replace(SINGLE, b=2, h_q=8, seqlens=(9, 700)), queries=(3, 2))
+
+test_few_rows_is_caught, test_few_rows_as_it_is = mutant_suite(
+    SMALL,
+    [partial(run_case, SMALL, OF_FEW, mode) for mode in (LATE, ("random", 1))],
+    {
+        "bar.sync": (6, [0, 3]),
+        "mbarrier.try_wait": (6, [0, 3]),
+        "mbarrier.arrive": (6, [0]),
+        "fence.proxy": (2, [0]),
+        "fence.mbarrier_init": (1, [0]),
+        "cp.async.wait_all": (1, [0]),
+        "wgmma.fence": (4, [0]),
+        "wgmma.commit_group": (2, [0]),
+        "wgmma.wait_group": (2, [0]),
+    },
+    [
+        Mutant("a window is one too long", GROUPS, "(p, item, row) - window)", "(p, item, row) - window - 1)"),
+    ],
+)
+test_many_rows_is_caught, test_many_rows_as_it_is = mutant_suite(
+    SEESAW,
+    [partial(run_case, SEESAW, OF_MANY, mode) for mode in (LATE, ("random", 1))],
+    {
+        "bar.sync": (18, [0, 13]),
+        "bar.arrive": (3, [0]),
+        "mbarrier.try_wait": (11, [0, 5]),
+        "mbarrier.arrive": (12, [0]),
+        "fence.proxy": (8, [0]),
+        "fence.mbarrier_init": (1, [0]),
+        "cp.async.wait_all": (1, [0]),
+        "wgmma.fence": (9, [0]),
+        "wgmma.commit_group": (7, [0]),
+        "wgmma.wait_group": (7, [0]),
+    },
+)
+test_few_records_is_caught, test_few_records_as_it_is = mutant_suite(
+    FEW_RECORDS,
+    [partial(run_case, FEW_RECORDS, OF_FEW_RECORDS, mode) for mode in (LATE, ("random", 1))],
+    {
+        "bar.sync": (5, [0, 2]),
+        "mbarrier.try_wait": (7, [0, 3]),
+        "mbarrier.arrive": (7, [0]),
+        "fence.proxy": (4, [0]),
+        "wgmma.fence": (4, [0]),
+        "wgmma.commit_group": (4, [0]),
+        "wgmma.wait_group": (4, [0]),
+    },
+    [
+        Mutant(
+            "nothing is turned",
+            "attention/sm90/small_records_math.cuh",
+            "if constexpr (kTurned) turn_back",
+            "if (false) turn_back",
+        ),
+    ],
+)
+test_many_records_is_caught, test_many_records_as_it_is = mutant_suite(
+    MANY_RECORDS,
+    [partial(run_case, MANY_RECORDS, OF_MANY_RECORDS, mode) for mode in (LATE, ("random", 1))],
+    {
+        "bar.sync": (6, [0, 3]),
+        "bar.arrive": (2, [0]),
+        "mbarrier.try_wait": (17, [0, 8]),
+        "mbarrier.arrive": (17, [0]),
+        "fence.proxy": (10, [5]),
+        "cp.async.wait_group": (1, [0]),
+        "cp.async.wait_all": (2, [0]),
+        "cp.async.commit_group": (1, [0]),
+        "wgmma.fence": (12, [0]),
+        "wgmma.commit_group": (11, [0]),
+        "wgmma.wait_group": (13, [0]),
+    },
+    [
+        Mutant(
+            "what lies past the end is read",
+            "decode/sm90_records_seesaw_forms.cu",
+            " || token >= item.tokens",
+            "",
+        ),
+    ],
+)
+test_generic_is_caught, test_generic_as_it_is = mutant_suite(
+    GENERIC,
+    [partial(run_case, GENERIC, TURNED, LATE), partial(run_case, GENERIC, PLAIN, ("random", 1))],
+    {
+        "bar.sync": (5, [0, 2]),
+    },
+    [Mutant("turned on", "attention/output_rope.cuh", "column % 2 == 0 ?", "column % 2 != 0 ?")],
+)
+test_generic_records_is_caught, test_generic_records_as_it_is = mutant_suite(
+    PLAIN_RECORDS,
+    [partial(run_case, PLAIN_RECORDS, RECORDS[9][0], LATE)],
+    {
+        "bar.sync": (5, [0, 2]),
+    },
+)
+test_merge_is_caught, test_merge_as_it_is = mutant_suite(
+    "attention_combine_forms",
+    [partial(run_case, SMALL, MERGED, mode, 4) for mode in (LATE, ("random", 1))],
+    {
+        "bar.sync": (7, [0, 3]),
+    },
+    [
+        Mutant(
+            "merged results of the first query",
+            "attention/merge_partials.cuh",
+            "team.out_offsets[row] += first_query * p.out_stride_s_elems;",
+            "",
+        ),
+    ],
+)

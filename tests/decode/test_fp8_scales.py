@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -16,13 +17,13 @@ from tests.decode.test_tree_mask import tree_inputs
 from tests.support.calls import plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.flat import mla_decode, plan_decode
-from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
 
 Array = npt.NDArray[Any]
-SCALES = "attention/fp8_scales.cuh"
 
 
 def prepared(inputs: DecodeInputs) -> tuple[Array, Array]:
@@ -179,37 +180,22 @@ def test_scales_are_above_zero(
 
 # ---- Planted bugs ----------------------------------------------------------------------------------------------
 
-MUTANTS = (
-    Mutant("the scale of the first head", SCALES, "(kv_head * group + row % group)", "(kv_head * group)"),
-    Mutant("the scale of the first query", SCALES, "row / group * p.q_scales_stride_s_elems", "0"),
-    Mutant("the scale of the first request", SCALES, "request * p.q_scales_stride_b_elems", "0"),
-    Mutant(
-        "scores without the cache's scale",
-        "attention/sm90/fp8_query.cuh",
-        "factor = cache_scale(block.params());",
-        "factor = 1.f;",
-    ),
-    Mutant(
-        "values without the cache's scale",
-        "attention/sm90/fp8.cuh",
-        "p.value_scale * cache_scale",
-        "p.value_scale + 0 * cache_scale",
-    ),
+test_is_caught, test_as_it_is = mutant_suite(
+    KERNEL,
+    [
+        partial(check_prepared, fp8(b=2, seqlens=(3, 130), s_q=3, h_q=5, page_size=16), 3, MODES[1]),
+        partial(test_the_caches_scale, fp8(b=2, seqlens=(129, 1), h_q=3, queries="uint8")),
+    ],
+    {},
+    [
+        Mutant(
+            "the scale of the first head",
+            "attention/fp8_scales.cuh",
+            "(kv_head * group + row % group)",
+            "(kv_head * group)",
+        ),
+    ],
 )
-
-
-@as_verdict
-def verdict() -> None:
-    """What the tests show; empty if nothing."""
-    check_prepared(fp8(b=2, seqlens=(3, 130), s_q=3, h_q=5, page_size=16), 3, MODES[1])
-    test_the_caches_scale(fp8(b=2, seqlens=(129, 1), h_q=3, queries="uint8"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_is_caught(mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    assert verdict() != ""
 
 
 @pytest.mark.gpu

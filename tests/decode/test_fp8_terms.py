@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -23,7 +23,8 @@ from tests.support.calls import assert_same, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.flat import mla_decode
 from tests.support.gpu import run_and_check
-from tests.support.mutants import Mutant, Plant, as_verdict, steps
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.recorder import H200, Recorder
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
@@ -277,66 +278,22 @@ def test_errors_over_2048_tokens(mean: str, spread: float) -> None:
 
 # ---- Planted bugs ----------------------------------------------------------------------------------------------
 
-BLOCK, MATH = (f"attention/sm90/fp8_{part}.cuh" for part in ("block", "math"))
-LOADER, ROLES = "decode/sm90_fp8.cu", "attention/sm90/fp8.cuh"
-QUERY_ROWS, CODES = "attention/fp8_query_rows.cuh", "attention/query_codes.cuh"
-MUTANTS = (
-    Mutant(
-        "P_2 of another tile",
-        MATH,
-        "s.tile(block.ring, stage) + kFp8LatentBytes, words[1]",
-        "s.tile(block.ring, block.ring.next(stage)) + kFp8LatentBytes, words[1]",
-    ),
-    Mutant(
-        "P_2 read from another tile",
-        MATH,
-        "sw64_desc(s.tile(block.ring, stage) + kFp8LatentBytes)",
-        "sw64_desc(s.tile(block.ring, block.ring.next(stage)) + kFp8LatentBytes)",
-    ),
-    Mutant("P_1 twice", MATH, "advance(p[kTerms - 1 - i / 2]", "advance(p[0]"),
-    Mutant("sums of weights as those of one term", ROLES, "kTerms == 1 ? 1.00015f : 0.99955f", "1.00015f"),
-    Mutant("the weights of half of a row", MATH, "            sum += __shfl_xor_sync(kFullWarp, sum, 2);\n", ""),
-    Mutant("what P_1 leaves of others", MATH, "cvt_f16_x2_e4m3_high(codes)", "cvt_f16_x2_e4m3(codes)"),
-    Mutant("Q_1 twice", MATH, "(kQueryTerms - 1 - i / kSteps) * kFp8QueryBytes", "0"),
-    Mutant(
-        "Q_2 in another place",
-        QUERY_ROWS,
-        "q + Place::kTermBytes + Place::offset(row, at)",
-        "q + Place::kTermBytes + Place::offset(row, at ^ 1)",
-    ),
-    Mutant(
-        "what Q_1 leaves, turned around", CODES, "fmaf(high.y, down, -less_high.y)", "-fmaf(high.y, down, -less_high.y)"
-    ),
-    Mutant("a stage too many", BLOCK, "kLess = kQueryTerms - 1", "kLess = 0"),
-    Mutant("P without a proxy fence, both terms", LOADER, *steps("fence.proxy.async", 2, of=6)),
-)
+MATH = "attention/sm90/fp8_math.cuh"
 
 
-@as_verdict
-def verdict(mode: tuple[str, int], case: DecodeCase) -> None:
-    """What a run shows; empty if nothing."""
+def run_case(case: DecodeCase) -> None:
     inputs = make(case)
-    check(run(inputs, 1, mode), inputs.exact, inputs.rounded, case.dtype)
+    check(run(inputs, 1, MODES[1]), inputs.exact, inputs.rounded, case.dtype)
 
 
-@as_verdict
-def verdict_of_special_cases() -> None:
-    test_hostile_queries()
-    test_sums_of_weights_are_those_before_rounding()
-
-
-CASES_OF_MUTANTS = (CASES[1], CASES[2], CODED[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_mutant_is_caught(mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    found = itertools.chain(
-        (verdict_of_special_cases() for _ in range(1)),
-        (verdict(mode, case) for case, mode in itertools.product(CASES_OF_MUTANTS, MODES)),
-    )
-    assert any(found), f"nothing shows that {mutant.name}"
+test_is_caught, test_as_it_is = mutant_suite(
+    KERNEL,
+    [partial(run_case, CASES[0]), test_sums_of_weights_are_those_before_rounding, test_hostile_queries],
+    {},
+    [
+        Mutant("P_1 twice", MATH, "advance(p[kTerms - 1 - i / 2]", "advance(p[0]"),
+    ],
+)
 
 
 # ---- On a GPU --------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import combinations
 from typing import NamedTuple
 
@@ -13,7 +14,8 @@ from mla_cupy.kernels.decode import schedule_groups
 from mla_cupy.kernels.decode.schedule_groups import GROUP_BYTES, Groups, Step
 from mla_cupy.kernels.pipeline import Layout, Prepared
 from tests.decode.schedule_model import ITEM_COST, TILE_TOKENS, WorkItem, points, work_items
-from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.sim_driver import fake_gpu, simulated
 
 MAX_TOKENS = 1 << 20
@@ -155,27 +157,16 @@ def test_each_query_is_in_one_group(seed: int) -> None:
     assert_all_listed(groups, counts, tokens, of_group, around)
 
 
-SCHEDULE = "decode/schedule_groups.cu"
-MUTANTS = (
-    Mutant("one after another", SCHEDULE, "2 <= groups && groups <= kMostRows", "2 <= groups && groups < 2"),
-    Mutant("rows are not turned", SCHEDULE, "+ turned_by(p, s.num_groups, i, size)", ""),
-    Mutant("a turned row's last sequences beyond it", SCHEDULE, "place < size ? place : place - size", "place"),
-    Mutant("rows of another length", SCHEDULE, "i * size +", "i * (size - 1) +"),
-    Mutant("sequences of other rows forgotten", SCHEDULE, "at = in_rows.below(groups) +", "at ="),
+test_is_caught, test_as_it_is = mutant_suite(
+    "decode_schedule_groups",
+    [
+        partial(test_each_query_is_in_one_group, 1),
+        partial(test_groups_of_a_sequence_are_read_at_the_same_time, 128, (3, 1, 2, 1), 1, 66),
+    ],
+    {
+        "bar.sync": (23, [5, 11, 22]),
+    },
+    [
+        Mutant("rows are not turned", "decode/schedule_groups.cu", "+ turned_by(p, s.num_groups, i, size)", ""),
+    ],
 )
-
-
-@as_verdict
-def verdict() -> None:
-    """What a batch with rows of all kinds shows; empty if nothing."""
-    test_groups_of_a_sequence_are_read_at_the_same_time(128, (3, 1, 2, 1), 1, 66)
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_is_caught(mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    assert verdict()
-
-
-def test_list_as_it_is() -> None:
-    assert verdict() == ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -22,7 +23,8 @@ from tests.support.cases import DecodeCase, make
 from tests.support.flat import mla_decode, plan_decode
 from tests.support.gpu import run_and_check
 from tests.support.kernels import DECODE_KERNELS, NARROW_KERNELS
-from tests.support.mutants import CAUGHT, Mutant, Plant, as_verdict, steps
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
@@ -219,56 +221,13 @@ def test_plans_say_why_not(changes: dict[str, Any]) -> None:
         plan_decode(**sizes, d_qk=288, **changes)
 
 
-MUTANTS = (
-    (SPLIT, Mutant("merges into columns that are not there", "attention/merge_partials.cuh",
-                   "if (kColumns < kHeadDimV && 4 * vector >= kColumns) continue;", "")),
-    (CASES[0], Mutant("all threads have columns", "attention/generic_rows.cuh",
-                      "if (threadIdx.x >= kColumnThreads) return;", "")),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(("case", "mutant"), MUTANTS, ids=[mutant.id for _, mutant in MUTANTS])
-def test_planted_bugs_show(case: DecodeCase, mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    with pytest.raises(CAUGHT):
-        run(GENERIC, case, "early", 3)
-
-
-SOURCE, SMALL, LOAD = "decode/sm90_small.cu", "decode/sm90_small.cuh", "decode/sm90_load.cuh"
-RESULTS, TILE, FEW = "attention/head_results.cuh", "decode/swapped_tile.cuh", "attention/mma/few_rows.cuh"
-RING, OUTPUT, SHAPES = "attention/mma/key_ring.cuh", "attention/mma/block.cuh", "attention/shapes.cuh"
 #: More tiles than the ring has stages, hidden tokens, rows past the last one, more heads than a warp has lanes.
 PLANTED_IN_SM90 = DecodeCase(b=2, seqlens=(200, 70), s_q=2, h_q=17, d_qk=288, page_size=16, missing_pages=1)
 PLANTED_IN_MMA = DecodeCase(b=2, seqlens=(170, 70), s_q=2, h_q=7, d_qk=288, page_size=16, missing_pages=1)
-OF_SM90 = (
-    Mutant("two of the stages", SMALL, "math.stage = C::next_stage(math.stage);", "math.stage ^= 1;"),
-    Mutant("keys freed too early", SMALL, "    add_values(Element{}, math.out,",
-           "    release(s.kv_empty[math.stage], thread);\n    add_values(Element{}, math.out,"),
-    Mutant("keys do not wait", SOURCE, *steps("mbarrier.try_wait", 2, of=4)),
-    Mutant("queries that are not padded", LOAD, "present && (!kPadded || chunk < kChunks)", "present"),
-    Mutant("queries padded too early", LOAD, "chunk < kChunks)", "chunk < kChunks - 4)"),
-    Mutant("offsets of the first 32 heads", RESULTS, "i * kWarpThreads + lane, heads - 1", "lane, heads - 1"),
-    Mutant("values of half the columns cleaned", TILE, "head_dim_v(C::kHeadDimQk) / kSw128Columns;",
-           "head_dim_v(C::kHeadDimQk) / kSw128Columns / 2;"),
-)  # fmt: skip
-OF_MMA = (
-    Mutant("padding not cleared", RING, "i < Ring::kOctets * kOctetTokens * kChunks;", "i < 0;"),
-    Mutant("padding of some rows not cleared", RING, "i < Ring::kOctets * kOctetTokens * kChunks;", "i < kThreads;"),
-    Mutant("queries read past their end", FEW, "= C::kPadded && column +", "= false && column +"),
-    Mutant("queries padded too early", FEW, "* kMmaDepth >= C::kHeadDimQk;", "* kMmaDepth + 16 >= C::kHeadDimQk;"),
-    Mutant("values of a neighbour", FEW, "(chunk % kSegmentChunks + n + lane / 16)", "(n + lane / 16)"),
-    Mutant("values of the first segment", FEW, "chunk / kSegmentChunks * kSegmentBytes", "0 * chunk"),
-    Mutant("half of the values cleaned", RING, "< kColumns / kChunkElems;", "< kColumns / kChunkElems / 2;"),
-)  # fmt: skip
-OF_FAST = [
-    *((SM90, PLANTED_IN_SM90, mutant) for mutant in OF_SM90),
-    *((MMA, PLANTED_IN_MMA, mutant) for mutant in OF_MMA),
-]
 
 
-@as_verdict
-def verdict(kernel: str, case: DecodeCase, mode: str) -> None:
-    """What a run on one SM shows; empty if nothing. The last token of the first request has an infinity."""
+def run_with_infinity(kernel: str, case: DecodeCase, mode: str) -> None:
+    """The last token of the first request has an infinity."""
     inputs = make(case)
     last = case.lengths()[0] - 1
     inputs.kv_cache[inputs.block_table[0, last // case.page_size], last % case.page_size, 0, 200] = np.inf
@@ -278,18 +237,32 @@ def verdict(kernel: str, case: DecodeCase, mode: str) -> None:
     check((alike[0], alike[1]), inputs.exact, inputs.rounded, case.dtype)
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize(("kernel", "case", "mutant"), OF_FAST, ids=lambda x: getattr(x, "id", x))
-def test_bugs_in_fast_kernels_show(kernel: str, case: DecodeCase, mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    assert any(verdict(kernel, case, mode) for mode in ("late", "early", "random")), mutant.name
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize(("kernel", "case"), [(SM90, PLANTED_IN_SM90), (MMA, PLANTED_IN_MMA)], ids=str)
-@pytest.mark.parametrize("mode", ["late", "early"])
-def test_fast_kernels_as_they_are(kernel: str, case: DecodeCase, mode: str) -> None:
-    assert verdict(kernel, case, mode) == ""
+test_sm90_is_caught, test_sm90_as_it_is = mutant_suite(
+    SM90,
+    [partial(run_with_infinity, SM90, PLANTED_IN_SM90, mode) for mode in ("late", "early", "random")],
+    {},
+    [
+        Mutant(
+            "queries that are not padded",
+            "decode/sm90_load.cuh",
+            "present && (!kPadded || chunk < kChunks)",
+            "present",
+        ),
+    ],
+)
+test_mma_is_caught, test_mma_as_it_is = mutant_suite(
+    MMA,
+    [partial(run_with_infinity, MMA, PLANTED_IN_MMA, "late")],
+    {},
+    [
+        Mutant(
+            "queries padded too early",
+            "attention/mma/few_rows.cuh",
+            "* kMmaDepth >= C::kHeadDimQk;",
+            "* kMmaDepth + 16 >= C::kHeadDimQk;",
+        ),
+    ],
+)
 
 
 @pytest.mark.gpu

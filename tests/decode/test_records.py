@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.flat import mla_decode
 from tests.support.gpu import run_and_check
 from tests.support.kernels import RECORD_KERNELS, takes
-from tests.support.mutants import Mutant, Plant, as_verdict, steps
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
@@ -361,84 +363,54 @@ def test_a_plan_serves_records() -> None:
 
 # ---- Planted bugs ----------------------------------------------------------------------------------------------
 
-CONVERSION, DEQUANT, MATH = (f"attention/sm90/small_records_{part}.cuh" for part in ("conversion", "dequant", "math"))
-TOKENS = "attention/record_tokens.cuh"
-MUTANTS = (
-    Mutant("keys without a proxy fence", "decode/sm90_records.cu", *steps("fence.proxy.async", 0, 1, 2, of=4)),
-    Mutant("pages not compared", TOKENS, "(u32)place.page >= (u32)p.num_pages", "place.page == kNoPage"),
-    Mutant("tokens past the end", TOKENS, "if (token >= item.tokens) return nowhere();", ""),
-    Mutant("places of the first page", TOKENS, "token - index * p.page_size", "token"),
-    Mutant("the first query's heads for all", TOKENS, "row / group * p.q_stride_s_elems", "0"),
-    Mutant(
-        "no list of what is there", CONVERSION, "if (lane == 0) reinterpret_cast", "if (lane > 31) reinterpret_cast"
-    ),
-    Mutant("presence of the next tile", DEQUANT, "store_presence(tile.present)", "store_presence(true)"),
-    Mutant("presence of a row's neighbour", DEQUANT, "lane % kRowsOfWarp * kPieceLanes", "(lane + 1) % 8 * 4"),
-    Mutant("one stage of Q for the mathematics", MATH, "math.q_stage = (math.q_stage + 1) % C::kStagesQ;", ""),
-    Mutant("one token too many", MATH, "row0 + kth_head(k, thread)) - tile", "row0 + kth_head(k, thread)) + 1 - tile"),
-    Mutant("hidden values not sanitized", MATH, "    sanitize_v(block, math, item, tile, thread);\n", ""),
-)
 
-
-@as_verdict
-def verdict(mode: tuple[str, int]) -> None:
-    """What a run shows; empty if nothing."""
-    queries = 1 + (mode[1] > 0)
-    inputs = make(v32(b=2, seqlens=(130, 70), s_q=queries, h_q=5, page_size=16, missing_pages=queries - 1))
-    last = 129  # of the first request: of two queries only the last one sees it
-    if queries > 1:
-        page = inputs.block_table[0, last // 16]
-        assert 0 <= page < len(inputs.kv_cache)
-        inputs.kv_cache[page, last % 16, 0, 7] = 0x7F
-    got = run(inputs, HOPPER, 1, mode)
-    check(got, inputs.exact, inputs.rounded, "bfloat16")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_is_caught(mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    verdicts = [verdict(mode) for mode in MODES]
-    assert any(verdicts), f"nothing shows that {mutant.name}"
-
-
-@pytest.mark.parametrize("mode", MODES[1:3], ids=str)
-def test_kernel_as_it_is(mode: tuple[str, int]) -> None:
-    assert verdict(mode) == ""
-
-
-WIDE, KEYS = "attention/sm90/seesaw_records.cuh", "attention/sm90/record_keys.cuh"
-#: The earlier of two queries sees one tile less; on one of three ranks; q at odd addresses; one scale for all.
-CASES_OF_WIDE = (
-    v32(b=2, seqlens=(129, 65), s_q=2, h_q=64, page_size=16),
-    v32(b=1, seqlens=193, s_q=3, h_q=64, cp_world=3, cp_rank=1),
-    v32(b=1, seqlens=66, h_q=33, strides="odd"),
-    fp8(b=1, seqlens=66, h_q=33),
-)
-MUTANTS_OF_WIDE = (
-    Mutant("hidden tokens are there", WIDE, "Tokens::kMasked ? block.hidden : 0", "0"),
-    Mutant("hidden on all ranks alike", KEYS, "hidden_here(p, hidden, length.behind_last)", "hidden"),
-    Mutant("no tiles of what is hidden", KEYS, "ceil_div(length.tokens, kTileTokens)", "ceil_div(tokens, kTileTokens)"),
-    Mutant("queries at even addresses only", WIDE, "!= 0) return copy_query(row);", "!= 0) {}"),
-    Mutant("scales not waited for", WIDE, "            cp_async_wait_group<0>();\n", ""),
-    Mutant("scales not committed", WIDE, "cp_async_commit_group();  // of the scales alone", ""),
-    Mutant("values not scaled", "attention/sm90/math.cuh", "if constexpr (C::kValueScale) factor", "if (false) factor"),
-)
-
-
-@as_verdict
-def verdict_of_wide(mode: tuple[str, int], case: DecodeCase) -> None:
-    """What a run of a block of 64 rows shows."""
+def run_case(kernel: str, case: DecodeCase, mode: tuple[str, int]) -> None:
+    """Of two queries only the last one sees the first request's last token, which has a NaN."""
     inputs = make(case)
-    check(run(inputs, SEESAW, 1, mode), inputs.exact, inputs.rounded, case.dtype)
+    last = case.lengths()[0] - 1
+    if case.s_q > 1:
+        page = inputs.block_table[0, last // case.page_size]
+        assert 0 <= page < len(inputs.kv_cache)
+        inputs.kv_cache[page, last % case.page_size, 0, 7] = 0x7F
+    check(run(inputs, kernel, 1, mode), inputs.exact, inputs.rounded, case.dtype)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS_OF_WIDE, ids=lambda mutant: mutant.id)
-def test_is_caught_with_many_rows(mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    verdicts = [verdict_of_wide(MODES[1], case) for case in CASES_OF_WIDE]
-    assert any(verdicts), f"nothing shows that {mutant.name}"
+PLANTED = v32(b=2, seqlens=(130, 70), s_q=2, h_q=5, page_size=16, missing_pages=1)
+#: The earlier of two queries sees one tile less.
+PLANTED_WIDE = v32(b=2, seqlens=(129, 65), s_q=2, h_q=64, page_size=16)
+
+test_few_rows_is_caught, test_few_rows_as_it_is = mutant_suite(
+    HOPPER,
+    [partial(run_case, HOPPER, PLANTED, mode) for mode in MODES[1:3]],
+    {
+        "bar.sync": (8, [0, 4]),
+        "mbarrier.try_wait": (7, [0, 6]),
+        "mbarrier.arrive": (11, [5]),
+        "fence.proxy": (4, [0]),
+        "wgmma.fence": (4, [0]),
+        "wgmma.commit_group": (4, [0]),
+        "wgmma.wait_group": (4, [0]),
+    },
+    [Mutant("places of the first page", "attention/record_tokens.cuh", "token - index * p.page_size", "token")],
+)
+test_many_rows_is_caught, test_many_rows_as_it_is = mutant_suite(
+    SEESAW,
+    [partial(run_case, SEESAW, PLANTED_WIDE, mode) for mode in MODES[1:3]],
+    {
+        "bar.sync": (6, [0, 3]),
+        "bar.arrive": (2, [0]),
+        "mbarrier.try_wait": (17, [0, 8]),
+        "mbarrier.arrive": (17, [0]),
+        "fence.proxy": (10, [5]),
+        "cp.async.wait_group": (1, [0]),
+        "cp.async.wait_all": (2, [0]),
+        "cp.async.commit_group": (1, [0]),
+        "wgmma.fence": (12, [0]),
+        "wgmma.commit_group": (11, [0]),
+        "wgmma.wait_group": (13, [0]),
+    },
+    [Mutant("hidden tokens are there", "attention/sm90/seesaw_records.cuh", "Tokens::kMasked ? block.hidden : 0", "0")],
+)
 
 
 # ---- On a GPU --------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ the model's cuts, in the simulator and on a GPU."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -33,6 +34,7 @@ from tests.decode.schedule_model import (
     tiles_of,
     work_items,
 )
+from tests.support.mutant_suite import mutant_suite
 from tests.support.sim_driver import fake_gpu, simulated
 
 MAX_TOKENS = 1 << 20
@@ -391,3 +393,16 @@ def test_combine_takes_as_many_splits_as_are_ever_made(gpu: DeviceInfo) -> None:
     facts = loader.obtain(combine.KERNEL.request(Variant(dtype="bfloat16"), gpu.arch)).facts
     assert facts["max_splits"] == MAX_SPLITS
     assert facts["tile_tokens"] == TILE_TOKENS
+
+
+test_is_caught, test_as_it_is = mutant_suite(
+    "attention_schedule",
+    [
+        partial(test_kernel_gives_the_models_points_for_short_batches, 1),
+        partial(test_kernel_gives_the_models_points_in_the_simulator, 1),
+        partial(test_kernel_gives_the_models_points_for_equal_lengths, 66, 4096, 66, 8),
+    ],
+    {
+        "bar.sync": (15, [3, 7, 14]),
+    },
+)

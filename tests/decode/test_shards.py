@@ -13,7 +13,8 @@ from mla_cupy import reference
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.flat import mla_decode
 from tests.support.kernels import SCHEDULED_KERNELS, cc_of, on_hopper
-from tests.support.mutants import Mutant, Plant
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
 
@@ -76,18 +77,6 @@ def test_nan_reaches_only_the_rows_that_see_it(kernel: str) -> None:
     check(got, inputs.exact, inputs.rounded, case.dtype)
 
 
-PARAMS = "attention/decode_params.cuh"
-SPLIT = "attention/split_work.cuh"
-ROUNDED_UP = "(hidden + p.cp_world - 1 - behind_last) / p.cp_world"
-MUTANTS = [
-    Mutant("the limit counts local tokens", PARAMS, f"p.cp_world == 1 ? hidden : {ROUNDED_UP}", "hidden"),
-    Mutant("tokens of later ranks not counted", PARAMS, ROUNDED_UP, "(hidden + p.cp_world - 1) / p.cp_world"),
-    Mutant("one hidden token too few", PARAMS, ROUNDED_UP, "(hidden - behind_last) / p.cp_world"),
-    Mutant("this rank's last token taken for a later rank's", PARAMS, "length - 1 - (last *", "length - (last *"),
-    Mutant("as long as the table of another rank", PARAMS, "max_tokens * cp_world + cp_rank", "max_tokens * cp_world"),
-]
-
-
 def _run() -> None:
     """Rank 2 of 3 with one page of four tokens: positions 2, 5, 8 and 11 of 14, 10 and 3."""
     case = DecodeCase(b=3, seqlens=(14, 10, 3), s_q=4, h_q=2, page_size=4, cp_world=3, cp_rank=2)
@@ -98,12 +87,18 @@ def _run() -> None:
     check(got, inputs.exact, inputs.rounded, case.dtype)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_a_wrong_mask_shows(mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    with pytest.raises(AssertionError):
-        _run()
-
-
-def test_the_masks_as_they_are() -> None:
-    _run()
+test_is_caught, test_as_it_is = mutant_suite(
+    GENERIC,
+    [_run],
+    {
+        "bar.sync": (5, [0, 2]),
+    },
+    [
+        Mutant(
+            "tokens of later ranks not counted",
+            "attention/decode_params.cuh",
+            "(hidden + p.cp_world - 1 - behind_last) / p.cp_world",
+            "(hidden + p.cp_world - 1) / p.cp_world",
+        ),
+    ],
+)

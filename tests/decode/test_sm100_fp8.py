@@ -1,8 +1,6 @@
 """Blackwell's dense decode in FP8 in the simulator, against the oracle, and with planted bugs.
 
-No GPU has run it. The simulator adds products of e4m3 in float32 on these tensor cores. Bugs of what the kernel shares
-with the one for 16-bit rows are planted in `tests/decode/test_sm100_mutants.py`, those of the rule for queries in
-`tests/decode/test_fp8_math.py`; here are those of what codes have of their own.
+No GPU has run it. The simulator adds products of e4m3 in float32 on these tensor cores.
 """
 
 from __future__ import annotations
@@ -23,7 +21,8 @@ from tests.decode.blackwell import BLACKWELL
 from tests.support.calls import plan_of
 from tests.support.cases import D_V, DecodeCase, make
 from tests.support.flat import mla_decode
-from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.sim_modes import MODES
 from tests.support.tolerance import check
@@ -197,79 +196,17 @@ def test_what_it_does_not_take(changes: dict[str, Any], said: str) -> None:
 
 
 # ---- Planted bugs ----------------------------------------------------------------------------------------------
-CODES, ROLES = "decode/sm100_codes.cuh", "decode/sm100.cuh"
+CODES = "decode/sm100_codes.cuh"
 #: One block works on two requests: the first of two queries does not see the last token, which has a NaN; and a page is
 #: missing. Then more tiles than stages, and a scale for each row.
 CASE = fp8(b=2, seqlens=(130, 70), s_q=2, h_q=5, page_size=16, missing_pages=1)
 LONG = fp8(b=3, seqlens=(513, 0, 66), h_q=33)
-
-MUTANTS = (
-    Mutant(
-        "scores without factors", CODES, "    own_factors<Math::kRows>(s.q_", "    if (0) own_factors<Math::kRows>(s.q_"
-    ),
-    Mutant("factors of the first stage", CODES, "s.q_factors[at.stage], thread)", "s.q_factors[0], thread)"),
-    Mutant(
-        "Q released with the first tile",
-        CODES,
-        "if (tile + 1 < item.tile_end) return;",
-        "if (tile > item.tile_begin) return;",
-    ),
-    Mutant(
-        "rows of the next warp",
-        CODES,
-        "first + i * warps, of_head = block.row0 + row;\n        const",
-        "first + i, of_head = block.row0 + row;\n        const",
-    ),
-    Mutant(
-        "a fence fewer before Q",
-        CODES,
-        "        fence_proxy_async();\n        mbarrier_arrive(s.q_full",
-        "        mbarrier_arrive(s.q_full",
-    ),
-    Mutant("RoPE columns of Q elsewhere", CODES, "at % kOfSwTile / 2) + at % 2 * 8", "at % kOfSwTile) + at % 2 * 8"),
-    Mutant(
-        "all steps of the RoPE columns",
-        ROLES,
-        "return min(kSw128MmaSteps, (Tile::kHeadDimQk",
-        "return kSw128MmaSteps - min(0, (Tile::kHeadDimQk",
-    ),
-    Mutant("sums not rescaled", CODES, "heads.sum.value[k] *= scale.value[k], ", ""),
-    Mutant("rounded sums not rescaled", CODES, "math.codes.rounded_sum.value[k] *= scale.value[k];", ""),
-    Mutant("a maximum that is not followed", CODES, "max.value[k], kCodeLazyMaxLog2)", "max.value[k], 64.f)"),
+TEXTS = [
     Mutant("bytes of other lanes", CODES, "odd ? 0x3715 : 0x6240", "odd ? 0x6240 : 0x3715"),
-    Mutant("words not exchanged", CODES, "upper ? 0x3276 : 0x5410", "0x3210"),
-    Mutant("tokens of the other half", CODES, "of_four / 2 * 8 + lane / 16 * 4", "of_four / 2 * 4 + lane / 16 * 8"),
-    Mutant("rows two apart", CODES, "fragment_column(lane) + of_four % 2", "fragment_column(lane) + of_four / 2"),
-    Mutant("P of the first warp", CODES, "first_row, thread / kWarpThreads)", "first_row, 0)"),
-    Mutant("rounded sums of one half", CODES, "for (i32 h = 0; h < 2; ++h) {", "for (i32 h = 0; h < 1; ++h) {"),
-    Mutant("a fence fewer after P", CODES, "byte) = word;\n    }\n    fence_proxy_async();", "byte) = word;\n    }"),
-    Mutant("hidden values not sanitized", ROLES, "sanitize_codes(s.kv[stage], item, tile, thread);", ""),
-    Mutant(
-        "sanitized from the last token on",
-        CODES,
-        "max(item.seen_by_all - tile * kTileTokens, 0)",
-        "item.tokens - tile * kTileTokens",
-    ),
-    Mutant(
-        "three quarters sanitized",
-        CODES,
-        "sw_tile < CodeTile::kSwTilesLatent",
-        "sw_tile < CodeTile::kSwTilesLatent - 1",
-    ),
-    Mutant("divided by sums before rounding", CODES, "max, sum, rounded) *", "max, sum, sum) *"),
-    Mutant("lse of the rounded sums", CODES, "row_lse2(max, sum));", "row_lse2(max, rounded));"),
-    Mutant("lse of weights as they are stored", CODES, "s.stats.max[row] - kCodeWeightLog2", "s.stats.max[row]"),
-    Mutant("values not scaled", CODES, "(p.value_scale * cache_scale(block.params()))", "1.f"),
-    Mutant("one stage fewer of the softmax", ROLES, "C::kCodes ? 1 + kWarpgroupWarps : 1);", "1);"),
-    Mutant("scores in the keys' stage", ROLES, "if constexpr (C::kStages != kStagesS) of_scores.advance();", ""),
-    Mutant("values of another stage", ROLES, "stage = stage + 1 == C::kStages ? 0 : stage + 1;", "stage ^= 1;"),
-)
+]
 
 
-@as_verdict
-def verdict(mode: tuple[str, int], case: DecodeCase) -> None:
-    """What a run shows; empty if nothing."""
-    equal_values(mode)
+def run_case(mode: tuple[str, int], case: DecodeCase) -> None:
     inputs = make(case)
     if case.s_q > 1:
         page = inputs.block_table[0, 129 // 16]
@@ -281,15 +218,20 @@ def verdict(mode: tuple[str, int], case: DecodeCase) -> None:
     check(*[(out[1:], lse[1:]) for out, lse in (got, inputs.exact, inputs.rounded)], case.dtype)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_is_caught(mutant: Mutant, plant: Plant) -> None:
-    """In one of the modes."""
-    plant(mutant)
-    assert any(verdict(mode, case) for case in (CASE, LONG) for mode in MODES), f"nothing shows that {mutant.name}"
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("case", [CASE, LONG], ids=lambda case: case.id)
-@pytest.mark.parametrize("mode", MODES[1:2], ids=str)
-def test_the_kernel_as_it_is(case: DecodeCase, mode: tuple[str, int]) -> None:
-    assert verdict(mode, case) == ""
+test_is_caught, test_as_it_is = mutant_suite(
+    KERNEL,
+    [partial(run_case, MODES[1], CASE), partial(equal_values, MODES[1]), partial(run_case, MODES[1], LONG)],
+    {
+        "bar.sync": (5, [0, 2]),
+        "mbarrier.try_wait": (18, [0, 9]),
+        "mbarrier.arrive": (9, [0]),
+        "fence.proxy": (2, [0]),
+        "fence.mbarrier_init": (1, [0]),
+        "tcgen05.commit": (5, [0]),
+        "tcgen05.wait::ld": (3, [0]),
+        "tcgen05.wait::st": (1, [0]),
+        "tcgen05.fence::before_thread_sync": (4, [2]),
+        "tcgen05.fence::after_thread_sync": (8, [7]),
+    },
+    TEXTS,
+)

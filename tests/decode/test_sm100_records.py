@@ -1,8 +1,6 @@
 """Blackwell's dense decode from FP8 records in the simulator, against the oracle, and with planted bugs.
 
-No GPU has run it. Bugs of the products and of the softmax, which the sparse forward shares, are planted in
-`tests/sparse_forward/test_sm100_mutants.py`, those of what keys and queries come through in
-`tests/sparse_decode/test_sm100.py`; here are those of what is dense decode's: masks, pages, the scale of results.
+No GPU has run it.
 """
 
 from __future__ import annotations
@@ -23,7 +21,8 @@ from tests.decode.blackwell import BLACKWELL
 from tests.support.calls import plan_of
 from tests.support.cases import DecodeCase, make
 from tests.support.flat import mla_decode
-from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.sim_modes import MODES
 from tests.support.tolerance import check
@@ -155,42 +154,16 @@ def test_what_it_does_not_take(changes: dict[str, Any], said: str) -> None:
 
 
 # ---- Planted bugs ----------------------------------------------------------------------------------------------
-ROLES, SOURCE, TOKENS = "attention/sm100/records.cuh", "decode/sm100_records.cu", "attention/record_tokens.cuh"
 #: One block works on two requests: the first of two queries does not see the last token, which has a NaN; and a page is
-#: missing. Then a query whose first request ends in a tile of its own.
+#: missing. Then maxima that rise, so that O is re-scaled.
 CASE = case_of("fp8", b=2, seqlens=(130, 70), s_q=2, h_q=5, page_size=16, missing_pages=1)
 PLAIN = case_of("v32", b=3, seqlens=(193, 0, 66), h_q=33, scales="plain")
-
-MUTANTS = (
-    Mutant("values not scaled", ROLES, "s.stats.factor[thread] *= softmax.p.value_scale;", ""),
-    Mutant("scaled for later heads only", ROLES, "if (thread < C::kHeads) s.stats", "if (thread > 0) s.stats"),
-    Mutant("read before they are scaled", ROLES, "        bar_sync(SoftmaxOnly, kWarpgroupThreads);\n", ""),
-    Mutant("every row sees every token", ROLES, "C::Tokens::kMasked ? block.hidden : 0", "0"),
-    Mutant("no masks", SOURCE, "mask_tile<C>(block, scores, s.present[stage], item, tile, thread);", ""),
-    Mutant(
-        "absent tokens count",
-        SOURCE,
-        "mask_tile<C>(block, scores, s.present[stage]",
-        "mask_tile<C>(block, scores, ~0ull",
-    ),
-    Mutant("hidden values not sanitized", SOURCE, "sanitize_values(s.kv[stage], item, tile, thread);", ""),
-    Mutant(
-        "values of the other stage sanitized", SOURCE, "sanitize_values(s.kv[stage]", "sanitize_values(s.kv[stage ^ 1]"
-    ),
-    Mutant("sanitized from the last token on", SOURCE, "max(item.seen_by_all - first, 0)", "item.tokens - first"),
-    Mutant("keys announced twice", ROLES, "mbarrier_wait(full, parity);", "mbarrier_wait(full, parity ^ 1);"),
-    Mutant(
-        "stale keys in the softmax", ROLES, "const u32 parity = softmax.ring.full_parity();", "const u32 parity = 0;"
-    ),
-    Mutant("queries of the first token", TOKENS, "row / group * p.q_stride_s_elems", "0"),
-    Mutant("Q released with the first tile", ROLES, "tile + 1 == item.tile_end", "tile == item.tile_begin"),
-    Mutant("scores without factors", ROLES, "if (C::kScaled) own_factors", "if (false) own_factors"),
-)
+TEXTS = [
+    Mutant("values not scaled", "attention/sm100/records.cuh", "s.stats.factor[thread] *= softmax.p.value_scale;", ""),
+]
 
 
-@as_verdict
-def verdict(mode: tuple[str, int], case: DecodeCase) -> None:
-    """What a run shows; empty if nothing."""
+def run_case(mode: tuple[str, int], case: DecodeCase) -> None:
     inputs = make(case)
     if case.s_q > 1:
         page = inputs.block_table[0, 129 // 16]
@@ -202,15 +175,20 @@ def verdict(mode: tuple[str, int], case: DecodeCase) -> None:
     check(*[(out[1:], lse[1:]) for out, lse in (got, inputs.exact, inputs.rounded)], case.dtype)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_is_caught(mutant: Mutant, plant: Plant) -> None:
-    """In one of the modes."""
-    plant(mutant)
-    assert any(verdict(mode, case) for case in (CASE, PLAIN) for mode in MODES), f"nothing shows that {mutant.name}"
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("case", [CASE, PLAIN], ids=lambda case: case.id)
-@pytest.mark.parametrize("mode", MODES[1:2], ids=str)
-def test_the_kernel_as_it_is(case: DecodeCase, mode: tuple[str, int]) -> None:
-    assert verdict(mode, case) == ""
+test_is_caught, test_as_it_is = mutant_suite(
+    KERNEL,
+    [partial(run_case, MODES[1], CASE), partial(run_case, MODES[1], PLAIN)],
+    {
+        "bar.sync": (8, [0, 4]),
+        "mbarrier.try_wait": (12, [0, 6]),
+        "mbarrier.arrive": (5, [0]),
+        "fence.proxy": (4, [0]),
+        "fence.mbarrier_init": (1, [0]),
+        "tcgen05.commit": (6, [0]),
+        "tcgen05.wait::ld": (3, [0]),
+        "tcgen05.wait::st": (1, [0]),
+        "tcgen05.fence::before_thread_sync": (3, [1]),
+        "tcgen05.fence::after_thread_sync": (7, [3]),
+    },
+    TEXTS,
+)

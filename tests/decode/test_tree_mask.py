@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,8 @@ from tests.support.cases import DecodeCase, DecodeInputs, as_read, make
 from tests.support.flat import mla_decode
 from tests.support.gpu import upload, uploaded
 from tests.support.kernels import cc_of
-from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
@@ -287,30 +288,21 @@ def test_a_plan_serves_masks(cuts: dict[str, Any]) -> None:
 # ---- Planted bugs ----------------------------------------------------------------------------------------------
 
 MASK = "attention/tree_mask.cuh"
-MUTANTS = (
-    Mutant("bits of no draft", MASK, " &\n                     ~0ull >> (kWordBits - p.s_q);", ";"),
-    Mutant("a tile's first bits", MASK, "seen << shift | ((1ull << shift) - 1)", "seen << shift"),
-    Mutant("drafts of the tile before", MASK, "seen >> -shift", "seen"),
-    Mutant("another query's word", MASK, "row / (p.h_q / p.h_kv)", "row"),
-    Mutant("the first sequence's words", MASK, "item.request * p.tree_stride_b_elems", "0"),
-    Mutant("the last draft of another rank", MASK, "p.s_q - 1 - item.behind_last", "p.s_q - 1"),
-    Mutant("causal tiles only", "attention/row_block.cuh", "kTree ? p.s_q : hidden_from", "hidden_from"),
-)
 
 
-@as_verdict
-def verdict(case: DecodeCase, kernel: str) -> None:
-    """What a run shows; empty if nothing."""
+def run_case(kernel: str, case: DecodeCase, mode: tuple[str, int]) -> None:
     inputs = tree_inputs(case)
-    check(run(inputs, kernel, 1, ("early", 0)), inputs.exact, inputs.rounded, case.dtype)
+    check(run(inputs, kernel, 1, mode), inputs.exact, inputs.rounded, case.dtype)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_is_caught(mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    verdicts = [verdict(case, SMALL) for case in CASES]
-    assert any(verdicts), f"nothing shows that {mutant.name}"
+test_is_caught, test_as_it_is = mutant_suite(
+    SMALL,
+    [partial(run_case, SMALL, case, MODES[0]) for case in CASES],
+    {},
+    [
+        Mutant("drafts of the tile before", MASK, "seen >> -shift", "seen"),
+    ],
+)
 
 
 # ---- On a GPU --------------------------------------------------------------------------------------------------

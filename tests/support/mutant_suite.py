@@ -32,6 +32,7 @@ Table = Mapping[str, tuple[int, Sequence[int]]]
 """Kind of a step -> how many the kernel has, and the places of those that are left out in turn."""
 KINDS = (
     *("bar.sync", "bar.arrive", "barrier.cluster.arrive", "barrier.cluster.wait", "mbarrier.try_wait"),
+    "mbarrier.test_wait",
     *("mbarrier.arrive", "fence.proxy", "fence.mbarrier_init", "fence.acq_rel", "membar"),
     *("cp.async.wait_group", "cp.async.wait_all", "cp.async.commit_group", "cp.async.mbarrier"),
     *("cp.async.bulk.commit_group", "cp.async.bulk.wait_group", "wgmma.fence", "wgmma.commit_group"),
