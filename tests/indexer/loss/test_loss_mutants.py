@@ -62,32 +62,105 @@ OF_HEADS = [partial(run_heads, mode) for mode in MODES]
 test_rows_is_caught, test_rows_as_it_is = mutant_suite(
     "indexer_loss_rows",
     [partial(run, CASE), partial(run, PER_HEAD)],
-    {},
+    {
+        "bar.sync": (6, [3]),
+    },
     [
         Mutant("a query sees the next key", "indexer/loss/ranges.cu", "end_q - 1 - token", "end_q - 2 - token"),
         Mutant("inactive heads have gradients", "indexer/loss/generic_queries.cu", "q.dot(key) > 0.f", "true"),
     ],
 )
 test_lse_is_caught, test_lse_as_it_is = mutant_suite(
-    "indexer_loss_sm90_lse", [partial(run_hopper, LSE_TILES, mode, gradients=False) for mode in MODES], {}
+    "indexer_loss_sm90_lse",
+    [partial(run_hopper, LSE_TILES, mode, gradients=False) for mode in MODES],
+    {
+        "bar.sync": (1, [0]),
+        "mbarrier.try_wait": (11, [0, 5]),
+        "mbarrier.arrive": (11, [0, 5]),
+        "fence.mbarrier_init": (1, [0]),
+        "wgmma.fence": (9, [0]),
+        "wgmma.commit_group": (9, [0]),
+        "wgmma.wait_group": (9, [0, 4]),
+    },
 )
 test_scores_is_caught, test_scores_as_it_is = mutant_suite(
-    "indexer_loss_sm90_scores", [partial(run_hopper, OWN_KEYS, mode, gradients=False) for mode in MODES], {}
+    "indexer_loss_sm90_scores",
+    [partial(run_hopper, OWN_KEYS, mode, gradients=False) for mode in MODES],
+    {
+        "bar.sync": (2, [0, 1]),
+        "bar.arrive": (2, [0, 1]),
+        "mbarrier.try_wait": (8, [0, 4]),
+        "mbarrier.arrive": (9, [0]),
+        "fence.mbarrier_init": (1, [0]),
+        "wgmma.fence": (3, [0]),
+        "wgmma.commit_group": (3, [0]),
+        "wgmma.wait_group": (4, [0]),
+    },
 )
-test_queries_is_caught, test_queries_as_it_is = mutant_suite("indexer_loss_sm90_queries", OF_TILES, {})
+test_queries_is_caught, test_queries_as_it_is = mutant_suite(
+    "indexer_loss_sm90_queries",
+    OF_TILES,
+    {
+        "bar.sync": (1, [0]),
+        "mbarrier.try_wait": (5, [0]),
+        "mbarrier.arrive": (4, [0, 2]),
+        "fence.mbarrier_init": (1, [0]),
+        "wgmma.fence": (2, [0]),
+        "wgmma.commit_group": (2, [0]),
+        "wgmma.wait_group": (2, [0, 1]),
+    },
+)
 test_keys_is_caught, test_keys_as_it_is = mutant_suite(
     "indexer_loss_sm90_keys",
     OF_TILES,
-    {},
+    {
+        "bar.sync": (2, [1]),
+        "mbarrier.try_wait": (6, [0]),
+        "mbarrier.arrive": (5, [0, 2]),
+        "fence.mbarrier_init": (1, [0]),
+        "wgmma.fence": (5, [0]),
+        "wgmma.commit_group": (5, [0]),
+        "wgmma.wait_group": (3, [0, 1]),
+    },
     [Mutant("a split is left out", "indexer/loss/keys_sum.cu", "split < p.key_splits", "split < p.key_splits - 1")],
 )
 test_heads_is_caught, test_heads_as_it_is = mutant_suite(
     "indexer_loss_sm90_heads",
     OF_HEADS,
-    {},
+    {
+        "bar.sync": (1, [0]),
+        "mbarrier.try_wait": (7, [3]),
+        "mbarrier.arrive": (7, [0, 3]),
+        "fence.mbarrier_init": (1, [0]),
+        "wgmma.fence": (4, [0]),
+        "wgmma.commit_group": (4, [0]),
+        "wgmma.wait_group": (4, [0, 2]),
+    },
     [Mutant("lanes are not merged", "indexer/loss/sm90_heads.cu", "quad_sum(row.divergence)", "row.divergence")],
 )
 test_head_queries_is_caught, test_head_queries_as_it_is = mutant_suite(
-    "indexer_loss_sm90_head_queries", OF_HEADS, {}
+    "indexer_loss_sm90_head_queries",
+    OF_HEADS,
+    {
+        "bar.sync": (1, [0]),
+        "mbarrier.try_wait": (5, [2]),
+        "mbarrier.arrive": (5, [0, 2]),
+        "fence.mbarrier_init": (1, [0]),
+        "wgmma.fence": (3, [0]),
+        "wgmma.commit_group": (3, [1]),
+        "wgmma.wait_group": (2, [0, 1]),
+    },
 )
-test_head_keys_is_caught, test_head_keys_as_it_is = mutant_suite("indexer_loss_sm90_head_keys", OF_HEADS, {})
+test_head_keys_is_caught, test_head_keys_as_it_is = mutant_suite(
+    "indexer_loss_sm90_head_keys",
+    OF_HEADS,
+    {
+        "bar.sync": (3, [1]),
+        "mbarrier.try_wait": (4, [0, 2]),
+        "mbarrier.arrive": (5, [0, 2]),
+        "fence.proxy": (1, [0]),
+        "fence.mbarrier_init": (1, [0]),
+        "wgmma.fence": (5, [0]),
+        "wgmma.wait_group": (3, [0]),
+    },
+)
