@@ -39,5 +39,9 @@ test_update_is_caught, test_update_as_it_is = mutant_suite(
     [Mutant("tokens are not limited", "cache/update.cu", "last = min(end, p.max_tokens)", "last = end")],
 )
 test_slots_is_caught, test_slots_as_it_is = mutant_suite(
-    "cache_slots", [partial(run, check_slots, SlotsCase(b=300), mode) for mode in MODES], {}
+    "cache_slots",
+    [partial(run, check_slots, SlotsCase(b=300), mode) for mode in MODES],
+    {
+        "bar.sync": (2, [0, 1]),
+    },
 )

@@ -187,6 +187,8 @@ test_is_caught, test_as_it_is = mutant_suite(
         partial(run_calls, SPLIT, "early", 0),
         partial(run_calls, SPLIT, "random", 1),
     ],
-    {},
+    {
+        "bar.sync": (4, [0, 2]),
+    },
     [Mutant("heads of a KV head are one row", "merge/local_slices.cuh", "at.head % group", "kv_head")],
 )

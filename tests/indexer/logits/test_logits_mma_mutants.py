@@ -26,6 +26,8 @@ def run(mode: tuple[str, int]) -> None:
 test_is_caught, test_as_it_is = mutant_suite(
     KERNEL,
     [partial(run, ("late", 0)), partial(run, ("random", 1))],
-    {},
+    {
+        "bar.sync": (2, [0, 1]),
+    },
     [Mutant("negative products count", "indexer/logits/mma.cu", "fmaxf(products[1], 0.f)", "products[1]")],
 )

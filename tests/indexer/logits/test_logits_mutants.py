@@ -15,6 +15,7 @@ from tests.support.sim_driver import simulated
 CASE = LogitsCase(s_q=9, s_kv=700, h=4, ranges="none")
 RANGED = LogitsCase(s_q=9, s_kv=300, h=3, d=32, seed=1)
 PAGES = PagedCase(b=1, s_q=2, h=9, seqlens=(800,))
+IN_E2M1 = PagedCase(b=1, s_q=2, h=9, seqlens=(128,), e2m1=True)
 SEQUENCES = PagedCase(b=40, h=2, seqlens=(70, 0, 1, 64, 2) * 8)
 
 
@@ -34,16 +35,35 @@ test_is_caught, test_as_it_is = mutant_suite(
         partial(run, CASE, ("random", 1)),
         partial(run, CASE, ("early", 0)),
     ],
-    {},
+    {
+        "bar.sync": (3, [0]),
+        "mbarrier.try_wait": (4, [0, 2]),
+        "mbarrier.arrive": (5, [0, 2]),
+        "fence.proxy": (1, [0]),
+        "fence.mbarrier_init": (1, [0]),
+        "wgmma.fence": (1, [0]),
+        "wgmma.commit_group": (1, [0]),
+        "wgmma.wait_group": (1, [0]),
+    },
     [Mutant("a range has one key more", "indexer/key_ranges.cuh", "key < end", "key <= end")],
 )
 test_paged_is_caught, test_paged_as_it_is = mutant_suite(
     "indexer_logits_sm90_paged",
     [
         partial(run, PAGES, ("late", 0)),
+        partial(run, IN_E2M1, ("late", 0)),
         partial(run, SEQUENCES, ("late", 0)),
         partial(run, SEQUENCES, ("random", 1)),
     ],
-    {},
-    [Mutant("pages of the first sequence", "indexer/logits/sm90_paged.cu", "if (!looked_up)", "if (false)")],
+    {
+        "bar.sync": (1, [0]),
+        "mbarrier.try_wait": (5, [0, 2]),
+        "mbarrier.arrive": (6, [0, 3]),
+        "fence.mbarrier_init": (1, [0]),
+        "cp.async.mbarrier": (2, [0, 1]),
+        "wgmma.fence": (2, [0]),
+        "wgmma.commit_group": (2, [0]),
+        "wgmma.wait_group": (2, [0, 1]),
+    },
+    [Mutant("the other key's scale", "indexer/logits/sm90_paged.cu", "own.row == first ?", "own.row != first ?")],
 )

@@ -33,6 +33,15 @@ test_is_caught, test_as_it_is = mutant_suite(
         partial(run, CASE, ("random", 1)),
         partial(run, CASE, ("early", 0)),
     ],
-    {},
+    {
+        "bar.sync": (2, [0, 1]),
+        "mbarrier.try_wait": (13, [0, 6]),
+        "mbarrier.arrive": (6, [0, 3]),
+        "fence.mbarrier_init": (1, [0]),
+        "tcgen05.commit": (3, [0, 1]),
+        "tcgen05.wait::ld": (2, [0, 1]),
+        "tcgen05.fence::before_thread_sync": (3, [1]),
+        "tcgen05.fence::after_thread_sync": (3, [1]),
+    },
     [Mutant("negative products count", "indexer/logits/sm100.cu", "fmaxf(x[i + j], 0.f)", "x[i + j]")],
 )

@@ -36,16 +36,50 @@ test_scatter_is_caught, test_scatter_as_it_is = mutant_suite(
         )
     ],
 )
-test_scores_is_caught, test_scores_as_it_is = mutant_suite("indexer_loss_sm90_list_scores", RUNS, {})
+test_scores_is_caught, test_scores_as_it_is = mutant_suite(
+    "indexer_loss_sm90_list_scores",
+    RUNS,
+    {
+        "bar.sync": (2, [0, 1]),
+        "mbarrier.try_wait": (9, [4]),
+        "mbarrier.arrive": (9, [0, 4]),
+        "fence.proxy": (4, [0, 2]),
+        "fence.mbarrier_init": (1, [0]),
+        "cp.async.mbarrier": (2, [0, 1]),
+        "wgmma.fence": (4, [0]),
+        "wgmma.commit_group": (4, [0]),
+        "wgmma.wait_group": (4, [0, 2]),
+    },
+)
 test_gradients_is_caught, test_gradients_as_it_is = mutant_suite(
     "indexer_loss_sm90_list_gradients",
     RUNS,
-    {},
+    {
+        "bar.sync": (4, [0, 2]),
+        "mbarrier.try_wait": (3, [0, 1]),
+        "mbarrier.arrive": (3, [0, 1]),
+        "fence.proxy": (2, [0, 1]),
+        "fence.mbarrier_init": (1, [0]),
+        "cp.async.mbarrier": (1, [0]),
+        "wgmma.fence": (2, [0]),
+        "wgmma.commit_group": (2, [0]),
+        "wgmma.wait_group": (2, [0, 1]),
+    },
     [Mutant("half of the sums are forgotten", LIST_GRADIENTS, "sums[i] + s.sums[i][thread]", "sums[i]")],
 )
 test_lse_is_caught, test_lse_as_it_is = mutant_suite(
     "indexer_loss_sm90_list_lse",
     [partial(run_hopper, LSE_CASE, mode) for mode in MODES],
-    {},
+    {
+        "bar.sync": (1, [0]),
+        "mbarrier.try_wait": (11, [0, 5]),
+        "mbarrier.arrive": (11, [0, 5]),
+        "fence.proxy": (9, [0, 4]),
+        "fence.mbarrier_init": (1, [0]),
+        "cp.async.mbarrier": (1, [0]),
+        "wgmma.fence": (9, [0]),
+        "wgmma.commit_group": (9, [0]),
+        "wgmma.wait_group": (9, [0, 4]),
+    },
     [Mutant("zeros after a list's end count", LIST_LSE, "fragment_column(thread, i) < left", "true")],
 )

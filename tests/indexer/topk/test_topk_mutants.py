@@ -24,12 +24,18 @@ def run(kernel: str, logits: Array, **options: Any) -> None:
 test_is_caught, test_as_it_is = mutant_suite(
     BLOCK,
     [partial(run, BLOCK, ROWS[[2]]), partial(run, BLOCK, ROWS[[5]], order="value")],
-    {},
+    {
+        "bar.sync": (13, [0, 6]),
+    },
     [Mutant("ties are all taken", SOURCE, "first_bits(word.equal(), threshold.rank - before.equal)", "word.equal()")],
 )
 test_cluster_is_caught, test_cluster_as_it_is = mutant_suite(
     CLUSTER,
     [partial(run, CLUSTER, MIXED)],
-    {},
+    {
+        "bar.sync": (12, [0, 6]),
+        "barrier.cluster.arrive": (2, [0, 1]),
+        "barrier.cluster.wait": (2, [0, 1]),
+    },
     [Mutant("every block takes the ties", SOURCE, "before.equal = found.equal_before;", "before.equal = 0;")],
 )
