@@ -20,8 +20,10 @@ def run(check: Callable[..., None], case: Any, mode: tuple[str, int] = ("late", 
 
 
 def run_update(mode: tuple[str, int]) -> None:
-    with simulated(2, mode=mode[0], seed=mode[1]):
-        check_update(lambda x: x, np.asarray, (6, 5, 3))
+    """With the order of accesses to global memory checked, by which threads pass on columns and pages."""
+    with simulated(2, mode=mode[0], seed=mode[1]) as target:
+        target.race_global = True
+        check_update(lambda x: x, np.asarray, (6, 100, 3))
 
 
 MODES = (("late", 0), ("random", 1), ("early", 0))
@@ -35,7 +37,9 @@ test_append_is_caught, test_append_as_it_is = mutant_suite(
 test_update_is_caught, test_update_as_it_is = mutant_suite(
     "cache_update",
     [partial(run_update, mode) for mode in MODES],
-    {},
+    {
+        "bar.sync": (2, [0, 1]),
+    },
     [Mutant("tokens are not limited", "cache/update.cu", "last = min(end, p.max_tokens)", "last = end")],
 )
 test_slots_is_caught, test_slots_as_it_is = mutant_suite(

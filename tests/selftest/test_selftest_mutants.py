@@ -49,8 +49,8 @@ STEPS = (
     (Step("probes_copy", "fence.proxy.async", 0, 1), "copy/store/64heads"),
     (Step("probes_tmem", "tcgen05.wait::ld", 0, 2), LD2),
     (Step("probes_tmem", "tcgen05.wait::ld", 1, 2), LD2),
-    *((Step("probes_tmem", "tcgen05.fence::after_thread_sync", i, 4), "tmem/ld/16x256b.x2-lane16") for i in range(4)),
-    *((Step("probes_mma", "tcgen05.fence::after_thread_sync", i, 5), S32) for i in range(5)),
+    *((Step("probes_tmem", "tcgen05.fence::after_thread_sync", i, 4), "tmem/ld/16x256b.x2-lane16") for i in (0, 1)),
+    *((Step("probes_mma", "tcgen05.fence::after_thread_sync", i, 5), S32) for i in (0, 2)),
 )
 
 

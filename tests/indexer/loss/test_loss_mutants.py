@@ -63,7 +63,7 @@ test_rows_is_caught, test_rows_as_it_is = mutant_suite(
     "indexer_loss_rows",
     [partial(run, CASE), partial(run, PER_HEAD)],
     {
-        "bar.sync": (6, [3]),
+        "bar.sync": (6, [1, 3]),
     },
     [
         Mutant("a query sees the next key", "indexer/loss/ranges.cu", "end_q - 1 - token", "end_q - 2 - token"),
@@ -161,6 +161,7 @@ test_head_keys_is_caught, test_head_keys_as_it_is = mutant_suite(
         "fence.proxy": (1, [0]),
         "fence.mbarrier_init": (1, [0]),
         "wgmma.fence": (5, [0]),
+        "wgmma.commit_group": (5, [1]),
         "wgmma.wait_group": (3, [0]),
     },
 )
