@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from unittest import mock
 
 import mla_cupy
 from mla_cupy import reference
+from mla_cupy.kernels.indexer.logits import pipeline
 from tests.support.indexer_cases import LogitsCase, PagedCase, check_logits, logits_inputs, paged_inputs
 from tests.support.mutant_suite import mutant_suite
 from tests.support.mutants import Mutant
@@ -25,6 +27,12 @@ def run(case: LogitsCase | PagedCase, mode: tuple[str, int]) -> None:
     with simulated(3 if case is RANGED else 1, (9, 0), *mode):
         got = getattr(mla_cupy, name)(**inputs)
     check_logits(got, inputs, getattr(reference, name)(**inputs))
+
+
+def run_scheduled(case: LogitsCase | PagedCase, mode: tuple[str, int]) -> None:
+    """In shares of a schedule."""
+    with mock.patch.object(pipeline, "scheduled", return_value=True):
+        run(case, mode)
 
 
 test_is_caught, test_as_it_is = mutant_suite(
@@ -66,4 +74,9 @@ test_paged_is_caught, test_paged_as_it_is = mutant_suite(
         "wgmma.wait_group": (2, [0, 1]),
     },
     [Mutant("the other key's scale", "indexer/logits/sm90_paged.cu", "own.row == first ?", "own.row != first ?")],
+)
+test_schedule_is_caught, test_schedule_as_it_is = mutant_suite(
+    "indexer_logits_schedule",
+    [partial(run_scheduled, RANGED, ("late", 0)), partial(run_scheduled, SEQUENCES, ("late", 0))],
+    {"bar.sync": (2, [0, 1])},
 )
