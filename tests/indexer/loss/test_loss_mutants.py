@@ -17,9 +17,9 @@ CASE = LossCase(s_q=4, s_kv=6, h=2, lse=True, sequences=((2, 3), (2, 3)))
 PER_HEAD = LossCase(s_q=2, s_kv=5, h=2, h_i=2, target="per_head", spread=20)
 TILES = LossCase(s_q=12, s_kv=140, h=1, h_i=5, d=64, d_i=64, lse=True, sequences=((6, 100), (6, 38)))
 OWN_KEYS = LossCase(s_q=5, s_kv=6, h=6, h_i=3, d=192, d_i=128, h_kv=6, pairs="k", lse=True)
-LSE_TILES = LossCase(s_q=20, s_kv=300, h=2, h_i=1, d=264, d_i=32, spread=3, sequences=((8, 150), (11, 145)))
+LSE_TILES = LossCase(s_q=9, s_kv=150, h=2, h_i=1, d=264, d_i=32, spread=3, sequences=((3, 20), (5, 129)))
 HEAD_TILES = LossCase(
-    s_q=20, s_kv=140, h=4, h_i=4, d=72, d_i=64, d_v=24, spread=2, target="per_head", sequences=((8, 100), (11, 38))
+    s_q=9, s_kv=140, h=4, h_i=4, d=72, d_i=64, d_v=24, spread=2, target="per_head", sequences=((4, 100), (4, 38))
 )
 MODES = (("late", 0), ("random", 1), ("early", 0))
 
