@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -11,7 +12,8 @@ import pytest
 
 import mla_cupy
 from tests.cache.absorbed_runs import CASES, AbsorbedCase, check_absorbed, make
-from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.sim_driver import simulated
 
 MODES = (("late", 0), ("early", 0), ("random", 1))
@@ -96,27 +98,21 @@ def test_bad_input(changed: dict[str, Any], expected: str) -> None:
     assert target.launched == []
 
 
-ABSORB = "cache/absorb.cu"
 FEW = AbsorbedCase(n=11, h=2, d_nope=64, return_rope=True)
 MANY = AbsorbedCase(n=134, h=1, d_nope=64, record="")  # more than a share's blocks turn at once
-PLANTED = (
-    Mutant("RoPE of the next part's tokens", ABSORB, "<< p.parts_log2 | block.part;", "<< p.parts_log2;"),
-    Mutant("RoPE of the first tokens only", ABSORB, "first < block.end; first += kRows << p.parts_log2",
-           "first == block.first; first += kRows << p.parts_log2"),
-    Mutant("RoPE's columns over the absorbed ones", ABSORB, "query.out + kHeadDimV * sizeof(u16) +", "query.out +"),
-    Mutant("heads counted with the blocks of tokens", ABSORB, "head((blockIdx.x - p.token_blocks) >>",
-           "head(blockIdx.x >>"),
-    Mutant("RoPE of the first head", ABSORB, ": first, block.head,", ": first, 0,"),
-    Mutant("RoPE of tokens past the end", ABSORB, "const bool exists = first + row < block.end;",
-           "const bool exists = first + row <= block.end;"),
-    Mutant("tokens of the first block again", ABSORB, "((i64)blockIdx.x * kAppendWarps", "(0 * kAppendWarps"),
-    Mutant("tokens appended by no share", ABSORB, "if (blockIdx.y > 0) return;", "return;"),
-)  # fmt: skip
 
-
-@pytest.mark.one_in(8)
-@pytest.mark.parametrize("mutant", PLANTED, ids=lambda mutant: mutant.id)
-def test_mutants_are_caught(mutant: Mutant, plant: Plant) -> None:
-    verdict = as_verdict(check)
-    plant(mutant)
-    assert any(verdict(case, ("early", 0), sm_count) for case, sm_count in ((FEW, 2), (MANY, 1)))
+test_is_caught, test_as_it_is = mutant_suite(
+    "cache_absorb",
+    [
+        partial(check, FEW, ("late", 0)),
+        partial(check, MANY, ("late", 0), 1),
+        partial(check, FEW, ("early", 0)),
+        partial(check, FEW, ("random", 1)),
+    ],
+    {
+        "bar.sync": (3, [0, 1]),
+        "cp.async.wait_group": (2, [0, 1]),
+        "cp.async.commit_group": (3, [0, 1]),
+    },
+    [Mutant("RoPE of the first head", "cache/absorb.cu", ": first, block.head,", ": first, 0,")],
+)

@@ -12,7 +12,8 @@ import mla_cupy
 from mla_cupy.kernels.cache.prepare import frequencies
 from mla_cupy.reference.fp8_queries import dequantised, quantise_queries
 from tests.cache.prepare_runs import CASES, PrepareCase, check_prepare, make
-from tests.support.mutants import CAUGHT, Mutant, Plant
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.sim_driver import simulated
 
 
@@ -70,59 +71,14 @@ def test_angles_are_exact_whatever_the_position(base: float) -> None:
     np.testing.assert_allclose(np.array(frequencies(base), np.float64) / 2.0**64, exact, rtol=1e-15, atol=2.0**-64)
 
 
-PREPARE, ROWS, APPEND = "cache/prepare.cu", "cache/prepare.cuh", "cache/append.cuh"
-ROPE, CODES = "tile/rope.cuh", "attention/query_codes.cuh"
-IN_PLACE, QUANTISED = CASES[1], CASES[8]
-TOKENS, COMPUTED = PrepareCase(d=64, h=1, record="bf16", n=11, return_rope=True), CASES[4]
-PLANTED: tuple[tuple[Mutant, PrepareCase], ...] = (
-    (Mutant("the other sign of the angle", ROPE, "turned(x, y, cos, -sin)", "turned(x, y, cos, sin)"), CASES[0]),
-    (Mutant("the other sign of halves", ROPE, "? -sin[k] : sin[k]", "? sin[k] : -sin[k]"), IN_PLACE),
-    (Mutant("the neighbour's half", ROPE, "x[k], kPieceOfOther)", "x[k], 1)"), IN_PLACE),
-    (Mutant("angles of another piece", ROPE, "piece % kPieceOfOther * kChunkElems",
-            "piece % 2 * kChunkElems"), IN_PLACE),
-    (Mutant("an eighth is not rounded", ROPE, "(turns + kEighth) / kQuarterTurn", "turns / kQuarterTurn"), COMPUTED),
-    (Mutant("cos has the sign of sin", ROPE, "(quarter + 1) / 2 % 2", "quarter / 2 % 2"), COMPUTED),
-    (Mutant("computed angles of the lane", ROPE, "* 2 + k / kPairsOfPiece", "* 2"), COMPUTED),
-    (Mutant("positions of 32 bits", APPEND, "return read_index(positions",
-            "return (i32)read_index(positions"), CASES[0]),
-    (Mutant("positions are not clamped from below", APPEND, "max(0ll, min(position", "(min(position"), CASES[0]),
-    (Mutant("448 for 256", CODES, "kAbove = 0x1fffff", "kAbove = 0"), QUANTISED),
-    (Mutant("zeros have no least scale", CODES, "max((i32)(largest + kAbove >> 23) - 8, kLeastQueryExponent)",
-            "((i32)(largest + kAbove >> 23) - 8)"), QUANTISED),
-    (Mutant("infinity is a number", CODES, "__float_as_uint(kMaxFloat) + 1",
-            "__float_as_uint(kMaxFloat) + 2"), QUANTISED),
-    (Mutant("the largest of a few lanes", PREPARE, "lanes < kRowLanes; lanes *= 2",
-            "lanes < 4; lanes *= 2"), QUANTISED),
-    (Mutant("the RoPE part has no part in the largest", PREPARE, "largest_magnitude<Element>(rope, 0)", "0"),
-     PrepareCase(d=64, quantise=True, hostile=False)),
-    (Mutant("scales of another head", PREPARE, "row.head * p.q_scales_stride_h_elems",
-            "(row.head ^ 1) * p.q_scales_stride_h_elems"),
-     QUANTISED),
-    (Mutant("rows past the end", ROWS, "at < (i64)p.n * p.h", "at < (i64)p.n * p.h + 1"), CASES[0]),
-    (Mutant("the last pieces are left", PREPARE, "first < moved; first += kMovedPieces",
-            "first < 0; first += kMovedPieces"),
-     CASES[0]),
-    (Mutant("nothing moves", PREPARE, "p.out == p.q && p.q_rope == nullptr", "p.q_rope == nullptr"), CASES[0]),
-    (Mutant("in place is elsewhere", PREPARE, "store_piece(to + p.pieces * kLaneStepBytes, rope)",
-            "store_piece(to + moved * kLaneStepBytes, rope)"), IN_PLACE),
-    (Mutant("RoPE of the first token", APPEND, "has_rope ? first + rope_token : first", "first"), TOKENS),
-    (Mutant("RoPE to the other token", APPEND, "rope_token == t)", "rope_token == 1 - t)"), TOKENS),
-    (Mutant("a token too many", APPEND, "rope_token < count;", "rope_token < kTokens;"), TOKENS),
-    (Mutant("codes in 16 bits' place", APPEND, "reinterpret_cast<uint4*>(token.data)[lane] = make_uint4(codes[0].x",
-            "reinterpret_cast<uint4*>(token.data)[lane ^ 1] = make_uint4(codes[0].x"), CASES[14]),
-)  # fmt: skip
-#: Every one is compiled anew: the ordinary run takes a few.
-QUICK = ("the neighbour's half", "the largest of a few lanes", "RoPE to the other token")
+def run() -> None:
+    with simulated(2):
+        check_prepare(CASES[0], same, np.asarray)
 
 
-@pytest.mark.parametrize(
-    ("mutant", "case"),
-    [
-        pytest.param(mutant, case, id=mutant.id, marks=[] if mutant.name in QUICK else [pytest.mark.slow])
-        for mutant, case in PLANTED
-    ],
+test_is_caught, test_as_it_is = mutant_suite(
+    "cache_prepare",
+    [run],
+    {},
+    [Mutant("the other sign of the angle", "tile/rope.cuh", "turned(x, y, cos, -sin)", "turned(x, y, cos, sin)")],
 )
-def test_mutants_are_caught(mutant: Mutant, case: PrepareCase, plant: Plant) -> None:
-    plant(mutant)
-    with simulated(2), pytest.raises(CAUGHT):
-        check_prepare(case, same, np.asarray)

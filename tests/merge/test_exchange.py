@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from mla_cupy.kernels.lse import LseOptions
 from mla_cupy.kernels.merge.exchange import MAX_BLOCKS, Exchange
 from mla_cupy.runtime import loader
 from tests.merge.exchanges import Ranks
-from tests.support.mutants import Mutant, Plant, as_verdict, steps
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.sim_driver import SimDriver, fake_gpu, simulated
 
 CASES = (
@@ -45,18 +47,23 @@ def run(target: SimDriver, ranks: Ranks, rank: int = 0, count: int | None = None
     ranks.prepared(fake_gpu(2), 0, rank, count).enqueue(addresses, 0, 0)
 
 
+def run_calls(ranks: Ranks, mode: str, seed: int) -> None:
+    """Three in a row: both halves of the slabs, and the first once more."""
+    ranks.__post_init__()
+    with machine(ranks, mode, seed) as target:
+        for call in range(3):
+            ranks.fill(call)
+            run(target, ranks)
+            ranks.check()
+
+
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize(("mode", "seed"), [("early", 0), ("random", 1), ("random", 2)])
 @pytest.mark.parametrize(
     "ranks", CASES, ids=lambda ranks: f"world{ranks.call.world}-d{ranks.call.d}-splits{ranks.num_splits}"
 )
 def test_calls_in_a_row(ranks: Ranks, mode: str, seed: int) -> None:
-    ranks.__post_init__()
-    with machine(ranks, mode, seed) as target:
-        for call in range(3):  # both halves of the slabs, and the first once more
-            ranks.fill(call)
-            run(target, ranks)
-            ranks.check()
+    run_calls(ranks, mode, seed)
     assert ranks.states["epoch"].tolist() == [3] * ranks.call.world
     assert not ranks.states["tickets"].any()
     assert not ranks.reports.view(np.uint8).any()
@@ -169,65 +176,19 @@ def test_what_is_pushed_goes_nowhere_else() -> None:
 
 # ---- Mutants ---------------------------------------------------------------------------------------------------
 
-FILE, FLAGS, SLICES = "merge/exchange.cu", "merge/exchange_flags.cuh", "merge/local_slices.cuh"
-SIGNAL = "if (owner == m.rank) sent = signal(p, m);"
-SUMS_UNREAD = Mutant("sums are read before they are there", FILE, *steps("bar.sync", 3, of=4))
-MUTANTS = [
-    Mutant("signal without the block's barrier", FLAGS, "__syncthreads_or(m.failed)", "m.failed"),
-    Mutant("signal without a release", FLAGS, "store_release_system(to", "store_relaxed_system(to"),
-    Mutant("signal before the rows", FILE, SIGNAL, "if (step == 1) sent = signal(p, m);"),
-    Mutant("no wait", FLAGS, "m.speaks(p.world) ? wait_for(p, m, other) : kNone", "kNone"),
-    Mutant("a flag of any call", FLAGS, "if ((u32)seen == m.epoch)", "if (true)"),
-    Mutant("waits for the other half", FLAGS, "flag_index(p, m, source)", "(flag_index(p, m, source) ^ kMaxBlocks)"),
-    Mutant("one slab for all ranks", FILE, "(m.half() * p.world + source) * p.slab_bytes", "m.half() * p.slab_bytes"),
-    Mutant("tickets never return to 0", FLAGS, "state(p).tickets = 0;", ""),
-    Mutant("the epoch ends with the first block", FLAGS, "!= gridDim.x - 1) return;", "!= 0) return;"),
-    Mutant("empty states count", FILE, "if (state.lse2 == negative_infinity()) return;", ""),
-    Mutant("one's own heads are pushed", FILE, "SlicePlace(p, unit, owner)", "SlicePlace(p, unit, m.rank)"),
-    Mutant("the own slice is that of another rank", FILE, "if (source != m.rank) {", "if (source != 0) {"),
-    Mutant("the first piece is sought behind its cut", SLICES, "(piece == 0 ? shift : 0)", "0"),
-    Mutant("a cut before a request splits it", SLICES, "x.tile > 0", "x.tile >= 0"),
-    Mutant("the last piece is left out", SLICES, "end - begin + 1", "end - begin"),
-    Mutant("heads of a KV head are one row", SLICES, "at.head % group", "kv_head"),
-    Mutant("pieces beyond the first load are lost", SLICES, "if (first >= pieces.count) break;", "break;"),
-    SUMS_UNREAD,
-    Mutant(
-        "weights are read before they are there",
-        SLICES,
-        "sum = warp_sum(sum);",
-        "return Weights{1.f / warp_sum(sum), max_lse};",
-    ),
-]
-
-
 WHOLE = Ranks(Exchange(3, 1, 2, 6, 64, "float32", "e", 4), timeout_ns=20000)
 SPLIT = Ranks(Exchange(2, 2, 2, 1, 512, "float32", "e", 4), timeout_ns=40000, num_splits=44)
 
-
-@as_verdict
-def verdict(ranks: Ranks, mode: str, seed: int) -> None:
-    """What three calls in a row show; empty if nothing."""
-    ranks.__post_init__()
-    with machine(ranks, mode, seed) as target:
-        for call in range(3):
-            ranks.fill(call)
-            run(target, ranks)
-            ranks.check()
-
-
-MODES = (("early", 0), ("random", 1), ("random", 2))
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_is_caught(mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    ranks = SPLIT if mutant.file == SLICES or mutant is SUMS_UNREAD else WHOLE
-    shown = next(filter(None, (verdict(ranks, *mode) for mode in MODES)), "nothing")
-    assert shown not in ("nothing", "KernelCompileError"), f"{shown} shows that {mutant.name}"
-
-
-@pytest.mark.one_in(8)
-@pytest.mark.parametrize("ranks", [WHOLE, SPLIT], ids=["whole", "split"])
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_kernel_as_it_is(mode: tuple[str, int], ranks: Ranks) -> None:
-    assert verdict(ranks, *mode) == ""
+test_is_caught, test_as_it_is = mutant_suite(
+    "merge_exchange",
+    [
+        partial(run_calls, WHOLE, "early", 0),
+        partial(run_calls, WHOLE, "random", 1),
+        partial(run_calls, SPLIT, "early", 0),
+        partial(run_calls, SPLIT, "random", 1),
+    ],
+    {
+        "bar.sync": (4, [0, 2]),
+    },
+    [Mutant("heads of a KV head are one row", "merge/local_slices.cuh", "at.head % group", "kv_head")],
+)

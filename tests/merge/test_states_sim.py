@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 import mla_cupy
 from tests.merge.test_merge import assert_close, states
-from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.sim_driver import simulated
 
 
@@ -42,35 +45,9 @@ def test_rows_of_any_alignment(n: int, d: int, dtype: str) -> None:
     check(n, d, dtype, dtype, aligned=False)
 
 
-# ---- Mutants ---------------------------------------------------------------------------------------------------
-
-FILE = "merge/states.cu"
-MUTANTS = [
-    Mutant("an empty state's output is used", FILE, "return lse != negative_infinity();", "return true;"),
-    Mutant("states of an odd number", FILE, "if (state >= p.n) return false;", ""),
-    Mutant(
-        "only the first states", FILE, "for (i32 first = 0; first < p.n; first", "for (i32 first = 0; !first; first"
-    ),
-    Mutant(
-        "only the first columns",
-        FILE,
-        "for (i32 column = lane * kColumns; column < p.d;",
-        "for (i32 column = lane * kColumns; column < min(p.d, 1024);",
-    ),
-    Mutant("rows behind the last", FILE, "if (index >= (u32)(p.b * p.s_q * p.h_q)) return;", ""),
-    Mutant("rows that are not aligned", FILE, "return strides % kColumns == 0 &&", "return"),
-    Mutant("lanes share columns", FILE, "threadIdx.x % p.row_lanes;", "threadIdx.x % (p.row_lanes / 2);"),
-]
-
-
-@as_verdict
-def shows() -> None:
-    check(3, 1032, "float32", "bfloat16")
-    check(3, 24, "float16", "float32")
-    check(2, 12, "float32", "float32", aligned=False)
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_mutants_are_caught(plant: Plant, mutant: Mutant) -> None:
-    plant(mutant)
-    assert shows()
+test_is_caught, test_as_it_is = mutant_suite(
+    "merge_states",
+    [partial(check, 3, 24, "float16", "float32")],
+    {},
+    [Mutant("empty states count", "merge/states.cu", "return lse != negative_infinity();", "return true;")],
+)

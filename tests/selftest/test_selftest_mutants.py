@@ -3,158 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from mla_cupy.kernels import KERNELS
 from mla_cupy.selftest import catalog, copies, layouts, mma, reductions, tmem, trial
 from mla_cupy.selftest.layouts import Cells
 from mla_cupy.selftest.place import Place, opened
 from mla_cupy.selftest.probe import Machine
-from tests.support import (
-    mutants,
-    sim_driver,  # noqa: F401 (the tests' own copy of the simulator)
-)
+from tests.support import sim_driver  # noqa: F401 (the tests' own copy of the simulator)
+from tests.support.mutant_suite import Step, without
+from tests.support.mutants import Mutant, Plant
 
 LD2, LD16 = "tmem/ld/16x256b.x2-lane0", "tmem/ld/32x32b.x16-lane0"
 S32, DP32, DKV32 = "mma/bfloat16/s-m64n32", "mma/bfloat16/dp-m64n32", "mma/bfloat16/dkv-m128n32"
 DQ = "mma/bfloat16/dq-m128n64-64keys"
 PAIR128, PAIR256 = "mma.pair/bfloat16/scores-n128", "mma.pair/bfloat16/values-n256"
-CODES, CODES32 = "mma.f8f6f4/float8_e4m3fn/m128n128", "mma.f8f6f4/float8_e4m3fn/m128n128-32codes"
 STMATRIX = "stmatrix/bfloat16-32keys"
 
-
-@dataclass(frozen=True)
-class Mutant(mutants.Mutant):
-    """Every probe of `seen_by` must then fail, and those of `fine` must not."""
-
-    seen_by: tuple[str, ...]
-    fine: tuple[str, ...] = ()
-
-
-DESC, TCGEN05, SW128 = "tile/matrix_desc.cuh", "ptx/tcgen05.cuh", "tile/sw128.cuh"
-COPY, REDUCE, MMA, TMEM = "ptx/copy.cuh", "ptx/reduce.cuh", "probes/mma.cu", "probes/tmem.cu"
-PAIR = "ptx/tcgen05_pair.cuh"
-AFTER, STORE = "tcgen05.fence::after_thread_sync", "copy/store/64heads"
-
-MUTANTS = (
-    Mutant("swizzle of Hopper's descriptors", DESC, "2ull << 61", "1ull << 62 >> 1", (S32, DKV32)),
-    Mutant("no version", DESC, "1ull << 46", "0ull << 46", (S32,)),
-    Mutant(
-        "strides exchanged", DESC, "(leading_bytes >> 4) << 16 |", "(stride_bytes >> 4) << 16 |", (DKV32, DQ), (S32,)
-    ),
-    Mutant(
-        "SW128 tiles overlap",
-        DESC,
-        "(sw_tile, sw_tile_bytes, kSw",
-        "(sw_tile, sw_tile_bytes / 2, kSw",
-        (DKV32,),
-        (S32,),
-    ),
-    Mutant("bfloat16 read as float16", DESC, "(bfloat16) { return 1; }", "(bfloat16) { return 0; }", (S32, DQ)),
-    Mutant(
-        "float16 read as bfloat16",
-        DESC,
-        "(float16) { return 0; }",
-        "(float16) { return 1; }",
-        ("mma/float16/s-m64n32",),
-        (S32,),
-    ),
-    Mutant("majors exchanged", DESC, "(u32)a << 15", "(u32)b << 15", (DKV32,), (S32, DQ)),
-    Mutant("B always K-major", DESC, "(u32)b << 16 |", "0u << 16 |", (DQ,), (S32, DKV32)),
-    Mutant("half of N", DESC, "n / 8 << 17", "n / 16 << 17", (S32, "mma.ws/bfloat16/s-m32n64")),
-    Mutant("M 64 instead of 128", DESC, "m / 16 << 24", "(m > 64 ? 4 : m / 16) << 24", (DKV32, DQ), (S32, DP32)),
-    Mutant("lane field", TCGEN05, "value + (lanes << 16)", "value + (lanes / 32 * 32 << 16)", (DP32,), (S32,)),
-    Mutant("column", TCGEN05, "value + columns", "value + columns / 2", ("tmem/ld/16x256b.x2-lane16", LD16)),
-    Mutant("row step of an SW128 tile", SW128, "kMmaK * kSw128RowBytes", "8 * kSw128RowBytes", (DKV32, DQ), (S32,)),
-    Mutant("column step of an SW128 tile", SW128, "kMmaK * 2;", "kMmaK;", (S32,), ("mma/bfloat16/s-m64n32-1step", DQ)),
-    Mutant("no swizzle", SW128, "(chunk ^ (row & 7))", "(chunk)", (S32, STMATRIX)),
-    Mutant("always adds", MMA, "x.accumulate || step > 0", "true", (S32,), (f"{S32}-added",)),
-    Mutant("never adds", MMA, "x.accumulate || step > 0", "step > 0", ("mma/bfloat16/dv-then-dk",), (S32,)),
-    Mutant("one step too few", MMA, "step < x.steps", "step < x.steps - 1", (S32, DQ, "mma.ws/*/dq-m64n256")),
-    Mutant("weight-stationary is not", MMA, "tcgen05_mma_ws_f16(d", "tcgen05_mma_f16(d", ("mma.ws/*/m64n64",), (S32,)),
-    Mutant("no commit", MMA, *mutants.steps("tcgen05.commit", 0, of=1), (S32,)),
-    Mutant(
-        "second product from the first one's operand",
-        MMA,
-        "step_of(s.b[i], x.n",
-        "step_of(s.b[0], x.n",
-        ("mma/bfloat16/s-and-dp-n32", "mma/bfloat16/ropes-n64"),
-        (S32,),
-    ),
-    Mutant(
-        "e4m3 read as e5m2",
-        DESC,
-        "return make_instruction_desc<float16>(m",
-        "return make_instruction_desc<bfloat16>(m",
-        (CODES, CODES32),
-        (S32,),
-    ),
-    Mutant("M 64 instead of 128 of e4m3", DESC, "<float16>(m, n", "<float16>(m / 2, n", (CODES, CODES32), (DKV32,)),
-    Mutant("e4m3 of half of N", DESC, "<float16>(m, n", "<float16>(m, n / 2", (CODES, CODES32), (DKV32,)),
-    Mutant("e4m3 as 16 bits", TCGEN05, "cta_group::1.kind::f8f6f4", "cta_group::1.kind::f16", (CODES, CODES32), (S32,)),
-    Mutant("half of a pair's rows", DESC, "m / 16 << 24", "(m > 64 ? 16 : m / 16) << 24", (PAIR128,), (S32,)),
-    Mutant("commit to the first block alone", PAIR, "(1 << kPairBlocks) - 1", "1", (PAIR128, PAIR256), (S32,)),
-    Mutant(
-        "bytes counted by each block",
-        "probes/pair.cu",
-        "const ClusterAddr full = map_to_rank(smem_addr(&s.full), kPairLeader);",
-        "const ClusterAddr full = map_to_rank(smem_addr(&s.full), rank);",
-        (PAIR128, PAIR256),
-    ),
-    Mutant("rows of a pair's gather", PAIR, "{%3, %4, %5, %6, %7}", "{%3, %4, %6, %5, %7}", (PAIR128, PAIR256), (S32,)),
-    Mutant("arrival at the own block", "probes/pair.cu", "(&s.ready), kPairLeader)", "(&s.ready), rank)", (PAIR128,)),
-    Mutant(
-        "another shape of load",
-        TCGEN05,
-        "tcgen05.ld.sync.aligned.16x256b.x2",
-        "tcgen05.ld.sync.aligned.16x128b.x4",
-        (LD2,),
-        ("tmem/ld/16x256b.x4-lane0",),
-    ),
-    Mutant(
-        "another shape of store",
-        TCGEN05,
-        "tcgen05.st.sync.aligned.16x256b.x4",
-        "tcgen05.st.sync.aligned.16x128b.x8",
-        ("tmem/st/16x256b.x4-lane*",),
-        ("tmem/ld/16x256b.x4-lane0",),
-    ),
-    Mutant(
-        "registers exchanged",
-        TCGEN05,
-        'x16.b32 "\n                 "{%0, %1, %2',
-        'x16.b32 "\n                 "{%1, %0, %2',
-        (LD16,),
-        (LD2,),
-    ),
-    Mutant("no wait for a load", TMEM, *mutants.steps("tcgen05.wait::ld", 0, 1, of=2), (LD2,)),
-    Mutant("no wait for a load of sums", MMA, *mutants.steps("tcgen05.wait::ld", 0, of=1), (S32,)),
-    Mutant("no fence after", TMEM, *mutants.steps(AFTER, *range(4), of=4), ("tmem/ld/16x256b.x2-lane16",)),
-    Mutant("no fence after products", MMA, *mutants.steps(AFTER, *range(5), of=5), (S32,)),
-    Mutant("no proxy fence", MMA, *mutants.steps("fence.proxy.async", 0, of=1), (S32,)),
-    Mutant("no proxy fence before a copy", "probes/copy.cu", *mutants.steps("fence.proxy.async", 0, of=1), (STORE,)),
-    Mutant(
-        "rows of a gather", "ptx/gather4.cuh", "{%3, %4, %5, %6, %7}", "{%3, %4, %6, %5, %7}", ("copy/gather4/32rows",)
-    ),
-    Mutant("coordinates of a load", COPY, "{%3, %4, %5}], [%2], %6", "{%3, %5, %4}], [%2], %6", ("copy/load/*",)),
-    Mutant("coordinates of a store", COPY, "[%0, {%2, %3, %4}]", "[%0, {%2, %4, %3}]", ("copy/store/*",)),
-    Mutant("distance of gathers", "probes/copy.cu", "i * kGatherBytes", "i * 1024", ("copy/gather4/32rows",)),
-    Mutant("numbers of a sum", REDUCE, "{%1, %2, %3, %4}", "{%1, %2, %4, %3}", ("reduce/v4*",), ("reduce/v2*",)),
-    Mutant("a store, not a sum", REDUCE, "red.relaxed.gpu.global.add.v2.f32", "st.global.v2.f32", ("reduce/v2*",)),
-    Mutant("adds what is not wanted", REDUCE, "setp.ne.s32 p, %5, 0", "setp.ge.s32 p, %5, 0", ("reduce/v4*",)),
-    Mutant("subtracts", REDUCE, '"l"(to), "r"(x)', '"l"(to), "r"(-x)', ("reduce/s32*",), ("reduce/v4*",)),
-    Mutant(
-        "not transposed",
-        "ptx/matrix.cuh",
-        "stmatrix.sync.aligned.m8n8.x4.trans",
-        "stmatrix.sync.aligned.m8n8.x4",
-        (STMATRIX,),
-    ),
-    Mutant("halves exchanged", "ptx/convert.cuh", '"f"(hi), "f"(lo)', '"f"(lo), "f"(hi)', ("stmatrix/*",)),
+DESC, SW128, PAIR = "tile/matrix_desc.cuh", "tile/sw128.cuh", "ptx/tcgen05_pair.cuh"
+#: Bug -> the probes that must fail then, and those that must not.
+TEXTS = (
+    (Mutant("strides exchanged", DESC, "(leading_bytes >> 4) << 16 |", "(stride_bytes >> 4) << 16 |"),
+     (DKV32, DQ), (S32,)),
+    (Mutant("bfloat16 read as float16", DESC, "(bfloat16) { return 1; }", "(bfloat16) { return 0; }"), (S32, DQ), ()),
+    (Mutant("row step of an SW128 tile", SW128, "kMmaK * kSw128RowBytes", "8 * kSw128RowBytes"), (DKV32, DQ), (S32,)),
+    (Mutant("no swizzle", SW128, "(chunk ^ (row & 7))", "(chunk)"), (S32, STMATRIX), ()),
+    (Mutant("never adds", "probes/mma.cu", "x.accumulate || step > 0", "step > 0"),
+     ("mma/bfloat16/dv-then-dk",), (S32,)),
+    (Mutant("commit to the first block alone", PAIR, "(1 << kPairBlocks) - 1", "1"), (PAIR128, PAIR256), (S32,)),
+    (Mutant("rows of a gather", "ptx/gather4.cuh", "{%3, %4, %5, %6, %7}", "{%3, %4, %6, %5, %7}"),
+     ("copy/gather4/32rows",), ()),
+    (Mutant("numbers of a sum", "ptx/reduce.cuh", "{%1, %2, %3, %4}", "{%1, %2, %4, %3}"),
+     ("reduce/v4*",), ("reduce/v2*",)),
+)  # fmt: skip
+#: Step that is left out -> the probe that must fail then.
+STEPS = (
+    (Step("probes_mma", "tcgen05.commit", 0, 1), S32),
+    (Step("probes_mma", "tcgen05.wait::ld", 0, 1), S32),
+    (Step("probes_mma", "fence.proxy.async", 0, 1), S32),
+    (Step("probes_copy", "fence.proxy.async", 0, 1), "copy/store/64heads"),
+    (Step("probes_tmem", "tcgen05.wait::ld", 0, 2), LD2),
+    (Step("probes_tmem", "tcgen05.wait::ld", 1, 2), LD2),
+    *((Step("probes_tmem", "tcgen05.fence::after_thread_sync", i, 4), "tmem/ld/16x256b.x2-lane16") for i in (0, 1)),
+    *((Step("probes_mma", "tcgen05.fence::after_thread_sync", i, 5), S32) for i in (0, 2)),
 )
 
 
@@ -172,11 +68,19 @@ def results(machine: Machine, patterns: tuple[str, ...]) -> list[trial.Result]:
     return [trial.attempt(probe, machine) for probe in chosen]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_changed_source(machine: Machine, mutant: Mutant, plant: mutants.Plant) -> None:
-    plant(mutant)
-    assert [result for result in results(machine, mutant.seen_by) if result.status not in trial.BAD] == []
-    assert [result for result in results(machine, mutant.fine) if result.status != trial.PASSED] == []
+@pytest.mark.parametrize(("bug", "seen_by", "fine"), TEXTS, ids=[bug.id for bug, *_ in TEXTS])
+def test_changed_source(
+    machine: Machine, bug: Mutant, seen_by: tuple[str, ...], fine: tuple[str, ...], plant: Plant
+) -> None:
+    plant(bug)
+    assert [result for result in results(machine, seen_by) if result.status not in trial.BAD] == []
+    assert [result for result in results(machine, fine) if result.status != trial.PASSED] == []
+
+
+@pytest.mark.parametrize(("bug", "seen_by"), STEPS, ids=[f"{bug.kernel}-{bug.id}" for bug, _ in STEPS])
+def test_left_out(machine: Machine, bug: Step, seen_by: str) -> None:
+    with mock.patch.dict(KERNELS, catalog.KERNELS), without(bug):
+        assert [result for result in results(machine, (seen_by,)) if result.status not in trial.BAD] == []
 
 
 def upper_lanes_too(m: int, n: int, weight_stationary: bool = False) -> Cells:

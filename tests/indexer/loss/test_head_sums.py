@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ from tests.support.loss_cases import (
     run_loss,
     shares,
 )
-from tests.support.mutants import CAUGHT, Mutant, Plant
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.sim_driver import simulated
 from tests.support.sparse_loss_cases import SparseLossCase, check_sparse_loss, sparse_loss_inputs
 
@@ -101,10 +103,6 @@ def check_ranks(case: LossCase, kernel: str, error: float, mode: tuple[str, int]
     check_loss(got, reference.indexer_warmup_loss(**inputs), error)
 
 
-def test_generic() -> None:
-    check_ranks(CASE, GENERIC, FLOAT32_ERROR)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [("late", 0), ("random", 1), ("early", 0)], ids=str)
 def test_hopper_in_every_mode(mode: tuple[str, int]) -> None:
@@ -148,23 +146,6 @@ def test_sparse_on_hopper() -> None:
     check_sparse(LONG_LISTS, LISTS, TENSOR_CORE_ERROR, ("random", 1))
 
 
-HEAD_SUMS, ROWS = "indexer/loss/head_sums.cu", "indexer/loss/rows.cu"
-MUTANTS = [
-    Mutant("what a token does not see is not cleared", HEAD_SUMS, "seen ? ", "true ? "),
-    Mutant(
-        "a row of the chunk instead of all tokens'", ROWS, "target_offset(p, token, at)", "row_offset(p, token, at)"
-    ),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_shows(mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    with pytest.raises(CAUGHT):
-        check_ranks(CASE, GENERIC, FLOAT32_ERROR)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -184,3 +165,11 @@ def test_lengths_without_indices(numpy_backend: None) -> None:
     inputs = loss_inputs(CASE)
     with pytest.raises(ArgumentError, match="topk_length"):
         run_loss(mla_cupy.indexer_head_sums, q=inputs["q"], k=inputs["k"], topk_length=np.ones(4, np.int32))
+
+
+test_is_caught, test_as_it_is = mutant_suite(
+    "indexer_loss_head_sums",
+    [partial(check_ranks, CASE, GENERIC, FLOAT32_ERROR)],
+    {},
+    [Mutant("what a token does not see is not cleared", "indexer/loss/head_sums.cu", "seen ? ", "true ? ")],
+)

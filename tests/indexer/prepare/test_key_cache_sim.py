@@ -13,7 +13,8 @@ from tests.indexer.prepare.key_cache_cases import CASES, KeyCase, check, empty, 
 from tests.indexer.prepare.prepare_cases import both
 from tests.support.calls import assert_same
 from tests.support.indexer_cases import PagedCase, paged_inputs
-from tests.support.mutants import CAUGHT, Mutant, Plant
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.sim_driver import simulated
 
 GENERIC = "indexer_logits_generic"
@@ -140,53 +141,14 @@ def test_nothing_to_do_is_no_launch() -> None:
         assert not scales.any()
 
 
-E2M1_MUTANTS = [
-    Mutant(
-        "a key's scale for all",
-        "indexer/prepare/quantize.cu",
-        "e2m1_exponent(largest) << 8 * quad",
-        "e2m1_exponent(largest) * 0x01010101u",
-    ),
-    Mutant(
-        "codes of a neighbour",
-        "indexer/prepare/quantize.cu",
-        "first_element(quad) / 2)",
-        "(first_element(quad) / 2 ^ 2))",
-    ),
-    Mutant("largest of a lane", "indexer/prepare/quantize.cu", "__shfl_xor_sync(kFullWarp, largest, step)", "0u"),
-    Mutant(
-        "keys as large as others",
-        "indexer/prepare/quantize.cu",
-        "keys_are_e2m1(p) ? kE2m1KeyBytes : kHeadDim",
-        "kHeadDim",
-    ),
-    Mutant("a scale for all groups", "indexer/prepare/gather_keys.cu", "lane * kChunkBytes / kE2m1Group", "0"),
-    Mutant("scales of a neighbour", "indexer/prepare/gather_keys.cu", "kE2m1KeyBytes)[at]", "kE2m1KeyBytes)[at ^ 1]"),
-    Mutant("slots outside are read", "indexer/prepare/gather_keys.cu", "if (found) {", "if (true) {"),
-]
-
-
-@pytest.mark.parametrize("mutant", E2M1_MUTANTS, ids=lambda mutant: mutant.id)
-def test_mutants_of_e2m1_are_caught(mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    with simulated(2), pytest.raises(CAUGHT):
-        check(KeyCase(e2m1=True), same, np.asarray)
-
-
-PREPARE, GATHER = "indexer/prepare/quantize.cu", "indexer/prepare/gather_keys.cu"
-MUTANTS = [
-    Mutant("slots are not checked", PREPARE, "slot >= (i64)p.num_pages * p.page_size", "false"),
-    Mutant("scales of a neighbour", PREPARE, "p.page_size * key_bytes) + at}", "p.page_size * key_bytes) + (at ^ 1)}"),
-    Mutant("slots of 32 bits", PREPARE, "p.slots_are_64 ?", "false ?"),
-    Mutant("hostile slots are read", GATHER, "slot >= 0 && slot <", "slot <"),
-    Mutant("last bytes are left out", GATHER, "lane < p.d / kChunkBytes", "lane < p.d / kChunkBytes - 1"),
-]
-
-
-@pytest.mark.parametrize(
-    "mutant", [pytest.param(m, marks=() if at == 1 else pytest.mark.slow, id=m.id) for at, m in enumerate(MUTANTS)]
-)
-def test_mutants_are_caught(mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    with simulated(2), pytest.raises(CAUGHT):
+def run() -> None:
+    with simulated(2):
         check(KeyCase(), same, np.asarray)
+
+
+test_is_caught, test_as_it_is = mutant_suite(
+    "indexer_prepare_gather_keys",
+    [run],
+    {},
+    [Mutant("hostile slots are read", "indexer/prepare/gather_keys.cu", "slot >= 0 && slot <", "slot <")],
+)

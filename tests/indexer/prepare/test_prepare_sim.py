@@ -14,7 +14,8 @@ from mla_cupy import reference
 from mla_cupy.kernels.indexer.prepare import quantize
 from tests.indexer.prepare.prepare_cases import Array, arrays, both, expected, norm
 from tests.support.calls import assert_same
-from tests.support.mutants import CAUGHT, Mutant, Plant
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.sim_driver import simulated
 
 #: (8, 0) has no instruction for e4m3.
@@ -175,61 +176,13 @@ def test_vectors_at_any_address() -> None:
     check("prepare_q", {**inputs, "q": whole[..., 3:67]})
 
 
-def check_with_and_without_transform(inputs: dict[str, Array]) -> None:
-    for hadamard in (False, True):
-        check("prepare_k", inputs, hadamard=hadamard)
-
-
-def mutant(name: str, old: str, new: str) -> Mutant:
-    return Mutant(name, "indexer/prepare/quantize.cu", old, new)
-
-
-LEVELS = "for (i32 step = 1; step < kLanes; step *= 2) "
-MUTANTS = [
-    Mutant("the other sign of RoPE", "tile/rope.cuh", "turned(x, y, cos, -sin)", "turned(x, y, cos, sin)"),
-    mutant("scale of a lane", LEVELS + "amax", "for (i32 step = 1; step < 1; step *= 2) amax"),
-    mutant("exact powers of 2 are doubled", "((bits & 0x7fffff) != 0)", "1"),
-    mutant("angles of the token before", "if (next.token != place.token)", "if (false)"),
-    mutant("a vector twice", "next.advance(p);", "(void)0;"),
-]
-
-
-@pytest.mark.parametrize(
-    "mutant",
-    [pytest.param(m, marks=() if at == 0 else pytest.mark.slow, id=m.id) for at, m in enumerate(MUTANTS)],
-)
-def test_mutants_are_caught(mutant: Mutant, plant: Plant) -> None:
-    inputs = arrays("prepare_k", 128, tokens=30)
-    plant(mutant)
-    with pytest.raises(CAUGHT):
-        check_with_and_without_transform(inputs)
-
-
-def check_two_widths() -> None:
+def run() -> None:
     check("prepare", both(64, 8, tokens=7), return_k=True, eps=0.01, accumulate="float16")
-    check("prepare", both(128, 16, tokens=7), return_k=True, eps=0.01, reference_rounding=False)
 
 
-SUM = "for (i32 step = 1; step < kLanes; step *= 2) sum"
-OF_KEYS = [
-    mutant("mean of a lane", SUM, "for (i32 step = 1; step < 1; step *= 2) sum"),
-    mutant("a sum of half the elements", "doubled <= kElems", "doubled < kElems"),
-    mutant("the variance has the mean", "__fmul_rn(centred, centred)", "__fmul_rn(x[i], x[i])"),
-    mutant("no eps", "__fadd_rn(variance, p.norm_eps)", "variance"),
-    mutant("weights of the first elements", "norm_weight[(first + i)", "norm_weight[i"),
-    mutant("queries are normalised", "applies ? normal[i] : four[i]", "normal[i]"),
-    mutant("other lanes' elements are not", "normal.apply(p, others, other);", ""),
-    mutant("keys have the queries' limit", "kJoint && is_key ? kMaxCode : p.max_code", "p.max_code"),
-    mutant("keys have the queries' scale", "kJoint && is_key ? 1.f / kMaxCode : p.inv", "p.inv"),
-    mutant("the last query is a key", "head == p.h - 1", "head >= p.h - 2"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "mutant",
-    [pytest.param(m, marks=() if at == 5 else pytest.mark.slow, id=m.id) for at, m in enumerate(OF_KEYS)],
+test_is_caught, test_as_it_is = mutant_suite(
+    "indexer_prepare_quantize",
+    [run],
+    {},
+    [Mutant("no eps", "indexer/prepare/quantize.cu", "__fadd_rn(variance, p.norm_eps)", "variance")],
 )
-def test_mutants_of_keys_are_caught(mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    with pytest.raises(CAUGHT):
-        check_two_widths()
