@@ -121,9 +121,19 @@ TEXTS = [
     ),
     Mutant("absent tokens count", "sparse_decode/sm100.cu", "mask_absent(scores, s.present[stage], thread);", ""),
 ]
+
+
+def run_rising() -> None:
+    """Maxima rise from tile to tile."""
+    call = make(CASE)
+    call["q"] *= np.asarray(2000, call["q"].dtype)
+    with simulated(1, (10, 0), "late"):
+        check_call(CASE, call, lambda x: x, np.asarray, KERNEL)
+
+
 test_is_caught, test_as_it_is = mutant_suite(
     KERNEL,
-    [partial(run, CASE, mode) for mode in (("late", 0), ("early", 0), ("random", 1))],
+    [*(partial(run, CASE, mode) for mode in (("late", 0), ("early", 0), ("random", 1))), run_rising],
     {
         "bar.sync": (7, [0, 6]),
         "mbarrier.try_wait": (12, [0, 6]),
@@ -131,6 +141,7 @@ test_is_caught, test_as_it_is = mutant_suite(
         "fence.proxy": (4, [0, 2]),
         "fence.mbarrier_init": (1, [0]),
         "tcgen05.commit": (6, [0, 3]),
+        "tcgen05.wait::st": (1, [0]),
         "tcgen05.wait::ld": (3, [0]),
         "tcgen05.fence::before_thread_sync": (3, [1]),
         "tcgen05.fence::after_thread_sync": (7, [3]),

@@ -12,9 +12,9 @@ from tests.support.mutants import Mutant
 from tests.support.sim_driver import simulated
 
 SMALL, LARGE = "sparse_decode_sm90_small", "sparse_decode_sm90"
-#: One block works on several requests, of one to three tiles; the last two have two tiles and one.
-CASE = SparseDecodeCase(scales="plain", b=5, topk=150, extra=20, lengths=True, h_q=7, sink=True, sm_count=1)
-CASE_OF_BLOCKS = SparseDecodeCase(scales="plain", b=6, topk=150, extra=20, lengths=True, h_q=34, sm_count=1)
+#: One block works on several requests, of one to three tiles.
+CASE = SparseDecodeCase(scales="plain", b=3, topk=150, extra=20, lengths=True, h_q=7, sink=True, sm_count=1)
+CASE_OF_BLOCKS = SparseDecodeCase(scales="plain", b=4, topk=150, extra=20, lengths=True, h_q=34, sm_count=1)
 
 
 def run(case: SparseDecodeCase, kernel: str, mode: tuple[str, int]) -> None:
