@@ -53,7 +53,6 @@ def test_what_counts_for_nothing_may_be_anything(kernel: str) -> None:
 HARD = make(SparseCase(s_q=2, s_kv=90, h_q=20, topk=75, invalid=0.0))
 TEXTS = [
     Mutant("half of the columns", SOURCE, "low[r].x + high[r].x", "low[r].x"),
-    Mutant("heads past the last one", SOURCE, "const bool stored = head < block.heads;", "const bool stored = true;"),
 ]
 
 
@@ -64,9 +63,6 @@ def run_and_check(mode: tuple[str, int]) -> None:
 test_is_caught, test_as_it_is = mutant_suite(
     LEAST,
     [partial(run_and_check, mode) for mode in (("late", 0), ("early", 0))],
-    {
-        "bar.sync": (6, [0, 3]),
-        "cp.async.wait_all": (2, [0, 1]),
-    },
+    {"bar.sync": (6, [0, 3]), "cp.async.wait_all": (2, [0])},
     TEXTS,
 )

@@ -114,7 +114,6 @@ def test_bad_input(call: dict[str, Any], error: type[Exception], said: str) -> N
 
 SOURCE = "sparse_decode/turn_results.cu"
 TEXTS = [
-    Mutant("positions of another query", SOURCE, "query % p.s_q *", "0 *"),
     Mutant("heads that are not there", SOURCE, "if (first + i < p.h_q) store_pair", "store_pair"),
 ]
 

@@ -404,9 +404,9 @@ test_is_caught, test_as_it_is = mutant_suite(
         "bar.sync": (8, [0, 4]),
         "mbarrier.try_wait": (7, [0, 6]),
         "mbarrier.arrive": (11, [5]),
-        "fence.proxy": (4, [0, 2]),
+        "fence.proxy": (4, [0]),
         "wgmma.fence": (4, [0]),
-        "wgmma.commit_group": (4, [0, 2]),
-        "wgmma.wait_group": (4, [0, 2]),
+        "wgmma.commit_group": (4, [0]),
+        "wgmma.wait_group": (4, [0]),
     },
 )

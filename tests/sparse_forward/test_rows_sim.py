@@ -184,7 +184,5 @@ def test_many_sequences() -> None:
 test_is_caught, test_as_it_is = mutant_suite(
     "attention_row_lists",
     [partial(test_lists, CASES[0], ordered=True), partial(test_lists, CASES[7], ordered=True)],
-    {
-        "bar.sync": (6, [3, 5]),
-    },
+    {"bar.sync": (6, [3, 5])},
 )
