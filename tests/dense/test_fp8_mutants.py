@@ -38,7 +38,6 @@ test_is_caught, test_as_it_is = mutant_suite(
         "fence.proxy": (1, [0]),
         "fence.mbarrier_init": (1, [0]),
         "wgmma.fence": (15, [0]),
-        "wgmma.commit_group": (15, [0]),
         "wgmma.wait_group": (15, [0]),
     },
     TEXTS,

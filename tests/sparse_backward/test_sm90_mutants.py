@@ -66,7 +66,6 @@ test_is_caught, test_as_it_is = mutant_suite(
         "fence.proxy": (4, [0]),
         "cp.async.wait_all": (2, [0]),
         "wgmma.fence": (24, [12]),
-        "wgmma.commit_group": (24, [12]),
         "wgmma.wait_group": (24, [12]),
     },
     TEXTS,

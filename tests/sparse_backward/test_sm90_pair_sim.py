@@ -98,7 +98,6 @@ test_is_caught, test_as_it_is = mutant_suite(
         "fence.proxy": (6, [0]),
         "cp.async.wait_all": (3, [0]),
         "wgmma.fence": (11, [0]),
-        "wgmma.commit_group": (11, [0]),
         "wgmma.wait_group": (11, [0]),
     },
 )

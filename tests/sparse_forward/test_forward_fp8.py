@@ -213,7 +213,6 @@ test_is_caught, test_as_it_is = mutant_suite(
         "fence.proxy": (5, [2]),
         "cp.async.mbarrier": (1, [0]),
         "wgmma.fence": (19, [0]),
-        "wgmma.commit_group": (19, [9]),
         "wgmma.wait_group": (17, [0]),
     },
     TEXTS,

@@ -406,7 +406,6 @@ test_is_caught, test_as_it_is = mutant_suite(
         "mbarrier.arrive": (11, [5]),
         "fence.proxy": (4, [0]),
         "wgmma.fence": (4, [0]),
-        "wgmma.commit_group": (4, [0]),
         "wgmma.wait_group": (4, [0]),
     },
 )

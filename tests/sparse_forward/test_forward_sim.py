@@ -140,7 +140,6 @@ test_is_caught, test_as_it_is = mutant_suite(
         "fence.proxy": (8, [7]),
         "cp.async.mbarrier": (3, [0]),
         "wgmma.fence": (9, [0]),
-        "wgmma.commit_group": (7, [0]),
         "wgmma.wait_group": (7, [0]),
     },
 )
@@ -155,7 +154,6 @@ test_is_caught_of_few_heads, test_as_it_is_of_few_heads = mutant_suite(
         "fence.proxy": (4, [0]),
         "cp.async.mbarrier": (3, [0]),
         "wgmma.fence": (4, [0]),
-        "wgmma.commit_group": (4, [0]),
         "wgmma.wait_group": (4, [0]),
     },
 )
