@@ -41,7 +41,6 @@ test_is_caught, test_as_it_is = mutant_suite(
         "bar.sync": (5, [0, 2]),
         "mbarrier.arrive": (4, [0]),
         "cp.async.wait_group": (2, [0]),
-        "cp.async.commit_group": (5, [0]),
         "cp.async.mbarrier": (4, [0]),
         "mbarrier.test_wait": (4, [0, 2]),
     },
