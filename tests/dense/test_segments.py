@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,9 +11,10 @@ import pytest
 
 import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, ShapeError, reference
-from tests.support import mutants
 from tests.support.dense_cases import DenseCase, make
 from tests.support.flat import flat
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.recorder import Recorder
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
@@ -176,38 +175,15 @@ def test_refusals(wrong: str, recorder: Recorder) -> None:
 SOURCE = "dense/segments.cu"
 
 
-@dataclass(frozen=True)
-class Mutant(mutants.Mutant):
-    """What shows it."""
-
-    attempt: Callable[[], None] = two_sides
-
-
-nothing = partial(test_small, MODES[0])
-
-MUTANTS = [
-    Mutant("the last end only", SOURCE, "if (id != ids[i + 1]) runs[number].end", "runs[number].end", one_side),
-    Mutant(
-        "a run too many", SOURCE, "if (number >= max_segments) break;", "if (number > max_segments) break;", one_side
-    ),
-    Mutant("a warp's numbers begin again", SOURCE, "i < warp; ++i) before +=", "i < 0; ++i) before +=", one_side),
-    Mutant(
-        "what has no keys has the first ones",
-        SOURCE,
-        "return Run{0, 0, 0};",
-        "return runs[0];",
-        nothing,
-    ),
-    Mutant("keys may end behind the next", SOURCE, "max(before, run.begin)", "run.begin", hostile),
-    Mutant("the first 32 segments", SOURCE, "before = lane == 0 ? carried : left;", "before = lane == 0 ? 0 : left;"),
+TEXTS = [
+    Mutant("keys may end behind the next", SOURCE, "max(before, run.begin)", "run.begin"),
 ]
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_is_caught(mutant: Mutant, plant: mutants.Plant) -> None:
-    plant(mutant)
-    with pytest.raises(mutants.CAUGHT):
-        mutant.attempt()
+test_is_caught, test_as_it_is = mutant_suite(
+    "dense_segments",
+    [two_sides, one_side, hostile],
+    {"bar.sync": (7, [1, 6])},
+    TEXTS,
+)
 
 
 # ---- On a GPU ------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ A projection in float32 is off by what rounding latents to 16 bits may change: a
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,19 @@ from tests.projection.inputs import States, kv_b_proj, states
 from tests.support.calls import Array
 from tests.support.cases import DecodeCase, make
 from tests.support.flat import flat, mla_decode, plan_decode
-from tests.support.mutants import Mutant, Plant, as_verdict, steps
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.recorder import H200
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.tolerance import check
 
 MODES = (("late", 0), ("early", 0), ("random", 1), ("random", 2))
+FEW = states(3, b=35, h=1, d_head=64)
+MANY = states(35, b=2, s_q=2, h=1)
+NARROW = states(2, b=1, s_q=3, h=1, d_head=64)  # eight columns of a block
+ONE = states(1, b=37, h=1, d_head=64, outs_dtype="bfloat16")
+SPLIT = DecodeCase(b=2, seqlens=(2300, 130), h_q=2)  # more cuts than a warp has threads
+TWO_TILES = DecodeCase(b=2, s_q=35, seqlens=(50, 40), h_q=1)
 
 
 def check_states(given: States, sm_count: int, mode: tuple[str, int] = ("early", 0), **options: Any) -> None:
@@ -352,181 +360,6 @@ def test_decode_takes_absorbed_queries_without_a_copy() -> None:
     np.testing.assert_allclose(out.astype(float), exact[0], atol=0.05)
 
 
-# ---- Planted bugs ----------------------------------------------------------------------------------------------
-
-PROJECTION, SPLITS, STATE_ROWS = "attention/projection.cuh", "attention/combine_project.cu", "projection/states.cu"
-ABSORBED = "cache/absorb.cu"
-FEW = states(3, b=35, h=1, d_head=64)
-SOME = states(9, b=2, h=1, d_head=64)  # more pieces than are on their way at first
-MANY = states(35, b=2, s_q=2, h=1)
-NARROW = states(2, b=1, s_q=3, h=1, d_head=64)  # eight columns of a block
-ONE = states(1, b=37, h=1, d_head=64, outs_dtype="bfloat16")
-SPLIT = DecodeCase(b=2, seqlens=(2300, 130), h_q=2)  # more cuts than a warp has threads
-TWO_TILES = DecodeCase(b=2, s_q=35, seqlens=(50, 40), h_q=1)
-
-OF_STATES = (
-    Mutant("W_UV not waited for", STATE_ROWS, *steps("mbarrier.try_wait", 0, 1, of=2)),
-    Mutant("peers' latents overwritten while they are read", STATE_ROWS, *steps("barrier.cluster.wait", 0, of=2)),
-    Mutant("latents read before they are there", STATE_ROWS, *steps("barrier.cluster.wait", 1, of=2)),
-    Mutant("rows of other warps looked at before they are found", STATE_ROWS, *steps("bar.sync", 1, of=9)),
-    Mutant("sums of ranges not waited for", STATE_ROWS, *steps("bar.sync", 2, of=9)),
-    Mutant("sums of ranges overwritten while they are read", STATE_ROWS, *steps("bar.sync", 3, of=9)),
-    Mutant("sums of half of the columns overwritten while they are read", STATE_ROWS, *steps("bar.sync", 4, of=9)),
-    Mutant("sums of half of the columns not waited for", STATE_ROWS, *steps("bar.sync", 5, of=9)),
-    Mutant("half of the columns left out", PROJECTION, "total[i] += w.partial(block, i)", "total[i] += 0.f"),
-    Mutant("columns of the next block", PROJECTION, "if (column >= block.columns) continue;", ""),
-    Mutant(
-        "a range left out",
-        PROJECTION,
-        "(u32)(warp - first) < (u32)C::kSumWarps",
-        "(u32)(warp - first) < (u32)C::kSumWarps - 1",
-    ),
-    Mutant("what weighs nothing is counted", PROJECTION, "weight == 0.f ? 0.f : wide[i]", "wide[i]"),
-    Mutant("pieces of the first two lanes only", PROJECTION, "piece < row.count &&", "piece < min(row.count, 2) &&"),
-    Mutant(
-        "the first pieces' weights again",
-        PROJECTION,
-        "next.add(source, sums, weight, at)",
-        "next.add(source, sums, weight, 0)",
-    ),
-    Mutant(
-        "latents for one block only",
-        PROJECTION,
-        "for (; rank < C::kShare; rank += step)",
-        "for (; rank < 1; rank += step)",
-    ),
-    Mutant(
-        "one vector of a lane in the place of another",
-        PROJECTION,
-        "const i32 vector = block.first_vector() + lane % C::kLanes + v * C::kLanes;",
-        "const i32 vector = block.first_vector() + lane % C::kLanes;",
-    ),
-    Mutant(
-        "log-sum-exps of the first 32 pieces only",
-        PROJECTION,
-        "lses[i] = piece_lse2(source, row, lane + i * kWarpThreads);",
-        "lses[i] = piece_lse2(source, row, i == 0 ? lane : kMaxRowPieces);",
-    ),
-    Mutant("results of tokens that are none", PROJECTION, "        if (token >= count) continue;\n", ""),
-    Mutant(
-        "the gate without its sigmoid",
-        PROJECTION,
-        "x *= sigmoid(Element::to_float((u16)gate))",
-        "x *= Element::to_float((u16)gate)",
-    ),
-    Mutant(
-        "empty states by one infinity only",
-        STATE_ROWS,
-        "fabsf(lse) == -negative_infinity()",
-        "lse == negative_infinity()",
-    ),
-)
-OF_RESULTS = (
-    Mutant("results read before others' copies are there", STATE_ROWS, *steps("bar.sync", 6, of=9)),
-    Mutant("the next results read before others' copies are there", STATE_ROWS, *steps("bar.sync", 7, of=9)),
-    Mutant("results read while the next are copied", STATE_ROWS, *steps("bar.sync", 8, of=9)),
-    Mutant("results not waited for", STATE_ROWS, *steps("cp.async.wait_group", 0, of=2)),
-    Mutant("the next results not waited for", STATE_ROWS, *steps("cp.async.wait_group", 1, of=2)),
-    Mutant(
-        "results of the other buffer", PROJECTION, "const i32 first_row = (first", "const i32 first_row = 16 + (first"
-    ),
-    Mutant(
-        "the share after a block's own",
-        PROJECTION,
-        "first = blockIdx.y * n",
-        "first = (blockIdx.y + 1) * n",
-    ),
-    Mutant(
-        "another token's row",
-        STATE_ROWS,
-        "return static_cast<const u16*>(p.outs) + at(head, token);",
-        "return static_cast<const u16*>(p.outs) + at(head, token / 2);",
-    ),
-)
-OF_DECODE = (
-    Mutant(
-        "the first piece looked for where others are", SPLITS, "p.continued_index + split, kv_head", "split, kv_head"
-    ),
-    Mutant("a piece too few", SPLITS, "pieces = cuts + 1;", "pieces = cuts;"),
-    Mutant("cuts of each lane's own request", SPLITS, "__shfl_sync(kFullWarp, request, i)", "request"),
-    Mutant("the first cut among 32", SPLITS, "? index * kWarpThreads + __ffs(found) - 1 :", "? __ffs(found) - 1 :"),
-)
-ROWS = "projection/sm90_results.cu"
-OF_MANY_ROWS = (
-    Mutant("W_UV not waited for", ROWS, "            mbarrier_wait(s.w_uv_full[piece], 0);\n", ""),
-    Mutant("tokens not waited for", ROWS, "            mbarrier_wait(s.full[piece], parity);\n", ""),
-    Mutant("tokens overwritten while they are read", ROWS, "            mbarrier_wait(s.empty[piece], parity);\n", ""),
-    Mutant("pieces released before they are read", ROWS, "            wgmma_wait_group<0>();\n", ""),
-    Mutant("columns of the next head", ROWS, "|| column >= p.d_head) continue;", ") continue;"),
-    Mutant("columns of the first part", ROWS, "blockIdx.x % parts * kColumns", "0"),
-    Mutant("tokens of the next share", ROWS, "exists[r] = token < block.end;", "exists[r] = true;"),
-    Mutant(
-        "rows eight apart exchanged",
-        ROWS,
-        "fragment_row(threadIdx.x) + 8 * r;",
-        "fragment_row(threadIdx.x) + 8 * (1 - r);",
-    ),
-    Mutant("the gate of another query", ROWS, "rows.query[r] * p.gate_stride_s_elems", "0 * p.gate_stride_s_elems"),
-)
-OF_ABSORPTION = (
-    Mutant("W_UK and queries read before others' copies are there", ABSORBED, *steps("bar.sync", 0, of=3)),
-    Mutant("queries read while the next are fetched", ABSORBED, *steps("bar.sync", 1, of=3)),
-    Mutant("the next queries read before others' copies are there", ABSORBED, *steps("bar.sync", 2, of=3)),
-    Mutant("first copies not waited for", ABSORBED, *steps("cp.async.wait_group", 0, of=2)),
-    Mutant("next copies not waited for", ABSORBED, *steps("cp.async.wait_group", 1, of=2)),
-    Mutant("rows past the last one stored", ABSORBED, "if (row + 8 * half < count) {", "if (row < count) {"),
-    Mutant("lanes trade with one neighbour only", ABSORBED, "step < 4; step *= 2", "step < 2; step *= 2"),
-    Mutant("one buffer for the next queries too", ABSORBED, "kStages = 2", "kStages = 1"),
-    Mutant("the share after a block's own", ABSORBED, "first(blockIdx.y * p", "first((blockIdx.y + 1) * p"),
-    Mutant("the first tile by all warps", ABSORBED, "tile = (warp >> warps_log2) * kTile", "tile = 0"),
-    Mutant("every second tile left out", ABSORBED, "tile_step = (kWarps", "tile_step = (2 * kWarps"),
-    Mutant("results of a tile in the rows of the one before", ABSORBED, "        to += w.tile_step * step;\n", ""),
-)
-
-
-def _states(mode: tuple[str, int]) -> None:
-    check_states(FEW, 1, mode)
-    check_states(SOME, 1, mode)
-    check_states(MANY, 2, mode)
-    check_states(NARROW, 5, mode)
-
-
-@pytest.mark.parametrize("mutant", OF_STATES, ids=lambda mutant: mutant.id)
-def test_bugs_of_the_merge_are_caught(mutant: Mutant, plant: Plant) -> None:
-    verdict = as_verdict(_states)
-    plant(mutant)
-    assert any(verdict(mode) for mode in MODES)
-
-
-@pytest.mark.parametrize("mutant", OF_RESULTS, ids=lambda mutant: mutant.id)
-def test_bugs_of_copied_results_are_caught(mutant: Mutant, plant: Plant) -> None:
-    verdict = as_verdict(check_results)
-    plant(mutant)
-    assert any(verdict(ONE, sm_count, mode) for sm_count in (1, 2) for mode in MODES)
-
-
-@pytest.mark.parametrize("mutant", OF_DECODE, ids=lambda mutant: mutant.id)
-def test_bugs_of_decode_are_caught(mutant: Mutant, plant: Plant) -> None:
-    verdict = as_verdict(check_decode)
-    plant(mutant)
-    assert any(verdict(SPLIT, 40, mode) for mode in MODES)
-
-
-@pytest.mark.parametrize("mutant", OF_MANY_ROWS, ids=lambda mutant: mutant.id)
-def test_bugs_of_many_rows_are_caught(mutant: Mutant, plant: Plant) -> None:
-    verdict = as_verdict(check_many_rows)
-    plant(mutant)
-    assert any(verdict(mode) for mode in MODES)
-
-
-@pytest.mark.parametrize("mutant", OF_ABSORPTION, ids=lambda mutant: mutant.id)
-def test_bugs_of_absorption_are_caught(mutant: Mutant, plant: Plant) -> None:
-    verdict = as_verdict(check_absorb)
-    plant(mutant)
-    cases = [(67, 1, 64, "bfloat16", True, sm_count, mode) for mode in MODES for sm_count in (1, 4)]
-    assert any(verdict(*case) for case in cases)
-
-
 # ---- The host's choice -----------------------------------------------------------------------------------------
 
 
@@ -592,3 +425,72 @@ def test_gpus_without_clusters_have_builds() -> None:
         assert STATES.build("float16", 16, 128, 1, gpu)[0] is STATES.plain
         assert combine_project.PROJECTION.build("float16", 16, 128, 1, gpu)[0] is combine_project.PROJECTION.plain
         assert ABSORB.supports_arch(gpu.arch)
+
+
+# ---- Planted bugs ----------------------------------------------------------------------------------------------
+
+PROJECTION = "attention/projection.cuh"
+TEXTS = [
+    Mutant("what weighs nothing is counted", PROJECTION, "weight == 0.f ? 0.f : wide[i]", "wide[i]"),
+]
+TEXTS_OF_DECODE = [
+    Mutant("a piece too few", "attention/combine_project.cu", "pieces = cuts + 1;", "pieces = cuts;"),
+]
+TEXTS_OF_MANY_ROWS = [
+    Mutant("columns of the first part", "projection/sm90_results.cu", "blockIdx.x % parts * kColumns", "0"),
+]
+TEXTS_OF_ABSORPTION = [
+    Mutant("rows past the last one stored", "cache/absorb.cu", "if (row + 8 * half < count) {", "if (row < count) {"),
+]
+
+test_is_caught, test_as_it_is = mutant_suite(
+    "projection_states_clusters",
+    [
+        partial(check_states, FEW, 1, MODES[0]),
+        partial(check_states, MANY, 2, MODES[0]),
+        partial(check_states, NARROW, 5, MODES[1]),
+        partial(check_results, ONE, 1, MODES[0]),
+    ],
+    {
+        "bar.sync": (9, [0, 4]),
+        "barrier.cluster.arrive": (3, [0]),
+        "barrier.cluster.wait": (2, [0]),
+        "mbarrier.try_wait": (2, [0, 1]),
+        "mbarrier.arrive": (1, [0]),
+        "fence.mbarrier_init": (1, [0]),
+        "cp.async.wait_group": (2, [0]),
+    },
+    TEXTS,
+)
+test_is_caught_of_decode, test_as_it_is_of_decode = mutant_suite(
+    "attention_combine_project_clusters",
+    [partial(check_decode, SPLIT, 40, mode) for mode in MODES[:2]],
+    {
+        "bar.sync": (6, [0, 5]),
+        "barrier.cluster.wait": (2, [0]),
+        "mbarrier.try_wait": (1, [0]),
+    },
+    TEXTS_OF_DECODE,
+)
+test_is_caught_of_many_rows, test_as_it_is_of_many_rows = mutant_suite(
+    "projection_sm90_results",
+    [partial(check_many_rows, mode) for mode in MODES[:3]],
+    {
+        "bar.sync": (1, [0]),
+        "mbarrier.try_wait": (3, [0, 1]),
+        "mbarrier.arrive": (3, [0]),
+        "fence.mbarrier_init": (1, [0]),
+        "wgmma.fence": (1, [0]),
+        "wgmma.wait_group": (1, [0]),
+    },
+    TEXTS_OF_MANY_ROWS,
+)
+test_is_caught_of_absorption, test_as_it_is_of_absorption = mutant_suite(
+    "cache_absorb",
+    [partial(check_absorb, 67, 1, 64, "bfloat16", True, 1, mode) for mode in MODES[:3]],
+    {
+        "bar.sync": (3, [0, 1]),
+        "cp.async.wait_group": (2, [0]),
+    },
+    TEXTS_OF_ABSORPTION,
+)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
 
 from mla_cupy.kernels.sparse_backward import mma
 from tests.sparse_backward.test_sim import run
-from tests.support import mutants
 from tests.support.gradients import check_gradients
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.sparse_cases import SparseCase, make
 
 WIDE_KB, LEAST = (kernel.name for kernel in mma.KERNELS)
@@ -48,60 +49,20 @@ def test_what_counts_for_nothing_may_be_anything(kernel: str) -> None:
     assert dq[:, 1:34].any(axis=-1).all()
 
 
-@dataclass(frozen=True)
-class Mutant(mutants.Mutant):
-    """A mode of the simulator that shows it, a kernel, and a GPU: vector additions are of those from 9.0 on."""
-
-    mode: tuple[str, int] = ("early", 0)
-    kernel: str = LEAST
-    cc: tuple[int, int] = (8, 0)
-
-
-MUTANTS = [
-    Mutant("keys are not waited for", SOURCE, *mutants.steps("cp.async.wait_all", 1, of=2), ("late", 0)),
-    Mutant("queries are not waited for", SOURCE, *mutants.steps("cp.async.wait_all", 0, of=2), ("late", 0)),
-    Mutant("others' queries are not waited for", SOURCE, *mutants.steps("bar.sync", 1, of=6)),
-    Mutant("others' keys are not waited for", SOURCE, *mutants.steps("bar.sync", 2, of=6)),
-    Mutant("parts are not waited for", SOURCE, *mutants.steps("bar.sync", 3, of=6)),
-    Mutant("weights are not waited for", SOURCE, *mutants.steps("bar.sync", 4, of=6)),
-    Mutant("keys are overwritten", SOURCE, *mutants.steps("bar.sync", 5, of=6)),
-    Mutant("one stage for two", SOURCE, "s.k[step % kStages]);", "s.k[0]);", kernel=WIDE_KB),
-    Mutant("rows of one step", SOURCE, "block.s.rows[step % 2][key] = row;", "block.s.rows[0][key] = row;"),
+#: Several steps, the last one not whole; a part of the heads.
+HARD = make(SparseCase(s_q=2, s_kv=90, h_q=20, topk=75, invalid=0.0))
+TEXTS = [
     Mutant("half of the columns", SOURCE, "low[r].x + high[r].x", "low[r].x"),
-    Mutant("a step too few", SOURCE, "step * kStepKeys < count; ++step", "(step + 1) * kStepKeys < count; ++step"),
-    Mutant("heads past the last one", SOURCE, "const bool stored = head < block.heads;", "const bool stored = true;"),
-    Mutant("a neighbour's RoPE columns", SOURCE, "block.warp % 2 ? b[2] : b[0]", "block.warp % 2 ? b[0] : b[2]"),
-    Mutant("a fragment too few", SOURCE, "step < min(kHeldSteps,", "step + 1 < min(kHeldSteps,"),
-    Mutant("both halves are the first", SOURCE, "2 * (half * kPartSteps<kColumns> + step)", "2 * step"),
-    Mutant("RoPE columns of one warp of two", SOURCE, "(block.warp + step *", "(step *"),
-    Mutant("16 keys for 32", SOURCE, "rows[step % 2][key_step * kMmaDepth]", "rows[step % 2][0]", kernel=WIDE_KB),
-    Mutant("the other quad's row", SOURCE, "quad / 2 * 2 + i % 2]", "quad / 2 * 2 + 1 - i % 2]", cc=(12, 0)),
-    Mutant(
-        "rows of the plain order", SOURCE, "quad % 2 * 16 + lane % 4 * 4", "quad % 2 * 4 + lane % 4 * 8", cc=(12, 0)
-    ),
-    Mutant("the first 32 columns", SOURCE, "+ first * kMmaColumns;", ";", cc=(12, 0)),
-    Mutant("statistics are not waited for", SOURCE, *mutants.steps("bar.sync", 0, of=6)),
 ]
-#: Several steps of both kernels, the last one not whole; a part of the heads.
-HARD = SparseCase(s_q=2, s_kv=90, h_q=20, topk=75, invalid=0.0)
 
 
-@mutants.as_verdict
-def verdict(kernel: str, mode: tuple[str, int], cc: tuple[int, int]) -> None:
-    """What a run shows; empty if nothing."""
-    inputs = make(HARD)
-    check_gradients(run(inputs, kernel, mode, cc), inputs)
+def run_and_check(mode: tuple[str, int]) -> None:
+    check_gradients(run(HARD, LEAST, mode, (8, 0)), HARD)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_is_caught(mutant: Mutant, plant: mutants.Plant) -> None:
-    plant(mutant)
-    assert verdict(mutant.kernel, mutant.mode, mutant.cc), f"nothing shows that {mutant.name}"
-
-
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize(
-    ("kernel", "mode", "cc"), {(mutant.kernel, mutant.mode, mutant.cc): None for mutant in MUTANTS}, ids=str
+test_is_caught, test_as_it_is = mutant_suite(
+    LEAST,
+    [partial(run_and_check, mode) for mode in (("late", 0), ("early", 0))],
+    {"bar.sync": (6, [0, 3]), "cp.async.wait_all": (2, [0])},
+    TEXTS,
 )
-def test_kernel_as_it_is(kernel: str, mode: tuple[str, int], cc: tuple[int, int]) -> None:
-    assert verdict(kernel, mode, cc) == ""

@@ -5,6 +5,7 @@ What all main kernels must do, test_sparse_backward_sim.py has.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import mla_cupy
 from mla_cupy import reference
 from tests.support.flat import flat
 from tests.support.gradients import check_gradients
+from tests.support.mutant_suite import mutant_suite
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
 from tests.support.sparse_cases import SparseCase, SparseInputs, make
@@ -78,3 +80,24 @@ def test_heads_without_a_gradient() -> None:
     assert (got[0][2] == 0).all()
     for x, y in zip(got[:2], expected[:2], strict=True):
         np.testing.assert_allclose(x.astype(np.float64), y, rtol=0, atol=2e-2 * np.abs(y).max())
+
+
+def run_and_check(mode: tuple[str, int]) -> None:
+    check_gradients(run(SEEN_BY, mode, kernel=PAIR), SEEN_BY)
+
+
+SEEN_BY = make(SparseCase(s_q=2, s_kv=200, h_q=66, topk=70, invalid=0.0))
+test_is_caught, test_as_it_is = mutant_suite(
+    PAIR,
+    [partial(run_and_check, mode) for mode in (("late", 0), ("early", 0))],
+    {
+        "barrier.cluster.arrive": (2, [0]),
+        "barrier.cluster.wait": (2, [0]),
+        "mbarrier.try_wait": (20, [10, 19]),
+        "mbarrier.arrive": (18, [0]),
+        "fence.proxy": (6, [0]),
+        "cp.async.wait_all": (3, [0]),
+        "wgmma.fence": (11, [0]),
+        "wgmma.wait_group": (11, [0]),
+    },
+)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -11,9 +11,10 @@ import mla_cupy
 from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD, heuristics, sm90
 from mla_cupy.kernels.sparse_backward.pieces import Pieces
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
-from tests.support import mutants
 from tests.support.flat import flat
 from tests.support.gradients import check_gradients
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.recorder import H200, Recorder
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
@@ -29,30 +30,6 @@ ALL_CUT = SparseCase(s_q=1, s_kv=200, h_q=4, topk=130, invalid=0.0)
 LAST_CUT = SparseCase(s_q=3, s_kv=200, h_q=20, topk=200, lengths=True, sink=True)
 #: Lists of all lengths, of which a third to two thirds of the pieces have no key.
 SHORT = SparseCase(s_q=2, s_kv=150, h_q=3, topk=190, causal=True, invalid=0.6, dtype="float16")
-
-
-@dataclass(frozen=True)
-class Mutant(mutants.Mutant):
-    """The case that shows it."""
-
-    case: SparseCase = ALL_CUT
-
-
-MUTANTS = [
-    Mutant("all pieces are the first", SOURCE, "item(at) % p.pieces * p.piece_keys", "0 * p.piece_keys"),
-    Mutant("pieces do not end", SOURCE, "min(count - first_of_piece(at), p.piece_keys)", "count - first_of_piece(at)"),
-    Mutant(
-        "pieces of the first queries", SOURCE, "p.first_query + item(at) / p.pieces", "item(at) / p.pieces", LAST_CUT
-    ),
-    Mutant(
-        "parts of dq in one place", SOURCE, "(i64)block.item(at) * block.p.h_q", "(i64)block.query(at) * block.p.h_q"
-    ),
-    Mutant("the last part is left out", SUM_SOURCE, "ceil_div(p.counts[query], p.piece_keys)", "p.pieces - 1"),
-    Mutant("parts without a key are added", SUM_SOURCE, "ceil_div(p.counts[query], p.piece_keys)", "p.pieces", SHORT),
-    Mutant(
-        "dq of the first queries", SUM_SOURCE, "query * p.dq_stride_s_elems", "of_query * p.dq_stride_s_elems", LAST_CUT
-    ),
-]
 
 
 def problem(s_q: int, topk: int = 2048, h_q: int = 64, d_qk: int = 576, **more: Any) -> SparseBackwardProblem:
@@ -75,9 +52,7 @@ def measured() -> None:
     """Cut as users' calls are."""
 
 
-@mutants.as_verdict
-def verdict(case: SparseCase, sm_count: int = 2, mode: tuple[str, int] = ("early", 0)) -> None:
-    """What a run shows; empty if nothing."""
+def run(case: SparseCase, sm_count: int = 2, mode: tuple[str, int] = ("early", 0)) -> None:
     inputs = make(case)
     with simulated(sm_count, (9, 0), *mode) as target:
         target.race_global = True
@@ -86,21 +61,14 @@ def verdict(case: SparseCase, sm_count: int = 2, mode: tuple[str, int] = ("early
     check_gradients(got, inputs)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_is_caught(mutant: Mutant, plant: mutants.Plant) -> None:
-    plant(mutant)
-    assert verdict(mutant.case), f"nothing shows that {mutant.name}"
-
-
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("case", "sm_count", "mode"),
     [pytest.param(ALL_CUT, 2, MODES[1], marks=pytest.mark.slow), (LAST_CUT, 2, MODES[2]), (SHORT, 6, MODES[3])],
     ids=lambda x: x.id if isinstance(x, SparseCase) else str(x),
 )
-def test_as_it_is(case: SparseCase, sm_count: int, mode: tuple[str, int]) -> None:
-    assert verdict(case, sm_count, mode) == ""
+def test_results(case: SparseCase, sm_count: int, mode: tuple[str, int]) -> None:
+    run(case, sm_count, mode)
 
 
 def test_the_last_round_is_cut(measured: None) -> None:
@@ -182,3 +150,17 @@ def test_launches(recorder: Recorder, s_q: int, sink: bool) -> None:
     for name in ("first_query", "pieces", "piece_keys", "counts"):
         assert sums.params[name] == record[name]
     assert sums.params["dq"] == dq.ctypes.data
+
+
+TEXTS = [
+    Mutant("the last part is left out", SUM_SOURCE, "ceil_div(p.counts[query], p.piece_keys)", "p.pieces - 1"),
+]
+
+
+def run_cut() -> None:
+    """Small pieces, whatever the fixtures."""
+    with mock.patch.object(heuristics, "MIN_SAVED_TILES", 1):
+        run(ALL_CUT)
+
+
+test_is_caught, test_as_it_is = mutant_suite("sparse_backward_dq_pieces", [run_cut], {}, TEXTS)

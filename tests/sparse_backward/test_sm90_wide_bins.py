@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 import mla_cupy
 from mla_cupy.kernels.exact_sums.launches import NUM_BINS
 from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
-from tests.support import mutants
 from tests.support.flat import flat
 from tests.support.gradients import check_gradients, problem_of
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.sparse_cases import Array, SparseCase, SparseInputs, make
 
-SOURCE = "sparse_backward/sm90.cu"
 LEVEL_BITS = 4
 DIMS = 64
 #: Rows are selected up to three times.
 CASE = SparseCase(s_q=2, s_kv=60, h_q=40, topk=33, invalid=0.0)
-
-MUTANTS = [
-    mutants.Mutant("bins of half of the dims", SOURCE, "i = 2 * r; i < 32; i += 4", "i = 2 * r; i < 16; i += 4"),
-    mutants.Mutant("keys have each other's bins", SOURCE, "index(odd ? other : mine)", "index(odd ? mine : other)"),
-    mutants.Mutant("all keys have one bin", SOURCE, "bins.get(r, i);", "bins.get(0, 0);"),
-    mutants.Mutant("all keys have one quantum", SOURCE, "extractors.get(r, i) <<", "extractors.get(0, 0) <<"),
-]
 
 
 def run(inputs: SparseInputs, mode: tuple[str, int]) -> tuple[list[Array], Array, float]:
@@ -50,11 +42,9 @@ def run(inputs: SparseInputs, mode: tuple[str, int]) -> tuple[list[Array], Array
     return list(got), sums.copy(), float(part("extractors", rows + 1)[rows])
 
 
-@mutants.as_verdict
-def verdict(mode: tuple[str, int] = ("early", 0)) -> None:
-    """What a run shows; empty if nothing."""
+def run_and_check() -> None:
     inputs = make(CASE)
-    got, sums, bound = run(inputs, mode)
+    got, sums, bound = run(inputs, ("late", 0))
     check_gradients(got, inputs, deterministic=True)
     again, _, _ = run(inputs, ("random", 3))
     assert all(x is None or x.tobytes() == y.tobytes() for x, y in zip(got, again, strict=True))
@@ -80,12 +70,7 @@ def _quantum(numbers: Array) -> float:
     return 2.0**exponent
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_is_caught(mutant: mutants.Mutant, plant: mutants.Plant) -> None:
-    plant(mutant)
-    assert verdict(), f"nothing shows that {mutant.name}"
-
-
-def test_as_it_is() -> None:
-    assert verdict(("late", 0)) == ""
+TEXTS = [
+    Mutant("all have one quantum", "sparse_backward/sm90.cu", "extractors.get(r, i) <<", "extractors.get(0, 0) <<"),
+]
+test_is_caught, test_as_it_is = mutant_suite("sparse_backward_sm90", [run_and_check], {}, TEXTS)

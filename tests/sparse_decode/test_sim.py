@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,7 +25,8 @@ from tests.sparse_decode.runs import (
     make,
 )
 from tests.support.flat import flat
-from tests.support.mutants import CAUGHT, Mutant, Plant, steps
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.sim_driver import simulated
 
 
@@ -134,20 +137,6 @@ def test_cuts_may_be_anywhere(kernel: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert driver.launched[-1] == "mla_attention_combine"
 
 
-#: Of the merge of equal pieces, which needs no list of what was split.
-MERGE_MUTANTS = [
-    Mutant(f"merge of equal pieces: {name}", "attention/combine.cu", old, new)
-    for name, old, new in (
-        ("all as if they began splits", "(piece == 0 ? p.continued_index : 0)", "0"),
-        ("pieces of the first query", "(request * pieces + piece", "(piece"),
-        ("pieces that there are not weigh", "return piece < pieces ? ", "return true ? "),
-        ("all but the last one", "add_weighted(totals[0], totals[2], 1.f);", ""),
-        ("no sink", "final_factor(p, head, max.low, sum.low)", "1.f / sum.low"),
-        ("lse of another row", "+ head * p.lse_stride_h_elems", ""),
-    )
-]
-
-
 def merge_equal_pieces(pieces: int) -> None:
     """Two queries of as many tiles, each in a piece of its own; the last tiles of the second hold no token."""
     case = SparseDecodeCase(b=2, h_q=3, topk=64 * pieces, sink=True, sm_count=2 * pieces)
@@ -163,15 +152,6 @@ def test_equal_pieces(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to eight of each query are merged without a list."""
     monkeypatch.setattr("mla_cupy.kernels.sparse_decode.schedule.even_cuts", lambda *_: Cuts(2 * pieces, pieces, 1))
     merge_equal_pieces(pieces)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", MERGE_MUTANTS, ids=lambda mutant: mutant.id)
-def test_mutants_of_the_merge_are_caught(mutant: Mutant, plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mla_cupy.kernels.sparse_decode.schedule.even_cuts", lambda *_: Cuts(10, 5, 1))
-    plant(mutant)
-    with pytest.raises(CAUGHT):
-        merge_equal_pieces(5)
 
 
 def test_even_cuts() -> None:
@@ -209,88 +189,67 @@ def test_heads_and_tiles_decide() -> None:
         assert entry in driver.launched
 
 
-TOKENS, GENERIC = "attention/record_tokens.cuh", "attention/generic_records.cuh"
-RECORD = "attention/token_record.cuh"
-MUTANTS = (
-    Mutant("a query is not scheduled", "sparse_decode/schedule.cu", "b(p.queries)", "b(p.queries - 1)"),
-    Mutant("extra pages of the first cache", TOKENS, "extra ? all.extra_cache : ", ""),
-    Mutant("extra page size of the first cache", TOKENS, "extra ? all.extra_page_size : ", ""),
-    Mutant("extra entries from further on", TOKENS, "(token - item.first_tokens) *", "token *"),
-    Mutant("extra entries follow all of the first", TOKENS, "token < item.first_tokens", "token < p.max_pages"),
-    Mutant("slots behind a cache", TOKENS, "(u32)(extra ? all.extra_num_pages : p.num_pages)", "~0u"),
-    Mutant("half of the scores", GENERIC, "sum + __shfl_xor_sync(kFullWarp, sum, kGenericTokens)", "sum"),
-    Mutant("both lanes count", GENERIC, "counts && half == 0", "counts"),
-    Mutant("keys are overwritten", "sparse_decode/generic.cu", *steps("bar.sync", 0, of=5)),
-    Mutant("scales of a neighbour", RECORD, "kGroupChunks = 4,", "kGroupChunks = 2,"),
-)
-#: Of a second list in e2m1.
-COMPACT = (
-    Mutant("all lists are e4m3", TOKENS, "token >= item.first_tokens && apart", "false && apart"),
-    Mutant("all lists are e2m1", TOKENS, "token >= item.first_tokens && apart", "true || apart"),
-    Mutant("scales of the usual record", TOKENS, "Record::Compact::scales(", "Record::scales("),
-    Mutant("numbers of the usual record", GENERIC, "? compact : usual", "? usual : usual"),
-)
-#: Two lists, of several warps' entries and of two tiles, lengths and a sink; in one split per SM.
-SEEN_BY = SparseDecodeCase(record="v4", topk=170, extra=33, lengths=True, sink=True, h_q=9)
+# ---- Planted bugs ----------------------------------------------------------------------------------------------
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_planted_bugs_show(mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    with simulated(2), pytest.raises(CAUGHT):
-        check(SEEN_BY, lambda x: x, np.asarray)
-
-
-KEYS, CONVERSION = "attention/sm90/record_keys.cuh", "attention/sm90/small_records_conversion.cuh"
-SCOUTS = "attention/sm90/small_records_scouts.cuh"
-#: The same on Hopper, where the kind of a row is told by its address.
-ON_TENSOR_CORES = (
-    Mutant("rows are not told apart", KEYS, "found.data += tag,", "found.data += 0,"),
-    Mutant("the other half of a lane's bytes", KEYS, "const bool odd = lane & 1;", "const bool odd = !(lane & 1);"),
-    Mutant("scales of another piece", KEYS, "own.compact && piece % 2 != 0 ?", "own.compact && piece % 2 == 0 ?"),
-    Mutant("scales of another lane", KEYS, "8 * (lane % kPieceLanes) & 0xff", "8 * (lane % kPieceLanes / 2) & 0xff"),
-    Mutant("scales of a pair of pieces", KEYS, "16 * (piece % 2) + 8", "8"),
+#: Two lists, of several warps' entries and of two tiles, lengths and a sink.
+SEEN_BY = SparseDecodeCase(record="v4", topk=170, extra=33, lengths=True, sink=True, h_q=3)
+TEXTS = [
+    Mutant("both lanes count", "attention/generic_records.cuh", "counts && half == 0", "counts"),
     Mutant(
-        "half of the scales", SCOUTS, "cp_async<8>(smem_addr(to + 8 * part)", "cp_async<4>(smem_addr(to + 8 * part)"
+        "extra entries follow all of the first",
+        "attention/record_tokens.cuh",
+        "token < item.first_tokens",
+        "token < p.max_pages",
     ),
-    Mutant("codes as they are", CONVERSION, "unpacked_piece(bytes, scales.own.compact, lane)", "bytes"),
+]
+TEXTS_OF_SCHEDULE = [
+    Mutant("a query is not scheduled", "sparse_decode/schedule.cu", "b(p.queries)", "b(p.queries - 1)")
+]
+TEXTS_OF_MERGE = [
+    Mutant("no sink", "attention/combine.cu", "final_factor(p, head, max.low, sum.low)", "1.f / sum.low"),
+]
+
+
+def run(mode: str, kernel: str = "sparse_decode_generic", cc: tuple[int, int] = (9, 0)) -> None:
+    with simulated(2, cc, mode):
+        check(SEEN_BY, lambda x: x, np.asarray, kernel)
+
+
+def merge() -> None:
+    with mock.patch("mla_cupy.kernels.sparse_decode.schedule.even_cuts", return_value=Cuts(10, 5, 1)):
+        merge_equal_pieces(5)
+
+
+def merge_many() -> None:
+    """Pieces of one query, by blocks."""
+    with simulated(12, (8, 9), "late") as target:
+        check(SparseDecodeCase(b=1, h_q=2, topk=760, sink=True), lambda x: x, np.asarray, "sparse_decode_mma")
+    assert target.launched[-1] == "mla_attention_combine"
+
+
+test_is_caught, test_as_it_is = mutant_suite(
+    "sparse_decode_generic",
+    [partial(run, "late"), partial(run, "early")],
+    {"bar.sync": (5, [0, 2])},
+    TEXTS,
 )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", ON_TENSOR_CORES, ids=lambda mutant: mutant.id)
-def test_planted_bugs_of_compact_records_show_on_hopper(mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    with simulated(2), pytest.raises(CAUGHT):
-        check(V41_CASES[2], lambda x: x, np.asarray, "sparse_decode_sm90_small")
-
-
-SEESAW = "attention/sm90/seesaw_records.cuh"
-#: And in blocks of 64 heads, where scales stay in shared memory.
-IN_THE_SEESAW = (
-    Mutant("scales of another tile", SEESAW, "ring.full_parity(kFound) * kTileTokens", "0"),
-    Mutant("kinds of the next tile", SEESAW, "scales_of(0, compact[0])", "scales_of(0, is_compact_row(next[0]))"),
-    Mutant("rows as long as others", SEESAW, "compact * (piece * kPieceBytes / 2 + 1)", "compact"),
-    Mutant("half of the scales", SEESAW, "if (compact) cp_async_16(to + 16", "if (false) cp_async_16(to + 16"),
-    Mutant("scales of a pair of pieces", SEESAW, "piece * kPieceLanes + chunk :", "piece / 2 * kPieceLanes + chunk :"),
-    Mutant("scales of the first two lanes", SEESAW, "piece * 2 + chunk / 2", "piece * 2"),
+test_is_caught_of_mma, test_as_it_is_of_mma = mutant_suite(
+    "sparse_decode_mma",
+    [partial(run, mode, "sparse_decode_mma", (8, 9)) for mode in ("late", "early")],
+    {
+        "bar.sync": (8, [4, 7]),
+        "cp.async.wait_group": (2, [0]),
+    },
 )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", IN_THE_SEESAW, ids=lambda mutant: mutant.id)
-def test_planted_bugs_of_compact_records_show_in_the_seesaw(mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    case = replace(V41_CASES[2], h_q=35, topk=70, extra=90, page_size=64, b=1, sm_count=1)
-    with simulated(1), pytest.raises(CAUGHT):
-        check(case, lambda x: x, np.asarray, "sparse_decode_sm90")
-
-
-@pytest.mark.parametrize(
-    "mutant", [COMPACT[0], *(pytest.param(mutant, marks=pytest.mark.slow) for mutant in COMPACT[1:])], ids=str
+test_is_caught_of_schedule, test_as_it_is_of_schedule = mutant_suite(
+    "sparse_decode_schedule",
+    [partial(run, "late", "sparse_decode_mma", (8, 9))],
+    {"bar.sync": (14, [3, 13])},
+    TEXTS_OF_SCHEDULE,
 )
-def test_planted_bugs_of_compact_records_show(mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    with simulated(2), pytest.raises(CAUGHT):
-        check(V41_CASES[2], lambda x: x, np.asarray)
+test_is_caught_of_merge, test_as_it_is_of_merge = mutant_suite(
+    "attention_combine",
+    [merge_many, merge],
+    {"bar.sync": (7, [6])},
+    TEXTS_OF_MERGE,
+)

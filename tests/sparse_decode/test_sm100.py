@@ -1,12 +1,12 @@
 """Blackwell's kernel for sparse decode in the simulator, against the oracle, and with planted bugs.
 
-No GPU has run it. Bugs of the products and of the softmax, which the sparse forward shares, are planted in
-`tests/sparse_forward/test_sm100_mutants.py`; here are those of what keys and queries come through.
+No GPU has run it.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,7 +16,8 @@ from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
 from tests.sparse_decode.runs import CASES, MORE_CASES, SparseDecodeCase, check, check_call, make
 from tests.support.flat import flat
-from tests.support.mutants import Mutant, Plant, as_verdict, steps
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.sim_modes import MODES
 
@@ -108,72 +109,36 @@ def test_default_where_the_self_test_has_admitted_it(h_q: int, rows: int) -> Non
 
 
 # ---- Planted bugs
-HEADER, SOURCE = "attention/sm100/records.cuh", "sparse_decode/sm100.cu"
-CONVERSION, DEQUANT = (f"attention/sm90/small_records_{part}.cuh" for part in ("conversion", "dequant"))
-#: One block works on five requests, of one to three tiles.
-CASE = SparseDecodeCase(scales="plain", b=5, topk=150, extra=20, lengths=True, h_q=7, sink=True, sm_count=1)
-V4 = replace(CASE, record="v4", scales=None, b=2)
 
-MUTANTS = (
-    Mutant("keys without a proxy fence", CONVERSION, "if (!C::kFencedByReaders) fence_proxy_async();", ""),
-    Mutant(
-        "keys announced by seven warps",
-        HEADER,
-        "mbarrier_init(barrier, sm90::kDequantWarps);",
-        "mbarrier_init(barrier, 7);",
-    ),
-    Mutant(
-        "keys released twice",
-        HEADER,
-        "kv_empty[stage]) mbarrier_init(barrier, 1);",
-        "kv_empty[stage]) mbarrier_init(barrier, 2);",
-    ),
-    Mutant(
-        "Q released by the products alone",
-        HEADER,
-        "mbarrier_init(s.q_empty[0], 1 + kWarpgroupWarps);",
-        "mbarrier_init(s.q_empty[0], 1);",
-    ),
-    Mutant(
-        "Q released before its factors are read",
-        HEADER,
-        "if (tile + 1 == item.tile_end) release",
-        "if (tile == item.tile_begin) release",
-    ),
-    Mutant("products do not release Q", SOURCE, *steps("tcgen05.commit", 1, of=6)),
-    Mutant("columns never released", SOURCE, *steps("tcgen05.commit", 3, of=6)),
-    Mutant("scores without factors", HEADER, "own_factors<C::kHeads>(s.q_factors[0], thread).multiply(scores);", ";"),
-    Mutant("absent tokens count", SOURCE, "mask_absent(scores, s.present[stage], thread);", ""),
-    Mutant("presence of the other stage", SOURCE, "s.present[stage]", "s.present[stage ^ 1]"),
-    Mutant("P over values", HEADER, "kv[stage] + kSwTilesV * kSw128Bytes", "kv[stage] + (kSwTilesV - 1) * kSw128Bytes"),
-    Mutant(
-        "keys do not wait", CONVERSION, "mbarrier_wait(block.s.kv_empty[stage][group], ring.empty_parity(stage));", ""
-    ),
-    Mutant("queries do not wait", CONVERSION, "mbarrier_wait(s.q_empty[q_stage], q_ring.empty_parity(q_stage));", ""),
-    Mutant(
-        "RoPE in the latents' format",
-        "attention/sm100/swapped.cuh",
-        "Scores<typename C::Rope>{d}",
-        "Scores<typename C::Latent>{d}",
-    ),
+#: One block works on three requests, of one to three tiles.
+CASE = SparseDecodeCase(scales="plain", b=3, topk=150, extra=20, lengths=True, h_q=7, sink=True, sm_count=1)
+TEXTS = [
+    Mutant("absent tokens count", "sparse_decode/sm100.cu", "mask_absent(scores, s.present[stage], thread);", ""),
+]
+
+
+def run_rising() -> None:
+    """Maxima rise from tile to tile."""
+    call = make(CASE)
+    call["q"] *= np.asarray(2000, call["q"].dtype)
+    with simulated(1, (10, 0), "late"):
+        check_call(CASE, call, lambda x: x, np.asarray, KERNEL)
+
+
+test_is_caught, test_as_it_is = mutant_suite(
+    KERNEL,
+    [*(partial(run, CASE, mode) for mode in (("late", 0), ("early", 0), ("random", 1))), run_rising],
+    {
+        "bar.sync": (7, [0, 6]),
+        "mbarrier.try_wait": (12, [0, 6]),
+        "mbarrier.arrive": (5, [0]),
+        "fence.proxy": (4, [0]),
+        "fence.mbarrier_init": (1, [0]),
+        "tcgen05.commit": (6, [0]),
+        "tcgen05.wait::st": (1, [0]),
+        "tcgen05.wait::ld": (3, [0]),
+        "tcgen05.fence::before_thread_sync": (3, [1]),
+        "tcgen05.fence::after_thread_sync": (7, [3]),
+    },
+    TEXTS,
 )
-
-
-@as_verdict
-def verdict(mode: tuple[str, int], case: SparseDecodeCase) -> None:
-    run(case, mode)
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_is_caught(mutant: Mutant, plant: Plant) -> None:
-    """In one of the modes."""
-    plant(mutant)
-    cases = [V4] if mutant.name == "P over values" else [CASE]
-    assert any(verdict(mode, case) for case in cases for mode in MODES), f"nothing shows that {mutant.name}"
-
-
-@pytest.mark.one_in(8)
-@pytest.mark.parametrize("case", [CASE, V4], ids=str)
-@pytest.mark.parametrize("mode", MODES, ids=str)
-def test_the_kernel_as_it_is(case: SparseDecodeCase, mode: tuple[str, int]) -> None:
-    assert verdict(mode, case) == ""

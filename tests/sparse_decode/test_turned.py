@@ -13,7 +13,8 @@ from mla_cupy.errors import ArgumentError, ShapeError
 from tests.sparse_decode.runs import GENERIC, SparseDecodeCase, check, check_call, make
 from tests.support.flat import flat
 from tests.support.gpu import upload
-from tests.support.mutants import CAUGHT, Mutant, Plant
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.sim_driver import simulated
 
 TURN = "mla_sparse_decode_turn_results"
@@ -112,25 +113,14 @@ def test_bad_input(call: dict[str, Any], error: type[Exception], said: str) -> N
 
 
 SOURCE = "sparse_decode/turn_results.cu"
-MUTANTS = (
-    Mutant(
-        "turned forth",
-        SOURCE,
-        "x.x * cos + x.y * sin, x.y * cos - x.x * sin",
-        "x.x * cos - x.y * sin, x.y * cos + x.x * sin",
-    ),
-    Mutant("the first columns", SOURCE, "512 - 2 * kPairs", "2 * kPairs"),
-    Mutant("positions of another query", SOURCE, "query % p.s_q *", "0 *"),
-    Mutant("positions of 32 bits", SOURCE, "p.positions_are_64 ?", "false ?"),
-    Mutant("positions beyond the table", SOURCE, "min(position, (i64)p.max_position - 1)", "position"),
+TEXTS = [
     Mutant("heads that are not there", SOURCE, "if (first + i < p.h_q) store_pair", "store_pair"),
-    Mutant("queries that are not there", SOURCE, "if (query < p.queries)", "if (true)"),
-)
+]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_mutants_are_caught(mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    case = SparseDecodeCase(record="v4", s_q=2, h_q=9, topk=5, turned=True)
-    with simulated(2), pytest.raises(CAUGHT):
-        check(case, lambda x: x, np.asarray)
+def run() -> None:
+    with simulated(2):
+        check(SparseDecodeCase(record="v4", s_q=2, h_q=9, topk=5, turned=True), lambda x: x, np.asarray)
+
+
+test_is_caught, test_as_it_is = mutant_suite("sparse_decode_turn_results", [run], {}, TEXTS)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -20,7 +20,8 @@ from mla_cupy.reference.sparse import selected_rows
 from tests.sparse_forward.test_forward_records import RecordCase, RecordInputs, Results, make
 from tests.support.flat import flat
 from tests.support.gpu import fetch, upload
-from tests.support.mutants import Mutant, Plant, as_verdict
+from tests.support.mutant_suite import mutant_suite
+from tests.support.mutants import Mutant
 from tests.support.recorder import B200, H200, Recorder
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
@@ -29,7 +30,7 @@ from tests.support.tolerance import check, check_lse
 
 Array = npt.NDArray[Any]
 
-KERNEL, SOURCE = "sparse_forward_sm90_fp8", "sparse_forward/sm90_fp8.cu"
+KERNEL = "sparse_forward_sm90_fp8"
 SCALE = 0.25
 
 
@@ -170,63 +171,6 @@ def test_nan_stays_with_the_queries_that_select_it() -> None:
         assert not bad[~sees].any()
 
 
-# ---- Planted bugs ----------------------------------------------------------------------------------------------
-
-MATH, ROLES = (f"attention/sm90/{name}.cuh" for name in ("fp8_math", "fp8"))
-MUTANTS = (
-    Mutant("tiles that threads wrote without a proxy fence", MATH, "if (Memory::kListed) fence_proxy_async();", ""),
-    Mutant(
-        "tiles overwritten", SOURCE, "            mbarrier_wait(s.kv_empty[stage], phases.empty_parity(stage));\n", ""
-    ),
-    Mutant("arrivals of one warp less", SOURCE, "block.rows, kGatherArrivals)", "block.rows, kGatherArrivals - 32)"),
-    Mutant(
-        "RoPE columns in another place", SOURCE, "sw64_offset(first + i, chunk)", "sw64_offset(first + i, chunk ^ 1)"
-    ),
-    Mutant("tokens of the first page", SOURCE, "page * p.kv_stride_page_elems + token", "token"),
-    Mutant(
-        "rows that are not there",
-        SOURCE,
-        "if (page >= (u32)p.num_pages) return nullptr;",
-        "if (page >= (u32)p.num_pages) page = 0;",
-    ),
-    Mutant("the next tile's rows", SOURCE, "gather_tile(p, numbers,", "gather_tile(p, next,"),
-    Mutant(
-        "maxima of the left side",
-        ROLES,
-        "fmaxf(fp8_row_maxima(block.s, 0)[row], fp8_row_maxima(block.s, 1)[row])",
-        "fp8_row_maxima(block.s, 0)[row]",
-    ),
-    Mutant(
-        "maxima in the place of P that is read",
-        ROLES,
-        "    bar_sync(Fp8BothSides, kFp8MathThreads);\n    if constexpr (Math::Memory::kListed) {",
-        "    if constexpr (Math::Memory::kListed) {",
-    ),
-    Mutant(
-        "maxima read early",
-        ROLES,
-        "        bar_sync(Fp8BothSides, kFp8MathThreads);\n    }\n    const i32 thread",
-        "    }\n    const i32 thread",
-    ),
-    Mutant("the last tile's maximum", MATH, "fmaxf(quad_state[r], tops[r]) : moved", "tops[r] : moved"),
-)
-
-
-@as_verdict
-def verdict(mode: tuple[str, int], case: RecordCase) -> None:
-    """What a run shows; empty if nothing."""
-    inputs = inputs_of(case)
-    check_all(run(inputs, 1, mode), inputs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_is_caught(mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
-    found = (verdict(mode, case) for case, mode in itertools.product(CASES, MODES))
-    assert any(found), f"nothing shows that {mutant.name}"
-
-
 # ---- On a GPU --------------------------------------------------------------------------------------------------
 
 
@@ -241,3 +185,35 @@ def compare(case: RecordCase) -> None:
 @pytest.mark.parametrize("case", [*CASES, fp8(s_q=40, h_q=128, s_kv=2000, topk=700)], ids=lambda case: case.id)
 def test_kernel_on_a_gpu(hopper: object, case: RecordCase) -> None:
     compare(case)
+
+
+# ---- Planted bugs ----------------------------------------------------------------------------------------------
+
+
+def run_and_check(inputs: RecordInputs, mode: tuple[str, int]) -> None:
+    check_all(run(inputs, 1, mode), inputs)
+
+
+TEXTS = [
+    Mutant(
+        "the last tile's maximum",
+        "attention/sm90/fp8_math.cuh",
+        "fmaxf(quad_state[r], tops[r]) : moved",
+        "tops[r] : moved",
+    ),
+]
+PLANTED_IN = inputs_of(fp8(s_q=2, h_q=3, topk=300, lengths=True, sink=True))
+test_is_caught, test_as_it_is = mutant_suite(
+    KERNEL,
+    [partial(run_and_check, PLANTED_IN, mode) for mode in (("late", 0), ("early", 0), ("random", 1))],
+    {
+        "bar.sync": (6, [0, 3]),
+        "mbarrier.try_wait": (10, [0, 5]),
+        "mbarrier.arrive": (8, [0]),
+        "fence.proxy": (5, [2]),
+        "cp.async.mbarrier": (1, [0]),
+        "wgmma.fence": (19, [0]),
+        "wgmma.wait_group": (17, [0]),
+    },
+    TEXTS,
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from tests.support import sparse_cases
 from tests.support.cases import as_read
 from tests.support.flat import flat
 from tests.support.gpu import upload
+from tests.support.mutant_suite import mutant_suite
 from tests.support.recorder import B200, H200, Recorder
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
@@ -385,3 +386,26 @@ def test_generic_kernel_on_a_gpu(gpu: object, case: RecordCase) -> None:
 
     inputs = make(case)
     check_all(tuple(cupy.asnumpy(x) for x in run(inputs, GENERIC, upload)), inputs)
+
+
+# ---- Planted bugs ----------------------------------------------------------------------------------------------
+
+
+def run_hopper(inputs: RecordInputs, mode: tuple[str, int]) -> None:
+    with simulated(1, mode=mode[0], seed=mode[1]):
+        check_all(run(inputs, HOPPER), inputs)
+
+
+FEW = make(RecordCase(SparseCase(s_q=2, h_q=5, topk=200, invalid=0.0), page_size=60, scales="plain"))
+test_is_caught, test_as_it_is = mutant_suite(
+    HOPPER,
+    [partial(run_hopper, FEW, mode) for mode in (("late", 0), ("early", 0), ("random", 1))],
+    {
+        "bar.sync": (8, [0, 4]),
+        "mbarrier.try_wait": (7, [0, 6]),
+        "mbarrier.arrive": (11, [5]),
+        "fence.proxy": (4, [0]),
+        "wgmma.fence": (4, [0]),
+        "wgmma.wait_group": (4, [0]),
+    },
+)

@@ -7,6 +7,7 @@ pairwise choice of cases and modes; `--sim=full` takes them all.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import mla_cupy
 from tests.support.flat import flat
 from tests.support.kernels import FORWARD_KERNELS, on_hopper
+from tests.support.mutant_suite import Run, mutant_suite
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.sim_modes import parametrize_pairs
 from tests.support.sparse_cases import SparseCase, SparseInputs, make
@@ -119,3 +121,39 @@ def test_what_one_query_selects_stays_with_it(kernel: str, sm_count: int) -> Non
     (out, _, max_logits), _ = run(inputs, kernel, sm_count, ("random", 5))
     assert np.isfinite(out[:2].astype(np.float32)).all()
     assert np.isnan(max_logits[2]).all()
+
+
+def runs(kernel: str, h_q: int) -> list[Run]:
+    """One block has two queries of four tiles."""
+    inputs = make(SparseCase(s_q=2, h_q=h_q, topk=197, invalid=0.0))
+    return [partial(run, inputs, kernel, 1, mode) for mode in (("late", 0), ("early", 0), ("random", 1))]
+
+
+test_is_caught, test_as_it_is = mutant_suite(
+    "sparse_forward_sm90",
+    runs("sparse_forward_sm90", 40),
+    {
+        "bar.sync": (6, [0, 3]),
+        "bar.arrive": (3, [0]),
+        "mbarrier.try_wait": (11, [0, 5]),
+        "mbarrier.arrive": (12, [0]),
+        "fence.proxy": (8, [7]),
+        "cp.async.mbarrier": (3, [0]),
+        "wgmma.fence": (9, [0]),
+        "wgmma.wait_group": (7, [0]),
+    },
+)
+test_is_caught_of_few_heads, test_as_it_is_of_few_heads = mutant_suite(
+    "sparse_forward_sm90_small",
+    runs("sparse_forward_sm90_small", 5),
+    {
+        "bar.sync": (11, [0, 5]),
+        "bar.arrive": (2, [0]),
+        "mbarrier.try_wait": (7, [0, 3]),
+        "mbarrier.arrive": (7, [0]),
+        "fence.proxy": (4, [0]),
+        "cp.async.mbarrier": (3, [0]),
+        "wgmma.fence": (4, [0]),
+        "wgmma.wait_group": (4, [0]),
+    },
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from mla_cupy.kernels.attention import heuristics
 from mla_cupy.kernels.attention import row_lists as attention_row_lists
 from mla_cupy.kernels.pipeline import NULL, Call, Layout, Prepared
 from mla_cupy.reference.sparse import selected_rows
+from tests.support.mutant_suite import mutant_suite
 from tests.support.sim_driver import DEVICE, fake_gpu, simulated
 from tests.support.sparse_cases import INT_MAX, INT_MIN, SparseCase, SparseInputs, make
 
@@ -177,3 +179,10 @@ def test_many_sequences() -> None:
     check(run(inputs, False, s_kv=1400), [np.array([2 * i + 1, 2 * i]) for i in range(10)], False, 1400)
     far = replace(inputs, cu_seqlens_q=np.concatenate([np.full(691, -1), np.arange(10)]).astype(np.int32))
     check(run(far, False, s_kv=1400), expected_rows(far, 1400), False, 1400)
+
+
+test_is_caught, test_as_it_is = mutant_suite(
+    "attention_row_lists",
+    [partial(test_lists, CASES[0], ordered=True), partial(test_lists, CASES[7], ordered=True)],
+    {"bar.sync": (6, [3, 5])},
+)
