@@ -93,15 +93,11 @@ def test_small_weights_count_in_each_kernel(case: tuple[str, str, str, int]) -> 
 
 
 RAISED = "attention/sm90/raised_weights.cuh"
-MUTANTS = (
-    Mutant("weights that are not raised", RAISED, "kRaisedWeightsLog2 = 7", "kRaisedWeightsLog2 = 0"),
-    Mutant("weights that overflow", RAISED, "kRaisedWeightsLog2 = 7", "kRaisedWeightsLog2 = 8"),
-)
+MUTANT = Mutant("weights that are not raised", RAISED, "kRaisedWeightsLog2 = 7", "kRaisedWeightsLog2 = 0")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
-def test_is_caught(mutant: Mutant, plant: Plant) -> None:
-    plant(mutant)
+def test_is_caught(plant: Plant) -> None:
+    plant(MUTANT)
     for case in IN_EVERY_RUN:
-        assert verdict(case), f"nothing shows {mutant.name}"
+        assert verdict(case), f"nothing shows {MUTANT.name}"

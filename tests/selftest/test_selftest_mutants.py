@@ -30,14 +30,11 @@ DESC, SW128, PAIR = "tile/matrix_desc.cuh", "tile/sw128.cuh", "ptx/tcgen05_pair.
 TEXTS = (
     (Mutant("strides exchanged", DESC, "(leading_bytes >> 4) << 16 |", "(stride_bytes >> 4) << 16 |"),
      (DKV32, DQ), (S32,)),
-    (Mutant("bfloat16 read as float16", DESC, "(bfloat16) { return 1; }", "(bfloat16) { return 0; }"), (S32, DQ), ()),
     (Mutant("row step of an SW128 tile", SW128, "kMmaK * kSw128RowBytes", "8 * kSw128RowBytes"), (DKV32, DQ), (S32,)),
     (Mutant("no swizzle", SW128, "(chunk ^ (row & 7))", "(chunk)"), (S32, STMATRIX), ()),
     (Mutant("never adds", "probes/mma.cu", "x.accumulate || step > 0", "step > 0"),
      ("mma/bfloat16/dv-then-dk",), (S32,)),
     (Mutant("commit to the first block alone", PAIR, "(1 << kPairBlocks) - 1", "1"), (PAIR128, PAIR256), (S32,)),
-    (Mutant("rows of a gather", "ptx/gather4.cuh", "{%3, %4, %5, %6, %7}", "{%3, %4, %6, %5, %7}"),
-     ("copy/gather4/32rows",), ()),
     (Mutant("numbers of a sum", "ptx/reduce.cuh", "{%1, %2, %3, %4}", "{%1, %2, %4, %3}"),
      ("reduce/v4*",), ("reduce/v2*",)),
 )  # fmt: skip

@@ -1,8 +1,4 @@
-"""Bugs planted in the kernels: each must show somewhere.
-
-A step of synchronisation is left out of the compiled kernel (`steps`), which needs no other build, and outlives every
-renaming; any other bug is a text of a source that is replaced.
-"""
+"""Bugs planted in the sources of kernels: a text is replaced. Steps of synchronisation: see `mutant_suite`."""
 
 from __future__ import annotations
 
@@ -12,64 +8,33 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec
 
 import pytest
 
 import ptxsim
-from mla_cupy.errors import KernelCompileError
 from mla_cupy.runtime import cache, loader, nvrtc, sources, worker
 from mla_cupy.runtime.build import Build, BuildRequest, compile_kernel
-from mla_cupy.runtime.launching import LoadedKernel
-from mla_cupy.simulation import SimDriver
 
-Parameters = ParamSpec("Parameters")
 KNOWN: list[Mutant] = []
 """All that imported modules have."""
 CAUGHT = (AssertionError, ptxsim.SimError)
 """What a test raises that has caught one."""
 
-_STATIC_ASSERTION = "static assertion failed"
 _KEPT_SECONDS = 14 * 24 * 3600
-
-
-class Steps(NamedTuple):
-    """Steps of synchronisation of a compiled kernel: some of one kind, of which it has so many."""
-
-    kind: str
-    places: tuple[int, ...]
-    of: int
-
-
-def steps(kind: str, *places: int, of: int) -> tuple[Steps, str]:
-    """What a `Mutant` replaces, and by what: the steps at some places among those of a kind are left out.
-
-    `kind` is how their opcodes begin, such as "bar.sync"; a wait on an mbarrier is "mbarrier.try_wait". Places are
-    counted from 0 in the text's order; `of` is how many there are, so that a bug cannot move to another step unseen.
-    """
-    return Steps(kind, places, of), ""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """What is replaced in which source.
-
-    Of `Steps`, the source is that of the kernel, where a text may be that of a header.
-    """
+    """Text of a source that is replaced by another."""
 
     name: str
     file: str
-    old: str | Steps
+    old: str
     new: str
 
     def __post_init__(self) -> None:
-        if isinstance(self.old, Steps) and not self.file.endswith(".cu"):
-            raise ValueError(
-                f"{self.name!r}: got the header {self.file}, expected the .cu file of a kernel: steps are those of a"
-                " compiled kernel; plant the bug in each kernel that includes the header and is tested"
-            )
         KNOWN.append(self)
 
     @property
@@ -85,13 +50,8 @@ Plant = Callable[[Mutant], None]
 def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
     """Plants a bug: for the rest of the test, kernels are built for the simulator from sources with the bug in them."""
     original = sources.source_root()
-    idle: dict[str, Mutant] = {}
 
     def plant_it(mutant: Mutant) -> None:
-        if isinstance(mutant.old, Steps):
-            idle[mutant.file] = mutant
-            _plant_steps(mutant, mutant.old, monkeypatch, lambda: idle.pop(mutant.file, None))
-            return
         root = tmp_path / "cuda_src"
         shutil.copytree(original, root)
         text = (root / mutant.file).read_text()
@@ -108,26 +68,6 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
 
     yield plant_it
     loader.forget()
-    for mutant in idle.values():
-        pytest.fail(f"{mutant.name!r} was planted nowhere: the test has loaded no kernel of {mutant.file}")
-
-
-def _plant_steps(mutant: Mutant, gone: Steps, monkeypatch: pytest.MonkeyPatch, planted: Callable[[], object]) -> None:
-    """Leave steps out of each kernel of a source that the simulator loads, and call `planted` then."""
-    load = SimDriver.load
-
-    def load_without(driver: SimDriver, build: Build, device: int) -> LoadedKernel:
-        kernel = load(driver, build, device)
-        if build.info["source"] != mutant.file:
-            return kernel
-        module: Any = kernel.owner
-        found = len(ptxsim.steps(module, build.entry, gone.kind))
-        if found != gone.of:  # not an assertion: those catch mutants
-            pytest.fail(f"{mutant.name!r}: {mutant.file} has {found} steps {gone.kind}, not {gone.of}: see its places")
-        planted()
-        return replace(kernel, owner=ptxsim.plant(module, build.entry, gone.kind, gone.places, driver.memory))
-
-    monkeypatch.setattr(SimDriver, "load", load_without)
 
 
 @functools.cache
@@ -160,26 +100,3 @@ def _forget_old(kept: Path) -> None:
         with contextlib.suppress(OSError):  # another process may delete it meanwhile
             if time.time() - entry.stat().st_mtime > _KEPT_SECONDS:
                 shutil.rmtree(entry)
-
-
-def as_verdict(run: Callable[Parameters, object]) -> Callable[Parameters, str]:
-    """`run`, which simulates and asserts, as a function that says what it shows: an error's name or "wrong result".
-
-    A static assertion of the sources catches a mutant, too. One that does not compile for another reason raises.
-    """
-
-    @functools.wraps(run)
-    def verdict(*arguments: Parameters.args, **options: Parameters.kwargs) -> str:
-        try:
-            run(*arguments, **options)
-        except ptxsim.SimError as error:
-            return type(error).__name__
-        except KernelCompileError as error:
-            if _STATIC_ASSERTION not in str(error):
-                raise
-            return _STATIC_ASSERTION
-        except AssertionError:
-            return "wrong result"
-        return ""
-
-    return verdict

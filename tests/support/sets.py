@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.mutant_suite import Step
-from tests.support.mutants import Mutant, Steps
+from tests.support.mutants import Mutant
 
 STEPS, TEXTS = 4, 12
 
@@ -40,7 +40,7 @@ def ordinary(cases: Sequence[Any]) -> list[Any]:
     mark = cases[0].get_closest_marker("one_in")
     planted = [(item, bug) for item in cases if (bug := planted_in(item))]
     if planted:
-        steps = [item for item, bug in planted if isinstance(bug, Step) or isinstance(bug.old, Steps)]
+        steps = [item for item, bug in planted if isinstance(bug, Step)]
         n = mark.args[0] if mark else STEPS if steps else TEXTS
         return one_in(n, steps or cases)
     if not mark:

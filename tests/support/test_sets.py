@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support import mutants, sets
-from tests.support.mutants import Mutant, steps
+from tests.support.mutant_suite import Step
+from tests.support.mutants import Mutant
 
 
 class Item:
@@ -62,11 +63,11 @@ def test_what_is_slow_anyway_does_not_count() -> None:
 def test_planted_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of steps one in four, or as the mark says; of texts one in twelve, and none beside steps."""
     monkeypatch.setattr(mutants, "KNOWN", [])
-    planted = [Mutant(f"step {i}", "a.cu", *steps("bar.sync", i, of=12)) for i in range(12)]
+    planted = [Step("a", "bar.sync", i, of=12) for i in range(12)]
     texts = [Mutant(f"text {i}", "a.cu", f"{i}", "") for i in range(13)]
     assert len(left([Item(0, mutant=mutant) for mutant in planted])) == 3
     assert len(left([Item(12, mutant=mutant) for mutant in planted])) == 1
     assert len(left([Item(0, mutant=mutant) for mutant in texts])) == 2
     kept = left([Item(0, mutant=mutant) for mutant in (*texts, *planted)])
     assert len(kept) == 3
-    assert all("Steps" in name for name in kept)
+    assert all("Step(" in name for name in kept)
