@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mla_cupy.kernels import KERNELS
 from mla_cupy.kernels.param_layout import NULL, values_of
 from mla_cupy.kernels.params import Fp8ScaleAddresses, LseConvention
 from tools.generate import LISTS, MADE_OF_RECORDS, params
@@ -112,7 +113,7 @@ def test_the_bindings_follow_the_records(tree: Path) -> None:
 
 def test_initialisers_are_defaults(tree: Path) -> None:
     """Of numbers, addresses and strides; a member without one must be given."""
-    source = tree / "cuda_src" / "merge" / "states.cu"
+    source = tree / "cuda_src" / KERNELS["merge_states"].source
     text = source.read_text()
     for before, after in (
         ("    float* lse; ", "    float* lse = nullptr; "),

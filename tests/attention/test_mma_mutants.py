@@ -53,7 +53,7 @@ test_small_is_caught, test_small_as_it_is = mutant_suite(
         "cp.async.mbarrier": (2, [0]),
     },
     [
-        Mutant("output not rescaled", "attention/mma_small.cu", "softmax.rescales) != 0", "softmax.rescales) == 1"),
+        Mutant("output not rescaled", "attention_mma_small", "softmax.rescales) != 0", "softmax.rescales) == 1"),
     ],
 )
 test_wide_is_caught, test_wide_as_it_is = mutant_suite(

@@ -114,5 +114,5 @@ test_is_caught, test_as_it_is = mutant_suite(
         "cp.async.wait_group": (2, [0, 1]),
         "cp.async.commit_group": (3, [0, 1]),
     },
-    [Mutant("RoPE of the first head", "cache/absorb.cu", ": first, block.head,", ": first, 0,")],
+    [Mutant("RoPE of the first head", "cache_absorb", ": first, block.head,", ": first, 0,")],
 )

@@ -40,7 +40,7 @@ test_update_is_caught, test_update_as_it_is = mutant_suite(
     {
         "bar.sync": (2, [0, 1]),
     },
-    [Mutant("tokens are not limited", "cache/update.cu", "last = min(end, p.max_tokens)", "last = end")],
+    [Mutant("tokens are not limited", "cache_update", "last = min(end, p.max_tokens)", "last = end")],
 )
 test_slots_is_caught, test_slots_as_it_is = mutant_suite(
     "cache_slots",

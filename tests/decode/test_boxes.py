@@ -53,7 +53,7 @@ test_boxes_is_caught, test_boxes_as_it_is = mutant_suite(
     [
         Mutant(
             "a box beside the next one",
-            "decode/sm90_seesaw_boxes.cu",
+            "decode_sm90_seesaw_boxes",
             "first / Layout::kRowsInAtom * Layout::kNextRows;",
             "0;",
         ),

@@ -642,7 +642,7 @@ test_many_records_is_caught, test_many_records_as_it_is = mutant_suite(
     [
         Mutant(
             "what lies past the end is read",
-            "decode/sm90_records_seesaw_forms.cu",
+            "decode_sm90_records_seesaw_forms",
             " || token >= item.tokens",
             "",
         ),

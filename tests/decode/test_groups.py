@@ -167,6 +167,6 @@ test_is_caught, test_as_it_is = mutant_suite(
         "bar.sync": (23, [5, 11, 22]),
     },
     [
-        Mutant("rows are not turned", "decode/schedule_groups.cu", "+ turned_by(p, s.num_groups, i, size)", ""),
+        Mutant("rows are not turned", "decode_schedule_groups", "+ turned_by(p, s.num_groups, i, size)", ""),
     ],
 )

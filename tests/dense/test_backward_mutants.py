@@ -12,7 +12,7 @@ from tests.support.dense_gradients import make_gradients
 from tests.support.mutant_suite import mutant_suite
 from tests.support.mutants import Mutant
 
-SOURCE = "dense/sm90_backward_keys.cu"
+SOURCE = "dense_sm90_backward_keys"
 ENDS = DenseCase(((3, 5), (4, 4)))
 FULL = DenseCase(((130, 128),), causal=False)  # two tiles without a mask
 ALONE = DenseCase(((9, 12),), h_q=2, around=(2, 3))
@@ -28,7 +28,7 @@ def attempt(case: DenseCase, mode: tuple[str, int]) -> None:
 TEXTS = [
     Mutant("the rest of dK's product is left out", SOURCE, "if (!first) start_dk<", "if (false) start_dk<"),
 ]
-TEXTS_OF_DELTA = [Mutant("one diagonal of keys", "dense/delta.cu", "first - (end - begin - queries)", "first")]
+TEXTS_OF_DELTA = [Mutant("one diagonal of keys", "dense_delta", "first - (end - begin - queries)", "first")]
 
 test_is_caught, test_as_it_is = mutant_suite(
     HOPPER,

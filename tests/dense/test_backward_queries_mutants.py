@@ -18,7 +18,7 @@ from tests.support.mutant_suite import mutant_suite
 from tests.support.mutants import Mutant
 from tests.support.sim_driver import simulated
 
-KERNEL, SOURCE = "dense_sm90_backward_queries", "dense/sm90_backward_queries.cu"
+KERNEL, SOURCE = "dense_sm90_backward_queries", "dense_sm90_backward_queries"
 ENDS = DenseCase(((3, 5), (4, 4)))
 LONG = DenseCase(((70, 325),))
 ITEMS = DenseCase(((70, 325), (9, 200)), h_q=3)  # a warpgroup sees a tile less, or has no row

@@ -22,9 +22,9 @@ def attempt(case: DenseCase, kernel: str, mode: tuple[str, int]) -> None:
     run(inputs, kernel, 1, mode)
 
 
-TEXTS = [Mutant("a key too many", "dense/sm90_fp8.cu", "(math.thread, i) >= seen", "(math.thread, i) > seen")]
+TEXTS = [Mutant("a key too many", "dense_sm90_fp8", "(math.thread, i) >= seen", "(math.thread, i) > seen")]
 TEXTS_OF_GENERIC = [
-    Mutant("values are not scaled", "dense/generic_fp8.cu", " * sums.out[i] * value_scale", " * sums.out[i]"),
+    Mutant("values are not scaled", "dense_generic_fp8", " * sums.out[i] * value_scale", " * sums.out[i]"),
 ]
 
 test_is_caught, test_as_it_is = mutant_suite(

@@ -13,7 +13,7 @@ TEXTS = [
     Mutant("the first lane's columns", "dense/mask.cuh", "i32 shift = fragment_column(thread);", "i32 shift = 0;"),
 ]
 TEXTS_OF_INDICES = [
-    Mutant("an index of another sequence", "dense/mask.cu", "key >= (u32)keys.count", "key >= 1u << 30"),
+    Mutant("an index of another sequence", "dense_mask", "key >= (u32)keys.count", "key >= 1u << 30"),
 ]
 
 test_is_caught, test_as_it_is = mutant_suite(

@@ -10,7 +10,7 @@ from tests.support.dense_cases import DenseCase, make
 from tests.support.mutant_suite import mutant_suite
 from tests.support.mutants import Mutant
 
-SOURCE = "dense/mma.cu"
+SOURCE = "dense_mma"
 ENDS = DenseCase(((3, 5), (4, 4)))
 #: Three tiles of the first group.
 LONG = DenseCase(((40, 270),))

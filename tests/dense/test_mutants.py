@@ -31,10 +31,10 @@ def attempt(case: DenseCase, mode: tuple[str, int], infinite: bool = False) -> N
 
 
 TEXTS = [
-    Mutant("a key too many", "dense/sm90.cu", "(math.thread, i) >= seen", "(math.thread, i) > seen"),
+    Mutant("a key too many", "dense_sm90", "(math.thread, i) >= seen", "(math.thread, i) > seen"),
 ]
 TEXTS_OF_SCHEDULE = [
-    Mutant("the diagonal at the top left", "dense/schedule.cu", "keys - all.queries + first : keys", "first : keys"),
+    Mutant("the diagonal at the top left", "dense_schedule", "keys - all.queries + first : keys", "first : keys"),
     Mutant("each head of the first group", "dense/tiles.cuh", "first_head + within %", "within %"),
 ]
 

@@ -172,7 +172,7 @@ def test_refusals(wrong: str, recorder: Recorder) -> None:
 
 # ---- Planted bugs --------------------------------------------------------------------------------------------------
 
-SOURCE = "dense/segments.cu"
+SOURCE = "dense_segments"
 
 
 TEXTS = [

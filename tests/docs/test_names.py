@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mla_cupy.kernels import KERNELS
 from mla_cupy.runtime import env
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -67,4 +68,4 @@ def test_missing_names_are_found() -> None:
     assert not exists(PAGES[0], "attention/exact_addition.cuh")
     kernels = REPOSITORY / "cuda_src" / "README.md"
     assert [is_a_source(page, "exact_addition.cuh") for page in (kernels, REPOSITORY / "README.md")] == [False, True]
-    assert is_a_source(kernels, "select.cu")
+    assert is_a_source(kernels, KERNELS["indexer_topk_select"].source.rpartition("/")[2])

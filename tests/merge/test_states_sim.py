@@ -49,5 +49,5 @@ test_is_caught, test_as_it_is = mutant_suite(
     "merge_states",
     [partial(check, 3, 24, "float16", "float32")],
     {},
-    [Mutant("empty states count", "merge/states.cu", "return lse != negative_infinity();", "return true;")],
+    [Mutant("empty states count", "merge_states", "return lse != negative_infinity();", "return true;")],
 )

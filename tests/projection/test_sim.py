@@ -434,13 +434,13 @@ TEXTS = [
     Mutant("what weighs nothing is counted", PROJECTION, "weight == 0.f ? 0.f : wide[i]", "wide[i]"),
 ]
 TEXTS_OF_DECODE = [
-    Mutant("a piece too few", "attention/combine_project.cu", "pieces = cuts + 1;", "pieces = cuts;"),
+    Mutant("a piece too few", "attention_combine_project", "pieces = cuts + 1;", "pieces = cuts;"),
 ]
 TEXTS_OF_MANY_ROWS = [
-    Mutant("columns of the first part", "projection/sm90_results.cu", "blockIdx.x % parts * kColumns", "0"),
+    Mutant("columns of the first part", "projection_sm90_results", "blockIdx.x % parts * kColumns", "0"),
 ]
 TEXTS_OF_ABSORPTION = [
-    Mutant("rows past the last one stored", "cache/absorb.cu", "if (row + 8 * half < count) {", "if (row < count) {"),
+    Mutant("rows past the last one stored", "cache_absorb", "if (row + 8 * half < count) {", "if (row < count) {"),
 ]
 
 test_is_caught, test_as_it_is = mutant_suite(

@@ -15,7 +15,7 @@ from tests.support.mutants import Mutant
 from tests.support.sparse_cases import SparseCase, make
 
 WIDE_KB, LEAST = (kernel.name for kernel in mma.KERNELS)
-SOURCE = "sparse_backward/mma.cu"
+SOURCE = "sparse_backward_mma"
 
 
 @pytest.mark.one_in(4)

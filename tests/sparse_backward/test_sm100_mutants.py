@@ -30,7 +30,7 @@ def runs(kernel: str) -> list[Run]:
 TEXTS = [
     Mutant(
         "dS of the wrong head's delta",
-        "sparse_backward/sm100.cu",
+        "sparse_backward_sm100",
         "delta_of[fragment_half(i)]",
         "delta_of[1 - fragment_half(i)]",
     ),
@@ -38,7 +38,7 @@ TEXTS = [
 TEXTS_OF_SCORES = [
     Mutant(
         "RoPE keys of the other group",
-        "sparse_backward/sm100_ws.cu",
+        "sparse_backward_sm100_ws",
         "list[16 * group + 8 * r",
         "list[16 * (1 - group) + 8 * r",
     ),

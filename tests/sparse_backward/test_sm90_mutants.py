@@ -16,7 +16,7 @@ from tests.support.sim_modes import MODES
 from tests.support.sparse_cases import SparseCase, make
 
 KERNEL = "sparse_backward_sm90"
-SOURCE = "sparse_backward/sm90.cu"
+SOURCE = "sparse_backward_sm90"
 
 
 def with_heads(h_q: int, s_q: int = 2, topk: int = 20) -> SparseCase:

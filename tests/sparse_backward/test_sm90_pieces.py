@@ -22,8 +22,8 @@ from tests.support.sparse_cases import SparseCase, make
 from tests.support.workspace import assert_laid_out
 
 KERNEL = "sparse_backward_sm90"
-SOURCE = "sparse_backward/sm90.cu"
-SUM_SOURCE = "sparse_backward/dq_pieces.cu"
+SOURCE = "sparse_backward_sm90"
+SUM_SOURCE = "sparse_backward_dq_pieces"
 
 ALL_CUT = SparseCase(s_q=1, s_kv=200, h_q=4, topk=130, invalid=0.0)
 #: Two queries as they are, one in two pieces of two tiles; delta comes before, since there are sinks.

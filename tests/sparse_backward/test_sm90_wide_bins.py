@@ -71,6 +71,6 @@ def _quantum(numbers: Array) -> float:
 
 
 TEXTS = [
-    Mutant("all have one quantum", "sparse_backward/sm90.cu", "extractors.get(r, i) <<", "extractors.get(0, 0) <<"),
+    Mutant("all have one quantum", "sparse_backward_sm90", "extractors.get(r, i) <<", "extractors.get(0, 0) <<"),
 ]
 test_is_caught, test_as_it_is = mutant_suite("sparse_backward_sm90", [run_and_check], {}, TEXTS)

@@ -202,11 +202,9 @@ TEXTS = [
         "token < p.max_pages",
     ),
 ]
-TEXTS_OF_SCHEDULE = [
-    Mutant("a query is not scheduled", "sparse_decode/schedule.cu", "b(p.queries)", "b(p.queries - 1)")
-]
+TEXTS_OF_SCHEDULE = [Mutant("a query is not scheduled", "sparse_decode_schedule", "b(p.queries)", "b(p.queries - 1)")]
 TEXTS_OF_MERGE = [
-    Mutant("no sink", "attention/combine.cu", "final_factor(p, head, max.low, sum.low)", "1.f / sum.low"),
+    Mutant("no sink", "attention_combine", "final_factor(p, head, max.low, sum.low)", "1.f / sum.low"),
 ]
 
 

@@ -113,7 +113,7 @@ def test_default_where_the_self_test_has_admitted_it(h_q: int, rows: int) -> Non
 #: One block works on three requests, of one to three tiles.
 CASE = SparseDecodeCase(scales="plain", b=3, topk=150, extra=20, lengths=True, h_q=7, sink=True, sm_count=1)
 TEXTS = [
-    Mutant("absent tokens count", "sparse_decode/sm100.cu", "mask_absent(scores, s.present[stage], thread);", ""),
+    Mutant("absent tokens count", "sparse_decode_sm100", "mask_absent(scores, s.present[stage], thread);", ""),
 ]
 
 

@@ -112,7 +112,7 @@ def test_bad_input(call: dict[str, Any], error: type[Exception], said: str) -> N
     assert target.launched == []
 
 
-SOURCE = "sparse_decode/turn_results.cu"
+SOURCE = "sparse_decode_turn_results"
 TEXTS = [
     Mutant("heads that are not there", SOURCE, "if (first + i < p.h_q) store_pair", "store_pair"),
 ]

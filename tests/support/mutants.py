@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import ptxsim
+from mla_cupy.kernels import KERNELS
 from mla_cupy.runtime import cache, loader, nvrtc, sources, worker
 from mla_cupy.runtime.build import Build, BuildRequest, compile_kernel
 
@@ -27,7 +28,7 @@ _KEPT_SECONDS = 14 * 24 * 3600
 
 @dataclass(frozen=True)
 class Mutant:
-    """Text of a source that is replaced by another."""
+    """Text of a source that is replaced by another. `file` is a header, or the kernel whose source it is."""
 
     name: str
     file: str
@@ -35,6 +36,8 @@ class Mutant:
     new: str
 
     def __post_init__(self) -> None:
+        if self.file in KERNELS:
+            object.__setattr__(self, "file", KERNELS[self.file].source)
         KNOWN.append(self)
 
     @property

@@ -29,7 +29,7 @@ test_is_caught, test_as_it_is = mutant_suite(
     {
         "bar.sync": (2, [0, 1]),
     },
-    [Mutant("negative products count", "indexer/logits/mma.cu", "fmaxf(products[1], 0.f)", "products[1]")],
+    [Mutant("negative products count", "indexer_logits_mma", "fmaxf(products[1], 0.f)", "products[1]")],
 )
 test_generic_is_caught, test_generic_as_it_is = mutant_suite(
     GENERIC, [partial(run, GENERIC, ("late", 0)), partial(run, GENERIC, ("random", 1))], {"bar.sync": (2, [0, 1])}

@@ -73,7 +73,7 @@ test_paged_is_caught, test_paged_as_it_is = mutant_suite(
         "wgmma.commit_group": (2, [0]),
         "wgmma.wait_group": (2, [0, 1]),
     },
-    [Mutant("the other key's scale", "indexer/logits/sm90_paged.cu", "own.row == first ?", "own.row != first ?")],
+    [Mutant("the other key's scale", "indexer_logits_sm90_paged", "own.row == first ?", "own.row != first ?")],
 )
 test_schedule_is_caught, test_schedule_as_it_is = mutant_suite(
     "indexer_logits_schedule",

@@ -43,5 +43,5 @@ test_is_caught, test_as_it_is = mutant_suite(
         "tcgen05.fence::before_thread_sync": (3, [1]),
         "tcgen05.fence::after_thread_sync": (3, [1]),
     },
-    [Mutant("negative products count", "indexer/logits/sm100.cu", "fmaxf(x[i + j], 0.f)", "x[i + j]")],
+    [Mutant("negative products count", "indexer_logits_sm100", "fmaxf(x[i + j], 0.f)", "x[i + j]")],
 )

@@ -171,5 +171,5 @@ test_is_caught, test_as_it_is = mutant_suite(
     "indexer_loss_head_sums",
     [partial(check_ranks, CASE, GENERIC, FLOAT32_ERROR)],
     {},
-    [Mutant("what a token does not see is not cleared", "indexer/loss/head_sums.cu", "seen ? ", "true ? ")],
+    [Mutant("what a token does not see is not cleared", "indexer_loss_head_sums", "seen ? ", "true ? ")],
 )

@@ -66,8 +66,8 @@ test_rows_is_caught, test_rows_as_it_is = mutant_suite(
         "bar.sync": (6, [1, 3]),
     },
     [
-        Mutant("a query sees the next key", "indexer/loss/ranges.cu", "end_q - 1 - token", "end_q - 2 - token"),
-        Mutant("inactive heads have gradients", "indexer/loss/generic_queries.cu", "q.dot(key) > 0.f", "true"),
+        Mutant("a query sees the next key", "indexer_loss_ranges", "end_q - 1 - token", "end_q - 2 - token"),
+        Mutant("inactive heads have gradients", "indexer_loss_generic_queries", "q.dot(key) > 0.f", "true"),
     ],
 )
 test_lse_is_caught, test_lse_as_it_is = mutant_suite(
@@ -122,7 +122,7 @@ test_keys_is_caught, test_keys_as_it_is = mutant_suite(
         "wgmma.commit_group": (5, [0]),
         "wgmma.wait_group": (3, [0]),
     },
-    [Mutant("a split is left out", "indexer/loss/keys_sum.cu", "split < p.key_splits", "split < p.key_splits - 1")],
+    [Mutant("a split is left out", "indexer_loss_keys_sum", "split < p.key_splits", "split < p.key_splits - 1")],
 )
 test_heads_is_caught, test_heads_as_it_is = mutant_suite(
     "indexer_loss_sm90_heads",
@@ -136,7 +136,7 @@ test_heads_is_caught, test_heads_as_it_is = mutant_suite(
         "wgmma.commit_group": (4, [0]),
         "wgmma.wait_group": (4, [0]),
     },
-    [Mutant("lanes are not merged", "indexer/loss/sm90_heads.cu", "quad_sum(row.divergence)", "row.divergence")],
+    [Mutant("lanes are not merged", "indexer_loss_sm90_heads", "quad_sum(row.divergence)", "row.divergence")],
 )
 test_head_queries_is_caught, test_head_queries_as_it_is = mutant_suite(
     "indexer_loss_sm90_head_queries",

@@ -9,7 +9,7 @@ from tests.support.mutant_suite import mutant_suite
 from tests.support.mutants import Mutant
 from tests.support.sparse_loss_cases import SparseLossCase
 
-LIST_LSE, LIST_GRADIENTS = "indexer/loss/sm90_list_lse.cu", "indexer/loss/sm90_list_gradients.cu"
+LIST_LSE, LIST_GRADIENTS = "indexer_loss_sm90_list_lse", "indexer_loss_sm90_list_gradients"
 #: More pieces and tiles than stages, lists that end within a tile's half, and both kinds of queries in one place.
 CASE = SparseLossCase(s_q=2, s_kv=300, topk=650, h=3, h_i=2, d=72, d_i=64, lse=True)
 #: Heads of both warpgroups.
@@ -30,7 +30,7 @@ test_scatter_is_caught, test_scatter_as_it_is = mutant_suite(
     [
         Mutant(
             "bounds without weights",
-            "indexer/loss/bounds.cu",
+            "indexer_loss_bounds",
             "finite_or_0(index_weight(p, token, head))",
             "1e-6f",
         )

@@ -150,5 +150,5 @@ test_is_caught, test_as_it_is = mutant_suite(
     "indexer_prepare_gather_keys",
     [run],
     {},
-    [Mutant("hostile slots are read", "indexer/prepare/gather_keys.cu", "slot >= 0 && slot <", "slot <")],
+    [Mutant("hostile slots are read", "indexer_prepare_gather_keys", "slot >= 0 && slot <", "slot <")],
 )

@@ -184,5 +184,5 @@ test_is_caught, test_as_it_is = mutant_suite(
     "indexer_prepare_quantize",
     [run],
     {},
-    [Mutant("no eps", "indexer/prepare/quantize.cu", "__fadd_rn(variance, p.norm_eps)", "variance")],
+    [Mutant("no eps", "indexer_prepare_quantize", "__fadd_rn(variance, p.norm_eps)", "variance")],
 )

@@ -12,7 +12,7 @@ from tests.indexer.topk.topk_cases import assert_selected, expected, hard_rows
 from tests.support.mutant_suite import mutant_suite
 from tests.support.mutants import Mutant
 
-SOURCE = "indexer/topk/select.cu"
+SOURCE = "indexer_topk_select"
 ROWS, WIDE_ROWS = hard_rows(WIDTHS[BLOCK]), hard_rows(WIDTHS[CLUSTER])
 MIXED = np.where(np.arange(WIDTHS[CLUSTER]) % 3, WIDE_ROWS[2:3], WIDE_ROWS[:1])
 
