@@ -100,6 +100,23 @@ def test_the_page_has_all_kinds_of_steps() -> None:
     assert len(kinds) > 10
 
 
+def test_few_files_change(tree: Path) -> None:
+    """Six for a kernel and twenty for an operation, those that commands write among them."""
+    made = ("__pycache__", "cache", ".pytest_cache", ".hypothesis")
+    changed = [
+        path.relative_to(tree)
+        for path in tree.rglob("*")
+        if path.is_file() and not set(made) & set(path.relative_to(tree).parts[:1] + path.parts[-2:-1])
+    ]
+    changed = [path for path in changed if not _is_alike(path, tree)]
+    assert len(changed) <= 26, sorted(map(str, changed))
+
+
+def _is_alike(path: Path, tree: Path) -> bool:
+    known = REPOSITORY / path
+    return known.is_file() and known.read_bytes() == (tree / path).read_bytes()
+
+
 def test_the_copy_is_what_runs(tree: Path) -> None:
     code = "import mla_cupy; from mla_cupy.kernels import KERNELS; print(mla_cupy.__file__, *KERNELS)"
     file, *names = run(tree, "-c", code).split()
