@@ -73,6 +73,7 @@ def run_sparse(kernel: str, deterministic: bool, place: AbstractContextManager[A
     check(got, exact, lse)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kernel", DENSE)
 def test_dense_backward(kernel: str, deterministic: bool) -> None:

@@ -83,7 +83,7 @@ def mutant_suite(
             plant(bug)
             assert shows(runs), f"nothing shows {bug.name}"
 
-    @pytest.mark.one_in(4)
+    @pytest.mark.slow
     @pytest.mark.parametrize("number", range(len(runs)))
     def test_as_it_is(number: int) -> None:
         runs[number]()

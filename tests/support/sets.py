@@ -1,9 +1,11 @@
 """What an ordinary run leaves to `-m slow`, where a test does not say so case by case.
 
 A test with the mark `one_in(n)` has many cases that reach the same code in other sizes, dtypes or modes. An ordinary
-run has one in n of each kernel's, and at least one: those whose names have the smallest checksums, so that neither
-another case nor another test changes the choice. Of planted bugs it has one step of synchronisation in 4; a bug that
-is a text of a source is a build of its own, so it has one in 12, and none beside steps.
+run has one in n of each kernel's; where kernels have fewer, one case for each two of them. They are those whose names
+have the smallest checksums, so that neither another case nor another test changes the choice. On a GPU all of them run.
+
+Of planted bugs an ordinary run has one step of synchronisation in 8; a bug that is a text of a source is a build of its
+own, so it has one in 12, and none beside steps.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ import pytest
 from tests.support.mutant_suite import Step
 from tests.support.mutants import Mutant
 
-STEPS, TEXTS = 4, 12
+STEPS, TEXTS = 8, 12
 
 
 def mark_slow(items: Iterable[Any]) -> None:
     """Mark what an ordinary run leaves out."""
     tests = defaultdict[tuple[Any, str], list[Any]](list)
     for item in items:
-        if not item.get_closest_marker("slow"):
+        if not item.get_closest_marker("slow") and not item.get_closest_marker("gpu"):
             tests[item.parent, item.originalname].append(item)
     for cases in tests.values():
         kept = {id(item) for item in ordinary(cases)}
@@ -48,7 +50,9 @@ def ordinary(cases: Sequence[Any]) -> list[Any]:
     kernels = defaultdict[Any, list[Any]](list)
     for item in cases:
         kernels[parameters(item).get("kernel")].append(item)
-    return [item for own in kernels.values() for item in one_in(int(mark.args[0]), own)]
+    n = int(mark.args[0])
+    few = [item for own in kernels.values() if len(own) < n for item in one_in(n, own)]
+    return [*one_in(2, few), *(item for own in kernels.values() if len(own) >= n for item in one_in(n, own))]
 
 
 def one_in(n: int, cases: Sequence[Any]) -> list[Any]:

@@ -22,6 +22,8 @@ class Item:
         self.callspec = SimpleNamespace(params=parameters)
 
     def get_closest_marker(self, name: str) -> Any:
+        if name == "gpu":
+            return None
         if name == "slow":
             return self.slow
         return pytest.mark.one_in(self.n) if self.n else None
@@ -40,9 +42,10 @@ def cases(**more: Any) -> list[Item]:
     return [Item(4, kernel=kernel, case=case, **more) for kernel in "abc" for case in range(9)]
 
 
-def test_one_in_four_of_each_kernel_and_at_least_one() -> None:
+def test_one_in_four_of_each_kernel() -> None:
     kept = left(cases())
     assert [sum(f"[{kernel}-" in name for name in kept) for kernel in "abc"] == 3 * [math.ceil(9 / 4)]
+    assert len(left([Item(8, kernel=kernel, case=case) for kernel in "abcd" for case in range(3)])) == 2
     assert left([Item(8, kernel="a", case=0)]) == ["test[a-0]"]
     assert len(left([Item(0, case=i) for i in range(5)])) == 5
 
@@ -65,9 +68,9 @@ def test_planted_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mutants, "KNOWN", [])
     planted = [Step("a", "bar.sync", i, of=12) for i in range(12)]
     texts = [Mutant(f"text {i}", "a.cu", f"{i}", "") for i in range(13)]
-    assert len(left([Item(0, mutant=mutant) for mutant in planted])) == 3
+    assert len(left([Item(0, mutant=mutant) for mutant in planted])) == 2
     assert len(left([Item(12, mutant=mutant) for mutant in planted])) == 1
     assert len(left([Item(0, mutant=mutant) for mutant in texts])) == 2
     kept = left([Item(0, mutant=mutant) for mutant in (*texts, *planted)])
-    assert len(kept) == 3
+    assert len(kept) == 2
     assert all("Step(" in name for name in kept)

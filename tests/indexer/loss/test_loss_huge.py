@@ -91,6 +91,7 @@ def run_sparse(kernel: str, place: Any, prepare: Callable[[Array], Any] = np.asa
         check(run_loss(mla_cupy.indexer_sparse_loss, **given, causal=False, kernel=kernel), exact)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("kernel", "case"), CASES, ids=str)
 def test_warmup(kernel: str, case: LossCase) -> None:
     run_warmup(kernel, case, simulated(2, (9, 0), mode="random"))
