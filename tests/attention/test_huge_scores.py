@@ -271,6 +271,7 @@ def test_every_kernel(operation: str, kernel: str) -> None:
     run_first(candidates(operation, kernel))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("operation", "kernel", "option"), BESIDE)
 def test_beside_other_options(operation: str, kernel: str, option: str) -> None:
     run_beside(operation, kernel, option, simulated(2, cc_of(kernel), mode="random"))

@@ -184,6 +184,7 @@ def test_jax(jax: Any, of_jax: Any, call: BoundCall, count: int) -> None:
         judge(got, wanted, about)
 
 
+@pytest.mark.one_in(4)
 @on_cpu
 @pytest.mark.parametrize("call", ONE_OF_EACH, ids=lambda call: call.operation)
 def test_jax_under_transforms(jax: Any, of_jax: Any, call: BoundCall) -> None:
@@ -281,6 +282,7 @@ def test_torch_gradients_by_inductor(torch_gpu: Any, of_torch: Any, draw: Any, c
         compare_torch_gradients(torch_gpu, of_torch, draw, seed, "cuda", compiled=True)
 
 
+@pytest.mark.one_in(4)
 @on_cpu
 @pytest.mark.parametrize("count", numbers(6, 150))
 @every_problem

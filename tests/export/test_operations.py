@@ -104,6 +104,7 @@ def test_every_operation_has_a_case() -> None:
     assert {operation for operation, _ in CASES.values()} == OPERATIONS.keys()
 
 
+@pytest.mark.one_in(2)
 @cases()
 def test_calls(case: str, folder: Path) -> None:
     assert compare.calls(library(case, folder), GPUS, LIMITS, 150) > 45
@@ -127,6 +128,7 @@ def test_many_calls(case: str, folder: Path) -> None:
     assert compare.calls(library(case, folder), GPUS, LIMITS, 10_000) > 3000
 
 
+@pytest.mark.one_in(2)
 @cases()
 def test_wrong_calls(case: str, folder: Path) -> None:
     compare.wrong_calls(library(case, folder), GPUS[0], LIMITS, 1000)

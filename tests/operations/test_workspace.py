@@ -151,6 +151,7 @@ def test_the_host_needs_none_and_takes_any(operation: Operation, monkeypatch: py
         function_of(operation)(**call, workspace=np.empty(8, np.float32))
 
 
+@pytest.mark.one_in(4)
 @operations
 def test_what_the_workspace_holds_does_not_matter(operation: Operation) -> None:
     """And nothing is written beside it: in the simulator, which also sees reads of what nobody wrote."""

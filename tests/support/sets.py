@@ -1,11 +1,11 @@
 """What an ordinary run leaves to `-m slow`, where a test does not say so case by case.
 
 A test with the mark `one_in(n)` has many cases that reach the same code in other sizes, dtypes or modes. An ordinary
-run has one in n of each kernel's; where kernels have fewer, one case for each two of them. They are those whose names
+run has one in n of each kernel's; where kernels have fewer, one case for each four of them. They are those whose names
 have the smallest checksums, so that neither another case nor another test changes the choice. On a GPU all of them run.
 
-Of planted bugs an ordinary run has one step of synchronisation in 8; a bug that is a text of a source is a build of its
-own, so it has one in 12, and none beside steps.
+Of planted bugs an ordinary run has one in 12 of each test: of steps of synchronisation if there are some, since texts
+are builds of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 from tests.support.mutant_suite import Step
 from tests.support.mutants import Mutant
 
-STEPS, TEXTS = 8, 12
+PLANTED = 12
 
 
 def mark_slow(items: Iterable[Any]) -> None:
@@ -43,7 +43,7 @@ def ordinary(cases: Sequence[Any]) -> list[Any]:
     planted = [(item, bug) for item in cases if (bug := planted_in(item))]
     if planted:
         steps = [item for item, bug in planted if isinstance(bug, Step)]
-        n = mark.args[0] if mark else STEPS if steps else TEXTS
+        n = mark.args[0] if mark else PLANTED
         return one_in(n, steps or cases)
     if not mark:
         return list(cases)
@@ -52,7 +52,7 @@ def ordinary(cases: Sequence[Any]) -> list[Any]:
         kernels[parameters(item).get("kernel")].append(item)
     n = int(mark.args[0])
     few = [item for own in kernels.values() if len(own) < n for item in one_in(n, own)]
-    return [*one_in(2, few), *(item for own in kernels.values() if len(own) >= n for item in one_in(n, own))]
+    return [*one_in(4, few), *(item for own in kernels.values() if len(own) >= n for item in one_in(n, own))]
 
 
 def one_in(n: int, cases: Sequence[Any]) -> list[Any]:
