@@ -476,6 +476,7 @@ def test_results_in_float32() -> None:
     assert (got[0] != got[0].astype(inputs.q.dtype).astype(np.float32)).mean() > 0.5
 
 
+@pytest.mark.slow
 def test_partial_results_in_bfloat16_cost_less_than_results() -> None:
     """Of many pieces: their rounding adds less than the result's own does."""
     inputs = make(fp8(b=1, seqlens=800, h_q=40))

@@ -177,6 +177,7 @@ def test_kernel_in_all_modes(case: DecodeCase, mode: tuple[str, int]) -> None:
         check(run(inputs, sm_count, mode), inputs.exact, inputs.rounded, case.dtype)
 
 
+@pytest.mark.slow
 def test_hostile_queries() -> None:
     """Each row but the largest beside keys of a single 1: `lse` is then a number of the query's two terms."""
     columns = np.array([0, 127, 400, 511, 512, 575])

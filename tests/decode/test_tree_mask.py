@@ -247,6 +247,7 @@ def beside(case: DecodeCase, form: str) -> tuple[tuple[Any, ...], dict[str, Any]
     return (q, *rest), {**options, "out_cos": cos, "out_sin": sin, "out_positions": positions}
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("case", "form"), BESIDE, ids=lambda value: getattr(value, "id", value))
 @pytest.mark.parametrize("cc", [(8, 0), (9, 0)], ids=str)
 def test_queries_in_two_arrays_and_turned_results(case: DecodeCase, form: str, cc: tuple[int, int]) -> None:
