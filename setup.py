@@ -12,11 +12,11 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.editable_wheel import editable_wheel
 
 FOLDERS = {"mla_cupy": "mla_cupy", "mla_cupy.bench": "bench", "mla_cupy.ptxsim": "ptxsim/ptxsim"}
-"""Those of packages that have others in them, as `package_dir` says."""
+"""Packages with subpackages, and their folders, as in `package_dir`."""
 
 
 def packages() -> Iterator[str]:
-    """By name."""
+    """Yield the name of every package."""
     yield "mla_cupy.cuda_src"
     for name, folder in FOLDERS.items():
         for path in sorted(Path(folder).rglob("__init__.py")):

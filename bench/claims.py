@@ -2,7 +2,7 @@
 
 Pages are counted in `Book`, the bookkeeping of `PagedKVCache`, without a GPU. Lengths are drawn, not recorded:
 log-normal prompts and answers of a mean that is stated, and no longer than the model allows. Sequences grow by a token
-a step, and when one ends another begins, so that averages are those of a server that is never idle.
+a step, and when one ends another begins, so the averages describe a server that is never idle.
 
 What was said of the warm-up operator with a target per head first (lemyx/tilelang-dsa, 128K tokens and fewer, in
 sequences of 2,048, on an H800): its forward, which also gives the attention's output, takes 2.2 to 2.3 times as long as

@@ -263,7 +263,7 @@ _OTHER_RULES = {
 
 
 def describe(record: CacheFormat) -> dict[str, Any]:
-    """All that is needed to move and convert pages of a record, as JSON holds it; "formats" of the command line."""
+    """Description of a record for programs that move and convert pages: `mla-cupy formats --json` prints it."""
     described = asdict(record)
     for field, own in zip(record.fields, described["fields"], strict=True):
         own["nbytes"], own["token_stride"] = field.nbytes, record.planes[field.plane]
@@ -278,7 +278,7 @@ def describe(record: CacheFormat) -> dict[str, Any]:
         "field_offset": "in its page: page_size * sum(planes[:plane]) + token * token_stride + offset",
         "byte_order": "little",
         "scaled_fields": list(record.grouped or (f.name for f in record.fields if f.is_code)),
-        "scale_index": "column // group, columns counted over latent, then rope" if record.group else None,
+        "scale_index": "column // group, columns counted over scaled_fields in order" if record.group else None,
         "scale_rules": {rule: {**_RULES, **_OTHER_RULES.get(record.name, {})}[rule] for rule in record.scales},
         "value": "element * scale; float8_e8m0fnu x is 2**(x - 127), 255 is NaN; float4_e2m1fn has two elements a byte,"
         " the first in the lower half",

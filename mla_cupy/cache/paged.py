@@ -81,8 +81,8 @@ class PagedKVCache:
     Without it, `append` and `append_keys` refuse a step that another thread has overtaken; `mla_decode` cannot tell.
 
     Work on a GPU is enqueued on the library's current stream, or on `stream` where a method has it. Steps and the calls
-    that use them belong on one stream. But for JAX's, pages and the arrays of steps keep their addresses: CUDA graphs
-    may hold them.
+    that use them belong on one stream. Pages and the arrays of steps keep their addresses, so that CUDA graphs may hold
+    them; JAX's do not.
 
     JAX's arrays cannot be written. There a step returns new arrays, and `append` replaces the layer's pages. A function
     under `jax.jit` takes `layer(...)`, donated, and returns pages for `set_layer`.

@@ -91,7 +91,7 @@ class KernelSpec(Generic[ProblemT]):
     Attributes
     ----------
     name : str
-        Begins with its source's folder. Its `__global__` function is this after "mla_".
+        Begins with its source's folder. The `__global__` function is called "mla_" and this.
     about : str
         What it does, for `mla-cupy list`.
     source : str
@@ -122,7 +122,7 @@ class KernelSpec(Generic[ProblemT]):
     fallback : bool
         Slow: a datacentre GPU that falls to it is told so once.
     base : str
-        Of another build of a kernel's source: that kernel's name, which the function has.
+        If it is another build of a kernel's source: the name of that kernel, after which the function is called.
     """
 
     name: str

@@ -5,6 +5,7 @@ The same walks on a GPU, streams and graphs: test_libraries_gpu.py.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -63,8 +64,8 @@ def test_a_step_decodes_as_with_numpy(library: str) -> None:
         step = made.extend([a, b], 1)
         assert step.copies == 1
         made.append(step, 0, of(more), of(rope[:2]))
-        call = mla_cupy.jax.mla_decode if name == "jax" else mla_cupy.mla_decode
-        out, lse = call(of(q), made.layer(0), step.block_table, step.seqlens, scale=0.05)
+        functions = importlib.import_module("mla_cupy.jax") if name == "jax" else mla_cupy
+        out, lse = functions.mla_decode(of(q), made.layer(0), step.block_table, step.seqlens, scale=0.05)
         found.append((host(out), host(lse)))
     for mine, expected in zip(found[1], found[0], strict=True):
         np.testing.assert_array_equal(mine, expected)
@@ -95,9 +96,10 @@ def test_a_saved_tensor_that_a_step_overwrites_is_noticed() -> None:
 def test_jax_pages_go_through_jit() -> None:
     """A function under `jit` takes the pages, donated, and returns them."""
     jax = pytest.importorskip("jax")
+    functions = importlib.import_module("mla_cupy.jax")
     made, eager = cache("jax", "fp16"), cache("jax", "fp16")
     latent, rope = (np.full((3, width), 2, np.float16) for width in (512, 64))
-    write = jax.jit(lambda pages, slots: mla_cupy.jax.cache_append(latent, rope, pages, slots), donate_argnums=0)
+    write = jax.jit(lambda pages, slots: functions.cache_append(latent, rope, pages, slots), donate_argnums=0)
     for one in (made, eager):
         step = one.extend([one.allocate()[0]], 3)
         if one is made:
