@@ -1,0 +1,380 @@
+"""The forward pass of one MLA module by these kernels."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+import mla_cupy.torch as mla
+from mla_cupy.ops.groups import Project
+from mla_cupy.transformers.cache import LatentLayer
+from mla_cupy.transformers.families import Family, Sizes
+from mla_cupy.transformers.group import Group
+from mla_cupy.transformers.indexer import index_states, select
+from mla_cupy.transformers.masks import dense, lean
+from mla_cupy.transformers.ragged import Ragged, starts_of
+from mla_cupy.transformers.weights import Halves, has_dropout
+
+#: Queries of a sequence that attend to latents; more of them attend to expanded keys, which costs a third per pair.
+_MOST_ABSORBED = 128
+#: Tokens of a step for which W_UK and W_UV are multiplied in the kernels; cuBLAS is faster for more.
+_MOST_FUSED = 32
+#: Queries of a call of sparse attention without gradients, which bounds the memory of absorbed queries.
+_SPARSE_CHUNK = 8192
+
+
+class Unfit(Exception):
+    """Why a call is left to the stock code."""
+
+
+class Served:
+    """Replaces the forward method of one attention module.
+
+    Parameters
+    ----------
+    module : nn.Module
+    family : Family
+    group : Group
+        The attention modules of the same model.
+    original : callable
+        The stock forward method, for calls that do not fit.
+    """
+
+    def __init__(self, module: nn.Module, family: Family, group: Group, original: Callable[..., Any]) -> None:
+        self.module, self.family, self.group, self.original = module, family, group, original
+        self.sizes = Sizes.of(module)
+        self.rope = family.rope_of(module.config)
+        self.halves = Halves(self.sizes)
+        names = inspect.signature(original).parameters
+        self._names = [name for name in names if names[name].kind == inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        self._results = 3 if "prev_topk_indices" in names else 2
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        call = dict(zip(self._names, arguments, strict=False)) | options
+        try:
+            return Call(self, call).run()
+        except Unfit as reason:
+            self.group.say(self.module.layer_idx, str(reason))
+        return self._stock(call)
+
+    def _stock(self, call: dict[str, Any]) -> Any:
+        x, mask, cache = call["hidden_states"], call.get("attention_mask"), _cache_of(call)
+        layer = _layer_of(cache, self.module.layer_idx)
+        s = x.shape[1]
+        try:
+            small = lean(mask)
+        except ValueError:
+            return self.original(**call)
+        if isinstance(layer, LatentLayer):
+            layer.next_padding = small
+        if self.family.indexer:
+            keys = s + (0 if cache is None else cache.get_seq_length(self.module.layer_idx))
+            call["attention_mask"] = dense(small, s, keys, x.device).expand(x.shape[0], 1, s, keys)
+        return self.original(**call)
+
+
+class Call:
+    """One call of an attention module.
+
+    Raises
+    ------
+    Unfit
+        If the kernels do not serve it; nothing has been computed or cached.
+    """
+
+    def __init__(self, served: Served, call: dict[str, Any]) -> None:
+        self.served, self.call, self.sizes, self.module = served, call, served.sizes, served.module
+        self.x: torch.Tensor = call["hidden_states"]
+        self.b, self.s, _ = self.x.shape
+        self.cache = _cache_of(call)
+        self.sparse = served.family.indexer is not None
+        self._check()
+        self.mask = self._mask()
+        self.layer = self._adopt()
+        self.past = 0 if self.layer is None else self.layer.store.length_before(self.layer.layer)
+        self.new = Ragged.of(self.mask if self._reads_mask else None, self.b, self.s, self.x.device)
+        self._check_sizes()
+
+    # ---- What fits
+
+    def _check(self) -> None:
+        module, x = self.module, self.x
+        if x.dtype not in (torch.bfloat16, torch.float16):
+            raise Unfit(f"hidden states of {x.dtype}, not bfloat16 or float16")
+        if not (x.is_cuda or self.served.group.reference):
+            raise Unfit(f"hidden states on {x.device}, not on a GPU")
+        if module.training and module.attention_dropout:
+            raise Unfit(f"attention dropout of {module.attention_dropout}")
+        if self.call.get("output_attentions") or module.config.output_attentions:
+            raise Unfit("output_attentions")
+        if not self.call.get("is_causal", True):
+            raise Unfit("is_causal=False")
+        if self.sparse and has_dropout(module.kv_b_proj):
+            raise Unfit("an adapter of kv_b_proj with dropout")
+        if self.sparse and x.dtype != torch.bfloat16:
+            raise Unfit(f"an indexer in {x.dtype}, not bfloat16")
+
+    def _mask(self) -> torch.Tensor | None:
+        try:
+            mask = lean(self.call.get("attention_mask"))
+        except ValueError as error:
+            raise Unfit(str(error)) from None
+        if mask is not None and mask.dtype == torch.int64 and self.cache is not None:
+            raise Unfit("packed sequences with a cache")
+        return mask
+
+    def _adopt(self) -> LatentLayer | None:
+        if self.cache is None:
+            return None
+        found = self.served.group.adopt(self.cache, self.module, self.served.rope, self.x, self.mask)
+        if isinstance(found, str):
+            raise Unfit(found)
+        return found
+
+    @property
+    def _reads_mask(self) -> bool:
+        """One new token a sequence is a real one: looking at the mask would wait for the GPU."""
+        return not (self.past and self.s == 1)
+
+    def _check_sizes(self) -> None:
+        sizes, wants_grad = self.sizes, torch.is_grad_enabled() and self.x.requires_grad
+        if self.past and wants_grad:
+            raise Unfit("gradients through cached tokens")
+        if not self.sparse and not self.is_absorbed and not sizes.prefills:
+            raise Unfit(f"prefill with heads of {sizes.nope + sizes.rope} and {sizes.v} columns")
+
+    @property
+    def is_absorbed(self) -> bool:
+        """Queries attend to latents."""
+        few = self.past > 0 and self.s <= _MOST_ABSORBED and self.new.rows is None
+        return self.sparse or (few and self.sizes.decodes)
+
+    # ---- The forward pass
+
+    def run(self) -> tuple[Any, ...]:
+        """What the module's forward method returns."""
+        indices = None
+        if self.sparse:
+            out, indices = self._sparse()
+        elif self.is_absorbed:
+            out = self._decode()
+        else:
+            out = self._expanded()
+        found = (self.module.o_proj(out.reshape(self.b, self.s, -1)), None, indices)
+        return found[: self.served._results]
+
+    def _queries(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [b, s, h, nope + rope] before RoPE, and what q_b_proj has read."""
+        module, x = self.module, self.x
+        read = x
+        if getattr(module, "q_lora_rank", None) is None:
+            q = module.q_proj(x)
+        else:
+            read = module.q_a_layernorm(module.q_a_proj(x))
+            q = module.q_b_proj(read)
+        q = q.view(self.b, self.s, -1, self.sizes.nope + self.sizes.rope)
+        if self.served.family.q_factor == "lora":
+            q = q * module.mla_scale_q_lora
+        elif self.served.family.q_factor == "llama4":
+            q = q * _stock(module, "get_llama_4_attn_scale")(
+                self.call["position_ids"],
+                module.config.rope_parameters.get("llama_4_scaling_beta"),
+                module.config.rope_parameters.get("original_max_position_embeddings"),
+            ).to(q.dtype).transpose(1, 2)
+        return q, read
+
+    def _latents(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents [b, s, latent], and RoPE columns [b, s, rope] before RoPE."""
+        module, sizes = self.module, self.sizes
+        latent, rope = module.kv_a_proj_with_mqa(self.x).split([sizes.latent, sizes.rope], -1)
+        latent = module.kv_a_layernorm(latent)
+        return latent * module.mla_scale_kv_lora if self.served.family.q_factor == "lora" else latent, rope
+
+    def _turn(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """RoPE of queries [b, s, h, rope] and keys [b, s, rope], by the stock code."""
+        rope, k = self.served.rope, k[:, :, None]
+        if rope == "none":
+            return q, k[:, :, 0]
+        if rope == "complex":
+            turn, freqs = _stock(self.module, "apply_rotary_emb"), self.call["position_embeddings"].to(q.device)
+            q, k = (x.transpose(1, 2) for x in turn(q.transpose(1, 2), k.transpose(1, 2), freqs))
+        else:
+            name = "apply_rotary_pos_emb_interleave" if rope == "interleaved" else "apply_rotary_pos_emb"
+            q, k = _stock(self.module, name)(q, k, *self.call["position_embeddings"], unsqueeze_dim=2)
+        return q, k[:, :, 0]
+
+    def _expanded(self) -> torch.Tensor:
+        """Attention to keys and values per head: [b, s, h, v]."""
+        sizes, new = self.sizes, self.new
+        (q, _), (latent, rope) = self._queries(), self._latents()
+        q_rope, k_rope = self._turn(q[..., sizes.nope :], rope)
+        q, q_rope, latent, k_rope = (new.take(x) for x in (q, q_rope, latent, k_rope))
+        keys = None
+        if self.layer is not None:
+            store = self.layer.store
+            step = store.begin(self.layer.layer, new)
+            store.write(self.layer.layer, latent, k_rope, step.slots)
+            if self.past:
+                latent, k_rope = store.read(self.layer.layer, store.slots(store.counts))
+                keys = starts_of(store.counts, self.x.device)
+        kv = self.module.kv_b_proj(latent).view(len(latent), -1, sizes.nope + sizes.v)
+        k, v = kv[..., : sizes.nope], kv[..., sizes.nope :]
+        arrays = (q[..., : sizes.nope], k, v)
+        out = mla.mla_prefill(
+            *arrays, q_rope=q_rope, k_rope=k_rope, packed=new.packed(keys), scale=float(self.module.scaling)
+        )[0]
+        return new.put(out)
+
+    def _decode(self) -> torch.Tensor:
+        """Attention of the last tokens to latents: [b, s, h, v]."""
+        assert self.layer is not None
+        (q, _), (latent, rope) = self._queries(), self._latents()
+        store, n, sizes = self.layer.store, self.b * self.s, self.sizes
+        step = store.begin(self.layer.layer, self.new)
+        w_uk, w_uv = self.served.halves.of(self.module.kv_b_proj, q.dtype)
+        q = self._absorbed(q, latent, rope, w_uk)
+        plan, project = None, None
+        if not store.is_quantised and sizes.is_sparse:
+            fused = n <= _MOST_FUSED and sizes.is_fused
+            project = Project(w_uv) if fused else None
+            d_head = sizes.v if fused else 0
+            plan = store.plan((self.b, self.s, d_head), max_b=self.b, s_q=self.s, h_q=q.shape[1], d_head=d_head)
+        out = mla.mla_decode(
+            q.view(self.b, self.s, *q.shape[1:]),
+            store.pages(self.layer.layer),
+            step.block_table,
+            step.seqlens,
+            scale=float(self.module.scaling),
+            project=project,
+            plan=plan,
+        )[0]
+        return out if project else _times(out.flatten(0, 1), w_uv.transpose(1, 2)).view(self.b, self.s, -1, sizes.v)
+
+    def _absorbed(self, q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
+        """Queries [n, h, latent + rope] in the space of latents; stores the tokens of the step, if there is a cache."""
+        sizes, take, layer = self.sizes, self.new.take, self.layer
+        if layer is not None and sizes.is_fused and self.past:
+            few = q.shape[0] * q.shape[1] <= _MOST_FUSED
+            q, store = take(q), layer.store
+            arrays = (q,) if few else (_times(q[..., : sizes.nope], w_uk),)
+            options = {"w_uk": w_uk} if few else {"q_rope": q[..., sizes.nope :]}
+            pages, slots = store.pages(layer.layer), store.step.slots
+            tokens = (take(latent).contiguous(), take(rope).contiguous())
+            found: torch.Tensor = mla.mla_prepare(
+                *arrays, *tokens, pages, slots, **options, **self._tables(), kv_format=store.kv_format
+            )[0]
+            return found
+        q_rope, k_rope = self._turn(q[..., sizes.nope :], rope)
+        if layer is not None:
+            layer.store.write(layer.layer, take(latent), take(k_rope), layer.store.step.slots)
+        return torch.cat([_times(take(q)[..., : sizes.nope], w_uk), take(q_rope)], -1)
+
+    def _tables(self) -> dict[str, Any]:
+        """cos and sin of each token in float32, once for all layers."""
+        if self.served.rope == "none":
+            return {}
+        return _tables_of(self.call["position_embeddings"], self.b, self.s, self.served.rope != "halves")
+
+    # ---- DeepSeek sparse attention
+
+    def _sparse(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention to the selected latents, [b, s, h, v], and the selection, [b, s, topk]."""
+        module, new, layer = self.module, self.new, self.layer
+        (q, read), (latent, rope) = self._queries(), self._latents()
+        if layer is not None:
+            layer.store.begin(layer.layer, new)
+        w_uk, w_uv = self.served.halves.of(module.kv_b_proj, q.dtype)
+        gate = module.gate_proj(self.x) if hasattr(module, "gate_proj") else None
+        rows: torch.Tensor | None = None
+        if not self.past:
+            q_rope, k_rope = self._turn(q[..., self.sizes.nope :], rope)
+            rows = torch.cat([new.take(latent), new.take(k_rope)], -1)
+            if layer is not None:
+                layer.store.write(layer.layer, new.take(latent), new.take(k_rope), layer.store.step.slots)
+            absorbed = torch.cat([_times(new.take(q)[..., : self.sizes.nope], w_uk), new.take(q_rope)], -1)
+        else:
+            absorbed = self._absorbed(q, latent, rope, w_uk)
+        indices = self._selected(read)
+        sink = module.sinks.float() if hasattr(module, "sinks") else None
+        out = _times(self._attend(absorbed, rows, new.take(indices), sink), w_uv.transpose(1, 2))
+        found = new.put(out)
+        return found if gate is None else found * gate.view_as(found).sigmoid(), indices
+
+    def _selected(self, read: torch.Tensor) -> torch.Tensor:
+        """Positions of the selected tokens in their sequences, [b, s, topk], -1 where there are no more."""
+        module, layer = self.module, self.layer
+        if getattr(module, "indexer", None) is None:
+            found: torch.Tensor = self.call["prev_topk_indices"]
+            return found
+        with torch.no_grad():
+            style = self.served.family.indexer
+            assert style is not None
+            states = index_states(module.indexer, style, self.x, read, self.call["position_embeddings"])
+            return select(states, self.new, layer, self.past, module.indexer.index_topk)
+
+    def _attend(
+        self, q: torch.Tensor, rows: torch.Tensor | None, indices: torch.Tensor, sink: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[n, h, latent]."""
+        scale, new = float(self.module.scaling), self.new
+        if rows is None:
+            assert self.layer is not None
+            store = self.layer.store
+            slots = store.slots_at(indices, new)
+            pages = store.pages(self.layer.layer)
+            if store.is_quantised:
+                shape = (len(q), 1)
+                out = mla.sparse_mla_decode(
+                    q.view(*shape, *q.shape[1:]), pages, slots.view(*shape, -1), scale=scale, attn_sink=sink
+                )[0]
+                return out[:, 0]
+            rows, indices, packed = pages.view(-1, pages.shape[-1]), slots, None
+        else:
+            packed = new.packed()
+        if packed is None and not torch.is_grad_enabled():
+            pieces = zip(q.split(_SPARSE_CHUNK), indices.split(_SPARSE_CHUNK), strict=True)
+            return torch.cat(
+                [mla.sparse_mla_forward(x, rows, i, scale=scale, attn_sink=sink)[0] for x, i in pieces]
+            )
+        out = mla.sparse_mla_forward(q, rows, indices, scale=scale, attn_sink=sink, packed=packed)[0]
+        return out
+
+
+def _times(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """[n, h, i] times [h, i, o]: [n, h, o]."""
+    return torch.bmm(x.transpose(0, 1), w).transpose(0, 1)
+
+
+def _stock(module: nn.Module, name: str) -> Any:
+    """A function of the file that defines the module."""
+    return getattr(sys.modules[type(module).__module__], name)
+
+
+def _cache_of(call: dict[str, Any]) -> Any:
+    found = call.get("cache")
+    return call.get("past_key_values") if found is None else found
+
+
+def _layer_of(cache: Any, layer: int) -> Any:
+    layers = () if cache is None else cache.layers
+    return layers[layer] if layer < len(layers) else None
+
+
+_turned: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _tables_of(embeddings: Any, b: int, s: int, interleaved: bool) -> dict[str, Any]:
+    key = embeddings if isinstance(embeddings, torch.Tensor) else embeddings[0]
+    if key not in _turned:
+        both = (key.real, key.imag) if key.is_complex() else (x[..., : x.shape[-1] // 2] for x in embeddings)
+        cos, sin = (x.float().expand(b, s, x.shape[-1]).reshape(b * s, -1) for x in both)
+        positions = torch.arange(b * s, dtype=torch.int32, device=cos.device)
+        _turned[key] = {"cos": cos, "sin": sin, "positions": positions, "interleaved": interleaved}
+    found: dict[str, Any] = _turned[key]
+    return found

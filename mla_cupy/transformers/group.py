@@ -1,0 +1,83 @@
+"""The attention modules of one model, and the caches that they share."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
+
+from mla_cupy.transformers.cache import LatentLayer, LatentStore, Options
+from mla_cupy.transformers.families import Family, Sizes
+from mla_cupy.transformers.ragged import Ragged
+
+logger = logging.getLogger("mla_cupy.transformers")
+
+
+class Group:
+    """The served attention modules of one model.
+
+    Attributes
+    ----------
+    modules : dict
+        layer_idx -> module.
+    family : Family
+    reference : bool
+        Serve tensors on the CPU, too, by the NumPy reference.
+    """
+
+    def __init__(self, family: Family, reference: bool) -> None:
+        self.family, self.reference = family, reference
+        self.modules: dict[int, nn.Module] = {}
+        self._said: set[str] = set()
+
+    def say(self, layer: int, reason: str) -> None:
+        """Log once why calls are left to the stock code."""
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.warning("mla_cupy: layer %s: %s; the stock code computes such calls", layer, reason)
+
+    def adopt(
+        self, cache: Any, module: Any, rope: str, x: torch.Tensor, mask: torch.Tensor | None
+    ) -> LatentLayer | str:
+        """The cache's layer for a module, as latents in pages, or why there is none.
+
+        An empty layer is replaced; one in which the stock code has stored latents is copied first.
+        """
+        i = module.layer_idx
+        if cache.layer_class_to_replicate is not None:
+            cache.layers.extend(cache.layer_class_to_replicate() for _ in range(i + 1 - len(cache.layers)))
+        layer = cache.layers[i]
+        if isinstance(layer, LatentLayer):
+            return layer
+        if cache.offloading or type(layer) not in (DynamicLayer, DynamicIndexedLayer):
+            return f"a cache of {type(layer).__name__}{', offloaded' if cache.offloading else ''}"
+        stored = layer.get_seq_length()
+        if stored and (layer.keys.shape[1], layer.keys.shape[-1]) != (1, module.kv_lora_rank):
+            return "a cache of expanded keys"
+        store = self._store(cache, module, rope, x)
+        if stored != store.length_before(i) and store.counts:
+            return f"a cache whose layers have {stored} and {store.length_before(i)} tokens"
+        made = LatentLayer(store, i)
+        if stored:
+            padding = None if mask is None else mask[:, :stored]
+            store.copy(i, layer, Ragged.of(padding, *layer.keys.shape[::2], x.device))
+        cache.layers[i] = made
+        return made
+
+    def _store(self, cache: Any, module: Any, rope: str, x: torch.Tensor) -> LatentStore:
+        stores: dict[torch.device, LatentStore] = cache.__dict__.setdefault("latent_stores", {})
+        if x.device not in stores:
+            sizes = Sizes.of(module)
+            stores[x.device] = LatentStore(
+                sizes,
+                tuple(sorted(i for i, m in self.modules.items() if next(m.kv_b_proj.parameters()).device == x.device)),
+                module.config.index_head_dim if self.family.indexer else 0,
+                x.device,
+                x.dtype,
+                getattr(cache, "latent_options", Options()),
+                rope == "interleaved" and sizes.is_fused,
+            )
+        return stores[x.device]

@@ -1,0 +1,70 @@
+"""The lightning indexer of DeepSeek sparse attention, with the arithmetic of transformers.
+
+As the stock code: no Hadamard transform, no quantisation, products of bfloat16 added in float32, float32 weights.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+import mla_cupy
+from mla_cupy.transformers.cache import LatentLayer
+from mla_cupy.transformers.families import Indexer
+from mla_cupy.transformers.ragged import Ragged
+
+
+class IndexStates(NamedTuple):
+    """Queries [b, s, heads, d], keys [b, s, d] and the heads' weights [b, s, heads] of the new tokens."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    weights: torch.Tensor
+
+
+def index_states(
+    indexer: Any, style: Indexer, x: torch.Tensor, read: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]
+) -> IndexStates:
+    """What a module's indexer computes of hidden states `x`, and of what q_b_proj has read."""
+    q = indexer.wq_b(read).view(*x.shape[:2], indexer.n_heads, indexer.head_dim)
+    norm = indexer.k_norm.weight.dtype
+    k = indexer.k_norm(indexer.wk(x).to(norm)).to(x.dtype)[:, :, None]
+    turned, rest = (_split(y, indexer.qk_rope_head_dim, style.rope_first) for y in (q, k))
+    name = "apply_rotary_pos_emb_interleave" if style.rope == "interleaved" else "apply_rotary_pos_emb"
+    both = getattr(sys.modules[type(indexer).__module__], name)(turned[0], rest[0], *embeddings, unsqueeze_dim=2)
+    q, k = (
+        torch.cat([a, b] if style.rope_first else [b, a], -1) for a, b in zip(both, (turned[1], rest[1]), strict=True)
+    )
+    weights = indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype)).float()
+    return IndexStates(q, k[:, :, 0], weights * (indexer.n_heads**-0.5 * indexer.softmax_scale))
+
+
+def _split(x: torch.Tensor, rope: int, rope_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Columns for RoPE, and the others."""
+    return (x[..., :rope], x[..., rope:]) if rope_first else (x[..., -rope:], x[..., :-rope])
+
+
+def select(states: IndexStates, new: Ragged, layer: LatentLayer | None, past: int, topk: int) -> torch.Tensor:
+    """Positions of the keys of largest scores in their sequences, [b, s, topk], -1 where there are no more.
+
+    Stores the new keys, if there is a cache.
+    """
+    q, k, weights = (new.take(x) for x in states)
+    if layer is not None:
+        layer.store.write_index_keys(layer.layer, k, layer.store.step.slots)
+    sequence = new.sequence
+    if layer is not None and past:
+        keys, stride = layer.store.index_keys(layer.layer)
+        first = sequence * stride
+        last = first + layer.store.step.positions + 1
+    else:
+        keys, first = k, new.starts[sequence]
+        last = torch.arange(1, len(k) + 1, dtype=torch.int32, device=k.device)
+    indices, _ = mla_cupy.indexer_select(
+        q, keys, weights.contiguous(), first.int(), last.int(), topk=min(topk, len(keys))
+    )
+    return new.put(indices)
+
+

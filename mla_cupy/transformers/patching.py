@@ -1,0 +1,176 @@
+"""Which models are served: `patch`, `unpatch`, and what `attn_implementation="mla_cupy"` does."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import transformers
+from torch import nn
+
+from mla_cupy.errors import ArgumentError, explain
+from mla_cupy.transformers.attention import Served
+from mla_cupy.transformers.families import DECLINED, FAMILIES, Family, Sizes, model_types
+from mla_cupy.transformers.group import Group, logger
+from mla_cupy.transformers.masks import NAME, register
+
+OLDEST = (5, 17)
+_groups: dict[int, Group] = {}
+_before: dict[int, str] = {}
+_COMMON = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj", "scaling", "layer_idx", "attention_dropout")
+
+
+def patch(model: Any, *, reference: bool = False) -> Any:
+    """Let these kernels compute the attention of a model that transformers has loaded.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        Of a model type that `mla-cupy transformers check` names.
+    reference : bool
+        Serve tensors on the CPU, too, by the NumPy reference: slow, for tests.
+
+    Returns
+    -------
+    PreTrainedModel
+        The same model.
+
+    Raises
+    ------
+    ArgumentError
+        If its model type, its head sizes or this version of transformers are not served; nothing has changed.
+
+    Notes
+    -----
+    The modules keep their weights, names and hooks; only the forward methods of the attention modules are replaced. A
+    call that no kernel fits runs the stock forward method, and the logger "mla_cupy.transformers" says why, once.
+
+    Examples
+    --------
+    >>> model = AutoModelForCausalLM.from_pretrained("deepseek-ai/DeepSeek-V2-Lite", dtype="bfloat16")  # doctest: +SKIP
+    >>> mla_cupy.transformers.patch(model.to("cuda")).generate(**inputs)  # doctest: +SKIP
+    """
+    family = family_of(model.config)
+    modules = list(_modules(model, family))
+    if not modules:
+        raise ArgumentError(explain("model", f"no {family.attention} in it", "a model with MLA of transformers"))
+    for module in modules:
+        if problem := problem_of(module, family):
+            raise ArgumentError(explain("transformers", f"{transformers.__version__}: {problem}", "5.17 or newer"))
+    _before.setdefault(id(model), model.config._attn_implementation)
+    for module in modules:
+        attach(module, reference=reference)
+    model.set_attn_implementation(NAME)
+    return model
+
+
+def unpatch(model: Any) -> Any:
+    """Give a model its stock attention back.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+
+    Returns
+    -------
+    PreTrainedModel
+        The same model. Caches that it has filled stay usable.
+    """
+    for module in model.modules():
+        _detach(module)
+    model.set_attn_implementation(_before.pop(id(model), "sdpa"))
+    return model
+
+
+def family_of(config: Any) -> Family:
+    """The family of a configuration.
+
+    Raises
+    ------
+    ArgumentError
+        If it is not served.
+    """
+    for name, text in model_types(config):
+        if name in DECLINED:
+            raise ArgumentError(explain("model_type", f"{name}: {DECLINED[name]}", served_types()))
+        if name in FAMILIES:
+            sizes = Sizes.of(text)
+            if not (sizes.decodes or sizes.prefills) or (FAMILIES[name].indexer and not sizes.is_sparse):
+                raise ArgumentError(explain("head sizes", f"{sizes}", "sizes that a kernel has", "`mla-cupy transformers check`"))
+            return FAMILIES[name]
+    raise ArgumentError(explain("model_type", repr(config.model_type), served_types()))
+
+
+def served_types() -> str:
+    """The model types that are served."""
+    return f"one of {', '.join(FAMILIES)}"
+
+
+def problem_of(module: Any, family: Family) -> str | None:
+    """What is not as expected in a module of this version of transformers."""
+    version = tuple(int(x) for x in transformers.__version__.split(".")[:2])
+    if version < OLDEST:
+        return "it is too old"
+    parameters = inspect.signature(_forward_of(module)).parameters
+    needed = {"hidden_states", "attention_mask"} | (set() if family.rope == "none" else {"position_embeddings"})
+    if missing := sorted(needed - set(parameters)):
+        return f"{type(module).__name__}.forward has no {missing[0]}"
+    if not {"cache", "past_key_values"} & set(parameters):
+        return f"{type(module).__name__}.forward has no cache"
+    names = [*_COMMON, "q_proj" if getattr(module, "q_lora_rank", None) is None else "q_b_proj"]
+    if missing := [name for name in names if not hasattr(module, name)]:
+        return f"{type(module).__name__} has no {missing[0]}"
+    functions = {"interleaved": "apply_rotary_pos_emb_interleave", "halves": "apply_rotary_pos_emb", "complex": "apply_rotary_emb"}
+    name = functions.get(family.rope_of(module.config))
+    if name and not hasattr(sys.modules[type(module).__module__], name):
+        return f"{type(module).__module__} has no {name}"
+    return None
+
+
+def attach(module: nn.Module, *, reference: bool = False) -> None:
+    """Serve a module from its next call on, if it can be served."""
+    config: Any = module.config
+    family = FAMILIES.get(config.model_type)
+    if family is None or type(module).__name__ != family.attention or _is_served(module):
+        return
+    if problem := problem_of(module, family):
+        logger.warning("mla_cupy: %s; the stock code computes the attention", problem)
+        return
+    group = _groups.setdefault(id(config), Group(family, reference))
+    layer: Any = module.layer_idx
+    group.modules[layer] = module
+    group.reference = group.reference or reference
+    setattr(module, _place_of(module), Served(module, family, group, _forward_of(module)))
+
+
+def _detach(module: nn.Module) -> None:
+    place = _place_of(module)
+    served = module.__dict__.get(place)
+    if isinstance(served, Served):
+        if getattr(served.original, "__func__", None) is type(module).forward:
+            delattr(module, place)
+        else:
+            setattr(module, place, served.original)
+        _groups.pop(id(module.config), None)
+
+
+def _is_served(module: nn.Module) -> bool:
+    return isinstance(module.__dict__.get(_place_of(module)), Served)
+
+
+def _place_of(module: nn.Module) -> str:
+    """The attribute to replace: accelerate's hooks call the former forward method from theirs."""
+    return "_old_forward" if "_old_forward" in module.__dict__ else "forward"
+
+
+def _forward_of(module: nn.Module) -> Any:
+    return getattr(module, _place_of(module))
+
+
+def _modules(model: nn.Module, family: Family) -> Iterator[nn.Module]:
+    return (module for module in model.modules() if type(module).__name__ == family.attention)
+
+
+register(lambda config: id(config) in _groups, attach)

@@ -1,0 +1,63 @@
+"""The two halves of kv_b_proj that absorbed attention multiplies by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mla_cupy.transformers.families import Sizes
+
+
+class Halves:
+    """W_UK and W_UV of one attention module: views of its weights, or of a copy where the weights are no plain matrix.
+
+    A projection that is quantised, or that an adapter changes, is multiplied by the identity, which gives the matrix that
+    it stands for. That copy takes heads * (nope + v) * latent elements of 16 bits: 32 MiB a layer for 128 heads of
+    128 + 128. It is made again when a parameter of the projection changes.
+    """
+
+    def __init__(self, sizes: Sizes) -> None:
+        self._sizes = sizes
+        self._key: Any = None
+        self._found: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def of(self, projection: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """(heads, nope, latent) and (heads, v, latent)."""
+        if torch.is_grad_enabled() and any(p.requires_grad for p in projection.parameters()):
+            return self._split(self._matrix(projection, dtype))
+        key = _state_of(projection)
+        if self._found is None or key != self._key:
+            self._found, self._key = self._split(self._matrix(projection, dtype)), key
+        return self._found
+
+    def _matrix(self, projection: nn.Module, dtype: torch.dtype) -> torch.Tensor:
+        if is_plain(projection, dtype):
+            weight: torch.Tensor = projection.weight  # type: ignore[assignment]
+            return weight
+        device = next(projection.parameters()).device
+        made: torch.Tensor = projection(torch.eye(self._sizes.latent, dtype=dtype, device=device)).T.contiguous()
+        return made
+
+    def _split(self, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes = self._sizes
+        w = matrix.view(-1, sizes.nope + sizes.v, sizes.latent)
+        return w[:, : sizes.nope], w[:, sizes.nope :]
+
+
+def is_plain(projection: nn.Module, dtype: torch.dtype) -> bool:
+    """True if the projection is a matrix of this dtype and nothing else."""
+    return type(projection) is nn.Linear and projection.weight.dtype == dtype and projection.bias is None
+
+
+def has_dropout(projection: nn.Module) -> bool:
+    """True if an adapter of the projection drops inputs in training."""
+    return projection.training and any(isinstance(m, nn.Dropout) and m.p > 0 for m in projection.modules())
+
+
+def _state_of(projection: nn.Module) -> tuple[Any, ...]:
+    """What changes whenever the projection's result may."""
+    versions = [(id(p), p.data_ptr(), p._version) for p in projection.parameters()]
+    adapters = (getattr(projection, name, None) for name in ("active_adapters", "disable_adapters", "merged_adapters"))
+    return (*versions, *map(str, adapters), str(getattr(projection, "scaling", None)))
