@@ -373,7 +373,7 @@ def _tables_of(embeddings: Any, b: int, s: int, interleaved: bool) -> dict[str, 
     key = embeddings if isinstance(embeddings, torch.Tensor) else embeddings[0]
     if key not in _turned:
         both = (key.real, key.imag) if key.is_complex() else (x[..., : x.shape[-1] // 2] for x in embeddings)
-        cos, sin = (x.float().expand(b, s, x.shape[-1]).reshape(b * s, -1) for x in both)
+        cos, sin = (x.float().expand(b, s, x.shape[-1]).reshape(b * s, -1).contiguous() for x in both)
         positions = torch.arange(b * s, dtype=torch.int32, device=cos.device)
         _turned[key] = {"cos": cos, "sin": sin, "positions": positions, "interleaved": interleaved}
     found: dict[str, Any] = _turned[key]
