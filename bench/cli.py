@@ -1,4 +1,4 @@
-"""The command line: run, list, compare, compare-trees, compare-code, plot, trace, model."""
+"""The command line: run, list, compare, compare-trees, compare-code, plot, trace, transformers, model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from mla_cupy.terminal import Help, Table, console, progress, say
 
-from . import claims
+from . import claims, transformers_models
 from .context_parallel import command as context_parallel
 from .core.device import DTYPES
 from .core.errors import BenchError
@@ -59,6 +59,8 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
     _add_module(commands, "compare-code", "compare the machine code of two folders of builds; needs no GPU", trees_code)
     _add_plot(commands)
     _add_module(commands, "trace", "show what each warp of a call's kernels waits for", trace_command)
+    text = "time transformers' own attention and these kernels in its place"
+    _add_module(commands, "transformers", text, transformers_models)
     text = "predict a Blackwell kernel's time from its own sizes and assumed rates; needs no GPU"
     _add_module(commands, "model", text, model_report)
     return parser

@@ -8,6 +8,7 @@ forward pass on. This package needs transformers 5.17 or newer and PyTorch; `imp
 """
 
 from mla_cupy.transformers.cache import LatentCache
+from mla_cupy.transformers.graph import StepGraph
 from mla_cupy.transformers.patching import patch, unpatch
 
-__all__ = ["LatentCache", "patch", "unpatch"]
+__all__ = ["LatentCache", "StepGraph", "patch", "unpatch"]

@@ -26,7 +26,7 @@ _MOST_ABSORBED = 128
 #: Tokens of a step for which W_UK and W_UV are multiplied in the kernels; cuBLAS is faster for more.
 _MOST_FUSED = 32
 #: Queries of a call of sparse attention without gradients, which bounds the memory of absorbed queries.
-_SPARSE_CHUNK = 8192
+_SPARSE_CHUNK = 4096
 
 
 class Unfit(Exception):
@@ -176,7 +176,7 @@ class Call:
         if getattr(module, "q_lora_rank", None) is None:
             q = module.q_proj(x)
         else:
-            read = module.q_a_layernorm(module.q_a_proj(x))
+            read = _normed(module.q_a_layernorm, module.q_a_proj(x))
             q = module.q_b_proj(read)
         q = q.view(self.b, self.s, -1, self.sizes.nope + self.sizes.rope)
         if self.served.family.q_factor == "lora":
@@ -193,7 +193,7 @@ class Call:
         """Latents [b, s, latent], and RoPE columns [b, s, rope] before RoPE."""
         module, sizes = self.module, self.sizes
         latent, rope = module.kv_a_proj_with_mqa(self.x).split([sizes.latent, sizes.rope], -1)
-        latent = module.kv_a_layernorm(latent)
+        latent = _normed(module.kv_a_layernorm, latent)
         return latent * module.mla_scale_kv_lora if self.served.family.q_factor == "lora" else latent, rope
 
     def _turn(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -265,7 +265,7 @@ class Call:
             arrays = (q,) if few else (_times(q[..., : sizes.nope], w_uk),)
             options = {"w_uk": w_uk} if few else {"q_rope": q[..., sizes.nope :]}
             pages, slots = store.pages(layer.layer), store.step.slots
-            tokens = (take(latent).contiguous(), take(rope).contiguous())
+            tokens = (take(latent), take(rope))
             found: torch.Tensor = mla.mla_prepare(
                 *arrays, *tokens, pages, slots, **options, **self._tables(), kv_format=store.kv_format
             )[0]
@@ -285,25 +285,25 @@ class Call:
 
     def _sparse(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention to the selected latents, [b, s, h, v], and the selection, [b, s, topk]."""
-        module, new, layer = self.module, self.new, self.layer
+        module, new, layer, sizes = self.module, self.new, self.layer, self.sizes
         (q, read), (latent, rope) = self._queries(), self._latents()
         if layer is not None:
             layer.store.begin(layer.layer, new)
         w_uk, w_uv = self.served.halves.of(module.kv_b_proj, q.dtype)
-        gate = module.gate_proj(self.x) if hasattr(module, "gate_proj") else None
-        rows: torch.Tensor | None = None
-        if not self.past:
-            q_rope, k_rope = self._turn(q[..., self.sizes.nope :], rope)
-            rows = torch.cat([new.take(latent), new.take(k_rope)], -1)
-            if layer is not None:
-                layer.store.write(layer.layer, new.take(latent), new.take(k_rope), layer.store.step.slots)
-            absorbed = torch.cat([_times(new.take(q)[..., : self.sizes.nope], w_uk), new.take(q_rope)], -1)
-        else:
+        if self.past:
             absorbed = self._absorbed(q, latent, rope, w_uk)
-        indices = self._selected(read)
-        sink = module.sinks.float() if hasattr(module, "sinks") else None
-        out = _times(self._attend(absorbed, rows, new.take(indices), sink), w_uv.transpose(1, 2))
+            indices = self._selected(read)
+            out = _times(self._attend_cached(absorbed, new.take(indices)), w_uv.transpose(1, 2))
+        else:
+            q_rope, k_rope = self._turn(q[..., sizes.nope :], rope)
+            q, q_rope, latent, k_rope = (new.take(x) for x in (q, q_rope, latent, k_rope))
+            if layer is not None:
+                layer.store.write(layer.layer, latent, k_rope, layer.store.step.slots)
+            indices = self._selected(read)
+            parts = (q[..., : sizes.nope], q_rope, new.take(indices))
+            out = self._attend(parts, torch.cat([latent, k_rope], -1), w_uk, w_uv)
         found = new.put(out)
+        gate = module.gate_proj(self.x) if hasattr(module, "gate_proj") else None
         return found if gate is None else found * gate.view_as(found).sigmoid(), indices
 
     def _selected(self, read: torch.Tensor) -> torch.Tensor:
@@ -318,32 +318,45 @@ class Call:
             states = index_states(module.indexer, style, self.x, read, self.call["position_embeddings"])
             return select(states, self.new, layer, self.past, module.indexer.index_topk)
 
+    @property
+    def _softmax(self) -> dict[str, Any]:
+        sink = self.module.sinks.float() if hasattr(self.module, "sinks") else None
+        return {"scale": float(self.module.scaling), "attn_sink": sink}
+
     def _attend(
-        self, q: torch.Tensor, rows: torch.Tensor | None, indices: torch.Tensor, sink: torch.Tensor | None
+        self, parts: tuple[torch.Tensor, ...], rows: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor
     ) -> torch.Tensor:
-        """[n, h, latent]."""
-        scale, new = float(self.module.scaling), self.new
-        if rows is None:
-            assert self.layer is not None
-            store = self.layer.store
-            slots = store.slots_at(indices, new)
-            pages = store.pages(self.layer.layer)
-            if store.is_quantised:
-                shape = (len(q), 1)
-                out = mla.sparse_mla_decode(
-                    q.view(*shape, *q.shape[1:]), pages, slots.view(*shape, -1), scale=scale, attn_sink=sink
-                )[0]
-                return out[:, 0]
-            rows, indices, packed = pages.view(-1, pages.shape[-1]), slots, None
-        else:
-            packed = new.packed()
-        if packed is None and not torch.is_grad_enabled():
-            pieces = zip(q.split(_SPARSE_CHUNK), indices.split(_SPARSE_CHUNK), strict=True)
-            return torch.cat(
-                [mla.sparse_mla_forward(x, rows, i, scale=scale, attn_sink=sink)[0] for x, i in pieces]
-            )
-        out = mla.sparse_mla_forward(q, rows, indices, scale=scale, attn_sink=sink, packed=packed)[0]
-        return out
+        """Attention of queries [n, h, nope], [n, h, rope] to selected rows, [n, h, v]; some queries at a time."""
+        packed = self.new.packed()
+        whole = packed is not None or torch.is_grad_enabled()
+        pieces = [parts] if whole else zip(*(x.split(_SPARSE_CHUNK) for x in parts), strict=True)
+        found = []
+        for q, q_rope, indices in pieces:
+            absorbed = torch.cat([_times(q, w_uk), q_rope], -1)
+            out = mla.sparse_mla_forward(absorbed, rows, indices, packed=packed, **self._softmax)[0]
+            found.append(_times(out, w_uv.transpose(1, 2)))
+        return torch.cat(found)
+
+    def _attend_cached(self, q: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """Attention of absorbed queries [n, h, latent + rope] to selected cached tokens, [n, h, latent]."""
+        assert self.layer is not None
+        store = self.layer.store
+        pages, slots = store.pages(self.layer.layer), store.slots_at(indices, self.new)
+        if store.is_quantised:
+            return mla.sparse_mla_decode(q[:, None], pages, slots[:, None], **self._softmax)[0][:, 0]
+        return mla.sparse_mla_forward(q, pages.view(-1, pages.shape[-1]), slots, **self._softmax)[0]
+
+
+def _normed(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A root-mean-square norm in one launch, in place of some seven, where no gradient wants the stock arithmetic.
+
+    It rounds once, after the weights; the stock code before them, too.
+    """
+    is_stock = type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon")
+    if not is_stock or torch.is_grad_enabled() or norm.weight.dtype != x.dtype:
+        found: torch.Tensor = norm(x)
+        return found
+    return nn.functional.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
 
 
 def _times(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

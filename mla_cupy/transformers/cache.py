@@ -91,7 +91,7 @@ class LatentStore:
     length : int
         Tokens of the batch's longest row, padding included: what transformers counts.
     padding : tensor, optional
-        (b, length) of bool, False for padding; None if there is none.
+        (b, up to length) of bool, False for padding; None if there is none. Later tokens are real.
     counts : list of int
         Tokens of each sequence.
     """
@@ -111,6 +111,7 @@ class LatentStore:
     _cache: PagedKVCache | None = None
     _step: CacheStep | None = None
     _written: set[int] = field(default_factory=set)
+    _pages: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
     _counted: int = 0
     _max_seqs: int = 0
     _max_pages: int = 0
@@ -129,7 +130,9 @@ class LatentStore:
 
     def pages(self, layer: int, pool: str = "kv") -> torch.Tensor:
         """Pages of a layer of the model, (num_pages, page_size, width)."""
-        found: torch.Tensor = self.cache.layer(self.layers.index(layer), pool)
+        found = self._pages.get((layer, pool))
+        if found is None:
+            found = self._pages[layer, pool] = self.cache.layer(self.layers.index(layer), pool)
         return found
 
     # ---- Steps
@@ -189,16 +192,21 @@ class LatentStore:
         self._written.clear()
 
     def _count(self, new: Ragged) -> None:
-        if new.rows is not None or self.padding is not None:
-            ones = torch.ones(new.b, max(self.length, new.s), dtype=torch.bool, device=self.device)
-            old = ones[:, : self.length] if self.padding is None else self.padding
-            self.padding = torch.cat([old, new.put(new.take(ones[:, : new.s]))], 1)
+        if new.rows is not None:
+            ones = torch.ones(new.b, new.s, dtype=torch.bool, device=self.device)
+            self.padding = torch.cat([self._is_real(new.b), new.put(new.take(ones))], 1)
         self.length += new.s
         self._counted = new.s
 
+    def _is_real(self, b: int) -> torch.Tensor:
+        """(b, length) of bool: all that came after the last padding is real."""
+        old = torch.ones(b, 0, dtype=torch.bool, device=self.device) if self.padding is None else self.padding
+        return torch.cat([old, old.new_ones(b, self.length - old.shape[1])], 1)
+
     def all_written(self) -> None:
-        """Count a step that a CUDA graph has written."""
+        """Count a step of one token that a CUDA graph has written."""
         self.length += 1
+        self._counted = 1
         self._written.update(self.layers)
 
     def _reserve(self, b: int, length: int, tokens: int) -> None:
@@ -220,6 +228,7 @@ class LatentStore:
             device=str(self.device),
         )
         self.plans.clear()
+        self._pages.clear()
         self._cache, old = made, cache
         if old is not None:
             self._move(old)
@@ -310,18 +319,20 @@ class LatentStore:
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         """Cached tokens [n, ...] at their places in the padded batch [b, length, ...]; padding is 0."""
-        return Ragged.of(self.padding, len(self.counts), self.length, self.device).put(x)
+        b = len(self.counts)
+        mask = None if self.padding is None else self._is_real(b)
+        return Ragged.of(mask, b, self.length, self.device).put(x)
 
     # ---- Sequences
 
     def crop(self, tokens: int) -> None:
         """Drop the last tokens of each row."""
-        self.length = max(0, self.length - tokens)
         if self.padding is None:
             self.counts = [max(0, n - tokens) for n in self.counts]
         else:
-            self.padding = self.padding[:, : self.length]
+            self.padding = self._is_real(len(self.counts))[:, : max(0, self.length - tokens)]
             self.counts = self.padding.sum(1).tolist()
+        self.length = max(0, self.length - tokens)
         if self.sequences:
             self.cache.truncate(self.sequences, self.counts)
         self._step = None

@@ -25,9 +25,12 @@ class Halves:
 
     def of(self, projection: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """(heads, nope, latent) and (heads, v, latent)."""
+        if is_plain(projection, dtype):
+            key: Any = (id(projection.weight), projection.weight.data_ptr())
+        else:
+            key = _state_of(projection)
         if torch.is_grad_enabled() and any(p.requires_grad for p in projection.parameters()):
             return self._split(self._matrix(projection, dtype))
-        key = _state_of(projection)
         if self._found is None or key != self._key:
             self._found, self._key = self._split(self._matrix(projection, dtype)), key
         return self._found
