@@ -308,7 +308,7 @@ def _module(heads: int, name: str = "deepseek_v3", prefix: str = "DeepseekV3") -
 
     torch.manual_seed(0)
     file = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    options = {"num_attention_heads": heads, "num_key_value_heads": heads, "num_hidden_layers": 1}
+    options = {"num_attention_heads": heads, "num_key_value_heads": heads, "num_hidden_layers": _LAYERS}
     if heads == 16:
         options |= {"hidden_size": 2048, "q_lora_rank": None}
     config = getattr(file, f"{prefix}Config")(**options, max_position_embeddings=163840)

@@ -273,7 +273,7 @@ class Call:
         q_rope, k_rope = self._turn(q[..., sizes.nope :], rope)
         if layer is not None:
             layer.store.write(layer.layer, take(latent), take(k_rope), layer.store.step.slots)
-        return torch.cat([_times(take(q)[..., : sizes.nope], w_uk), take(q_rope)], -1)
+        return _joined(take(q)[..., : sizes.nope], w_uk, take(q_rope))
 
     def _tables(self) -> dict[str, Any]:
         """cos and sin of each token in float32, once for all layers."""
@@ -332,8 +332,7 @@ class Call:
         pieces = [parts] if whole else zip(*(x.split(_SPARSE_CHUNK) for x in parts), strict=True)
         found = []
         for q, q_rope, indices in pieces:
-            absorbed = torch.cat([_times(q, w_uk), q_rope], -1)
-            out = mla.sparse_mla_forward(absorbed, rows, indices, packed=packed, **self._softmax)[0]
+            out = mla.sparse_mla_forward(_joined(q, w_uk, q_rope), rows, indices, packed=packed, **self._softmax)[0]
             found.append(_times(out, w_uv.transpose(1, 2)))
         return torch.cat(found)
 
@@ -362,6 +361,17 @@ def _normed(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def _times(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """[n, h, i] times [h, i, o]: [n, h, o]."""
     return torch.bmm(x.transpose(0, 1), w).transpose(0, 1)
+
+
+def _joined(q: torch.Tensor, w_uk: torch.Tensor, q_rope: torch.Tensor) -> torch.Tensor:
+    """Queries times W_UK, and their RoPE columns: [n, h, latent + rope]."""
+    if torch.is_grad_enabled():
+        return torch.cat([_times(q, w_uk), q_rope], -1)
+    latent = w_uk.shape[-1]
+    made = q.new_empty(*q.shape[:2], latent + q_rope.shape[-1])
+    torch.bmm(q.transpose(0, 1), w_uk, out=made[..., :latent].transpose(0, 1))  # a concatenation would copy it
+    made[..., latent:] = q_rope
+    return made
 
 
 def _stock(module: nn.Module, name: str) -> Any:
