@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class StepGraph:
             raise ArgumentError(explain("cache", "layers that are not latent, or empty", "latents of a prompt", remedy))
         if cache.latent_options.max_length is None:
             raise ArgumentError(explain("cache", "max_length=None", "a LatentCache with max_length", "it must not grow"))
-        self._model, self._cache = model, cache
+        self._model, self._cache, self._argument = model, cache, cache_argument(model)
         self._stores: tuple[LatentStore, ...] = tuple(cache.latent_stores.values())
         store = self._stores[0]
         self._new = Ragged.of(None, len(store.counts), 1, store.device)
@@ -83,7 +84,7 @@ class StepGraph:
     @torch.no_grad()
     def _step(self) -> torch.Tensor:
         found: torch.Tensor = self._model(
-            input_ids=self._ids, position_ids=self._positions, past_key_values=self._cache, use_cache=True
+            input_ids=self._ids, position_ids=self._positions, **{self._argument: self._cache}, use_cache=True
         ).logits
         return found
 
@@ -92,3 +93,8 @@ class StepGraph:
         with torch.cuda.graph(self._graph):
             self._logits = self._step()
         self._graph.replay()
+
+
+def cache_argument(model: Any) -> str:
+    """The name of a model's cache, which newer versions of transformers have shortened."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

@@ -1,0 +1,173 @@
+"""`LatentCache` beside `DynamicCache`, as the stock code uses them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla_cupy.errors import ArgumentError
+from mla_cupy.transformers import LatentCache, StepGraph, patch
+from mla_cupy.transformers.cache import LatentLayer
+
+from . import models
+
+_STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.sampled_from([1, 2, 5, 64, 70])),
+        st.tuples(st.just("crop"), st.integers(0, 6)),
+        st.tuples(st.just("rows"), st.lists(st.integers(0, 2), min_size=3, max_size=3)),
+        st.tuples(st.just("repeat"), st.just(2)),
+        st.tuples(st.just("first"), st.just(3)),
+        st.tuples(st.just("reset"), st.none()),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(_STEPS, st.integers(0, 2**20), st.sampled_from(["deepseek_v3", "mistral4"]))
+def test_is_a_dynamic_cache(actions: list[tuple[str, Any]], seed: int, name: str) -> None:
+    """Whatever is done to both, `update` returns the same latents, at the same places of the batch."""
+    made = torch.Generator().manual_seed(seed)
+    mine, stock = _pair(name)
+    b = 3
+    for action, value in [("add", 3), *actions, ("add", 1)]:
+        match action:
+            case "add":
+                for layer in range(2):
+                    new = [torch.randn(b, 1, value, d, generator=made).bfloat16() for d in _widths(name)]
+                    for ours, theirs in zip(mine.update(*new, layer), stock.update(*new, layer), strict=True):
+                        assert torch.equal(ours, theirs)
+            case "crop" if value <= stock.get_seq_length():
+                for cache in (mine, stock):
+                    cache.crop(-value)
+            case "rows" if b == 3:
+                for cache in (mine, stock):
+                    cache.reorder_cache(torch.tensor(value))
+            case "repeat" if b <= 6:
+                b *= value
+                for cache in (mine, stock):
+                    cache.batch_repeat_interleave(value)
+            case "first":
+                b = value
+                for cache in (mine, stock):
+                    cache.batch_select_indices(torch.arange(value))
+            case "reset":
+                for cache in (mine, stock):
+                    cache.reset()
+        assert mine.get_seq_length() == stock.get_seq_length()
+        assert mine.get_mask_sizes(4, 0) == stock.get_mask_sizes(4, 0)
+    store = mine.layers[0].store
+    store.cache.verify()
+
+
+def _widths(name: str) -> tuple[int, int]:
+    return (512, 64) if name == "deepseek_v3" else (256, 64)
+
+
+def _pair(name: str) -> tuple[Any, Any]:
+    """An empty cache of latents, and a stock one."""
+    config = models.config_of(name)
+    model = patch(models.causal_model(config).bfloat16(), reference=True)
+    mine = LatentCache(config)
+    with torch.no_grad():
+        model(models.tokens(3, 2), **{models.cache_argument(model): mine})
+    mine.reset()
+    return mine, transformers.DynamicCache(config=config)
+
+
+@pytest.mark.parametrize("place", models.PLACES)
+def test_quantised_tokens(place: str) -> None:
+    three = models.make("deepseek_v3", place)
+    ids = models.tokens(2, 40, place)
+    argument = models.cache_argument(three.served)
+    found = []
+    for kv_format in ("auto", "v32"):
+        cache = LatentCache(three.served.config, kv_format=kv_format)
+        with torch.no_grad():
+            three.served(ids[:, :-1], **{argument: cache})
+            found.append(three.served(ids[:, -1:], **{argument: cache}).logits)
+        pages = cache.layers[0].store.pages(0)
+        assert (pages.dtype, pages.shape[-1]) == ((torch.bfloat16, 576), (torch.uint8, 656))[kv_format == "v32"]
+    assert 0 < models.error(found[1], found[0]) < 0.02
+
+
+def test_beams_share_pages() -> None:
+    mine, _ = _pair("deepseek_v3")
+    new = [torch.ones(1, 1, 128, d).bfloat16() for d in (512, 64)]
+    for layer in range(2):
+        mine.update(*new, layer)
+    mine.batch_repeat_interleave(4)
+    stats = mine.layers[0].store.cache.stats()
+    assert (stats.sequences, stats.pages_used, stats.pages_shared) == (4, 2, 2)
+
+
+def test_padding_takes_no_memory() -> None:
+    three = models.make("deepseek_v3")
+    mask = torch.ones(2, 100, dtype=torch.long)
+    mask[0, :90] = 0
+    with torch.no_grad():
+        cache = three.served(models.tokens(2, 100), attention_mask=mask).past_key_values
+    assert cache.layers[0].store.cache.stats().tokens == 110
+    assert cache.get_seq_length() == 100
+
+
+def test_an_unpatched_model_goes_on_with_the_cache() -> None:
+    three = models.make("deepseek_v3")
+    ids, mask = models.tokens(2, 60), torch.ones(2, 60, dtype=torch.long)
+    mask[1, :7] = 0
+    expected = models.steps(three.stock, ids, mask, [50, 10])[1]
+    found = models.steps(three.stock, ids, mask, [50, 10], three.served)[1]
+    assert models.error(found, expected) < 0.01
+
+
+def test_other_caches_stay_with_the_stock_code() -> None:
+    three = models.make("deepseek_v3")
+    cache = transformers.StaticCache(config=three.served.config, max_cache_len=64)
+    with torch.no_grad():
+        output = three.served(models.tokens(1, 20), **{models.cache_argument(three.served): cache})
+        expected = three.stock(models.tokens(1, 20)).logits
+    assert models.error(output.logits, expected) < 0.01
+    assert models.reasons(three.served) == {"a cache of StaticLayer"}
+
+
+def test_mistakes() -> None:
+    three = models.make("deepseek_v3")
+    with pytest.raises(ArgumentError, match='kv_format: got \'int4\', expected "auto" or "v32"'):
+        LatentCache(three.served.config, kv_format="int4")
+    cache = LatentCache(three.served.config)
+    with pytest.raises(ArgumentError, match="cache: got layers that are not latent, or empty"):
+        StepGraph(three.served, cache)
+    with torch.no_grad():
+        three.served(models.tokens(2, 5), **{models.cache_argument(three.served): cache})
+        with pytest.raises(ArgumentError, match=r"hidden_states.shape\[0\]: got 3, expected 2, as cached"):
+            three.served(models.tokens(3, 1), **{models.cache_argument(three.served): cache})
+    with pytest.raises(ArgumentError, match="cache: got max_length=None"):
+        StepGraph(three.served, cache)
+    assert all(isinstance(layer, LatentLayer) for layer in cache.layers)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "glm_moe_dsa", "hy_v4", "mistral4"])
+def test_steps_in_a_graph(name: str) -> None:
+    three = models.make(name, "cuda")
+    ids = models.tokens(3, 30, "cuda")
+    argument = models.cache_argument(three.served)
+    caches = [LatentCache(three.served.config, max_length=128) for _ in range(2)]
+    for cache in caches:
+        with torch.no_grad():
+            three.served(ids[:, :20], **{argument: cache})
+    graph = StepGraph(three.served, caches[0])
+    for i in range(20, 30):
+        logits = graph(ids[:, i : i + 1])
+        with torch.no_grad():
+            expected = three.served(ids[:, i : i + 1], **{argument: caches[1]}).logits
+        assert models.error(logits, expected) < 1e-3
+    assert caches[0].get_seq_length() == caches[1].get_seq_length() == 30
