@@ -115,6 +115,8 @@ class Call:
             raise Unfit("output_attentions")
         if not self.call.get("is_causal", True):
             raise Unfit("is_causal=False")
+        if self.cache is not None and (problem := self.served.group.problem_of(self.cache, module)):
+            raise Unfit(problem)
         if self.sparse and has_dropout(module.kv_b_proj):
             raise Unfit("an adapter of kv_b_proj with dropout")
         if self.sparse and x.dtype != torch.bfloat16:

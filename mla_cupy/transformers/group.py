@@ -39,6 +39,22 @@ class Group:
             self._said.add(reason)
             logger.warning("mla_cupy: layer %s: %s; the stock code computes such calls", layer, reason)
 
+    def problem_of(self, cache: Any, module: Any) -> str | None:
+        """Why a cache cannot hold latents for a module."""
+        i = module.layer_idx
+        if not hasattr(cache, "layers"):
+            return f"a cache of type {type(cache).__name__}"
+        if getattr(cache, "layer_class_to_replicate", None) is not None:
+            cache.layers.extend(cache.layer_class_to_replicate() for _ in range(i + 1 - len(cache.layers)))
+        layer = cache.layers[i]
+        if isinstance(layer, LatentLayer):
+            return None
+        if cache.offloading or type(layer) not in (DynamicLayer, DynamicIndexedLayer):
+            return f"a cache of {type(layer).__name__}{', offloaded' if cache.offloading else ''}"
+        if layer.get_seq_length() and (layer.keys.shape[1], layer.keys.shape[-1]) != (1, module.kv_lora_rank):
+            return "a cache of expanded keys"
+        return None
+
     def adopt(
         self, cache: Any, module: Any, rope: str, x: torch.Tensor, mask: torch.Tensor | None
     ) -> LatentLayer | str:
@@ -47,16 +63,10 @@ class Group:
         An empty layer is replaced; one in which the stock code has stored latents is copied first.
         """
         i = module.layer_idx
-        if cache.layer_class_to_replicate is not None:
-            cache.layers.extend(cache.layer_class_to_replicate() for _ in range(i + 1 - len(cache.layers)))
         layer = cache.layers[i]
         if isinstance(layer, LatentLayer):
             return layer
-        if cache.offloading or type(layer) not in (DynamicLayer, DynamicIndexedLayer):
-            return f"a cache of {type(layer).__name__}{', offloaded' if cache.offloading else ''}"
         stored = layer.get_seq_length()
-        if stored and (layer.keys.shape[1], layer.keys.shape[-1]) != (1, module.kv_lora_rank):
-            return "a cache of expanded keys"
         store = self._store(cache, module, rope, x)
         if stored != store.length_before(i) and store.counts:
             return f"a cache whose layers have {stored} and {store.length_before(i)} tokens"

@@ -32,7 +32,9 @@ def register(is_attached: Callable[[Any], bool], attach: Callable[[torch.nn.Modu
 
     def mask(*, config: Any = None, **options: Any) -> torch.Tensor | None:
         found = _lean(config, **options) if is_attached(config) else None
-        return sdpa_mask(config=config, **options) if found is None else found[0]
+        if found is not None:
+            return found[0]
+        return sdpa_mask(config=config, **{**options, "allow_is_causal_skip": False})  # None would be ambiguous
 
     def attention(module: torch.nn.Module, *arrays: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         attach(module)
@@ -48,6 +50,8 @@ def _lean(
     batch_size: int,
     q_length: int,
     kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
     mask_function: Any = causal_mask_function,
     attention_mask: torch.Tensor | None = None,
     use_vmap: bool = False,
@@ -56,7 +60,9 @@ def _lean(
 ) -> tuple[torch.Tensor | None] | None:
     """The mask in a tuple, or None if it is no causal mask of padded or packed sequences."""
     found = attention_mask
-    if isinstance(q_length, torch.Tensor) or (found is not None and found.shape[-1] != kv_length):
+    if isinstance(q_offset, torch.Tensor) or kv_offset or q_offset + q_length != kv_length:
+        return None
+    if found is not None and found.shape[-1] != kv_length:
         return None
     if mask_function is not causal_mask_function:
         if use_vmap or found is not None:

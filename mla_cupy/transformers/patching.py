@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,8 @@ from mla_cupy.transformers.group import Group, logger
 from mla_cupy.transformers.masks import NAME, register
 
 OLDEST = (5, 17)
-_groups: dict[int, Group] = {}
+#: By the number of the configuration that a model's modules share, which is compared: numbers of dead objects return.
+_groups: dict[int, tuple[weakref.ref[Any], Group]] = {}
 _before: dict[int, str] = {}
 _COMMON = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj", "scaling", "layer_idx", "attention_dropout")
 
@@ -57,6 +59,7 @@ def patch(model: Any, *, reference: bool = False) -> Any:
     if not modules:
         raise ArgumentError(explain("model", f"no {family.attention} in it", "a model with MLA of transformers"))
     for module in modules:
+        _detach(module)  # also of a deep copy of a patched model
         if problem := problem_of(module, family):
             raise ArgumentError(explain("transformers", f"{transformers.__version__}: {problem}", "5.17 or newer"))
     _before.setdefault(id(model), model.config._attn_implementation)
@@ -138,11 +141,20 @@ def attach(module: nn.Module, *, reference: bool = False) -> None:
     if problem := problem_of(module, family):
         logger.warning("mla_cupy: %s; the stock code computes the attention", problem)
         return
-    group = _groups.setdefault(id(config), Group(family, reference))
+    group = group_of(config)
+    if group is None:
+        group = Group(family, reference)
+        _groups[id(config)] = (weakref.ref(config), group)
     layer: Any = module.layer_idx
     group.modules[layer] = module
     group.reference = group.reference or reference
     setattr(module, _place_of(module), Served(module, family, group, _forward_of(module)))
+
+
+def group_of(config: Any) -> Group | None:
+    """The served modules that share a configuration."""
+    known = _groups.get(id(config))
+    return known[1] if known and known[0]() is config else None
 
 
 def _detach(module: nn.Module) -> None:
@@ -173,4 +185,4 @@ def _modules(model: nn.Module, family: Family) -> Iterator[nn.Module]:
     return (module for module in model.modules() if type(module).__name__ == family.attention)
 
 
-register(lambda config: id(config) in _groups, attach)
+register(lambda config: group_of(config) is not None, attach)

@@ -88,13 +88,13 @@ def causal_model(config: Any) -> Any:
 
 def reasons(model: Any) -> set[str]:
     """Why calls of a served model went to the stock code."""
-    groups = [patching._groups.get(id(getattr(module, "config", None))) for module in model.modules()]
+    groups = [patching.group_of(getattr(module, "config", None)) for module in model.modules()]
     return {reason for group in groups if group for reason in group._said}
 
 
 def error(found: Any, expected: Any, real: Any = None) -> float:
     """Relative norm of the difference, where tokens are real."""
-    x, y = found.float(), expected.float()
+    x, y = found.detach().float(), expected.detach().float()
     if real is not None:
         x, y = x[real], y[real]
     assert torch.isfinite(x).all()
