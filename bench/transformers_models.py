@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Any) -> int:
     """Measures, prints a table, and writes rows as they come."""
-    import torch  # noqa: PLC0415
+    import torch
 
     if not torch.cuda.is_available():
         raise BenchError("transformers: no GPU; expected one that PyTorch can use")
@@ -74,8 +74,8 @@ def decode(match: str) -> Iterator[Row]:
 
 def _decode(name: str, heads: int, b: int, cached: int) -> Row:
     """Time of one of several equal layers: what a step does once for all of them is shared out."""
-    import torch  # noqa: PLC0415
-    from transformers import DynamicCache  # noqa: PLC0415
+    import torch
+    from transformers import DynamicCache
 
     module, rotary, config = _module(heads)
     modules = [_at(module, i) for i in range(_LAYERS)]
@@ -120,9 +120,9 @@ def _at(module: Any, layer: int) -> Any:
 
 def _captured(modules: Any, x: Any, embeddings: Any, cache: Any) -> Callable[[], Any]:
     """A replay of one step, which writes the same token each time."""
-    import torch  # noqa: PLC0415
+    import torch
 
-    from mla_cupy.transformers.ragged import Ragged  # noqa: PLC0415
+    from mla_cupy.transformers.ragged import Ragged
 
     cache.layers[0].store.extend(Ragged.of(None, len(x), 1, x.device))
     graph = torch.cuda.CUDAGraph()
@@ -134,14 +134,20 @@ def _captured(modules: Any, x: Any, embeddings: Any, cache: Any) -> Callable[[],
 
 def prefill(match: str) -> Iterator[Row]:
     """Prompts, and training."""
-    for heads, tokens, train in [(128, 2048, False), (128, 8192, False), (16, 8192, False), (128, 4096, True), (16, 8192, True)]:
+    for heads, tokens, train in [
+        (128, 2048, False),
+        (128, 8192, False),
+        (16, 8192, False),
+        (128, 4096, True),
+        (16, 8192, True),
+    ]:
         name = f"{'forward and backward' if train else 'prefill'}, {heads} heads, {tokens} tokens"
         if match in name:
             yield _prefill(name, heads, tokens, train)
 
 
 def _prefill(name: str, heads: int, tokens: int, train: bool) -> Row:
-    import torch  # noqa: PLC0415
+    import torch
 
     module, rotary, config = _module(heads)
     module.train(train)
@@ -173,7 +179,7 @@ def sparse(match: str) -> Iterator[Row]:
 
 
 def _sparse(name: str, tokens: int, with_stock: bool) -> Row:
-    import torch  # noqa: PLC0415
+    import torch
 
     module, rotary, config = _module(128, "deepseek_v32", "DeepseekV32")
     x = torch.randn(1, tokens, config.hidden_size, device="cuda").bfloat16() / 2
@@ -217,9 +223,9 @@ def v3(match: str) -> Iterator[Row]:
 
 
 def _whole_step(name: str, model: Any, b: int, cached: int) -> Row:
-    import torch  # noqa: PLC0415
+    import torch
 
-    from mla_cupy.transformers import LatentCache, StepGraph, patch, unpatch  # noqa: PLC0415
+    from mla_cupy.transformers import LatentCache, StepGraph, patch, unpatch
 
     ids = torch.randint(0, 1000, (b, 1), device="cuda")
     places = torch.full((b, 1), cached, device="cuda")
@@ -258,7 +264,7 @@ def _whole_step(name: str, model: Any, b: int, cached: int) -> Row:
 
 
 def _filled(config: Any, b: int, cached: int, device: Any) -> Any:
-    from transformers import DynamicCache  # noqa: PLC0415
+    from transformers import DynamicCache
 
     made = DynamicCache(config=config)
     _fill(made, b, cached)
@@ -267,7 +273,7 @@ def _filled(config: Any, b: int, cached: int, device: Any) -> Any:
 
 def _fill(cache: Any, b: int, cached: int) -> None:
     """The same random latents each time."""
-    import torch  # noqa: PLC0415
+    import torch
 
     made = torch.Generator("cuda").manual_seed(cached)
     for layer in cache.layers:
@@ -276,8 +282,8 @@ def _fill(cache: Any, b: int, cached: int) -> None:
 
 
 def _lite() -> Any:
-    import torch  # noqa: PLC0415
-    from transformers import AutoModelForCausalLM, DeepseekV2Config  # noqa: PLC0415
+    import torch
+    from transformers import AutoModelForCausalLM, DeepseekV2Config
 
     sizes = {"hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16}
     experts = {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1408, "num_experts_per_tok": 6}
@@ -289,10 +295,12 @@ def _lite() -> Any:
 
 
 def _dense_v3() -> Any:
-    import torch  # noqa: PLC0415
-    from transformers import AutoModelForCausalLM, DeepseekV3Config  # noqa: PLC0415
+    import torch
+    from transformers import AutoModelForCausalLM, DeepseekV3Config
 
-    config = DeepseekV3Config(num_hidden_layers=4, first_k_dense_replace=4, vocab_size=1024, max_position_embeddings=163840)
+    config = DeepseekV3Config(
+        num_hidden_layers=4, first_k_dense_replace=4, vocab_size=1024, max_position_embeddings=163840
+    )
     with torch.device("cuda"):
         return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16).eval()
 
@@ -302,9 +310,9 @@ def _dense_v3() -> Any:
 
 def _module(heads: int, name: str = "deepseek_v3", prefix: str = "DeepseekV3") -> tuple[Any, Any, Any]:
     """An attention module with random weights, its rotary embedding, and its configuration."""
-    import importlib  # noqa: PLC0415
+    import importlib
 
-    import torch  # noqa: PLC0415
+    import torch
 
     torch.manual_seed(0)
     file = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
@@ -319,8 +327,8 @@ def _module(heads: int, name: str = "deepseek_v3", prefix: str = "DeepseekV3") -
 
 def _serve(module: Any) -> None:
     """What `patch` does to a module of a model."""
-    from mla_cupy.transformers.masks import NAME  # noqa: PLC0415
-    from mla_cupy.transformers.patching import attach  # noqa: PLC0415
+    from mla_cupy.transformers.masks import NAME
+    from mla_cupy.transformers.patching import attach
 
     module.config._attn_implementation = NAME
     attach(module)
@@ -328,7 +336,7 @@ def _serve(module: Any) -> None:
 
 def _timed(call: Callable[[], Any], rounds: int) -> tuple[Any, float, int]:
     """Result of a call, its median time in us, and its peak memory beyond what was allocated, in MiB."""
-    import torch  # noqa: PLC0415
+    import torch
 
     result = call()
     call()

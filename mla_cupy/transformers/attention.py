@@ -146,6 +146,10 @@ class Call:
 
     def _check_sizes(self) -> None:
         sizes, wants_grad = self.sizes, torch.is_grad_enabled() and self.x.requires_grad
+        if self.past and self.s > 1 and self.mask is not None and self.layer is not None:
+            store = self.layer.store
+            if not torch.equal(self.mask[:, : self.past], store.is_real(self.b)[:, : self.past]):
+                raise Unfit("a mask that hides other cached tokens than before")
         if self.past and wants_grad:
             raise Unfit("gradients through cached tokens")
         if not self.sparse and not self.is_absorbed and not sizes.prefills:

@@ -194,11 +194,11 @@ class LatentStore:
     def _count(self, new: Ragged) -> None:
         if new.rows is not None:
             ones = torch.ones(new.b, new.s, dtype=torch.bool, device=self.device)
-            self.padding = torch.cat([self._is_real(new.b), new.put(new.take(ones))], 1)
+            self.padding = torch.cat([self.is_real(new.b), new.put(new.take(ones))], 1)
         self.length += new.s
         self._counted = new.s
 
-    def _is_real(self, b: int) -> torch.Tensor:
+    def is_real(self, b: int) -> torch.Tensor:
         """(b, length) of bool: all that came after the last padding is real."""
         old = torch.ones(b, 0, dtype=torch.bool, device=self.device) if self.padding is None else self.padding
         return torch.cat([old, old.new_ones(b, self.length - old.shape[1])], 1)
@@ -214,7 +214,9 @@ class LatentStore:
         cache = self._cache
         if cache is not None and b <= self._max_seqs and pages <= self._max_pages and tokens <= self._max_tokens:
             return
-        room = max(self.options.max_length or 0, length if self.options.max_length else length + max(length // 4, _GROWTH))
+        room = max(
+            self.options.max_length or 0, length if self.options.max_length else length + max(length // 4, _GROWTH)
+        )
         self._max_seqs, self._max_pages, self._max_tokens = b, -(-room // PAGE), max(8192, tokens)
         made = PagedKVCache(
             self._formats(),
@@ -320,7 +322,7 @@ class LatentStore:
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         """Cached tokens [n, ...] at their places in the padded batch [b, length, ...]; padding is 0."""
         b = len(self.counts)
-        mask = None if self.padding is None else self._is_real(b)
+        mask = None if self.padding is None else self.is_real(b)
         return Ragged.of(mask, b, self.length, self.device).put(x)
 
     # ---- Sequences
@@ -330,7 +332,7 @@ class LatentStore:
         if self.padding is None:
             self.counts = [max(0, n - tokens) for n in self.counts]
         else:
-            self.padding = self._is_real(len(self.counts))[:, : max(0, self.length - tokens)]
+            self.padding = self.is_real(len(self.counts))[:, : max(0, self.length - tokens)]
             self.counts = self.padding.sum(1).tolist()
         self.length = max(0, self.length - tokens)
         if self.sequences:
@@ -424,8 +426,8 @@ class LatentLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         """Drop so many tokens, a negative number; the first layer does it for all."""
         if self._is_first:
-            length = self.store.length
-            kept = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
+            length, wanted = self.store.length, int(tokens_to_remove)
+            kept = wanted if wanted > 0 else length + wanted
             self.store.crop(max(0, length - kept))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:

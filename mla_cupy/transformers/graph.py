@@ -48,7 +48,9 @@ class StepGraph:
             remedy = "call the patched model with the prompt first; models with other layers cannot be captured"
             raise ArgumentError(explain("cache", "layers that are not latent, or empty", "latents of a prompt", remedy))
         if cache.latent_options.max_length is None:
-            raise ArgumentError(explain("cache", "max_length=None", "a LatentCache with max_length", "it must not grow"))
+            raise ArgumentError(
+                explain("cache", "max_length=None", "a LatentCache with max_length", "it must not grow")
+            )
         self._model, self._cache, self._argument = model, cache, cache_argument(model)
         self._stores: tuple[LatentStore, ...] = tuple(cache.latent_stores.values())
         store = self._stores[0]

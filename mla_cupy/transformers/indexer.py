@@ -66,5 +66,3 @@ def select(states: IndexStates, new: Ragged, layer: LatentLayer | None, past: in
         q, keys, weights.contiguous(), first.int(), last.int(), topk=min(topk, len(keys))
     )
     return new.put(indices)
-
-

@@ -70,22 +70,12 @@ def _lean(
         found = _segments(mask_function, batch_size, q_length, device)
         if found is None:
             return None
-    elif found is not None and q_length > 1:  # one token a step: looking at the mask would wait for the GPU
-        if bool(found.all()):
-            found = None
-        elif not _is_sequence(found):
-            return None
+    elif found is not None and q_length > 1 and bool(found.all()):
+        found = None  # of one token a step this is not asked: it waits for the GPU
     if not hasattr(config, "index_topk"):
         return (found,)
     flat = torch.ones((), dtype=torch.bool, device=device) if found is None else found[:, None, None, :]
     return (flat.expand(batch_size, 1, q_length, kv_length),)
-
-
-def _is_sequence(padding: torch.Tensor) -> bool:
-    """True if the real tokens of each row are neighbours, so that positions and causality need no mask."""
-    edges = padding.to(torch.int8).diff(dim=1).abs().sum(1)
-    both = padding[:, 0] & padding[:, -1]
-    return bool(((edges <= 2) & ~(both & (edges > 0))).all())
 
 
 def _segments(mask_function: Any, b: int, s: int, device: Any) -> torch.Tensor | None:
@@ -157,7 +147,9 @@ def stock_attention(
             mask = dense(None, s, keys, query.device)
         return sdpa_attention_forward(module, query, key, value, mask, **options)
     seen = dense(None, s, keys, query.device) if mask is None else _seen(mask)
-    added = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill(~seen, torch.finfo(query.dtype).min)
+    added = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill(
+        ~seen, torch.finfo(query.dtype).min
+    )
     eager = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
     found: tuple[torch.Tensor, torch.Tensor | None] = eager(module, query, key, value, added, **options)
     return found

@@ -101,7 +101,9 @@ def family_of(config: Any) -> Family:
         if name in FAMILIES:
             sizes = Sizes.of(text)
             if not (sizes.decodes or sizes.prefills) or (FAMILIES[name].indexer and not sizes.is_sparse):
-                raise ArgumentError(explain("head sizes", f"{sizes}", "sizes that a kernel has", "`mla-cupy transformers check`"))
+                raise ArgumentError(
+                    explain("head sizes", f"{sizes}", "sizes that a kernel has", "`mla-cupy transformers check`")
+                )
             return FAMILIES[name]
     raise ArgumentError(explain("model_type", repr(config.model_type), served_types()))
 
@@ -125,7 +127,11 @@ def problem_of(module: Any, family: Family) -> str | None:
     names = [*_COMMON, "q_proj" if getattr(module, "q_lora_rank", None) is None else "q_b_proj"]
     if missing := [name for name in names if not hasattr(module, name)]:
         return f"{type(module).__name__} has no {missing[0]}"
-    functions = {"interleaved": "apply_rotary_pos_emb_interleave", "halves": "apply_rotary_pos_emb", "complex": "apply_rotary_emb"}
+    functions = {
+        "interleaved": "apply_rotary_pos_emb_interleave",
+        "halves": "apply_rotary_pos_emb",
+        "complex": "apply_rotary_emb",
+    }
     name = functions.get(family.rope_of(module.config))
     if name and not hasattr(sys.modules[type(module).__module__], name):
         return f"{type(module).__module__} has no {name}"
@@ -161,7 +167,7 @@ def _detach(module: nn.Module) -> None:
     place = _place_of(module)
     served = module.__dict__.get(place)
     if isinstance(served, Served):
-        if getattr(served.original, "__func__", None) is type(module).forward:
+        if place == "forward" and getattr(served.original, "__func__", None) is type(module).forward:
             delattr(module, place)
         else:
             setattr(module, place, served.original)

@@ -18,12 +18,6 @@ from mla_cupy.transformers.attention import Served
 from . import models
 
 
-def _attentions(model: Any) -> None:
-    model.config.output_attentions = True
-    for layer in model.model.layers:
-        layer.self_attn.config.output_attentions = True
-
-
 def _dropout(model: Any) -> None:
     model.train()
     for layer in model.model.layers:
@@ -33,20 +27,20 @@ def _dropout(model: Any) -> None:
 _CHANGES: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
     "dropout": (_dropout, {}, "attention dropout of 1e-09"),
     "float32": (lambda model: model.float(), {}, "hidden states of torch.float32, not bfloat16 or float16"),
-    "custom mask": (lambda _: None, {"attention_mask": "window"}, "a mask of (2, 1, 40, 40) and torch.bool"),
-    "holes": (lambda _: None, {"attention_mask": "holes"}, "a mask of (2, 1, 40, 40) and torch.bool"),
-    "weights": (_attentions, {}, "output_attentions"),
+    "custom mask": (lambda _: None, {"attention_mask": "window"}, "a mask of (2, 1, 40, 40) and torch.bfloat16"),
+    "weights": (lambda _: None, {"output_attentions": True}, "output_attentions"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*output_attentions")
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm_moe_dsa", "hy_v4"])
 @pytest.mark.parametrize("change", _CHANGES)
 def test_stock_results(change: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
     three = models.make(name)
     alter, call, reason = _CHANGES[change]
     ids = models.tokens(2, 40)
-    if call:
-        call = {"attention_mask": _mask(call["attention_mask"])}
+    if "attention_mask" in call:
+        call = {"attention_mask": _window()}
     found = []
     for model in three[1:]:
         alter(model)
@@ -54,20 +48,36 @@ def test_stock_results(change: str, name: str, caplog: pytest.LogCaptureFixture)
             found.append(model(input_ids=ids, **call))
             model(input_ids=ids, **call)
     assert models.error(found[1].logits, found[0].logits) < 0.02
+    if change == "weights":
+        assert found[1].attentions[0].shape == (2, 4, 40, 40)
     said = [record.message for record in caplog.records if record.name == "mla_cupy.transformers"]
     assert len(said) == 1
     assert reason in said[0]
     assert said[0].endswith("; the stock code computes such calls")
 
 
-def _mask(kind: str) -> Any:
-    if kind == "holes":
-        mask = torch.ones(2, 40, dtype=torch.long)
-        mask[0, 10:20] = 0
-        return mask
+def _window() -> Any:
+    """The mask of a window of 7 tokens."""
     places = torch.arange(40)
     seen = (places[None] <= places[:, None]) & (places[None] > places[:, None] - 7)
-    return seen[None, None].expand(2, 1, 40, 40).contiguous()
+    added = torch.zeros(2, 1, 40, 40, dtype=torch.bfloat16)
+    return added.masked_fill(~seen, torch.finfo(torch.bfloat16).min)
+
+
+def test_a_mask_that_changes() -> None:
+    """Tokens that an earlier mask showed and a later one hides are hidden by the stock code."""
+    three = models.make("deepseek_v3")
+    ids, mask = models.tokens(2, 30), torch.ones(2, 30, dtype=torch.long)
+    found = []
+    for model in three[1:]:
+        with torch.no_grad():
+            cache = model(input_ids=ids[:, :20], attention_mask=mask[:, :20]).past_key_values
+            mask[0, 5:9] = 0
+            call = {"input_ids": ids[:, 20:], "attention_mask": mask, models.cache_argument(model): cache}
+            found.append(model(**call).logits)
+            mask[0, 5:9] = 1
+    assert models.error(found[1], found[0]) < 0.01
+    assert models.reasons(three.served) == {"a mask that hides other cached tokens than before"}
 
 
 def test_the_cpu_is_left_to_the_stock_code(caplog: pytest.LogCaptureFixture) -> None:

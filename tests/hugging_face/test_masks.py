@@ -42,12 +42,12 @@ def models_cache_name() -> str:
     return "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9), st.integers(0, 5)), min_size=1, max_size=4))
-def test_padding(rows: list[tuple[int, int, int]]) -> None:
-    s = max(sum(row) for row in rows)
-    mask = torch.zeros(len(rows), s, dtype=torch.long)
-    for i, (left, real, _) in enumerate(rows):
-        mask[i, left : left + real] = 1
+@given(st.integers(2, 12).flatmap(lambda s: st.lists(st.lists(st.booleans(), min_size=s, max_size=s), min_size=1)))
+def test_padding(rows: list[list[bool]]) -> None:
+    """On either side of a row, or in the middle."""
+    mask = torch.tensor(rows).long()
+    mask[:, -1] = 1
+    s = mask.shape[1]
     for name in ("deepseek_v3", "glm_moe_dsa"):
         small, full = _masks(name, s, attention_mask=mask)
         meant = masks.dense(masks.lean(small), s, s, mask.device).expand(full.shape)
@@ -55,7 +55,7 @@ def test_padding(rows: list[tuple[int, int, int]]) -> None:
         assert torch.equal(meant[real], full[real])
         assert small is None or small.untyped_storage().nbytes() <= mask.numel()
         ragged = Ragged.of(masks.lean(small), len(rows), s, mask.device)
-        assert list(ragged.counts) == [real for _, real, _ in rows]
+        assert list(ragged.counts) == mask.sum(1).tolist()
         x = torch.randn(len(rows), s, 3)
         assert torch.equal(ragged.put(ragged.take(x)), x * mask[..., None])
 
@@ -69,16 +69,6 @@ def test_packed(rows: list[list[int]]) -> None:
     mask = masks.lean(small)
     assert torch.equal(masks.dense(mask, s, s, places.device).expand(full.shape), full)
     assert list(Ragged.of(mask, len(rows), s, places.device).counts) == [n for row in rows for n in row]
-
-
-@pytest.mark.parametrize("hole", [slice(2, 4), slice(5, 6)])
-def test_holes_are_no_padding(hole: slice) -> None:
-    mask = torch.ones(2, 8, dtype=torch.long)
-    mask[1, hole] = 0
-    small, full = _masks("deepseek_v3", 8, attention_mask=mask)
-    assert torch.equal(small, full)
-    with pytest.raises(ValueError, match="neither causal padding nor packed sequences"):
-        masks.lean(small)
 
 
 def test_a_window_is_no_packing() -> None:
