@@ -16,7 +16,7 @@ from mla_cupy.terminal import show, table
 
 from .core.errors import BenchError
 
-DESCRIPTION = """Times of transformers' attention, stock ("sdpa") and by these kernels, in the same process on the same weights.
+DESCRIPTION = """Times of transformers' attention, stock ("sdpa") and by these kernels, in one process on equal weights.
 
 Modules have random weights in bfloat16 and the sizes of DeepSeek-V3 (128 heads) or DeepSeek-V2-Lite (16 heads).
 """
@@ -129,7 +129,8 @@ def _captured(modules: Any, x: Any, embeddings: Any, cache: Any) -> Callable[[],
     with torch.cuda.graph(graph):
         for each in modules:
             each(x, embeddings, None, cache)
-    return graph.replay
+    replay: Callable[[], Any] = graph.replay
+    return replay
 
 
 def prefill(match: str) -> Iterator[Row]:
@@ -285,10 +286,15 @@ def _lite() -> Any:
     import torch
     from transformers import AutoModelForCausalLM, DeepseekV2Config
 
-    sizes = {"hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16}
+    sizes: Row = {"hidden_size": 2048, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16}
     experts = {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1408, "num_experts_per_tok": 6}
     groups = {"n_group": 1, "topk_group": 1, "topk_method": "greedy", "first_k_dense_replace": 1}
-    rest = {"q_lora_rank": None, "intermediate_size": 10944, "vocab_size": 102400, "max_position_embeddings": 163840}
+    rest: Row = {
+        "q_lora_rank": None,
+        "intermediate_size": 10944,
+        "vocab_size": 102400,
+        "max_position_embeddings": 163840,
+    }
     config = DeepseekV2Config(**sizes, **experts, **groups, **rest)
     with torch.device("cuda"):
         return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16).eval()

@@ -131,6 +131,9 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     engines = add("engines", _engines, "check whether the installed vLLM and SGLang are served")
     if arguments[:1] == ["engines"]:
         _engines_module().add_arguments(engines)
+    transformers = add("transformers", _transformers, "say what is served of a model of Hugging Face transformers")
+    if arguments[:1] == ["transformers"]:
+        _transformers_module().add_arguments(transformers)
     add("sim", _demo, "run PTX in the simulator: see `mla-cupy sim --help`", json_too=False)
     add("bench", _demo, "measure kernels and compare them with others: see `mla-cupy bench --help`", json_too=False)
     add("trace", _demo, "show what each warp of a kernel waits for: see `mla-cupy trace --help`", json_too=False)
@@ -417,6 +420,14 @@ def _engines(options: argparse.Namespace) -> int:
 
 def _engines_module() -> Any:
     return importlib.import_module("mla_cupy.integrations.check")
+
+
+def _transformers(options: argparse.Namespace) -> int:
+    return int(_transformers_module().run(options))
+
+
+def _transformers_module() -> Any:
+    return importlib.import_module("mla_cupy.integrations.transformers")
 
 
 # -- demo, bench -----------------------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
     model = AutoModelForCausalLM.from_pretrained("deepseek-ai/DeepSeek-V2-Lite", dtype="bfloat16", device_map="cuda")
     mla_cupy.transformers.patch(model)
 
-After `import mla_cupy.transformers`, `from_pretrained(..., attn_implementation="mla_cupy")` does the same from the second
-forward pass on. This package needs transformers 5.17 or newer and PyTorch; `import mla_cupy` imports neither.
+After `import mla_cupy.transformers`, `from_pretrained(..., attn_implementation="mla_cupy")` does the same from the
+second forward pass on. This package needs transformers 5.17 or newer and PyTorch; `import mla_cupy` imports neither.
 """
 
 from mla_cupy.transformers.cache import LatentCache

@@ -29,7 +29,7 @@ _MOST_FUSED = 32
 _SPARSE_CHUNK = 4096
 
 
-class Unfit(Exception):
+class UnfitError(Exception):
     """Why a call is left to the stock code."""
 
 
@@ -59,7 +59,7 @@ class Served:
         call = dict(zip(self._names, arguments, strict=False)) | options
         try:
             return Call(self, call).run()
-        except Unfit as reason:
+        except UnfitError as reason:
             self.group.say(self.module.layer_idx, str(reason))
         return self._stock(call)
 
@@ -84,7 +84,7 @@ class Call:
 
     Raises
     ------
-    Unfit
+    UnfitError
         If the kernels do not serve it; nothing has been computed or cached.
     """
 
@@ -106,29 +106,29 @@ class Call:
     def _check(self) -> None:
         module, x = self.module, self.x
         if x.dtype not in (torch.bfloat16, torch.float16):
-            raise Unfit(f"hidden states of {x.dtype}, not bfloat16 or float16")
+            raise UnfitError(f"hidden states of {x.dtype}, not bfloat16 or float16")
         if not (x.is_cuda or self.served.group.reference):
-            raise Unfit(f"hidden states on {x.device}, not on a GPU")
+            raise UnfitError(f"hidden states on {x.device}, not on a GPU")
         if module.training and module.attention_dropout:
-            raise Unfit(f"attention dropout of {module.attention_dropout}")
+            raise UnfitError(f"attention dropout of {module.attention_dropout}")
         if self.call.get("output_attentions") or module.config.output_attentions:
-            raise Unfit("output_attentions")
+            raise UnfitError("output_attentions")
         if not self.call.get("is_causal", True):
-            raise Unfit("is_causal=False")
+            raise UnfitError("is_causal=False")
         if self.cache is not None and (problem := self.served.group.problem_of(self.cache, module)):
-            raise Unfit(problem)
+            raise UnfitError(problem)
         if self.sparse and has_dropout(module.kv_b_proj):
-            raise Unfit("an adapter of kv_b_proj with dropout")
+            raise UnfitError("an adapter of kv_b_proj with dropout")
         if self.sparse and x.dtype != torch.bfloat16:
-            raise Unfit(f"an indexer in {x.dtype}, not bfloat16")
+            raise UnfitError(f"an indexer in {x.dtype}, not bfloat16")
 
     def _mask(self) -> torch.Tensor | None:
         try:
             mask = lean(self.call.get("attention_mask"))
         except ValueError as error:
-            raise Unfit(str(error)) from None
+            raise UnfitError(str(error)) from None
         if mask is not None and mask.dtype == torch.int64 and self.cache is not None:
-            raise Unfit("packed sequences with a cache")
+            raise UnfitError("packed sequences with a cache")
         return mask
 
     def _adopt(self) -> LatentLayer | None:
@@ -136,7 +136,7 @@ class Call:
             return None
         found = self.served.group.adopt(self.cache, self.module, self.served.rope, self.x, self.mask)
         if isinstance(found, str):
-            raise Unfit(found)
+            raise UnfitError(found)
         return found
 
     @property
@@ -149,11 +149,11 @@ class Call:
         if self.past and self.s > 1 and self.mask is not None and self.layer is not None:
             store = self.layer.store
             if not torch.equal(self.mask[:, : self.past], store.is_real(self.b)[:, : self.past]):
-                raise Unfit("a mask that hides other cached tokens than before")
+                raise UnfitError("a mask that hides other cached tokens than before")
         if self.past and wants_grad:
-            raise Unfit("gradients through cached tokens")
+            raise UnfitError("gradients through cached tokens")
         if not self.sparse and not self.is_absorbed and not sizes.prefills:
-            raise Unfit(f"prefill with heads of {sizes.nope + sizes.rope} and {sizes.v} columns")
+            raise UnfitError(f"prefill with heads of {sizes.nope + sizes.rope} and {sizes.v} columns")
 
     @property
     def is_absorbed(self) -> bool:
@@ -268,12 +268,16 @@ class Call:
         if layer is not None and sizes.is_fused and self.past:
             few = q.shape[0] * q.shape[1] <= _MOST_FUSED
             q, store = take(q), layer.store
-            arrays = (q,) if few else (_times(q[..., : sizes.nope], w_uk),)
-            options = {"w_uk": w_uk} if few else {"q_rope": q[..., sizes.nope :]}
-            pages, slots = store.pages(layer.layer), store.step.slots
-            tokens = (take(latent), take(rope))
             found: torch.Tensor = mla.mla_prepare(
-                *arrays, *tokens, pages, slots, **options, **self._tables(), kv_format=store.kv_format
+                q if few else _times(q[..., : sizes.nope], w_uk),
+                take(latent),
+                take(rope),
+                store.pages(layer.layer),
+                store.step.slots,
+                w_uk=w_uk if few else None,
+                q_rope=None if few else q[..., sizes.nope :],
+                kv_format=store.kv_format,
+                **self._tables(),
             )[0]
             return found
         q_rope, k_rope = self._turn(q[..., sizes.nope :], rope)

@@ -30,7 +30,7 @@ class Options:
     kv_format : str
         "auto" for rows of the model's dtype, or "v32".
     max_length : int, optional
-        Tokens of each sequence that pages are allocated for at once. Default: the prompt's, and more as they are needed.
+        Tokens of each sequence that pages are allocated for at once. Default: the prompt's, and more as they come.
     """
 
     kv_format: str = "auto"
@@ -48,7 +48,7 @@ class LatentCache(DynamicCache):
     config : PreTrainedConfig
         The model's.
     kv_format : {"auto", "v32"}
-        "auto" stores rows of the model's dtype. "v32" stores 656 bytes a token: latents in e4m3, with a scale for each 128.
+        "auto" stores rows of the model's dtype. "v32" stores 656 bytes a token: latents in e4m3, a scale for each 128.
     max_length : int, optional
         Tokens of a sequence to allocate at once, so that addresses never change, as CUDA graphs require. Default: the
         cache grows by a quarter whenever it is full, and copies its pages.
@@ -381,7 +381,7 @@ class LatentLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store latents [b, 1, s, latent] and RoPE columns [b, 1, s, rope], for the stock code; returns those of all tokens."""
+        """Store latents [b, 1, s, latent] and RoPE columns [b, 1, s, rope] for the stock code; returns all tokens'."""
         store, sizes = self.store, self.store.sizes
         if (key_states.shape[1], key_states.shape[-1]) != (1, sizes.latent):
             expected = f"latents, (b, 1, s, {sizes.latent})"
@@ -467,7 +467,7 @@ def _rows(kind: str, width: int) -> CacheFormat:
 
 
 def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def _slots_of(pages: torch.Tensor, count: int) -> torch.Tensor:

@@ -83,11 +83,10 @@ class StepGraph:
         assert self._logits is not None
         return self._logits
 
-    @torch.no_grad()
     def _step(self) -> torch.Tensor:
-        found: torch.Tensor = self._model(
-            input_ids=self._ids, position_ids=self._positions, **{self._argument: self._cache}, use_cache=True
-        ).logits
+        call = {"input_ids": self._ids, "position_ids": self._positions, self._argument: self._cache}
+        with torch.no_grad():
+            found: torch.Tensor = self._model(**call, use_cache=True).logits
         return found
 
     def _capture(self) -> None:

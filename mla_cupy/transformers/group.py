@@ -73,7 +73,7 @@ class Group:
         made = LatentLayer(store, i)
         if stored:
             padding = None if mask is None else mask[:, :stored]
-            store.copy(i, layer, Ragged.of(padding, *layer.keys.shape[::2], x.device))
+            store.copy(i, layer, Ragged.of(padding, len(layer.keys), stored, x.device))
         cache.layers[i] = made
         return made
 

@@ -37,7 +37,7 @@ class Halves:
 
     def _matrix(self, projection: nn.Module, dtype: torch.dtype) -> torch.Tensor:
         if is_plain(projection, dtype):
-            weight: torch.Tensor = projection.weight  # type: ignore[assignment]
+            weight: torch.Tensor = projection.weight
             return weight
         device = next(projection.parameters()).device
         made: torch.Tensor = projection(torch.eye(self._sizes.latent, dtype=dtype, device=device)).T.contiguous()
