@@ -112,7 +112,7 @@ def _decode(name: str, heads: int, b: int, cached: int) -> Row:
 
 
 def _at(module: Any, layer: int) -> Any:
-    """The same weights as another layer."""
+    """Copy a module as another layer, with its weights."""
     made = copy.copy(module)
     made.layer_idx = layer
     return made
@@ -273,7 +273,7 @@ def _filled(config: Any, b: int, cached: int, device: Any) -> Any:
 
 
 def _fill(cache: Any, b: int, cached: int) -> None:
-    """The same random latents each time."""
+    """Fill a cache with random latents, equal each time."""
     import torch
 
     made = torch.Generator("cuda").manual_seed(cached)
@@ -322,7 +322,7 @@ def _module(heads: int, name: str = "deepseek_v3", prefix: str = "DeepseekV3") -
 
     torch.manual_seed(0)
     file = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    options = {"num_attention_heads": heads, "num_key_value_heads": heads, "num_hidden_layers": _LAYERS}
+    options: Row = {"num_attention_heads": heads, "num_key_value_heads": heads, "num_hidden_layers": _LAYERS}
     if heads == 16:
         options |= {"hidden_size": 2048, "q_lora_rank": None}
     config = getattr(file, f"{prefix}Config")(**options, max_position_embeddings=163840)
@@ -332,7 +332,7 @@ def _module(heads: int, name: str = "deepseek_v3", prefix: str = "DeepseekV3") -
 
 
 def _serve(module: Any) -> None:
-    """What `patch` does to a module of a model."""
+    """Serve a module as `patch` does."""
     from mla_cupy.transformers.masks import NAME
     from mla_cupy.transformers.patching import attach
 

@@ -20,7 +20,7 @@ examples:
 
 
 class Answer(NamedTuple):
-    """What happens to one use of a model.
+    """The fate of one use of a model.
 
     Attributes
     ----------
@@ -81,7 +81,7 @@ def config_of(model: str) -> Any:
 
 
 def check(config: Any) -> list[Answer]:
-    """What `patch` serves of a model with this configuration.
+    """Say what `patch` serves of a model with this configuration.
 
     Parameters
     ----------

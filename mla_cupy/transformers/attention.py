@@ -30,7 +30,7 @@ _SPARSE_CHUNK = 4096
 
 
 class UnfitError(Exception):
-    """Why a call is left to the stock code."""
+    """The reason why a call is left to the stock code."""
 
 
 class Served:
@@ -164,7 +164,7 @@ class Call:
     # ---- The forward pass
 
     def run(self) -> tuple[Any, ...]:
-        """What the module's forward method returns."""
+        """Compute what the module's forward method returns."""
         indices = None
         if self.sparse:
             out, indices = self._sparse()

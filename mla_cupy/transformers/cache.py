@@ -23,7 +23,7 @@ _GROWTH = 256
 
 @dataclass(frozen=True)
 class Options:
-    """How a cache stores tokens.
+    """Options of a cache.
 
     Attributes
     ----------

@@ -98,7 +98,7 @@ class Sizes:
 
     @staticmethod
     def of(config: Any) -> Sizes:
-        """Those of a configuration, or of an attention module."""
+        """Read a configuration, or an attention module."""
         return Sizes(config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, config.kv_lora_rank)
 
     @property

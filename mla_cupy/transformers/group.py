@@ -40,7 +40,7 @@ class Group:
             logger.warning("mla_cupy: layer %s: %s; the stock code computes such calls", layer, reason)
 
     def problem_of(self, cache: Any, module: Any) -> str | None:
-        """Why a cache cannot hold latents for a module."""
+        """Say why a cache cannot hold latents for a module."""
         i = module.layer_idx
         if not hasattr(cache, "layers"):
             return f"a cache of type {type(cache).__name__}"

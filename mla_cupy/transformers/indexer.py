@@ -27,7 +27,7 @@ class IndexStates(NamedTuple):
 def index_states(
     indexer: Any, style: Indexer, x: torch.Tensor, read: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]
 ) -> IndexStates:
-    """What a module's indexer computes of hidden states `x`, and of what q_b_proj has read."""
+    """Compute an indexer's states from hidden states `x` and the input of q_b_proj."""
     q = indexer.wq_b(read).view(*x.shape[:2], indexer.n_heads, indexer.head_dim)
     norm = indexer.k_norm.weight.dtype
     k = indexer.k_norm(indexer.wk(x).to(norm)).to(x.dtype)[:, :, None]

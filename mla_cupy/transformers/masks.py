@@ -1,8 +1,8 @@
 """`attn_implementation="mla_cupy"`: masks that stay small, and attention for calls that the kernels do not serve.
 
 transformers builds its mask once, before the layers. Dense families get None (causal), a padding mask [b, keys] in
-bool, or the numbers of packed sequences [b, keys] in int64. The sparse families, whose stock code indexes four axes, get
-the same as an expanded view [b, 1, queries, keys] that takes no memory. Anything else is the mask of "sdpa".
+bool, or the numbers of packed sequences [b, keys] in int64. The sparse families, whose stock code indexes four axes,
+get the same as an expanded view [b, 1, queries, keys] that takes no memory. Anything else is the mask of "sdpa".
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def lean(mask: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def dense(mask: torch.Tensor | None, s: int, keys: int, device: torch.device) -> torch.Tensor:
-    """What a small mask means, [b or 1, 1, s, keys] of bool."""
+    """Expand a small mask to [b or 1, 1, s, keys] of bool."""
     places = torch.arange(keys, device=device)
     causal = (places[None, :] <= places[keys - s :, None])[None, None]
     if mask is None:
@@ -145,9 +145,8 @@ def stock_attention(
     if not (options.get("output_attentions") or options.get("s_aux") is not None):
         if mask is None and 1 < s < keys:
             mask = dense(None, s, keys, query.device)
-        found: tuple[torch.Tensor, torch.Tensor | None] = sdpa_attention_forward(
-            module, query, key, value, mask, **options
-        )
+        found: tuple[torch.Tensor, torch.Tensor | None]
+        found = sdpa_attention_forward(module, query, key, value, mask, **options)
         return found
     seen = dense(None, s, keys, query.device) if mask is None else _seen(mask)
     added = torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill(

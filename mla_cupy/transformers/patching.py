@@ -1,4 +1,4 @@
-"""Which models are served: `patch`, `unpatch`, and what `attn_implementation="mla_cupy"` does."""
+"""Patching of models: `patch`, `unpatch`, and `attn_implementation="mla_cupy"`."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def served_types() -> str:
 
 
 def problem_of(module: Any, family: Family) -> str | None:
-    """What is not as expected in a module of this version of transformers."""
+    """Name what is not as expected in a module of this version of transformers."""
     version = tuple(int(x) for x in transformers.__version__.split(".")[:2])
     if version < OLDEST:
         return "it is too old"

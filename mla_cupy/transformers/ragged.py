@@ -1,4 +1,4 @@
-"""Which tokens of a padded batch are real, and where each sequence of them starts."""
+"""Padded and packed batches: the real tokens, and where each sequence starts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Ragged:
 
     @staticmethod
     def of(mask: torch.Tensor | None, b: int, s: int, device: torch.device) -> Ragged:
-        """From a mask of `masks.lean`: None, a padding mask or numbers of packed sequences, of the last s tokens.
+        """Read a mask of `masks.lean`: None, padding or numbers of packed sequences, of the last s tokens.
 
         Reading a mask waits for the GPU, once for all layers.
         """
@@ -72,7 +72,7 @@ class Ragged:
         return numbers.repeat_interleave(torch.tensor(self.counts, device=self.device))
 
     def packed(self, keys: torch.Tensor | None = None) -> Packed | None:
-        """For the kernels; `keys` are the starts of keys where these are others."""
+        """Make the kernels' argument; `keys` are the starts of keys where these are others."""
         if keys is None and len(self.counts) == 1:
             return None
         return Packed(self.starts, self.starts if keys is None else keys)

@@ -13,8 +13,8 @@ from mla_cupy.transformers.families import Sizes
 class Halves:
     """W_UK and W_UV of one attention module: views of its weights, or of a copy where the weights are no plain matrix.
 
-    A projection that is quantised, or that an adapter changes, is multiplied by the identity, which gives the matrix that
-    it stands for. That copy takes heads * (nope + v) * latent elements of 16 bits: 32 MiB a layer for 128 heads of
+    A projection that is quantised, or that an adapter changes, is multiplied by the identity, which gives the matrix
+    that it stands for. That copy takes heads * (nope + v) * latent elements of 16 bits: 32 MiB a layer for 128 heads of
     128 + 128. It is made again when a parameter of the projection changes.
     """
 
@@ -60,7 +60,7 @@ def has_dropout(projection: nn.Module) -> bool:
 
 
 def _state_of(projection: nn.Module) -> tuple[Any, ...]:
-    """What changes whenever the projection's result may."""
+    """Describe all that the projection's result depends on."""
     versions = [(id(p), p.data_ptr(), p._version) for p in projection.parameters()]
     adapters = (getattr(projection, name, None) for name in ("active_adapters", "disable_adapters", "merged_adapters"))
     return (*versions, *map(str, adapters), str(getattr(projection, "scaling", None)))
