@@ -257,7 +257,6 @@ def _whole_step(name: str, model: Any, b: int, cached: int) -> Row:
     try:
         graph = StepGraph(model, mine)
         graph(ids)
-        graph(ids)
         row["graph_us"] = _timed(partial(graph, ids), 8)[1]
     except (RuntimeError, AssertionError) as error:
         row["graph_us"] = f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"

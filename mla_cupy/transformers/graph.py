@@ -8,92 +8,97 @@ from typing import Any
 import torch
 
 from mla_cupy.errors import ArgumentError, explain
-from mla_cupy.transformers.cache import PAGE, LatentCache, LatentLayer, LatentStore
+from mla_cupy.transformers.cache import LatentCache, LatentLayer, LatentStore
 from mla_cupy.transformers.ragged import Ragged
 
 
 class StepGraph:
-    """One decode step of a patched model, one token a sequence, captured once and replayed.
+    """Calls of a patched model whose decode steps, of one token a sequence, are replays of one CUDA graph.
 
     With few sequences a step takes as long as the host takes to launch it; a replay is one launch.
 
     Parameters
     ----------
     model : PreTrainedModel
-        Patched, on one GPU, in eval mode. What the stock code does around attention must be capturable: load a
-        mixture-of-experts model with `experts_implementation="grouped_mm"`.
+        Patched, in eval mode, on one GPU; on a CPU all calls run eagerly. What the stock code computes around attention
+        must be capturable, as transformers' default experts are.
     cache : LatentCache
-        With `max_length`, filled by a prefill.
+        With `max_length`; it may hold tokens already.
 
     Raises
     ------
     ArgumentError
-        If the cache does not fit.
+        If the cache may grow, or is full, or another of its layers does not hold latents.
 
     Notes
     -----
-    The first call runs eagerly, the second captures. Logits are overwritten by the next call.
+    Prompts, and the first single token, run eagerly; the second single token is captured. The logits of a replay are
+    overwritten by the next one. After `crop`, `reorder_cache` or `reset` of the cache the graph stays valid for a batch
+    of the same size.
 
     Examples
     --------
-    >>> cache = LatentCache(model.config, max_length=4096)  # doctest: +SKIP
-    >>> logits = model(prompt, past_key_values=cache, logits_to_keep=1).logits  # doctest: +SKIP
-    >>> step = StepGraph(model, cache)  # doctest: +SKIP
-    >>> logits = step(logits[:, -1:].argmax(-1))  # doctest: +SKIP
+    >>> step = StepGraph(model, LatentCache(model.config, max_length=4096))  # doctest: +SKIP
+    >>> token = step(prompt)[:, -1:].argmax(-1)  # doctest: +SKIP
+    >>> token = step(token).argmax(-1)  # doctest: +SKIP
     """
 
     def __init__(self, model: Any, cache: LatentCache) -> None:
-        layers = cache.layers
-        if not (layers and all(isinstance(layer, LatentLayer) and layer.get_seq_length() for layer in layers)):
-            remedy = "call the patched model with the prompt first; models with other layers cannot be captured"
-            raise ArgumentError(explain("cache", "layers that are not latent, or empty", "latents of a prompt", remedy))
         if cache.latent_options.max_length is None:
             raise ArgumentError(
                 explain("cache", "max_length=None", "a LatentCache with max_length", "it must not grow")
             )
         self._model, self._cache, self._argument = model, cache, cache_argument(model)
-        self._stores: tuple[LatentStore, ...] = tuple(cache.latent_stores.values())
-        store = self._stores[0]
-        self._new = Ragged.of(None, len(store.counts), 1, store.device)
-        self._ids, self._positions = (
-            torch.zeros(len(store.counts), 1, dtype=torch.int64, device=store.device) for _ in range(2)
-        )
         self._graph: Any = None
-        self._logits: torch.Tensor | None = None
-        self._warm = False
+        self._warm = 0  # sequences of the single tokens that have run
+        self._ids = self._positions = self._logits = torch.empty(0)
 
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits [b, 1, vocabulary] of the next tokens [b, 1]; positions default to each row's number of tokens."""
-        store = self._stores[0]
-        if max(store.counts) >= (self._cache.latent_options.max_length or 0):
-            got, remedy = f"{max(store.counts)} tokens", "make the LatentCache with a larger max_length"
-            raise ArgumentError(explain("cache", got, f"less than max_length, in pages of {PAGE}", remedy))
-        self._ids.copy_(input_ids)
-        self._positions.copy_(torch.tensor(store.counts)[:, None] if position_ids is None else position_ids)
-        for each in self._stores:
-            each.extend(self._new)
-        if self._graph is not None:
-            self._graph.replay()
-            for each in self._stores:
-                each.all_written()
-        elif self._warm:
+        """Logits [b, s, vocabulary] of tokens [b, s]; the positions of a single token default to its row's length."""
+        b, s = input_ids.shape
+        if s != 1 or not input_ids.is_cuda or self._warm != b:
+            self._warm, self._graph = b if s == 1 else 0, None if self._warm not in (0, b) else self._graph
+            return self._run(input_ids, position_ids)
+        self._prepare(input_ids, position_ids)
+        if self._graph is None:
             self._capture()
         else:
-            self._logits, self._warm = self._step(), True
-        assert self._logits is not None
+            self._graph.replay()
+            for store in self._stores:
+                store.all_written()
         return self._logits
 
-    def _step(self) -> torch.Tensor:
-        call = {"input_ids": self._ids, "position_ids": self._positions, self._argument: self._cache}
+    def _run(self, ids: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        call = {"input_ids": ids, "position_ids": positions, self._argument: self._cache}
         with torch.no_grad():
             found: torch.Tensor = self._model(**call, use_cache=True).logits
         return found
 
+    def _prepare(self, ids: torch.Tensor, positions: torch.Tensor | None) -> None:
+        counts = self._stores[0].counts
+        if max(counts) >= (self._cache.latent_options.max_length or 0):
+            remedy = "make the LatentCache with a larger max_length"
+            raise ArgumentError(explain("cache", f"{max(counts)} tokens", "less than max_length", remedy))
+        if self._graph is None:
+            self._ids = torch.zeros_like(ids)
+            self._positions = torch.zeros(ids.shape, dtype=torch.int64, device=ids.device)
+        self._ids.copy_(ids)
+        self._positions.copy_(torch.tensor(counts)[:, None] if positions is None else positions)
+        for store in self._stores:
+            store.extend(Ragged.of(None, len(counts), 1, store.device))
+
     def _capture(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
-            self._logits = self._step()
+            self._logits = self._run(self._ids, self._positions)
         self._graph.replay()
+
+    @property
+    def _stores(self) -> tuple[LatentStore, ...]:
+        if not all(isinstance(layer, LatentLayer) for layer in self._cache.layers):
+            got = ", ".join(sorted({type(layer).__name__ for layer in self._cache.layers}))
+            raise ArgumentError(explain("cache", f"layers of {got}", "latents in all layers", "call the model itself"))
+        return tuple(self._cache.latent_stores.values())
 
 
 def cache_argument(model: Any) -> str:

@@ -143,8 +143,6 @@ def test_mistakes() -> None:
     with pytest.raises(ArgumentError, match='kv_format: got \'int4\', expected "auto" or "v32"'):
         LatentCache(three.served.config, kv_format="int4")
     cache = LatentCache(three.served.config)
-    with pytest.raises(ArgumentError, match="cache: got layers that are not latent, or empty"):
-        StepGraph(three.served, cache)
     with torch.no_grad():
         three.served(models.tokens(2, 5), **{models.cache_argument(three.served): cache})
         with pytest.raises(ArgumentError, match=r"hidden_states.shape\[0\]: got 3, expected 2, as cached"):
@@ -154,20 +152,35 @@ def test_mistakes() -> None:
     assert all(isinstance(layer, LatentLayer) for layer in cache.layers)
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("place", models.PLACES)
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "glm_moe_dsa", "hy_v4", "mistral4"])
-def test_steps_in_a_graph(name: str) -> None:
-    three = models.make(name, "cuda")
-    ids = models.tokens(3, 30, "cuda")
+def test_steps_in_a_graph(name: str, place: str) -> None:
+    """Prompts, steps, a second prompt and a crop: all as by calls of the model."""
+    three = models.make(name, place)
+    ids = models.tokens(3, 30, place)
     argument = models.cache_argument(three.served)
-    caches = [LatentCache(three.served.config, max_length=128) for _ in range(2)]
-    for cache in caches:
+    caches = [LatentCache(three.served.config, max_length=64) for _ in range(2)]
+    step = StepGraph(three.served, caches[0])
+    for part in (ids[:, :20], *ids[:, 20:30].split(1, 1), ids[:, 10:17], *ids[:, :6].split(1, 1)):
+        logits = step(part)
         with torch.no_grad():
-            three.served(ids[:, :20], **{argument: cache})
-    graph = StepGraph(three.served, caches[0])
-    for i in range(20, 30):
-        logits = graph(ids[:, i : i + 1])
-        with torch.no_grad():
-            expected = three.served(ids[:, i : i + 1], **{argument: caches[1]}).logits
+            expected = three.served(part, **{argument: caches[1]}).logits
         assert models.error(logits, expected) < 1e-3
-    assert caches[0].get_seq_length() == caches[1].get_seq_length() == 30
+        if caches[0].get_seq_length() == 28:
+            for cache in caches:
+                cache.crop(-3)
+    assert caches[0].get_seq_length() == caches[1].get_seq_length() == 40
+    assert (step._graph is not None) == (place == "cuda")
+
+
+def test_a_full_graph_cache() -> None:
+    three = models.make("deepseek_v3")
+    step = StepGraph(three.served, LatentCache(three.served.config, max_length=8))
+    step(models.tokens(1, 8))
+    with pytest.raises(ArgumentError, match="cache: got 8 tokens, expected less than max_length"):
+        step._prepare(models.tokens(1, 1), None)
+    hybrid = models.make("kimi_linear")
+    step = StepGraph(hybrid.served, LatentCache(hybrid.served.config, max_length=8))
+    step(models.tokens(1, 4))
+    with pytest.raises(ArgumentError, match="cache: got layers of LatentLayer, LinearAttentionLayer"):
+        step._prepare(models.tokens(1, 1), None)
