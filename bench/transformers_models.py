@@ -33,11 +33,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("--only", default=",".join(GROUPS), help="groups, by commas (default: %(default)s)")
     parser.add_argument("--match", default="", metavar="TEXT", help="only rows whose name contains the text")
+    parser.add_argument(
+        "--draw", type=Path, metavar="FILE", help="measure nothing: draw the rows of --json (matplotlib)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows as JSON lines, too")
 
 
 def run(args: argparse.Namespace, console: Any) -> int:
     """Measures, prints a table, and writes rows as they come."""
+    if args.draw:
+        if not args.json:
+            raise BenchError("--draw: got no --json, expected the file with the rows")
+        _draw([json.loads(line) for line in args.json.read_text().splitlines()], args.draw)
+        return 0
     import torch
 
     if not torch.cuda.is_available():
@@ -308,6 +316,39 @@ def _dense_v3() -> Any:
     )
     with torch.device("cuda"):
         return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16).eval()
+
+
+def _draw(rows: list[Row], path: Path) -> None:
+    """Draw tokens per second and extra memory of whole steps over the number of cached tokens."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    speed, memory = figure.subplots(1, 2)
+    series = (("stock_us", "stock_mib", "transformers", "0.55"), ("ours_us", "ours_mib", "patched", "C0"))
+    for b, line in ((1, "-"), (8, "--")):
+        chosen = [(n, row) for row in rows for n in [_cached(row["case"], b)] if n]
+        for times, sizes, label, colour in (*series, ("graph_us", "", "StepGraph", "C2")):
+            style = {"ls": line, "marker": "o", "ms": 3, "color": colour, "label": f"{label}, batch {b}"}
+            speed.plot([n for n, _ in chosen], [b * 1e6 / row[times] for _, row in chosen], **style)
+            if sizes:
+                memory.plot([n for n, _ in chosen], [max(1, row[sizes]) for _, row in chosen], **style)
+    for axes, title in ((speed, "tokens per second"), (memory, "memory of a step beyond weights and cache, MiB")):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("cached tokens of each sequence")
+        axes.grid(alpha=0.3)
+    figure.legend(*speed.get_legend_handles_labels(), loc="outside right center", fontsize=7)
+    figure.suptitle("Decode steps of DeepSeek-V2-Lite's sizes, random weights, one H200", fontsize=10)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "mla_cupy"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _cached(case: str, b: int) -> int | None:
+    """Read the number of cached tokens off the name of a whole step's row."""
+    start = f"DeepSeek-V2-Lite step, b {b}, "
+    return int(case.removeprefix(start).removesuffix(" cached")) if case.startswith(start) else None
 
 
 # ---- Helpers

@@ -3,8 +3,8 @@
     python examples/transformers_chat.py --model deepseek-ai/DeepSeek-V2-Lite-Chat "What is attention?"
     python examples/transformers_chat.py --random
 
-With --random no weights are loaded: a small model of random weights continues random tokens, first with the attention of
-transformers, then with ours, and the two are compared. On a CPU the attention is NumPy's.
+With --random no weights are loaded: a small model of random weights continues random tokens, first with the attention
+of transformers, then with ours, and the two are compared. On a CPU the attention is NumPy's.
 """
 
 from __future__ import annotations
@@ -87,9 +87,8 @@ def compare(device: str, count: int, kv_format: str) -> int:
         mine = model(torch.cat([ids, found], 1)).logits.float()
         stock = unpatch(model)(torch.cat([ids, found], 1)).logits.float()
     same = int((expected == found).int().cumprod(1).sum())
-    print(
-        f"the first {same} of {count} tokens are equal; logits differ by {float((mine - stock).norm() / stock.norm()):.4f}"
-    )
+    difference = float((mine - stock).norm() / stock.norm())
+    print(f"the first {same} of {count} tokens are equal; logits differ by {difference:.4f}")
     return 0
 
 
