@@ -17,7 +17,7 @@ import mla_cupy
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = Path(mla_cupy.__file__).parent
 #: Parts that need a library of their own: tests/bindings looks at them.
-BINDINGS = ("jax", "torch", "compat", "integrations")
+BINDINGS = ("jax", "torch", "compat", "integrations", "transformers")
 MODULES = sorted(
     ".".join(("mla_cupy", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
     for path in PACKAGE.rglob("*.py")
