@@ -175,7 +175,7 @@ OPERATIONS: dict[str, tuple[Any, Callable[[HugeCase], Call]]] = {
     "prefill": (DENSE, prefill),
 }
 #: Code for huge rows would change the order of their loops' instructions, which costs 1 to 7 %.
-WITHOUT = ("decode_sm90_seesaw_forms", "dense_sm90", "dense_sm90_fp8")
+WITHOUT = ("decode_sm90_seesaw_forms", "dense_sm90_fp8")
 KERNELS = [
     (operation, kernel.name)
     for operation, (family, _) in OPERATIONS.items()
@@ -251,7 +251,7 @@ def with_options(case: HugeCase, name: str) -> Call:
 BESIDE = [
     *(("decode", "decode_sm90_seesaw", option) for option in ("tree_mask", "float32")),
     *(("decode", "decode_sm90_small_forms", option) for option in ("window", "out_rope")),
-    *(("prefill", "dense_mma", option) for option in ("mask", "state")),
+    *(("prefill", kernel, option) for kernel in ("dense_mma", "dense_sm90") for option in ("mask", "state")),
 ]
 
 
