@@ -175,7 +175,7 @@ OPERATIONS: dict[str, tuple[Any, Callable[[HugeCase], Call]]] = {
     "prefill": (DENSE, prefill),
 }
 #: Code for huge rows would change the order of their loops' instructions, which costs 1 to 7 %.
-WITHOUT = ("decode_sm90_seesaw_forms", "dense_sm90_fp8")
+WITHOUT = ("decode_sm90_seesaw_forms",)
 KERNELS = [
     (operation, kernel.name)
     for operation, (family, _) in OPERATIONS.items()
