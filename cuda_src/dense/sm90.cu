@@ -97,7 +97,6 @@ struct WorkSlot {
     QueryTile tile;
     i32 head;  // negative: no more work
     i32 nonfinite;
-    HugeRows huge;
 };
 
 // Of builds with a mask, for each slot: ...
@@ -120,6 +119,7 @@ struct Storage {
     MBarrier v_full[kStages], v_empty[kStages], v_raw[kStages];
     MBarrier exponentiated;
     MBarrier mask_full[1], mask_empty[1];
+    HugeRows huge[kWorkSlots];
     Repeats repeats;
     OneSequence one;  // of the load role, which has no registers for it, if there is no schedule
     uint4 mask[kHasMask ? kTileQueries : 1];
@@ -203,7 +203,7 @@ struct Loader {
         }
         slot.head = head;
         slot.nonfinite = 0;
-        slot.huge.clear();
+        s.huge[work.stage].clear();
         if (kHasMask) {
             s.repeats.again[work.stage] = again;
             if (!again) s.repeats.wanted_by_any(work.stage) = 0;
@@ -393,7 +393,7 @@ struct Cleaner {
         const i32 before = work.before();
         mbarrier_wait(s.work_done[before], work.ring.empty_parity(before));
         const WorkSlot& slot = s.work[before];
-        dense::redo_huge_rows<kCleanWarps>(Operands{p, slot.head}, slot.tile, slot.huge, thread / kWarpThreads,
+        dense::redo_huge_rows<kCleanWarps>(Operands{p, slot.head}, slot.tile, s.huge[before], thread / kWarpThreads,
                                            thread % kWarpThreads);
         release(s.work_empty[before], thread);
     }
@@ -668,13 +668,13 @@ MLA_DEVICE bool stores_nothing(Storage& s, const Math& math, const QueryTile& ti
 
 // Row r of the thread, by all lanes of its quad.
 template <i32 kRow>
-MLA_DEVICE void store_result(const PrefillParams& p, Math& math, const QueryTile& tile, i32 head, WorkSlot& slot) {
+MLA_DEVICE void store_result(const PrefillParams& p, Storage& s, Math& math, const QueryTile& tile, i32 head) {
     i32 row = math.row(kRow);
-    opaque(row);  // or the loops over tiles would have it in registers
+    if (kHeadDimV <= 128) opaque(row);  // or the loops over tiles would have other registers, and instructions
     const float sum = quad_sum(math.rows.sum[kRow]);
-    const bool is_huge = row < tile.queries && has_huge_scores(math.rows.max[kRow], sum, slot.tile, row);
+    const bool is_huge = row < tile.queries && has_huge_scores(math.rows.max[kRow], sum, tile, row);
     const bool stored = row < tile.queries && !is_huge;
-    if (is_huge) slot.huge.note(row);
+    if (is_huge) s.huge[math.work.stage].note(row);
     const i64 query = tile.first_query + row;
     const RowResult result = row_result(math.rows.max[kRow], sum,
                                         stored ? earlier_lse(p, query, head) : negative_infinity());
@@ -711,7 +711,7 @@ MLA_DEVICE void run_math_role(const PrefillParams& p, Storage& s, i32 warpgroup,
 #pragma unroll 1
     while (true) {
         math.work.wait_full(s.work_full);
-        WorkSlot& slot = s.work[math.work.stage];
+        const WorkSlot& slot = s.work[math.work.stage];
         if (slot.head < 0) break;
         const QueryTile copy = slot.tile;
         const QueryTile& tile = kHasMask ? slot.tile : copy;  // the mask takes the registers of a copy
@@ -723,8 +723,8 @@ MLA_DEVICE void run_math_role(const PrefillParams& p, Storage& s, i32 warpgroup,
         const i32 head = slot.head;
         if (!kHasMask || !stores_nothing(s, math, tile)) {
             if (slot.nonfinite) add_nonfinite(p, s, math, tile, head / (p.h_q / p.h_kv));
-            store_result<0>(p, math, tile, head, slot);
-            store_result<1>(p, math, tile, head, slot);
+            store_result<0>(p, s, math, tile, head);
+            store_result<1>(p, s, math, tile, head);
         }
         release(s.work_done[math.work.stage], thread);
         math.work.advance();

@@ -666,7 +666,7 @@ MLA_DEVICE void store_result(const PrefillFp8Params& p, Storage& s, Math& math, 
                              float value_scale) {
     const float sum = quad_sum(math.sum[kRow]);
     i32 row = math.row(kRow);
-    opaque(row);  // or the loops over tiles would have it in registers
+    opaque(row);  // or the loops over tiles would have no registers left
     if (row >= tile.queries) return;
     if (has_huge_scores(math.reference[kRow], sum, tile, row)) return s.huge[math.work.stage()].note(row);
     const i64 query = tile.first_query + row;

@@ -7,6 +7,7 @@
 #pragma once
 #include "attention/online_softmax.cuh"
 #include "dense/result.cuh"
+#include "ptx/control.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::dense {
@@ -15,8 +16,7 @@ namespace mla::dense {
 constexpr float kFirstMax = -attention::kHugeMax;
 
 // Returns true if a row's sums are wrong because its scores are huge. `sum` is the row's, of weights. A row whose maximum
-// has not moved saw no score above kFirstMax, or NaN. `tile` is read here, from shared memory: the loops over tiles have
-// no registers for it.
+// has not moved saw no score above kFirstMax, or NaN.
 MLA_DEVICE bool has_huge_scores(float max, float sum, const QueryTile& tile, i32 row) {
     if (max == kFirstMax) return tile.seen(row) > 0 && sum == sum;
     return max >= attention::kHugeMax && max <= kMaxFloat;
@@ -59,7 +59,7 @@ struct PlainSums {
 template <class Operands>
 MLA_DEVICE void redo_row(const Operands& operands, const QueryTile& tile, i32 row, i32 lane) {
     constexpr i32 kKeysAtOnce = kWarpThreads * 32;  // whose visibility a warp has in a register
-    const i32 query = tile.first_query + row;
+    i32 query = tile.first_query + row;
     const i32 seen = tile.seen(row);
     PlainSums<Operands::kColumns> sums;
 #pragma unroll 1
@@ -70,6 +70,7 @@ MLA_DEVICE void redo_row(const Operands& operands, const QueryTile& tile, i32 ro
         for (i32 i = 0; i < kWarpThreads; ++i) {
             const u32 word = __shfl_sync(kFullWarp, words, i);
             if (word == 0) continue;
+            opaque(query);  // or its rows would have registers in all loops
             const i32 key = tile.first_key + first + i * 32;
             const float weight = sums.add(word >> lane & 1 ? operands.score(query, key + lane) : negative_infinity());
 #pragma unroll 1
