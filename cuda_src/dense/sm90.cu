@@ -398,14 +398,17 @@ struct Cleaner {
         release(s.work_empty[before], thread);
     }
 
-    // Huge rows wait until the math role has the next item's first values.
-    MLA_DEVICE void run_item(WorkSlot& slot, bool first) {
+    MLA_DEVICE void clean_values(WorkSlot& slot) {
         const bool again = comes_again(s, work.stage);
         const KeyTiles<kTileKeys> keys(slot.tile, again);
         const i32 trusted = again ? 0 : slot.tile.seen_by_all();
 #pragma unroll 1
         for (i32 i = keys.count - 1; i >= keys.whole; --i) clean(slot, i, trusted);
-        if (!first) redo_huge_rows();
+    }
+
+    // Of tiles whose values need no care.
+    MLA_DEVICE void pass_whole_tiles(const WorkSlot& slot) {
+        const KeyTiles<kTileKeys> keys(slot.tile, comes_again(s, work.stage));
 #pragma unroll 1
         for (i32 i = keys.whole - 1; kHasMask && i >= 0; --i) store_mask(p, s, mask, slot.tile, i, thread);
         stage = (stage + keys.whole) % kStages;
@@ -419,12 +422,14 @@ MLA_DEVICE void run_clean_role(const PrefillParams& p, Storage& s, i32 thread) {
     while (true) {
         cleaner.work.wait_full(s.work_full);
         WorkSlot& slot = s.work[cleaner.work.stage];
-        if (slot.head < 0) break;
-        cleaner.run_item(slot, first);
+        const bool ends = slot.head < 0;
+        if (!ends) cleaner.clean_values(slot);
+        if (!first) cleaner.redo_huge_rows();  // later than the values that the math role waits for
+        if (ends) break;
+        cleaner.pass_whole_tiles(slot);
         cleaner.work.advance();
         first = false;
     }
-    if (!first) cleaner.redo_huge_rows();
 }
 
 // ---- Math role -------------------------------------------------------------------------------------------------

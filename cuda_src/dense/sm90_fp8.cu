@@ -322,19 +322,17 @@ struct Turner {
         release(s.work_empty[before.stage()], thread);
     }
 
-    // Huge rows wait until the math role has the next item's first values.
-    MLA_DEVICE void run_item(WorkSlot& slot) {
-        const KeyTiles<kTileKeys> keys(slot.tile);
-        i32 first = slot.tile.seen_by_all() - (keys.count - 1) * kTileKeys;  // that not every query sees, in the tile
+    // The first tile of values, which the math role waits for, comes before the huge rows. `count` may be 0.
+    MLA_DEVICE void run_item(WorkSlot& slot, i32 count) {
+        i32 first = slot.tile.seen_by_all() - (count - 1) * kTileKeys;  // that not every query sees, in the tile
         bool redone = work.count == 0;
 #pragma unroll 1
-        for (i32 i = keys.count - 1; i >= 0; --i, first += kTileKeys) {
-            if (turn(first)) slot.nonfinite = 1;
-            release_tile();
+        for (i32 i = count - 1; i >= 0 || !redone; --i, first += kTileKeys) {
+            if (i >= 0 && turn(first)) slot.nonfinite = 1;
+            if (i >= 0) release_tile();
             if (!redone) redo_huge_rows();
             redone = true;
         }
-        if (!redone) redo_huge_rows();
     }
 };
 
@@ -345,11 +343,11 @@ MLA_DEVICE void run_turn_role(const PrefillFp8Params& p, Storage& s, i32 thread)
     while (true) {
         turner.work.wait_full(s.work_full);
         WorkSlot& slot = s.work[turner.work.stage()];
-        if (slot.head < 0) break;
-        turner.run_item(slot);
+        const bool ends = slot.head < 0;
+        turner.run_item(slot, ends ? 0 : KeyTiles<kTileKeys>(slot.tile).count);
+        if (ends) break;
         turner.work.advance();
     }
-    if (turner.work.count > 0) turner.redo_huge_rows();
 }
 
 // ---- Math role -------------------------------------------------------------------------------------------------

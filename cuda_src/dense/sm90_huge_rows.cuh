@@ -57,7 +57,7 @@ struct PlainSums {
 
 // By a warp. `Operands` reads the work item's arrays: see dense/sm90.cu.
 template <class Operands>
-MLA_DEVICE void redo_row(const Operands& operands, const QueryTile& tile, i32 row, i32 lane) {
+MLA_DEVICE void redo_row(Operands operands, const QueryTile& tile, i32 row, i32 lane) {
     constexpr i32 kKeysAtOnce = kWarpThreads * 32;  // whose visibility a warp has in a register
     i32 query = tile.first_query + row;
     const i32 seen = tile.seen(row);
@@ -70,7 +70,7 @@ MLA_DEVICE void redo_row(const Operands& operands, const QueryTile& tile, i32 ro
         for (i32 i = 0; i < kWarpThreads; ++i) {
             const u32 word = __shfl_sync(kFullWarp, words, i);
             if (word == 0) continue;
-            opaque(query);  // or its rows would have registers in all loops
+            opaque(query), opaque(operands.head);  // what follows from them is not worth registers
             const i32 key = tile.first_key + first + i * 32;
             const float weight = sums.add(word >> lane & 1 ? operands.score(query, key + lane) : negative_infinity());
 #pragma unroll 1

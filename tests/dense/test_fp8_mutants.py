@@ -33,8 +33,8 @@ test_is_caught, test_as_it_is = mutant_suite(
     {
         "bar.sync": (7, [0, 3]),
         "bar.arrive": (6, [0]),
-        "mbarrier.try_wait": (23, [0, 19]),
-        "mbarrier.arrive": (33, [0]),
+        "mbarrier.try_wait": (21, [0, 19]),
+        "mbarrier.arrive": (31, [0]),
         "fence.proxy": (1, [0]),
         "fence.mbarrier_init": (1, [0]),
         "wgmma.fence": (15, [0]),
