@@ -681,8 +681,8 @@ MLA_DEVICE void store_result(const PrefillParams& p, Storage& s, Math& math, con
     const bool stored = row < tile.queries && !is_huge;
     if (is_huge) s.huge[math.work.stage].note(row);
     const i64 query = tile.first_query + row;
-    const RowResult result = row_result(math.rows.max[kRow], sum,
-                                        stored ? earlier_lse(p, query, head) : negative_infinity());
+    const RowResult result =
+        row_result(math.rows.max[kRow], sum, stored ? earlier_lse(p, query, head) : negative_infinity());
     const i64 from = query * p.state_out_stride_s_elems + head * p.state_out_stride_h_elems;
     const i64 to = query * p.out_stride_s_elems + head * p.out_stride_h_elems;
     const bool merges = stored && result.earlier != 0.f;
