@@ -68,7 +68,7 @@ MLA_DEVICE Sums attend(const PrefillFp8Params& p, const QueryTile& tile, i32 see
 #pragma unroll 1
         for (i32 i = 0; i < min(kWarpThreads, seen - first); ++i) {
             const u8* value =
-                codes(p.v) + (i64)(tile.first_key + first + i) * p.v_stride_s_elems + kv_head * p.v_stride_h_elems;
+                code_bytes(p.v) + (i64)(tile.first_key + first + i) * p.v_stride_s_elems + kv_head * p.v_stride_h_elems;
             const float of_key = __shfl_sync(kFullWarp, weight, i);
 #pragma unroll
             for (i32 j = 0; j < kColumnsPerLane; ++j) {

@@ -251,7 +251,7 @@ struct Operands {
 
     template <class Sums>
     MLA_DEVICE void add_values(Sums& sums, float weight, i32 key, i32 lane) const {
-        const u8* values = codes(p.v) + key * p.v_stride_s_elems + kv_head() * p.v_stride_h_elems + 2 * lane;
+        const u8* values = code_bytes(p.v) + key * p.v_stride_s_elems + kv_head() * p.v_stride_h_elems + 2 * lane;
 #pragma unroll
         for (i32 j = 0; j < Sums::kPairs; ++j) {
             const float2 x = cvt_f32_x2_e4m3(*reinterpret_cast<const u16*>(values + j * 2 * kWarpThreads));

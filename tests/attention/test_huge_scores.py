@@ -310,29 +310,11 @@ test_is_caught, test_as_it_is = mutant_suite(
 )
 
 
-def run_prefill(kernel: str, *, ordinary: bool) -> None:
-    """Heads one after another in one block."""
-    case = next(candidates("prefill", kernel))
-    if ordinary:
-        case = replace(case, heads=16, lengths=(5, 300), ordinary=True)
-    function, oracle, arguments, options = prefill(case)
-    with simulated(1, cc_of(kernel), mode="late"):
-        check(case, function(*arguments, **options, kernel=kernel), oracle(*arguments, **options))
-
-
 test_is_caught_of_prefill, test_as_it_is_of_prefill = mutant_suite(
     "dense_sm90",
-    [partial(run_prefill, "dense_sm90", ordinary=ordinary) for ordinary in (False, True)],
-    {"mbarrier.try_wait": (20, [14])},
-    [
-        Mutant("rows begin at the lowest maximum", "dense_sm90", "rows.reset(kFirstMax)", "rows.reset()"),
-        Mutant("rows without weights are not noted", "dense/sm90_huge_rows.cuh", "tile.seen(row) > 0 &&", "false &&"),
-    ],
-)
-test_is_caught_of_codes, test_as_it_is_of_codes = mutant_suite(
-    "dense_sm90_fp8",
-    [partial(run_prefill, "dense_sm90_fp8", ordinary=False)],
-    {"mbarrier.try_wait": (21, [20])},
+    [partial(test_ordinary_scores_between_huge_ones, "dense_sm90")],
+    {},
+    [Mutant("rows begin at the lowest maximum", "dense_sm90", "rows.reset(kFirstMax)", "rows.reset()")],
 )
 
 
