@@ -50,10 +50,10 @@ struct RowScale {
 struct RowState {
     float max[kFragmentRows], sum[kFragmentRows], row_max[kFragmentRows];
 
-    MLA_DEVICE void reset() {
+    MLA_DEVICE void reset(float first_max = kLowestMax) {
 #pragma unroll
         for (i32 r = 0; r < kFragmentRows; ++r) {
-            max[r] = kLowestMax;
+            max[r] = first_max;
             sum[r] = 0.f;
             row_max[r] = negative_infinity();
         }

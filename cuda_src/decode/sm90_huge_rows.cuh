@@ -16,19 +16,6 @@ namespace mla::decode {
 constexpr i32 kPairs = 4;  // of columns that a lane has at once: the query warps have few registers
 constexpr i32 kColumnsAtOnce = 2 * kPairs * kWarpThreads;
 
-// `dot` of tile/elements.cuh is unrolled, which takes registers that the query warps lack.
-template <class Element>
-MLA_DEVICE float plain_dot(const u16* a, const u16* b, i32 elems) {
-    float sum = 0.f;
-#pragma unroll 1
-    for (i32 i = 0; i < elems / 2; ++i) {
-        const float2 x = unpack<Element>(reinterpret_cast<const u32*>(a)[i]);
-        const float2 y = unpack<Element>(reinterpret_cast<const u32*>(b)[i]);
-        sum = fmaf(x.x, y.x, fmaf(x.y, y.y, sum));
-    }
-    return sum;
-}
-
 // A warp computes some columns of one row again. If the row is huge in this work item, they replace the stored result.
 template <class C>
 MLA_DEVICE void redo_columns(const Block<C>& block, const WorkItem& item, i32 row, i32 column, i32 lane) {

@@ -55,4 +55,21 @@ MLA_DEVICE ItemScales item_scales(const PrefillFp8Params& p, i32 query, i32 kv_h
     const float factor = p.scale_log2 * of_q * of_k;
     return {factor == 0.f ? kLeastFactor : factor, of_v};
 }
+
+MLA_DEVICE const u8* code_bytes(const u16* elements) { return reinterpret_cast<const u8*>(elements); }
+
+// A query or key: the first columns, and the last kRopeColumns.
+struct CodeRow {
+    const u8 *first, *last;
+};
+
+MLA_DEVICE CodeRow query_codes(const PrefillFp8Params& p, i64 query, i32 head) {
+    return {code_bytes(p.q) + query * p.q_stride_s_elems + head * p.q_stride_h_elems,
+            code_bytes(p.q_rope) + query * p.q_rope_stride_s_elems + head * p.q_rope_stride_h_elems + p.q_rope_column};
+}
+
+MLA_DEVICE CodeRow key_codes(const PrefillFp8Params& p, i64 key, i32 kv_head) {
+    return {code_bytes(p.k) + key * p.k_stride_s_elems + kv_head * p.k_stride_h_elems,
+            code_bytes(p.k_rope) + key * p.k_rope_stride_s_elems + kv_head * p.k_rope_stride_h_elems + p.k_rope_column};
+}
 }  // namespace mla::dense

@@ -26,28 +26,20 @@ MLA_PREFILL_FP8_FACTS();
 MLA_FACT(threads, kThreads);
 
 // ---- Rows ------------------------------------------------------------------------------------------------------
-MLA_DEVICE const u8* bytes(const u16* codes) { return reinterpret_cast<const u8*>(codes); }
-
 // By a warp.
-MLA_DEVICE void copy_query(float* to, const PrefillFp8Params& p, i64 query, i32 head, i32 lane) {
-    const u8* first = bytes(p.q) + query * p.q_stride_s_elems + head * p.q_stride_h_elems;
-    const u8* last =
-        bytes(p.q_rope) + query * p.q_rope_stride_s_elems + head * p.q_rope_stride_h_elems + p.q_rope_column;
+MLA_DEVICE void copy_query(float* to, const CodeRow& query, i32 lane) {
 #pragma unroll 1
     for (i32 i = lane; i < kHeadDimQk; i += kWarpThreads) {
-        to[i] = Code::to_float(i < kFirstColumns ? first[i] : last[i - kFirstColumns]);
+        to[i] = Code::to_float(i < kFirstColumns ? query.first[i] : query.last[i - kFirstColumns]);
     }
 }
 
-MLA_DEVICE float dot_key(const float* query, const PrefillFp8Params& p, i64 key, i32 kv_head) {
-    const u8* first = bytes(p.k) + key * p.k_stride_s_elems + kv_head * p.k_stride_h_elems;
-    const u8* last =
-        bytes(p.k_rope) + key * p.k_rope_stride_s_elems + kv_head * p.k_rope_stride_h_elems + p.k_rope_column;
+MLA_DEVICE float dot_key(const float* query, const CodeRow& key) {
     float sum = 0.f;
 #pragma unroll 4
-    for (i32 i = 0; i < kFirstColumns; ++i) sum = fmaf(query[i], Code::to_float(first[i]), sum);
+    for (i32 i = 0; i < kFirstColumns; ++i) sum = fmaf(query[i], Code::to_float(key.first[i]), sum);
 #pragma unroll 4
-    for (i32 i = 0; i < kRopeColumns; ++i) sum = fmaf(query[kFirstColumns + i], Code::to_float(last[i]), sum);
+    for (i32 i = 0; i < kRopeColumns; ++i) sum = fmaf(query[kFirstColumns + i], Code::to_float(key.last[i]), sum);
     return sum;
 }
 
@@ -65,7 +57,8 @@ MLA_DEVICE Sums attend(const PrefillFp8Params& p, const QueryTile& tile, i32 see
 #pragma unroll 1
     for (i32 first = 0; first < seen; first += kWarpThreads) {
         float score = negative_infinity();
-        if (first + lane < seen) score = dot_key(query, p, tile.first_key + first + lane, kv_head) * scale_log2;
+        if (first + lane < seen)
+            score = dot_key(query, key_codes(p, tile.first_key + first + lane, kv_head)) * scale_log2;
         const float before = sums.max;
         sums.max = fmaxf(sums.max, warp_max(score));
         const float decay = exp2f(before - sums.max), weight = exp2f(score - sums.max);
@@ -75,7 +68,7 @@ MLA_DEVICE Sums attend(const PrefillFp8Params& p, const QueryTile& tile, i32 see
 #pragma unroll 1
         for (i32 i = 0; i < min(kWarpThreads, seen - first); ++i) {
             const u8* value =
-                bytes(p.v) + (i64)(tile.first_key + first + i) * p.v_stride_s_elems + kv_head * p.v_stride_h_elems;
+                code_bytes(p.v) + (i64)(tile.first_key + first + i) * p.v_stride_s_elems + kv_head * p.v_stride_h_elems;
             const float of_key = __shfl_sync(kFullWarp, weight, i);
 #pragma unroll
             for (i32 j = 0; j < kColumnsPerLane; ++j) {
@@ -115,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
     const ItemScales scales = item_scales(p, tile.first_query, kv_head);
     for (i32 row = warp; row < tile.queries; row += kWarps) {
         const i64 query = tile.first_query + row;
-        copy_query(queries[warp], p, query, head, lane);
+        copy_query(queries[warp], query_codes(p, query, head), lane);
         __syncwarp();
         const Sums sums = attend(p, tile, max(0, tile.seen(row)), queries[warp], kv_head, scales.score_log2, lane);
         store(p, query, head, sums, scales.value, lane);

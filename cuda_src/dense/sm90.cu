@@ -21,11 +21,14 @@
 // Source: FlashAttention-3's schedule (2024). Here: operands in pieces, tiles that end with their sequence, the merge.
 #include "attention/online_softmax.cuh"
 #include "common/limits.cuh"
+#include "dense/generic_rows.cuh"
 #include "dense/mask.cuh"
 #include "dense/one_sequence.cuh"
 #include "dense/result.cuh"
+#include "dense/sm90_huge_rows.cuh"
 #include "dense/sm90_rows.cuh"
 #include "ptx/load.cuh"
+#include "tile/elements.cuh"
 #include "tile/fragment.cuh"
 #include "tile/product.cuh"
 #include "tile/prologue.cuh"
@@ -51,7 +54,7 @@ constexpr bool kHasMask = MLA_HAS_MASK;
 // math_0   0..3     224    queries 0 .. 63 of the tile
 // math_1   4..7     224    queries 64 .. 127
 // load     8        56     takes work items; all copies
-// clean    9..11    56     values that not every query sees become finite
+// clean    9..11    56     values that not every query sees become finite; rows with huge scores
 constexpr i32 kMathWarpgroups = 2;
 constexpr i32 kMathWarps = kMathWarpgroups * kWarpgroupWarps;
 constexpr i32 kCleanWarps = kWarpgroupWarps - 1, kCleanThreads = kCleanWarps * kWarpThreads;
@@ -77,7 +80,8 @@ static_assert(kKeyPanelBytes % kSwizzleAtomBytes == 0 && kTileKeys % kMmaK == 0,
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier         arrives (count)            carries   waits         first phase
 // work_full[s]    load (1)                   -         math, clean   blocked
-// work_empty[s]   math, clean warps (11)     -         load          free
+// work_done[s]    math warps (8)             -         clean         blocked
+// work_empty[s]   clean warps (3)            -         load          free
 // q_full[w]       load (1)                   Q         math_w        blocked
 // q_empty[w]      math_w warps (4)           -         load          free
 // k_full[s]       load (1)                   K         math          blocked
@@ -109,12 +113,13 @@ struct Storage {
     u8 k[kStages][kPanelsQk][kKeyPanelBytes];
     u8 v[kStages][kPanelsV][kKeyPanelBytes];
     WorkSlot work[kWorkSlots];
-    MBarrier work_full[kWorkSlots], work_empty[kWorkSlots];
+    MBarrier work_full[kWorkSlots], work_done[kWorkSlots], work_empty[kWorkSlots];
     MBarrier q_full[kMathWarpgroups], q_empty[kMathWarpgroups];
     MBarrier k_full[kStages], k_empty[kStages];
     MBarrier v_full[kStages], v_empty[kStages], v_raw[kStages];
     MBarrier exponentiated;
     MBarrier mask_full[1], mask_empty[1];
+    HugeRows huge[kWorkSlots];
     Repeats repeats;
     OneSequence one;  // of the load role, which has no registers for it, if there is no schedule
     uint4 mask[kHasMask ? kTileQueries : 1];
@@ -129,7 +134,8 @@ MLA_FACT(smem_bytes, sizeof(Storage));
 MLA_FACT(tile_keys, kTileKeys);
 
 MLA_DEVICE void init_storage(Storage& s) {
-    init_ring(s.work_full, s.work_empty, 1, kMathWarps + kCleanWarps);
+    init_ring(s.work_full, s.work_empty, 1, kCleanWarps);
+    for (MBarrier& done : s.work_done) mbarrier_init(done, kMathWarps);
     init_ring(s.q_full, s.q_empty, 1, kWarpgroupWarps);
     init_ring(s.k_full, s.k_empty, 1, kMathWarps);
     init_ring(s.v_full, s.v_empty, 1, kMathWarps);
@@ -176,7 +182,7 @@ struct Loader {
         work.wait_empty(s.work_empty);
         if (wants_repeat(slot)) return true;
         if (!no_work) return false;
-        mbarrier_wait(s.work_empty[other], work.ring.empty_parity(other));
+        mbarrier_wait(s.work_done[other], work.ring.empty_parity(other));
         if (!wants_repeat(other)) return false;
         s.work[slot] = s.work[other];
         s.repeats.wanted_by_any(slot) = s.repeats.wanted_by_any(other);
@@ -197,6 +203,7 @@ struct Loader {
         }
         slot.head = head;
         slot.nonfinite = 0;
+        s.huge[work.stage].clear();
         if (kHasMask) {
             s.repeats.again[work.stage] = again;
             if (!again) s.repeats.wanted_by_any(work.stage) = 0;
@@ -270,6 +277,71 @@ MLA_DEVICE void run_load_role(const PrefillParams& p, Storage& s, const Maps& ma
     }
 }
 
+// ---- Rows with huge scores -------------------------------------------------------------------------------------
+// What dense/sm90_huge_rows.cuh reads of a work item, and where its results go.
+struct Operands {
+    static constexpr i32 kColumns = kHeadDimV;
+    const PrefillParams& p;
+    i32 head;
+
+    MLA_DEVICE i32 kv_head() const { return head / (p.h_q / p.h_kv); }
+
+    // The mask's bits of 32 keys from `key` on.
+    MLA_DEVICE u32 visible(i64 query, i32 key, bool present) const {
+        if (!kHasMask) return ~0u;
+        return ld_global_4(p.mask + query * p.mask_stride_bytes + key / 8, present && key / 8 < p.mask_bytes);
+    }
+
+    MLA_DEVICE float score(i32 query, i32 key) const {
+        const Row<Element, kHeadDimQk> q = query_row<Element, kHeadDimQk>(p, query, head);
+        const Row<Element, kHeadDimQk> k = key_row<Element, kHeadDimQk>(p, key, kv_head());
+        float sum = plain_dot<Element>(q.first, k.first, q.kFirstColumns);
+        sum += plain_dot<Element>(q.last, k.last, kRopeColumns);
+        return __fmul_rn(sum, p.scale_log2);
+    }
+
+    template <class Sums>
+    MLA_DEVICE void add_values(Sums& sums, float weight, i32 key, i32 lane) const {
+        const u16* values = p.v + (i64)key * p.v_stride_s_elems + kv_head() * p.v_stride_h_elems + 2 * lane;
+#pragma unroll
+        for (i32 j = 0; j < Sums::kPairs; ++j) {
+            const float2 x = unpack_pair(values + j * 2 * kWarpThreads);
+            sums.out[j] = make_float2(fmaf(weight, x.x, sums.out[j].x), fmaf(weight, x.y, sums.out[j].y));
+        }
+    }
+
+    template <class Sums>
+    MLA_DEVICE void store(const Sums& sums, i64 query, i32 lane) const {
+        const RowResult result = row_result(sums.max, sums.sum, earlier_lse(p, query, head));
+        const i64 from = query * p.state_out_stride_s_elems + head * p.state_out_stride_h_elems + 2 * lane;
+        const i64 to = query * p.out_stride_s_elems + head * p.out_stride_h_elems + 2 * lane;
+#pragma unroll
+        for (i32 j = 0; j < Sums::kPairs; ++j) {
+            float2 x = make_float2(0.f, 0.f);
+            if (result.own != 0.f) x = make_float2(result.own * sums.out[j].x, result.own * sums.out[j].y);
+            if (result.earlier != 0.f) {
+                const float2 state = state_pair<Element>(p, from + j * 2 * kWarpThreads);
+                x = make_float2(fmaf(result.earlier, state.x, x.x), fmaf(result.earlier, state.y, x.y));
+            }
+            store_pair(to + j * 2 * kWarpThreads, x);
+        }
+        __syncwarp();  // the earlier log-sum-exp may be where the new one goes
+        if (lane == 0) store_lse(p, query, head, result.lse);
+    }
+
+   private:
+    MLA_DEVICE static float2 unpack_pair(const u16* from) {
+        return unpack<Element>(*reinterpret_cast<const u32*>(from));
+    }
+    MLA_DEVICE void store_pair(i64 at, float2 x) const {
+        if (p.out_is_fp32) {
+            *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at) = x;
+        } else {
+            *reinterpret_cast<u32*>(static_cast<u16*>(p.out) + at) = cvt_x2(Element{}, x.x, x.y);
+        }
+    }
+};
+
 // ---- Clean role ------------------------------------------------------------------------------------------------
 // A tile of the mask, read while the math role still has the one before.
 MLA_DEVICE void store_mask(const PrefillParams& p, Storage& s, RingPosition<1>& mask, const QueryTile& tile, i32 keys,
@@ -293,38 +365,70 @@ MLA_DEVICE void store_mask(const PrefillParams& p, Storage& s, RingPosition<1>& 
 
 // 0 * NaN is not 0: of keys that not every query sees, those past the end of the sequence among them, finite elements
 // stay, the others become 0, and the math role adds them to the queries that do see them.
-MLA_DEVICE void run_clean_role(const PrefillParams& p, Storage& s, i32 thread) {
+struct Cleaner {
+    const PrefillParams& p;
+    Storage& s;
+    i32 thread;
     RingPosition<kWorkSlots> work;
     RingPosition<1> mask;
     Ring<kStages> raw;
     i32 stage = 0;
-#pragma unroll 1
-    while (true) {
-        work.wait_full(s.work_full);
-        WorkSlot& slot = s.work[work.stage];
-        if (slot.head < 0) break;
+
+    MLA_DEVICE void clean(WorkSlot& slot, i32 tile, i32 trusted) {
+        if (kHasMask) store_mask(p, s, mask, slot.tile, tile, thread);
+        mbarrier_wait(s.v_raw[stage], raw.full_parity(stage));
+        raw.advance(stage);
+        bool found = false;
+        clean_rows<Element, kCleanThreads>(s.v[stage], max(0, trusted - tile * kTileKeys), thread,
+                                           [&](i32 row) { found = true; });
+        if (found) slot.nonfinite = 1;
+        fence_proxy_async();
+        bar_sync(Cleaned, kCleanThreads);
+        if (thread == 0) mbarrier_arrive(s.v_full[stage]);
+        stage = (stage + 1) % kStages;
+    }
+
+    // Of the item before.
+    MLA_DEVICE void redo_huge_rows() {
+        const i32 before = work.before();
+        mbarrier_wait(s.work_done[before], work.ring.empty_parity(before));
+        const WorkSlot& slot = s.work[before];
+        dense::redo_huge_rows<kCleanWarps>(Operands{p, slot.head}, slot.tile, s.huge[before], thread / kWarpThreads,
+                                           thread % kWarpThreads);
+        release(s.work_empty[before], thread);
+    }
+
+    MLA_DEVICE void clean_values(WorkSlot& slot) {
         const bool again = comes_again(s, work.stage);
         const KeyTiles<kTileKeys> keys(slot.tile, again);
         const i32 trusted = again ? 0 : slot.tile.seen_by_all();
 #pragma unroll 1
-        for (i32 i = keys.count - 1; i >= keys.whole; --i) {
-            if (kHasMask) store_mask(p, s, mask, slot.tile, i, thread);
-            mbarrier_wait(s.v_raw[stage], raw.full_parity(stage));
-            raw.advance(stage);
-            bool found = false;
-            clean_rows<Element, kCleanThreads>(s.v[stage], max(0, trusted - i * kTileKeys), thread,
-                                               [&](i32 row) { found = true; });
-            if (found) slot.nonfinite = 1;
-            fence_proxy_async();
-            bar_sync(Cleaned, kCleanThreads);
-            if (thread == 0) mbarrier_arrive(s.v_full[stage]);
-            stage = (stage + 1) % kStages;
-        }
+        for (i32 i = keys.count - 1; i >= keys.whole; --i) clean(slot, i, trusted);
+    }
+
+    // Of tiles whose values need no care.
+    MLA_DEVICE void pass_whole_tiles(const WorkSlot& slot) {
+        const KeyTiles<kTileKeys> keys(slot.tile, comes_again(s, work.stage));
 #pragma unroll 1
         for (i32 i = keys.whole - 1; kHasMask && i >= 0; --i) store_mask(p, s, mask, slot.tile, i, thread);
         stage = (stage + keys.whole) % kStages;
-        release(s.work_empty[work.stage], thread);
-        work.advance();
+    }
+};
+
+MLA_DEVICE void run_clean_role(const PrefillParams& p, Storage& s, i32 thread) {
+    Cleaner cleaner{p, s, thread, {}, {}, {}};
+    bool first = true;
+#pragma unroll 1
+    while (true) {
+        cleaner.work.wait_full(s.work_full);
+        WorkSlot& slot = s.work[cleaner.work.stage];
+        const bool ends = slot.head < 0;
+        if (!ends) cleaner.clean_values(slot);
+        if (!first) cleaner.redo_huge_rows();  // later than the values that the math role waits for
+        if (ends) break;
+        cleaner.pass_whole_tiles(slot);
+        cleaner.work.advance();
+        first = false;
     }
 }
 
@@ -569,11 +673,16 @@ MLA_DEVICE bool stores_nothing(Storage& s, const Math& math, const QueryTile& ti
 
 // Row r of the thread, by all lanes of its quad.
 template <i32 kRow>
-MLA_DEVICE void store_result(const PrefillParams& p, Math& math, const QueryTile& tile, i32 head) {
-    const bool stored = math.row(kRow) < tile.queries;
-    const i64 query = tile.first_query + math.row(kRow);
-    const RowResult result = row_result(math.rows.max[kRow], quad_sum(math.rows.sum[kRow]),
-                                        stored ? earlier_lse(p, query, head) : negative_infinity());
+MLA_DEVICE void store_result(const PrefillParams& p, Storage& s, Math& math, const QueryTile& tile, i32 head) {
+    i32 row = math.row(kRow);
+    if (kHeadDimV <= 128) opaque(row);  // or the loops over tiles would have other registers, and instructions
+    const float sum = quad_sum(math.rows.sum[kRow]);
+    const bool is_huge = row < tile.queries && has_huge_scores(math.rows.max[kRow], sum, tile, row);
+    const bool stored = row < tile.queries && !is_huge;
+    if (is_huge) s.huge[math.work.stage].note(row);
+    const i64 query = tile.first_query + row;
+    const RowResult result =
+        row_result(math.rows.max[kRow], sum, stored ? earlier_lse(p, query, head) : negative_infinity());
     const i64 from = query * p.state_out_stride_s_elems + head * p.state_out_stride_h_elems;
     const i64 to = query * p.out_stride_s_elems + head * p.out_stride_h_elems;
     const bool merges = stored && result.earlier != 0.f;
@@ -612,17 +721,17 @@ MLA_DEVICE void run_math_role(const PrefillParams& p, Storage& s, i32 warpgroup,
         const QueryTile copy = slot.tile;
         const QueryTile& tile = kHasMask ? slot.tile : copy;  // the mask takes the registers of a copy
         const KeyTiles<kTileKeys> keys(tile, comes_again(s, math.work.stage));
-        math.rows.reset();
+        math.rows.reset(kFirstMax);
 #pragma unroll
         for (i32 i = 0; i < kOut; ++i) math.out[i] = 0.f;
         if (keys.count > 0) attend(p, s, math, tile, keys);
         const i32 head = slot.head;
         if (!kHasMask || !stores_nothing(s, math, tile)) {
             if (slot.nonfinite) add_nonfinite(p, s, math, tile, head / (p.h_q / p.h_kv));
-            store_result<0>(p, math, tile, head);
-            store_result<1>(p, math, tile, head);
+            store_result<0>(p, s, math, tile, head);
+            store_result<1>(p, s, math, tile, head);
         }
-        release(s.work_empty[math.work.stage], thread);
+        release(s.work_done[math.work.stage], thread);
         math.work.advance();
     }
     if (warpgroup == 0) take_turn<Turn0>(math.warpgroup);  // that the other one has passed on

@@ -23,6 +23,7 @@
 #include "dense/fp8_params.cuh"
 #include "dense/fp8_values.cuh"
 #include "dense/result.cuh"
+#include "dense/sm90_huge_rows.cuh"
 #include "dense/sm90_rows.cuh"
 #include "ptx/wgmma_n72.cuh"
 #include "tile/fragment.cuh"
@@ -44,7 +45,7 @@ static_assert(kHeadDimV == kValueColumns && kTileKeys == kValueKeys, "what is tr
 // math_0   0..3     216    queries 0 .. 63 of the tile
 // math_1   4..7     216    queries 64 .. 127
 // load     8        72     takes work items; all copies
-// turn     9..11    72     transposes values
+// turn     9..11    72     transposes values; rows with huge scores
 constexpr i32 kMathWarpgroups = 2;
 constexpr i32 kMathWarps = kMathWarpgroups * kWarpgroupWarps;
 constexpr i32 kTurnWarps = kWarpgroupWarps - 1, kTurnThreads = kTurnWarps * kWarpThreads;
@@ -71,7 +72,8 @@ constexpr float kReferenceLog2 = 64.f;  // a reference follows maxima that are s
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // barrier         arrives (count)            carries   waits         first phase
 // work_full[s]    load (1)                   -         math, turn    blocked
-// work_empty[s]   math, turn warps (11)      -         load          free
+// work_done[s]    math warps (8)             -         turn          blocked
+// work_empty[s]   turn warps (3)             -         load          free
 // q_full[w]       load (1)                   Q         math_w        blocked
 // q_empty[w]      math_w warps (4)           -         load          free
 // k_full[s]       load (1)                   K         math          blocked
@@ -96,12 +98,13 @@ struct Storage {
     u8 q_rope[kQueryRopeBytes];
     u8 k_rope[kStages][kKeyRopeBytes];
     WorkSlot work[kWorkSlots];
-    MBarrier work_full[kWorkSlots], work_empty[kWorkSlots];
+    MBarrier work_full[kWorkSlots], work_done[kWorkSlots], work_empty[kWorkSlots];
     MBarrier q_full[kMathWarpgroups], q_empty[kMathWarpgroups];
     MBarrier k_full[kStages], k_empty[kStages];
     MBarrier v_full[kStages], v_empty[kStages];
     MBarrier turned_full[kStages], turned_empty[kStages];
     MBarrier exponentiated;
+    HugeRows huge[kWorkSlots];
 };
 static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
 
@@ -113,7 +116,8 @@ MLA_FACT(smem_bytes, sizeof(Storage));
 MLA_FACT(tile_keys, kTileKeys);
 
 MLA_DEVICE void init_storage(Storage& s) {
-    init_ring(s.work_full, s.work_empty, 1, kMathWarps + kTurnWarps);
+    init_ring(s.work_full, s.work_empty, 1, kTurnWarps);
+    for (MBarrier& done : s.work_done) mbarrier_init(done, kMathWarps);
     init_ring(s.q_full, s.q_empty, 1, kWarpgroupWarps);
     init_ring(s.k_full, s.k_empty, 1, kMathWarps);
     init_ring(s.v_full, s.v_empty, 1, kTurnWarps);
@@ -144,6 +148,7 @@ struct Loader {
         const i32 head = find_item(p, index, num_tiles, tile, slot.tile);
         slot.head = head;
         slot.nonfinite = 0;
+        s.huge[work.stage].clear();
         if (head >= 0) slot.scales = item_scales(p, tile.first_query, head / group());
         mbarrier_arrive(s.work_full[work.stage]);
         work.advance();
@@ -212,39 +217,136 @@ MLA_DEVICE void run_load_role(const PrefillFp8Params& p, Storage& s, const Maps&
     }
 }
 
+// ---- Rows with huge scores -------------------------------------------------------------------------------------
+// What dense/sm90_huge_rows.cuh reads of a work item, and where its results go.
+MLA_DEVICE u32 half_pair(const PrefillFp8Params& p, float x, float y) {
+    return p.out_is_fp16 ? cvt_x2(float16{}, x, y) : cvt_x2(bfloat16{}, x, y);
+}
+
+MLA_DEVICE float plain_dot(const u8* a, const u8* b, i32 columns) {
+    float sum = 0.f;
+#pragma unroll 1
+    for (i32 i = 0; i < columns / 2; ++i) {
+        const float2 x = cvt_f32_x2_e4m3(reinterpret_cast<const u16*>(a)[i]);
+        const float2 y = cvt_f32_x2_e4m3(reinterpret_cast<const u16*>(b)[i]);
+        sum = fmaf(x.x, y.x, fmaf(x.y, y.y, sum));
+    }
+    return sum;
+}
+
+struct Operands {
+    static constexpr i32 kColumns = kHeadDimV;
+    const PrefillFp8Params& p;
+    i32 head;
+    const ItemScales& scales;
+
+    MLA_DEVICE i32 kv_head() const { return head / (p.h_q / p.h_kv); }
+    MLA_DEVICE u32 visible(i64 query, i32 key, bool present) const { return ~0u; }
+
+    MLA_DEVICE float score(i32 query, i32 key) const {
+        const CodeRow q = query_codes(p, query, head), k = key_codes(p, key, kv_head());
+        const float sum = plain_dot(q.first, k.first, kSw128ByteColumns) + plain_dot(q.last, k.last, kRopeColumns);
+        return __fmul_rn(sum, scales.score_log2);
+    }
+
+    template <class Sums>
+    MLA_DEVICE void add_values(Sums& sums, float weight, i32 key, i32 lane) const {
+        const u8* values = code_bytes(p.v) + key * p.v_stride_s_elems + kv_head() * p.v_stride_h_elems + 2 * lane;
+#pragma unroll
+        for (i32 j = 0; j < Sums::kPairs; ++j) {
+            const float2 x = cvt_f32_x2_e4m3(*reinterpret_cast<const u16*>(values + j * 2 * kWarpThreads));
+            sums.out[j] = make_float2(fmaf(weight, x.x, sums.out[j].x), fmaf(weight, x.y, sums.out[j].y));
+        }
+    }
+
+    template <class Sums>
+    MLA_DEVICE void store(const Sums& sums, i64 query, i32 lane) const {
+        const RowResult result = row_result(sums.max, sums.sum, negative_infinity());
+        const i64 to = query * p.out_stride_s_elems + head * p.out_stride_h_elems + 2 * lane;
+#pragma unroll
+        for (i32 j = 0; j < Sums::kPairs; ++j) {
+            const float factor = result.own * scales.value;
+            store_pair(to + j * 2 * kWarpThreads, sums.out[j].x * factor, sums.out[j].y * factor);
+        }
+        if (lane == 0) store_lse(p, query, head, result.lse);
+    }
+
+   private:
+    MLA_DEVICE void store_pair(i64 at, float x, float y) const {
+        if (p.out_is_fp32) {
+            *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at) = make_float2(x, y);
+        } else {
+            *reinterpret_cast<u32*>(static_cast<u16*>(p.out) + at) = half_pair(p, x, y);
+        }
+    }
+};
+
 // ---- Turn role -------------------------------------------------------------------------------------------------
 // 0 * NaN is not 0: of keys that not every query sees, those past the end of the sequence among them, NaN becomes 0,
 // and the math role stores it in the results of queries that do see it.
-MLA_DEVICE void run_turn_role(Storage& s, i32 thread) {
+struct Turner {
+    const PrefillFp8Params& p;
+    Storage& s;
+    i32 thread;
     RingCount<kWorkSlots> work;
     RingCount<kStages> tiles;  // of both rings: a stage of one goes to the same stage of the other
+
+    // Returns true if there was NaN in one of the keys from `first` on.
+    MLA_DEVICE bool turn(i32 first) {
+        tiles.wait_full(s.v_full);
+        tiles.wait_empty(s.turned_empty);
+        const SmemAddr from = smem_addr(s.v[tiles.stage()]), to = smem_addr(s.turned[tiles.stage()]);
+        const i32 lane = own_lane();
+        bool found = false;
+#pragma unroll 1
+        for (i32 group = thread / kWarpThreads; group < kTurnedGroups; group += kTurnWarps) {
+            found |= transpose_group(from, to, group, first, lane);
+        }
+        return found;
+    }
+
+    MLA_DEVICE void release_tile() {
+        fence_proxy_async();
+        release(s.turned_full[tiles.stage()], thread);
+        release(s.v_empty[tiles.stage()], thread);
+        tiles.advance();
+    }
+
+    // Of the item before.
+    MLA_DEVICE void redo_huge_rows() {
+        RingCount<kWorkSlots> before{work.count - 1};
+        before.wait_full(s.work_done);
+        const WorkSlot& slot = s.work[before.stage()];
+        dense::redo_huge_rows<kTurnWarps>(Operands{p, slot.head, slot.scales}, slot.tile, s.huge[before.stage()],
+                                          thread / kWarpThreads, own_lane());
+        release(s.work_empty[before.stage()], thread);
+    }
+
+    // The first tile of values, which the math role waits for, comes before the huge rows. `count` may be 0.
+    MLA_DEVICE void run_item(WorkSlot& slot, i32 count) {
+        i32 first = slot.tile.seen_by_all() - (count - 1) * kTileKeys;  // that not every query sees, in the tile
+        bool redone = work.count == 0;
+#pragma unroll 1
+        for (i32 i = count - 1; i >= 0 || !redone; --i, first += kTileKeys) {
+            if (i >= 0 && turn(first)) slot.nonfinite = 1;
+            if (i >= 0) release_tile();
+            if (!redone) redo_huge_rows();
+            redone = true;
+        }
+    }
+};
+
+MLA_DEVICE void run_turn_role(const PrefillFp8Params& p, Storage& s, i32 thread) {
+    Turner turner{p, s, thread};
     for (auto& stage : s.turned) store_ones<kTurnThreads>(stage, thread);
 #pragma unroll 1
     while (true) {
-        work.wait_full(s.work_full);
-        WorkSlot& slot = s.work[work.stage()];
-        if (slot.head < 0) break;
-        const KeyTiles<kTileKeys> keys(slot.tile);
-        i32 first = slot.tile.seen_by_all() - (keys.count - 1) * kTileKeys;  // that not every query sees, in the tile
-#pragma unroll 1
-        for (i32 i = keys.count - 1; i >= 0; --i, first += kTileKeys) {
-            tiles.wait_full(s.v_full);
-            tiles.wait_empty(s.turned_empty);
-            const SmemAddr from = smem_addr(s.v[tiles.stage()]), to = smem_addr(s.turned[tiles.stage()]);
-            const i32 lane = own_lane();
-            bool found = false;
-#pragma unroll 1
-            for (i32 group = thread / kWarpThreads; group < kTurnedGroups; group += kTurnWarps) {
-                found |= transpose_group(from, to, group, first, lane);
-            }
-            if (found) slot.nonfinite = 1;
-            fence_proxy_async();
-            release(s.turned_full[tiles.stage()], thread);
-            release(s.v_empty[tiles.stage()], thread);
-            tiles.advance();
-        }
-        release(s.work_empty[work.stage()], thread);
-        work.advance();
+        turner.work.wait_full(s.work_full);
+        WorkSlot& slot = s.work[turner.work.stage()];
+        const bool ends = slot.head < 0;
+        turner.run_item(slot, ends ? 0 : KeyTiles<kTileKeys>(slot.tile).count);
+        if (ends) break;
+        turner.work.advance();
     }
 }
 
@@ -385,7 +487,7 @@ MLA_DEVICE TileSoftmax begin_softmax(const Math& math, float scale_log2) {
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {
         const float top = fmaxf(fmaxf(chains[r][0], chains[r][1]), fmaxf(chains[r][2], chains[r][3]));
-        tile.top[r] = fmaxf(quad_max(top) * scale_log2, attention::kLowestMax);
+        tile.top[r] = fmaxf(quad_max(top) * scale_log2, kFirstMax);
         tile.sums[r][0] = tile.sums[r][1] = 0.f;
     }
     return tile;
@@ -553,19 +655,19 @@ MLA_DEVICE void store_four(const PrefillFp8Params& p, i64 at, float x0, float x1
         *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = make_float4(x0, x1, x2, x3);
         return;
     }
-    const bool fp16 = p.out_is_fp16;
-    const u32 low = fp16 ? cvt_x2(float16{}, x0, x1) : cvt_x2(bfloat16{}, x0, x1);
-    const u32 high = fp16 ? cvt_x2(float16{}, x2, x3) : cvt_x2(bfloat16{}, x2, x3);
-    *reinterpret_cast<uint2*>(static_cast<u16*>(p.out) + at) = make_uint2(low, high);
+    *reinterpret_cast<uint2*>(static_cast<u16*>(p.out) + at) = make_uint2(half_pair(p, x0, x1), half_pair(p, x2, x3));
 }
 
 // Row r of the thread, by all lanes of its quad.
 template <i32 kRow>
-MLA_DEVICE void store_result(const PrefillFp8Params& p, Math& math, const QueryTile& tile, i32 head,
+MLA_DEVICE void store_result(const PrefillFp8Params& p, Storage& s, Math& math, const QueryTile& tile, i32 head,
                              float value_scale) {
     const float sum = quad_sum(math.sum[kRow]);
-    if (math.row(kRow) >= tile.queries) return;
-    const i64 query = tile.first_query + math.row(kRow);
+    i32 row = math.row(kRow);
+    opaque(row);  // or the loops over tiles would have no registers left
+    if (row >= tile.queries) return;
+    if (has_huge_scores(math.reference[kRow], sum, tile, row)) return s.huge[math.work.stage()].note(row);
+    const i64 query = tile.first_query + row;
     const i64 to = query * p.out_stride_s_elems + head * p.out_stride_h_elems;
     const float factor = sum == 0.f ? 0.f : value_scale / math.rounded_sum[kRow];
 #pragma unroll
@@ -618,10 +720,10 @@ MLA_DEVICE void run_math_role(const PrefillFp8Params& p, Storage& s, i32 warpgro
         if (keys.count > 0) attend(s, math, tile, keys, slot.scales.score_log2);
         const i32 head = slot.head;
         const float value_scale = slot.scales.value;
-        store_result<0>(p, math, tile, head, value_scale);
-        store_result<1>(p, math, tile, head, value_scale);
+        store_result<0>(p, s, math, tile, head, value_scale);
+        store_result<1>(p, s, math, tile, head, value_scale);
         if (slot.nonfinite) store_nan(p, math, tile, head);
-        release(s.work_empty[math.work.stage()], thread);
+        release(s.work_done[math.work.stage()], thread);
         math.work.advance();
     }
     if (warpgroup == 0) take_turn<Turn0>(math.warpgroup);  // that the other one has passed on
@@ -642,7 +744,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     } else {
         setmaxnreg_dec<kRegsLoad>();
         if (warp > kLoadWarp) {
-            run_turn_role(s, thread - kWarpThreads);
+            run_turn_role(p, s, thread - kWarpThreads);
         } else if (elect_one()) {
             run_load_role(p, s, Maps{q_map, q_rope_map, k_map, k_rope_map, v_map});
         }

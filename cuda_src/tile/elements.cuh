@@ -74,4 +74,17 @@ MLA_DEVICE float dot(const u16* a, const u16* b, i32 elems) {
     }
     return even + odd;
 }
+
+// The same for warps with few registers, of rows anywhere.
+template <class Element>
+MLA_DEVICE float plain_dot(const u16* a, const u16* b, i32 elems) {
+    float sum = 0.f;
+#pragma unroll 1
+    for (i32 i = 0; i < elems / 2; ++i) {
+        const float2 x = unpack<Element>(reinterpret_cast<const u32*>(a)[i]);
+        const float2 y = unpack<Element>(reinterpret_cast<const u32*>(b)[i]);
+        sum = fmaf(x.x, y.x, fmaf(x.y, y.y, sum));
+    }
+    return sum;
+}
 }  // namespace mla

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,10 @@ SHIFTS = {"bfloat16": (0,), "float16": (28, 12, 60), "float8_e4m3fn": (28, 6, 60
 
 @dataclass(frozen=True)
 class HugeCase:
-    """A call. Tokens of equal scores have different values, unless `split`: partial results cannot tell them apart."""
+    """A call. Tokens of equal scores have different values, unless `split`: partial results cannot tell them apart.
+
+    If `ordinary`, the middle of the longer sequence has scores of 0, and what is before and after it other ones.
+    """
 
     operation: str
     kernel: str
@@ -60,6 +64,7 @@ class HugeCase:
     shift: int = 0
     split: bool = False
     sink: bool = False
+    ordinary: bool = False
 
     @property
     def starts(self) -> Array:
@@ -79,6 +84,8 @@ def integers(case: HugeCase) -> Array:
     same, long = case.lengths
     mixed = np.random.default_rng(long).integers(-3, 4, long)
     mixed[[3, long - 2]] = -13, 13
+    if case.ordinary:
+        mixed[:] = np.where(abs(np.arange(long) - long // 2) < 20, 0, -5)
     return np.concatenate([np.full(same, 5), mixed])
 
 
@@ -174,8 +181,8 @@ OPERATIONS: dict[str, tuple[Any, Callable[[HugeCase], Call]]] = {
     "sparse_forward": (SPARSE_FORWARD, sparse_forward),
     "prefill": (DENSE, prefill),
 }
-#: Code for huge rows would change the order of their loops' instructions, which costs 1 to 7 %.
-WITHOUT = ("decode_sm90_seesaw_forms", "dense_sm90", "dense_sm90_fp8")
+#: Code for huge rows would change the order of its loops' instructions, which costs 1 to 7 %.
+WITHOUT = ("decode_sm90_seesaw_forms",)
 KERNELS = [
     (operation, kernel.name)
     for operation, (family, _) in OPERATIONS.items()
@@ -251,7 +258,7 @@ def with_options(case: HugeCase, name: str) -> Call:
 BESIDE = [
     *(("decode", "decode_sm90_seesaw", option) for option in ("tree_mask", "float32")),
     *(("decode", "decode_sm90_small_forms", option) for option in ("window", "out_rope")),
-    *(("prefill", "dense_mma", option) for option in ("mask", "state")),
+    *(("prefill", kernel, option) for kernel in ("dense_mma", "dense_sm90") for option in ("mask", "state")),
 ]
 
 
@@ -277,6 +284,12 @@ def test_beside_other_options(operation: str, kernel: str, option: str) -> None:
     run_beside(operation, kernel, option, simulated(2, cc_of(kernel), mode="random"))
 
 
+@pytest.mark.parametrize("kernel", ["dense_sm90", "dense_sm90_fp8"])
+def test_ordinary_scores_between_huge_ones(kernel: str) -> None:
+    """Rows whose first and last tiles have huge scores below 0, and whose largest scores are 0."""
+    run_first(replace(case, heads=16, lengths=(5, 300), ordinary=True) for case in candidates("prefill", kernel))
+
+
 def run_seesaw() -> None:
     """Each sequence has three queries; the first two do not see its last tokens."""
     case = HugeCase("decode", "decode_sm90_seesaw", sink=True)
@@ -294,6 +307,14 @@ test_is_caught, test_as_it_is = mutant_suite(
         Mutant("rows are not noted", "attention/sm90/math.cuh", "if (is_huge(rows.max[r]))", "if (false)"),
         Mutant("the sink does not count again", "decode/sm90_huge_rows.cuh", "sum += ex2_approx", "ex2_approx"),
     ],
+)
+
+
+test_is_caught_of_prefill, test_as_it_is_of_prefill = mutant_suite(
+    "dense_sm90",
+    [partial(test_ordinary_scores_between_huge_ones, "dense_sm90")],
+    {},
+    [Mutant("rows begin at the lowest maximum", "dense_sm90", "rows.reset(kFirstMax)", "rows.reset()")],
 )
 
 

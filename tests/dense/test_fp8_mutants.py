@@ -33,7 +33,7 @@ test_is_caught, test_as_it_is = mutant_suite(
     {
         "bar.sync": (7, [0, 3]),
         "bar.arrive": (6, [0]),
-        "mbarrier.try_wait": (20, [0, 19]),
+        "mbarrier.try_wait": (21, [0, 19]),
         "mbarrier.arrive": (31, [0]),
         "fence.proxy": (1, [0]),
         "fence.mbarrier_init": (1, [0]),

@@ -19,7 +19,7 @@ TEXTS_OF_INDICES = [
 test_is_caught, test_as_it_is = mutant_suite(
     HOPPER,
     [partial(masked.test_mask, case) for case in (masked.ENDS, masked.LONG)],
-    {"mbarrier.try_wait": (28, [0, 27])},
+    {"mbarrier.try_wait": (29, [0, 28])},
     TEXTS,
 )
 test_is_caught_of_indices, test_as_it_is_of_indices = mutant_suite(

@@ -49,7 +49,7 @@ test_is_caught, test_as_it_is = mutant_suite(
         "fence.proxy": (1, [0]),
         "bar.sync": (8, [0, 4]),
         "bar.arrive": (6, [0]),
-        "mbarrier.try_wait": (19, [0, 9]),
+        "mbarrier.try_wait": (20, [0, 14]),
         "mbarrier.arrive": (25, [0]),
         "fence.mbarrier_init": (1, [0]),
         "wgmma.fence": (6, [0]),
