@@ -232,7 +232,7 @@ class LatentStore:
         self.plans.clear()
         self._pages.clear()
         self._cache, old = made, cache
-        if old is not None:
+        if old is not None and self.sequences:
             self._move(old)
 
     def _formats(self) -> dict[str, str | CacheFormat]:

@@ -31,7 +31,7 @@ _STEPS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(_STEPS, st.integers(0, 2**20), st.sampled_from(["deepseek_v3", "mistral4"]))
 def test_is_a_dynamic_cache(actions: list[tuple[str, Any]], seed: int, name: str) -> None:
     """Whatever is done to both, `update` returns the same latents, at the same places of the batch."""

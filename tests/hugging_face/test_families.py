@@ -23,7 +23,7 @@ def test_prompts_and_steps(name: str, place: str) -> None:
     three = models.make(name, place)
     ids, mask = models.tokens(2, 80, place), torch.ones(2, 80, dtype=torch.long, device=place)
     mask[1, :9] = 0
-    counts = [70, 1, 1, 3, 5]
+    counts = [20, 1, 3] if name == "kimi_linear" else [70, 1, 1, 3, 5]  # its stock code takes a second a token
     judge, stock, served = (models.steps(model, ids, mask, counts) for model in three)
     at = 0
     for n, expected, theirs, ours in zip(counts, judge, stock, served, strict=True):
@@ -33,9 +33,26 @@ def test_prompts_and_steps(name: str, place: str) -> None:
 
 
 @pytest.mark.parametrize("place", models.PLACES)
-@pytest.mark.parametrize("cached", [1, 63, 64, 65, 4097])
+@pytest.mark.parametrize("cached", [1, 63, 64, 65])
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "mistral4", "glm_moe_dsa"])
 def test_cached_tokens(name: str, cached: int, place: str) -> None:
+    _check_step(name, cached, place)
+
+
+@pytest.mark.parametrize("place", models.PLACES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.one_in(4)) for name in ("deepseek_v2", "deepseek_v3", "glm_moe_dsa")]
+)
+def test_long_contexts(name: str, place: str) -> None:
+    _check_step(name, 4097, place)
+
+
+def test_a_long_context_of_the_stock_code() -> None:
+    """Latents that the stock code has cached are copied to pages."""
+    _check_step("mistral4", 4097, "cpu")
+
+
+def _check_step(name: str, cached: int, place: str) -> None:
     three = models.make(name, place)
     ids, mask = models.tokens(1, cached + 1, place), torch.ones(1, cached + 1, dtype=torch.long, device=place)
     judge, stock = (models.steps(model, ids, mask, [cached, 1])[1] for model in three[:2])

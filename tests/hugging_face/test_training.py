@@ -44,7 +44,7 @@ def test_gradients(name: str, place: str) -> None:
 
 
 @pytest.mark.parametrize("place", models.PLACES)
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm_moe_dsa"])
+@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("glm_moe_dsa", marks=pytest.mark.slow)])
 def test_loss_curves_coincide(name: str, place: str) -> None:
     """200 steps of Adam: our curve is as near to the stock curve as rounding lets two runs be."""
     three = models.make(name, place, num_hidden_layers=2 if name == "glm_moe_dsa" else 1)
