@@ -51,11 +51,11 @@ def test_is_a_dynamic_cache(actions: list[tuple[str, Any]], seed: int, name: str
             case "rows" if b == 3:
                 for cache in (mine, stock):
                     cache.reorder_cache(torch.tensor(value))
-            case "repeat" if b <= 6:
+            case "repeat" if b <= 6 and stock.get_seq_length():
                 b *= value
                 for cache in (mine, stock):
                     cache.batch_repeat_interleave(value)
-            case "first":
+            case "first" if stock.get_seq_length():
                 b = value
                 for cache in (mine, stock):
                     cache.batch_select_indices(torch.arange(value))
