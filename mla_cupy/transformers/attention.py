@@ -79,6 +79,10 @@ class Served:
         return self.original(**call)
 
 
+# torch.compile leaves attention out: the book of pages is Python. `StepGraph` captures whole steps.
+Served.__call__ = torch.compiler.disable(Served.__call__)  # type: ignore[method-assign]
+
+
 class Call:
     """One call of an attention module.
 

@@ -98,6 +98,18 @@ def test_attn_implementation_alone() -> None:
 
 
 @pytest.mark.parametrize("place", models.PLACES)
+def test_a_compiled_model(place: str) -> None:
+    """torch.compile compiles what is around attention."""
+    three = models.make("deepseek_v3", place)
+    ids, mask = models.tokens(2, 30, place), torch.ones(2, 30, dtype=torch.long, device=place)
+    expected = models.steps(three.served, ids, mask, [24, 1, 1, 4])
+    three.served.model.forward = torch.compile(three.served.model.forward, backend="eager")
+    found = models.steps(three.served, ids, mask, [24, 1, 1, 4])
+    for mine, right in zip(found, expected, strict=True):
+        assert models.error(mine, right) < 1e-3
+
+
+@pytest.mark.parametrize("place", models.PLACES)
 def test_a_needle(place: str) -> None:
     """A head that looks for one token finds it wherever it stands among 700, in every way of attending."""
     torch.manual_seed(1)
