@@ -53,7 +53,7 @@ nb_merge_streams = True
 
 autodoc_typehints = "none"
 # The pages of the bindings need only their docstrings, which are the same whatever is installed.
-autodoc_mock_imports = ["torch", "jax", "vllm", "sglang"]
+autodoc_mock_imports = ["torch", "transformers", "jax", "vllm", "sglang"]
 autodoc_member_order = "bysource"
 numpydoc_show_class_members = False
 numpydoc_xref_param_type = False
