@@ -81,6 +81,18 @@ struct GroupedWork {
     MLA_DEVICE static i32 next_hidden(const WorkItem& item, i32 token) {
         return of(item).seen_from <= token && token < item.seen_by_all ? item.seen_by_all : token;
     }
+
+    // To a group `request` of the schedule: the request that its queries are of, the first one of them, and how many of
+    // the rows from `first_row` on it has. (There is one KV head then, so that those it lacks are the last ones.)
+    MLA_DEVICE static void take_group(const DecodeParams& p, i32& request, i32& first_query, i32& num_rows,
+                                      i32 first_row) {
+        const QueryGroup* const groups = forms_of(p).groups;
+        if (groups == nullptr) return;
+        const QueryGroup& of = groups[request];
+        num_rows = min(num_rows, of.queries * p.h_q - first_row);
+        first_query = of.first_query;
+        request = of.request;
+    }
 };
 
 template <>

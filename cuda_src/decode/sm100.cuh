@@ -633,7 +633,8 @@ MLA_DEVICE void run_block(const Params& p, const TensorMap& kv_map, Storage<C>& 
     __syncthreads();
     tcgen05_fence_after_thread_sync();
     const TmemAddr tmem = s.tmem;
-    if constexpr (!C::kCodes) prefetch_inputs<typename C::Work, ItemRows<typename C::Work>::template kLatentLines<C>>(p);
+    if constexpr (!C::kCodes)
+        prefetch_inputs<typename C::Work, ItemRows<typename C::Work>::template kLatentLines<C>>(p);
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
 
     if (warp < kLoadWarp) {

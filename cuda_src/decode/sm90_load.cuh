@@ -1,7 +1,7 @@
 // The loading roles of a dense decode block on Hopper: query rows by cp.async, KV tiles by TMA.
 #pragma once
-#include "attention/split_work.cuh"
 #include "attention/sm90/tile.cuh"
+#include "attention/split_work.cuh"
 #include "ptx/copy.cuh"
 
 namespace mla::decode {

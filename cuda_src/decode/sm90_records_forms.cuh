@@ -1,8 +1,8 @@
 // The tokens of decode/sm90_records_seesaw.cu with optional inputs (attention/query_groups.cuh): queries whose number
 // varies from request to request, a window, queries in two arrays, results that are turned back.
 //
-// A split holds groups of one query each instead of requests, and query rows are two pieces. What a window leaves out is
-// not read.
+// A split holds groups of one query each instead of requests, and query rows are two pieces. What a window leaves out
+// is not read.
 #pragma once
 #include "attention/record_tokens.cuh"
 

@@ -16,8 +16,8 @@
 //   right   |   S1      |  softmax 1     | O_R += P0 V0_R | O_R += P1 V1_R | S1 = Q K1'      | ...
 //   load    |           |       K0'_left ->  K1'_left, K0'_right ->  K1'_right ->
 //
-// Variants: a mask over drafts (decode/sm90_seesaw_tree.cuh), optional inputs (decode/sm90_seesaw_forms.cuh), several KV
-// heads (decode/sm90_seesaw_sw_tiles.cuh). They plug in where a call loads, masks and stores: see PlainCall.
+// Variants: a mask over drafts (decode/sm90_seesaw_tree.cuh), optional inputs (decode/sm90_seesaw_forms.cuh), several
+// KV heads (decode/sm90_seesaw_sw_tiles.cuh). They plug in where a call loads, masks and stores: see PlainCall.
 //
 // Source: the two-warpgroup split of O and the shared maximum are FlashMLA's idea (its "seesaw" schedule, 2025).
 // What differs: separate loader warps and one mechanism for all page sizes; one running maximum instead of exchanged
@@ -163,15 +163,14 @@ struct Tile : PairTile<MLA_DTYPE, MLA_HEAD_DIM_QK> {
 // role          warps    regs   does
 // left          0..3     224    even tiles: S0, softmax; owns O[:, :256]
 // right         4..7     224    odd tiles:  S1, softmax; owns O[:, 256:]
-// load          8        56     KV tiles by TMA, page by page
-// query         9..11    56     the query rows of each work item, by cp.async
+// load, query   8..11    56     warp 8: KV tiles by TMA, page by page; the others: query rows by cp.async
 constexpr i32 kRegsMath = 224;
 constexpr i32 kRegsLoad = 56;
 static_assert(2 * kRegsMath + kRegsLoad <= 3 * kRegsEntry, "what the block has at entry");
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
-// q, kv and p_buffers are 9 + 2 * 9 + 1 SW128 tiles of 8 KB, all but 3 KB of what a block may have: so P of the odd tile
-// takes the place of Q's RoPE columns, which the math warpgroups keep in registers during a work item.
+// q, kv and p_buffers are 9 + 2 * 9 + 1 SW128 tiles of 8 KB, all but 3 KB of what a block may have: so P of the odd
+// tile takes the place of Q's RoPE columns, which the math warpgroups keep in registers during a work item.
 //
 // barrier            arrives (count)      carries       waits          first phase
 // kv_full[s].left    load (1)             kLeftBytes    left, right    blocked

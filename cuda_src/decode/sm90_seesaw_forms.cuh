@@ -1,11 +1,20 @@
-// The variant of decode/sm90_seesaw.cu with optional inputs (attention/query_groups.cuh): queries whose number varies from
-// request to request, a window, queries in two arrays, results that are turned back.
+// The variant of decode/sm90_seesaw.cu with optional inputs (attention/query_groups.cuh): queries whose number varies
+// from request to request, a window, queries in two arrays, results that are turned back.
 #pragma once
 #include "attention/sm90/turned_result.cuh"
 #include "attention/sm90/window_values.cuh"
 #include "decode/split_rows.cuh"
 
 namespace mla::decode {
+// Masks the columns of row r of a thread that are before `first`.
+template <i32 kCount>
+MLA_DEVICE void mask_before(float (&scores)[kCount], i32 r, i32 first, i32 thread) {
+#pragma unroll
+    for (i32 i = 0; i < kCount; ++i) {
+        if (fragment_half(i) == r && fragment_column(thread, i) < first) scores[i] = negative_infinity();
+    }
+}
+
 // A split holds groups of queries instead of requests, and query rows are two pieces each (decode/split_rows.cuh).
 struct FormsCall {
     using Params = DecodeFormParams;

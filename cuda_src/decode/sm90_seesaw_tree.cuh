@@ -1,4 +1,5 @@
-// The variant of decode/sm90_seesaw.cu where a mask says which of the last tokens, drafts that form a tree, a query sees.
+// The variant of decode/sm90_seesaw.cu where a mask says which of the last tokens, drafts that form a tree, a query
+// sees.
 #pragma once
 #include "attention/sm90/nonfinite_values.cuh"
 #include "attention/sm90/two_warpgroups.cuh"

@@ -1,5 +1,5 @@
-// Query rows of attention/query_groups.cuh, for the query role of decode/sm90_load.cuh: their RoPE columns may be an array
-// of their own, and a work item may have fewer rows than a block.
+// Query rows of attention/query_groups.cuh, for the query role of decode/sm90_load.cuh: their RoPE columns may be an
+// array of their own, and a work item may have fewer rows than a block.
 #pragma once
 #include "attention/query_groups.cuh"
 #include "decode/sm90_load.cuh"

@@ -1,14 +1,14 @@
 // NaN and Inf in values that only some rows of a thread block see.
 //
 // 0 * NaN is not 0: before V is multiplied, it is made finite where not every row of the block sees the token. Tokens
-// past the sequence's end become 0. Of a token that only later queries see, finite elements stay; the others become 0, and
-// fixup_nonfinite adds them to the rows that do see it. Windows: attention/sm90/window_values.cuh.
+// past the sequence's end become 0. Of a token that only later queries see, finite elements stay; the others become 0,
+// and fixup_nonfinite adds them to the rows that do see it. Windows: attention/sm90/window_values.cuh.
 #pragma once
 #include "attention/decode_output.cuh"
-#include "attention/split_work.cuh"
 #include "attention/sm90/tile.cuh"
+#include "attention/split_work.cuh"
 #include "ptx/barrier.cuh"
-#include "tile/nonfinite.cuh"
+#include "tile/elements.cuh"
 #include "tile/sw128.cuh"
 
 namespace mla::attention::sm90 {

@@ -662,8 +662,8 @@ MLA_DEVICE void run_seesaw_records(const DecodeParams& p, u8* smem) {
 }  // namespace mla::attention::sm90
 
 // What a kernel of these roles tells the host, beside the layout of its parameters.
-#define MLA_SEESAW_RECORDS_FACTS(C)                                 \
-    MLA_FACT(threads, mla::attention::sm90::kSeesawThreads);        \
+#define MLA_SEESAW_RECORDS_FACTS(C)                                       \
+    MLA_FACT(threads, mla::attention::sm90::kSeesawThreads);              \
     MLA_FACT(smem_bytes, sizeof(mla::attention::sm90::RecordStorage<C>)); \
-    MLA_FACT(block_m, mla::attention::sm90::kBlockM);               \
+    MLA_FACT(block_m, mla::attention::sm90::kBlockM);                     \
     MLA_RECORD_FACT(C::TokenRecord)

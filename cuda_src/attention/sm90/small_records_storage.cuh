@@ -2,9 +2,10 @@
 // attention/sm90/small_records.cuh.
 #pragma once
 #include "attention/record_tokens.cuh"
-#include "attention/split_work.cuh"
 #include "attention/sm90/record_keys.cuh"
 #include "attention/sm90/swapped.cuh"
+#include "attention/split_work.cuh"
+#include "attention/tree_mask.cuh"
 #include "ptx/barrier.cuh"
 #include "tile/warp.cuh"
 

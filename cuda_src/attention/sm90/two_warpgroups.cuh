@@ -4,8 +4,8 @@
 //   S = Q K^T     (64 x d_qk) (d_qk x 64)   of a tile of 64 tokens, by the warpgroup that scores it
 //   O += P V      (64 x 64) (64 x 256)      of every tile, by both: each owns half of the value columns
 //
-// A kernel puts these steps in order and decides how tiles arrive: decode/sm90_seesaw.cu, sparse_forward/sm90.cu, and for
-// FP8 tokens attention/sm90/turns.cuh.
+// A kernel puts these steps in order and decides how tiles arrive: decode/sm90_seesaw.cu, sparse_forward/sm90.cu, and
+// for FP8 tokens attention/sm90/turns.cuh.
 #pragma once
 #include "attention/decode_output.cuh"
 #include "attention/online_softmax.cuh"
@@ -14,7 +14,7 @@
 #include "common/limits.cuh"
 #include "ptx/control.cuh"
 #include "ptx/wgmma.cuh"
-#include "tile/sw128_fragments.cuh"
+#include "tile/sw128.cuh"
 
 namespace mla::attention::sm90 {
 constexpr i32 kBlockM = 64;
@@ -47,8 +47,8 @@ struct PairTile : KeyTile<kHeadDimQk> {
 };
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
-// P of the tile in stage s goes to p(s). Notes is what a kernel's roles tell each other about tiles and rows, Extra what
-// a variant adds. (Members, as NVRTC checks a reference for null where a base has an offset.)
+// P of the tile in stage s goes to p(s). Notes is what a kernel's roles tell each other about tiles and rows, Extra
+// what a variant adds. (Members, as NVRTC checks a reference for null where a base has an offset.)
 template <class Tile_, class Notes, class Extra, i32 kPBuffers = 1>
 struct PairStorage {
     using Tile = Tile_;

@@ -1,4 +1,5 @@
-// NaN and Inf in values that windows leave out: of tokens before all windows, and of tokens that only earlier queries see.
+// NaN and Inf in values that windows leave out: of tokens before all windows, and of tokens that only earlier queries
+// see.
 #pragma once
 #include "attention/query_groups.cuh"
 #include "attention/sm90/nonfinite_values.cuh"
@@ -32,8 +33,8 @@ struct HiddenOfWindows {
 
     template <class Tile>
     MLA_DEVICE void clean(u8* values, const WorkItem& item, i32 tile, i32& nonfinite_request, i32 thread) const {
-        sanitize_window<typename Tile::Element, kSwTilesHalf, typename Tile::Layout>(values, GroupedWork::of(item), tile,
-                                                                                   nonfinite_request, thread);
+        sanitize_window<typename Tile::Element, kSwTilesHalf, typename Tile::Layout>(values, GroupedWork::of(item),
+                                                                                     tile, nonfinite_request, thread);
     }
 };
 }  // namespace mla::attention::sm90
