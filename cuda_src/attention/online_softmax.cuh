@@ -80,15 +80,6 @@ MLA_DEVICE void mask_scores(float (&scores)[kCount], const TileMask& mask, i32 t
     }
 }
 
-// Masks what is not in `seen` of row r of a thread (bit = column).
-template <i32 kCount>
-MLA_DEVICE void mask_row(float (&scores)[kCount], i32 r, u64 seen, i32 thread) {
-#pragma unroll
-    for (i32 i = 0; i < kCount; ++i) {
-        if (fragment_half(i) == r && !(seen >> fragment_column(thread, i) & 1)) scores[i] = negative_infinity();
-    }
-}
-
 // The rows' maxima over the tile, in base 2 after `scale_log2` of each row; equal in the four lanes of a quad.
 template <i32 kCount>
 MLA_DEVICE void tile_max(float (&to)[kFragmentRows], const float (&scores)[kCount],

@@ -4,6 +4,7 @@
 // before the drafts.
 #pragma once
 #include "attention/split_work.cuh"
+#include "tile/fragment.cuh"
 
 namespace mla::attention {
 constexpr i32 kWordBits = 64;
@@ -42,6 +43,15 @@ MLA_DEVICE SeenTokens seen_of_tree(const DecodeParams& p, const WorkItem& item, 
 #pragma unroll 1
     for (i32 k = here - 1; k >= 0; --k, draft -= p.cp_world) seen |= (word >> draft & 1) << k;
     return {item.tokens - here, seen};
+}
+
+// Masks what is not in `seen` of row r of a thread (bit = column).
+template <i32 kCount>
+MLA_DEVICE void mask_row(float (&scores)[kCount], i32 r, u64 seen, i32 thread) {
+#pragma unroll
+    for (i32 i = 0; i < kCount; ++i) {
+        if (fragment_half(i) == r && !(seen >> fragment_column(thread, i) & 1)) scores[i] = negative_infinity();
+    }
 }
 
 // For kernels that serve calls with and without a mask.

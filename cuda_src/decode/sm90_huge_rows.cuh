@@ -80,37 +80,4 @@ MLA_DEVICE void redo_columns(const Block& block, const WorkItem& item, i32 row, 
         store_columns<Element, Work>(p, item, block.kv_head, row, column + j * 2 * kWarpThreads, x);
     }
 }
-
-// The block's item of this number; false if there are fewer. Walks from the first: a walk that goes on between them
-// would have to stay in registers.
-template <class Block>
-MLA_DEVICE bool find_item(const Block& block, i32 number, WorkItem& item) {
-    auto walk = block.items();
-    bool found = true;
-#pragma unroll 1
-    for (i32 i = 0; i <= number && found; ++i) found = walk.next(block.p, item);
-    return found;
-}
-
-// Runs on the query warps, in builds without forms, and all the block waits for it: so one look says that no row was
-// huge. A row that was huge in one of the block's work items is checked in all of them.
-template <class Block>
-MLA_DEVICE void redo_huge_rows(const Block& block, i32 thread) {
-    const u32(&huge_rows)[2] = block.s.notes.huge_rows;
-    if ((huge_rows[0] | huge_rows[1]) == 0) return;
-    const i32 lane = thread % kWarpThreads;
-#pragma unroll 1
-    for (i32 row = thread / kWarpThreads; row < Block::kRows; row += kQueryWarps) {
-        if ((huge_rows[row / kWarpThreads] >> row % kWarpThreads & 1) == 0) continue;
-        WorkItem item;
-#pragma unroll 1
-        for (i32 number = 0; find_item(block, number, item); ++number) {
-            if (block.row0 + row >= block.rows_of(item)) continue;
-#pragma unroll 1
-            for (i32 column = 2 * lane; column < kHeadDimV; column += kColumnsAtOnce) {
-                redo_columns(block, item, block.row0 + row, column, lane);
-            }
-        }
-    }
-}
 }  // namespace mla::decode

@@ -355,6 +355,48 @@ MLA_DEVICE void right_last(Block& block, Math& math, const WorkItem& item, i32 t
     add_even_to_right(block, math, item, tile, scale, thread);
 }
 
+// ---- Rows with huge scores -------------------------------------------------------------------------------------
+// The loops over tiles have no instruction to spare for them (decode/sm90_huge_rows.cuh): the left warpgroup notes
+// them, and the query warps, which have nothing left to do, compute them again.
+MLA_DEVICE void note_huge_rows(Storage& s, const RowState& rows, i32 thread) {
+#pragma unroll
+    for (i32 r = 0; r < kFragmentRows; ++r) {
+        const i32 row = fragment_row(thread) + 8 * r;
+        if (is_huge(rows.max[r])) atomicOr(&s.notes.huge_rows[row / kWarpThreads], 1u << row % kWarpThreads);
+    }
+}
+
+// The block's item of this number; false if there are fewer. Walks from the first: a walk that goes on between them
+// would have to stay in registers.
+MLA_DEVICE bool find_item(const Block& block, i32 number, Work::HeldItem& item) {
+    auto walk = block.items();
+    bool found = true;
+#pragma unroll 1
+    for (i32 i = 0; i <= number && found; ++i) found = walk.next(block.p, item);
+    return found;
+}
+
+// At the end, on the query warps. All the block waits for them: so one look says that no row was huge. A row that was
+// huge in one of the block's work items is checked in all of them.
+MLA_DEVICE void redo_huge_rows(const Block& block, i32 thread) {
+    const u32(&huge_rows)[2] = block.s.notes.huge_rows;
+    if ((huge_rows[0] | huge_rows[1]) == 0) return;
+    const i32 lane = thread % kWarpThreads;
+#pragma unroll 1
+    for (i32 row = thread / kWarpThreads; row < kBlockM; row += kQueryWarps) {
+        if ((huge_rows[row / kWarpThreads] >> row % kWarpThreads & 1) == 0) continue;
+        Work::HeldItem item;
+#pragma unroll 1
+        for (i32 number = 0; find_item(block, number, item); ++number) {
+            if (block.row0 + row >= block.rows_of(item)) continue;
+#pragma unroll 1
+            for (i32 column = 2 * lane; column < kHeadDimV; column += kColumnsAtOnce) {
+                redo_columns(block, item, block.row0 + row, column, lane);
+            }
+        }
+    }
+}
+
 // ---- Math roles ------------------------------------------------------------------------------------------------
 template <bool kRight>
 MLA_DEVICE void add_tiles(Block& block, Math& math, const WorkItem& item, i32 thread) {
@@ -366,14 +408,6 @@ MLA_DEVICE void add_tiles(Block& block, Math& math, const WorkItem& item, i32 th
 #pragma unroll 1
         for (; tile + 1 < item.tile_end; tile += 2) right_pair(block, math, item, tile, thread);
         if (tile < item.tile_end) right_last(block, math, item, tile, thread);
-    }
-}
-
-MLA_DEVICE void note_huge_rows(Storage& s, const RowState& rows, i32 thread) {
-#pragma unroll
-    for (i32 r = 0; r < kFragmentRows; ++r) {
-        const i32 row = fragment_row(thread) + 8 * r;
-        if (is_huge(rows.max[r])) atomicOr(&s.notes.huge_rows[row / kWarpThreads], 1u << row % kWarpThreads);
     }
 }
 
@@ -405,7 +439,7 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread) {
 }
 
 // ---- Query role ------------------------------------------------------------------------------------------------
-// The query rows of each work item (decode/sm90_load.cuh). At the end, rows with huge scores once more.
+// The query rows of each work item (decode/sm90_load.cuh).
 MLA_DEVICE void run_query_role(Block& block, i32 thread) {
     const QueryStages<1> stages{block.s.q, &block.s.q_full, &block.s.q_empty};
     run_query_role<Tile>(block, stages, thread, [&](const WorkItem& item) { Call::load(block, item, thread); });
