@@ -69,73 +69,6 @@ struct PlainCall {
     MLA_DEVICE static void store(const Block&, const WorkItem&, Math&, i32) {}
 };
 
-// ---- Keys ------------------------------------------------------------------------------------------------------
-// One KV head, and pages of any number of tokens: a box has all four SW128 tiles of a half, and 8 rows of each of them
-// lie in turn (HalfLayout<true>). With pages of 16 tokens a tile of 64 is 12 boxes instead of 36, with pages of 64 it
-// is 3 instead of 9; one thread after the other issues them, while both warpgroups wait for the first half.
-//
-// The maps are of (64 columns, 8 tokens, SW128 tiles, groups of 8 tokens of a page, pages), with boxes of four SW128
-// tiles and of one, which has the RoPE columns. Pages that are no multiples of 8 tokens come in boxes of one SW128 tile
-// and up to 4 rows, by the maps of SwTileKeys.
-struct BoxKeys {
-    static constexpr bool kRowsInTurn = true;
-    using Layout = HalfLayout<kRowsInTurn>;
-    const TensorMap &half_map, &rope_map;
-    bool in_groups;
-
-    MLA_DEVICE BoxKeys(const DecodeParams& p, const TensorMap& half_map, const TensorMap& rope_map, i32)
-        : half_map(half_map), rope_map(rope_map), in_groups(p.page_size % Layout::kRowsInAtom == 0) {}
-
-    MLA_DEVICE void prefetch_maps() const {
-        prefetch_tensormap(half_map);
-        if constexpr (MLA_HEAD_DIM_QK > kHeadDimV) prefetch_tensormap(rope_map);
-    }
-    MLA_DEVICE i32 most_tokens() const { return in_groups ? kTileTokens : Layout::kRowsInAtom; }
-
-    // The left half comes with the RoPE columns.
-    template <class Tile, bool kRight>
-    MLA_DEVICE void fetch_half(const TileBoxes& boxes, SmemAddr to, MBarrier& full) const {
-#pragma unroll
-        for (i32 i = 0; i < 2; ++i) {
-            if (!boxes.contains(boxes.box(i))) continue;
-            const i32 first = boxes.box(i) * boxes.rows, page = boxes.window.page[i], token = boxes.window.offset[i];
-            if (in_groups) {
-                fetch_groups<Tile, kRight>(boxes, to, full, first, page, token / Layout::kRowsInAtom);
-            } else {
-                fetch_rows<Tile, kRight>(boxes, to, full, first, page, token);
-            }
-        }
-    }
-
-    template <class Tile, bool kRight>
-    MLA_DEVICE void fetch_groups(const TileBoxes& boxes, SmemAddr to, MBarrier& full, i32 first, i32 page,
-                                 i32 group) const {
-        if constexpr (!kRight && Tile::kSwTilesRope > 0) {
-            cp_async_bulk_tensor_5d(to + (Layout::sw_tile_offset(kSwTilesV) + first * kSw128RowBytes), rope_map, full,
-                                    0, 0, kSwTilesV, group, page, boxes.l2_policy);
-        }
-        const u32 rows = first / Layout::kRowsInAtom * Layout::kNextRows;
-        cp_async_bulk_tensor_5d(to + ((kRight ? kHalfBytes : 0) + rows), half_map, full, 0, 0,
-                                kRight ? kSwTilesHalf : 0, group, page, boxes.l2_policy);
-    }
-
-    template <class Tile, bool kRight>
-    MLA_DEVICE void fetch_rows(const TileBoxes& boxes, SmemAddr to, MBarrier& full, i32 first, i32 page,
-                               i32 token) const {
-        constexpr i32 kBegin = kRight ? Tile::kSwTilesLeft : 0;
-        constexpr i32 kEnd = kRight ? Tile::kSwTilesQk : Tile::kSwTilesLeft;
-#pragma unroll 1
-        for (i32 k = kBegin; k < kEnd; ++k) {
-            const i32 sw_tile = Tile::sw_tile_in_order(k);
-            const u32 rows = sw_tile == kSwTilesV ? first * kSw128RowBytes
-                                                  : first / Layout::kRowsInAtom * Layout::kNextRows +
-                                                        first % Layout::kRowsInAtom * kSw128RowBytes;
-            cp_async_bulk_tensor_4d(to + (Layout::sw_tile_offset(sw_tile) + rows), half_map, full,
-                                    sw_tile * kSw128Columns, token, 0, page, boxes.l2_policy);
-        }
-    }
-};
-
 // ---- Variant ---------------------------------------------------------------------------------------------------
 #if defined(MLA_FORMS)
 using Call = FormsCall;
@@ -149,15 +82,15 @@ MLA_DECODE_FACTS();
 #endif
 
 #ifdef MLA_SW_TILES
-using Keys = SwTileKeys;
+using Layout = HalfLayout</*kRowsInTurn=*/false>;
 #else
-using Keys = BoxKeys;
+using Layout = HalfLayout</*kRowsInTurn=*/true>;
 #endif
 
-using Work = Call::Work;
 struct Tile : PairTile<MLA_DTYPE, MLA_HEAD_DIM_QK> {
-    using Layout = HalfLayout<Keys::kRowsInTurn>;
+    using Layout = decode::Layout;
 };
+using Work = Call::Work;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role          warps    regs   does
@@ -207,6 +140,76 @@ MLA_FACT(smem_bytes, sizeof(Storage));
 MLA_FACT(block_m, kBlockM);
 
 // ---- Load role -------------------------------------------------------------------------------------------------
+// One KV head, and pages of any number of tokens: a box has all four SW128 tiles of a half, and 8 rows of each of them
+// lie in turn (HalfLayout<true>). With pages of 16 tokens a tile of 64 is 12 boxes instead of 36, with pages of 64 it
+// is 3 instead of 9; one thread after the other issues them, while both warpgroups wait for the first half.
+//
+// The maps are of (64 columns, 8 tokens, SW128 tiles, groups of 8 tokens of a page, pages), with boxes of four SW128
+// tiles and of one, which has the RoPE columns. Pages that are no multiples of 8 tokens come in boxes of one SW128 tile
+// and up to 4 rows, by the maps of SwTileKeys.
+struct BoxKeys {
+    const TensorMap &half_map, &rope_map;
+    bool in_groups;
+
+    MLA_DEVICE BoxKeys(const DecodeParams& p, const TensorMap& half_map, const TensorMap& rope_map, i32)
+        : half_map(half_map), rope_map(rope_map), in_groups(p.page_size % Layout::kRowsInAtom == 0) {}
+
+    MLA_DEVICE void prefetch_maps() const {
+        prefetch_tensormap(half_map);
+        if constexpr (Tile::kSwTilesRope > 0) prefetch_tensormap(rope_map);
+    }
+    MLA_DEVICE i32 most_tokens() const { return in_groups ? kTileTokens : Layout::kRowsInAtom; }
+
+    // The left half comes with the RoPE columns.
+    template <bool kRight>
+    MLA_DEVICE void fetch_half(const TileBoxes& boxes, SmemAddr to, MBarrier& full) const {
+#pragma unroll
+        for (i32 i = 0; i < 2; ++i) {
+            if (!boxes.contains(boxes.box(i))) continue;
+            const i32 first = boxes.box(i) * boxes.rows, page = boxes.window.page[i], token = boxes.window.offset[i];
+            if (in_groups) {
+                fetch_groups<kRight>(boxes, to, full, first, page, token / Layout::kRowsInAtom);
+            } else {
+                fetch_rows<kRight>(boxes, to, full, first, page, token);
+            }
+        }
+    }
+
+    template <bool kRight>
+    MLA_DEVICE void fetch_groups(const TileBoxes& boxes, SmemAddr to, MBarrier& full, i32 first, i32 page,
+                                 i32 group) const {
+        if constexpr (!kRight && Tile::kSwTilesRope > 0) {
+            cp_async_bulk_tensor_5d(to + (Layout::sw_tile_offset(kSwTilesV) + first * kSw128RowBytes), rope_map, full,
+                                    0, 0, kSwTilesV, group, page, boxes.l2_policy);
+        }
+        const u32 rows = first / Layout::kRowsInAtom * Layout::kNextRows;
+        cp_async_bulk_tensor_5d(to + ((kRight ? kHalfBytes : 0) + rows), half_map, full, 0, 0,
+                                kRight ? kSwTilesHalf : 0, group, page, boxes.l2_policy);
+    }
+
+    template <bool kRight>
+    MLA_DEVICE void fetch_rows(const TileBoxes& boxes, SmemAddr to, MBarrier& full, i32 first, i32 page,
+                               i32 token) const {
+        constexpr i32 kBegin = kRight ? Tile::kSwTilesLeft : 0;
+        constexpr i32 kEnd = kRight ? Tile::kSwTilesQk : Tile::kSwTilesLeft;
+#pragma unroll 1
+        for (i32 k = kBegin; k < kEnd; ++k) {
+            const i32 sw_tile = Tile::sw_tile_in_order(k);
+            const u32 rows = sw_tile == kSwTilesV ? first * kSw128RowBytes
+                                                  : first / Layout::kRowsInAtom * Layout::kNextRows +
+                                                        first % Layout::kRowsInAtom * kSw128RowBytes;
+            cp_async_bulk_tensor_4d(to + (Layout::sw_tile_offset(sw_tile) + rows), half_map, full,
+                                    sw_tile * kSw128Columns, token, 0, page, boxes.l2_policy);
+        }
+    }
+};
+
+#ifdef MLA_SW_TILES
+using Keys = SwTileKeys<Tile>;
+#else
+using Keys = BoxKeys;
+#endif
+
 // Both halves of a tile, each as soon as its place is free.
 struct TileLoader {
     Storage& s;
@@ -224,12 +227,12 @@ struct TileLoader {
             mbarrier_arrive_expect_tx(s.kv_full[stage].left, Tile::kLeftBytes);
         }
         __syncwarp();
-        keys.fetch_half<Tile, false>(boxes, to, s.kv_full[stage].left);
+        keys.fetch_half<false>(boxes, to, s.kv_full[stage].left);
 
         mbarrier_wait(s.kv_empty[stage].right, empty_parity);
         if (boxes.lane == 0) mbarrier_arrive_expect_tx(s.kv_full[stage].right, Tile::kRightBytes);
         __syncwarp();
-        keys.fetch_half<Tile, true>(boxes, to, s.kv_full[stage].right);
+        keys.fetch_half<true>(boxes, to, s.kv_full[stage].right);
         ring.advance(stage);
     }
 };

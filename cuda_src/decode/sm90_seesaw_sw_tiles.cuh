@@ -4,8 +4,8 @@
 #include "decode/sm90_load.cuh"
 
 namespace mla::decode {
+template <class Tile>
 struct SwTileKeys {
-    static constexpr bool kRowsInTurn = false;
     const TensorMap& kv_map;
     i32 kv_head;
 
@@ -15,7 +15,7 @@ struct SwTileKeys {
     MLA_DEVICE void prefetch_maps() const { prefetch_tensormap(kv_map); }
     MLA_DEVICE i32 most_tokens() const { return kTileTokens; }  // of a box
 
-    template <class Tile, bool kRight>
+    template <bool kRight>
     MLA_DEVICE void fetch_half(const TileBoxes& boxes, SmemAddr to, MBarrier& full) const {
         constexpr i32 kBegin = kRight ? Tile::kSwTilesLeft : 0, kEnd = kRight ? Tile::kSwTilesQk : Tile::kSwTilesLeft;
         boxes.load<Tile>(to, kv_map, full, kv_head, kBegin, kEnd);
