@@ -50,7 +50,6 @@ namespace mla::decode {
 // What a variant changes: what its blocks work at and rows see (Work), what comes with the query rows (load), what is
 // hidden of a tile's scores and values (mask, Hidden), and what becomes of the output before it is stored (store).
 struct PlainCall {
-    using Params = DecodeParams;
     using Work = ScheduledWork;
     static constexpr bool kRedoesHugeRows = true;
     using Hidden = HiddenRows;
@@ -72,12 +71,15 @@ struct PlainCall {
 // ---- Variant ---------------------------------------------------------------------------------------------------
 #if defined(MLA_FORMS)
 using Call = FormsCall;
+using Params = DecodeFormParams;
 MLA_DECODE_FORM_FACTS();
-#elif defined(MLA_TREE_MASK)
+#else
+#ifdef MLA_TREE_MASK
 using Call = TreeCall;
-MLA_DECODE_FACTS();
 #else
 using Call = PlainCall;
+#endif
+using Params = DecodeParams;
 MLA_DECODE_FACTS();
 #endif
 
@@ -461,7 +463,7 @@ MLA_DEVICE void init_storage(Storage& s) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    mla_decode_sm90_seesaw(const __grid_constant__ Call::Params p, const __grid_constant__ TensorMap half_map,
+    mla_decode_sm90_seesaw(const __grid_constant__ Params p, const __grid_constant__ TensorMap half_map,
                            const __grid_constant__ TensorMap rope_map) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     Storage& s = *reinterpret_cast<Storage*>(smem);

@@ -17,7 +17,6 @@ MLA_DEVICE void mask_before(float (&scores)[kCount], i32 r, i32 first, i32 threa
 
 // A split holds groups of queries instead of requests, and query rows are two pieces each (decode/split_rows.cuh).
 struct FormsCall {
-    using Params = DecodeFormParams;
     using Work = GroupedWork;
     static constexpr bool kRedoesHugeRows = false;
     using Hidden = HiddenOfWindows;

@@ -10,7 +10,6 @@ using namespace attention;
 using namespace attention::sm90;
 
 struct TreeCall {
-    using Params = DecodeParams;
     using Work = TreeWork;
     static constexpr bool kRedoesHugeRows = true;
 

@@ -1,9 +1,9 @@
 // Attention to FP8 records for few query rows: the mathematics. See attention/sm90/small_records.cuh.
 #pragma once
 #include "attention/sm90/raised_weights.cuh"
-#include "attention/sm90/window_values.cuh"
 #include "attention/sm90/record_query.cuh"
 #include "attention/sm90/small_records_storage.cuh"
+#include "attention/sm90/window_values.cuh"
 
 namespace mla::attention::sm90 {
 // ---- Math role -------------------------------------------------------------------------------------------------

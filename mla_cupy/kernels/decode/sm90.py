@@ -69,7 +69,7 @@ def kv_maps(kv_cache: View, l2: str = "128B") -> tuple[TensorMapSpec]:
 
 
 def same_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
-    """The map of 16-bit rows twice, for the variants of `decode_sm90_seesaw` that fetch RoPE columns through it, too."""
+    """The map of 16-bit rows twice, for variants of `decode_sm90_seesaw` that fetch RoPE columns through it, too."""
     return kv_map(kv_cache), kv_map(kv_cache)
 
 
