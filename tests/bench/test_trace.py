@@ -480,8 +480,8 @@ def test_a_decode_on_a_gpu(tmp_path: Path, gpu: object) -> None:
     ("options", "message"),
     [
         (
-            ("--draw", "x.svg", "--kernel-name", "decode_sm90_small"),
-            "--kernel-name: got 'decode_sm90_small', expected",
+            ("--draw", "x.svg", "--kernel-name", "decode_sm90_seesaw"),
+            "--kernel-name: got 'decode_sm90_seesaw', expected",
         ),
         (("--draw", "x.svg", "--block", "99"), "--block: got 99, expected 0 to "),
         (("--kernel-name", "decode_sm90_small"), "add --draw FILE.svg"),
