@@ -49,7 +49,7 @@ EPILOG = """examples:
   trace decode b128-sq1-hq128-skv4096
   trace decode b128-sq1-hq128-skv4096 --perfetto decode.json      open it in ui.perfetto.dev
   trace decode b128-sq1-hq128-skv4096 --draw decode.svg --window 20,40
-  trace decode b2-sq1-hq128-skv256 --simulate 2 --draw decode.svg --kernel-name decode_sm90_seesaw_boxes
+  trace decode b2-sq1-hq128-skv256 --simulate 2 --draw decode.svg --kernel-name decode_sm90_seesaw
   trace decode b128-sq1-hq128-skv4096 --only run_load_role        only waits in a function, file or call of this name
   trace decode b128-sq1-hq128-skv4096 --parts 4                   a quarter of the waits in each of four runs
   trace decode b128-sq1-hq128-skv4096 --parts auto                as many runs as bring each one near the plain call

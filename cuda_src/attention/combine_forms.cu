@@ -1,6 +1,7 @@
 // Merges the partial results of groups of queries that were split (attention/query_groups.cuh); see
 // attention/combine.cu.
 #include "attention/combine.cuh"
+#include "attention/query_groups.cuh"
 
 namespace mla::attention {
 MLA_DECODE_FORM_FACTS();

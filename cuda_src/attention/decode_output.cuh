@@ -1,6 +1,5 @@
 // Where the result of a query row goes: the caller's arrays, or a partial result in the workspace.
 #pragma once
-#include "attention/query_groups.cuh"
 #include "attention/split_work.cuh"
 #include "ptx/convert.cuh"
 
@@ -57,16 +56,12 @@ MLA_DEVICE i64 max_offset(const DecodeParams& p, i32 request, i32 kv_head, i32 r
 // The same of a work item's, whose queries may be others than the request's first ones.
 template <class Work>
 MLA_DEVICE i64 item_out_offset(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row) {
-    const i64 offset = out_offset(p, item.request, kv_head, row);
-    if constexpr (Work::kForms) return offset + Work::of(item).first_query * p.out_stride_s_elems;
-    return offset;
+    return out_offset(p, item.request, kv_head, row) + Work::first_query(item) * p.out_stride_s_elems;
 }
 
 template <class Work>
 MLA_DEVICE i64 item_lse_offset(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row) {
-    const i64 offset = lse_offset(p, item.request, kv_head, row);
-    if constexpr (Work::kForms) return offset + Work::of(item).first_query * p.lse_stride_s_elems;
-    return offset;
+    return lse_offset(p, item.request, kv_head, row) + Work::first_query(item) * p.lse_stride_s_elems;
 }
 
 // Writes the row's log-sum-exp, final or partial.
@@ -89,6 +84,23 @@ MLA_DEVICE void store_row_max(const DecodeParams& p, const WorkItem& item, i32 k
         p.max_logits[max_offset(p, item.request, kv_head, row)] = row_max * kLn2;
     } else {
         p.partial_max[workspace_row(p, item.partial_index, kv_head, row)] = row_max;
+    }
+}
+
+// Writes two columns of a row's result.
+template <class Element, class Work>
+MLA_DEVICE void store_columns(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row, i32 column, float2 x) {
+    if (item.partial_index != kNotSplit) {
+        float* to = p.partial_out + workspace_row(p, item.partial_index, kv_head, row) * kHeadDimV + column;
+        *reinterpret_cast<float2*>(to) = x;
+        return;
+    }
+    const i64 at = item_out_offset<Work>(p, item, kv_head, row) + column;
+    if (p.out_is_fp32) {
+        *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at) = x;
+    } else {
+        *reinterpret_cast<u32*>(static_cast<u16*>(p.out) + at) =
+            (u32)Element::from_float(x.y) << 16 | Element::from_float(x.x);
     }
 }
 

@@ -8,7 +8,7 @@
 #pragma once
 #include "attention/generic_rows.cuh"
 #include "attention/record_tokens.cuh"
-#include "attention/row_block.cuh"
+#include "attention/split_work.cuh"
 #include "ptx/control.cuh"
 
 namespace mla::attention {
@@ -45,8 +45,8 @@ struct GenericStorage {
 };
 
 template <class C>
-struct GenericBlock : RowBlock<kGenericRows, /*kTree=*/false, typename C::Tokens::Work> {
-    using Rows = RowBlock<kGenericRows, /*kTree=*/false, typename C::Tokens::Work>;
+struct GenericBlock : RowBlock<kGenericRows, typename C::Tokens::Work> {
+    using Rows = RowBlock<kGenericRows, typename C::Tokens::Work>;
     GenericStorage<C>& s;
 
     MLA_DEVICE GenericBlock(const DecodeParams& p, GenericStorage<C>& s) : Rows(p), s(s) {}

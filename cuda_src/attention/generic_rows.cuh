@@ -27,32 +27,22 @@ struct Row {
 template <class Work>
 MLA_DEVICE bool sees(const DecodeParams& p, const WorkItem& item, const SeenTokens& seen, i32 row, i32 token) {
     if constexpr (Work::kForms) {
-        if (forms_of(p).groups != nullptr) return row_sees_in_window(p, item, row, token);
+        if (forms_of(p).groups != nullptr) return Work::sees(p, item, row, token);
     }
     return seen.contain(token);
 }
 
-// Two columns of a row's result.
+// Two columns of a row's result, turned back where a call asks for that.
 template <class Element, class Work>
-MLA_DEVICE void store_columns(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row, i32 column, float2 x) {
+MLA_DEVICE void store_turned_columns(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row, i32 column,
+                                     float2 x) {
     if constexpr (Work::kForms) {
         if (turns_back(p) && column >= kFirstTurnedColumn) {
             const RowAngles angles = angles_of_row(p, Work::of(item), row);
             x = make_float2(turned_element(angles, column, x.x, x.y), turned_element(angles, column + 1, x.y, x.x));
         }
     }
-    if (item.partial_index != kNotSplit) {
-        float* to = p.partial_out + workspace_row(p, item.partial_index, kv_head, row) * kHeadDimV + column;
-        *reinterpret_cast<float2*>(to) = x;
-        return;
-    }
-    const i64 at = item_out_offset<Work>(p, item, kv_head, row) + column;
-    if (p.out_is_fp32) {
-        *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at) = x;
-    } else {
-        *reinterpret_cast<u32*>(static_cast<u16*>(p.out) + at) =
-            (u32)Element::from_float(x.y) << 16 | Element::from_float(x.x);
-    }
+    store_columns<Element, Work>(p, item, kv_head, row, column, x);
 }
 
 // By all threads: warp `warp` has the softmax of its row, and each of the first threads two columns of all rows.
@@ -60,8 +50,7 @@ template <class Element, class Work = ScheduledWork, i32 kColumnThreads = kHeadD
 MLA_DEVICE void store_result(const Block& block, const WorkItem& item, const Row& row_state,
                              const float2 (&out)[kBlockM], i32 warp, i32 lane) {
     const i32 my_row = block.row0 + warp;
-    i32 rows = block.rows;
-    if constexpr (Work::kForms) rows -= Work::of(item).lacking_rows;
+    const i32 rows = block.rows - Work::lacking_rows(item);
     if (lane == 0 && my_row < rows) {
         const float max = row_state.max, sum = row_state.sum;
         const float lse2 = sum == 0.f ? negative_infinity() : max + log2f(sum);
@@ -79,8 +68,8 @@ MLA_DEVICE void store_result(const Block& block, const WorkItem& item, const Row
         for (i32 i = 1; i < kBlockM; ++i) {
             if (row == i) x = out[i];
         }
-        store_columns<Element, Work>(block.p, item, block.kv_head, block.row0 + row, threadIdx.x * 2,
-                                     make_float2(x.x * factor, x.y * factor));
+        store_turned_columns<Element, Work>(block.p, item, block.kv_head, block.row0 + row, threadIdx.x * 2,
+                                            make_float2(x.x * factor, x.y * factor));
     }
 }
 }  // namespace mla::attention

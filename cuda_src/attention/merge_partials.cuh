@@ -14,7 +14,7 @@
 // to 8 pieces no thread waits for another one after that: every four lanes weigh the pieces of their slots.
 #pragma once
 #include "attention/decode_output.cuh"
-#include "attention/query_groups.cuh"
+#include "attention/split_work.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/control.cuh"
 #include "ptx/copy.cuh"
@@ -73,17 +73,6 @@ struct Team {
     MLA_DEVICE static void sync() { bar_sync(1 + threadIdx.x / kTeamThreads, kTeamThreads); }
 };
 
-// To a group `request` of the schedule: the request that its queries are of, the first one of them, and how many of the
-// rows from `first_row` on it has. (There is one KV head then, so that those it lacks are the last ones.)
-MLA_DEVICE void take_group(const DecodeParams& p, i32& request, i32& first_query, i32& num_rows, i32 first_row) {
-    const QueryGroup* const groups = forms_of(p).groups;
-    if (groups == nullptr) return;
-    const QueryGroup& of = groups[request];
-    num_rows = min(num_rows, of.queries * p.h_q - first_row);
-    first_query = of.first_query;
-    request = of.request;
-}
-
 // By a team: what belongs to one of the columns of the rows from `first_row` on (kv_head * rows + row of that head).
 // `split` is what the request's first piece ends.
 template <class Work = ScheduledWork>
@@ -96,7 +85,7 @@ MLA_DEVICE void prepare_unit(const DecodeParams& p, Team& team, const UnitShape&
     const i32 total_rows = s_q * p.h_q;
     Team::sync();  // the unit before is done
     i32 num_rows = min(shape.rows(), total_rows - first_row), first_query = 0;
-    if constexpr (Work::kForms) take_group(p, request, first_query, num_rows, first_row);
+    if constexpr (Work::kForms) Work::take_group(p, request, first_query, num_rows, first_row);
     const i32 share = (num_partials + shape.groups() - 1) >> shape.group_shift;
 #pragma unroll 1
     for (i32 i = thread; i < kSlots << shape.group_shift; i += kTeamThreads) {

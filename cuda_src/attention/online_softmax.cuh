@@ -30,13 +30,6 @@ MLA_DEVICE bool any_huge(float a, float b) {
 }
 MLA_DEVICE bool any_huge(float max) { return __any_sync(kFullWarp, fabsf(max) >= kHugeMax); }
 
-// Scales scores to base 2 with rounding. The compiler must not fuse the product with a later subtraction.
-template <i32 kCount>
-MLA_DEVICE void to_base_2(float (&scores)[kCount], float scale_log2) {
-#pragma unroll
-    for (float& score : scores) score = __fmul_rn(score, scale_log2);
-}
-
 // The factor by which a new running maximum rescales what was accumulated under the old one.
 struct RowScale {
     float by[kFragmentRows];
@@ -84,24 +77,6 @@ MLA_DEVICE void mask_scores(float (&scores)[kCount], const TileMask& mask, i32 t
         const i32 column = fragment_column(thread, i);
         const bool counts = column < mask.visible[fragment_half(i)] && ((mask.present >> column) & 1);
         if (!counts) scores[i] = negative_infinity();
-    }
-}
-
-// Masks what is not in `seen` of row r of a thread (bit = column).
-template <i32 kCount>
-MLA_DEVICE void mask_row(float (&scores)[kCount], i32 r, u64 seen, i32 thread) {
-#pragma unroll
-    for (i32 i = 0; i < kCount; ++i) {
-        if (fragment_half(i) == r && !(seen >> fragment_column(thread, i) & 1)) scores[i] = negative_infinity();
-    }
-}
-
-// Masks the columns of row r of a thread that are before `first`.
-template <i32 kCount>
-MLA_DEVICE void mask_before(float (&scores)[kCount], i32 r, i32 first, i32 thread) {
-#pragma unroll
-    for (i32 i = 0; i < kCount; ++i) {
-        if (fragment_half(i) == r && fragment_column(thread, i) < first) scores[i] = negative_infinity();
     }
 }
 

@@ -56,6 +56,43 @@ struct GroupedWork {
 
     // Roles pass on what they have as a WorkItem.
     MLA_DEVICE static const GroupItem& of(const WorkItem& item) { return static_cast<const GroupItem&>(item); }
+
+    // As those of ScheduledWork.
+    MLA_DEVICE static bool windows_reach(const WorkItem& item, i32 end) { return end > of(item).first_token; }
+    MLA_DEVICE static i32 first_query(const WorkItem& item) { return of(item).first_query; }
+    MLA_DEVICE static i32 lacking_rows(const WorkItem& item) { return of(item).lacking_rows; }
+    MLA_DEVICE static i32 hidden(const DecodeParams& p, i32 row0) { return hidden_from(p, row0); }
+    MLA_DEVICE static i32 visible(const DecodeParams& p, const WorkItem& item, i32 row) {
+        return item.tokens - hidden_here(p, hidden_from(p, row) + of(item).more_hidden, item.behind_last);
+    }
+    // The first token that row `row` sees.
+    MLA_DEVICE static i32 window_begin(const DecodeParams& p, const WorkItem& item, i32 row) {
+        const i32 window = forms_of(p).window;
+        return window == 0 ? 0 : max(0, visible(p, item, row) - window);
+    }
+    MLA_DEVICE static bool sees(const DecodeParams& p, const WorkItem& item, i32 row, i32 token) {
+        return window_begin(p, item, row) <= token && token < visible(p, item, row);
+    }
+    // [seen_from, seen_by_all) are what every row sees.
+    MLA_DEVICE static bool all_rows_see(const WorkItem& item, i32 tile) {
+        return of(item).seen_from <= tile * kTileTokens && (tile + 1) * kTileTokens <= item.seen_by_all;
+    }
+    MLA_DEVICE static i32 first_hidden(const WorkItem& item) { return min(item.seen_by_all, of(item).first_token); }
+    MLA_DEVICE static i32 next_hidden(const WorkItem& item, i32 token) {
+        return of(item).seen_from <= token && token < item.seen_by_all ? item.seen_by_all : token;
+    }
+
+    // To a group `request` of the schedule: the request that its queries are of, the first one of them, and how many of
+    // the rows from `first_row` on it has. (There is one KV head then, so that those it lacks are the last ones.)
+    MLA_DEVICE static void take_group(const DecodeParams& p, i32& request, i32& first_query, i32& num_rows,
+                                      i32 first_row) {
+        const QueryGroup* const groups = forms_of(p).groups;
+        if (groups == nullptr) return;
+        const QueryGroup& of = groups[request];
+        num_rows = min(num_rows, of.queries * p.h_q - first_row);
+        first_query = of.first_query;
+        request = of.request;
+    }
 };
 
 template <>
@@ -113,26 +150,6 @@ struct WorkIteratorOf<GroupedWork> {
         item.seen_from = window == 0 ? 0 : max(0, of.tokens - of.later_queries - window);
     }
 };
-
-// `visible_tokens` of attention/split_work.cuh, in a build with forms or without.
-template <class Work>
-MLA_DEVICE i32 visible_of(const DecodeParams& p, const WorkItem& item, i32 row) {
-    if constexpr (Work::kForms) {
-        return item.tokens - hidden_here(p, hidden_from(p, row) + Work::of(item).more_hidden, item.behind_last);
-    } else {
-        return visible_tokens(p, item, row);
-    }
-}
-
-// The first token that row `row` sees.
-MLA_DEVICE i32 window_begin(const DecodeParams& p, const WorkItem& item, i32 row) {
-    const i32 window = forms_of(p).window;
-    return window == 0 ? 0 : max(0, visible_of<GroupedWork>(p, item, row) - window);
-}
-
-MLA_DEVICE bool row_sees_in_window(const DecodeParams& p, const WorkItem& item, i32 row, i32 token) {
-    return window_begin(p, item, row) <= token && token < visible_of<GroupedWork>(p, item, row);
-}
 
 // ---- Queries ---------------------------------------------------------------------------------------------------
 // A row of queries in two parts; of one array, too.

@@ -36,10 +36,7 @@ MLA_DEVICE i32 clamped_length(const i32* lengths, i64 at, i32 topk) {
     return lengths == nullptr ? topk : max(0, min(lengths[at], topk));
 }
 
-struct SelectedWork {
-    enum : bool { kForms = false };
-    using HeldItem = WorkItem;
-
+struct SelectedWork : ScheduledWork {
     MLA_DEVICE static const SparseDecodeParams& params(const DecodeParams& p) {
         return static_cast<const SparseDecodeParams&>(p);
     }

@@ -35,7 +35,13 @@ MLA_DEVICE SchedulePoint split_begin(const DecodeParams& p, i32 split) {
     return {unit / p.request_units, unit % p.request_units * p.unit_tiles};
 }
 
-// What a batch is cut into by a schedule in memory, and its requests by their `seqlens`.
+// The first of an item's tokens that row `row` does not see.
+MLA_DEVICE i32 visible_tokens(const DecodeParams& p, const WorkItem& item, i32 row) {
+    return item.tokens - hidden_here(p, hidden_from(p, row), item.behind_last);
+}
+
+// What a batch is cut into by a schedule in memory, and its requests by their `seqlens`: the work of a plain call.
+// Other calls bring their own: TreeWork (attention/tree_mask.cuh), GroupedWork (attention/query_groups.cuh).
 struct ScheduledWork {
     enum : bool { kForms = false };  // see attention/query_groups.cuh
     using HeldItem = WorkItem;
@@ -43,6 +49,27 @@ struct ScheduledWork {
     MLA_DEVICE static SchedulePoint begin(const DecodeParams& p, i32 split) { return p.schedule[split]; }
     MLA_DEVICE static RequestLength length(const DecodeParams& p, i32 request) { return request_length(p, request); }
     MLA_DEVICE static i32 first_tokens(const DecodeParams&, i32) { return 0; }
+
+    // Load: whether any row sees tokens before `end`. Store: which of its queries come first, and
+    // how many of the block's rows it lacks.
+    MLA_DEVICE static bool windows_reach(const WorkItem&, i32) { return true; }
+    MLA_DEVICE static i32 first_query(const WorkItem&) { return 0; }
+    MLA_DEVICE static i32 lacking_rows(const WorkItem&) { return 0; }
+
+    // Mask: the tokens at a sequence's end that the block's first row does not see, and what a row sees.
+    MLA_DEVICE static i32 hidden(const DecodeParams& p, i32 row0) { return hidden_from(p, row0); }
+    MLA_DEVICE static i32 visible(const DecodeParams& p, const WorkItem& item, i32 row) {
+        return visible_tokens(p, item, row);
+    }
+    MLA_DEVICE static bool sees(const DecodeParams& p, const WorkItem& item, i32 row, i32 token) {
+        return token < visible_tokens(p, item, row);
+    }
+    MLA_DEVICE static bool all_rows_see(const WorkItem& item, i32 tile) {
+        return (tile + 1) * kTileTokens <= item.seen_by_all;
+    }
+    // The first token that some row may not see, and the next one from `token` on.
+    MLA_DEVICE static i32 first_hidden(const WorkItem& item) { return item.seen_by_all; }
+    MLA_DEVICE static i32 next_hidden(const WorkItem&, i32 token) { return token; }
 };
 
 // Iterates over a split's work items in order; every role of a block sees the same ones. Only the roles
@@ -81,8 +108,31 @@ struct WorkIteratorOf {
 
 using WorkIterator = WorkIteratorOf<ScheduledWork>;
 
-// The first of an item's tokens that row `row` does not see.
-MLA_DEVICE i32 visible_tokens(const DecodeParams& p, const WorkItem& item, i32 row) {
-    return item.tokens - hidden_here(p, hidden_from(p, row), item.behind_last);
-}
+// ---- Rows ------------------------------------------------------------------------------------------------------
+// The work of a thread block: up to kRows query rows of one KV head, in one split of the schedule. Grid: x = row blocks
+// of all KV heads, y = splits; a kernel with another grid says which row block it is.
+template <i32 kRows_, class Work_ = ScheduledWork>
+struct RowBlock {
+    using Work = Work_;
+    static constexpr i32 kRows = kRows_;
+    const DecodeParams& p;
+    i32 split, kv_head;
+    i32 row0, rows;  // first row of the KV head in this block; rows of the KV head
+    i32 hidden;      // tokens at a sequence's end that the block's first row may not see
+
+    MLA_DEVICE explicit RowBlock(const DecodeParams& p) : RowBlock(p, blockIdx.x) {}
+
+    MLA_DEVICE RowBlock(const DecodeParams& p, i32 index) : p(p), split(blockIdx.y), rows(query_rows(p)) {
+        const i32 row_blocks = ceil_div(rows, kRows);
+        kv_head = index / row_blocks;
+        row0 = index % row_blocks * kRows;
+        hidden = Work::hidden(p, row0);
+    }
+
+    // What a role that does not mask iterates over.
+    MLA_DEVICE WorkIteratorOf<Work> items() const { return WorkIteratorOf<Work>(p, split); }
+
+    // Rows of the KV head, of which an item may have fewer.
+    MLA_DEVICE i32 rows_of(const WorkItem& item) const { return rows - Work::lacking_rows(item); }
+};
 }  // namespace mla::attention

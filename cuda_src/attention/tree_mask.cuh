@@ -4,6 +4,7 @@
 // before the drafts.
 #pragma once
 #include "attention/split_work.cuh"
+#include "tile/fragment.cuh"
 
 namespace mla::attention {
 constexpr i32 kWordBits = 64;
@@ -44,15 +45,35 @@ MLA_DEVICE SeenTokens seen_of_tree(const DecodeParams& p, const WorkItem& item, 
     return {item.tokens - here, seen};
 }
 
+// Masks what is not in `seen` of row r of a thread (bit = column).
+template <i32 kCount>
+MLA_DEVICE void mask_row(float (&scores)[kCount], i32 r, u64 seen, i32 thread) {
+#pragma unroll
+    for (i32 i = 0; i < kCount; ++i) {
+        if (fragment_half(i) == r && !(seen >> fragment_column(thread, i) & 1)) scores[i] = negative_infinity();
+    }
+}
+
 // For kernels that serve calls with and without a mask.
 MLA_DEVICE SeenTokens seen_tokens(const DecodeParams& p, const WorkItem& item, i32 row) {
     return p.tree_mask == nullptr ? SeenTokens{visible_tokens(p, item, row), 0} : seen_of_tree(p, item, row);
 }
 
-// For a build that serves one kind of calls.
-template <bool kTree>
-MLA_DEVICE bool row_sees(const DecodeParams& p, const WorkItem& item, i32 row, i32 token) {
-    if constexpr (kTree) return seen_of_tree(p, item, row).contain(token);
-    return token < visible_tokens(p, item, row);
-}
+// The work of a build whose calls have a mask: any draft may be hidden from any row.
+struct TreeWork : ScheduledWork {
+    MLA_DEVICE static i32 hidden(const DecodeParams& p, i32) { return p.s_q; }
+    MLA_DEVICE static bool sees(const DecodeParams& p, const WorkItem& item, i32 row, i32 token) {
+        return seen_of_tree(p, item, row).contain(token);
+    }
+};
+
+// The work of a build, by whether its calls have a mask.
+template <bool kTree, class Work>
+struct MaskedWork {
+    using Type = Work;
+};
+template <>
+struct MaskedWork<true, ScheduledWork> {
+    using Type = TreeWork;
+};
 }  // namespace mla::attention

@@ -1,5 +1,6 @@
 // Dense decode on Blackwell: barriers, the order of products, softmax, results. See decode/sm100.cu.
 #pragma once
+#include "attention/prefetch_inputs.cuh"
 #include "attention/sm90/swapped.cuh"
 #include "common/limits.cuh"
 #include "decode/sm100_codes.cuh"
@@ -213,11 +214,12 @@ MLA_DEVICE void init_storage(Storage<C>& s) {
 
 // What every role knows.
 template <class C>
-struct Block : RowBlock<C::kBlockRows, C::kTree> {
+struct Block : RowBlock<C::kBlockRows, typename MaskedWork<C::kTree, ScheduledWork>::Type> {
+    using Rows = RowBlock<C::kBlockRows, typename MaskedWork<C::kTree, ScheduledWork>::Type>;
     using Config = C;
     Storage<C>& s;
 
-    MLA_DEVICE Block(const DecodeParams& p, Storage<C>& s) : RowBlock<C::kBlockRows, C::kTree>(p), s(s) {}
+    MLA_DEVICE Block(const DecodeParams& p, Storage<C>& s) : Rows(p), s(s) {}
 
     // Of a kernel in FP8.
     MLA_DEVICE const DecodeFp8Params& params() const { return static_cast<const DecodeFp8Params&>(this->p); }
@@ -631,7 +633,8 @@ MLA_DEVICE void run_block(const Params& p, const TensorMap& kv_map, Storage<C>& 
     __syncthreads();
     tcgen05_fence_after_thread_sync();
     const TmemAddr tmem = s.tmem;
-    if constexpr (!C::kCodes) prefetch_inputs<C>(p);
+    if constexpr (!C::kCodes)
+        prefetch_inputs<typename C::Work, ItemRows<typename C::Work>::template kLatentLines<C>>(p);
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
 
     if (warp < kLoadWarp) {

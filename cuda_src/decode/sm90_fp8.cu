@@ -12,6 +12,7 @@
 // Source: two warpgroups that each own half of the output are FlashMLA's idea; sums that leave the tensor cores before
 // they lose bits, DeepGEMM's. What differs: no pass transposes values, and each tile's weights have a maximum of their
 // own (cuda_src/decode/fp8.md).
+#include "attention/prefetch_inputs.cuh"
 #include "attention/sm90/fp8.cuh"
 #include "attention/token_record.cuh"
 #include "decode/sm90_lean_load.cuh"
@@ -93,9 +94,9 @@ struct TileLoader {
 };
 
 // ---- Before the wait -------------------------------------------------------------------------------------------
-// `prefetch_inputs` of decode/sm90_load.cuh, of queries in one byte or two: what roles read one after another at their
-// start comes into L2 all at once. PERF(H200, 2026-11-27: 16.15 to 15.97 us with one request, no change with four, 58.2
-// to 58.6 with 16, of which the first blocks read a small share).
+// `prefetch_inputs` of attention/prefetch_inputs.cuh, of queries in one byte or two: what roles read one after another
+// at their start comes into L2 all at once. PERF(H200, 2026-11-27: 16.15 to 15.97 us with one request, no change with
+// four, 58.2 to 58.6 with 16, of which the first blocks read a small share).
 MLA_DEVICE void prefetch_fp8_inputs(const DecodeParams& p) {
     constexpr i32 kMostRequests = 4;
     constexpr i32 kLineBytes = 128, kWords = kLineBytes / sizeof(i32), kPoints = kLineBytes / sizeof(SchedulePoint);

@@ -6,20 +6,21 @@
 // instructions, which cost 4 to 7 % (decode of 128 heads on an H200). So does a division here, whose slow path is a
 // call.
 #pragma once
-#include "attention/generic_rows.cuh"
-#include "attention/sm90/block.cuh"
-#include "attention/tree_mask.cuh"
+#include "attention/decode_output.cuh"
+#include "attention/online_softmax.cuh"
 #include "decode/sm90_load.cuh"
 #include "tile/elements.cuh"
+#include "tile/warp.cuh"
 
 namespace mla::decode {
 constexpr i32 kPairs = 4;  // of columns that a lane has at once: the query warps have few registers
 constexpr i32 kColumnsAtOnce = 2 * kPairs * kWarpThreads;
 
 // A warp computes some columns of one row again. If the row is huge in this work item, they replace the stored result.
-template <class C>
-MLA_DEVICE void redo_columns(const Block<C>& block, const WorkItem& item, i32 row, i32 column, i32 lane) {
-    using Element = typename C::Element;
+template <class Block>
+MLA_DEVICE void redo_columns(const Block& block, const WorkItem& item, i32 row, i32 column, i32 lane) {
+    using Element = typename Block::Tile::Element;
+    using Work = typename Block::Work;
     const DecodeParams& p = block.p;
     const i32 end = min(item.tile_end * kTileTokens, item.tokens);
     i32 request = item.request;  // opaque in the loop, as what follows from it is not worth registers
@@ -31,10 +32,10 @@ MLA_DEVICE void redo_columns(const Block<C>& block, const WorkItem& item, i32 ro
         opaque(request), opaque(row);
         const u16* const key = token < end ? cached_row(p, request, block.kv_head, token) : nullptr;
         float score = negative_infinity();
-        if (key != nullptr && row_sees<C::kTree>(p, item, row, token)) {
+        if (key != nullptr && Work::sees(p, item, row, token)) {
             const u16* const query = p.q + request * p.q_stride_b_elems + row / (p.h_q / p.h_kv) * p.q_stride_s_elems +
                                      (i64)query_head(p, block.kv_head, row) * p.q_stride_h_elems;
-            score = __fmul_rn(plain_dot<Element>(query, key, C::kHeadDimQk), p.scale_log2);
+            score = __fmul_rn(plain_dot<Element>(query, key, Block::Tile::kHeadDimQk), p.scale_log2);
         }
         const float top = fmaxf(max, warp_max(score)), decay = ex2_approx(max - top), weight = ex2_approx(score - top);
         max = top, sum = fmaf(sum, decay, warp_sum(weight));
@@ -54,7 +55,7 @@ MLA_DEVICE void redo_columns(const Block<C>& block, const WorkItem& item, i32 ro
         }
     }
     if (!is_huge(max)) return;
-    if (column == 0) store_row_lse<typename C::Work>(p, item, block.kv_head, row, row_lse2(max, sum));
+    if (column == 0) store_row_lse<Work>(p, item, block.kv_head, row, row_lse2(max, sum));
     if (item.partial_index == kNotSplit && p.attn_sink != nullptr) {
         const float sink = p.attn_sink[query_head(p, block.kv_head, row) * p.sink_stride_elems];
         sum += ex2_approx(__fmul_rn(sink, kLog2E) - max);
@@ -63,40 +64,7 @@ MLA_DEVICE void redo_columns(const Block<C>& block, const WorkItem& item, i32 ro
 #pragma unroll
     for (i32 j = 0; j < kPairs; ++j) {
         const float2 x = make_float2(out[j].x * factor, out[j].y * factor);
-        store_columns<Element, typename C::Work>(p, item, block.kv_head, row, column + j * 2 * kWarpThreads, x);
-    }
-}
-
-// The block's item of this number; false if there are fewer. Walks from the first: a walk that goes on between them
-// would have to stay in registers.
-template <class C>
-MLA_DEVICE bool find_item(const Block<C>& block, i32 number, WorkItem& item) {
-    auto walk = block.items();
-    bool found = true;
-#pragma unroll 1
-    for (i32 i = 0; i <= number && found; ++i) found = walk.next(block.p, item);
-    return found;
-}
-
-// Runs on the query warps, in builds without forms, and all the block waits for it: so one look says that no row was
-// huge. A row that was huge in one of the block's work items is checked in all of them.
-template <class C>
-MLA_DEVICE void redo_huge_rows(const Block<C>& block, i32 thread) {
-    const u32(&huge_rows)[2] = block.s.huge_rows;
-    if ((huge_rows[0] | huge_rows[1]) == 0) return;
-    const i32 lane = thread % kWarpThreads;
-#pragma unroll 1
-    for (i32 row = thread / kWarpThreads; row < kBlockM; row += kQueryWarps) {
-        if ((huge_rows[row / kWarpThreads] >> row % kWarpThreads & 1) == 0) continue;
-        WorkItem item;
-#pragma unroll 1
-        for (i32 number = 0; find_item(block, number, item); ++number) {
-            if (block.row0 + row >= block.rows_of(item)) continue;
-#pragma unroll 1
-            for (i32 column = 2 * lane; column < kHeadDimV; column += kColumnsAtOnce) {
-                redo_columns(block, item, block.row0 + row, column, lane);
-            }
-        }
+        store_columns<Element, Work>(p, item, block.kv_head, row, column + j * 2 * kWarpThreads, x);
     }
 }
 }  // namespace mla::decode

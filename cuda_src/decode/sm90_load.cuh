@@ -1,8 +1,7 @@
 // The loading roles of a dense decode block on Hopper: query rows by cp.async, KV tiles by TMA.
 #pragma once
-#include "attention/prefetch_inputs.cuh"
-#include "attention/row_block.cuh"
 #include "attention/sm90/tile.cuh"
+#include "attention/split_work.cuh"
 #include "ptx/copy.cuh"
 
 namespace mla::decode {
@@ -14,13 +13,6 @@ using namespace attention::sm90;
 // query   3        the query rows of each work item
 constexpr i32 kLoadArrivals = 1;
 constexpr i32 kQueryThreads = 3 * kWarpThreads;
-
-// ---- Before the wait -------------------------------------------------------------------------------------------
-template <class Tile>
-MLA_DEVICE void prefetch_inputs(const DecodeParams& p) {
-    constexpr i32 kLines = Tile::Work::kForms ? kSwTilesV : Tile::kSwTilesQk;  // RoPE columns may be elsewhere
-    attention::prefetch_inputs<typename Tile::Work, kLines>(p);
-}
 
 // ---- Query role ------------------------------------------------------------------------------------------------
 // Where query rows go: in each stage the SW128 tiles, of the block's number of rows, and a full and an empty barrier.
@@ -62,29 +54,12 @@ MLA_DEVICE void load_query_rows(const Block& block, SmemAddr q, const u16* my_ro
     }
 }
 
-// The same of queries in two parts. Rows that an item lacks are not there.
-template <class Tile, class Block>
-MLA_DEVICE void load_split_query_rows(const Block& block, const GroupItem& item, SmemAddr q, const SplitRow& my_row,
-                                      i32 first_row, i32 lane) {
-    constexpr i32 kRows = Block::kRows, kLatentChunks = kSwTilesV * kSw128Chunks;
-    for (i32 i = 0, row = first_row; row < kRows; ++i, row += kQueryWarps) {
-        const u64 latent = __shfl_sync(kFullWarp, reinterpret_cast<u64>(my_row.latent), i);
-        const u64 rope = __shfl_sync(kFullWarp, reinterpret_cast<u64>(my_row.rope), i);
-        const bool present = block.row0 + row < block.rows_of(item);
-        for (i32 chunk = lane; chunk < Tile::kSwTilesQk * kSw128Chunks; chunk += kWarpThreads) {
-            const u32 sw_tile = (u32)(chunk / kSw128Chunks) * (kRows * kSw128RowBytes);
-            const u16* const from = chunk < kLatentChunks
-                                        ? reinterpret_cast<const u16*>(latent) + chunk * 8
-                                        : reinterpret_cast<const u16*>(rope) + (chunk - kLatentChunks) * 8;
-            cp_async_16(q + (sw_tile + sw128_offset(row, chunk % kSw128Chunks)), from, present);
-        }
-    }
-}
-
-// What a build with forms takes for the rows of an item, and one without.
-template <bool kForms>
+// The query rows of a work item, by the kind of work. Queries in two arrays: decode/split_rows.cuh.
+template <class Work>
 struct ItemRows {
     const u16* my_row;
+    template <class Tile>
+    static constexpr i32 kLatentLines = Tile::kSwTilesQk;  // of a row at `latent`
 
     template <class Block>
     MLA_DEVICE ItemRows(const Block& block, const WorkItem& item, i32 row)
@@ -95,24 +70,12 @@ struct ItemRows {
     }
     MLA_DEVICE const u16* latent() const { return my_row; }
 };
-template <>
-struct ItemRows<true> {
-    SplitRow my_row;
-
-    template <class Block>
-    MLA_DEVICE ItemRows(const Block& block, const GroupItem& item, i32 row)
-        : my_row(split_query_row(block.p, item, block.kv_head, min(block.row0 + row, block.rows_of(item) - 1))) {}
-    template <class Tile, class Block>
-    MLA_DEVICE void load(const Block& block, const GroupItem& item, SmemAddr q, i32 first_row, i32 lane) const {
-        load_split_query_rows<Tile>(block, item, q, my_row, first_row, lane);
-    }
-    MLA_DEVICE const u16* latent() const { return my_row.latent; }
-};
 
 // `block.items()` iterates over the block's work items; `store_more(item)` stores what comes with the rows.
 template <class Tile, class Block, i32 kStages, class StoreMore>
 MLA_DEVICE void run_query_role(const Block& block, const QueryStages<kStages>& stages, i32 thread,
                                StoreMore store_more) {
+    using Rows = ItemRows<typename Block::Work>;
     constexpr i32 kRows = Block::kRows;
     const DecodeParams& p = block.p;
     const i32 lane = thread % kWarpThreads, first_row = thread / kWarpThreads;
@@ -122,10 +85,9 @@ MLA_DEVICE void run_query_role(const Block& block, const QueryStages<kStages>& s
     typename Block::Work::HeldItem item;
     for (auto walk = block.items(); walk.next(p, item);) {
         if (item.tile_begin >= item.tile_end) continue;
-        const ItemRows<Block::Work::kForms> rows(block, item, first_row + lane * kQueryWarps);
+        const Rows rows(block, item, first_row + lane * kQueryWarps);
         if (others_at_work) {  // on a previous work item: prefetch the rows into L2 meanwhile
-            constexpr i32 kLines = Block::Work::kForms ? kSwTilesV : Tile::kSwTilesQk;
-            for (i32 sw_tile = 0; sw_tile < kLines; ++sw_tile) {
+            for (i32 sw_tile = 0; sw_tile < Rows::template kLatentLines<Tile>; ++sw_tile) {
                 prefetch_global_l2(rows.latent() + sw_tile * kSw128Columns);
             }
         }
@@ -171,9 +133,7 @@ MLA_DEVICE BoxWindow look_up(const DecodeParams& p, const WorkItem& item, i32 fi
         const i32 token = first_token + (lane + i * kWarpThreads) * rows;
         window.page[i] = kAbsentPage;
         window.offset[i] = 0;
-        bool wanted = token < item.tokens;
-        if constexpr (Work::kForms) wanted = wanted && token + rows > Work::of(item).first_token;
-        if (wanted) {
+        if (token < item.tokens && Work::windows_reach(item, token + rows)) {
             const i32 table_index = token / p.page_size;
             window.page[i] =
                 p.block_table[item.request * p.table_stride_b_elems + table_index * p.table_stride_page_elems];

@@ -10,22 +10,36 @@
 // heads, whose tokens are those of a block table. What a block's token does not see is not read. The roles are in
 // attention/sm90/seesaw_records.cuh.
 //
+// Variants: optional inputs (decode/sm90_records_forms.cuh).
+//
 // Source: as sparse_decode/sm90.cu.
 #include "attention/sm90/seesaw_records.cuh"
+
+#ifdef MLA_FORMS
+#include "decode/sm90_records_forms.cuh"
+#endif
 
 namespace mla::decode {
 using namespace attention;
 using namespace attention::sm90;
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
-using Records = SeesawRecords<MLA_DTYPE, MLA_RECORD, PagedTokens>;
-
+#ifdef MLA_FORMS
+using Params = DecodeFormParams;
+using Tokens = ShiftedTokens;
+MLA_DECODE_FORM_FACTS();
+#else
+using Params = DecodeParams;
+using Tokens = PagedTokens;
 MLA_DECODE_FACTS();
+#endif
+
+using Records = SeesawRecords<MLA_DTYPE, MLA_RECORD, Tokens>;
 MLA_SEESAW_RECORDS_FACTS(Records);
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kSeesawThreads, 1)
-    mla_decode_sm90_records_seesaw(const __grid_constant__ DecodeParams p) {
+    mla_decode_sm90_records_seesaw(const __grid_constant__ Params p) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     run_seesaw_records<Records>(p, smem);
 }

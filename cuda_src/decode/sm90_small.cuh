@@ -1,6 +1,7 @@
 // Decode on Hopper for few query rows: what a tile goes through, for the kernels that differ in how they divide the
 // tokens and in where the result of a work item goes. See decode/sm90_small.cu.
 #pragma once
+#include "attention/prefetch_inputs.cuh"
 #include "attention/sm90/swapped.cuh"
 #include "decode/sm90_load.cuh"
 #include "decode/swapped_tile.cuh"
@@ -84,8 +85,8 @@ enum NamedBarrier : i32 { MathOnly = 1 };
 
 // What every role knows.
 template <class C>
-struct Block : RowBlock<C::kBlockRows, C::kTree, typename C::Work> {
-    using Rows = RowBlock<C::kBlockRows, C::kTree, typename C::Work>;
+struct Block : RowBlock<C::kBlockRows, typename MaskedWork<C::kTree, typename C::Work>::Type> {
+    using Rows = RowBlock<C::kBlockRows, typename MaskedWork<C::kTree, typename C::Work>::Type>;
     Storage<C>& s;
 
     MLA_DEVICE Block(const DecodeParams& p, Storage<C>& s) : Rows(p), s(s) {}

@@ -41,7 +41,7 @@ MLA_DEVICE void run_small_block(const DecodeParams& p, const TensorMap& kv_map, 
         init_storage(s);
     }
     __syncthreads();
-    prefetch_inputs<C>(p);
+    prefetch_inputs<typename C::Work, ItemRows<typename C::Work>::template kLatentLines<C>>(p);
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
 
     const i32 warp = uniform_warp();

@@ -5,6 +5,7 @@
 // groups of queries instead of requests, masks begin where the windows of rows do, and query rows are two pieces each.
 #include "common/limits.cuh"
 #include "decode/sm90_small_block.cuh"
+#include "decode/split_rows.cuh"
 
 namespace mla::decode::sm90 {
 // ---- Variant ---------------------------------------------------------------------------------------------------

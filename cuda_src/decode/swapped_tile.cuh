@@ -2,8 +2,9 @@
 // fragments of attention/head_softmax.cuh.
 #pragma once
 #include "attention/head_softmax.cuh"
-#include "attention/sm90/nonfinite_values.cuh"
 #include "attention/sm90/tile.cuh"
+#include "attention/sm90/window_values.cuh"
+#include "attention/tree_mask.cuh"
 #include "ptx/control.cuh"
 
 namespace mla::decode {
@@ -14,11 +15,7 @@ using namespace attention::sm90;
 template <class C, class Block>
 MLA_DEVICE void mask_tile(const Block& block, float (&scores)[C::kBlockRows / 2], u64 present, const WorkItem& item,
                           i32 tile, i32 thread) {
-    if constexpr (C::Work::kForms) {
-        if (all_rows_see(C::Work::of(item), tile) && present == ~0ull) return;
-    } else {
-        if ((tile + 1) * kTileTokens <= item.seen_by_all && present == ~0ull) return;
-    }
+    if (C::Work::all_rows_see(item, tile) && present == ~0ull) return;
     i32 row0 = block.row0;
     opaque(row0);  // otherwise the divisions below are hoisted, and their results occupy registers in the loop
     if constexpr (C::kBlockRows > 32) opaque(thread);  // the masks of its keys would not fit either
@@ -34,14 +31,14 @@ MLA_DEVICE void mask_tile(const Block& block, float (&scores)[C::kBlockRows / 2]
     mask.present = present;
 #pragma unroll
     for (i32 k = 0; k < kHeadsOfThread<C::kBlockRows>; ++k) {
-        const i32 visible = visible_of<typename C::Work>(block.p, item, row0 + kth_head(k, thread));
+        const i32 visible = C::Work::visible(block.p, item, row0 + kth_head(k, thread));
         mask.visible[k] = min(visible, item.tokens) - tile * kTileTokens;
     }
     mask_keys(scores, mask, thread);
     if constexpr (C::Work::kForms) {
 #pragma unroll
         for (i32 k = 0; k < kHeadsOfThread<C::kBlockRows>; ++k) {
-            const i32 first = window_begin(block.p, item, row0 + kth_head(k, thread));
+            const i32 first = C::Work::window_begin(block.p, item, row0 + kth_head(k, thread));
             mask_keys_before(scores, k, first - tile * kTileTokens, thread);
         }
     }
@@ -53,7 +50,7 @@ template <class C, class Block>
 MLA_DEVICE void sanitize_v(const Block& block, u8* keys, const WorkItem& item, i32 tile, i32 thread) {
     constexpr i32 kSwTiles = head_dim_v(C::kHeadDimQk) / kSw128Columns;
     if constexpr (C::Work::kForms) {
-        if (all_rows_see(C::Work::of(item), tile)) return;
+        if (C::Work::all_rows_see(item, tile)) return;
         sanitize_window<typename C::Element, kSwTiles>(keys, C::Work::of(item), tile, block.s.nonfinite_request,
                                                        thread);
     } else {

@@ -24,7 +24,7 @@
 #include "ptx/copy.cuh"
 #include "ptx/matrix.cuh"
 #include "ptx/mma.cuh"
-#include "tile/nonfinite.cuh"
+#include "tile/elements.cuh"
 #include "tile/ring.cuh"
 #include "tile/warp.cuh"
 

@@ -34,7 +34,6 @@
 #include "tile/prologue.cuh"
 #include "tile/ring.cuh"
 #include "tile/sw128.cuh"
-#include "tile/sw128_fragments.cuh"
 #include "tile/warp.cuh"
 
 // A mask says which keys a query sees, if a variant says so.

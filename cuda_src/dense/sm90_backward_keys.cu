@@ -31,7 +31,7 @@
 #include "tile/product.cuh"
 #include "tile/prologue.cuh"
 #include "tile/ring.cuh"
-#include "tile/sw128_fragments.cuh"
+#include "tile/sw128.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::dense {

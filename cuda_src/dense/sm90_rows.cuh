@@ -4,7 +4,7 @@
 #include "dense/tiles.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/copy.cuh"
-#include "tile/nonfinite.cuh"
+#include "tile/elements.cuh"
 #include "tile/sw128.cuh"
 
 namespace mla::dense {

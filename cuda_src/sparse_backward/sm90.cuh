@@ -11,7 +11,7 @@
 #include "tile/fragment.cuh"
 #include "tile/product.cuh"
 #include "tile/ring.cuh"
-#include "tile/sw128_fragments.cuh"
+#include "tile/sw128.cuh"
 
 namespace mla::sparse_backward::sm90 {
 // ---- Budget ----------------------------------------------------------------------------------------------------

@@ -5,8 +5,11 @@
 // SW128 tiles back to back. One SW128 tile serves as K-major operand (Q, K, P: the product runs along
 // columns) and as MN-major operand (V: the product runs along rows, that is tokens).
 #pragma once
+#include "ptx/barrier.cuh"
 #include "ptx/control.cuh"
+#include "ptx/matrix.cuh"
 #include "ptx/wgmma.cuh"
+#include "tile/fragment.cuh"
 
 namespace mla {
 constexpr i32 kSw128Rows = 64;
@@ -66,4 +69,38 @@ MLA_DEVICE SmemDesc uniform(SmemDesc desc) {
 // Byte step from one wgmma to the next along K.
 constexpr u32 kKMajorStepBytes = kMmaK * 2;
 constexpr u32 kMnMajorStepBytes = kMmaK * kSw128RowBytes;
+
+// ---- Fragments -------------------------------------------------------------------------------------------------
+// Offset in the SW128 tile of this lane's row of step `step`, a 16x16 block, for ldmatrix and stmatrix.
+MLA_DEVICE u32 matrix_offset(i32 thread, i32 step) {
+    const i32 row = (thread / kWarpThreads) * 16 + thread % 16;
+    return sw128_offset(row, step * 2 + (thread % kWarpThreads) / 16);
+}
+
+MLA_DEVICE void load_sw128(u32 (&fragment)[kSw128MmaSteps][4], const u8* sw_tile, i32 thread) {
+#pragma unroll
+    for (i32 step = 0; step < kSw128MmaSteps; ++step) {
+        ldmatrix_x4(fragment[step], smem_addr(sw_tile) + matrix_offset(thread, step));
+    }
+}
+
+// For WGMMA or a bulk copy to read, after a barrier.
+MLA_DEVICE void store_sw128(u8* sw_tile, const u32 (&fragment)[kSw128MmaSteps][4], i32 thread) {
+#pragma unroll
+    for (i32 step = 0; step < kSw128MmaSteps; ++step) {
+        stmatrix_x4(smem_addr(sw_tile) + matrix_offset(thread, step), fragment[step]);
+    }
+    fence_proxy_async();
+}
+
+// The transpose, 16 rows per step, of one or more SW128 tiles below each other.
+template <i32 kSteps>
+MLA_DEVICE void load_sw128_transposed(u32 (&fragment)[kSteps][4], const u8* sw_tiles, i32 thread) {
+    const i32 warp = thread / kWarpThreads, lane = thread % kWarpThreads;
+#pragma unroll
+    for (i32 step = 0; step < kSteps; ++step) {
+        const i32 row = step * kMmaK + lane / 16 * 8 + lane % 8;
+        ldmatrix_x4_trans(fragment[step], smem_addr(sw_tiles) + sw128_offset(row, 2 * warp + lane / 8 % 2));
+    }
+}
 }  // namespace mla

@@ -35,7 +35,7 @@ LANE_WIDTH = 92
 """Columns of the timeline, in a terminal that has them."""
 ROLES = {"warps 0-3": "left: even tiles", "warps 4-7": "right: odd tiles", "warps 8-11": "load"}
 """Roles of the warpgroups of `ATTENTION`, as its source has them under "Budget"."""
-ATTENTION = "mla_decode_sm90_seesaw_boxes"
+ATTENTION = "mla_decode_sm90_seesaw"
 
 Array = npt.NDArray[Any]
 

@@ -304,7 +304,7 @@ test_is_caught, test_as_it_is = mutant_suite(
     [run_seesaw],
     {},
     [
-        Mutant("rows are not noted", "attention/sm90/math.cuh", "if (is_huge(rows.max[r]))", "if (false)"),
+        Mutant("rows are not noted", "decode/sm90_seesaw.cu", "if (is_huge(rows.max[r]))", "if (false)"),
         Mutant("the sink does not count again", "decode/sm90_huge_rows.cuh", "sum += ex2_approx", "ex2_approx"),
     ],
 )

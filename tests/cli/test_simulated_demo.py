@@ -64,8 +64,8 @@ def test_everything_is_shown(replayed: dict[str, Any], capsys: pytest.CaptureFix
     assert demo.run(options()) == 0
     said = capsys.readouterr().out
     assert "No GPU" in said
-    row = next(line.split() for line in said.splitlines() if line.startswith("decode_sm90_seesaw_boxes"))
-    assert row[:6] == ["decode_sm90_seesaw_boxes", "4", "384", "168", "231,424", "0"]
+    row = next(line.split() for line in said.splitlines() if line.startswith("decode_sm90_seesaw"))
+    assert row[:6] == ["decode_sm90_seesaw", "4", "384", "168", "231,424", "0"]
     results = [line.split() for line in said.splitlines() if re.match(r"(out|lse) ", line)]
     assert [row[-1] for row in results] == ["right", "right"]
     assert all(0 < float(error) < float(tolerance) for _, error, tolerance, _ in results)
@@ -78,7 +78,7 @@ def test_json(replayed: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> N
     found = json.loads(capsys.readouterr().out)
     assert [kernel["kernel"] for kernel in found["kernels"]] == [
         "attention_schedule",
-        "decode_sm90_seesaw_boxes",
+        "decode_sm90_seesaw",
         "attention_combine",
     ]
     assert [result["right"] for result in found["results"]] == [True, True]
@@ -134,11 +134,11 @@ def test_a_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch, capsys:
 
     monkeypatch.setattr(simulated, "compile_all", fail)
     assert demo.run(options()) == 1
-    assert "mla_decode_sm90_seesaw_boxes-bfloat16-sm_90a does not compile" in capsys.readouterr().err
+    assert "mla_decode_sm90_seesaw-bfloat16-sm_90a does not compile" in capsys.readouterr().err
 
 
 def test_roles_are_those_of_the_source() -> None:
-    source = (REPOSITORY / "cuda_src" / "decode" / "sm90_seesaw.cuh").read_text()
+    source = (REPOSITORY / "cuda_src" / "decode" / "sm90_seesaw.cu").read_text()
     for lane, role in simulated.ROLES.items():
         first, last = re.findall(r"\d+", lane)
         name, _, task = role.partition(": ")

@@ -15,6 +15,7 @@ import pytest
 
 from mla_cupy import dtypes, reference
 from mla_cupy.cache_formats import FORMATS
+from mla_cupy.kernels import KERNELS
 from tests.decode.test_small_mutants import alike_where_finite
 from tests.support.calls import on_host
 from tests.support.cases import DecodeCase, DecodeInputs, as_read, make, poisoned, values
@@ -337,7 +338,7 @@ SINKS = (
 def run(inputs: FormInputs, kernel: str | None, sm_count: int, mode: tuple[str, int], **options: Any) -> Any:
     with simulated(sm_count, cc_of(kernel or ""), *mode) as target:
         got = mla_decode(**inputs.call, kernel=kernel, **options)
-    assert kernel is None or f"mla_{kernel}" in target.launched
+    assert kernel is None or KERNELS[kernel].entry in target.launched
     return got
 
 
@@ -642,7 +643,7 @@ test_many_records_is_caught, test_many_records_as_it_is = mutant_suite(
     [
         Mutant(
             "what lies past the end is read",
-            "decode_sm90_records_seesaw_forms",
+            "decode/sm90_records_forms.cuh",
             " || token >= item.tokens",
             "",
         ),

@@ -13,6 +13,7 @@ import pytest
 
 from mla_cupy import ArgumentError, PlanError, ShapeError, UnsupportedDeviceError, reference
 from mla_cupy.cache_formats import FORMATS
+from mla_cupy.kernels import KERNELS
 from tests.support.calls import assert_same, oracle, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.flat import mla_decode
@@ -274,7 +275,7 @@ def test_what_a_block_of_many_rows_does_not_take(recorder: Recorder) -> None:
 def run(inputs: DecodeInputs, kernel: str, sm_count: int, mode: tuple[str, int], **options: Any) -> Any:
     with simulated(sm_count, mode=mode[0], seed=mode[1]) as target:
         got = mla_decode(*inputs.arguments, **inputs.case.options, kernel=kernel, **options)
-    assert f"mla_{kernel}" in target.launched
+    assert KERNELS[kernel].entry in target.launched
     return got
 
 

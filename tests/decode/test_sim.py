@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
+from mla_cupy.kernels import KERNELS
 from tests.support.cases import DecodeCase, make
 from tests.support.flat import mla_decode
 from tests.support.kernels import SCHEDULED_KERNELS, on_hopper, takes
@@ -66,7 +67,7 @@ def _run(case: DecodeCase, kernel: str, sm_count: int, mode: tuple[str, int]) ->
 
 @pytest.mark.one_in(8)
 def test_hopper_kernels(case: DecodeCase, kernel: str, mode: tuple[str, int], sm_count: int) -> None:
-    assert f"mla_{kernel}" in _run(case, kernel, sm_count, mode)
+    assert KERNELS[kernel].entry in _run(case, kernel, sm_count, mode)
 
 
 # It has blocks of 8 rows: a few of them reach all that many do.

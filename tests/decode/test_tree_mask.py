@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from mla_cupy import ArgumentError, DTypeError, PlanError, ShapeError, UnsupportedDeviceError, reference
+from mla_cupy.kernels import KERNELS
 from tests.support.calls import assert_same, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, as_read, make
 from tests.support.flat import mla_decode
@@ -203,7 +204,7 @@ def run(inputs: TreeInputs, kernel: str, sm_count: int, mode: tuple[str, int], *
     base = inputs.base
     with simulated(sm_count, cc_of(kernel), *mode) as target:
         got = mla_decode(*base.arguments, **base.case.options, tree_mask=inputs.masks, kernel=kernel, **options)
-    assert f"mla_{kernel}" in target.launched
+    assert KERNELS[kernel].entry in target.launched
     return got
 
 

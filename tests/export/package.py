@@ -89,7 +89,8 @@ class Writer:
             self.log += b"L" + kernel.entry.encode().ljust(96, b"\0")
             self.log += struct.pack("<7IQI", *grid, *block, smem, stream, len(attributes))
             self.log += b"".join(struct.pack("<4I", *attribute) for attribute in attributes)
-            self.log += b"".join(map(bytes, args.views[: len(self._parameters[kernel.entry])]))
+            sizes = self._parameters[kernel.entry]
+            self.log += b"".join(bytes(view)[:size] for view, size in zip(args.views, sizes, strict=False))
 
         return enqueue
 
@@ -120,7 +121,8 @@ def writing(parameters: Mapping[str, Sequence[int]]) -> Iterator[Writer]:
 def parameters(module: Module) -> dict[str, list[int]]:
     """The bytes of each parameter that the module's kernels take, by their entries.
 
-    Launches may share arguments with a kernel that takes maps: the others ignore these.
+    Launches may share arguments with a kernel that takes maps: the others ignore these. Variants of one entry may take
+    structs of different sizes: then as many bytes as the smallest has.
     """
     found: dict[str, list[int]] = {}
     for target in module.targets:
@@ -130,7 +132,8 @@ def parameters(module: Module) -> dict[str, list[int]]:
                     if isinstance(step, RecordedLaunch):
                         kernel = target.kernels[step.build[0]]
                         maps = len(step.args.maps) if takes_maps(kernel) else 0
-                        found[kernel.entry] = [kernel.layout.size, *[tensormap.MAP_BYTES] * maps]
+                        sizes = [kernel.layout.size, *[tensormap.MAP_BYTES] * maps]
+                        found[kernel.entry] = min(sizes, found.get(kernel.entry, sizes))
     return found
 
 

@@ -116,7 +116,7 @@ EXPORT int cuModuleUnload(void* module) {
     return module == NULL;
 }
 EXPORT int cuModuleGetFunction(void** function, void* module, const char* name) {
-    for (int i = 0; i < entry_count; i++) {
+    for (int i = entry_count - 1; i >= 0; i--) {  // as the last module says: structs of an entry's variants differ
         if (strcmp(entries[i].name, name) == 0) {
             if (function_count == kMaxFunctions) abort();
             functions[function_count].entry = &entries[i];

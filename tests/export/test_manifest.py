@@ -46,7 +46,8 @@ def written(step: ReadLaunch | ReadFill, parameters: dict[str, list[int]]) -> by
     shape = (*step.grid, kernel.threads, 1, 1, kernel.shared_bytes)
     found = b"L" + kernel.entry.encode().ljust(96, b"\0")
     found += struct.pack("<7IQI", *shape, package.STREAM, len(attributes))
-    found += b"".join(struct.pack("<4I", *attribute) for attribute in attributes) + step.params
+    found += b"".join(struct.pack("<4I", *attribute) for attribute in attributes)
+    found += step.params[: parameters[kernel.entry][0]]
     maps = [writer.encode_tiled(TensorMapSpec(**each)) for each in step.maps]
     return found + b"".join(maps[: len(parameters[kernel.entry]) - 1])
 

@@ -26,8 +26,10 @@ _MACRO = re.compile(r"\bMLA_\w+")
 _CONSTANT = re.compile(r"\bconstexpr \w+ (k[A-Z]\w*)")
 _TYPE = re.compile(r"^(?:struct|enum(?: class)?)(?: alignas\(\w+\))? ([A-Z]\w*)", re.MULTILINE)
 _FUNCTION = re.compile(r"^MLA_DEVICE [^(;=]*?\b([a-z]\w*)\(", re.MULTILINE)
-#: Declarations of a file itself: member functions, parameters and members, further constants of a declaration.
-_LOCAL = re.compile(r"^ +MLA_DEVICE [^(;=]*?\b(\w+)\(|\b(?:i32|u32|bool|class) (\w+)|, (k[A-Z]\w*) =", re.MULTILINE)
+#: Declarations of a file itself: member functions, parameters and members, further constants of a declaration, aliases.
+_LOCAL = re.compile(
+    r"^ +MLA_DEVICE [^(;=]*?\b(\w+)\(|\b(?:i32|u32|bool|class) (\w+)|, (k[A-Z]\w*) =|^using (\w+) =", re.MULTILINE
+)
 _USE = re.compile(r"(?<![\w.>:])(?:(k[A-Z]\w*|[A-Z]\w*)\b|([a-z]\w*)(?=\(|<))")
 _DEFINED = re.compile(r"^\s*#\s*define\s+(MLA_\w+)", re.MULTILINE)
 

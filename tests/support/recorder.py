@@ -45,9 +45,13 @@ class Launched(NamedTuple):
 
 
 @cache
-def dtype_of(entry: str) -> np.dtype[Any]:
-    """The parameter struct of a kernel as a dtype; looked up once, since the path of repeated calls is measured."""
-    return KERNELS[entry.removeprefix("mla_")].layout.dtype
+def dtype_of(entry: str, nbytes: int) -> np.dtype[Any]:
+    """The parameter struct of a kernel as a dtype, of the variant whose struct has that size.
+
+    Looked up once, since the path of repeated calls is measured.
+    """
+    layouts = (spec.layout for spec in KERNELS.values() if spec.entry == entry)
+    return next(layout.dtype for layout in layouts if layout.size == nbytes)
 
 
 class Recorder:
@@ -87,7 +91,7 @@ class Recorder:
     ) -> launching.PreparedLaunch:
         def enqueue(stream: int) -> None:
             record, *more = [bytes(view) for view in args.views]
-            params = np.frombuffer(record, dtype_of(kernel.entry))[0]
+            params = np.frombuffer(record, dtype_of(kernel.entry, len(record)))[0]
             self.launches.append(Launched(kernel.entry, grid, stream, params, more))
 
         return enqueue

@@ -93,14 +93,15 @@ def constants(root: Path) -> dict[Path, str]:
     return {root / "mla_cupy" / "kernels" / folder / f"{name}.py": CONSTANTS_HEADER.format(header=SCHEDULE) + values}
 
 
-def parameter_struct(source: str, folder: Path) -> str:
-    """The name of the struct that the kernel of a source takes."""
-    (name,) = re.findall(r"__grid_constant__ (\w+Params) p\b", _read(folder, source))
-    return str(name)
+def parameter_structs(source: str, folder: Path) -> list[str]:
+    """The names of the structs that the kernel of a source takes: one, or that of each variant."""
+    text = _read(folder, source)
+    (name,) = re.findall(r"__grid_constant__ (\w*Params) p\b", text)
+    return [name] if name != "Params" else re.findall(r"using Params = (\w+);", text)
 
 
 def structs_of(source: str, folder: Path) -> list[Struct]:
-    """The parameter struct of a kernel, after those that it is made of."""
+    """The parameter structs of a kernel, after those that they are made of."""
     files = {name: _read(folder, name) for name in sources.gather(source, folder)}
     found: dict[str, Struct] = {}
 
@@ -111,7 +112,8 @@ def structs_of(source: str, folder: Path) -> list[Struct]:
                 add(part)
         found[name] = struct
 
-    add(parameter_struct(source, folder))
+    for name in parameter_structs(source, folder):
+        add(name)
     return list(found.values())
 
 

@@ -6,7 +6,7 @@
 #include "attention/decode_output.cuh"
 #include "attention/tree_mask.cuh"
 #include "ptx/mma.cuh"
-#include "tile/nonfinite.cuh"
+#include "tile/elements.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::attention::mma {

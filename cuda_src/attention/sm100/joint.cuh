@@ -19,6 +19,13 @@
 #include "ptx/tcgen05_pair.cuh"
 
 namespace mla::attention::sm100 {
+// Scales scores to base 2 with rounding. The compiler must not fuse the product with a later subtraction.
+template <i32 kCount>
+MLA_DEVICE void to_base_2(float (&scores)[kCount], float scale_log2) {
+#pragma unroll
+    for (float& score : scores) score = __fmul_rn(score, scale_log2);
+}
+
 constexpr i32 kJointHeads = 64;  // of a block
 constexpr i32 kHalves = 2;       // of a joint tile's keys, of a product's columns: one from each block
 constexpr i32 kJointKeys = kHalves * kTileKeys;

@@ -170,7 +170,7 @@ MLA_DEVICE i32 add_fp8_tiles(Math& math, const WorkItem& item, i32 stage) {
 // What rows see of the two tiles that may have drafts, by a thread per row.
 template <class Block>
 MLA_DEVICE void store_fp8_tree_words(const Block& block, const WorkItem& item, i32 row) {
-    if constexpr (Block::kTree) {
+    if constexpr (Block::Memory::kTree) {
         if (row >= Block::kRows) return;
         const SeenTokens seen = seen_of_tree(block.p, item, block.row0 + row);
         const i32 first_tile = first_tile_of_drafts(seen.first);

@@ -6,7 +6,7 @@
 #pragma once
 #include "attention/decode_output.cuh"
 #include "attention/fp8_scales.cuh"
-#include "attention/row_block.cuh"
+#include "attention/split_work.cuh"
 #include "attention/tree_mask.cuh"
 #include "common/limits.cuh"
 #include "tile/byte_fragments.cuh"
@@ -153,13 +153,14 @@ struct Fp8WorkIterator : WorkIteratorOf<Fp8Work> {
 
 // What every role knows.
 template <class Memory_>
-struct Fp8Block : RowBlock<Memory_::kRows, Memory_::kTree> {
+struct Fp8Block : RowBlock<Memory_::kRows, typename MaskedWork<Memory_::kTree, ScheduledWork>::Type> {
+    using Rows = RowBlock<Memory_::kRows, typename MaskedWork<Memory_::kTree, ScheduledWork>::Type>;
     using Memory = Memory_;
     Memory& s;
     Fp8Ring ring;
 
     MLA_DEVICE Fp8Block(const DecodeFp8Params& p, Memory& s)
-        : RowBlock<Memory::kRows, Memory::kTree>(p),
+        : Rows(p),
           s(s),
           ring(Memory::kListed ? Fp8Ring::of_rows() : Fp8Ring::of<Memory::kQueryTerms>(p, Memory::kTree)) {
         this->kv_head = in_uniform(this->kv_head), this->row0 = in_uniform(this->row0);

@@ -34,6 +34,10 @@ struct FoundTile {
     MLA_DEVICE bool last() const { return bits & kLast; }    // of the split
 };
 
+struct RecordNotes {
+    u64 present[kStagesKV];  // bit t: token t of the tile is there
+};
+
 template <class TokenRecord>
 struct RecordExtra {
     float q_factors[kBlockM];
@@ -53,25 +57,22 @@ struct RecordExtra {
 // go to the dequantising warps.
 template <class Element_, class TokenRecord_, class Tokens_>
 struct SeesawRecords : RecordTile<TokenRecord_> {
-    using Element = Element_;
+    using Element = Element_;  // see PairTile of attention/sm90/two_warpgroups.cuh
     using TokenRecord = TokenRecord_;
     using Tokens = Tokens_;
     using Tile = RecordTile<TokenRecord>;
     using Work = typename Tokens::Work;
     using Latent = typename KeyFormats<TokenRecord, Element>::Latent;
     using Rope = typename KeyFormats<TokenRecord, Element>::Rope;
-    static constexpr bool kSparse = true, kTree = false, kRedoesHugeRows = false;
-    static constexpr bool kWithRowMax = false;
-    static constexpr bool kSkipsTokens = true;
     static constexpr bool kValueScale = kHasValueScale<TokenRecord>;
     // The dequantising warps have loads in flight, for which a fence would most likely wait.
     static constexpr bool kFencedByConsumers = true;
     static constexpr i32 kResidentSwTile = kNothingResident;
 
+    // Queries beside keys of another format have been multiplied by a power of two each, see store_query_row of
+    // attention/sm90/record_query.cuh; the inverses are `q_factors`.
     static constexpr bool kScaledQueries = !kSameFormat<Element, Latent>;
     static constexpr i32 kRaisedLog2 = kRaisedWeights<Latent>;
-    static_assert(!kWithRowMax, "largest scores would be less by that");
-    using Extra = RecordExtra<TokenRecord>;
 
     // Over pages, scouts walk on while scales come, and ask for those of "v4" a tile ahead. Over lists of slots its
     // build would spill 16 bytes.
@@ -83,16 +84,23 @@ struct SeesawRecords : RecordTile<TokenRecord_> {
 
     static constexpr bool kHalvedProducts = true;  // for ptxas, a block of 512 threads has no 192 registers at entry
 
+    static constexpr bool kRopeIsValue = kKeyColumns<TokenRecord> == kHeadDimV;
+    static constexpr i32 kPBuffers = kRopeIsValue ? 2 : 1;
+};
+
+template <class C>
+struct RecordStorage : PairStorage<C, RecordNotes, RecordExtra<typename C::TokenRecord>, C::kPBuffers> {
     // P of an odd tile takes the place of its RoPE columns, if those are no values. Only the right warpgroup scores the
     // tile, and all of its warps sync between its scores and P. Before the place is written again, both warpgroups have
     // released the stage.
-    static constexpr bool kRopeIsValue = kKeyColumns<TokenRecord> == kHeadDimV;
-    static constexpr i32 kPBuffers = kRopeIsValue ? 2 : 1;
-    template <class S>
-    MLA_DEVICE static u8* second_p(S& s) {
-        return kRopeIsValue ? s.p_buffers[kPBuffers - 1] : s.kv[1] + Tile::kRopeSwTile * kSw128Bytes;
+    MLA_DEVICE u8* p(i32 stage) {
+        if (stage == 0) return this->p_buffers[0];
+        return C::kRopeIsValue ? this->p_buffers[C::kPBuffers - 1] : this->kv[1] + C::kRopeSwTile * kSw128Bytes;
     }
 };
+
+template <class C>
+using RecordBlock = PairBlock<RecordStorage<C>, typename C::Work>;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role          warps    regs   does
@@ -123,7 +131,7 @@ constexpr i32 kNoQuery = -1;
 
 // The first of the 16 query rows of a warp; others follow head by head.
 template <class C>
-MLA_DEVICE auto first_query_row(const Block<C>& block, i32 request, i32 warp) {
+MLA_DEVICE auto first_query_row(const RecordBlock<C>& block, i32 request, i32 warp) {
     i32 row = block.row0 + warp * kRowsOfWarp;
     if constexpr (C::Work::kForms) opaque(row);  // or what follows from it would be kept from query to query
     return C::Tokens::query_row(block.p, request, block.kv_head, row);
@@ -131,7 +139,7 @@ MLA_DEVICE auto first_query_row(const Block<C>& block, i32 request, i32 warp) {
 
 // How many of them there are; below 0 where not even the first one is.
 template <class C>
-MLA_DEVICE i32 query_rows_of_warp(const Block<C>& block, i32 warp) {
+MLA_DEVICE i32 query_rows_of_warp(const RecordBlock<C>& block, i32 warp) {
     return min(block.rows - block.row0 - warp * kRowsOfWarp, kRowsOfWarp);
 }
 
@@ -141,7 +149,7 @@ template <class C>
 struct Scout {
     using TokenRecord = typename C::TokenRecord;
     using Tokens = typename C::Tokens;
-    Block<C>& block;
+    RecordBlock<C>& block;
     i32 warp;
     SlimTileWalk<typename C::Work> walk;
     bool exists;                   // the tile that the walk is at
@@ -150,7 +158,7 @@ struct Scout {
     // Words of the walk with forms, beside its own and those of TileBefore.
     enum Word : i32 { kKvHead = 16, kFirstRow, kNumRows, kRound };
 
-    MLA_DEVICE Scout(Block<C>& block, i32 warp)
+    MLA_DEVICE Scout(RecordBlock<C>& block, i32 warp)
         : block(block),
           warp(warp),
           walk(block.p, block.split, Tokens::kMasked ? block.hidden : 0),
@@ -225,7 +233,7 @@ struct Scout {
     // Passes on where the rows of a tile are, and asks for the scales of the tile before. Rows that are not there are
     // rows of zeros, with scales of zeros.
     MLA_DEVICE void pass_on(const TokenBytes& bytes, u32 parity) const {
-        typename C::Extra& e = block.s.extra;
+        auto& e = block.s.extra;
         if (own_lane() >= kRowsOfWarp) return;
         const i32 at = row();
         const bool present = bytes.data != nullptr;
@@ -295,8 +303,8 @@ struct TileBefore<SlimTileWalk<GroupedWork>> {
 
 // While a tile is stored and the next one is loaded, the one after it is found.
 template <class C>
-MLA_DEVICE void run_scout_role(Block<C>& block, i32 warp) {
-    typename C::Extra& e = block.s.extra;
+MLA_DEVICE void run_scout_role(RecordBlock<C>& block, i32 warp) {
+    auto& e = block.s.extra;
     Scout<C> scout(block, warp);
     scout.advance();
     if (!scout.exists) return;
@@ -384,7 +392,7 @@ struct Dequantiser {
     using Pieces = PieceOrder<C>;
     static constexpr bool kOfTwo = kMixed<TokenRecord>;
     using Scales = typename SeesawScales<C, kOfTwo>::Type;
-    Block<C>& block;
+    RecordBlock<C>& block;
     i32 warp, lane;
     Ring<kStagesKV + 2> ring;  // phases of kv_empty, and after them of q_empty and found_full
     static constexpr i32 kQ = kStagesKV, kFound = kStagesKV + 1;
@@ -440,7 +448,7 @@ struct Dequantiser {
 
     // Copies the warp's query rows ...
     MLA_DEVICE void start_query(i32 query) {
-        Storage<C>& s = block.s;
+        RecordStorage<C>& s = block.s;
         mbarrier_wait(s.q_empty, ring.empty_parity(kQ));
         ring.advance(kQ);
         const DecodeParams& p = block.p;
@@ -465,7 +473,7 @@ struct Dequantiser {
     // ... in steps [kBegin, kEnd) of each row, a chunk per lane ...
     template <i32 kBegin, i32 kEnd>
     MLA_DEVICE void start_steps(const u16* row, i64 stride) const {
-        Storage<C>& s = block.s;
+        RecordStorage<C>& s = block.s;
         constexpr i32 kChunks = C::kSwTilesQk * kSw128Chunks, kSwTilesOfStep = kWarpThreads / kSw128Chunks;
         const i32 first = warp * kRowsOfWarp;
         row += lane * kChunkElems;
@@ -487,7 +495,7 @@ struct Dequantiser {
 
     // ... and then scales and converts them where they are.
     MLA_DEVICE void finish_query() const {
-        Storage<C>& s = block.s;
+        RecordStorage<C>& s = block.s;
         cp_async_wait_all();
         __syncwarp();
         if constexpr (C::kScaledQueries) {
@@ -538,11 +546,11 @@ struct Dequantiser {
 
 // While a tile is stored, the next one is loaded.
 template <class C>
-MLA_DEVICE void run_dequant_role(Block<C>& block, i32 warp, i32 lane) {
+MLA_DEVICE void run_dequant_role(RecordBlock<C>& block, i32 warp, i32 lane) {
     using Pieces = PieceOrder<C>;
     using Queue = Dequantiser<C>;
-    Storage<C>& s = block.s;
-    typename C::Extra& e = s.extra;
+    RecordStorage<C>& s = block.s;
+    auto& e = s.extra;
     Dequantiser<C> dequantiser{block, warp, lane};
     {
         SlimTileWalk<typename C::Work> walk(block.p, block.split);
@@ -580,7 +588,7 @@ MLA_DEVICE void run_dequant_role(Block<C>& block, i32 warp, i32 lane) {
         if (found.first()) stage = 0;
         constexpr i32 kLeftPieces = kRowsOfLane * Pieces::kLeft;
         mbarrier_wait(s.kv_empty[stage].left, dequantiser.ring.empty_parity(stage));
-        if (lane == 0) reinterpret_cast<u16*>(&s.present[stage])[warp] = (u16)found.bits;
+        if (lane == 0) reinterpret_cast<u16*>(&s.notes.present[stage])[warp] = (u16)found.bits;
         dequantiser.template store_pieces<0, kLeftPieces>(s.kv[stage], held, scales, next);
         release(s.kv_full[stage].left, lane);
         lane = dequantiser.lane = own_lane();
@@ -603,12 +611,12 @@ MLA_DEVICE void run_dequant_role(Block<C>& block, i32 warp, i32 lane) {
 // All of it, in the block's dynamic shared memory.
 template <class C>
 MLA_DEVICE void run_seesaw_records(const DecodeParams& p, u8* smem) {
-    static_assert(sizeof(Storage<C>) <= kMaxDynamicSmem, "shared memory");
-    Storage<C>& s = *reinterpret_cast<Storage<C>*>(smem);
-    Block<C> block(p, s);
+    static_assert(sizeof(RecordStorage<C>) <= kMaxDynamicSmem, "shared memory");
+    RecordStorage<C>& s = *reinterpret_cast<RecordStorage<C>*>(smem);
+    RecordBlock<C> block(p, s);
     if (threadIdx.x == 0) {
         init_ring(s.extra.found_full, s.extra.found_empty, 1, 1);
-        init_storage(s, kDequantWarps, kDequantWarps);
+        s.init(kDequantWarps, kDequantWarps);
     }
     __syncthreads();
     griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
@@ -633,17 +641,17 @@ MLA_DEVICE void run_seesaw_records(const DecodeParams& p, u8* smem) {
         } else {
             setmaxnreg_inc<kRegsMath>();
             if (warp < kRightWarp) {
-                run_left_in_turns(block, thread);
+                run_math_in_turns<false>(block, thread);
             } else {
-                run_right_in_turns(block, thread);
+                run_math_in_turns<true>(block, thread);
             }
         }
     } else if (warp < kRightWarp) {
         setmaxnreg_inc<kRegsMath>();
-        run_left_in_turns(block, thread);
+        run_math_in_turns<false>(block, thread);
     } else if (warp < kLoaderWarp) {
         setmaxnreg_inc<kRegsMath>();
-        run_right_in_turns(block, thread);
+        run_math_in_turns<true>(block, thread);
     } else if (warp >= kScoutWarp) {
         scouts();
     } else {
@@ -654,8 +662,8 @@ MLA_DEVICE void run_seesaw_records(const DecodeParams& p, u8* smem) {
 }  // namespace mla::attention::sm90
 
 // What a kernel of these roles tells the host, beside the layout of its parameters.
-#define MLA_SEESAW_RECORDS_FACTS(C)                                 \
-    MLA_FACT(threads, mla::attention::sm90::kSeesawThreads);        \
-    MLA_FACT(smem_bytes, sizeof(mla::attention::sm90::Storage<C>)); \
-    MLA_FACT(block_m, mla::attention::sm90::kBlockM);               \
+#define MLA_SEESAW_RECORDS_FACTS(C)                                       \
+    MLA_FACT(threads, mla::attention::sm90::kSeesawThreads);              \
+    MLA_FACT(smem_bytes, sizeof(mla::attention::sm90::RecordStorage<C>)); \
+    MLA_FACT(block_m, mla::attention::sm90::kBlockM);                     \
     MLA_RECORD_FACT(C::TokenRecord)

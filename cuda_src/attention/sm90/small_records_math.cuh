@@ -1,9 +1,9 @@
 // Attention to FP8 records for few query rows: the mathematics. See attention/sm90/small_records.cuh.
 #pragma once
-#include "attention/sm90/nonfinite_values.cuh"
 #include "attention/sm90/raised_weights.cuh"
 #include "attention/sm90/record_query.cuh"
 #include "attention/sm90/small_records_storage.cuh"
+#include "attention/sm90/window_values.cuh"
 
 namespace mla::attention::sm90 {
 // ---- Math role -------------------------------------------------------------------------------------------------
@@ -113,11 +113,7 @@ MLA_DEVICE void mask_tile(const SmallBlock<C>& block, SmallMath<C>& math, u64 pr
         mask_absent(math.scores, present, thread);
     } else {
         using Work = typename C::Tokens::Work;
-        if constexpr (Work::kForms) {
-            if (all_rows_see(Work::of(item), tile) && present == ~0ull) return;
-        } else {
-            if ((tile + 1) * kTileTokens <= item.seen_by_all && present == ~0ull) return;
-        }
+        if (Work::all_rows_see(item, tile) && present == ~0ull) return;
         i32 row0 = block.row0;
         opaque(row0);  // otherwise the divisions below are hoisted, and their results occupy registers in the loop
         if constexpr (C::kTree) {
@@ -132,13 +128,13 @@ MLA_DEVICE void mask_tile(const SmallBlock<C>& block, SmallMath<C>& math, u64 pr
         mask.present = present;
 #pragma unroll
         for (i32 k = 0; k < kHeadsOfThread<C::kBlockRows>; ++k) {
-            mask.visible[k] = visible_of<Work>(block.p, item, row0 + kth_head(k, thread)) - tile * kTileTokens;
+            mask.visible[k] = Work::visible(block.p, item, row0 + kth_head(k, thread)) - tile * kTileTokens;
         }
         mask_keys(math.scores, mask, thread);
         if constexpr (Work::kForms) {
 #pragma unroll
             for (i32 k = 0; k < kHeadsOfThread<C::kBlockRows>; ++k) {
-                const i32 seen_from = window_begin(block.p, item, row0 + kth_head(k, thread));
+                const i32 seen_from = Work::window_begin(block.p, item, row0 + kth_head(k, thread));
                 mask_keys_before(math.scores, k, seen_from - tile * kTileTokens, thread);
             }
         }

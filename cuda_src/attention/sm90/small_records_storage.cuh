@@ -2,9 +2,10 @@
 // attention/sm90/small_records.cuh.
 #pragma once
 #include "attention/record_tokens.cuh"
-#include "attention/row_block.cuh"
 #include "attention/sm90/record_keys.cuh"
 #include "attention/sm90/swapped.cuh"
+#include "attention/split_work.cuh"
+#include "attention/tree_mask.cuh"
 #include "ptx/barrier.cuh"
 #include "tile/warp.cuh"
 
@@ -139,8 +140,8 @@ struct SmallStorage<C, true> {
 enum SmallBarrier : i32 { MathOnly = 1, MathBoth = 3 };
 
 template <class C>
-struct SmallBlock : RowBlock<C::kBlockRows, C::kTree, typename C::Tokens::Work> {
-    using Rows = RowBlock<C::kBlockRows, C::kTree, typename C::Tokens::Work>;
+struct SmallBlock : RowBlock<C::kBlockRows, typename MaskedWork<C::kTree, typename C::Tokens::Work>::Type> {
+    using Rows = RowBlock<C::kBlockRows, typename MaskedWork<C::kTree, typename C::Tokens::Work>::Type>;
     SmallStorage<C>& s;
 
     MLA_DEVICE SmallBlock(const DecodeParams& p, SmallStorage<C>& s) : Rows(p), s(s) {}

@@ -1,7 +1,7 @@
 // The seesaw where keys come late, half a tile after half a tile: between the scores of the two halves of its tile, a
 // warpgroup adds the values of the tile before.
 //
-// As in attention/sm90/seesaw.cuh, the left warpgroup scores the even tiles and the right one the odd ones, and each
+// As in decode/sm90_seesaw.cu, the left warpgroup scores the even tiles and the right one the odd ones, and each
 // multiplies every P with its own half of the values. Both do the same here, half a pair of tiles apart:
 //
 //   left     S0_right | softmax 0 | O_L += P0 V0_L   | S0'_left | O_L += P1 V1_L | S0'_right | softmax 0' | ...
@@ -13,7 +13,8 @@
 //
 // All rows of a block see the same tokens: V is not cleaned.
 #pragma once
-#include "attention/sm90/math.cuh"
+#include "attention/sm90/turned_result.cuh"
+#include "attention/sm90/two_warpgroups.cuh"
 
 namespace mla::attention::sm90 {
 // Named barriers, from the warpgroup that scores the tile in stage 0 (1) to the other one: P is in p(0) (p(1)), and the
@@ -28,14 +29,14 @@ constexpr i32 kOwnStage = kRight ? 1 : 0;
 template <bool kRight>
 constexpr i32 kOtherStage = kOwnStage<!kRight>;
 
-template <bool kRight, class C>
-MLA_DEVICE void release_values(Storage<C>& s, i32 stage, i32 thread) {
+template <bool kRight, class Storage>
+MLA_DEVICE void release_values(Storage& s, i32 stage, i32 thread) {
     release(kRight ? s.kv_empty[stage].right : s.kv_empty[stage].left, thread);
 }
 
 // Starts O += P V of the other warpgroup's tile.
-template <bool kRight, class C>
-MLA_DEVICE void start_other_tile(Storage<C>& s, Math& math, i32 thread) {
+template <bool kRight, class Storage>
+MLA_DEVICE void start_other_tile(Storage& s, Math& math, i32 thread) {
     constexpr i32 kStage = kOtherStage<kRight>;
     float maxima[kFragmentRows];
     bar_sync(p_ready(kStage), kMathThreads);
@@ -47,16 +48,16 @@ MLA_DEVICE void start_other_tile(Storage<C>& s, Math& math, i32 thread) {
 }
 
 // The same, where no tile follows.
-template <bool kRight, class C>
-MLA_DEVICE void add_other_tile(Storage<C>& s, Math& math, i32 thread) {
+template <bool kRight, class Storage>
+MLA_DEVICE void add_other_tile(Storage& s, Math& math, i32 thread) {
     start_other_tile<kRight>(s, math, thread);
     finish(math);
     release_values<kRight>(s, kOtherStage<kRight>, thread);
 }
 
 // S of the own tile, and O += P V of the one before it.
-template <bool kRight, class C>
-MLA_DEVICE void score_beside_other_tile(Storage<C>& s, Math& math, i32 thread) {
+template <bool kRight, class Storage>
+MLA_DEVICE void score_beside_other_tile(Storage& s, Math& math, i32 thread) {
     const ScoreOperands operands(s, math, kOwnStage<kRight>);
     pin(math.scores);
     issue_scores<false>(s, math, kOwnStage<kRight>, operands);
@@ -69,20 +70,52 @@ MLA_DEVICE void score_beside_other_tile(Storage<C>& s, Math& math, i32 thread) {
     finish(math);
 }
 
+// Masks the tokens of a tile that are not there, the same for all rows.
+MLA_DEVICE void mask_absent(Math& math, u64 present, i32 thread) {
+    if (present == ~0ull) return;
+    opaque(thread);  // what follows from it is not worth registers across the loop
+    mask_scores(math.scores, TileMask{{kTileTokens, kTileTokens}, present}, thread);
+}
+
+// The rows' maxima over a tile, as the running ones follow them. Not fused with the scale: that spills (NVRTC 12.9).
+template <i32 kRaisedLog2, i32 kCount>
+MLA_DEVICE void followed_max(float (&to)[kFragmentRows], const float (&scores)[kCount],
+                             const float (&scale_log2)[kFragmentRows]) {
+    tile_max(to, scores, scale_log2);
+    if constexpr (kRaisedLog2 != 0) {
+#pragma unroll
+        for (i32 r = 0; r < kFragmentRows; ++r) to[r] = __fadd_rn(to[r], -(float)kRaisedLog2);
+    }
+}
+
+// What takes the scores of the thread's rows to base 2, and back to the queries' unit where these were scaled: by a
+// power of two, so the product is exact.
+template <class Block>
+MLA_DEVICE void score_scales(float (&to)[kFragmentRows], const Block& block, i32 thread) {
+    to[0] = to[1] = block.p.scale_log2;
+    if constexpr (Block::Tile::kScaledQueries) {
+        float factors[kFragmentRows];
+        load_rows(factors, block.s.extra.q_factors, thread);
+        to[0] *= factors[0];
+        to[1] *= factors[1];
+    }
+}
+
 // The softmax of the own tile, which has been scored, and O += P V.
-template <bool kRight, class C>
-MLA_DEVICE void add_own_tile(Block<C>& block, Math& math, const WorkItem& item, i32 tile, i32 thread) {
+template <bool kRight, class Block>
+MLA_DEVICE void add_own_tile(Block& block, Math& math, i32 thread) {
+    using Tile = typename Block::Tile;
     constexpr i32 kStage = kOwnStage<kRight>;
-    Storage<C>& s = block.s;
+    typename Block::Storage& s = block.s;
     float scale_log2[kFragmentRows], tile_maxima[kFragmentRows], maxima[kFragmentRows];
 
-    mask_tile(block, math, item, tile, kStage, thread);
+    mask_absent(math, s.notes.present[kStage], thread);
     score_scales(scale_log2, block, thread);
-    followed_max<C>(tile_maxima, math.scores, scale_log2);
+    followed_max<Tile::kRaisedLog2>(tile_maxima, math.scores, scale_log2);
     lazy_max(maxima, math.rows, tile_maxima);
     store_rows(s.running_max[kStage], maxima, thread);
     const RowScale scale = math.rows.move_max(maxima);
-    exponentiate<typename C::Latent>(math.p_fragment, math.rows, math.scores, scale_log2);
+    exponentiate<typename Tile::Latent>(math.p_fragment, math.rows, math.scores, scale_log2);
     if (kRight) bar_sync(own_barrier(kRight), kWarpgroupThreads);  // P may take the place of keys that all have scored
     store_sw128(s.p(kStage), math.p_fragment, thread);
     bar_arrive(p_ready(kStage), kMathThreads);
@@ -95,34 +128,58 @@ MLA_DEVICE void add_own_tile(Block<C>& block, Math& math, const WorkItem& item, 
 }
 
 // ---- Roles -----------------------------------------------------------------------------------------------------
-template <class C>
-MLA_DEVICE void run_left_in_turns(Block<C>& block, i32 thread) {
-    static_assert(C::kSparse, "V is not cleaned");
-    run_math_role<false>(block, thread, [&](Math& math, const WorkItem& item) {
-        i32 tile = item.tile_begin;
-        start_scores(block.s, math, kOwnStage<false>);  // the first tile has none before it
-        finish(math);
+template <class Block>
+MLA_DEVICE void add_left_tiles(Block& block, Math& math, const WorkItem& item, i32 thread) {
+    i32 tile = item.tile_begin;
+    start_scores(block.s, math, kOwnStage<false>);  // the first tile has none before it
+    finish(math);
 #pragma unroll 1
-        while (true) {
-            add_own_tile<false>(block, math, item, tile, thread);
-            tile += 2;
-            if (tile >= item.tile_end) break;
-            score_beside_other_tile<false>(block.s, math, thread);
-        }
-        if (tile == item.tile_end) add_other_tile<false>(block.s, math, thread);
-    });
+    while (true) {
+        add_own_tile<false>(block, math, thread);
+        tile += 2;
+        if (tile >= item.tile_end) break;
+        score_beside_other_tile<false>(block.s, math, thread);
+    }
+    if (tile == item.tile_end) add_other_tile<false>(block.s, math, thread);
 }
 
-template <class C>
-MLA_DEVICE void run_right_in_turns(Block<C>& block, i32 thread) {
-    run_math_role<true>(block, thread, [&](Math& math, const WorkItem& item) {
-        i32 tile = item.tile_begin + 1;
+template <class Block>
+MLA_DEVICE void add_right_tiles(Block& block, Math& math, const WorkItem& item, i32 thread) {
+    i32 tile = item.tile_begin + 1;
 #pragma unroll 1
-        for (; tile < item.tile_end; tile += 2) {
-            score_beside_other_tile<true>(block.s, math, thread);
-            add_own_tile<true>(block, math, item, tile, thread);
+    for (; tile < item.tile_end; tile += 2) {
+        score_beside_other_tile<true>(block.s, math, thread);
+        add_own_tile<true>(block, math, thread);
+    }
+    if (tile == item.tile_end) add_other_tile<true>(block.s, math, thread);
+}
+
+template <bool kRight, class Block>
+MLA_DEVICE void run_math_in_turns(Block& block, i32 thread) {
+    using Work = typename Block::Work;
+    using Tile = typename Block::Tile;
+    Math math;
+    typename Work::HeldItem item;
+    for (WorkIteratorOf<Work> walk(block.p, block.split, block.hidden); walk.next(block.p, item);) {
+        math.reset();
+        float sums[kFragmentRows] = {0.f, 0.f};
+        if (item.tile_begin < item.tile_end) {
+            load_q_resident(block.s, math, thread);
+            if constexpr (kRight) {
+                add_right_tiles(block, math, item, thread);
+            } else {
+                add_left_tiles(block, math, item, thread);
+            }
+            total_sums<kRight>(sums, block.s, math, thread);
+            release(block.s.q_empty, thread);  // only now: the next work item may overwrite what was read above
         }
-        if (tile == item.tile_end) add_other_tile<true>(block.s, math, thread);
-    });
+        i32 row0 = block.row0;
+        if constexpr (Work::kForms) {
+            walk.describe_again(block.p, item);
+            if constexpr (kRight && Tile::kHeadDimQk == kHeadDimV) turn_back(block, item, math, thread);
+            opaque(row0);  // or the row would be kept across the loop, and spilled
+        }
+        store_result<kRight>(block, item, math, sums, row0, thread, Tile::kValueScale ? block.p.value_scale : 1.f);
+    }
 }
 }  // namespace mla::attention::sm90

@@ -8,7 +8,6 @@
 #include "indexer/loss/params.cuh"
 #include "ptx/control.cuh"
 #include "tile/elements.cuh"
-#include "tile/nonfinite.cuh"
 
 namespace mla::indexer::loss {
 // ---- Budget ----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@
 #include "tile/fragment.cuh"
 #include "tile/product.cuh"
 #include "tile/prologue.cuh"
-#include "tile/sw128_fragments.cuh"
+#include "tile/sw128.cuh"
 #include "tile/warp.cuh"
 
 namespace mla::indexer::loss {

@@ -14,6 +14,8 @@ from mla_cupy.shapes import D_QK, D_V
 
 FORMS = ("attn_sink", "q_rope", "packed", "out_rope", "window")
 """Forms that all kernels for forms take."""
+WITH_FORMS = "forms"
+"""Value of the macro of builds with forms, of sources that have others without."""
 BUILDS = variants(dtype=HALF, head_dim_qk=(D_QK, D_V))
 
 

@@ -6,7 +6,7 @@ They are `seesaw` and `small` once more, each with a further word; `attention_ge
 from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention.generic_forms import BUILDS, FORMS, wide_variant
+from mla_cupy.kernels.attention.generic_forms import BUILDS, FORMS, WITH_FORMS, wide_variant
 from mla_cupy.kernels.attention.kernel import NO_TREE, AttentionKernel, narrowest
 from mla_cupy.kernels.decode import sm90, sm90_small
 from mla_cupy.kernels.decode.problem import DecodeProblem
@@ -48,17 +48,18 @@ SMALL: AttentionKernel[DecodeProblem] = AttentionKernel(
 SEESAW: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_seesaw_forms",
     "dense decode as decode_sm90_seesaw, for lengths that vary, windows, queries in two arrays, turned results",
-    "decode/sm90_seesaw_forms.cu",
+    sm90.KERNEL.source,
     DecodeFormParams,
     HOPPER,
-    BUILDS,
+    tuple(variant.extended(forms=WITH_FORMS) for variant in BUILDS),
     facts={"block_m": sm90.BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=_fast,
-    variant=wide_variant,
+    variant=lambda problem: wide_variant(problem).extended(forms=WITH_FORMS),
     block_rows=sm90.BLOCK_M,
-    kv_maps=sm90.kv_maps,
+    kv_maps=sm90.same_maps,
     counts_partials=True,
     forms=FORMS,
+    base=sm90.KERNEL.name,
 )
 
 KERNELS = (SMALL, SEESAW)

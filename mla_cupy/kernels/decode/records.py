@@ -7,7 +7,7 @@ from dataclasses import replace
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.generic import from_records
-from mla_cupy.kernels.attention.generic_forms import FORMS
+from mla_cupy.kernels.attention.generic_forms import FORMS, WITH_FORMS
 from mla_cupy.kernels.attention.kernel import NO_TREE, READS_RECORDS, READS_V41, SINK, AttentionKernel, narrowest
 from mla_cupy.kernels.attention.records import (
     BLOCK_ROWS,
@@ -136,16 +136,17 @@ def _not_by_seesaw_forms(problem: DecodeProblem, device: DeviceInfo) -> Reason |
 SEESAW_FORMS: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_records_seesaw_forms",
     "dense decode as decode_sm90_records_seesaw, for lengths that vary, windows, queries in two arrays, turned results",
-    "decode/sm90_records_seesaw_forms.cu",
+    SEESAW.source,
     DecodeFormParams,
     HOPPER,
-    variants(dtype=HALF, record=DENSE_RECORDS),
+    variants(dtype=HALF, record=DENSE_RECORDS, forms=(WITH_FORMS,)),
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=_not_by_seesaw_forms,
     preferred=_seesaw_is_faster,
-    variant=record_variant,
+    variant=lambda problem: record_variant(problem).extended(forms=WITH_FORMS),
     block_rows=BLOCK_M,
     forms=FORMS,
+    base=SEESAW.name,
 )
 
 

@@ -15,7 +15,7 @@ from mla_cupy.kernels.attention.kernel import (
 )
 from mla_cupy.kernels.decode.problem import DecodeProblem, tree_variant
 from mla_cupy.kernels.params import DecodeParams
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, HOPPER, Reason, needs_alignment, needs_cc
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, HOPPER, Reason, Variant, needs_alignment, needs_cc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
 from mla_cupy.shapes import D_V, TILE_TOKENS
@@ -23,6 +23,8 @@ from mla_cupy.shapes import D_V, TILE_TOKENS
 BLOCK_M = 64
 BOX_COLUMNS = 64
 """Columns of one TMA box: 128 bytes, the span of the swizzle."""
+ANY_HEADS = "any"
+"""Value of the macro of builds for any number of KV heads."""
 BOX_ROWS = 8
 """Rows that the swizzle repeats after: those of several boxes of columns lie in turn, see `box_maps`."""
 
@@ -66,6 +68,11 @@ def kv_maps(kv_cache: View, l2: str = "128B") -> tuple[TensorMapSpec]:
     return (kv_map(kv_cache, l2),)
 
 
+def same_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
+    """The map of 16-bit rows twice, for variants of `decode_sm90_seesaw` that fetch RoPE columns through it, too."""
+    return kv_map(kv_cache), kv_map(kv_cache)
+
+
 def _without_tree(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
     return NO_TREE if problem.tree_mask else unsupported(problem, device)
 
@@ -78,7 +85,7 @@ def box_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
     num_pages, page_size, d_qk = kv_cache.shape
     page, token, _ = kv_cache.strides
     if page_size % BOX_ROWS:
-        return kv_map(kv_cache), kv_map(kv_cache)
+        return same_maps(kv_cache)
     nbytes = TABLE[kv_cache.dtype].nbytes
     groups = page_size // BOX_ROWS
 
@@ -100,18 +107,23 @@ def box_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
     return boxes(D_V // 2 // BOX_COLUMNS), boxes(1)
 
 
+def _variant(problem: DecodeProblem) -> Variant:
+    variant = tree_variant(problem)
+    return variant if problem.tree_mask else variant.extended(kv_heads=ANY_HEADS)
+
+
 KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_seesaw",
     "dense decode with WGMMA and TMA: two warpgroups that take turns on the tensor cores",
     "decode/sm90_seesaw.cu",
     DecodeParams,
     HOPPER,
-    (*KEY_VARIANTS, *TREE_VARIANTS),
+    (*(variant.extended(kv_heads=ANY_HEADS) for variant in KEY_VARIANTS), *TREE_VARIANTS),
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
-    variant=tree_variant,
+    variant=_variant,
     block_rows=BLOCK_M,
-    kv_maps=kv_maps,
+    kv_maps=same_maps,
     counts_partials=True,
     forms=SINK,
 )
@@ -119,7 +131,7 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
 BOXES: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_seesaw_boxes",
     "dense decode as decode_sm90_seesaw, without a tree, by fewer and larger copies",
-    "decode/sm90_seesaw_boxes.cu",
+    KERNEL.source,
     DecodeParams,
     HOPPER,
     KEY_VARIANTS,
@@ -131,6 +143,7 @@ BOXES: AttentionKernel[DecodeProblem] = AttentionKernel(
     kv_maps=box_maps,
     counts_partials=True,
     forms=SINK,
+    base=KERNEL.name,
 )
 
 KERNELS = (BOXES, KERNEL)

@@ -1,0 +1,44 @@
+// The variant of decode/sm90_seesaw.cu with optional inputs (attention/query_groups.cuh): queries whose number varies
+// from request to request, a window, queries in two arrays, results that are turned back.
+#pragma once
+#include "attention/sm90/turned_result.cuh"
+#include "attention/sm90/window_values.cuh"
+#include "decode/split_rows.cuh"
+
+namespace mla::decode {
+// Masks the columns of row r of a thread that are before `first`.
+template <i32 kCount>
+MLA_DEVICE void mask_before(float (&scores)[kCount], i32 r, i32 first, i32 thread) {
+#pragma unroll
+    for (i32 i = 0; i < kCount; ++i) {
+        if (fragment_half(i) == r && fragment_column(thread, i) < first) scores[i] = negative_infinity();
+    }
+}
+
+// A split holds groups of queries instead of requests, and query rows are two pieces each (decode/split_rows.cuh).
+struct FormsCall {
+    using Work = GroupedWork;
+    static constexpr bool kRedoesHugeRows = false;
+    using Hidden = HiddenOfWindows;
+    struct Extra {};
+
+    template <class Block>
+    MLA_DEVICE static void load(Block&, const WorkItem&, i32) {}
+
+    // Rows see the tokens of their windows.
+    template <class Block>
+    MLA_DEVICE static void mask(float (&scores)[kScoresPerThread], const Block& block, const WorkItem& item, i32 tile,
+                                i32 row, u64 present, i32 thread) {
+        mask_hidden_rows<Work>(scores, block.p, item, tile, row, present, thread);
+#pragma unroll
+        for (i32 r = 0; r < kFragmentRows; ++r) {
+            mask_before(scores, r, Work::window_begin(block.p, item, row + 8 * r) - tile * kTileTokens, thread);
+        }
+    }
+
+    template <class Block>
+    MLA_DEVICE static void store(const Block& block, const WorkItem& item, Math& math, i32 thread) {
+        turn_back(block, Work::of(item), math, thread);
+    }
+};
+}  // namespace mla::decode
