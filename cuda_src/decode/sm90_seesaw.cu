@@ -422,19 +422,20 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread) {
     Math math;
     Work::HeldItem item;
     for (WorkIteratorOf<Work> walk(block.p, block.split, block.hidden); walk.next(block.p, item);) {
-        math.reset();
+        // From here scores below it have no weight: so no tile leaves sums that are infinite, and scaled by 0 later.
+        math.reset(Call::kRedoesHugeRows ? -kHugeMax : kLowestMax);
         float sums[kFragmentRows] = {0.f, 0.f};
         bool has_nonfinite = false;
         if (item.tile_begin < item.tile_end) {
             load_q_resident(s, math, thread);
             add_tiles<kRight>(block, math, item, thread);
             total_sums<kRight>(sums, s, math, thread);
+            if constexpr (!kRight && Call::kRedoesHugeRows) note_huge_rows(s, math.rows, thread);
             has_nonfinite = s.notes.nonfinite_request[kRight] == item.request;
             release(s.q_empty, thread);  // only now: the next work item may overwrite what was read above
         }
         if constexpr (kRight) Call::store(block, item, math, thread);
         store_result<kRight>(block, item, math, sums, block.row0, thread);
-        if constexpr (!kRight && Call::kRedoesHugeRows) note_huge_rows(s, math.rows, thread);
         if (has_nonfinite) {
             bar_sync(own_barrier(kRight), kWarpgroupThreads);  // the results are stored
             fixup_nonfinite<Tile::Element, kHeadDimV / 2>(block, item, kRight ? kHeadDimV / 2 : 0, thread);

@@ -284,10 +284,19 @@ def test_beside_other_options(operation: str, kernel: str, option: str) -> None:
     run_beside(operation, kernel, option, simulated(2, cc_of(kernel), mode="random"))
 
 
-@pytest.mark.parametrize("kernel", ["dense_sm90", "dense_sm90_fp8"])
-def test_ordinary_scores_between_huge_ones(kernel: str) -> None:
+@pytest.mark.parametrize(
+    ("operation", "kernel"),
+    [
+        ("prefill", "dense_sm90"),
+        ("prefill", "dense_sm90_fp8"),
+        ("decode", "decode_sm90_seesaw"),
+        ("decode", "decode_sm90_seesaw_boxes"),
+    ],
+)
+def test_ordinary_scores_between_huge_ones(operation: str, kernel: str) -> None:
     """Rows whose first and last tiles have huge scores below 0, and whose largest scores are 0."""
-    run_first(replace(case, heads=16, lengths=(5, 300), ordinary=True) for case in candidates("prefill", kernel))
+    cases = (replace(case, lengths=(5, 300), ordinary=True) for case in candidates(operation, kernel))
+    run_first(replace(case, heads=16) if operation == "prefill" else case for case in cases)
 
 
 def run_seesaw() -> None:
@@ -312,7 +321,7 @@ test_is_caught, test_as_it_is = mutant_suite(
 
 test_is_caught_of_prefill, test_as_it_is_of_prefill = mutant_suite(
     "dense_sm90",
-    [partial(test_ordinary_scores_between_huge_ones, "dense_sm90")],
+    [partial(test_ordinary_scores_between_huge_ones, "prefill", "dense_sm90")],
     {},
     [Mutant("rows begin at the lowest maximum", "dense_sm90", "rows.reset(kFirstMax)", "rows.reset()")],
 )

@@ -106,8 +106,8 @@ struct Math {
     Ring<1> q_ring;
     Ring<1> sums_ring;
 
-    MLA_DEVICE void reset() {
-        rows.reset();
+    MLA_DEVICE void reset(float first_max = kLowestMax) {
+        rows.reset(first_max);
 #pragma unroll
         for (i32 i = 0; i < kOutPerThread; ++i) out[i] = 0.f;
     }
