@@ -4,7 +4,7 @@
     python examples/transformers_finetune.py --random
 
 With --random a small model of random weights learns a text of random tokens, twice from the same weights: with the
-attention of transformers and with ours. The two curves of losses coincide. On a CPU the attention is NumPy's.
+attention of transformers and with ours. The two curves of losses stay together. On a CPU the attention is NumPy's.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import mla_cupy.torch as mla
 from mla_cupy.ops.groups import Project
 from mla_cupy.transformers.cache import LatentLayer
 from mla_cupy.transformers.families import Family, Sizes
-from mla_cupy.transformers.group import Group
+from mla_cupy.transformers.group import Group, group_of
 from mla_cupy.transformers.indexer import index_states, select
 from mla_cupy.transformers.masks import dense, lean
 from mla_cupy.transformers.ragged import Ragged, starts_of
@@ -56,6 +56,8 @@ class Served:
         self._results = 3 if "prev_topk_indices" in names else 2
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if group_of(self.module.config) is None:  # a deep copy of a patched model
+            self.group.register(self.module.config)
         call = dict(zip(self._names, arguments, strict=False)) | options
         try:
             return Call(self, call).run()
@@ -149,15 +151,19 @@ class Call:
         return not (self.past and self.s == 1)
 
     def _check_sizes(self) -> None:
-        sizes, wants_grad = self.sizes, torch.is_grad_enabled() and self.x.requires_grad
+        sizes = self.sizes
         if self.past and self.s > 1 and self.mask is not None and self.layer is not None:
             store = self.layer.store
             if not torch.equal(self.mask[:, : self.past], store.is_real(self.b)[:, : self.past]):
                 raise UnfitError("a mask that hides other cached tokens than before")
-        if self.past and wants_grad:
-            raise UnfitError("gradients through cached tokens")
+        if self.past and torch.is_grad_enabled() and self._has_gradient:
+            raise UnfitError("gradients through cached tokens (use torch.no_grad() for inference)")
         if not self.sparse and not self.is_absorbed and not sizes.prefills:
             raise UnfitError(f"prefill with heads of {sizes.nope + sizes.rope} and {sizes.v} columns")
+
+    @property
+    def _has_gradient(self) -> bool:
+        return self.x.requires_grad or any(p.requires_grad for p in self.module.parameters())
 
     @property
     def is_absorbed(self) -> bool:

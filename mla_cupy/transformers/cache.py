@@ -48,10 +48,11 @@ class LatentCache(DynamicCache):
     config : PreTrainedConfig
         The model's.
     kv_format : {"auto", "v32"}
-        "auto" stores rows of the model's dtype. "v32" stores 656 bytes a token: latents in e4m3, a scale for each 128.
+        "auto" stores rows of the model's dtype. "v32" stores 656 bytes a token: latents in e4m3, a scale for each 128;
+        it requires latents of 512 + 64 columns.
     max_length : int, optional
-        Tokens of a sequence to allocate at once, so that addresses never change, as CUDA graphs require. Default: the
-        cache grows by a quarter whenever it is full, and copies its pages.
+        Tokens of a sequence to allocate at once, so that addresses never change, as CUDA graphs require. Longer
+        sequences, and those of a cache without it, make the cache grow: by a quarter, and its pages are copied.
 
     Raises
     ------
@@ -60,14 +61,19 @@ class LatentCache(DynamicCache):
 
     Notes
     -----
-    Padding takes no memory. `reorder_cache` and `batch_repeat_interleave` share pages, and a page is copied when one of
-    its sequences writes to it. `crop`, `batch_select_indices` and `reset` free pages. Indexer keys of DeepSeek sparse
-    attention stand in the same pages, in the model's dtype.
+    A model that is not patched uses it as any `DynamicCache`. Padding takes no memory. `reorder_cache` and
+    `batch_repeat_interleave` share pages, and a page is copied when one of its sequences writes to it. `crop`,
+    `batch_select_indices` and `reset` free pages. Indexer keys of DeepSeek sparse attention stand in the same pages, in
+    the model's dtype. Cached tokens have no gradient.
     """
 
     def __init__(self, config: Any, *, kv_format: str = "auto", max_length: int | None = None) -> None:
         if kv_format not in ("auto", "v32"):
             raise ArgumentError(explain("kv_format", repr(kv_format), '"auto" or "v32"'))
+        sizes = Sizes.of(config.get_text_config(decoder=True))
+        if kv_format == "v32" and not sizes.is_sparse:
+            got = f"'v32' for latents of {sizes.latent} + {sizes.rope} columns"
+            raise ArgumentError(explain("kv_format", got, "latents of 512 + 64 columns", 'pass kv_format="auto"'))
         super().__init__(config=config)
         self.latent_options = Options(kv_format, max_length)
 
@@ -262,8 +268,8 @@ class LatentStore:
     # ---- Tokens
 
     def write(self, layer: int, latent: torch.Tensor, rope: torch.Tensor, slots: torch.Tensor) -> None:
-        """Store tokens [n, ...] with rotated RoPE columns as the stock code returns them."""
-        pages, rope = self.pages(layer), self._as_stored(rope)
+        """Store tokens [n, ...] with rotated RoPE columns as the stock code returns them; they keep no gradient."""
+        pages, latent, rope = self.pages(layer), latent.detach(), self._as_stored(rope.detach())
         if self.sizes.is_sparse:
             mla.cache_append(latent.contiguous(), rope.contiguous(), pages, slots, kv_format=self.kv_format)
         else:
@@ -271,7 +277,7 @@ class LatentStore:
 
     def write_index_keys(self, layer: int, keys: torch.Tensor, slots: torch.Tensor) -> None:
         """Store indexer keys [n, index_width]."""
-        self.pages(layer, "index").view(-1, self.index_width)[slots.long()] = keys.to(self.dtype)
+        self.pages(layer, "index").view(-1, self.index_width)[slots.long()] = keys.detach().to(self.dtype)
 
     @property
     def kv_format(self) -> str | None:
@@ -391,8 +397,14 @@ class LatentLayer(CacheLayerMixin):
         new = Ragged.of(self.next_padding, b, s, self.device)
         step = store.begin(self.layer, new)
         store.write(self.layer, new.take(key_states[:, 0]), new.take(value_states[:, 0]), step.slots)
-        latent, rope = store.read(self.layer, store.slots(store.counts))
-        return store.spread(latent)[:, None], store.spread(rope)[:, None]
+        parts = store.read(self.layer, store.slots(store.counts))
+        found = (store.spread(part)[:, None] for part in parts)
+        if not (key_states.requires_grad or value_states.requires_grad):
+            latent, rope = found
+            return latent, rope
+        news = (key_states, value_states)
+        latent, rope = (torch.cat([x[:, :, :-s], new], 2) for x, new in zip(found, news, strict=True))
+        return latent, rope
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Store indexer keys [b, s, width] of the step that `update` began; returns those of all tokens."""
@@ -404,12 +416,12 @@ class LatentLayer(CacheLayerMixin):
         return store.spread(keys)
 
     def get_seq_length(self) -> int:
-        """Tokens, padding included."""
-        return self.store.length
+        """Tokens, padding included; in a forward pass those before it, until the layer's turn."""
+        return self.store.length_before(self.layer)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that a step of so many queries sees, and 0."""
-        return self.store.length + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
         """No limit."""

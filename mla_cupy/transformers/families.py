@@ -76,7 +76,7 @@ FAMILIES: dict[str, Family] = {
 #: Model types with latent attention that are not served, and why.
 DECLINED: dict[str, str] = {
     "axk2": "no kernel reads latents of 128 columns",
-    "deepseek_v4": "its attention compresses tokens; call sparse_mla_decode on its records instead",
+    "deepseek_v4": "its attention compresses tokens (`sparse_mla_decode` reads its records)",
     "glm5_next": "its indexer pools keys",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from mla_cupy.transformers.families import Family, Sizes
 from mla_cupy.transformers.ragged import Ragged
 
 logger = logging.getLogger("mla_cupy.transformers")
+
+#: By the number of the configuration that a model's modules share, which is compared: numbers of dead objects return.
+_groups: dict[int, tuple[weakref.ref[Any], Group]] = {}
 
 
 class Group:
@@ -32,6 +36,10 @@ class Group:
         self.family, self.reference = family, reference
         self.modules: dict[int, nn.Module] = {}
         self._said: set[str] = set()
+
+    def register(self, config: Any) -> None:
+        """Let modules with this configuration, and their masks, find the group."""
+        _groups[id(config)] = (weakref.ref(config), self)
 
     def say(self, layer: int, reason: str) -> None:
         """Log once why calls are left to the stock code."""
@@ -91,3 +99,14 @@ class Group:
                 rope == "interleaved" and sizes.is_fused,
             )
         return stores[x.device]
+
+
+def group_of(config: Any) -> Group | None:
+    """The served modules that share a configuration."""
+    known = _groups.get(id(config))
+    return known[1] if known and known[0]() is config else None
+
+
+def forget(config: Any) -> None:
+    """Serve no modules with this configuration."""
+    _groups.pop(id(config), None)

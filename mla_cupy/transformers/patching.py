@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,12 +13,10 @@ from torch import nn
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.transformers.attention import Served
 from mla_cupy.transformers.families import DECLINED, FAMILIES, Family, Sizes, model_types
-from mla_cupy.transformers.group import Group, logger
+from mla_cupy.transformers.group import Group, forget, group_of, logger
 from mla_cupy.transformers.masks import NAME, register
 
 OLDEST = (5, 17)
-#: By the number of the configuration that a model's modules share, which is compared: numbers of dead objects return.
-_groups: dict[int, tuple[weakref.ref[Any], Group]] = {}
 _before: dict[int, str] = {}
 _COMMON = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj", "scaling", "layer_idx", "attention_dropout")
 
@@ -97,7 +94,8 @@ def family_of(config: Any) -> Family:
     """
     for name, text in model_types(config):
         if name in DECLINED:
-            raise ArgumentError(explain("model_type", f"{name}: {DECLINED[name]}", served_types()))
+            got = f"{name}, which is not served because {DECLINED[name]}"
+            raise ArgumentError(explain("model_type", got, served_types()))
         if name in FAMILIES:
             sizes = Sizes.of(text)
             if not (sizes.decodes or sizes.prefills) or (FAMILIES[name].indexer and not sizes.is_sparse):
@@ -150,17 +148,11 @@ def attach(module: nn.Module, *, reference: bool = False) -> None:
     group = group_of(config)
     if group is None:
         group = Group(family, reference)
-        _groups[id(config)] = (weakref.ref(config), group)
+        group.register(config)
     layer: Any = module.layer_idx
     group.modules[layer] = module
     group.reference = group.reference or reference
     setattr(module, _place_of(module), Served(module, family, group, _forward_of(module)))
-
-
-def group_of(config: Any) -> Group | None:
-    """The served modules that share a configuration."""
-    known = _groups.get(id(config))
-    return known[1] if known and known[0]() is config else None
 
 
 def _detach(module: nn.Module) -> None:
@@ -171,7 +163,7 @@ def _detach(module: nn.Module) -> None:
             delattr(module, place)
         else:
             setattr(module, place, served.original)
-        _groups.pop(id(module.config), None)
+        forget(module.config)
 
 
 def _is_served(module: nn.Module) -> bool:

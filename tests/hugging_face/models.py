@@ -11,8 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from mla_cupy.transformers import patch, patching
+from mla_cupy.transformers import patch
 from mla_cupy.transformers.graph import cache_argument
+from mla_cupy.transformers.group import group_of
 
 VOCABULARY = 97
 _SIZES = {
@@ -88,7 +89,7 @@ def causal_model(config: Any) -> Any:
 
 def reasons(model: Any) -> set[str]:
     """Why calls of a served model went to the stock code."""
-    groups = [patching.group_of(getattr(module, "config", None)) for module in model.modules()]
+    groups = [group_of(getattr(module, "config", None)) for module in model.modules()]
     return {reason for group in groups if group for reason in group._said}
 
 

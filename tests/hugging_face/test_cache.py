@@ -142,6 +142,12 @@ def test_mistakes() -> None:
     three = models.make("deepseek_v3")
     with pytest.raises(ArgumentError, match='kv_format: got \'int4\', expected "auto" or "v32"'):
         LatentCache(three.served.config, kv_format="int4")
+    with pytest.raises(ArgumentError, match=r"kv_format: got 'v32' for latents of 256 \+ 64 columns"):
+        LatentCache(models.config_of("mistral4"), kv_format="v32")
+    with pytest.raises(ArgumentError, match="model: got DeepseekV3ForCausalLM, expected a patched model"):
+        StepGraph(three.stock, LatentCache(three.stock.config, max_length=8))
+    with pytest.raises(ArgumentError, match="cache: got DynamicCache, expected a LatentCache"):
+        StepGraph(three.served, transformers.DynamicCache(config=three.served.config))
     cache = LatentCache(three.served.config)
     with torch.no_grad():
         three.served(models.tokens(2, 5), **{models.cache_argument(three.served): cache})
@@ -178,7 +184,7 @@ def test_a_full_graph_cache() -> None:
     step = StepGraph(three.served, LatentCache(three.served.config, max_length=8))
     step(models.tokens(1, 8))
     with pytest.raises(ArgumentError, match="cache: got 8 tokens, expected less than max_length"):
-        step._prepare(models.tokens(1, 1), None)
+        step(models.tokens(1, 1))
     hybrid = models.make("kimi_linear")
     step = StepGraph(hybrid.served, LatentCache(hybrid.served.config, max_length=8))
     step(models.tokens(1, 4))

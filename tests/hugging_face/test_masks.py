@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.masking_utils import create_causal_mask
 
-from mla_cupy.transformers import masks, patching
+from mla_cupy.transformers import masks
 from mla_cupy.transformers.families import FAMILIES
 from mla_cupy.transformers.group import Group
 from mla_cupy.transformers.ragged import Ragged
@@ -24,7 +24,7 @@ def _masks(name: str, s: int, **options: Any) -> tuple[Any, Any]:
     """Our mask, and that of "sdpa", of the same call."""
     found = []
     config = models.config_of(name)
-    patching._groups[id(config)] = (lambda: config, Group(FAMILIES[name], True))  # type: ignore[assignment]
+    Group(FAMILIES[name], True).register(config)
     for implementation in ("mla_cupy", "sdpa"):
         config._attn_implementation = implementation
         b = next((len(x) for x in options.values() if x is not None), 2)

@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from mla_cupy.transformers import patch
+from mla_cupy.transformers.cache import LatentLayer
 from mla_cupy.transformers.families import FAMILIES
 
 from . import models
@@ -201,13 +202,33 @@ def test_wrapped_models(way: str, process_group: None) -> None:
 
 
 def test_a_copy_is_served_too() -> None:
+    """From its second forward pass on."""
     served = models.make("deepseek_v3").served
     twin = copy.deepcopy(served)
     with torch.no_grad():
         twin.model.layers[0].self_attn.o_proj.weight.zero_()
         ids = models.tokens(1, 20)
-        assert models.error(twin(ids).logits, served(ids).logits) > 0.01
-    patch(twin, reference=True)
+        twin(ids)
+        output = twin(ids)
+        assert models.error(output.logits, served(ids).logits) > 0.01
+    assert all(isinstance(layer, LatentLayer) for layer in output.past_key_values.layers)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "minicpm3"])
+def test_training_with_a_cache(name: str) -> None:
+    """transformers fills a cache unless told not to; that takes no gradient away, in training or without no_grad."""
+    three = models.make(name)
+    ids = models.tokens(2, 30)
+    found = []
+    for model in three[1:]:
+        model.train()
+        model(input_ids=ids, labels=ids).loss.backward()
+        found.append([p.grad for n, p in model.named_parameters() if "kv_b_proj" in n])
+        model.eval()
+        output = model(input_ids=ids)
+        again = model(input_ids=ids[:, :1], **{models.cache_argument(model): output.past_key_values})
+        assert again.logits.requires_grad
+    assert all(models.error(mine, stock) < 0.1 for stock, mine in zip(*found, strict=True))
 
 
 def test_saving(tmp_path: Any) -> None:
