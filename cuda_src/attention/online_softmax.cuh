@@ -21,7 +21,8 @@ MLA_DEVICE bool is_far_above(float tile, float max, float log2 = kLazyMaxLog2) {
 // exactly 0.
 constexpr float kHugeMax = 0x1p24f;
 
-// A row that saw no token is not huge, although its maximum is the lowest float.
+// A row that saw no token is not huge, although its maximum is the lowest float; where maxima begin at -kHugeMax, it
+// counts as one that may be.
 MLA_DEVICE bool is_huge(float max) { return fabsf(max) >= kHugeMax && max != kLowestMax; }
 
 // Returns true for the whole warp if a maximum of any lane is huge.

@@ -16,26 +16,36 @@ namespace mla::decode {
 constexpr i32 kPairs = 4;  // of columns that a lane has at once: the query warps have few registers
 constexpr i32 kColumnsAtOnce = 2 * kPairs * kWarpThreads;
 
+// How a row is computed again: its score with a key, by one thread, rounded as a product; and what becomes of two
+// columns of its result before they are stored.
+struct PlainRows {
+    template <class Tile>
+    MLA_DEVICE static float score(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row, const u16* key) {
+        const u16* const query = p.q + item.request * p.q_stride_b_elems + row / (p.h_q / p.h_kv) * p.q_stride_s_elems +
+                                 (i64)query_head(p, kv_head, row) * p.q_stride_h_elems;
+        return __fmul_rn(plain_dot<typename Tile::Element>(query, key, Tile::kHeadDimQk), p.scale_log2);
+    }
+
+    MLA_DEVICE static void turn(const DecodeParams&, const WorkItem&, i32, i32, float2&) {}
+};
+
 // A warp computes some columns of one row again. If the row is huge in this work item, they replace the stored result.
-template <class Block>
+template <class Call, class Block>
 MLA_DEVICE void redo_columns(const Block& block, const WorkItem& item, i32 row, i32 column, i32 lane) {
     using Element = typename Block::Tile::Element;
     using Work = typename Block::Work;
     const DecodeParams& p = block.p;
     const i32 end = min(item.tile_end * kTileTokens, item.tokens);
-    i32 request = item.request;  // opaque in the loop, as what follows from it is not worth registers
     float max = kLowestMax, sum = 0.f;
     float2 out[kPairs] = {};
 #pragma unroll 1
     for (i32 first = item.tile_begin * kTileTokens; first < end; first += kWarpThreads) {
         const i32 token = first + lane;
-        opaque(request), opaque(row);
-        const u16* const key = token < end ? cached_row(p, request, block.kv_head, token) : nullptr;
+        opaque(row);  // what follows from it is not worth registers
+        const u16* const key = token < end ? cached_row(p, item.request, block.kv_head, token) : nullptr;
         float score = negative_infinity();
         if (key != nullptr && Work::sees(p, item, row, token)) {
-            const u16* const query = p.q + request * p.q_stride_b_elems + row / (p.h_q / p.h_kv) * p.q_stride_s_elems +
-                                     (i64)query_head(p, block.kv_head, row) * p.q_stride_h_elems;
-            score = __fmul_rn(plain_dot<Element>(query, key, Block::Tile::kHeadDimQk), p.scale_log2);
+            score = Call::template score<typename Block::Tile>(p, item, block.kv_head, row, key);
         }
         const float top = fmaxf(max, warp_max(score)), decay = ex2_approx(max - top), weight = ex2_approx(score - top);
         max = top, sum = fmaf(sum, decay, warp_sum(weight));
@@ -63,8 +73,10 @@ MLA_DEVICE void redo_columns(const Block& block, const WorkItem& item, i32 row, 
     const float factor = rcp_approx(sum);
 #pragma unroll
     for (i32 j = 0; j < kPairs; ++j) {
-        const float2 x = make_float2(out[j].x * factor, out[j].y * factor);
-        store_columns<Element, Work>(p, item, block.kv_head, row, column + j * 2 * kWarpThreads, x);
+        const i32 at = column + j * 2 * kWarpThreads;
+        float2 x = make_float2(out[j].x * factor, out[j].y * factor);
+        Call::turn(p, item, row, at, x);
+        store_columns<Element, Work>(p, item, block.kv_head, row, at, x);
     }
 }
 }  // namespace mla::decode

@@ -14,7 +14,7 @@
 //
 //   left    | softmax 0 | O_L += P0 V0_L |          | O_L += P1 V1_L | S0 = Q K0'            | softmax 0'
 //   right   |   S1      |  softmax 1     | O_R += P0 V0_R | O_R += P1 V1_R | S1 = Q K1'      | ...
-//   load    |           |       K0'_left ->  K1'_left, K0'_right ->  K1'_right ->
+//   load    |           |       K0'_left, K0'_right ->  K1'_left, K1'_right ->
 //
 // Variants: a mask over drafts (decode/sm90_seesaw_tree.cuh), optional inputs (decode/sm90_seesaw_forms.cuh), several
 // KV heads (decode/sm90_seesaw_sw_tiles.cuh). They plug in where a call loads, masks and stores: see PlainCall.
@@ -49,9 +49,8 @@ namespace mla::decode {
 // ---- Call ------------------------------------------------------------------------------------------------------
 // What a variant changes: what its blocks work at and rows see (Work), what comes with the query rows (load), what is
 // hidden of a tile's scores and values (mask, Hidden), and what becomes of the output before it is stored (store).
-struct PlainCall {
+struct PlainCall : PlainRows {
     using Work = ScheduledWork;
-    static constexpr bool kRedoesHugeRows = true;
     using Hidden = HiddenRows;
     struct Extra {};  // in shared memory, from load to mask
 
@@ -396,7 +395,7 @@ MLA_DEVICE void redo_huge_rows(const Block& block, i32 thread) {
             if (block.row0 + row >= block.rows_of(item)) continue;
 #pragma unroll 1
             for (i32 column = 2 * lane; column < kHeadDimV; column += kColumnsAtOnce) {
-                redo_columns(block, item, block.row0 + row, column, lane);
+                redo_columns<Call>(block, item, block.row0 + row, column, lane);
             }
         }
     }
@@ -423,14 +422,14 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread) {
     Work::HeldItem item;
     for (WorkIteratorOf<Work> walk(block.p, block.split, block.hidden); walk.next(block.p, item);) {
         // From here scores below it have no weight: so no tile leaves sums that are infinite, and scaled by 0 later.
-        math.reset(Call::kRedoesHugeRows ? -kHugeMax : kLowestMax);
+        math.reset(-kHugeMax);
         float sums[kFragmentRows] = {0.f, 0.f};
         bool has_nonfinite = false;
         if (item.tile_begin < item.tile_end) {
             load_q_resident(s, math, thread);
             add_tiles<kRight>(block, math, item, thread);
             total_sums<kRight>(sums, s, math, thread);
-            if constexpr (!kRight && Call::kRedoesHugeRows) note_huge_rows(s, math.rows, thread);
+            if constexpr (!kRight) note_huge_rows(s, math.rows, thread);
             has_nonfinite = s.notes.nonfinite_request[kRight] == item.request;
             release(s.q_empty, thread);  // only now: the next work item may overwrite what was read above
         }
@@ -441,7 +440,7 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread) {
             fixup_nonfinite<Tile::Element, kHeadDimV / 2>(block, item, kRight ? kHeadDimV / 2 : 0, thread);
         }
     }
-    if constexpr (Call::kRedoesHugeRows) bar_arrive(AllStored, kStoredThreads);
+    bar_arrive(AllStored, kStoredThreads);
 }
 
 // ---- Query role ------------------------------------------------------------------------------------------------
@@ -449,18 +448,16 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread) {
 MLA_DEVICE void run_query_role(Block& block, i32 thread) {
     const QueryStages<1> stages{block.s.q, &block.s.q_full, &block.s.q_empty};
     run_query_role<Tile>(block, stages, thread, [&](const WorkItem& item) { Call::load(block, item, thread); });
-    if constexpr (Call::kRedoesHugeRows) {
-        griddepcontrol_launch_dependents();  // before the wait, or the combine kernel starts 1 us later
-        bar_sync(AllStored, kStoredThreads);
-        redo_huge_rows(block, thread);
-    }
+    griddepcontrol_launch_dependents();  // before the wait, or the combine kernel starts 1 us later
+    bar_sync(AllStored, kStoredThreads);
+    redo_huge_rows(block, thread);
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 MLA_DEVICE void init_storage(Storage& s) {
     s.init(kLoadArrivals, kQueryThreads);
     s.notes.nonfinite_request[0] = s.notes.nonfinite_request[1] = -1;
-    if constexpr (Call::kRedoesHugeRows) s.notes.huge_rows[0] = s.notes.huge_rows[1] = 0;
+    s.notes.huge_rows[0] = s.notes.huge_rows[1] = 0;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

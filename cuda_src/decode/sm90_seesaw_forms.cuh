@@ -4,6 +4,7 @@
 #include "attention/sm90/turned_result.cuh"
 #include "attention/sm90/window_values.cuh"
 #include "decode/split_rows.cuh"
+#include "tile/elements.cuh"
 
 namespace mla::decode {
 // Masks the columns of row r of a thread that are before `first`.
@@ -18,7 +19,6 @@ MLA_DEVICE void mask_before(float (&scores)[kCount], i32 r, i32 first, i32 threa
 // A split holds groups of queries instead of requests, and query rows are two pieces each (decode/split_rows.cuh).
 struct FormsCall {
     using Work = GroupedWork;
-    static constexpr bool kRedoesHugeRows = false;
     using Hidden = HiddenOfWindows;
     struct Extra {};
 
@@ -39,6 +39,21 @@ struct FormsCall {
     template <class Block>
     MLA_DEVICE static void store(const Block& block, const WorkItem& item, Math& math, i32 thread) {
         turn_back(block, Work::of(item), math, thread);
+    }
+
+    template <class Tile>
+    MLA_DEVICE static float score(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row, const u16* key) {
+        const SplitRow query = split_query_row(p, Work::of(item), kv_head, row);
+        float dot = plain_dot<typename Tile::Element>(query.latent, key, kHeadDimV);
+        if constexpr (Tile::kHeadDimQk > kHeadDimV) {
+            dot += plain_dot<typename Tile::Element>(query.rope, key + kHeadDimV, Tile::kHeadDimQk - kHeadDimV);
+        }
+        return __fmul_rn(dot, p.scale_log2);
+    }
+
+    MLA_DEVICE static void turn(const DecodeParams& p, const WorkItem& item, i32 row, i32 column, float2& x) {
+        if (!turns_back(p) || column < kFirstTurnedColumn) return;
+        turn_pair(angles_of_row(p, Work::of(item), row), column, x.x, x.y);
     }
 };
 }  // namespace mla::decode

@@ -4,15 +4,14 @@
 #include "attention/sm90/nonfinite_values.cuh"
 #include "attention/sm90/two_warpgroups.cuh"
 #include "attention/tree_mask.cuh"
+#include "decode/sm90_huge_rows.cuh"
 
 namespace mla::decode {
 using namespace attention;
 using namespace attention::sm90;
 
-struct TreeCall {
+struct TreeCall : PlainRows {
     using Work = TreeWork;
-    static constexpr bool kRedoesHugeRows = true;
-
     using Hidden = HiddenRows;
     // What rows see of the two tiles that may have drafts comes with Q: the math warpgroups have no registers to
     // compute it.

@@ -181,14 +181,7 @@ OPERATIONS: dict[str, tuple[Any, Callable[[HugeCase], Call]]] = {
     "sparse_forward": (SPARSE_FORWARD, sparse_forward),
     "prefill": (DENSE, prefill),
 }
-#: Code for huge rows would change the order of its loops' instructions, which costs 1 to 7 %.
-WITHOUT = ("decode_sm90_seesaw_forms",)
-KERNELS = [
-    (operation, kernel.name)
-    for operation, (family, _) in OPERATIONS.items()
-    for kernel in family.kernels
-    if kernel.name not in WITHOUT
-]
+KERNELS = [(operation, kernel.name) for operation, (family, _) in OPERATIONS.items() for kernel in family.kernels]
 #: Those that a Hopper has. What the kernels without WGMMA need, it has, too.
 ON_HOPPER = [(operation, kernel) for operation, kernel in KERNELS if "sm100" not in kernel]
 
@@ -257,7 +250,11 @@ def with_options(case: HugeCase, name: str) -> Call:
 
 BESIDE = [
     *(("decode", "decode_sm90_seesaw", option) for option in ("tree_mask", "float32")),
-    *(("decode", "decode_sm90_small_forms", option) for option in ("window", "out_rope")),
+    *(
+        ("decode", kernel, option)
+        for kernel in ("decode_sm90_small_forms", "decode_sm90_seesaw_forms")
+        for option in ("window", "out_rope")
+    ),
     *(("prefill", kernel, option) for kernel in ("dense_mma", "dense_sm90") for option in ("mask", "state")),
 ]
 
@@ -291,6 +288,7 @@ def test_beside_other_options(operation: str, kernel: str, option: str) -> None:
         ("prefill", "dense_sm90_fp8"),
         ("decode", "decode_sm90_seesaw"),
         ("decode", "decode_sm90_seesaw_boxes"),
+        ("decode", "decode_sm90_seesaw_forms"),
     ],
 )
 def test_ordinary_scores_between_huge_ones(operation: str, kernel: str) -> None:
