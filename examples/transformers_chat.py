@@ -25,14 +25,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("prompt", nargs="?", default="Explain multi-head latent attention.", help="what to ask")
     parser.add_argument("--model", metavar="NAME", help="a model on the Hub, or in a directory")
-    parser.add_argument("--random", action="store_true", help="a small model of random weights")
+    parser.add_argument("--random", action="store_true", help="a small model of random weights (the default)")
     parser.add_argument("--max-new-tokens", type=int, default=24, metavar="N", help="default: %(default)s")
     parser.add_argument("--kv-format", choices=["auto", "v32"], default="auto", help="how the cache stores tokens")
     options = parser.parse_args()
-    if bool(options.model) == options.random:
-        parser.error("--model: got none or both, expected one of --model and --random")
+    if options.model and options.random:
+        parser.error("--random: got a --model, too, expected one of them")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if options.random:
+    if not options.model:
         return compare(device, options.max_new_tokens, options.kv_format)
     return chat(options.model, options.prompt, device, options.max_new_tokens, options.kv_format)
 

@@ -29,18 +29,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", metavar="NAME", help="a model on the Hub, or in a directory")
     parser.add_argument("--text", type=Path, metavar="FILE", help="what to learn")
-    parser.add_argument("--random", action="store_true", help="a small model of random weights, and random tokens")
+    parser.add_argument(
+        "--random", action="store_true", help="a small model of random weights, and random tokens (the default)"
+    )
     parser.add_argument(
         "--lora", action="store_true", help="train adapters of the attention's projections (needs PEFT)"
     )
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="default: %(default)s")
     parser.add_argument("--length", type=int, default=0, metavar="N", help="tokens of a sequence (2048, on a CPU 48)")
     options = parser.parse_args()
-    if bool(options.model and options.text) == options.random:
-        parser.error("--model: got none, expected --model with --text, or --random")
+    if bool(options.model) != bool(options.text) or (options.model and options.random):
+        parser.error("--model: expected --model with --text, or neither of them")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     length = options.length or (2048 if device == "cuda" else 48)
-    if options.random:
+    if not options.model:
         return compare(device, options.steps, length, options.lora)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     tokens = tokenizer(options.text.read_text(), return_tensors="pt")["input_ids"][0].to(device)

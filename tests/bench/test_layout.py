@@ -22,8 +22,9 @@ MAY_IMPORT = {
     "trees": {"core", "operations"},
     "context_parallel": {"core"},
     "claims": {"core", "ops"},
+    "transformers_models": {"core"},
     "trace": {"core", "operations"},
-    "cli": {"claims", "context_parallel", "core", "model", "operations", "trace", "trees"},
+    "cli": {"claims", "context_parallel", "core", "model", "operations", "trace", "transformers_models", "trees"},
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -297,7 +297,7 @@ MOST_SECONDS = 20
 def test_defaults_fit_the_cpu(name: str, seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By processor time, which other work on the machine does not add to."""
     library = name.partition("_")[0]
-    if library in ("torch", "jax"):
+    if library in ("torch", "transformers", "jax"):
         needs(library)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -312,7 +312,7 @@ def test_defaults_fit_the_cpu(name: str, seconds: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_wrong_usage_is_said(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     library = name.partition("_")[0]
-    if library in ("cupy", "torch", "jax"):
+    if library in ("cupy", "torch", "transformers", "jax"):
         needs(library)
     if name.startswith("cuda_core"):
         needs("cuda.core")
