@@ -591,8 +591,8 @@ test_many_rows_is_caught, test_many_rows_as_it_is = mutant_suite(
     SEESAW,
     [partial(run_case, SEESAW, OF_MANY, mode) for mode in (LATE, ("random", 1))],
     {
-        "bar.sync": (18, [0, 13]),
-        "bar.arrive": (3, [0]),
+        "bar.sync": (19, [0, 14]),
+        "bar.arrive": (5, [0]),
         "mbarrier.try_wait": (11, [0, 5]),
         "mbarrier.arrive": (12, [0]),
         "fence.proxy": (8, [0]),
