@@ -33,7 +33,7 @@ from mla_cupy.export.subject import (
 )
 from mla_cupy.kernels.attention.records import DENSE_RECORDS as FORMATS_READ
 from mla_cupy.kernels.decode import DECODE
-from mla_cupy.kernels.decode.pipeline import DecodeConfig
+from mla_cupy.kernels.decode.configs import DecodeConfig
 from mla_cupy.kernels.pipeline import Layout
 from mla_cupy.ops.call import examine
 from mla_cupy.ops.checks import MATH_OF_DENSE_DECODE

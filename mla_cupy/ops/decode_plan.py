@@ -26,9 +26,9 @@ from mla_cupy.kernels.attention.records import READ_DENSE as RECORDS
 from mla_cupy.kernels.choice import check_kernel, check_somewhere
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.combine_pieces import MAX_PIECES
-from mla_cupy.kernels.decode.pipeline import DecodeConfig
-from mla_cupy.kernels.decode.problem import Batch, DecodeProblem, Forms
-from mla_cupy.kernels.decode.schedule_groups import Step as GroupsStep
+from mla_cupy.kernels.decode.configs import DecodeConfig, InClusters, InGroups, InSplits
+from mla_cupy.kernels.decode.finish import LeavePartials
+from mla_cupy.kernels.decode.problem import Batch, BatchStep, DecodeProblem, Forms
 from mla_cupy.kernels.decode.schedule_pieces import Pieces
 from mla_cupy.kernels.decode.sm90_fp8 import QUERIES
 from mla_cupy.kernels.merge.exchange import Splits
@@ -122,7 +122,7 @@ class DecodePlan(Plan):
     def splits(self) -> Splits | None:
         """Pieces of split requests that its calls leave; None if they leave none, or not as `Splits` says."""
         config = self._config
-        if config is None or config.pieces or not config.combine_blocks:
+        if not isinstance(config, (InSplits, InGroups)) or not config.combine_blocks:
             return None
         at = {name: self.address + offset for name, offset in DECODE.workspace(config).offsets.items()}
         addresses = at["schedule"], at["partial_out"], at["partial_lse"]
@@ -254,12 +254,9 @@ class DecodePlan(Plan):
     def steps(self, config: DecodeConfig, stride: int, b: int, total_q: int = 0, starts_stride: int = 0) -> list[Step]:
         """The steps of an update for `b` lengths that are `stride` elements apart, and packed queries."""
         limits = self._limits
-        if config.groups:
-            s_q = total_q if config.groups.packed else config.problem.s_q
-            step = GroupsStep(b, s_q, limits.max_pages * limits.page_size, stride, starts_stride)
-            return DECODE.schedule_groups(config, step)
-        shard = limits.cp_world, limits.cp_rank
-        return DECODE.schedule(config, stride, limits.max_pages * limits.page_size, b, shard)
+        s_q = total_q if config.problem.forms.packed else config.problem.s_q
+        max_tokens, shard = limits.max_pages * limits.page_size, (limits.cp_world, limits.cp_rank)
+        return config.schedule(BatchStep(b, s_q, max_tokens, stride, starts_stride, shard))
 
     def configuration(self, request: Request) -> DecodeConfig | None:
         """The plan's own, if the plan, as last updated, serves such a call.
@@ -326,9 +323,9 @@ class UnmergedPlan(Plan):
         self.address, self.device, self.state = plan.address, plan.device, ("unmerged", plan.state)
 
     def configuration(self, request: Request) -> DecodeConfig | None:
-        """The plan's own, without the last step."""
+        """The plan's own, without the last step; only splits leave partial results to be merged."""
         config = self._plan.configuration(request)
-        return config and replace(config, merged=False)
+        return replace(config, finish=LeavePartials()) if isinstance(config, InSplits) else config
 
 
 def plan_decode(
@@ -456,7 +453,7 @@ def plan_decode(
     info = devices.describe(ordinal)
     config = DECODE.configure(problem, info, kernel)
     if pieces:
-        if config.in_clusters:
+        if not isinstance(config, InSplits):
             expected = "a kernel that takes a schedule: clusters divide the batch by all of its lengths"
             raise ArgumentError(explain("kernel", repr(kernel), expected, "leave kernel or batch_invariant out"))
         config = DECODE.in_pieces(config, pieces, info)
@@ -465,7 +462,7 @@ def plan_decode(
     if workspace is None:
         memory = arrays.cupy_family().own_memory(nbytes, ordinal)
         plan = DecodePlan(problem, limits, ordinal, config, (memory, memory.ptr))
-        if config.in_clusters:
+        if isinstance(config, InClusters):
             plan.zero_tickets()
         return plan
     memory = workspace(nbytes) if callable(workspace) else workspace

@@ -13,7 +13,8 @@ from mla_cupy.arrays import View
 from mla_cupy.kernels.attention import combine
 from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.decode import DECODE
-from mla_cupy.kernels.decode.pipeline import DecodeConfig
+from mla_cupy.kernels.decode.configs import InSplits
+from mla_cupy.kernels.decode.finish import Merge
 from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.pipeline import Call, Prepared
@@ -52,7 +53,7 @@ def merged(
     num_splits, rows = len(cuts) - 1, H_Q * S_Q
     problem = DecodeProblem(S_Q, H_Q, "bfloat16")
     kernel = next(kernel for kernel in reversed(DECODE.kernels) if kernel.params is DecodeParams)
-    config = DecodeConfig(problem, kernel, 1, num_splits, blocks)
+    config = InSplits(problem, kernel, 1, num_splits, blocks, Merge())
     shapes = {
         "q": ((b, S_Q, H_Q, 576), "bfloat16"),
         "kv_cache": ((1, 64, 576), "bfloat16"),

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import pytest
 
 from mla_cupy.kernels.decode import schedule_groups
-from mla_cupy.kernels.decode.schedule_groups import GROUP_BYTES, Groups, Step
+from mla_cupy.kernels.decode.problem import BatchStep
+from mla_cupy.kernels.decode.schedule_groups import GROUP_BYTES, Groups
 from mla_cupy.kernels.pipeline import Layout, Prepared
 from tests.decode.schedule_model import ITEM_COST, TILE_TOKENS, WorkItem, points, work_items
 from tests.support.mutant_suite import mutant_suite
@@ -40,7 +41,7 @@ def listed(
     starts = np.cumsum([around[0], *counts]).astype(np.int32)
     total, b = int(starts[-1]) + around[1], len(counts)
     groups = Groups(of_group, packed=True, window=0)
-    launch = schedule_groups.launch(groups, Step(b, total, MAX_TOKENS, 1, 1), num_splits, 8, 0)
+    launch = schedule_groups.launch(groups, BatchStep(b, total, MAX_TOKENS, 1, 1), num_splits, 8, 0)
     most = groups.most(b, total)
     sizes = {"groups": GROUP_BYTES * most, "schedule": 8 * (num_splits + 1)}
     with simulated(132) as target:

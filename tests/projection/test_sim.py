@@ -17,6 +17,7 @@ from mla_cupy import dtypes, reference
 from mla_cupy.kernels.attention import combine_project, projection
 from mla_cupy.kernels.cache.absorb import ABSORB
 from mla_cupy.kernels.decode import DECODE
+from mla_cupy.kernels.decode.finish import ProjectAfterMerge
 from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
 from mla_cupy.kernels.projection.pipeline import STATES
 from tests.projection.inputs import States, kv_b_proj, states
@@ -415,7 +416,7 @@ def test_the_combine_leaves_room_for_what_multiplies(b: int, apart: bool) -> Non
     """Half of its blocks, and the word that the next kernel may start."""
     wanted = DecodeProblem(1, 96, "bfloat16", batch=Batch(b, 4096))
     merging, projecting = (DECODE.configure(replace(wanted, d_head=width), H200) for width in (0, 128))
-    assert projecting.apart == apart
+    assert isinstance(projecting.finish, ProjectAfterMerge) == apart
     assert projecting.combine_blocks * (2 if apart else 1) == merging.combine_blocks
 
 

@@ -56,6 +56,22 @@ class Batch(NamedTuple):
         return self.b * -(-self.tokens // TILE_TOKENS)
 
 
+@dataclass(frozen=True)
+class BatchStep:
+    """The batch that a schedule is for, and strides of its lengths and starts.
+
+    `s_q` are the queries of each sequence, or of all where these are packed; `max_tokens` is what a line of the block
+    table can hold. `shard` is (cp_world, cp_rank).
+    """
+
+    b: int
+    s_q: int
+    max_tokens: int
+    seqlens_stride: int
+    starts_stride: int
+    shard: tuple[int, int] = (1, 0)
+
+
 NO_FORMS = Forms()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
+from mla_cupy.kernels.decode.problem import BatchStep
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import DecodeScheduleGroupsParams
 from mla_cupy.kernels.pipeline import Launch, LaunchArgs
@@ -39,21 +40,7 @@ class Groups:
         return min(queries, b + 2 + queries // self.queries)
 
 
-@dataclass(frozen=True)
-class Step:
-    """The batch of a step, and strides of its lengths and starts.
-
-    `s_q` are the queries of each sequence, or of all where these are packed; `max_tokens` what the block table holds.
-    """
-
-    b: int
-    s_q: int
-    max_tokens: int
-    seqlens_stride: int
-    starts_stride: int
-
-
-def launch(groups: Groups, step: Step, num_splits: int, merge_cost: int, piece_cost: int) -> Launch:
+def launch(groups: Groups, step: BatchStep, num_splits: int, merge_cost: int, piece_cost: int) -> Launch:
     """Write the groups of a batch and its schedule to the workspace's `groups` and `schedule`."""
     params = DecodeScheduleGroupsParams(
         seqlens="seqlens",
