@@ -50,8 +50,11 @@ class Halves:
 
 
 def is_plain(projection: nn.Module, dtype: torch.dtype) -> bool:
-    """True if the projection is a matrix of this dtype and nothing else."""
-    return type(projection) is nn.Linear and projection.weight.dtype == dtype and projection.bias is None
+    """True if the projection is a matrix of this dtype and nothing else; torchao's weights are a class of their own."""
+    if type(projection) is not nn.Linear or projection.bias is not None:
+        return False
+    weight = projection.weight
+    return type(weight) in (nn.Parameter, torch.Tensor) and weight.dtype == dtype
 
 
 def has_dropout(projection: nn.Module) -> bool:

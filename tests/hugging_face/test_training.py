@@ -168,6 +168,20 @@ def test_quantised_projections(name: str, place: str) -> None:
         models.check(mine, theirs, right, selects=name == "deepseek_v32")
 
 
+@pytest.mark.filterwarnings("ignore")  # torchao's
+def test_torchao() -> None:
+    """Its weights say that they are bfloat16, and cannot be viewed."""
+    quantization = pytest.importorskip("torchao.quantization")
+    three = models.make("deepseek_v3")
+    chosen = lambda module, name: name.endswith("kv_b_proj")  # noqa: E731
+    for model in three[1:]:
+        quantization.quantize_(model, quantization.Int8WeightOnlyConfig(), chosen)
+    ids, mask = models.tokens(1, 30), torch.ones(1, 30, dtype=torch.long)
+    stock, served = (models.steps(model, ids, mask, [25, 1, 4]) for model in three[1:])
+    assert all(models.error(mine, theirs) < 0.01 for mine, theirs in zip(served, stock, strict=True))
+    assert not models.reasons(three.served)
+
+
 @pytest.fixture
 def process_group(tmp_path: Any) -> Iterator[None]:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
