@@ -30,6 +30,8 @@ def results(report: Path) -> Iterator[Result]:
     for case in ElementTree.parse(report).iter("testcase"):
         skipped = case.find("skipped")
         reason = "" if skipped is None else skipped.get("message", "no reason given")
+        if skipped is not None and reason == "collection skipped":  # of a whole file the text alone says why
+            reason = skipped.text or reason
         yield Result(case.get("file") or case.get("name", "").replace(".", "/") + ".py", reason)
 
 
