@@ -31,9 +31,11 @@ def test_files_that_lacked_a_package(tmp_path: Path) -> None:
 
 def test_a_module_that_is_skipped_as_a_whole(tmp_path: Path) -> None:
     whole = tmp_path / "first.xml"
-    skipped = SKIPPED.format(reason=TORCH)
+    text = f'("tests/x/test_y.py", 9, "Skipped: {TORCH}")'
+    skipped = f'<skipped message="collection skipped">{text}</skipped>'
     whole.write_text(f'<testsuites><testcase classname="" name="tests.x.test_y">{skipped}</testcase></testsuites>')
     assert environments.files_without(whole) == ["tests/x/test_y.py"]
+    assert "could not import" in environments.summary(whole)
 
 
 def test_a_file_that_no_environment_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
