@@ -57,7 +57,7 @@ struct GroupedWork {
     // Roles pass on what they have as a WorkItem.
     MLA_DEVICE static const GroupItem& of(const WorkItem& item) { return static_cast<const GroupItem&>(item); }
 
-    // As those of ScheduledWork.
+    // The same interface as ScheduledWork.
     MLA_DEVICE static bool windows_reach(const WorkItem& item, i32 end) { return end > of(item).first_token; }
     MLA_DEVICE static i32 first_query(const WorkItem& item) { return of(item).first_query; }
     MLA_DEVICE static i32 lacking_rows(const WorkItem& item) { return of(item).lacking_rows; }

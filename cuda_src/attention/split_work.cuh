@@ -40,7 +40,7 @@ MLA_DEVICE i32 visible_tokens(const DecodeParams& p, const WorkItem& item, i32 r
     return item.tokens - hidden_here(p, hidden_from(p, row), item.behind_last);
 }
 
-// What a batch is cut into by a schedule in memory, and its requests by their `seqlens`: the work of a plain call.
+// The work of a plain call: a schedule in memory divides the batch, and `seqlens` give the length of each request.
 // Other calls bring their own: TreeWork (attention/tree_mask.cuh), GroupedWork (attention/query_groups.cuh).
 struct ScheduledWork {
     enum : bool { kForms = false };  // see attention/query_groups.cuh
@@ -129,10 +129,10 @@ struct RowBlock {
         hidden = Work::hidden(p, row0);
     }
 
-    // What a role that does not mask iterates over.
+    // Work items for roles that do not mask.
     MLA_DEVICE WorkIteratorOf<Work> items() const { return WorkIteratorOf<Work>(p, split); }
 
-    // Rows of the KV head, of which an item may have fewer.
+    // Rows of an item: those of the KV head, or fewer.
     MLA_DEVICE i32 rows_of(const WorkItem& item) const { return rows - Work::lacking_rows(item); }
 };
 }  // namespace mla::attention

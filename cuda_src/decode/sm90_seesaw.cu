@@ -20,7 +20,7 @@
 // KV heads (decode/sm90_seesaw_sw_tiles.cuh). They plug in where a call loads, masks and stores: see PlainCall.
 //
 // Source: the two-warpgroup split of O and the shared maximum are FlashMLA's idea (its "seesaw" schedule, 2025).
-// What differs: separate loader warps and one mechanism for all page sizes; one running maximum instead of exchanged
+// Differences: separate loader warps and one mechanism for all page sizes; one running maximum instead of exchanged
 // scales; both warpgroups add tile 0 before tile 1, so P0 is written once and never rescaled; the maximum moves only by
 // more than 2^8, so O is almost never rescaled.
 #include "attention/sm90/nonfinite_values.cuh"

@@ -91,7 +91,7 @@ class Call:
     Raises
     ------
     UnfitError
-        If the kernels do not serve it; nothing has been computed or cached.
+        If the kernels do not serve it; no token has been computed or stored.
     """
 
     def __init__(self, served: Served, call: dict[str, Any]) -> None:
@@ -299,7 +299,8 @@ class Call:
         """cos and sin of each token in float32, once for all layers."""
         if self.served.rope == "none":
             return {}
-        return _tables_of(self.call["position_embeddings"], self.b, self.s, self.served.rope != "halves")
+        tables = _tables_of(self.call["position_embeddings"], self.b, self.s, self.served.rope != "halves")
+        return tables if self.new.rows is None else {**tables, "positions": self.new.rows.int()}
 
     # ---- DeepSeek sparse attention
 

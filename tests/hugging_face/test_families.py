@@ -69,10 +69,11 @@ def _check_step(name: str, cached: int, place: str) -> None:
 def test_right_padding_and_chunks(name: str, place: str) -> None:
     """A second chunk of a prompt, longer than queries that attend to latents; padding behind and before."""
     three = models.make(name, place)
-    ids, mask = models.tokens(3, 200, place), torch.ones(3, 200, dtype=torch.long, device=place)
+    ids, mask = models.tokens(3, 210, place), torch.ones(3, 210, dtype=torch.long, device=place)
     mask[0, 40:60] = 0
     mask[1, :30] = 0
-    counts = [60, 140]
+    mask[2, 202:206] = 0
+    counts = [60, 140, 10]
     judge, stock, served = (torch.cat(models.steps(model, ids, mask, counts), 1) for model in three)
     models.check(served, stock, judge, mask.bool(), selects=name in _SPARSE)
 

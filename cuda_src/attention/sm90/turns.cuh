@@ -1,8 +1,8 @@
 // The seesaw where keys come late, half a tile after half a tile: between the scores of the two halves of its tile, a
 // warpgroup adds the values of the tile before.
 //
-// As in decode/sm90_seesaw.cu, the left warpgroup scores the even tiles and the right one the odd ones, and each
-// multiplies every P with its own half of the values. Both do the same here, half a pair of tiles apart:
+// The split is that of decode/sm90_seesaw.cu: the left warpgroup scores the even tiles and the right one the odd ones,
+// and each multiplies every P with its own half of the values. Both do the same here, half a pair of tiles apart:
 //
 //   left     S0_right | softmax 0 | O_L += P0 V0_L   | S0'_left | O_L += P1 V1_L | S0'_right | softmax 0' | ...
 //   right               S1_left | O_R += P0 V0_R   | S1_right | softmax 1 | O_R += P1 V1_R | S1'_left ...
@@ -88,8 +88,8 @@ MLA_DEVICE void followed_max(float (&to)[kFragmentRows], const float (&scores)[k
     }
 }
 
-// What takes the scores of the thread's rows to base 2, and back to the queries' unit where these were scaled: by a
-// power of two, so the product is exact.
+// Factors that bring the scores of the thread's rows to base 2. Where queries were scaled, they also undo that scale,
+// a power of two, so the product is exact.
 template <class Block>
 MLA_DEVICE void score_scales(float (&to)[kFragmentRows], const Block& block, i32 thread) {
     to[0] = to[1] = block.p.scale_log2;

@@ -31,7 +31,7 @@ MLA_DEVICE constexpr i32 own_barrier(bool right) { return right ? RightOnly : Le
 // ---- Operands --------------------------------------------------------------------------------------------------
 constexpr i32 kNothingResident = -1;
 
-// What the products are of. A kernel derives from it what differs.
+// Element type and widths of the matmuls. Each kernel derives its own tile from it.
 template <class Element_, i32 kHeadDimQk>
 struct PairTile : KeyTile<kHeadDimQk> {
     using Element = Element_;  // of results
@@ -66,7 +66,7 @@ struct PairStorage {
     MLA_DEVICE u8* q_resident() { return q + Tile::kResidentSwTile * kSw128Bytes; }
     MLA_DEVICE u8* p(i32 stage) { return stage == 0 ? p_buffers[0] : q_resident(); }
 
-    // By one thread, before the block's first barrier.
+    // Called by one thread, before the block's first barrier.
     MLA_DEVICE void init(u32 kv_arrivals, u32 q_arrivals) {
         for (i32 stage = 0; stage < kStagesKV; ++stage) {
             mbarrier_init(kv_full[stage].left, kv_arrivals);
@@ -81,7 +81,7 @@ struct PairStorage {
     }
 };
 
-// What every role knows.
+// State that all roles share.
 template <class Storage_, class Work>
 struct PairBlock : RowBlock<kBlockM, Work> {
     using Storage = Storage_;
