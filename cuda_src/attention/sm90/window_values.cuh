@@ -5,8 +5,8 @@
 #include "attention/sm90/nonfinite_values.cuh"
 
 namespace mla::attention::sm90 {
-// Cleans the values of a tile at a window's edge. Tokens in [seen_from, seen_by_all), which every row sees, stay as they
-// are. Other tokens in [first_token, tokens) keep their finite elements. All remaining tokens become 0.
+// Cleans the values of a tile at a window's edge. Tokens in [seen_from, seen_by_all), which every row sees, stay as
+// they are. Other tokens in [first_token, tokens) keep their finite elements. All remaining tokens become 0.
 template <class Element, i32 kSwTiles, class Layout = HalfLayout<false>>
 MLA_DEVICE void sanitize_window(u8* sw_tiles, const GroupItem& item, i32 tile, i32& nonfinite_request, i32 thread) {
     for (i32 i = thread; i < kTileTokens * kSw128Chunks; i += kWarpgroupThreads) {
