@@ -118,7 +118,7 @@ static_assert(2 * kRegsMath + kRegsLoad <= 3 * kRegsEntry, "what the block has a
 // P needs no "free" barrier: it is overwritten only after the next tile has arrived in its stage, for which both
 // warpgroups had to release that stage, and so had multiplied the previous P.
 struct Notes {
-    u32 huge_rows[2];          // a bit for each row that has had huge scores, see decode/sm90_huge_rows.cuh
+    u32 huge_rows[2];          // a bit for each row that may have huge scores, see decode/sm90_huge_rows.cuh
     u64 present[kStagesKV];    // bit t: the page of token t of the tile is in the pool
     i32 nonfinite_request[2];  // left, right: the last request in which clean_values found NaN or Inf
 };
