@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,8 @@ from tests.bindings.test_torch_compile import plan_for, repeated
 from tests.interop.test_torch import array, tensor
 from tests.support import cases
 from tests.support.calls import assert_same
-from tests.support.flat import flat, mla_decode
+from tests.support.flat import flat
+from tests.support.gpu import microseconds_of
 from tests.support.tolerance import check
 
 pytestmark = [
@@ -160,21 +160,12 @@ def test_gradients(torch_gpu: Any, of_torch: Any, compiled: bool) -> None:
         assert torch.equal(leaf.grad, wanted)
 
 
-CALLS, MAX_OVERHEAD = 1000, 3.0
+CALLS, MAX_OVERHEAD, SCALE = 1000, 3.0, 576**-0.5
 
 
 def median_microseconds(call: Callable[[], object]) -> float:
-    """Of the host, with an idle queue; the first half of the calls left out."""
-    import cupy
-
-    times = []
-    for i in range(2 * CALLS):
-        cupy.cuda.runtime.deviceSynchronize()
-        start = time.perf_counter_ns()
-        call()
-        if i >= CALLS:
-            times.append((time.perf_counter_ns() - start) / 1e3)
-    return statistics.median(times)
+    """Of the host; the first half of the calls left out."""
+    return statistics.median(microseconds_of(call, 2 * CALLS)[CALLS:])
 
 
 @pytest.mark.perf
@@ -187,12 +178,13 @@ def test_overhead_over_the_public_call(
     plan = plan_for(of_torch, given) if with_plan else None
     if plan is not None:
         plan.update(given["seqlens"])
-    out, lse = flat(of_torch.mla_decode)(**given)
+    given["scale"] = SCALE
+    out, lse = of_torch.mla_decode(**given)
     held = None if plan is None else plan.plan
     gc.disable()
     try:
-        public = median_microseconds(lambda: mla_decode(**given, plan=held, out=out, lse=lse))
-        ours = median_microseconds(lambda: flat(of_torch.mla_decode)(**given, plan=plan, out=out, lse=lse))
+        public = median_microseconds(lambda: mla_cupy.mla_decode(**given, plan=held, out=out, lse=lse))
+        ours = median_microseconds(lambda: of_torch.mla_decode(**given, plan=plan, out=out, lse=lse))
     finally:
         gc.enable()
     with capsys.disabled():

@@ -11,6 +11,7 @@ import pytest
 
 import mla_cupy
 from tests.cache.inputs import tokens
+from tests.support.gpu import slowness_of_host
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +51,7 @@ def test_against_the_cache_on_the_host(gpu: object) -> None:
 @pytest.mark.perf
 @pytest.mark.parametrize(("growing", "limit_us"), [(4, 50), (256, 100)])
 def test_host_time(gpu: object, growing: int, limit_us: float) -> None:
-    """With the upload and the launch enqueued."""
+    """With the upload and the launch enqueued. The limits are for a host where a launch takes 4 us."""
     import cupy
 
     made = mla_cupy.PagedKVCache(
@@ -65,4 +66,6 @@ def test_host_time(gpu: object, growing: int, limit_us: float) -> None:
         begin = time.perf_counter()
         made.extend(held, 1)
         times.append(1e6 * (time.perf_counter() - begin))
-    assert float(np.median(times)) <= limit_us
+    took, limit = float(np.median(times)), limit_us * slowness_of_host()
+    print(f"{growing} sequences take a page: {took:.0f} us of the host, limit {limit:.0f}")
+    assert took <= limit

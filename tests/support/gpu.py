@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -56,3 +57,35 @@ def run_and_check(case: DecodeCase, **options: Any) -> None:
     q, kv_cache, block_table, seqlens = uploaded(inputs)
     out, lse = mla_decode(q, kv_cache, block_table, seqlens, **case.options, **options)
     check((cupy.asnumpy(out), cupy.asnumpy(lse)), inputs.exact, inputs.rounded, case.dtype)
+
+
+EMPTY_LAUNCH = 4.0
+"""Microseconds of CuPy's launch of an empty kernel on the host that limits of host time are for."""
+
+
+def empty_launch() -> Any:
+    """A call that launches an empty kernel with CuPy."""
+    import cupy
+
+    kernel = cupy.RawKernel('extern "C" __global__ void empty() {}', "empty")
+    return lambda: kernel((1,), (32,), ())
+
+
+def slowness_of_host(launch: float | None = None) -> float:
+    """How many times longer this host takes than the one of `EMPTY_LAUNCH`, by its median launch; 1 at least."""
+    if launch is None:
+        launch = float(np.median(microseconds_of(empty_launch(), 400)[200:]))
+    return max(1.0, launch / EMPTY_LAUNCH)
+
+
+def microseconds_of(call: Any, repeats: int) -> list[float]:
+    """What each call takes the host, with an idle queue."""
+    import cupy
+
+    times = []
+    for _ in range(repeats):
+        cupy.cuda.runtime.deviceSynchronize()
+        begin = time.perf_counter_ns()
+        call()
+        times.append((time.perf_counter_ns() - begin) / 1e3)
+    return times
