@@ -784,13 +784,13 @@ class LossParams(Params):
     cu_seqlens_kv: Address
     ranges: Address
     target: Address
-    scores: Address
-    gradient: Address
-    finite_keys: Address
-    decoded_queries: Address
-    finite_values: Address
-    nonfinite_tiles: Address
-    key_sums: Address
+    scores: Address = NULL
+    gradient: Address = NULL
+    finite_keys: Address = NULL
+    decoded_queries: Address = NULL
+    finite_values: Address = NULL
+    nonfinite_tiles: Address = NULL
+    key_sums: Address = NULL
     kl: Address
     mass: Address
     index_lse: Address
@@ -799,10 +799,10 @@ class LossParams(Params):
     d_weights: Address
     out: Address
     attention_lse: Address
-    rows: Address
-    counts: Address
-    extractors: Address
-    largest: Address
+    rows: Address = NULL
+    counts: Address = NULL
+    extractors: Address = NULL
+    largest: Address = NULL
     head_sums: Address
     q_stride_token_head_elems: tuple[I64, I64]
     q_rope_stride_token_head_elems: tuple[I64, I64]

@@ -30,26 +30,26 @@ struct LossParams {
     const i32* cu_seqlens_kv;  // (b + 1,), or null
     KeyRange* ranges;          // (s_q,): the keys of each token
     float* target;             // (chunk, rows, keys): sums of exp(scale * q.k - lse), or target_scale * q.k
-    float* scores;             // (chunk, rows, keys): the indexer's scores, then the gradient by them
-    u16* gradient;             // (chunk, keys), bf16: k_scale G, zero up to the end of a tile of keys; or null
-    u16* finite_keys;          // (s_kv, d_i), bf16: index_k with zeros for what is not finite; or null
-    u16* decoded_queries;      // (chunk, h_i, d_i), bf16: index_q, where these are codes; or null
-    u16* finite_values;        // (s_kv, d_v), bf16: v with zeros for what is not finite, rows of 16 bytes; or null
-    i32* nonfinite_tiles;      // (tiles of keys,): whether v has such elements there; or null
-    float* key_sums;           // (key_splits, s_kv, d_i): d_index_k of the chunks so far
-    float* kl;                 // (s_q, rows)
-    float* mass;               // (s_q, rows)
-    float* index_lse;          // (s_q, rows)
-    void* d_index_q;           // (s_q, h_i, d_i), bf16 or fp32
-    void* d_index_k;           // (s_kv, d_i), bf16 or fp32
-    float* d_weights;          // (s_q, h_i)
-    u16* out;                  // (s_q, h, d_v), bf16, or null
-    float* attention_lse;      // (s_q, h), or null
-    const i32* rows;           // (s_q, list): of the sparse stage, the keys that each token selects; or null
-    const i32* counts;         // (s_q,): the lengths of these lists; or null
-    const float* extractors;   // (s_kv + 1,): of binned sums (tile/binned_sum.cuh), then their bound; or null
-    u32* largest;              // one, zeroed: the bits of a float, of which the bound is made
-    float* head_sums;          // (s_q, num_keys): where `loss_head_sums` puts the targets; or null
+    float* scores = nullptr;   // (chunk, rows, keys): the indexer's scores, then the gradient by them
+    u16* gradient = nullptr;   // (chunk, keys), bf16: k_scale G, zero up to the end of a tile of keys; or null
+    u16* finite_keys = nullptr;      // (s_kv, d_i), bf16: index_k with zeros for what is not finite; or null
+    u16* decoded_queries = nullptr;  // (chunk, h_i, d_i), bf16: index_q, where these are codes; or null
+    u16* finite_values = nullptr;  // (s_kv, d_v), bf16: v with zeros for what is not finite, rows of 16 bytes; or null
+    i32* nonfinite_tiles = nullptr;     // (tiles of keys,): whether v has such elements there; or null
+    float* key_sums = nullptr;          // (key_splits, s_kv, d_i): d_index_k of the chunks so far
+    float* kl;                          // (s_q, rows)
+    float* mass;                        // (s_q, rows)
+    float* index_lse;                   // (s_q, rows)
+    void* d_index_q;                    // (s_q, h_i, d_i), bf16 or fp32
+    void* d_index_k;                    // (s_kv, d_i), bf16 or fp32
+    float* d_weights;                   // (s_q, h_i)
+    u16* out;                           // (s_q, h, d_v), bf16, or null
+    float* attention_lse;               // (s_q, h), or null
+    const i32* rows = nullptr;          // (s_q, list): of the sparse stage, the keys that each token selects; or null
+    const i32* counts = nullptr;        // (s_q,): the lengths of these lists; or null
+    const float* extractors = nullptr;  // (s_kv + 1,): of binned sums (tile/binned_sum.cuh), then their bound; or null
+    u32* largest = nullptr;             // one, zeroed: the bits of a float, of which the bound is made
+    float* head_sums;                   // (s_q, num_keys): where `loss_head_sums` puts the targets; or null
     i64 q_stride_token_elems, q_stride_head_elems;
     i64 q_rope_stride_token_elems, q_rope_stride_head_elems;
     i64 k_stride_token_elems, k_stride_head_elems;

@@ -9,18 +9,17 @@ from __future__ import annotations
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import row_lists
 from mla_cupy.kernels.indexer.loss import generic, sm90
+from mla_cupy.kernels.indexer.loss.arguments import Parts
 from mla_cupy.kernels.indexer.loss.pipeline import (
     FLOAT,
     RANGE_BYTES,
     LossConfig,
-    LossParts,
     attention_kernel,
     chunk_tokens,
     loss_args,
     loss_launch,
 )
 from mla_cupy.kernels.indexer.loss.problem import TILE_TOKENS, LossProblem
-from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.pipeline import Call, Layout, Pipeline, Step
 from mla_cupy.runtime.device import DeviceInfo
 
@@ -29,15 +28,9 @@ class HeadSumsConfig(LossConfig):
     """Configuration of the head sums: that of a loss, without scores."""
 
     @property
-    def parts(self) -> LossParts:
-        """Parts of the workspace, by the parameter that points to them."""
-        lists = self.problem.topk is not None
-        return {
-            **super().parts,
-            "scores": NULL,
-            "rows": "rows" if lists else NULL,
-            "counts": "counts" if lists else NULL,
-        }
+    def parts(self) -> Parts:
+        """See `LossConfig.parts`."""
+        return {} if self.problem.topk is None else {"rows": "rows", "counts": "counts"}
 
 
 class HeadSumsPipeline(Pipeline[HeadSumsConfig]):

@@ -14,11 +14,11 @@ from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import row_lists
 from mla_cupy.kernels.exact_sums.launches import NUM_BINS, launch_bins
 from mla_cupy.kernels.indexer.loss import generic, sm90
+from mla_cupy.kernels.indexer.loss.arguments import Parts
 from mla_cupy.kernels.indexer.loss.pipeline import (
     FLOAT,
     RANGE_BYTES,
     LossConfig,
-    LossParts,
     attention_kernel,
     chunk_tokens,
     loss_args,
@@ -68,21 +68,18 @@ class SparseLossConfig(LossConfig):
         return NUM_BINS if self.binned else 1
 
     @property
-    def parts(self) -> LossParts:
-        """Parts of the workspace, by the parameter that points to them."""
-        return {
-            "scores": "score_rows",
-            "gradient": NULL,
-            "finite_keys": FINITE_KEYS if self.on_tensor_cores else NULL,
-            "decoded_queries": DECODED_QUERIES if self.decodes_queries else NULL,
-            "finite_values": NULL,
-            "nonfinite_tiles": NULL,
-            "key_sums": "key_sums" if self.problem.gradients else NULL,
-            "rows": "rows",
-            "counts": "counts",
-            "extractors": "extractors" if self.binned else NULL,
-            "largest": "largest" if self.binned else NULL,
-        }
+    def parts(self) -> Parts:
+        """See `LossConfig.parts`."""
+        found: Parts = {"scores": "score_rows", "rows": "rows", "counts": "counts"}
+        if self.on_tensor_cores:
+            found["finite_keys"] = FINITE_KEYS
+        if self.decodes_queries:
+            found["decoded_queries"] = DECODED_QUERIES
+        if self.problem.gradients:
+            found["key_sums"] = "key_sums"
+        if self.binned:
+            found |= {"extractors": "extractors", "largest": "largest"}
+        return found
 
 
 class SparseLossPipeline(Pipeline[SparseLossConfig]):

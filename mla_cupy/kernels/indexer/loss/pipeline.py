@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TypedDict, cast
 
-from mla_cupy.arrays.view import View
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.attention import row_lists
 from mla_cupy.kernels.indexer.loss import generic, heuristics, sm90
-from mla_cupy.kernels.indexer.loss.problem import TILE_KEYS, TILE_TOKENS, LossKernel, LossOptions, LossProblem
+from mla_cupy.kernels.indexer.loss.arguments import Chunk, Parts, loss_params
+from mla_cupy.kernels.indexer.loss.problem import TILE_KEYS, TILE_TOKENS, LossKernel, LossProblem
 from mla_cupy.kernels.indexer.loss.sm90_maps import (
     DECODED_QUERIES,
     FINITE_KEYS,
@@ -23,30 +21,12 @@ from mla_cupy.kernels.indexer.loss.sm90_maps import (
     NONFINITE_TILES,
     finite_value_stride,
 )
-from mla_cupy.kernels.param_layout import NULL
-from mla_cupy.kernels.params import LossParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline, Step
 from mla_cupy.runtime.device import DeviceInfo
 
 FLOAT = 4
 RANGE_BYTES = 8
 _HALF = 2
-
-
-class LossParts(TypedDict):
-    """Parts of the workspace that not every loss has, by member; NULL for those that it lacks."""
-
-    scores: str
-    gradient: str
-    finite_keys: str
-    decoded_queries: str
-    finite_values: str
-    nonfinite_tiles: str
-    key_sums: str
-    rows: str
-    counts: str
-    extractors: str
-    largest: str
 
 
 @dataclass(frozen=True)
@@ -101,21 +81,18 @@ class LossConfig:
         return self.problem.gradients and (self.num_chunks > 1 or self.on_tensor_cores)
 
     @property
-    def parts(self) -> LossParts:
-        """Parts of the workspace, by the parameter that points to them."""
-        return {
-            "scores": "score_rows",
-            "gradient": "gradient_rows" if self.on_tensor_cores else NULL,
-            "finite_keys": FINITE_KEYS if self.on_tensor_cores else NULL,
-            "decoded_queries": DECODED_QUERIES if self.decodes_queries else NULL,
-            "finite_values": FINITE_VALUES if self.copies_values else NULL,
-            "nonfinite_tiles": NONFINITE_TILES if self.copies_values else NULL,
-            "key_sums": "key_sums" if self.carries_sums else NULL,
-            "rows": NULL,
-            "counts": NULL,
-            "extractors": NULL,
-            "largest": NULL,
-        }
+    def parts(self) -> Parts:
+        """Parts of the workspace, by the parameter that points to them: those that not every loss has."""
+        found: Parts = {"scores": "score_rows"}
+        if self.on_tensor_cores:
+            found |= {"gradient": "gradient_rows", "finite_keys": FINITE_KEYS}
+        if self.decodes_queries:
+            found["decoded_queries"] = DECODED_QUERIES
+        if self.copies_values:
+            found |= {"finite_values": FINITE_VALUES, "nonfinite_tiles": NONFINITE_TILES}
+        if self.carries_sums:
+            found["key_sums"] = "key_sums"
+        return found
 
 
 class LossPipeline(Pipeline[LossConfig]):
@@ -237,121 +214,8 @@ def loss_args(config: LossConfig, call: Call, first: int, tokens: int, heads: in
     """The arguments of all kernels, for some tokens. `heads` are those that the target is summed over, by default all
     of them.
     """
-    problem, options = config.problem, cast(LossOptions, call.options)
-    (lse, lse_strides), (attention_lse, attention_lse_strides) = _log_sum_exps(problem, call)
-    starts = call.views["cu_seqlens_q"]
-    q_rope, k_rope = call.name("q_rope") or "q", call.name("k_rope") or "k"
-    params = LossParams(
-        q="q",
-        q_rope=q_rope,
-        k="k",
-        k_rope=k_rope,
-        v=call.name("v"),
-        index_q=call.name("index_q"),
-        index_k=call.name("index_k"),
-        weights=call.name("weights"),
-        k_scale=call.name("k_scale"),
-        q_scale=call.name("q_scale"),
-        lse=lse,
-        row_weights=call.name("row_weights"),
-        cu_seqlens_q=call.name("cu_seqlens_q"),
-        cu_seqlens_kv=call.name("cu_seqlens_kv"),
-        ranges="ranges",
-        target="head_sums" if problem.given_sums else "target_rows",
-        kl=call.name("kl"),
-        mass=call.name("mass"),
-        index_lse=call.name("index_lse"),
-        d_index_q=call.name("d_index_q"),
-        d_index_k=call.name("d_index_k"),
-        d_weights=call.name("d_weights"),
-        out=call.name("out"),
-        attention_lse=attention_lse,
-        head_sums=call.name("head_sums"),
-        q_stride_token_head_elems=call.strides("q", 2),
-        q_rope_stride_token_head_elems=call.strides(q_rope, 2),
-        k_stride_token_head_elems=_key_strides(call, "k"),
-        k_rope_stride_token_head_elems=_key_strides(call, k_rope),
-        v_stride_token_head_elems=_key_strides(call, "v"),
-        index_q_stride_token_head_elems=call.strides("index_q", 2),
-        index_k_stride_elems=call.stride("index_k"),
-        weights_stride_token_head_elems=call.strides("weights", 2),
-        k_scale_stride_elems=call.stride("k_scale"),
-        q_scale_stride_token_head_elems=call.strides("q_scale", 2),
-        lse_stride_token_head_elems=lse_strides,
-        row_weights_stride_elems=call.stride("row_weights"),
-        cu_seqlens_q_stride_elems=call.stride("cu_seqlens_q"),
-        cu_seqlens_kv_stride_elems=call.stride("cu_seqlens_kv"),
-        kl_stride_token_head_elems=call.strides("kl", 2),
-        mass_stride_token_head_elems=call.strides("mass", 2),
-        index_lse_stride_token_head_elems=call.strides("index_lse", 2),
-        d_index_q_stride_token_head_elems=call.strides("d_index_q", 2),
-        d_index_k_stride_elems=call.stride("d_index_k"),
-        d_weights_stride_token_head_elems=call.strides("d_weights", 2),
-        out_stride_token_head_elems=call.strides("out", 2),
-        attention_lse_stride_token_head_elems=attention_lse_strides,
-        head_sums_stride_elems=call.stride("head_sums"),
-        target_stride_elems=call.stride("head_sums") if problem.given_sums else problem.row_stride,
-        row_stride_elems=problem.row_stride,
-        rows_stride_elems=0 if problem.topk is None else row_lists.rows_stride(problem.topk),
-        s_q=problem.s_q,
-        s_kv=problem.s_kv,
-        b=0 if starts is None else starts.shape[0] - 1,
-        num_keys=problem.keys,
-        heads=problem.heads if heads is None else heads,
-        index_heads=problem.index_heads,
-        kv_head_heads=problem.heads // problem.kv_heads,
-        head_dim=problem.head_dim,
-        value_dim=problem.value_dim,
-        index_dim=problem.index_dim,
-        first_dim=problem.first_dim,
-        q_rope_column=problem.first_dim if q_rope == "q" else 0,
-        k_rope_column=problem.first_dim if k_rope == "k" else 0,
-        causal=options.causal,
-        per_head=problem.per_head,
-        first_token=first,
-        num_tokens=tokens,
-        first_target=0 if problem.given_sums else first,
-        first_fetched=first if config.decodes_queries else 0,
-        first_chunk=first == 0,
-        last_chunk=first + tokens >= problem.s_q,
-        weights_bf16=_is(call.views.get("weights"), "bfloat16"),
-        codes=problem.codes,
-        d_index_q_fp32=_is(call.views.get("d_index_q"), "float32"),
-        d_index_k_fp32=_is(call.views.get("d_index_k"), "float32"),
-        key_splits=config.key_splits,
-        min_split_tokens=heuristics.MIN_SPLIT_TOKENS,
-        scale=options.scale,
-        target_scale=options.target_scale,
-        score_unit=problem.score_unit,
-        **config.parts,
-    )
-    return LaunchArgs(params)
-
-
-def _key_strides(call: Call, name: str) -> tuple[int, int]:
-    """Strides of keys, or of their columns; 0 from head to head where all share them."""
-    view = call.views.get(name)
-    per_head = view is not None and len(view.shape) == 3 and view.shape[1] > 1
-    return call.stride(name), call.stride(name, 1) if per_head else 0
-
-
-_Placed = tuple[str, tuple[int, int]]
-"""The name of an array or of a part of the workspace, and its strides."""
-
-
-def _log_sum_exps(problem: LossProblem, call: Call) -> tuple[_Placed, _Placed]:
-    """The attention's log-sum-exps: those that the target is made with, and those that a kernel writes."""
-    read: _Placed = call.name("lse"), call.strides("lse", 2)
-    written: _Placed = call.name("attention_lse"), call.strides("attention_lse", 2)
-    if problem.needs_lse:
-        if not problem.value_dim:
-            written = written[0] or "own_lse", (problem.heads, 1)
-        read = written
-    return read, written
-
-
-def _is(view: View | None, dtype: str) -> bool:
-    return view is not None and view.dtype == dtype
+    chunk = Chunk(first, tokens, config.decodes_queries)
+    return LaunchArgs(loss_params(config.problem, call, chunk, config.key_splits, config.parts, heads))
 
 
 LOSS = LossPipeline()
