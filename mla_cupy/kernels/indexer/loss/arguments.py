@@ -42,7 +42,7 @@ def loss_params(
 
 
 def _sequences(problem: LossProblem, call: Call) -> _Members:
-    """Which keys a token sees."""
+    """The sequences, and with them the keys that each token sees."""
     starts = call.views["cu_seqlens_q"]
     return {
         **_vectors(call, "cu_seqlens_q", "cu_seqlens_kv"),
@@ -57,7 +57,7 @@ def _sequences(problem: LossProblem, call: Call) -> _Members:
 
 
 def _attention(problem: LossProblem, call: Call, heads: int) -> _Members:
-    """What the target is made of. Without arrays of their own, RoPE columns are the last ones of q and k."""
+    """Arrays and sizes of the attention, of which the target is made. Without arrays of their own, RoPE columns are the last ones of q and k."""
     q_rope, k_rope = call.name("q_rope") or "q", call.name("k_rope") or "k"
     read, written = _log_sum_exps(problem, call)
     options = cast(LossOptions, call.options)
@@ -88,7 +88,7 @@ def _attention(problem: LossProblem, call: Call, heads: int) -> _Members:
 
 
 def _indexer(problem: LossProblem, call: Call) -> _Members:
-    """What the scores are made of."""
+    """Arrays and sizes of the indexer, of which the scores are made."""
     return {
         **_rows(call, "index_q", "weights", "q_scale"),
         **_vectors(call, "index_k", "k_scale"),
