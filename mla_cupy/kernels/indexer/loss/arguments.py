@@ -57,7 +57,10 @@ def _sequences(problem: LossProblem, call: Call) -> _Members:
 
 
 def _attention(problem: LossProblem, call: Call, heads: int) -> _Members:
-    """Arrays and sizes of the attention, of which the target is made. Without arrays of their own, RoPE columns are the last ones of q and k."""
+    """Arrays and sizes of the attention, of which the target is made.
+
+    Without arrays of their own, RoPE columns are the last ones of q and k.
+    """
     q_rope, k_rope = call.name("q_rope") or "q", call.name("k_rope") or "k"
     read, written = _log_sum_exps(problem, call)
     options = cast(LossOptions, call.options)
