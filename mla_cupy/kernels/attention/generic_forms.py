@@ -10,6 +10,7 @@ from mla_cupy.kernels.attention import generic
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.params import DecodeFormParams
 from mla_cupy.kernels.spec import Variant, variants
+from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_QK, D_V
 
 FORMS = ("attn_sink", "q_rope", "packed", "out_rope", "window")
@@ -19,7 +20,7 @@ WITH_FORMS = "forms"
 BUILDS = variants(dtype=HALF, head_dim_qk=(D_QK, D_V))
 
 
-def wide_variant(problem: Any) -> Variant:
+def wide_variant(problem: Any, device: DeviceInfo) -> Variant:
     """The build of `BUILDS` for a problem."""
     return Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk)
 

@@ -24,7 +24,7 @@ def _fast(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
     return NO_TREE if problem.tree_mask else sm90.unsupported(problem, device)
 
 
-def _few(problem: DecodeProblem) -> Variant:
+def _few(problem: DecodeProblem, device: DeviceInfo) -> Variant:
     return Variant(dtype=problem.dtype, block_rows=narrowest(SMALL_ROWS, problem.rows), head_dim_qk=problem.d_qk)
 
 
@@ -54,7 +54,7 @@ SEESAW: AttentionKernel[DecodeProblem] = AttentionKernel(
     tuple(variant.extended(forms=WITH_FORMS) for variant in BUILDS),
     facts={"block_m": sm90.BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=_fast,
-    variant=lambda problem: wide_variant(problem).extended(forms=WITH_FORMS),
+    variant=lambda problem, device: wide_variant(problem, device).extended(forms=WITH_FORMS),
     block_rows=sm90.BLOCK_M,
     kv_maps=sm90.same_maps,
     counts_partials=True,

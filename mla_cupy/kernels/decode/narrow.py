@@ -21,7 +21,7 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
     return NO_TREE if problem.tree_mask else sm90.unsupported(problem, device)
 
 
-def _variant(problem: DecodeProblem) -> Variant:
+def _variant(problem: DecodeProblem, device: DeviceInfo) -> Variant:
     builds = (32, 40, 64) if problem.d_qk == MINICPM3[0] else BLOCK_ROWS
     return Variant(dtype=problem.dtype, block_rows=narrowest(builds, problem.rows), head_dim_qk=problem.d_qk)
 

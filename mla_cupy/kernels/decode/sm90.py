@@ -107,8 +107,8 @@ def box_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
     return boxes(D_V // 2 // BOX_COLUMNS), boxes(1)
 
 
-def _variant(problem: DecodeProblem) -> Variant:
-    variant = tree_variant(problem)
+def _variant(problem: DecodeProblem, device: DeviceInfo) -> Variant:
+    variant = tree_variant(problem, device)
     return variant if problem.tree_mask else variant.extended(kv_heads=ANY_HEADS)
 
 

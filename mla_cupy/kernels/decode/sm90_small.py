@@ -41,7 +41,7 @@ def preferred(problem: DecodeProblem, device: DeviceInfo) -> bool:
     return problem.batch.tiles * blocks <= most * device.sm_count
 
 
-def variant(problem: DecodeProblem) -> Variant:
+def variant(problem: DecodeProblem, device: DeviceInfo) -> Variant:
     """The narrowest build that holds the rows; more rows than the widest has are divided among blocks."""
     wide = problem.d_qk == D_QK
     builds = BLOCK_ROWS if wide and not problem.tree_mask else NARROW_BLOCK_ROWS
