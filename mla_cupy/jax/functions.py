@@ -436,6 +436,8 @@ def sparse_mla_decode(
     out_rope: OutRope | None = None,
     project: Project | None = None,
     fp8: Fp8 | None = None,
+    batch_invariant: bool = False,
+    split_tokens: int = 4096,
     lse_base: str = "e",
     empty_lse: float = -math.inf,
     out: jax.Array | None = None,
@@ -468,7 +470,7 @@ def sparse_mla_decode(
         out,
         lse,
     )
-    options = (scale, math, kv_scale, lse_base, empty_lse, out_dtype, kernel)
+    options = (scale, math, kv_scale, batch_invariant, split_tokens, lse_base, empty_lse, out_dtype, kernel)
     out, lse = run(BOUND_OPERATIONS["sparse_mla_decode"], arrays, options, exportable)
     return out, lse
 
@@ -486,6 +488,8 @@ def sparse_mla_forward(
     relative: bool = True,
     packed: Packed | None = None,
     fp8: Fp8 | None = None,
+    batch_invariant: bool = False,
+    split_tokens: int = 4096,
     lse_base: str = "e",
     empty_lse: float = -math.inf,
     out: jax.Array | None = None,
@@ -501,7 +505,19 @@ def sparse_mla_forward(
     )
     math, kv_scale = ("exact", 1) if fp8 is None else taken(fp8, Fp8, "fp8", ("math", "kv_scale"))
     arrays = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, out, lse, max_logits)
-    options = (scale, causal, relative, math, kv_scale, lse_base, empty_lse, out_dtype, kernel)
+    options = (
+        scale,
+        causal,
+        relative,
+        math,
+        kv_scale,
+        batch_invariant,
+        split_tokens,
+        lse_base,
+        empty_lse,
+        out_dtype,
+        kernel,
+    )
     out, lse, max_logits = sparse_forward_gradient.differentiable(arrays, options, deterministic, exportable)
     return out, lse, max_logits
 

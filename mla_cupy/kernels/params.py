@@ -1185,6 +1185,7 @@ class SparseDecodeScheduleParams(Params):
     extra_topk: I32
     num_splits: I32
     merge_cost: I32
+    piece_tiles: I32 = 0
 
 
 class SparseDecodeTurnParams(Params):

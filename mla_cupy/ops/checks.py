@@ -12,12 +12,13 @@ import numpy as np
 from mla_cupy import dtypes
 from mla_cupy.arrays import View
 from mla_cupy.errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain
+from mla_cupy.kernels.decode.combine_pieces import MAX_PIECES
 from mla_cupy.kernels.decode.problem import DecodeProblem
 from mla_cupy.kernels.decode.sm90_fp8 import LEAST_ROWS_OF_TERMS, TERMS
 from mla_cupy.kernels.lse import LseOptions
 from mla_cupy.kernels.pipeline import WORKSPACE_ALIGNMENT as WORKSPACE_ALIGNMENT
 from mla_cupy.ops.operation import Arrays, Input, Views, present
-from mla_cupy.shapes import D_ROPE, D_UNABSORBED, D_V
+from mla_cupy.shapes import D_ROPE, D_UNABSORBED, D_V, TILE_TOKENS
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -34,6 +35,8 @@ MAX_DRAFTS = 64
 """The most drafts of a tree: one bit each."""
 MAX_CP_WORLD = 1 << 16
 """Ranks that may share a sequence: far more than there are, so that sums of tokens and ranks fit 32 bits."""
+MAX_SPLIT_BLOCKS = 65535
+"""Pieces of a batch-invariant call: the most blocks of a grid's second axis."""
 
 STARTS = (
     Input("cu_seqlens_q", "b+1", ("int32",), optional=True),
@@ -134,6 +137,26 @@ def check_flag(argument: str, value: Any) -> bool:
     if isinstance(value, (bool, np.bool_)) or (is_integer(value) and value in (0, 1)):
         return bool(value)
     raise ArgumentError(explain(argument, repr(value), "True or False"))
+
+
+def check_pieces(batch_invariant: Any, split_tokens: Any, longest: tuple[str, int], requests: tuple[str, int]) -> int:
+    """Check the pieces of a batch-invariant call or plan; returns the tiles of one, 0 without `batch_invariant`.
+
+    `longest` names and has the most tokens of a request, `requests` what has pieces, and how many.
+    """
+    if not is_integer(split_tokens) or split_tokens < TILE_TOKENS or split_tokens % TILE_TOKENS:
+        raise ArgumentError(explain("split_tokens", repr(split_tokens), f"a multiple of {TILE_TOKENS}"))
+    if not check_flag("batch_invariant", batch_invariant):
+        return 0
+    tiles = int(split_tokens) // TILE_TOKENS
+    most = max(1, -(-longest[1] // int(split_tokens)))
+    if most > MAX_PIECES:
+        expected = f"at least 1/{MAX_PIECES} of {longest[0]} = {longest[1]}"
+        raise ArgumentError(explain("split_tokens", split_tokens, expected, "longer pieces"))
+    if requests[1] * most > MAX_SPLIT_BLOCKS:
+        got, remedy = f"{requests[0]} of up to {most} pieces", "longer pieces" if most > 1 else "split the queries"
+        raise ArgumentError(explain("split_tokens", got, f"at most {MAX_SPLIT_BLOCKS} pieces", remedy))
+    return tiles
 
 
 def check_shard(cp_world: Any, cp_rank: Any) -> tuple[int, int]:

@@ -25,7 +25,6 @@ from mla_cupy.errors import (
 from mla_cupy.kernels.attention.records import READ_DENSE as RECORDS
 from mla_cupy.kernels.choice import check_kernel, check_somewhere
 from mla_cupy.kernels.decode import DECODE
-from mla_cupy.kernels.decode.combine_pieces import MAX_PIECES
 from mla_cupy.kernels.decode.configs import DecodeConfig, InClusters, InGroups, InSplits
 from mla_cupy.kernels.decode.finish import LeavePartials
 from mla_cupy.kernels.decode.problem import Batch, BatchStep, DecodeProblem, Forms
@@ -42,6 +41,7 @@ from mla_cupy.ops.checks import (
     check_flag,
     check_math,
     check_memory,
+    check_pieces,
     check_shard,
     check_terms,
     is_integer,
@@ -55,8 +55,6 @@ from mla_cupy.runtime import driver
 from mla_cupy.shapes import D_HEADS, D_QK, D_V, MAX_INT32, MAX_TOKENS, TILE_TOKENS, VALUE_WIDTHS
 
 __all__ = ["DecodePlan", "plan_decode"]
-
-_MAX_GRID_Y = 65535
 
 
 class Limits(NamedTuple):
@@ -537,18 +535,10 @@ def examine_plan(
 
 def _check_pieces(batch_invariant: Any, split_tokens: Any, max_b: int, max_tokens: int) -> Pieces | None:
     """The pieces of a plan for up to `max_b` sequences of up to `max_tokens`; None if it is not batch-invariant."""
-    if not is_integer(split_tokens) or split_tokens < TILE_TOKENS or split_tokens % TILE_TOKENS:
-        raise ArgumentError(explain("split_tokens", repr(split_tokens), f"a multiple of {TILE_TOKENS}"))
-    if not check_flag("batch_invariant", batch_invariant):
-        return None
-    pieces = Pieces(int(split_tokens) // TILE_TOKENS, -(-max_tokens // int(split_tokens)), max_b)
-    if pieces.max_pieces > MAX_PIECES:
-        expected = f"at least 1/{MAX_PIECES} of max_pages * page_size = {max_tokens}"
-        raise ArgumentError(explain("split_tokens", split_tokens, expected, "longer pieces"))
-    if max_b * pieces.max_pieces > _MAX_GRID_Y:
-        got = f"max_b={max_b} sequences of up to {pieces.max_pieces} pieces"
-        raise ArgumentError(explain("split_tokens", got, f"at most {_MAX_GRID_Y} pieces", "longer pieces"))
-    return pieces
+    tiles = check_pieces(
+        batch_invariant, split_tokens, ("max_pages * page_size", max_tokens), (f"max_b={max_b} sequences", max_b)
+    )
+    return Pieces.of(tiles, -(-max_tokens // TILE_TOKENS), max_b)
 
 
 def _record(name: Any, d_qk: int) -> str:

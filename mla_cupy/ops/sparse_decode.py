@@ -20,6 +20,7 @@ from mla_cupy.ops.checks import (
     check_factor,
     check_lse,
     check_math,
+    check_pieces,
     check_scale,
     explains_scale,
 )
@@ -45,6 +46,8 @@ def sparse_mla_decode(
     out_rope: OutRope | None = None,
     project: Project | None = None,
     fp8: Fp8 | None = None,
+    batch_invariant: bool = False,
+    split_tokens: int = 4096,
     lse_base: str = "e",
     empty_lse: float = -inf,
     out: Any = None,
@@ -88,6 +91,12 @@ def sparse_mla_decode(
     fp8 : Fp8, optional
         For pages of "fp8": `math` must be "fp8", and `kv_scale` is a number. Both matmuls run on the FP8 tensor cores
         of Hopper; queries and weights are rounded to e4m3, see the notes of `mla_decode`.
+    batch_invariant : bool
+        Give a query the same bits in every call, whatever the other queries, their number and order, and the size of
+        the cache. Each list is then cut alone, into pieces of `split_tokens`, each for one thread block.
+    split_tokens : int
+        A multiple of 64, and at least 1/256 of topk of both lists together. Shorter pieces make small batches faster
+        and large ones slower. Has no effect without `batch_invariant`.
     lse_base : str
         "e" or "2": base of the logarithm in `lse`.
     empty_lse : float
@@ -205,8 +214,9 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
     turns = check_all_or_none(views, *tables, group="out_rope=OutRope(cos, sin, positions)")
     if turns and d_qk != D_V:
         raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_V} with out_rope", "other values have no RoPE columns"))
+    tiles = check_pieces(given.batch_invariant, given.split_tokens, ("topk", topk), (f"{b * s_q} queries", b * s_q))
     sizes = (b * s_q, h_q, topk, q.dtype, record.name)
-    problem = SparseDecodeProblem(*sizes, steps_by_16_bytes(q), ragged, d_head, compact, options.math)
+    problem = SparseDecodeProblem(*sizes, steps_by_16_bytes(q), ragged, d_head, compact, options.math, tiles)
     return Examined(problem, options, {"d_head": d_head or D_V})
 
 

@@ -16,6 +16,7 @@ from mla_cupy.ops.checks import (
     check_flag,
     check_lse,
     check_math,
+    check_pieces,
     check_scale,
     explains_scale,
 )
@@ -47,6 +48,8 @@ def sparse_mla_forward(
     relative: bool = True,
     packed: Packed | None = None,
     fp8: Fp8 | None = None,
+    batch_invariant: bool = False,
+    split_tokens: int = 4096,
     lse_base: str = "e",
     empty_lse: float = -inf,
     out: Any = None,
@@ -98,6 +101,13 @@ def sparse_mla_forward(
     fp8 : Fp8, optional
         For pages of "fp8": `math` must be "fp8", and `kv_scale` is a number. Both matmuls run on the FP8 tensor cores
         of Hopper; queries and weights are rounded to e4m3, see the notes of `mla_decode`.
+    batch_invariant : bool
+        Give a query the same bits in every call, whatever the other queries, their number and order, and the size of
+        the cache. Each list is then cut alone, into pieces of `split_tokens`, each for one thread block, lists are not
+        sorted, and FP8 tokens are never converted first.
+    split_tokens : int
+        A multiple of 64, and at least 1/256 of topk. Shorter pieces make small batches faster and large ones
+        slower. Has no effect without `batch_invariant`.
     lse_base : str
         "e" or "2": base of the logarithm in `lse`.
     empty_lse : float
@@ -183,7 +193,9 @@ def _examine(views: Views, given: SparseForwardOptions) -> Examined:
     if options.kv_scale != 1:
         check_factor("scale * kv_scale", options.scale * options.kv_scale)
     fast = aligned(views, "q") if record else aligned(views, "q", "kv")
-    return Examined(SparseForwardProblem(*sizes, fast, record, options.math), options)
+    lists = ("topk", sizes.topk), (f"{sizes.s_q} queries", sizes.s_q)
+    tiles = check_pieces(given.batch_invariant, given.split_tokens, *lists)
+    return Examined(SparseForwardProblem(*sizes, fast, record, options.math, tiles), options)
 
 
 OPERATION = Operation(

@@ -513,6 +513,8 @@ def sparse_mla_decode(
     out_rope: OutRope | None = None,
     project: Project | None = None,
     fp8: Fp8 | None = None,
+    batch_invariant: bool = False,
+    split_tokens: int = 4096,
     lse_base: str = "e",
     empty_lse: float = -math.inf,
     out: torch.Tensor | None = None,
@@ -545,7 +547,7 @@ def sparse_mla_decode(
         out,
         lse,
     )
-    options = (scale, math, kv_scale, lse_base, empty_lse, out_dtype, kernel)
+    options = (scale, math, kv_scale, batch_invariant, split_tokens, lse_base, empty_lse, out_dtype, kernel)
     if is_plain_call(arrays) and (out is None) is (lse is None):
         out, lse = run(Invocation(SPARSE_MLA_DECODE.operation, arrays, options, workspace))
     else:
@@ -566,6 +568,8 @@ def sparse_mla_forward(
     relative: bool = True,
     packed: Packed | None = None,
     fp8: Fp8 | None = None,
+    batch_invariant: bool = False,
+    split_tokens: int = 4096,
     lse_base: str = "e",
     empty_lse: float = -math.inf,
     out: torch.Tensor | None = None,
@@ -580,7 +584,19 @@ def sparse_mla_forward(
     )
     math, kv_scale = ("exact", 1) if fp8 is None else taken(fp8, Fp8, "fp8", ("math", "kv_scale"))
     arrays = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, out, lse, max_logits)
-    options = (scale, causal, relative, math, kv_scale, lse_base, empty_lse, out_dtype, kernel)
+    options = (
+        scale,
+        causal,
+        relative,
+        math,
+        kv_scale,
+        batch_invariant,
+        split_tokens,
+        lse_base,
+        empty_lse,
+        out_dtype,
+        kernel,
+    )
     if is_plain_call(arrays) and not torch.is_grad_enabled() and (out is None) is (lse is None) is (max_logits is None):
         out, lse, max_logits = run(Invocation(SPARSE_MLA_FORWARD.operation, arrays, options, workspace))
     else:

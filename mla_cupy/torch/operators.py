@@ -535,6 +535,8 @@ def _sparse_mla_decode(
     gate: Any = None,
     math: Any = "exact",
     kv_scale: Any = 1,
+    batch_invariant: Any = False,
+    split_tokens: Any = 4096,
     lse_base: Any = "e",
     empty_lse: Any = None,
     out_dtype: Any = None,
@@ -562,7 +564,7 @@ def _sparse_mla_decode(
         out,
         lse,
     )
-    options = (scale, math, kv_scale, lse_base, empty_lse, out_dtype, kernel)
+    options = (scale, math, kv_scale, batch_invariant, split_tokens, lse_base, empty_lse, out_dtype, kernel)
     return Invocation(BOUND_OPERATIONS["sparse_mla_decode"], arrays, options, workspace)
 
 
@@ -574,8 +576,8 @@ SPARSE_MLA_DECODE = Operators(
         "Tensor? attn_sink=None, Tensor? extra_kv_cache=None, Tensor? extra_indices=None, "
         "Tensor? extra_topk_length=None, Tensor? out_cos=None, Tensor? out_sin=None, "
         'Tensor? out_positions=None, Tensor? w_uv=None, Tensor? gate=None, str math="exact", '
-        'float kv_scale=1.0, str lse_base="e", float? empty_lse=None, ScalarType? out_dtype=None, '
-        "str? kernel=None"
+        'float kv_scale=1.0, bool batch_invariant=False, int split_tokens=4096, str lse_base="e", '
+        "float? empty_lse=None, ScalarType? out_dtype=None, str? kernel=None"
     ),
     results="Tensor(a!) out, Tensor(b!) lse",
     returns="(Tensor, Tensor)",
@@ -596,6 +598,8 @@ def _sparse_mla_forward(
     cu_seqlens_kv: Any = None,
     math: Any = "exact",
     kv_scale: Any = 1,
+    batch_invariant: Any = False,
+    split_tokens: Any = 4096,
     lse_base: Any = "e",
     empty_lse: Any = None,
     out_dtype: Any = None,
@@ -608,7 +612,19 @@ def _sparse_mla_forward(
 ) -> Invocation:
     empty_lse = -inf if empty_lse is None else empty_lse
     arrays = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, out, lse, max_logits)
-    options = (scale, causal, relative, math, kv_scale, lse_base, empty_lse, out_dtype, kernel)
+    options = (
+        scale,
+        causal,
+        relative,
+        math,
+        kv_scale,
+        batch_invariant,
+        split_tokens,
+        lse_base,
+        empty_lse,
+        out_dtype,
+        kernel,
+    )
     return Invocation(BOUND_OPERATIONS["sparse_mla_forward"], arrays, options, workspace)
 
 
@@ -618,8 +634,8 @@ SPARSE_MLA_FORWARD = Operators(
     arguments=(
         "Tensor q, Tensor kv, Tensor indices, float scale, Tensor? topk_length=None, Tensor? attn_sink=None, "
         "bool causal=False, bool relative=True, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, "
-        'str math="exact", float kv_scale=1.0, str lse_base="e", float? empty_lse=None, '
-        "ScalarType? out_dtype=None, str? kernel=None"
+        'str math="exact", float kv_scale=1.0, bool batch_invariant=False, int split_tokens=4096, '
+        'str lse_base="e", float? empty_lse=None, ScalarType? out_dtype=None, str? kernel=None'
     ),
     results="Tensor(a!) out, Tensor(b!) lse, Tensor(c!) max_logits",
     returns="(Tensor, Tensor, Tensor)",

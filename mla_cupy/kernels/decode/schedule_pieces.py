@@ -27,13 +27,25 @@ class Pieces:
     max_pieces: int
     max_b: int
 
+    @classmethod
+    def of(cls, tiles: int, longest: int, requests: int) -> Pieces | None:
+        """Pieces of `tiles` of requests of up to `longest`; None where `tiles` is 0."""
+        return cls(tiles, max(1, -(-longest // tiles)), requests) if tiles else None
+
+    @property
+    def num_splits(self) -> int:
+        """Splits of the schedule: a thread block each."""
+        return self.max_b * self.max_pieces
+
 
 def nbytes(pieces: Pieces) -> int:
     """Size of a schedule, and of the first split of each request behind it."""
     return POINT_BYTES * (pieces.max_b * pieces.max_pieces + 1) + 4 * (pieces.max_b + 1)
 
 
-def launch(seqlens: str, stride: int, max_tokens: int, b: int, pieces: Pieces, shard: tuple[int, int]) -> Launch:
+def launch(
+    seqlens: str, stride: int, max_tokens: int, b: int, pieces: Pieces, shard: tuple[int, int] = (1, 0)
+) -> Launch:
     """Write the schedule of the batch to the workspace's `schedule`; `shard` is (cp_world, cp_rank)."""
     cp_world, cp_rank = shard
     params = DecodeSchedulePiecesParams(

@@ -18,6 +18,8 @@ from mla_cupy.kernels.attention.heuristics import merge_cost
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.projection import Build, is_apart
 from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
+from mla_cupy.kernels.decode import combine_pieces, schedule_pieces
+from mla_cupy.kernels.decode.schedule_pieces import Pieces
 from mla_cupy.kernels.lse import LseOptions
 from mla_cupy.kernels.numbers import LOG2_E
 from mla_cupy.kernels.param_layout import NULL
@@ -38,6 +40,7 @@ class SparseDecodeConfig:
 
     `combine_blocks` is 0 where no query can be split. Of lists with lengths in memory, `cuts` say the splits alone.
     `projection` is the kernel that takes the combine's place where there is a W_UV, or with `apart` the one after it.
+    A batch-invariant call has `pieces`, one for each split.
     """
 
     problem: SparseDecodeProblem
@@ -48,6 +51,12 @@ class SparseDecodeConfig:
     combine_blocks: int
     projection: Build | None = None
     apart: bool = False
+    pieces: Pieces | None = None
+
+    @property
+    def has_schedule(self) -> bool:
+        """True if splits are in memory."""
+        return self.problem.ragged or self.listed or self.pieces is not None
 
     @property
     def listed(self) -> bool:
@@ -75,16 +84,19 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         block_rows = int(variant.block_rows) if chosen is records.SMALL else chosen.block_rows
         resident = chosen.blocks_per_sm * device.sm_count
         most = min(MAX_SPLITS, max(1, resident // -(-problem.h_q // block_rows)))
-        if problem.ragged or chosen is records.FP8:
+        pieces = problem.pieces
+        if pieces:
+            cuts, split = Cuts(pieces.num_splits, 0, 0), pieces.max_pieces > 1
+        elif problem.ragged or chosen is records.FP8:
             cuts, split = Cuts(most, 0, 0), most > 1
         else:
             cuts = schedule.even_cuts(problem, block_rows, most)
             split = cuts.request_units > 1 and cuts.num_splits > 1
         blocks = combine.blocks(cuts.num_splits, device) if split else 0
-        config = SparseDecodeConfig(problem, chosen, variant, block_rows, cuts, blocks)
+        config = SparseDecodeConfig(problem, chosen, variant, block_rows, cuts, blocks, pieces=pieces)
         if not problem.d_head:
             return config
-        apart = is_apart(problem.h_q, problem.d_head, problem.queries)
+        apart = pieces is None and is_apart(problem.h_q, problem.d_head, problem.queries)
         chosen_build = results.build if apart else combine_project.PROJECTION.build
         build = chosen_build(problem.dtype, problem.h_q, problem.d_head, problem.queries, device)
         return replace(config, projection=build, apart=apart)
@@ -92,12 +104,12 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
     def workspace(self, config: SparseDecodeConfig) -> Layout:
         """Lists and schedule, if they are in memory, two partial results per split, and results to be projected."""
         problem, splits = config.problem, config.cuts.num_splits
-        partial_rows = 2 * splits * problem.h_q if config.combine_blocks else 0
+        partial_rows = (1 if config.pieces else 2) * splits * problem.h_q if config.combine_blocks else 0
         latents = problem.queries * problem.h_q if config.projection else 0
         return Layout(
             {
                 **(row_lists.list_sizes(problem.queries, problem.topk) if config.listed else {}),
-                "schedule": attention_schedule.nbytes(splits) if problem.ragged or config.listed else 0,
+                "schedule": _schedule_nbytes(config),
                 "partial_lse": 4 * partial_rows,
                 "partial_out": 4 * D_V * partial_rows,
                 **({combine_project.LATENTS: combine_project.latents_nbytes(latents, config.apart)} if latents else {}),
@@ -110,19 +122,30 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         if problem.queries == 0:
             return []
         params = self._params(config, call)
-        args = LaunchArgs(_with_scales(params, problem.dtype) if config.listed else _with_extra(params, call))
+        args = LaunchArgs(_with_scales(params, config) if config.listed else _with_extra(params, call))
         cost = merge_cost(min(problem.h_q, config.block_rows))
         steps: list[Step] = []
         if config.listed:
             slots = params.num_pages * params.page_size
             steps.append(row_lists.launch(call, causal=False, ordered=False, s_kv=slots))
             longest = row_lists.rows_stride(problem.topk)
-            steps.append(attention_schedule.launch("counts", 1, longest, problem.queries, splits, cost))
-        elif problem.ragged:
+            if config.pieces:
+                steps.append(schedule_pieces.launch("counts", 1, longest, problem.queries, config.pieces))
+            else:
+                steps.append(attention_schedule.launch("counts", 1, longest, problem.queries, splits, cost))
+        elif config.has_schedule:
             steps.append(schedule.launch(call, problem, splits, cost))
         steps.append(Launch(config.kernel, config.variant, (config.row_blocks, splits, 1), args))
         if config.projection and not config.apart:
-            steps.append(combine_project.combine(config.projection, call, params, by_query=True))
+            has_pieces = config.pieces is not None
+            steps.append(combine_project.combine(config.projection, call, params, has_pieces=has_pieces, by_query=True))
+        elif config.combine_blocks and config.pieces:
+            rows = problem.queries * problem.h_q
+            steps.append(
+                combine_pieces.launch(
+                    problem.dtype, config.combine_blocks, rows, config.pieces.max_pieces, LaunchArgs(params)
+                )
+            )
         elif config.combine_blocks:
             blocks = combine.needed_blocks(config.combine_blocks, problem.queries, problem.h_q, splits)
             merged = LaunchArgs(params)
@@ -145,7 +168,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             kv="kv_cache",
             block_table="rows" if config.listed else "indices",
             seqlens="counts" if config.listed else call.name("topk_length"),
-            schedule="schedule" if problem.ragged or config.listed else NULL,
+            schedule="schedule" if config.has_schedule else NULL,
             out=combine_project.LATENTS if projects else "out",
             lse="lse",
             attn_sink=call.name("attn_sink"),
@@ -165,7 +188,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             max_pages=longest,
             num_splits=cuts.num_splits,
             out_is_fp32=not config.apart and (projects or call.view("out").dtype == "float32"),
-            continued_index=cuts.num_splits,
+            continued_index=0 if config.pieces else cuts.num_splits,
             request_units=cuts.request_units,
             unit_tiles=cuts.unit_tiles,
             scale_log2=options.scale * options.kv_scale * LOG2_E,
@@ -174,12 +197,20 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         )
 
 
-def _with_scales(params: DecodeParams, dtype: str) -> DecodeFp8Params:
+def _schedule_nbytes(config: SparseDecodeConfig) -> int:
+    """Size of the schedule, if it is in memory."""
+    if config.pieces:
+        return schedule_pieces.nbytes(config.pieces)
+    return attention_schedule.nbytes(config.cuts.num_splits) if config.has_schedule else 0
+
+
+def _with_scales(params: DecodeParams, config: SparseDecodeConfig) -> DecodeFp8Params:
     """Parameters of the kernel with products in FP8, which could have scales on the device."""
+    wide = config.problem.dtype != "bfloat16" or params.out_is_fp32 or config.pieces is not None
     return DecodeFp8Params(
         fp8_scale_addresses=Fp8ScaleAddresses(),
         decode_params=params,
-        bf16_partials=dtype == "bfloat16" and not params.out_is_fp32,
+        bf16_partials=not wide,
     )
 
 

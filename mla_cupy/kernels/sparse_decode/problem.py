@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mla_cupy.kernels.decode.schedule_pieces import Pieces
 from mla_cupy.shapes import TILE_TOKENS
 
 
@@ -14,7 +15,8 @@ class SparseDecodeProblem:
 
     `topk` is that of both lists together. `aligned` says that q starts at, and steps by, multiples of 16 bytes;
     `ragged` that the lengths of lists are in memory; `compact` that the second cache has the compact record beside
-    `record`. `d_head` is the width that W_UV gives results, 0 without it. `math` is "exact" or "fp8".
+    `record`. `d_head` is the width that W_UV gives results, 0 without it. `math` is "exact" or "fp8". A batch-invariant
+    call cuts each list into pieces of `piece_tiles`; 0 for others.
     """
 
     queries: int
@@ -27,11 +29,17 @@ class SparseDecodeProblem:
     d_head: int = 0
     compact: bool = False
     math: str = "exact"
+    piece_tiles: int = 0
 
     @property
     def tiles(self) -> int:
         """The most tiles of a query."""
         return -(-self.topk // TILE_TOKENS)
+
+    @property
+    def pieces(self) -> Pieces | None:
+        """Division of a batch-invariant call."""
+        return Pieces.of(self.piece_tiles, self.tiles, self.queries)
 
 
 class SparseDecodeOptions(NamedTuple):
@@ -40,6 +48,8 @@ class SparseDecodeOptions(NamedTuple):
     scale: float
     math: str
     kv_scale: float
+    batch_invariant: bool
+    split_tokens: int
     lse_base: str
     empty_lse: float
     out_dtype: str | None

@@ -48,7 +48,12 @@ def _not_by_seesaw(problem: SparseDecodeProblem, device: DeviceInfo) -> Reason |
 
 
 def _seesaw_is_faster(problem: SparseDecodeProblem, device: DeviceInfo) -> bool:
-    """Blocks of 32 heads have fewer partial results and their first tile earlier, but take longer per tile."""
+    """Blocks of 32 heads have fewer partial results and their first tile earlier, but take longer per tile.
+
+    What a batch-invariant call takes depends on the heads alone.
+    """
+    if problem.piece_tiles:
+        return True
     row_blocks = -(-problem.h_q // BLOCK_ROWS[-1])
     tiles = -(-problem.queries * problem.tiles * row_blocks // device.sm_count)
     return tiles > SMALL_BLOCK_TILES
@@ -73,6 +78,8 @@ def small_block_rows(problem: SparseDecodeProblem, device: DeviceInfo) -> int:
     """Heads of a block: the fewest that hold all of them, or 16 where every block then has one tile."""
     blocks = -(-problem.h_q // 16) * problem.queries * problem.tiles
     wide = narrowest(BLOCK_ROWS, problem.h_q)
+    if problem.piece_tiles:
+        return wide
     return 16 if wide > 16 and blocks <= device.sm_count else wide
 
 

@@ -10,8 +10,10 @@ from mla_cupy.kernels.params import SparseDecodeScheduleParams
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs
 from mla_cupy.kernels.sparse_decode.heuristics import NARROW_BLOCKS, NARROW_COST, NARROW_ROWS
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
-from mla_cupy.kernels.spec import PLAIN, KernelSpec
+from mla_cupy.kernels.spec import PLAIN, KernelSpec, Variant
 
+IN_PIECES = Variant(pieces=1)
+"""The build that writes the batch-invariant schedule."""
 MAX_UNITS = 1 << 30
 """The most units of work that 32 bits hold."""
 
@@ -20,12 +22,13 @@ KERNEL: KernelSpec[object] = KernelSpec(
     "cuts the lists of sparse decode into splits, where their lengths are in memory",
     "sparse_decode/schedule.cu",
     SparseDecodeScheduleParams,
+    variants=(*PLAIN, IN_PIECES),
     facts={"max_splits": MAX_SPLITS},
 )
 
 
 def launch(call: Call, problem: SparseDecodeProblem, num_splits: int, merge_cost: int) -> Launch:
-    """Write the schedule to the workspace."""
+    """Write the schedule to the workspace; that of a problem in pieces is `schedule_pieces`'s."""
     _, s_q, topk = call.view("indices").shape
     params = SparseDecodeScheduleParams(
         topk_length=call.name("topk_length"),
@@ -39,8 +42,9 @@ def launch(call: Call, problem: SparseDecodeProblem, num_splits: int, merge_cost
         extra_topk=problem.topk - topk,
         num_splits=num_splits,
         merge_cost=merge_cost,
+        piece_tiles=problem.piece_tiles,
     )
-    return Launch(KERNEL, PLAIN[0], (1, 1, 1), LaunchArgs(params))
+    return Launch(KERNEL, IN_PIECES if problem.piece_tiles else PLAIN[0], (1, 1, 1), LaunchArgs(params))
 
 
 class Cuts(NamedTuple):

@@ -17,6 +17,8 @@ from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import combine, generic, heuristics, mma, row_lists, schedule
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
+from mla_cupy.kernels.decode import combine_pieces, schedule_pieces
+from mla_cupy.kernels.decode.schedule_pieces import Pieces
 from mla_cupy.kernels.lse import LseOptions
 from mla_cupy.kernels.numbers import LOG2_E
 from mla_cupy.kernels.params import DecodeFp8Params, DecodeParams, Fp8ScaleAddresses
@@ -37,7 +39,8 @@ class SparseForwardConfig:
     """Everything about a forward that does not depend on pointers or strides.
 
     `combine_blocks` is 0 where nothing is split; `ordered` says that the lists of rows are sorted. `converted` is the
-    record of kv, where it is converted to the rows that `problem` speaks of; else "".
+    record of kv, where it is converted to the rows that `problem` speaks of; else "". A batch-invariant call has
+    `pieces`, one for each split.
     """
 
     problem: SparseForwardProblem
@@ -48,6 +51,7 @@ class SparseForwardConfig:
     combine_blocks: int
     ordered: bool
     converted: str = ""
+    pieces: Pieces | None = None
 
 
 class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
@@ -69,7 +73,8 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
     ) -> SparseForwardConfig:
         """See `Pipeline.configure`."""
         converted = ""
-        if kernel is None and convert.is_faster(problem, device):
+        pieces = problem.pieces
+        if kernel is None and pieces is None and convert.is_faster(problem, device):
             problem, converted = replace(problem, record=""), problem.record
         computing = choice.of_math(self.kernels, problem.math, kernel)
         chosen = choice.choose("the sparse forward", computing, problem, device, kernel)
@@ -78,25 +83,28 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
         if problem.record:
             row_bytes = FORMATS[problem.record].token_bytes
         ordered_from = ORDERED_BY_WIDE_MMA_FROM if chosen in (mma.WIDE_163KB, mma.WIDE) else ORDERED_FROM
+        num_splits = pieces.num_splits if pieces else splits.num_splits
         return SparseForwardConfig(
             problem,
             chosen,
             chosen.variant(problem, device),
             splits.row_blocks,
-            splits.num_splits,
-            combine.blocks(splits.num_splits, device),
-            row_bytes * problem.s_kv >= int(ordered_from * device.l2_bytes),
+            num_splits,
+            combine.blocks(pieces.max_pieces if pieces else num_splits, device),
+            pieces is None and row_bytes * problem.s_kv >= int(ordered_from * device.l2_bytes),
             converted,
+            pieces,
         )
 
     def workspace(self, config: SparseForwardConfig) -> Layout:
         """The lists, the schedule, two partial results per split, then the rows that records are converted to."""
         problem = config.problem
-        partial_rows = 2 * config.num_splits * problem.h_q if config.num_splits > 1 else 0
+        pieces, splits = config.pieces, config.num_splits
+        partial_rows = (1 if pieces else 2) * splits * problem.h_q if config.combine_blocks else 0
         return Layout(
             {
                 **row_lists.list_sizes(problem.s_q, problem.topk),
-                "schedule": schedule.nbytes(config.num_splits),
+                "schedule": schedule_pieces.nbytes(pieces) if pieces else schedule.nbytes(splits),
                 "partial_lse": 4 * partial_rows,
                 "partial_max": 4 * partial_rows,
                 "partial_out": 4 * D_V * partial_rows,
@@ -111,17 +119,14 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
             return []
         merged = self._args(config, call)
         args = _with_scales(config, merged)
-        list_stride = row_lists.rows_stride(problem.topk)
-        merge_cost = heuristics.merge_cost(min(problem.h_q, config.kernel.block_rows))
         steps: list[Step] = [
             *(convert.launches(problem, config.converted, call) if config.converted else ()),
             row_lists.launch(call, options.causal, options.relative, ordered=config.ordered, s_kv=problem.s_kv),
-            schedule.launch("counts", 1, list_stride, problem.s_q, config.num_splits, merge_cost),
+            _schedule(config),
             Launch(config.kernel, config.variant, (config.row_blocks, config.num_splits, 1), args),
         ]
         if config.combine_blocks:
-            blocks = combine.needed_blocks(config.combine_blocks, problem.s_q, problem.h_q, config.num_splits)
-            steps.append(combine.launch(problem.dtype, blocks, merged, bf16_partials=combine.reads_bf16(args)))
+            steps.append(_merge(config, args, merged))
         return steps
 
     def _args(self, config: SparseForwardConfig, call: Call) -> LaunchArgs:
@@ -157,7 +162,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
             max_pages=list_stride,
             num_splits=config.num_splits,
             out_is_fp32=call.view("out").dtype == "float32",
-            continued_index=config.num_splits,
+            continued_index=0 if config.pieces else config.num_splits,
             scale_log2=options.scale * options.kv_scale * LOG2_E,
             lse_convention=LseOptions.of(options).convention,
             value_scale=options.kv_scale,
@@ -166,16 +171,32 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
         return LaunchArgs(params, kernel.maps(problem, params.kv, call) if isinstance(kernel, MappedKernel) else ())
 
 
+def _schedule(config: SparseForwardConfig) -> Launch:
+    """Cut the lists of all queries."""
+    problem, longest = config.problem, row_lists.rows_stride(config.problem.topk)
+    if config.pieces:
+        return schedule_pieces.launch("counts", 1, longest, problem.s_q, config.pieces)
+    merge_cost = heuristics.merge_cost(min(problem.h_q, config.kernel.block_rows))
+    return schedule.launch("counts", 1, longest, problem.s_q, config.num_splits, merge_cost)
+
+
+def _merge(config: SparseForwardConfig, args: LaunchArgs, merged: LaunchArgs) -> Launch:
+    """Merge the partial results that the attention kernel leaves with `args`."""
+    problem, resident = config.problem, config.combine_blocks
+    if config.pieces:
+        rows = problem.s_q * problem.h_q
+        return combine_pieces.launch(problem.dtype, resident, rows, config.pieces.max_pieces, merged)
+    blocks = combine.needed_blocks(resident, problem.s_q, problem.h_q, config.num_splits)
+    return combine.launch(problem.dtype, blocks, merged, bf16_partials=combine.reads_bf16(args))
+
+
 def _with_scales(config: SparseForwardConfig, args: LaunchArgs) -> LaunchArgs:
     """The arguments as the attention kernel takes them: that with products in FP8 could have scales on the device."""
     if config.kernel.params is not DecodeFp8Params:
         return args
     assert isinstance(args.params, DecodeParams)
-    params = DecodeFp8Params(
-        fp8_scale_addresses=Fp8ScaleAddresses(),
-        decode_params=args.params,
-        bf16_partials=config.problem.dtype == "bfloat16" and not args.params.out_is_fp32,
-    )
+    wide = config.problem.dtype != "bfloat16" or args.params.out_is_fp32 or config.pieces is not None
+    params = DecodeFp8Params(fp8_scale_addresses=Fp8ScaleAddresses(), decode_params=args.params, bf16_partials=not wide)
     return LaunchArgs(params)
 
 

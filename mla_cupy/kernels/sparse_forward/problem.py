@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mla_cupy.kernels.attention.kernel import AttentionKernel
+from mla_cupy.kernels.decode.schedule_pieces import Pieces
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.runtime.tensormap import TensorMapSpec
-from mla_cupy.shapes import D_QK, D_V
+from mla_cupy.shapes import D_QK, D_V, TILE_TOKENS
 
 HEAD_DIMS_QK = (D_QK, D_V)
 """Widths of a key: with and without its RoPE part."""
@@ -20,7 +21,8 @@ class SparseForwardProblem:
     """Sizes and dtypes that decide which kernels run and how: no pointers, no device.
 
     `aligned` says that q and kv start at, and step by, multiples of 16 bytes. `record` is the FP8 record of kv, "" for
-    rows of `dtype`. `math` is "exact" or "fp8".
+    rows of `dtype`. `math` is "exact" or "fp8". A batch-invariant call cuts each list into pieces of `piece_tiles`; 0
+    for others.
     """
 
     s_q: int
@@ -32,6 +34,12 @@ class SparseForwardProblem:
     aligned: bool = True
     record: str = ""
     math: str = "exact"
+    piece_tiles: int = 0
+
+    @property
+    def pieces(self) -> Pieces | None:
+        """Division of a batch-invariant call."""
+        return Pieces.of(self.piece_tiles, -(-self.topk // TILE_TOKENS), self.s_q)
 
     @property
     def rows(self) -> int:
@@ -47,6 +55,8 @@ class SparseForwardOptions(NamedTuple):
     relative: bool
     math: str
     kv_scale: float
+    batch_invariant: bool
+    split_tokens: int
     lse_base: str
     empty_lse: float
     out_dtype: str | None
