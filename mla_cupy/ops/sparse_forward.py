@@ -104,7 +104,8 @@ def sparse_mla_forward(
     batch_invariant : bool
         Give a query the same bits in every call, whatever the other queries, their number and order, and the size of
         the cache. Each list is then cut alone, into pieces of `split_tokens`, each for one thread block, lists are not
-        sorted, and FP8 tokens are never converted first.
+        sorted, and FP8 tokens are never converted first (with many queries,
+        `cache_gather` and a call over its rows are faster).
     split_tokens : int
         A multiple of 64, and at least 1/256 of topk. Shorter pieces make small batches faster and large ones
         slower. Has no effect without `batch_invariant`.
