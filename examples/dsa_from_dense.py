@@ -25,6 +25,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import sys
 import sysconfig
 import tempfile
@@ -439,7 +440,7 @@ def line_of(stage: str, row: dict[str, Any]) -> str:
 
 def warm_cosine(part: float) -> float:
     """A short rise, then a cosine down to a twentieth."""
-    return min(1.0, part / 0.05 + 0.01) * (0.05 + 0.95 * 0.5 * (1 + np.cos(np.pi * part)))
+    return min(1.0, part / 0.05 + 0.01) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * part)))
 
 
 def late_decay(part: float) -> float:
