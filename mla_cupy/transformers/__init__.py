@@ -10,5 +10,16 @@ second forward pass on. This package needs transformers 5.17 or newer and PyTorc
 from mla_cupy.transformers.cache import LatentCache
 from mla_cupy.transformers.graph import StepGraph
 from mla_cupy.transformers.patching import patch, unpatch
+from mla_cupy.transformers.stages import StageLoss, add_indexer, indexer_parameters, indexer_warmup, sparse_training
 
-__all__ = ["LatentCache", "StepGraph", "patch", "unpatch"]
+__all__ = [
+    "LatentCache",
+    "StageLoss",
+    "StepGraph",
+    "add_indexer",
+    "indexer_parameters",
+    "indexer_warmup",
+    "patch",
+    "sparse_training",
+    "unpatch",
+]

@@ -12,11 +12,12 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 import mla_cupy.torch as mla
+from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.ops.groups import Project
 from mla_cupy.transformers.cache import LatentLayer
-from mla_cupy.transformers.families import Family, Sizes
+from mla_cupy.transformers.families import ADDED, Family, Sizes
 from mla_cupy.transformers.group import Group, group_of
-from mla_cupy.transformers.indexer import index_states, select
+from mla_cupy.transformers.indexer import IndexStates, index_states, select
 from mla_cupy.transformers.masks import dense, lean
 from mla_cupy.transformers.ragged import Ragged, starts_of
 from mla_cupy.transformers.weights import Halves, has_dropout
@@ -62,6 +63,9 @@ class Served:
         try:
             return Call(self, call).run()
         except UnfitError as reason:
+            if self.group.learns_now or (self.group.sparse and not self.family.indexer):
+                expected = "a call that these kernels compute, as the stock code has no such indexer"
+                raise ArgumentError(explain("model", str(reason), expected)) from None
             self.group.say(self.module.layer_idx, str(reason))
         return self._stock(call)
 
@@ -99,7 +103,7 @@ class Call:
         self.x: torch.Tensor = call["hidden_states"]
         self.b, self.s, _ = self.x.shape
         self.cache = _cache_of(call)
-        self.sparse = served.family.indexer is not None
+        self.sparse, self.learning = served.group.sparse, served.group.learns_now
         self._check()
         self.mask = self._mask()
         self.layer = self._adopt()
@@ -125,8 +129,10 @@ class Call:
             raise UnfitError(problem)
         if self.sparse and has_dropout(module.kv_b_proj):
             raise UnfitError("an adapter of kv_b_proj with dropout")
-        if self.sparse and x.dtype != torch.bfloat16:
+        if (self.sparse or self.learning) and x.dtype != torch.bfloat16:
             raise UnfitError(f"an indexer in {x.dtype}, not bfloat16")
+        if self.learning and self.cache is not None:
+            raise UnfitError("a cache while an indexer learns")
 
     def _mask(self) -> torch.Tensor | None:
         try:
@@ -228,7 +234,7 @@ class Call:
     def _expanded(self) -> torch.Tensor:
         """Attention to keys and values per head: [b, s, h, v]."""
         sizes, new = self.sizes, self.new
-        (q, _), (latent, rope) = self._queries(), self._latents()
+        (q, read), (latent, rope) = self._queries(), self._latents()
         q_rope, k_rope = self._turn(q[..., sizes.nope :], rope)
         q, q_rope, latent, k_rope = (new.take(x) for x in (q, q_rope, latent, k_rope))
         keys = None
@@ -241,11 +247,33 @@ class Call:
                 keys = starts_of(store.counts, self.x.device)
         kv = self.module.kv_b_proj(latent).view(len(latent), -1, sizes.nope + sizes.v)
         k, v = kv[..., : sizes.nope], kv[..., sizes.nope :]
-        arrays = (q[..., : sizes.nope], k, v)
-        out = mla.mla_prefill(
-            *arrays, q_rope=q_rope, k_rope=k_rope, packed=new.packed(keys), scale=float(self.module.scaling)
-        )[0]
+        of: dict[str, Any] = {"packed": new.packed(keys), "scale": float(self.module.scaling)}
+        q = q[..., : sizes.nope]
+        out, lse = mla.mla_prefill(q, k, v, q_rope=q_rope, k_rope=k_rope, **of)
+        states = self._states(read) if self.learning else None
+        if self.learning and states is not None:
+            self.learning.from_all_keys((q, q_rope), (k, k_rope), states, lse=lse, **of)
+            if self.learning.covers:
+                self._cover(states, (q, q_rope), (latent, k_rope), lse)
         return new.put(out)
+
+    def _cover(
+        self,
+        states: IndexStates,
+        queries: tuple[torch.Tensor, torch.Tensor],
+        keys: tuple[torch.Tensor, torch.Tensor],
+        lse: torch.Tensor,
+    ) -> None:
+        """Measure what the indexer's selection covers, over queries with more keys than it selects."""
+        assert self.learning is not None
+        new, topk = self.new, self.module.indexer.index_topk
+        w_uk, _ = self.served.halves.of(self.module.kv_b_proj, self.x.dtype)
+        of = {"scale": float(self.module.scaling), "lse": lse, "packed": new.packed()}
+        with torch.no_grad():
+            absorbed = _joined(queries[0], w_uk, queries[1])
+            indices = select(states.detach(), new, None, 0, topk)
+            positions = torch.arange(len(indices), device=self.x.device) - new.starts[new.sequence]
+            self.learning.cover(absorbed, torch.cat(keys, -1), indices, positions >= topk, **of)
 
     def _decode(self) -> torch.Tensor:
         """Attention of the last tokens to latents: [b, s, h, v]."""
@@ -308,36 +336,43 @@ class Call:
         """Attention to the selected latents, [b, s, h, v], and the selection, [b, s, topk]."""
         module, new, layer, sizes = self.module, self.new, self.layer, self.sizes
         (q, read), (latent, rope) = self._queries(), self._latents()
+        states = self._states(read)
         if layer is not None:
             layer.store.begin(layer.layer, new)
         w_uk, w_uv = self.served.halves.of(module.kv_b_proj, q.dtype)
         if self.past:
             absorbed = self._absorbed(q, latent, rope, w_uk)
-            indices = self._selected(read)
+            indices = self._selected(states)
             out = _times(self._attend_cached(absorbed, new.take(indices)), w_uv.transpose(1, 2))
         else:
             q_rope, k_rope = self._turn(q[..., sizes.nope :], rope)
             q, q_rope, latent, k_rope = (new.take(x) for x in (q, q_rope, latent, k_rope))
             if layer is not None:
                 layer.store.write(layer.layer, latent, k_rope, layer.store.step.slots)
-            indices = self._selected(read)
+            indices = self._selected(states)
             parts = (q[..., : sizes.nope], q_rope, new.take(indices))
-            out = self._attend(parts, torch.cat([latent, k_rope], -1), w_uk, w_uv)
+            out = self._attend(parts, torch.cat([latent, k_rope], -1), w_uk, w_uv, states)
         found = new.put(out)
         gate = module.gate_proj(self.x) if hasattr(module, "gate_proj") else None
         return found if gate is None else found * gate.view_as(found).sigmoid(), indices
 
-    def _selected(self, read: torch.Tensor) -> torch.Tensor:
+    def _states(self, read: torch.Tensor) -> IndexStates | None:
+        """States of the indexer, of real tokens. Its inputs are constants, so that its loss changes nothing else."""
+        indexer = getattr(self.module, "indexer", None)
+        if indexer is None:
+            return None
+        with torch.set_grad_enabled(self.learning is not None and torch.is_grad_enabled()):
+            style, embeddings = self.served.family.indexer or ADDED, self.call["position_embeddings"]
+            return index_states(indexer, style, self.x.detach(), read.detach(), embeddings).of(self.new)
+
+    def _selected(self, states: IndexStates | None) -> torch.Tensor:
         """Positions of the selected tokens in their sequences, [b, s, topk], -1 where there are no more."""
-        module, layer = self.module, self.layer
-        if getattr(module, "indexer", None) is None:
+        if states is None:
             found: torch.Tensor = self.call["prev_topk_indices"]
             return found
         with torch.no_grad():
-            style = self.served.family.indexer
-            assert style is not None
-            states = index_states(module.indexer, style, self.x, read, self.call["position_embeddings"])
-            return select(states, self.new, layer, self.past, module.indexer.index_topk)
+            topk = self.module.indexer.index_topk
+            return self.new.put(select(states.detach(), self.new, self.layer, self.past, topk))
 
     @property
     def _softmax(self) -> dict[str, Any]:
@@ -345,15 +380,24 @@ class Call:
         return {"scale": float(self.module.scaling), "attn_sink": sink}
 
     def _attend(
-        self, parts: tuple[torch.Tensor, ...], rows: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor
+        self,
+        parts: tuple[torch.Tensor, ...],
+        rows: torch.Tensor,
+        w_uk: torch.Tensor,
+        w_uv: torch.Tensor,
+        states: IndexStates | None,
     ) -> torch.Tensor:
         """Attention of queries [n, h, nope], [n, h, rope] to selected rows, [n, h, v]; some queries at a time."""
         packed = self.new.packed()
-        whole = packed is not None or torch.is_grad_enabled()
+        whole = packed is not None or torch.is_grad_enabled() or self.learning
         pieces = [parts] if whole else zip(*(x.split(_SPARSE_CHUNK) for x in parts), strict=True)
         found = []
         for q, q_rope, indices in pieces:
-            out = mla.sparse_mla_forward(_joined(q, w_uk, q_rope), rows, indices, packed=packed, **self._softmax)[0]
+            absorbed = _joined(q, w_uk, q_rope)
+            out, lse, _ = mla.sparse_mla_forward(absorbed, rows, indices, packed=packed, **self._softmax)
+            if self.learning and states is not None:
+                of = {"lse": lse, "packed": packed, "scale": float(self.module.scaling)}
+                self.learning.from_selected_keys(absorbed, rows, indices, states, **of)
             found.append(_times(out, w_uv.transpose(1, 2)))
         return torch.cat(found)
 

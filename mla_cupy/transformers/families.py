@@ -29,6 +29,10 @@ class Indexer:
     rope_first: bool = True
 
 
+#: The indexer that `add_indexer` gives a layer: DeepSeek-V3.2's.
+ADDED = Indexer("halves")
+
+
 @dataclass(frozen=True)
 class Family:
     """One model type.

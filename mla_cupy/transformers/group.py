@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
 from mla_cupy.transformers.cache import LatentLayer, LatentStore, Options
 from mla_cupy.transformers.families import Family, Sizes
+from mla_cupy.transformers.learning import Learning
 from mla_cupy.transformers.ragged import Ragged
 
 logger = logging.getLogger("mla_cupy.transformers")
@@ -30,12 +31,24 @@ class Group:
     family : Family
     reference : bool
         Serve tensors on the CPU, too, by the NumPy reference.
+    sparse : bool
+        Attend to what the indexers select.
+    learning : Learning, optional
+        Collects the indexers' losses; gradient checkpointing needs it after the forward pass, too.
     """
 
     def __init__(self, family: Family, reference: bool) -> None:
         self.family, self.reference = family, reference
+        self.sparse = family.indexer is not None
+        self.learning: Learning | None = None
         self.modules: dict[int, nn.Module] = {}
         self._said: set[str] = set()
+
+    @property
+    def learns_now(self) -> Learning | None:
+        """`learning`, in the forward pass that it was made for, and where a backward pass computes layers again."""
+        is_backward = torch._C._current_graph_task_id() != -1
+        return self.learning if self.learning and (self.learning.is_open or is_backward) else None
 
     def register(self, config: Any) -> None:
         """Let modules with this configuration, and their masks, find the group."""
@@ -56,7 +69,8 @@ class Group:
             cache.layers.extend(cache.layer_class_to_replicate() for _ in range(i + 1 - len(cache.layers)))
         layer = cache.layers[i]
         if isinstance(layer, LatentLayer):
-            return None
+            other = bool(layer.store.index_width) != self.sparse
+            return "a cache with tokens of dense attention, or of sparse attention," if other else None
         if cache.offloading or type(layer) not in (DynamicLayer, DynamicIndexedLayer):
             return f"a cache of {type(layer).__name__}{', offloaded' if cache.offloading else ''}"
         if layer.get_seq_length() and (layer.keys.shape[1], layer.keys.shape[-1]) != (1, module.kv_lora_rank):
@@ -92,7 +106,7 @@ class Group:
             stores[x.device] = LatentStore(
                 sizes,
                 tuple(sorted(i for i, m in self.modules.items() if next(m.kv_b_proj.parameters()).device == x.device)),
-                module.config.index_head_dim if self.family.indexer else 0,
+                module.config.index_head_dim if self.sparse else 0,
                 x.device,
                 x.dtype,
                 getattr(cache, "latent_options", Options()),

@@ -17,17 +17,30 @@ from mla_cupy.transformers.ragged import Ragged
 
 
 class IndexStates(NamedTuple):
-    """Queries [b, s, heads, d], keys [b, s, d] and the heads' weights [b, s, heads] of the new tokens."""
+    """Queries [b, s, heads, d], keys [b, s, d] and the heads' weights [b, s, heads], without factors, of new tokens."""
 
     q: torch.Tensor
     k: torch.Tensor
     weights: torch.Tensor
 
+    @property
+    def folded(self) -> torch.Tensor:
+        """Weights times the factors of the scores."""
+        return self.weights * (self.q.shape[-2] * self.q.shape[-1]) ** -0.5
 
-def index_states(
-    indexer: Any, style: Indexer, x: torch.Tensor, read: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]
-) -> IndexStates:
+    def of(self, new: Ragged) -> IndexStates:
+        """The states of real tokens, [n, ...]."""
+        return IndexStates(*(new.take(x) for x in self))
+
+    def detach(self) -> IndexStates:
+        """The same without gradients."""
+        return IndexStates(*(x.detach() for x in self))
+
+
+def index_states(indexer: Any, style: Indexer, x: torch.Tensor, read: torch.Tensor, embeddings: Any) -> IndexStates:
     """Compute an indexer's states from hidden states `x` and the input of q_b_proj."""
+    if isinstance(embeddings, torch.Tensor):  # complex numbers, of deepseek_v2
+        embeddings = tuple(torch.cat([part, part], -1).to(x.dtype) for part in (embeddings.real, embeddings.imag))
     q = indexer.wq_b(read).view(*x.shape[:2], indexer.n_heads, indexer.head_dim)
     norm = indexer.k_norm.weight.dtype
     k = indexer.k_norm(indexer.wk(x).to(norm)).to(x.dtype)[:, :, None]
@@ -38,7 +51,7 @@ def index_states(
         torch.cat([a, b] if style.rope_first else [b, a], -1) for a, b in zip(both, (turned[1], rest[1]), strict=True)
     )
     weights = indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype)).float()
-    return IndexStates(q, k[:, :, 0], weights * (indexer.n_heads**-0.5 * indexer.softmax_scale))
+    return IndexStates(q, k[:, :, 0], weights)
 
 
 def _split(x: torch.Tensor, rope: int, rope_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,11 +60,11 @@ def _split(x: torch.Tensor, rope: int, rope_first: bool) -> tuple[torch.Tensor, 
 
 
 def select(states: IndexStates, new: Ragged, layer: LatentLayer | None, past: int, topk: int) -> torch.Tensor:
-    """Positions of the keys of largest scores in their sequences, [b, s, topk], -1 where there are no more.
+    """Positions of the keys of largest scores in their sequences, [n, topk], -1 where there are no more.
 
-    Stores the new keys, if there is a cache.
+    Takes the states of real tokens, and stores the new keys, if there is a cache.
     """
-    q, k, weights = (new.take(x) for x in states)
+    q, k, _ = states
     if layer is not None:
         layer.store.write_index_keys(layer.layer, k, layer.store.step.slots)
     sequence = new.sequence
@@ -62,7 +75,5 @@ def select(states: IndexStates, new: Ragged, layer: LatentLayer | None, past: in
     else:
         keys, first = k, new.starts[sequence]
         last = torch.arange(1, len(k) + 1, dtype=torch.int32, device=k.device)
-    indices, _ = mla_cupy.indexer_select(
-        q, keys, weights.contiguous(), first.int(), last.int(), topk=min(topk, len(keys))
-    )
-    return new.put(indices)
+    weights, topk = states.folded.contiguous(), min(topk, len(keys))
+    return mla_cupy.indexer_select(q, keys, weights, first.int(), last.int(), topk=topk)[0]

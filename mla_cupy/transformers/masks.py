@@ -16,22 +16,25 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from mla_cupy.transformers.families import Family
+
 NAME = "mla_cupy"
 
 
-def register(is_attached: Callable[[Any], bool], attach: Callable[[torch.nn.Module], object]) -> None:
+def register(family_of: Callable[[Any], Family | None], attach: Callable[[torch.nn.Module], object]) -> None:
     """Make "mla_cupy" an attention implementation of transformers.
 
     Parameters
     ----------
-    is_attached : callable
-        (config) -> whether the attention modules of a model are served, and read small masks.
+    family_of : callable
+        (config) -> the family of a model whose attention modules are served, and read small masks; or None.
     attach : callable
         (module) -> serve this module from its next call on.
     """
 
     def mask(*, config: Any = None, **options: Any) -> torch.Tensor | None:
-        found = _lean(config, **options) if is_attached(config) else None
+        family = family_of(config)
+        found = None if family is None else _lean(family, **options)
         if found is not None:
             return found[0]
         return sdpa_mask(config=config, **{**options, "allow_is_causal_skip": False})  # None would be ambiguous
@@ -45,7 +48,7 @@ def register(is_attached: Callable[[Any], bool], attach: Callable[[torch.nn.Modu
 
 
 def _lean(
-    config: Any,
+    family: Family,
     *,
     batch_size: int,
     q_length: int,
@@ -72,7 +75,7 @@ def _lean(
             return None
     elif found is not None and q_length > 1 and bool(found.all()):
         found = None  # of one token a step this is not asked: it waits for the GPU
-    if not hasattr(config, "index_topk"):
+    if family.indexer is None:
         return (found,)
     flat = torch.ones((), dtype=torch.bool, device=device) if found is None else found[:, None, None, :]
     return (flat.expand(batch_size, 1, q_length, kv_length),)

@@ -21,13 +21,16 @@ _before: dict[int, str] = {}
 _COMMON = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj", "scaling", "layer_idx", "attention_dropout")
 
 
-def patch(model: Any, *, reference: bool = False) -> Any:
+def patch(model: Any, *, sparse: bool | None = None, reference: bool = False) -> Any:
     """Let these kernels compute the attention of a model that transformers has loaded.
 
     Parameters
     ----------
     model : PreTrainedModel
         Of a model type that `mla-cupy transformers check` names.
+    sparse : bool, optional
+        Attend to the tokens that an indexer selects: of a model that `add_indexer` has given one. Default: if the model
+        type has an indexer of its own.
     reference : bool
         Serve tensors on the CPU, too, by the NumPy reference: slow, for tests.
 
@@ -39,7 +42,8 @@ def patch(model: Any, *, reference: bool = False) -> Any:
     Raises
     ------
     ArgumentError
-        If its model type, its head sizes or this version of transformers are not served; nothing has changed.
+        If its model type, its head sizes or this version of transformers are not served, or `sparse` does not fit;
+        nothing has changed.
 
     Notes
     -----
@@ -52,9 +56,11 @@ def patch(model: Any, *, reference: bool = False) -> Any:
     >>> mla_cupy.transformers.patch(model.to("cuda")).generate(**inputs)  # doctest: +SKIP
     """
     family = family_of(model.config)
-    modules = list(_modules(model, family))
+    modules = list(attention_modules(model, family))
     if not modules:
         raise ArgumentError(explain("model", f"no {family.attention} in it", "a model with MLA of transformers"))
+    sparse = family.indexer is not None if sparse is None else sparse
+    _check_sparse(sparse, family, modules)
     for module in modules:
         _detach(module)  # also of a deep copy of a patched model
         if problem := problem_of(module, family):
@@ -62,8 +68,18 @@ def patch(model: Any, *, reference: bool = False) -> Any:
     _before.setdefault(id(model), model.config._attn_implementation)
     for module in modules:
         attach(module, reference=reference)
+        if group := group_of(module.config):
+            group.sparse = sparse
     model.set_attn_implementation(NAME)
     return model
+
+
+def _check_sparse(sparse: bool, family: Family, modules: list[Any]) -> None:
+    if family.indexer and not sparse:
+        raise ArgumentError(explain("sparse", sparse, f"True, as {family.attention} selects tokens"))
+    if sparse and not family.indexer and not all(hasattr(module, "indexer") for module in modules):
+        expected = "False for a model without an indexer"
+        raise ArgumentError(explain("sparse", sparse, expected, "call add_indexer(model, ...) first"))
 
 
 def unpatch(model: Any) -> Any:
@@ -179,8 +195,13 @@ def _forward_of(module: nn.Module) -> Any:
     return getattr(module, _place_of(module))
 
 
-def _modules(model: nn.Module, family: Family) -> Iterator[nn.Module]:
+def attention_modules(model: nn.Module, family: Family) -> Iterator[nn.Module]:
     return (module for module in model.modules() if type(module).__name__ == family.attention)
 
 
-register(lambda config: group_of(config) is not None, attach)
+def _family_of_served(config: Any) -> Family | None:
+    group = group_of(config)
+    return None if group is None else group.family
+
+
+register(_family_of_served, attach)

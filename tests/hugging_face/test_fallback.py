@@ -154,7 +154,7 @@ def test_other_versions_decline(change: Callable[[Any], None], problem: str, cap
 
 
 def test_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "5.16.1")
+    monkeypatch.setattr(patching.transformers, "__version__", "5.16.1")
     with pytest.raises(ArgumentError, match=r"transformers: got 5\.16\.1: it is too old, expected 5\.17 or newer"):
         patch(models.causal_model(models.config_of("deepseek_v3")))
 
