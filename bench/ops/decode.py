@@ -98,9 +98,9 @@ GENERIC = "attention_generic"  # without tensor cores
 #: Kernels to be compared with the one that is chosen: those among which the size of a batch or of pages decides, and
 #: those of GPUs without WGMMA.
 NAMED = (
-    *("decode_sm90_seesaw", "decode_sm90_seesaw_boxes", "decode_sm90_small", "decode_sm90_small_cluster8"),
+    *("decode_sm90_seesaw", "decode_sm90_small", "decode_sm90_small_cluster8"),
     *("attention_mma", "attention_mma_163kb", "attention_mma_small", "attention_mma_small_163kb"),
-    *("decode_sm90_small_narrow", "attention_mma_small_narrow"),
+    "attention_mma_small_narrow",
 )
 #: Batch-invariant plans, and the `split_tokens` of each.
 INVARIANT = {"batch_invariant": 4096, "batch_invariant_512": 512}

@@ -16,8 +16,8 @@
 //   right   |   S1      |  softmax 1     | O_R += P0 V0_R | O_R += P1 V1_R | S1 = Q K1'      | ...
 //   load    |           |       K0'_left, K0'_right ->  K1'_left, K1'_right ->
 //
-// Variants: a mask over drafts (decode/sm90_seesaw_tree.cuh), optional inputs (decode/sm90_seesaw_forms.cuh), several
-// KV heads (decode/sm90_seesaw_sw_tiles.cuh). They plug in where a call loads, masks and stores: see PlainCall.
+// Variants: a mask over drafts (decode/sm90_seesaw_tree.cuh), optional inputs (decode/sm90_seesaw_forms.cuh). They plug
+// in where a call loads, masks and stores: see PlainCall.
 //
 // Source: the two-warpgroup split of O and the shared maximum are FlashMLA's idea (its "seesaw" schedule, 2025).
 // Differences: separate loader warps and one mechanism for all page sizes; one running maximum instead of exchanged
@@ -35,7 +35,7 @@
 #elif defined(MLA_TREE_MASK)
 #include "decode/sm90_seesaw_tree.cuh"
 #endif
-#if defined(MLA_FORMS) || defined(MLA_TREE_MASK) || defined(MLA_KV_HEADS)
+#if defined(MLA_FORMS) || defined(MLA_TREE_MASK)
 #define MLA_SW_TILES
 #include "decode/sm90_seesaw_sw_tiles.cuh"
 #endif
@@ -141,7 +141,7 @@ MLA_FACT(smem_bytes, sizeof(Storage));
 MLA_FACT(block_m, kBlockM);
 
 // ---- Load role -------------------------------------------------------------------------------------------------
-// One KV head, and pages of any number of tokens: a box has all four SW128 tiles of a half, and 8 rows of each of them
+// Pages of any number of tokens: a box has all four SW128 tiles of a half, and 8 rows of each of them
 // lie in turn (HalfLayout<true>). With pages of 16 tokens a tile of 64 is 12 boxes instead of 36, with pages of 64 it
 // is 3 instead of 9; one thread after the other issues them, while both warpgroups wait for the first half.
 //

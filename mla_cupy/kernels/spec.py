@@ -98,6 +98,8 @@ class KernelSpec(Generic[ProblemT]):
         Relative to `cuda_src`.
     params : subclass of Params
         Its parameter struct.
+    params_with : mapping
+        The parameter struct of builds with a macro, where that is another one: macro -> struct.
     archs : tuple of str
         Targets such as "sm_90a"; empty for any.
     variants, core : tuple of Variant
@@ -135,6 +137,7 @@ class KernelSpec(Generic[ProblemT]):
     core_archs: tuple[str, ...] = ANY_ARCH
     facts: Mapping[str, int] = field(default_factory=dict, hash=False)
     facts_of: Callable[[Variant], Mapping[str, int]] = lambda variant: {}
+    params_with: Mapping[str, type[Params]] = field(default_factory=dict, hash=False)
     unsupported: Callable[[ProblemT, DeviceInfo], Reason | None] = takes_all
     preferred: Callable[[ProblemT, DeviceInfo], bool] = always
     on_request: bool = False
@@ -156,10 +159,13 @@ class KernelSpec(Generic[ProblemT]):
         """Name of the `__global__` function."""
         return f"mla_{self.base or self.name}"
 
-    @property
-    def layout(self) -> ParamLayout:
-        """Layout of its parameters in memory."""
-        return layout_of(self.params)
+    def params_of(self, variant: Variant) -> type[Params]:
+        """The parameter struct of a build."""
+        return next((struct for macro, struct in self.params_with.items() if hasattr(variant, macro)), self.params)
+
+    def layout(self, variant: Variant) -> ParamLayout:
+        """Layout of a build's parameters in memory."""
+        return layout_of(self.params_of(variant))
 
     def supports_arch(self, arch: str) -> bool:
         """True if it compiles for a target."""

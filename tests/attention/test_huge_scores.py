@@ -252,7 +252,7 @@ BESIDE = [
     *(("decode", "decode_sm90_seesaw", option) for option in ("tree_mask", "float32")),
     *(
         ("decode", kernel, option)
-        for kernel in ("decode_sm90_small_forms", "decode_sm90_seesaw_forms")
+        for kernel in ("decode_sm90_small", "decode_sm90_seesaw")
         for option in ("window", "out_rope")
     ),
     *(("prefill", kernel, option) for kernel in ("dense_mma", "dense_sm90") for option in ("mask", "state")),
@@ -287,8 +287,6 @@ def test_beside_other_options(operation: str, kernel: str, option: str) -> None:
         ("prefill", "dense_sm90"),
         ("prefill", "dense_sm90_fp8"),
         ("decode", "decode_sm90_seesaw"),
-        ("decode", "decode_sm90_seesaw_boxes"),
-        ("decode", "decode_sm90_seesaw_forms"),
     ],
 )
 def test_ordinary_scores_between_huge_ones(operation: str, kernel: str) -> None:

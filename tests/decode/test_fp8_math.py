@@ -16,6 +16,7 @@ from mla_cupy.cache_formats import without_heads
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
 from mla_cupy.kernels.decode.sm90_fp8 import kv_maps
+from mla_cupy.kernels.spec import Variant
 from mla_cupy.reference.fp8_queries import dequantised, quantise_queries
 from tests.decode.test_tree_mask import tree_inputs
 from tests.support.calls import assert_same, oracle, plan_of
@@ -344,7 +345,7 @@ def test_boxes_of_one_token_are_as_wide_as_the_swizzle(page_size: int, rope: tup
 
     cache = without_heads(make(fp8(b=1, seqlens=5, page_size=page_size)).kv_cache)
 
-    _, spec = kv_maps(arrays.family_of(cache, "kv_cache").native.view(cache, "kv_cache"))
+    _, spec = kv_maps(arrays.family_of(cache, "kv_cache").native.view(cache, "kv_cache"), Variant())
     assert (spec.box[0], spec.swizzle) == rope
     spec.validate()
 

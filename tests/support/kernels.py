@@ -35,8 +35,8 @@ def on_blackwell(kernels: dict[str, Any]) -> tuple[str, ...]:
 _OF_ROWS = {k: v for k, v in by_name(DECODE).items() if "records" not in k and v.math == "exact"}
 #: Those of dense decode that read 16-bit rows with values of 512 columns, and those that read FP8 records.
 DECODE_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in _OF_ROWS.items() if D_V in v.value_widths}
-#: Those that read narrower values alone; they have tests of their own.
-NARROW_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in _OF_ROWS.items() if D_V not in v.value_widths}
+#: Those that read narrower values.
+NARROW_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in _OF_ROWS.items() if {*v.value_widths} - {D_V}}
 RECORD_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in by_name(DECODE).items() if "records" in k}
 #: Those whose products are in FP8.
 FP8_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in by_name(DECODE).items() if v.math == "fp8"}

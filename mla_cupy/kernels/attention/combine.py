@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.heuristics import COMBINE_BLOCKS_PER_SM, COMBINE_UNITS_PER_BLOCK
+from mla_cupy.kernels.attention.kernel import FORM_PARAMS, with_forms
 from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.params import DecodeFp8Params, DecodeParams
 from mla_cupy.kernels.pipeline import Launch, LaunchArgs
@@ -21,15 +22,20 @@ KERNEL: KernelSpec[object] = KernelSpec(
     "merges the partial results of requests that were split",
     "attention/combine.cu",
     DecodeParams,
-    variants=(*DTYPE_VARIANTS, *variants(dtype=HALF, head_dim_v=NARROW_WIDTHS)),
+    variants=(
+        *DTYPE_VARIANTS,
+        *variants(dtype=HALF, head_dim_v=NARROW_WIDTHS),
+        *with_forms(*DTYPE_VARIANTS),
+    ),
     core=DTYPE_VARIANTS,
     facts={"max_splits": MAX_SPLITS, "tile_tokens": TILE_TOKENS},
+    params_with=FORM_PARAMS,
 )
 
 BF16_PARTIALS = replace(
     KERNEL,
     name="attention_combine_bf16_partials",
-    base="attention_combine",
+    base=KERNEL.name,
     about="the same of partial results in bfloat16: those of products in FP8",
     archs=HOPPER,
     variants=variants(dtype=("bfloat16",), partials=("bfloat16",)),
@@ -63,6 +69,11 @@ def build(dtype: str, d_v: int = D_V) -> Variant:
     return Variant(dtype=dtype) if d_v == D_V else Variant(dtype=dtype, head_dim_v=d_v)
 
 
+def build_of_groups(dtype: str) -> Variant:
+    """The build for partial results of groups of queries."""
+    return with_forms(Variant(dtype=dtype))[0]
+
+
 def reads_bf16(args: LaunchArgs) -> bool:
     """True if the attention kernel of these arguments leaves partial results in bfloat16."""
     return isinstance(args.params, DecodeFp8Params) and bool(args.params.bf16_partials)
@@ -74,3 +85,8 @@ def launch(dtype: str, num_blocks: int, args: LaunchArgs, d_v: int = D_V, *, bf1
     if bf16_partials:
         return Launch(BF16_PARTIALS, BF16_PARTIALS.variants[0], grid, args)
     return Launch(KERNEL, build(dtype, d_v), grid, args)
+
+
+def launch_of_groups(dtype: str, num_blocks: int, args: LaunchArgs) -> Launch:
+    """Merge what an attention kernel over groups of queries has left in the workspace."""
+    return Launch(KERNEL, build_of_groups(dtype), (num_blocks, 1, 1), args)
