@@ -56,7 +56,6 @@ struct Storage {
     alignas(16) float p[kBlockM][kTokens];
     float scale[kBlockM];   // by which the step's new maximum rescales the output so far
     float factor[kBlockM];  // what the result is multiplied by
-    u32 present;            // bit t: the page of token t of the step is in the pool
 };
 
 struct Block {
@@ -133,6 +132,8 @@ MLA_DEVICE void add_values(const Storage& s, float2 (&out)[kBlockM], i32 thread)
     }
 }
 
+// A template: so the compiler places `present` behind the kernel's storage, and not before it, which costs registers.
+template <class Work>
 MLA_DEVICE void run_item(const Block& block, const WorkItem& item) {
     const DecodeParams& p = block.p;
     const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
@@ -142,15 +143,17 @@ MLA_DEVICE void run_item(const Block& block, const WorkItem& item) {
 #pragma unroll
     for (i32 i = 0; i < kBlockM; ++i) out[i] = make_float2(0.f, 0.f);
 
+    __shared__ u32 present;
+
     fetch_query(block, item, warp, lane);
     const i32 end = min(item.tile_end * kTileTokens, item.tokens);
     for (i32 first = item.tile_begin * kTileTokens; first < end; first += kTokens) {
-        if (threadIdx.x == 0) block.s.present = 0;
+        if (threadIdx.x == 0) present = 0;
         __syncthreads();  // also: the previous step's keys have been read
         const u32 fetched = fetch_keys(block, item, first, warp, lane);
-        if (lane == 0) atomicOr(&block.s.present, fetched);
+        if (lane == 0) atomicOr(&present, fetched);
         __syncthreads();
-        const bool counts = first + lane < item.tokens && ((block.s.present >> lane) & 1) &&
+        const bool counts = first + lane < item.tokens && ((present >> lane) & 1) &&
                             sees<Work>(p, item, seen, block.row0 + warp, first + lane);
         const float score = counts ? __fmul_rn(dot<Element>(block.s.q[warp], block.s.k[lane], kHeadDimQk), p.scale_log2)
                                    : negative_infinity();
@@ -172,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) mla_attention_generic(
     const i32 rows = query_rows(p), row_blocks = ceil_div(rows, kBlockM);
     Block block{p, s, (i32)blockIdx.y, (i32)blockIdx.x / row_blocks, (i32)blockIdx.x % row_blocks * kBlockM, rows};
     Work::HeldItem item;
-    for (WorkIteratorOf<Work> walk(p, block.split); walk.next(p, item);) run_item(block, item);
+    for (WorkIteratorOf<Work> walk(p, block.split); walk.next(p, item);) run_item<Work>(block, item);
     griddepcontrol_launch_dependents();
 }
 }  // namespace mla::attention
