@@ -14,6 +14,7 @@ from mla_cupy.errors import MlaError, explain
 from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
 from mla_cupy.runtime import loader
+from mla_cupy.runtime.device import SAMPLES
 
 from ..core.cost import ELEMENT_BYTES, SINGLE_BYTES
 from ..core.errors import BenchError
@@ -188,8 +189,9 @@ def load(name: str, arch: str, d_qk: int, dtype: str = "bfloat16") -> Kernel:
         raise BenchError(explain("--kernel", name, "one of " + ", ".join(known), "leave it out for all of them"))
     (kernel,) = (kernel for kernel in SPARSE_BACKWARD.kernels if kernel.name == name)
     problem = SparseBackwardProblem(s_q=1, s_kv=1, h_q=1, topk=1, d_qk=d_qk, dtype=dtype)
+    gpu = next(gpu for gpu in SAMPLES if gpu.arch == arch)
     try:
-        build = loader.obtain(kernel.request(kernel.variant(problem), arch))
+        build = loader.obtain(kernel.request(kernel.variant(problem, gpu), arch))
     except MlaError as error:
         raise BenchError(str(error)) from error
     return Kernel.from_facts(name, build.facts)

@@ -205,7 +205,7 @@ def test_a_plan_asks_its_largest_batch(recorder: Recorder) -> None:
 def test_configuration(kernel: str, h_q: int, d_qk: int) -> None:
     config = DECODE.configure(_problem(h_q, d_qk), H200, kernel)
     chosen = DECODE_KERNELS[kernel]
-    build = chosen.variant(config.problem)
+    build = config.variant
     assert build in chosen.variants
     assert build.block_rows * config.row_blocks >= h_q  # type: ignore[attr-defined]
     blocks = config.row_blocks * config.num_splits * chosen.cluster_blocks

@@ -53,7 +53,7 @@ def merged(
     num_splits, rows = len(cuts) - 1, H_Q * S_Q
     problem = DecodeProblem(S_Q, H_Q, "bfloat16")
     kernel = next(kernel for kernel in reversed(DECODE.kernels) if kernel.params is DecodeParams)
-    config = InSplits(problem, kernel, 1, num_splits, blocks, Merge())
+    config = InSplits(problem, kernel, kernel.variants[0], 1, num_splits, blocks, Merge())
     shapes = {
         "q": ((b, S_Q, H_Q, 576), "bfloat16"),
         "kv_cache": ((1, 64, 576), "bfloat16"),

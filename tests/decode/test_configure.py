@@ -117,14 +117,14 @@ def test_choice(device: DeviceInfo, aligned: bool, kernel: str) -> None:
 def test_few_rows_have_a_kernel_of_their_own(s_q: int, h_q: int, kernel: str, block_rows: int) -> None:
     config = DECODE.configure(problem(s_q, h_q), gpu())
     assert config.kernel.name == kernel
-    assert getattr(config.kernel.variant(config.problem), "block_rows", None) == block_rows
+    assert getattr(config.variant, "block_rows", None) == block_rows
 
 
 @pytest.mark.parametrize(("h_q", "block_rows"), [(1, 16), (16, 16), (17, 32), (32, 32)])
 def test_few_rows_of_narrow_keys(h_q: int, block_rows: int) -> None:
     """In fewer widths than those of the usual keys."""
     config = DECODE.configure(dataclasses.replace(problem(h_q=h_q), d_qk=512), gpu())
-    build = config.kernel.variant(config.problem)
+    build = config.variant
     assert (config.kernel.name, str(build)) == (SMALL, f"bfloat16-{block_rows}-512")
     assert build in config.kernel.variants
 

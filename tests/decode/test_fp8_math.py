@@ -71,7 +71,7 @@ def test_small_batches_have_blocks_of_32_rows() -> None:
 
     def blocks(problem: DecodeProblem) -> tuple[int, int, Any]:
         config = DECODE.configure(problem, H200)
-        return config.row_blocks, config.num_splits, config.kernel.variant(config.problem).block_rows
+        return config.row_blocks, config.num_splits, config.variant.block_rows
 
     assert blocks(replace(problem, batch=Batch(1, 264 * 64))) == (4, 33, 32)
     assert blocks(replace(problem, batch=Batch(1, 265 * 64))) == (2, 66, 64)
@@ -353,7 +353,7 @@ def test_boxes_of_one_token_are_as_wide_as_the_swizzle(page_size: int, rope: tup
 @pytest.mark.parametrize(("s_q", "h_q", "rows"), [(1, 1, 16), (1, 16, 16), (2, 16, 32), (1, 33, 64), (2, 128, 64)])
 def test_builds_by_rows(s_q: int, h_q: int, rows: int) -> None:
     config = DECODE.configure(DecodeProblem(s_q, h_q, "bfloat16", record="fp8", math="fp8"), H200)
-    assert (config.kernel.name, config.kernel.variant(config.problem).block_rows) == (KERNEL, rows)
+    assert (config.kernel.name, config.variant.block_rows) == (KERNEL, rows)
     assert config.row_blocks == -(-s_q * h_q // 64)
 
 

@@ -152,7 +152,7 @@ def test_builds(dtype: str) -> None:
     problem = DecodeProblem(1, 128, dtype, record="fp8", math="fp8x2")
     for batch in (None, Batch(1, 64), Batch(128, 8192)):
         config = DECODE.configure(replace(problem, batch=batch), H200)
-        build = config.kernel.variant(config.problem)
+        build = config.variant
         assert (config.kernel.name, config.row_blocks) == (KERNEL, 2)
         assert (build.dtype, build.block_rows, build.terms) == (dtype, 64, 2)
 

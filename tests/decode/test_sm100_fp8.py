@@ -178,7 +178,7 @@ def test_default_where_the_self_test_has_admitted_it(s_q: int, h_q: int, rows: i
     gpu = fake_gpu(148, BLACKWELL)
     config = DECODE.configure(problem, gpu)
     assert config.kernel.name == KERNEL
-    assert config.kernel.variant(problem).block_rows == rows
+    assert config.variant.block_rows == rows
     assert config.row_blocks == -(-s_q * h_q // 64)
     with pytest.raises(UnsupportedDeviceError, match="selftest"):
         DECODE.configure(problem, replace(gpu, admitted=frozenset()))

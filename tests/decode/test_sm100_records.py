@@ -132,7 +132,7 @@ def test_default_where_the_self_test_has_admitted_it(record: str, s_q: int, h_q:
     gpu = fake_gpu(148, BLACKWELL)
     config = DECODE.configure(problem, gpu)
     assert config.kernel.name == KERNEL
-    assert config.kernel.variant(problem).block_rows == rows
+    assert config.variant.block_rows == rows
     assert config.row_blocks == -(-s_q * h_q // 64)
     assert DECODE.configure(problem, replace(gpu, admitted=frozenset())).kernel.name == "decode_mma_records_163kb"
     with pytest.raises(UnsupportedDeviceError, match=r"compute capability 10\.0 or 10\.3"):

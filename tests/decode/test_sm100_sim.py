@@ -201,7 +201,7 @@ def test_b300() -> None:
 )
 def test_rows_are_divided_evenly(rows: int, blocks: int, block_rows: int) -> None:
     config = DECODE.configure(DecodeProblem(1, rows, "bfloat16"), fake_gpu(148, BLACKWELL), KERNEL)
-    build = config.kernel.variant(config.problem)
+    build = config.variant
     assert (config.row_blocks, build.block_rows) == (blocks, block_rows)
     assert build in config.kernel.variants
     assert blocks == -(-rows // block_rows)  # as the kernel divides them
@@ -213,7 +213,7 @@ def test_rows_are_divided_evenly(rows: int, blocks: int, block_rows: int) -> Non
 def test_every_problem_has_a_build(d_qk: int, tree_mask: bool, h_q: int) -> None:
     problem = DecodeProblem(2, h_q, "float16", d_qk=d_qk, tree_mask=tree_mask)
     config = DECODE.configure(problem, fake_gpu(148, BLACKWELL), KERNEL)
-    build = config.kernel.variant(problem)
+    build = config.variant
     assert build in config.kernel.variants
     assert config.row_blocks == -(-problem.rows // build.block_rows)
 

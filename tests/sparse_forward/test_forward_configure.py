@@ -62,9 +62,9 @@ def test_choice(h_q: int, aligned: bool, device: DeviceInfo, kernel: str) -> Non
 @pytest.mark.parametrize("h_q", [1, 16, 17, 32])
 def test_forced_kernels_have_a_build_for_every_problem(name: str, d_qk: int, h_q: int) -> None:
     h_q += 64 * name.endswith(("_pair", "_joint"))
-    chosen = SPARSE_FORWARD.configure(problem(h_q, d_qk), gpu((10, 0) if "sm100" in name else (9, 0)), name).kernel
-    assert chosen.name == name
-    assert chosen.variant(problem(h_q, d_qk)) in chosen.variants
+    config = SPARSE_FORWARD.configure(problem(h_q, d_qk), gpu((10, 0) if "sm100" in name else (9, 0)), name)
+    assert config.kernel.name == name
+    assert config.variant in config.kernel.variants
 
 
 def test_no_such_kernel() -> None:

@@ -43,7 +43,7 @@ def narrowest(builds: Sequence[int], rows: int) -> int:
     return next((block for block in builds if rows <= block), builds[-1])
 
 
-def key_variant(problem: Any) -> Variant:
+def key_variant(problem: Any, device: DeviceInfo) -> Variant:
     """The build for a problem's `dtype` and `d_qk`, of kernels whose keys are 576 wide by default."""
     if problem.d_qk == D_QK:
         return Variant(dtype=problem.dtype)
@@ -95,7 +95,7 @@ class AttentionKernel(KernelSpec[ProblemT]):
     Attributes
     ----------
     variant : callable
-        `variant(problem)`: the build that it takes.
+        `variant(problem, device)`: the build that it takes.
     block_rows : int
         Query rows of a block.
     blocks_per_sm : int
@@ -121,7 +121,7 @@ class AttentionKernel(KernelSpec[ProblemT]):
         What it takes of the problem's `forms`, such as a window: see `kernels/decode/problem.py`.
     """
 
-    variant: Callable[[ProblemT], Variant] = lambda problem: Variant()
+    variant: Callable[[ProblemT, DeviceInfo], Variant] = lambda problem, device: Variant()
     block_rows: int = 64
     blocks_per_sm: int = 1
     kv_maps: Callable[[View, Variant], tuple[TensorMapSpec, ...]] = lambda kv_cache, variant: ()

@@ -69,13 +69,13 @@ def _with_width(variant: Variant, problem: Any) -> Variant:
     return variant if problem.d_qk == D_QK else variant.extended(head_dim_qk=problem.d_qk)
 
 
-def small_variant(problem: Any, smem_kb: int) -> Variant:
+def small_variant(problem: Any, device: DeviceInfo, smem_kb: int) -> Variant:
     """The build for few rows that it takes; more rows than it has are divided among blocks."""
     block_rows = narrowest(SMALL_ROWS, problem.rows)
     return _with_width(Variant(dtype=problem.dtype, smem_kb=smem_kb, block_rows=block_rows), problem)
 
 
-def wide_variant(problem: Any, smem_kb: int) -> Variant:
+def wide_variant(problem: Any, device: DeviceInfo, smem_kb: int) -> Variant:
     """The build for many rows that it takes."""
     return _with_width(Variant(dtype=problem.dtype, smem_kb=smem_kb), problem)
 
@@ -137,7 +137,7 @@ def from_records(
     `rows` says how many query rows of a problem share keys.
     """
 
-    def variant(problem: Any, smem_kb: int) -> Variant:
+    def variant(problem: Any, device: DeviceInfo, smem_kb: int) -> Variant:
         block_rows = narrowest(SMALL_ROWS, rows(problem))
         return Variant(dtype=problem.dtype, record=problem.record, smem_kb=smem_kb, block_rows=block_rows)
 

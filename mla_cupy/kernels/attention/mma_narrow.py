@@ -13,13 +13,14 @@ from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.kernel import NARROW_VALUES, NARROW_WIDTHS, SINK, AttentionKernel
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.spec import Variant, variants
+from mla_cupy.runtime.device import DeviceInfo
 
 (D_VALUES,) = NARROW_VALUES
 BLOCK_ROWS = mma.SMALL_ROWS[-1]
 """Query rows of a block; more of them are several blocks."""
 
 
-def _variant(problem: Any) -> Variant:
+def _variant(problem: Any, device: DeviceInfo) -> Variant:
     """The build for a problem's `dtype` and `d_qk`."""
     return Variant(dtype=problem.dtype, smem_kb=mma.LEAST_KB, block_rows=BLOCK_ROWS, head_dim_qk=problem.d_qk)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from mla_cupy.kernels.attention.kernel import narrowest
 from mla_cupy.kernels.spec import Variant
+from mla_cupy.runtime.device import DeviceInfo
 
 SPARSE_RECORDS = ("v32", "v4")
 """Names of the records that the kernels read."""
@@ -25,7 +26,7 @@ BLOCK_ROWS = (8, 16, 32)
 TREE_BLOCK_ROWS = BLOCK_ROWS[1:]
 
 
-def record_variant(problem: Any) -> Variant:
+def record_variant(problem: Any, device: DeviceInfo) -> Variant:
     """The build for a problem's `dtype` and `record`."""
     return Variant(dtype=problem.dtype, record=problem.record)
 

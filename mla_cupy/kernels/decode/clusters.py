@@ -41,11 +41,10 @@ def clusters(kernel: AttentionKernel[DecodeProblem], num_splits: int, b: int, ma
     return num_splits if b < num_splits and tiles_per_block > MIN_TILES_PER_BLOCK else b
 
 
-def workspace(kernel: AttentionKernel[DecodeProblem], problem: DecodeProblem, splits: SplitGrid) -> dict[str, int]:
+def workspace(kernel: AttentionKernel[DecodeProblem], block_rows: int, splits: SplitGrid) -> dict[str, int]:
     """The sizes of the parts of the workspace: nothing where clusters never share a request."""
     shared = splits.num_splits if splits.num_splits > 1 else 0
     slices = shared * splits.row_blocks * kernel.cluster_blocks
-    block_rows = int(kernel.variant(problem).block_rows)
     return {
         "partial_lse": _LSE_BYTES * slices * block_rows,
         "partial_out": 4 * D_V // kernel.cluster_blocks * slices * block_rows,

@@ -32,16 +32,12 @@ class _Config:
 
     problem: DecodeProblem
     kernel: AttentionKernel[DecodeProblem]
+    variant: Variant
     row_blocks: int
 
     schedule_part: ClassVar[str] = "schedule"
     tickets_part: ClassVar[str] = NULL
     groups_part: ClassVar[str] = NULL
-
-    @property
-    def variant(self) -> Variant:
-        """The build of the attention kernel."""
-        return self.kernel.variant(self.problem)
 
     @property
     def s_q(self) -> int:
@@ -91,7 +87,7 @@ class InClusters(_Config):
         """Memory of clusters that share requests; the tickets, which have to be zeros, are last."""
         splits = SplitGrid(self.row_blocks, self.num_splits)
         latents = self.finish.workspace(self.problem, self.max_b)
-        return Layout({**latents, **clusters.workspace(self.kernel, self.problem, splits)})
+        return Layout({**latents, **clusters.workspace(self.kernel, self.variant.block_rows, splits)})
 
     def splits(self, b: int, max_tokens: int) -> int:
         """Clusters for each row block."""

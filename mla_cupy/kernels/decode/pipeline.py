@@ -48,16 +48,17 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         chosen = chosen.sized(problem, device) or chosen
         if problem.forms.grouped:
             return _in_groups(problem, chosen, device)
+        variant = chosen.variant(problem, device)
         splits, finish = chosen.splits(problem.rows, device), _finish(problem, device)
         if chosen.cluster_blocks > 1:
-            return InClusters(problem, chosen, splits.row_blocks, splits.num_splits, finish)
+            return InClusters(problem, chosen, variant, splits.row_blocks, splits.num_splits, finish)
         blocks = finish.blocks(combine.blocks(splits.num_splits, device))
-        return InSplits(problem, chosen, splits.row_blocks, splits.num_splits, blocks, finish)
+        return InSplits(problem, chosen, variant, splits.row_blocks, splits.num_splits, blocks, finish)
 
     def in_pieces(self, config: InSplits, pieces: Pieces, device: DeviceInfo) -> InPieces:
         """Configuration of a batch-invariant call, in pieces."""
         blocks, finish = combine.blocks(pieces.max_pieces, device), _finish_of_pieces(config, device)
-        return InPieces(config.problem, config.kernel, config.row_blocks, pieces, blocks, finish)
+        return InPieces(config.problem, config.kernel, config.variant, config.row_blocks, pieces, blocks, finish)
 
     def workspace(self, config: DecodeConfig) -> Layout:
         """See `Pipeline.workspace`."""
@@ -79,9 +80,8 @@ class DecodePipeline(Pipeline[DecodeConfig]):
 
     def builds(self, config: DecodeConfig) -> Builds:
         """Every kernel that a call of this configuration may launch."""
-        attend = config.kernel, config.variant
         merge = config.merge_builds() if config.finish.combines else []
-        return [*config.schedule_builds(), attend, *merge, *config.finish.builds()]
+        return [*config.schedule_builds(), (config.kernel, config.variant), *merge, *config.finish.builds()]
 
 
 def _in_groups(problem: DecodeProblem, kernel: AttentionKernel[DecodeProblem], device: DeviceInfo) -> InGroups:
@@ -92,7 +92,9 @@ def _in_groups(problem: DecodeProblem, kernel: AttentionKernel[DecodeProblem], d
     batch = problem.batch or Batch(1, 0)
     most = groups.most(batch.b, batch.queries or problem.s_q)
     blocks = combine.blocks(splits.num_splits, device)
-    return InGroups(problem, kernel, splits.row_blocks, groups, most, splits.num_splits, blocks)
+    return InGroups(
+        problem, kernel, kernel.variant(problem, device), splits.row_blocks, groups, most, splits.num_splits, blocks
+    )
 
 
 def _finish(problem: DecodeProblem, device: DeviceInfo) -> Merge | ProjectInMerge | ProjectAfterMerge:

@@ -9,6 +9,7 @@ from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import key_variant, narrowest
 from mla_cupy.kernels.attention.records import TREE_BLOCK_ROWS, small_record_variant
 from mla_cupy.kernels.spec import Variant
+from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_QK, TILE_TOKENS, VALUE_WIDTHS
 
 
@@ -142,14 +143,14 @@ class DecodeOptions(NamedTuple):
     kernel: str | None
 
 
-def tree_variant(problem: DecodeProblem) -> Variant:
+def tree_variant(problem: DecodeProblem, device: DeviceInfo) -> Variant:
     """The build for a problem's `dtype`, `d_qk` and mask."""
     if not problem.tree_mask:
-        return key_variant(problem)
+        return key_variant(problem, device)
     return Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk, tree_mask=1)
 
 
-def tree_record_variant(problem: DecodeProblem) -> Variant:
+def tree_record_variant(problem: DecodeProblem, device: DeviceInfo) -> Variant:
     """The build for a problem of dense decode."""
     if not problem.tree_mask:
         return small_record_variant(problem, problem.rows)

@@ -49,11 +49,11 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
     return tree_or_forms(problem) if device.arch in HOPPER else needs_cc(device, "9.0")
 
 
-def _small_variant(problem: DecodeProblem) -> Variant:
+def _small_variant(problem: DecodeProblem, device: DeviceInfo) -> Variant:
     """The build of a problem: the narrowest that holds the rows, or several blocks of the widest."""
     if wants_forms(problem):
         return form_variant(rows_variant(problem, narrowest(FORM_ROWS, problem.rows)), problem)
-    return tree_record_variant(problem)
+    return tree_record_variant(problem, device)
 
 
 SMALL: AttentionKernel[DecodeProblem] = AttentionKernel(
@@ -118,7 +118,7 @@ SEESAW: AttentionKernel[DecodeProblem] = AttentionKernel(
     params_with=FORM_PARAMS,
     unsupported=_not_by_seesaw,
     preferred=_seesaw_is_faster,
-    variant=lambda problem: form_variant(record_variant(problem), problem),
+    variant=lambda problem, device: form_variant(record_variant(problem, device), problem),
     block_rows=BLOCK_M,
     forms=FORMS,
 )
@@ -148,7 +148,7 @@ SM100: AttentionKernel[DecodeProblem] = AttentionKernel(
     variants(dtype=HALF, record=DENSE_RECORDS, block_rows=BLACKWELL_BLOCK_ROWS),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=_not_on_blackwell,
-    variant=lambda problem: rows_variant(problem, narrowest(BLACKWELL_BLOCK_ROWS, problem.rows)),
+    variant=lambda problem, device: rows_variant(problem, narrowest(BLACKWELL_BLOCK_ROWS, problem.rows)),
     block_rows=BLACKWELL_BLOCK_ROWS[-1],
     unproven=True,
     forms=SINK,

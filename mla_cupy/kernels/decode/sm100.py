@@ -33,7 +33,7 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
     return None if problem.aligned else needs_alignment("q and kv_cache")
 
 
-def variant(problem: DecodeProblem) -> Variant:
+def variant(problem: DecodeProblem, device: DeviceInfo) -> Variant:
     """The narrowest build that holds the rows; more rows than 64 are divided evenly among as few blocks as possible."""
     blocks = -(-problem.rows // BLOCK_ROWS[-1])
     rows = -(-problem.rows // blocks)

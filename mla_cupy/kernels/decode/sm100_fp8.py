@@ -41,7 +41,7 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     facts={"tile_tokens": TILE_TOKENS},
     facts_of=lambda build: {"block_rows": build.block_rows},
     unsupported=unsupported,
-    variant=lambda problem: Variant(dtype=problem.dtype, block_rows=narrowest(BLOCK_ROWS, problem.rows)),
+    variant=lambda problem, device: Variant(dtype=problem.dtype, block_rows=narrowest(BLOCK_ROWS, problem.rows)),
     block_rows=BLOCK_ROWS[-1],
     kv_maps=kv_maps,
     math="fp8",

@@ -51,7 +51,7 @@ def _unsupported_terms(problem: DecodeProblem) -> Reason | None:
     return None
 
 
-def variant(problem: DecodeProblem) -> Variant:
+def variant(problem: DecodeProblem, device: DeviceInfo) -> Variant:
     """The narrowest build that holds the rows; more rows than the widest has are divided among blocks."""
     if problem.math == TERMS:
         return Variant(dtype=problem.dtype, block_rows=BLOCK_ROWS[-1], terms=2)
@@ -121,6 +121,8 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
 )
 _SMALL = replace(
     KERNEL,
-    variant=lambda problem: Variant(dtype=problem.dtype, block_rows=min(SMALL_BLOCKS, variant(problem).block_rows)),
+    variant=lambda problem, device: Variant(
+        dtype=problem.dtype, block_rows=min(SMALL_BLOCKS, variant(problem, device).block_rows)
+    ),
     block_rows=SMALL_BLOCKS,
 )

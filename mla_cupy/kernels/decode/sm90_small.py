@@ -56,7 +56,7 @@ def preferred(problem: DecodeProblem, device: DeviceInfo) -> bool:
     return problem.batch.tiles * blocks <= most * device.sm_count
 
 
-def variant(problem: DecodeProblem) -> Variant:
+def variant(problem: DecodeProblem, device: DeviceInfo) -> Variant:
     """The narrowest build that holds the rows; more rows than the widest has are divided among blocks."""
     plain = problem.d_qk == D_QK and not problem.tree_mask and not wants_forms(problem)
     builds = NARROW_BLOCK_ROWS.get(problem.d_qk, BLOCK_ROWS if plain else OTHER_BLOCK_ROWS)

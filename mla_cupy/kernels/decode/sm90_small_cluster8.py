@@ -33,7 +33,7 @@ def preferred(problem: DecodeProblem, device: DeviceInfo) -> bool:
     return batch.b * row_blocks <= KERNEL.resident(device)
 
 
-def variant(problem: DecodeProblem) -> Variant:
+def variant(problem: DecodeProblem, device: DeviceInfo) -> Variant:
     """The build of a problem; more rows than it has are divided among blocks."""
     return Variant(dtype=problem.dtype, block_rows=BLOCK_ROWS, head_dim_qk=problem.d_qk)
 

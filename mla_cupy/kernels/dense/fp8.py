@@ -95,7 +95,7 @@ SM90_FP8 = DenseKernel(
     unsupported=hopper_unsupported,
     grid=persistent_grid,
     maps=row_maps,
-    variant=lambda problem: _HOPPER_VARIANT,
+    variant=lambda problem, device: _HOPPER_VARIANT,
 )
 
 # ---- Any GPU ----------------------------------------------------------------------------------------------------
@@ -115,6 +115,6 @@ GENERIC_FP8 = DenseKernel(
     unsupported=plain_unsupported,
     fallback=True,
     grid=plain_grid,
-    variant=lambda problem: _VARIANT,
+    variant=lambda problem, device: _VARIANT,
 )
 KERNELS = (GENERIC_FP8, SM90_FP8)

@@ -38,6 +38,7 @@ class DenseConfig:
 
     problem: DenseProblem
     kernel: DenseKernel
+    variant: Variant
     grid: Dim3
     heads_at_once: int
     scheduled: bool
@@ -51,9 +52,9 @@ class DensePipeline(Pipeline[DenseConfig]):
     def configure(self, problem: DenseProblem, device: DeviceInfo, kernel: str | None = None) -> DenseConfig:
         """See `Pipeline.configure`."""
         chosen = choice.choose("dense attention", self.kernels, problem, device, kernel)
-        grid = chosen.grid(problem, device)
+        variant, grid = chosen.variant(problem, device), chosen.grid(problem, device)
         scheduled = not (chosen is SM90 and schedules_itself(problem, device))
-        return DenseConfig(problem, chosen, grid, heads_at_once(problem, device), scheduled)
+        return DenseConfig(problem, chosen, variant, grid, heads_at_once(problem, device), scheduled)
 
     def workspace(self, config: DenseConfig) -> Layout:
         """Workspace: the schedule, if there is one."""
@@ -66,7 +67,7 @@ class DensePipeline(Pipeline[DenseConfig]):
             return []
         params = _params(config, call)
         args = LaunchArgs(fp8_params(params, problem, call) if problem.coded else params, kernel.maps(problem, call))
-        attend = Launch(kernel, kernel.variant(problem), config.grid, args)
+        attend = Launch(kernel, config.variant, config.grid, args)
         return [launch_schedule(problem, call), attend] if config.scheduled else [attend]
 
 

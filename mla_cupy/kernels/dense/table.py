@@ -50,12 +50,12 @@ class DenseKernel(KernelSpec[DenseProblem]):
     maps : callable
         `maps(problem, call)`: its tensor maps and the arrays that they are of.
     variant : callable
-        `variant(problem)`: the build that it takes.
+        `variant(problem, device)`: the build that it takes.
     """
 
     grid: Callable[[DenseProblem, DeviceInfo], Dim3] = lambda problem, device: (1, 1, 1)
     maps: Callable[[DenseProblem, Call], Maps] = lambda problem, call: ()
-    variant: Callable[[DenseProblem], Variant] = lambda problem: problem.variant
+    variant: Callable[[DenseProblem, DeviceInfo], Variant] = lambda problem, device: problem.variant
 
 
 # ---- Hopper -----------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def with_mask(variant: Variant) -> Variant:
     return variant.extended(has_mask=1)
 
 
-def hopper_variant(problem: DenseProblem) -> Variant:
+def hopper_variant(problem: DenseProblem, device: DeviceInfo) -> Variant:
     """The build for Hopper."""
     variant = with_tile(problem.variant)
     return with_mask(variant) if problem.masked else variant
@@ -145,7 +145,7 @@ def mma_unsupported(problem: DenseProblem, device: DeviceInfo, smem_kb: int) -> 
 def _mma(name: str, smem_kb: int) -> DenseKernel:
     builds = tuple(mma_variant(variant, smem_kb) for variant in VARIANTS if variant.head_dim_v <= MMA_MOST_D_V)
 
-    def variant(problem: DenseProblem) -> Variant:
+    def variant(problem: DenseProblem, device: DeviceInfo) -> Variant:
         build = mma_variant(problem.variant, smem_kb)
         return with_mask(build) if problem.masked else build
 

@@ -33,9 +33,9 @@ def grid(problem: SparseBackwardProblem, device: DeviceInfo) -> Dim3:
     return (problem.s_q * -(-problem.h_q // BLOCK_HEADS), 1, 1)
 
 
-def variant(problem: SparseBackwardProblem, smem_kb: int) -> Variant:
+def variant(problem: SparseBackwardProblem, device: DeviceInfo, smem_kb: int) -> Variant:
     """The build that a problem takes."""
-    return plain_variant(problem).extended(smem_kb=smem_kb)
+    return plain_variant(problem, device).extended(smem_kb=smem_kb)
 
 
 def _kernel(name: str, smem_kb: int) -> BackwardKernel:

@@ -35,7 +35,7 @@ class Pieces:
 def cut(kernel: BackwardKernel, problem: SparseBackwardProblem, device: DeviceInfo) -> Pieces | None:
     """Cut the queries of the last round; None if that is not worth it, or the kernel has no build for it."""
     queries = problem.s_q % device.sm_count
-    build = kernel.pieces_variant(problem) if kernel.pieces_variant else None
+    build = kernel.pieces_variant(problem, device) if kernel.pieces_variant else None
     if build is None or queries == 0:
         return None
     tiles = -(-problem.topk // TILE_TOKENS)

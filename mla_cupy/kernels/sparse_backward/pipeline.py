@@ -25,6 +25,7 @@ from mla_cupy.kernels.sparse_backward.problem import (
     SparseBackwardOptions,
     SparseBackwardProblem,
 )
+from mla_cupy.kernels.spec import Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.launching import Dim3
 
@@ -50,6 +51,7 @@ class SparseBackwardConfig:
 
     problem: SparseBackwardProblem
     kernel: BackwardKernel
+    variant: Variant
     grid: Dim3
     ordered: bool
     dkv_order: DkvOrder
@@ -95,7 +97,13 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
         cut = pieces.cut(chosen, problem, device)
         whole = replace(problem, s_q=cut.first_query) if cut else problem
         return SparseBackwardConfig(
-            problem, chosen, chosen.grid(whole, device), ordered, chosen.dkv_order_on(device), cut
+            problem,
+            chosen,
+            chosen.variant(problem, device),
+            chosen.grid(whole, device),
+            ordered,
+            chosen.dkv_order_on(device),
+            cut,
         )
 
     def workspace(self, config: SparseBackwardConfig) -> Layout:
@@ -168,7 +176,7 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
         if queries > 0:
             maps = kernel.maps(problem, call) if kernel.maps else ()
             args = LaunchArgs(self._main_params(config, call, queries), maps)
-            steps.append(Launch(kernel, kernel.variant(problem), config.grid, args, dependent=False))
+            steps.append(Launch(kernel, config.variant, config.grid, args, dependent=False))
         if cut:
             # They read nothing that the launch before them writes, and begin as its blocks end.
             args = LaunchArgs(self._main_params(config, call, problem.s_q, cut))

@@ -62,7 +62,7 @@ class SparseBackwardOptions(NamedTuple):
     kernel: str | None
 
 
-def plain_variant(problem: SparseBackwardProblem) -> Variant:
+def plain_variant(problem: SparseBackwardProblem, device: DeviceInfo) -> Variant:
     """The build of a main kernel that has no other choices. `deterministic` is 1 for order-independent sums."""
     return Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk, deterministic=int(problem.deterministic))
 
@@ -81,12 +81,12 @@ class BackwardKernel(KernelSpec[SparseBackwardProblem]):
         On GPUs with vector reductions, from compute capability 9.0 on; before, those kernels that run there have
         `PLAIN`.
     variant : callable
-        `variant(problem)`: the build that it takes.
+        `variant(problem, device)`: the build that it takes.
     makes_delta : bool
         Whether it can compute sum(out * dout) itself, of an `aligned_out`.
     pieces_variant : callable, optional
-        `pieces_variant(problem)`: the build that takes a piece of a list at a time; None if there is none. A kernel
-        with such builds takes `PiecesParams`.
+        `pieces_variant(problem, device)`: the build that takes a piece of a list at a time; None if there is none. A
+        kernel with such builds takes `PiecesParams`.
     maps : callable, optional
         `maps(problem, call)`: its tensor maps and the arrays that they are of, if it fetches by TMA.
     """
@@ -94,9 +94,9 @@ class BackwardKernel(KernelSpec[SparseBackwardProblem]):
     grid: Callable[[SparseBackwardProblem, DeviceInfo], Dim3] = lambda problem, device: (1, 1, 1)
     heads_per_addition: int = 64
     dkv_order: DkvOrder = DkvOrder.PLAIN
-    variant: Callable[[SparseBackwardProblem], Variant] = plain_variant
+    variant: Callable[[SparseBackwardProblem, DeviceInfo], Variant] = plain_variant
     makes_delta: bool = False
-    pieces_variant: Callable[[SparseBackwardProblem], Variant | None] | None = None
+    pieces_variant: Callable[[SparseBackwardProblem, DeviceInfo], Variant | None] | None = None
     maps: Callable[[SparseBackwardProblem, Call], tuple[tuple[str, TensorMapSpec], ...]] | None = None
 
     def dkv_order_on(self, device: DeviceInfo) -> DkvOrder:

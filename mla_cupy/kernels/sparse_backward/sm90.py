@@ -22,9 +22,9 @@ _FEW, _FEWEST = 32, 16
 """Up to as many heads dkv takes fewer products: up to 32 in a build of its own, up to 16 in that of 64."""
 
 
-def variant(problem: SparseBackwardProblem) -> Variant:
+def variant(problem: SparseBackwardProblem, device: DeviceInfo) -> Variant:
     """The build that takes the fewest products, for up to `max_heads` heads."""
-    return plain_variant(problem).extended(max_heads=_FEW if _FEWEST < problem.h_q <= _FEW else BLOCK_HEADS)
+    return plain_variant(problem, device).extended(max_heads=_FEW if _FEWEST < problem.h_q <= _FEW else BLOCK_HEADS)
 
 
 def _with_heads(builds: tuple[Variant, ...]) -> tuple[Variant, ...]:
@@ -48,9 +48,9 @@ _PIECES = variants(dtype=HALF, head_dim_qk=(D_QK,), deterministic=(0,), max_head
 """Builds that take pieces of lists: of keys with RoPE columns, for up to 64 heads."""
 
 
-def pieces_variant(problem: SparseBackwardProblem) -> Variant | None:
+def pieces_variant(problem: SparseBackwardProblem, device: DeviceInfo) -> Variant | None:
     """The build for pieces of lists; None if there is none."""
-    build = plain_variant(problem).extended(max_heads=BLOCK_HEADS, pieces=1)
+    build = plain_variant(problem, device).extended(max_heads=BLOCK_HEADS, pieces=1)
     return build if build in _PIECES and problem.h_q <= BLOCK_HEADS else None
 
 

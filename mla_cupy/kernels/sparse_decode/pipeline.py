@@ -17,7 +17,6 @@ from mla_cupy.kernels.attention import schedule as attention_schedule
 from mla_cupy.kernels.attention.heuristics import merge_cost
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.projection import Build, is_apart
-from mla_cupy.kernels.attention.records import rows_variant
 from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.lse import LseOptions
 from mla_cupy.kernels.numbers import LOG2_E
@@ -72,10 +71,8 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         """See `Pipeline.configure`."""
         computing = choice.of_math(self.kernels, problem.math, kernel)
         chosen = choice.choose("sparse decode", computing, problem, device, kernel)
-        block_rows, variant = chosen.block_rows, chosen.variant(problem)
-        if chosen is records.SMALL:
-            block_rows = records.small_block_rows(problem, device)
-            variant = records.with_compact(rows_variant(problem, block_rows), problem)
+        variant = chosen.variant(problem, device)
+        block_rows = int(variant.block_rows) if chosen is records.SMALL else chosen.block_rows
         resident = chosen.blocks_per_sm * device.sm_count
         most = min(MAX_SPLITS, max(1, resident // -(-problem.h_q // block_rows)))
         if problem.ragged or chosen is records.FP8:

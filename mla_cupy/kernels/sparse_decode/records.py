@@ -64,7 +64,7 @@ SEESAW: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=_not_by_seesaw,
     preferred=_seesaw_is_faster,
-    variant=lambda problem: with_compact(record_variant(problem), problem),
+    variant=lambda problem, device: with_compact(record_variant(problem, device), problem),
     block_rows=BLOCK_M,
 )
 
@@ -88,6 +88,7 @@ SMALL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     ),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=_not_by_small,
+    variant=lambda problem, device: with_compact(rows_variant(problem, small_block_rows(problem, device)), problem),
     block_rows=BLOCK_ROWS[-1],
 )
 
@@ -112,7 +113,7 @@ SM100: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     variants(dtype=HALF, record=SPARSE_RECORDS, block_rows=BLACKWELL_BLOCK_ROWS),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=_not_on_blackwell,
-    variant=lambda problem: rows_variant(problem, narrowest(BLACKWELL_BLOCK_ROWS, problem.h_q)),
+    variant=lambda problem, device: rows_variant(problem, narrowest(BLACKWELL_BLOCK_ROWS, problem.h_q)),
     block_rows=BLACKWELL_BLOCK_ROWS[-1],
     unproven=True,
 )

@@ -24,6 +24,7 @@ from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs, Layout, Pipeline
 from mla_cupy.kernels.sparse_forward import convert, records, sm90, sm90_fp8, sm100
 from mla_cupy.kernels.sparse_forward.heuristics import ORDERED_BY_WIDE_MMA_FROM, ORDERED_FROM
 from mla_cupy.kernels.sparse_forward.problem import MappedKernel, SparseForwardOptions, SparseForwardProblem
+from mla_cupy.kernels.spec import Variant
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import D_V
 
@@ -41,6 +42,7 @@ class SparseForwardConfig:
 
     problem: SparseForwardProblem
     kernel: AttentionKernel[SparseForwardProblem]
+    variant: Variant
     row_blocks: int
     num_splits: int
     combine_blocks: int
@@ -79,6 +81,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
         return SparseForwardConfig(
             problem,
             chosen,
+            chosen.variant(problem, device),
             splits.row_blocks,
             splits.num_splits,
             combine.blocks(splits.num_splits, device),
@@ -114,7 +117,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
             *(convert.launches(problem, config.converted, call) if config.converted else ()),
             row_lists.launch(call, options.causal, options.relative, ordered=config.ordered, s_kv=problem.s_kv),
             schedule.launch("counts", 1, list_stride, problem.s_q, config.num_splits, merge_cost),
-            Launch(config.kernel, config.kernel.variant(problem), (config.row_blocks, config.num_splits, 1), args),
+            Launch(config.kernel, config.variant, (config.row_blocks, config.num_splits, 1), args),
         ]
         if config.combine_blocks:
             blocks = combine.needed_blocks(config.combine_blocks, problem.s_q, problem.h_q, config.num_splits)

@@ -22,7 +22,7 @@ def unsupported(problem: SparseForwardProblem, device: DeviceInfo) -> Reason | N
     return None if device.arch in HOPPER else needs_cc(device, "9.0")
 
 
-def variant(problem: SparseForwardProblem) -> Variant:
+def variant(problem: SparseForwardProblem, device: DeviceInfo) -> Variant:
     """The build for the heads: the narrowest that holds them, or several blocks of the widest."""
     return rows_variant(problem, narrowest(BLOCK_ROWS, problem.h_q))
 

@@ -31,7 +31,7 @@ def block_heads(problem: SparseForwardProblem) -> int:
     return narrowest(BLOCK_HEADS, problem.h_q)
 
 
-def variant(problem: SparseForwardProblem) -> Variant:
+def variant(problem: SparseForwardProblem, device: DeviceInfo) -> Variant:
     """The build for the heads: the narrowest that holds them, or several blocks of the widest."""
     return Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk, block_heads=block_heads(problem))
 
@@ -79,7 +79,7 @@ JOINT = MappedKernel(
     variants(dtype=HALF, head_dim_qk=HEAD_DIMS_QK),
     facts={"tile_tokens": TILE_TOKENS, "block_heads": BLOCK_HEADS[-1], "cluster": JOINT_BLOCKS},
     unsupported=_not_jointly,
-    variant=lambda problem: Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk),
+    variant=lambda problem, device: Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk),
     block_rows=BLOCK_HEADS[-1],
     unproven=True,
     maps=maps,

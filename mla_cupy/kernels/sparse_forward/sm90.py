@@ -34,7 +34,7 @@ SEESAW: AttentionKernel[SparseForwardProblem] = AttentionKernel(
     core=(Variant(dtype="bfloat16", head_dim_qk=D_QK),),
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
-    variant=lambda problem: Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk),
+    variant=lambda problem, device: Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk),
     block_rows=BLOCK_M,
 )
 
@@ -46,7 +46,7 @@ def _not_by_small(problem: SparseForwardProblem, device: DeviceInfo) -> Reason |
     return Reason(f"takes at most {BLOCK_HEADS[-1]} heads") if problem.h_q > BLOCK_HEADS[-1] else None
 
 
-def _small_variant(problem: SparseForwardProblem) -> Variant:
+def _small_variant(problem: SparseForwardProblem, device: DeviceInfo) -> Variant:
     """The build that a problem takes."""
     heads = next(heads for heads in BLOCK_HEADS if problem.h_q <= heads)
     return Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk, block_heads=heads)

@@ -29,7 +29,7 @@ KERNEL: AttentionKernel[SparseForwardProblem] = AttentionKernel(
     variants(dtype=HALF),
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
-    variant=lambda problem: Variant(dtype=problem.dtype),
+    variant=lambda problem, device: Variant(dtype=problem.dtype),
     block_rows=BLOCK_M,
     math="fp8",
     bf16_partials=True,
