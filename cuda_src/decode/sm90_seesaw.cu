@@ -35,10 +35,6 @@
 #elif defined(MLA_TREE_MASK)
 #include "decode/sm90_seesaw_tree.cuh"
 #endif
-#if defined(MLA_FORMS) || defined(MLA_TREE_MASK)
-#define MLA_SW_TILES
-#include "decode/sm90_seesaw_sw_tiles.cuh"
-#endif
 
 // Keys have RoPE columns unless a variant says otherwise.
 #ifndef MLA_HEAD_DIM_QK
@@ -47,11 +43,18 @@
 
 namespace mla::decode {
 // ---- Call ------------------------------------------------------------------------------------------------------
-// What a variant changes: what its blocks work at and rows see (Work), what comes with the query rows (load), what is
-// hidden of a tile's scores and values (mask, Hidden), and what becomes of the output before it is stored (store).
+template <class Tile>
+struct BoxKeys;
+
+// What a variant changes: what its blocks work at and rows see (Work), how keys arrive (Keys, Layout), what comes with
+// the query rows (load), what is hidden of a tile's scores and values (mask, Hidden), and what becomes of the output
+// before it is stored (store).
 struct PlainCall : PlainRows {
     using Work = ScheduledWork;
     using Hidden = HiddenRows;
+    using Layout = HalfLayout</*kRowsInTurn=*/true>;
+    template <class Tile>
+    using Keys = BoxKeys<Tile>;
     struct Extra {};  // in shared memory, from load to mask
 
     template <class Block>
@@ -82,16 +85,11 @@ using Params = DecodeParams;
 MLA_DECODE_FACTS();
 #endif
 
-#ifdef MLA_SW_TILES
-using Layout = HalfLayout</*kRowsInTurn=*/false>;
-#else
-using Layout = HalfLayout</*kRowsInTurn=*/true>;
-#endif
-
 struct Tile : PairTile<MLA_DTYPE, MLA_HEAD_DIM_QK> {
-    using Layout = decode::Layout;
+    using Layout = Call::Layout;
 };
 using Work = Call::Work;
+using Keys = Call::Keys<Tile>;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role          warps    regs   does
@@ -148,7 +146,9 @@ MLA_FACT(block_m, kBlockM);
 // The maps are of (64 columns, 8 tokens, SW128 tiles, groups of 8 tokens of a page, pages), with boxes of four SW128
 // tiles and of one, which has the RoPE columns. Pages that are no multiples of 8 tokens come in boxes of one SW128 tile
 // and up to 4 rows, by the maps of SwTileKeys.
+template <class Tile>
 struct BoxKeys {
+    using Layout = typename Tile::Layout;
     const TensorMap &half_map, &rope_map;
     bool in_groups;
 
@@ -204,12 +204,6 @@ struct BoxKeys {
         }
     }
 };
-
-#ifdef MLA_SW_TILES
-using Keys = SwTileKeys<Tile>;
-#else
-using Keys = BoxKeys;
-#endif
 
 // Both halves of a tile, each as soon as its place is free.
 struct TileLoader {
