@@ -10,7 +10,6 @@ from mla_cupy.kernels.attention import (
     generic,
     generic_forms,
     mma,
-    mma_narrow,
     row_lists,
     schedule,
 )
@@ -27,7 +26,6 @@ KERNELS: tuple[KernelSpec[Any], ...] = (
     generic.KERNEL,
     generic_forms.KERNEL,
     *mma.KERNELS,
-    mma_narrow.KERNEL,
     row_lists.KERNEL,
     schedule.KERNEL,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.attention import combine, combine_project, generic, generic_forms, mma, mma_narrow
+from mla_cupy.kernels.attention import combine, combine_project, generic, generic_forms, mma
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.projection import is_apart
 from mla_cupy.kernels.decode import (
@@ -42,9 +42,8 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         forms.SMALL,
         forms.SEESAW,
         *sm100.KERNELS,
-        *mma.KERNELS,
         narrow.KERNEL,
-        mma_narrow.KERNEL,
+        *mma.KERNELS,
         generic.KERNEL,
         generic_forms.KERNEL,
         sm90_fp8.KERNEL,
@@ -54,7 +53,6 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         records.SEESAW_FORMS,
         records.SMALL_FORMS,
         records.SM100,
-        records.MMA_163KB,
         records.MMA,
         records.GENERIC,
     )
