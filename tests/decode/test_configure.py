@@ -25,7 +25,7 @@ from tests.support.workspace import assert_laid_out
 
 HOPPER = on_hopper(SCHEDULED_KERNELS)
 SMALL, SEESAW, GENERIC = "decode_sm90_small", "decode_sm90_seesaw", "attention_generic"
-MMA, MMA_163KB = "attention_mma", "attention_mma_163kb"
+MMA = "attention_mma"
 
 
 def gpu(cc: tuple[int, int] = (9, 0), sm_count: int = 132) -> DeviceInfo:
@@ -86,11 +86,11 @@ def test_merge_only_where_something_is_split() -> None:
         (gpu(), True, SEESAW),
         (gpu(), False, GENERIC),
         (gpu((7, 5)), True, GENERIC),
-        (gpu((8, 0)), True, MMA_163KB),
+        (gpu((8, 0)), True, MMA),
         (gpu((8, 0)), False, GENERIC),
         (gpu((8, 6)), True, MMA),
         (gpu((8, 9)), True, MMA),
-        (gpu((10, 0)), True, MMA_163KB),  # has no WGMMA
+        (gpu((10, 0)), True, MMA),  # has no WGMMA
         (gpu((12, 0)), True, MMA),
     ],
     ids=str,

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.attention import combine, combine_project, generic, mma, mma_narrow, row_lists, schedule
+from mla_cupy.kernels.attention import combine, combine_project, generic, mma, row_lists, schedule
 from mla_cupy.kernels.spec import KernelSpec
 
 __all__ = [
@@ -15,7 +15,6 @@ KERNELS: tuple[KernelSpec[Any], ...] = (
     *combine_project.KERNELS,
     generic.KERNEL,
     *mma.KERNELS,
-    mma_narrow.KERNEL,
     row_lists.KERNEL,
     schedule.KERNEL,
 )

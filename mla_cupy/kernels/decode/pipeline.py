@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.attention import combine, combine_project, generic, mma, mma_narrow
+from mla_cupy.kernels.attention import combine, combine_project, generic, mma
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.projection import is_apart
 from mla_cupy.kernels.decode import records, sm90, sm90_fp8, sm90_small, sm90_small_cluster8, sm100, sm100_fp8
@@ -29,7 +29,6 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         sm90_small.KERNEL,
         sm90.KERNEL,
         *sm100.KERNELS,
-        mma_narrow.KERNEL,
         *mma.KERNELS,
         generic.KERNEL,
         sm90_fp8.KERNEL,
@@ -37,7 +36,6 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         records.SEESAW,
         records.SMALL,
         records.SM100,
-        records.MMA_163KB,
         records.MMA,
         records.GENERIC,
     )

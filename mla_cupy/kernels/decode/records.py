@@ -155,8 +155,8 @@ SM100: AttentionKernel[DecodeProblem] = AttentionKernel(
 )
 
 
-MMA_163KB, MMA = mma.from_records(
-    ("decode_mma_records_163kb", "decode_mma_records"),
+MMA = mma.from_records(
+    "decode_mma_records",
     "dense decode from FP8 records",
     "decode/mma_records.cu",
     DecodeParams,
@@ -175,4 +175,4 @@ GENERIC = from_records(
 )
 
 
-KERNELS = (SMALL, SEESAW, SM100, MMA_163KB, MMA, GENERIC)
+KERNELS = (SMALL, SEESAW, SM100, MMA, GENERIC)
