@@ -13,6 +13,7 @@ import pytest
 import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, PlanError, UnsupportedDeviceError, dtypes, reference
 from mla_cupy.cache_formats import without_heads
+from mla_cupy.kernels.attention import combine
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
 from mla_cupy.kernels.decode.sm90_fp8 import kv_maps
@@ -332,10 +333,9 @@ def test_partial_results_that_are_bfloat16(options: dict[str, Any], bf16: bool, 
 
 def test_the_merge_of_bfloat16_is_built_beside_the_other() -> None:
     """A plan serves results of either kind."""
-    merges = {"attention_combine", "attention_combine_bf16_partials"}
-    for math, wanted in (("fp8", merges), ("fp8x2", {"attention_combine"}), ("exact", {"attention_combine"})):
+    for math, wanted in (("fp8", {"bfloat16", "bfloat16-bfloat16"}), ("fp8x2", {"bfloat16"}), ("exact", {"bfloat16"})):
         config = DECODE.configure(DecodeProblem(1, 128, "bfloat16", record="fp8", math=math), H200)
-        assert {kernel.name for kernel, _ in DECODE.builds(config)} & merges == wanted
+        assert {str(build) for kernel, build in DECODE.builds(config) if kernel is combine.KERNEL} == wanted
 
 
 @pytest.mark.parametrize(("page_size", "rope"), [(1, (128, "128B")), (65, (128, "128B")), (2, (64, "64B"))])

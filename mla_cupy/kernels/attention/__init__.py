@@ -11,7 +11,7 @@ __all__ = [
 ]
 
 KERNELS: tuple[KernelSpec[Any], ...] = (
-    *combine.KERNELS,
+    combine.KERNEL,
     *combine_project.KERNELS,
     generic.KERNEL,
     *mma.KERNELS,

@@ -171,7 +171,7 @@ class InSplits(_Config):
         """Kernels of the merge."""
         if not self.combine_blocks:
             return []
-        bf16 = [(combine.BF16_PARTIALS, combine.BF16_PARTIALS.variants[0])] if self.bf16_partials else []
+        bf16 = [(combine.KERNEL, combine.BF16_PARTIALS)] if self.bf16_partials else []
         return [(combine.KERNEL, combine.build(self.problem.half, self.problem.d_v)), *bf16]
 
 
