@@ -185,8 +185,8 @@ MLA_DEVICE i32 even_pieces(const DecodeParams& p) {
 MLA_DEVICE void merge_even_pieces(const DecodeParams& p, i32 pieces) {
     const i32 thread = threadIdx.x % kTeamThreads, lane = thread % kWarpThreads;
     // PERF(H200, 2026-11-27, -1 % to -5 % of sparse decode of up to 16 queries): the next kernel may start at once, as
-    // with up to kEarlyRows rows elsewhere (see next_may_start). At the beginning of the kernel, the request makes dense
-    // decode of 16 heads 1 % to 2 % slower, although that never comes by here.
+    // with up to kEarlyRows rows elsewhere (see next_may_start). At the beginning of the kernel, the request makes
+    // dense decode of 16 heads 1 % to 2 % slower, although that never comes by here.
     griddepcontrol_launch_dependents();
     bool waited = false;
 #pragma unroll 1
