@@ -641,7 +641,7 @@ test_many_records_is_caught, test_many_records_as_it_is = mutant_suite(
     [
         Mutant(
             "what lies past the end is read",
-            "decode/sm90_records_forms.cuh",
+            "attention/sm90/seesaw_records_forms.cuh",
             " || token >= item.tokens",
             "",
         ),

@@ -145,7 +145,7 @@ MLA_DEVICE i32 query_rows_of_warp(const RecordBlock<C>& block, i32 warp) {
 
 // ---- Scouts ----------------------------------------------------------------------------------------------------
 // What a scout remembers of the query rows of its dequantising warp, and how it asks for them. With optional inputs
-// this, the walk and TileBefore keep it in the lanes' words: decode/sm90_records_forms.cuh.
+// this, the walk and TileBefore keep it in the lanes' words: attention/sm90/seesaw_records_forms.cuh.
 template <class C, class Walk = SlimTileWalk<typename C::Work>>
 struct ScoutedQuery {
     MLA_DEVICE static void remember(Walk&, const RecordBlock<C>&, i32) {}
