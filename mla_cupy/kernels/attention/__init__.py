@@ -22,7 +22,7 @@ __all__ = [
 KERNELS: tuple[KernelSpec[Any], ...] = (
     *combine.KERNELS,
     combine_forms.KERNEL,
-    *combine_project.KERNELS,
+    combine_project.KERNEL,
     generic.KERNEL,
     generic_forms.KERNEL,
     *mma.KERNELS,
