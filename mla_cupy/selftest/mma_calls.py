@@ -367,8 +367,8 @@ def _logits_probes() -> Iterator[MmaProbe]:
 
 
 def _tcgen05_logits_probes() -> Iterator[MmaProbe]:
-    """Each build of each kernel; heads that fill whole chunks of columns, and others, some for one stage of queries."""
-    kernel, paged = logits_sm100.KERNEL, logits_sm100.PAGED
+    """Each build; heads that fill whole chunks of columns, and others, some for one stage of queries."""
+    kernel = logits_sm100.KERNEL
     instructions = ("tmem/ld/32x32b*", "mma.f8f6f4/*", "copy/load/*")
     of_keys = [(f"{d}codes-{heads}heads", heads, d) for d, heads in ((128, 64), (128, 20), (64, 72), (32, 20))]
     of_pages = [(f"{n}tokens-{heads}heads", heads, n) for n, heads in ((2, 64), (1, 64), (4, 20), (8, 72))]
@@ -390,7 +390,7 @@ def _tcgen05_logits_probes() -> Iterator[MmaProbe]:
             )
         for label, heads, tokens in of_pages if stage == "block" else of_pages[:1]:
             yield _probe(
-                paged,
+                kernel,
                 stage,
                 label,
                 f"indexer_logits_paged, {heads} heads, {tokens} next tokens of {on_gpu.queries} sequences of "

@@ -12,7 +12,7 @@ __all__ = [
 
 KERNELS: tuple[KernelSpec[Any], ...] = (
     combine.KERNEL,
-    *combine_project.KERNELS,
+    combine_project.KERNEL,
     generic.KERNEL,
     *mma.KERNELS,
     row_lists.KERNEL,

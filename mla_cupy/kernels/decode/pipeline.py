@@ -119,7 +119,7 @@ def _finish_of_pieces(config: InSplits, device: DeviceInfo) -> Merge | ProjectIn
 
 
 def _project_in_merge(problem: DecodeProblem, tokens: int, device: DeviceInfo) -> ProjectInMerge:
-    build = combine_project.PROJECTION.build
+    build = combine_project.KERNEL.build
     return ProjectInMerge(build(problem.half, problem.h_q, problem.d_head, tokens, device))
 
 

@@ -39,6 +39,6 @@ KERNEL = LogitsKernel(
     facts={"tile_keys": TILE_KEYS, "max_short_line": _SHORT_LINE, "max_heads": MAX_HEADS},
     unsupported=unsupported,
     variant=lambda problem: Variant(dtype=problem.dtype, head_dim=problem.head_dim),
-    tile_keys=TILE_KEYS,
+    tile_keys=lambda problem: TILE_KEYS,
     short_line=_SHORT_LINE,
 )
