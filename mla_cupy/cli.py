@@ -35,7 +35,7 @@ _DEFAULT_ARCH = "sm_90a"
 _EPILOG = """\
 examples:
   mla-cupy info                               what is installed, which GPUs there are, where kernels are kept
-  mla-cupy compile --arch sm_90a              compile every kernel for Hopper into the cache; needs no GPU
+  mla-cupy compile --arch sm_90a              compile what Hopper runs into the cache; needs no GPU
   mla-cupy compile --arch sm_90a --out DIR    the same into DIR, for MLA_CUPY_CUBIN_DIR in a container image
   mla-cupy export --op decode --h-q 16 --page-size 64 --arch sm_90a --out DIR
                                               kernels and what launches them as C sources, for programs without Python
@@ -167,7 +167,11 @@ def _add_archs(command: argparse.ArgumentParser) -> None:
 def _add_selection(command: argparse.ArgumentParser) -> None:
     _add_archs(command)
     command.add_argument(
-        "--kernels", type=_names, default=("all",), metavar="NAME[,NAME...]", help="kernels by name, or all (default)"
+        "--kernels",
+        type=_names,
+        default=("all",),
+        metavar="NAME[,NAME...]",
+        help="kernels by name; or all (default): what GPUs of the targets run where no kernel is named",
     )
 
 
@@ -357,18 +361,15 @@ def _plan(options: argparse.Namespace) -> list[Planned]:
     """Every kernel, variant and target that the options ask for."""
     from mla_cupy.kernels import KERNELS
 
-    archs = _archs(options.arch)
-    if options.kernels == ("all",):
-        specs = list(KERNELS.values())
-    else:
+    archs, named = _archs(options.arch), options.kernels != ("all",)
+    if named:
         _check_names("--kernels", options.kernels, KERNELS, "all, or some of ")
-        specs = [spec for name, spec in KERNELS.items() if name in options.kernels]
     planned = [
         (spec, variant, spec.request(variant, arch))
         for arch in archs
-        for spec in specs
-        if spec.supports_arch(arch)
-        for variant in spec.variants
+        for name, spec in KERNELS.items()
+        if not named or name in options.kernels
+        for variant in (spec.variants_on(arch) if named else spec.defaults_on(arch))
     ]
     if not planned:
         raise ArgumentError(explain("--arch", ", ".join(archs), "a target that one of the kernels supports"))

@@ -25,7 +25,7 @@ from mla_cupy.ops.call import forget
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime import driver, env, launching, loader, worker
 from mla_cupy.runtime.build import Build, BuildRequest
-from mla_cupy.runtime.device import EVERY_KERNEL, DeviceInfo, smem_per_block
+from mla_cupy.runtime.device import EVERY_KERNEL, DeviceInfo, smem_per_block, usable_smem
 from mla_cupy.runtime.launching import ArgumentBlock, Dim3, LoadedKernel, PreparedLaunch
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
@@ -34,7 +34,7 @@ DEVICE = 0
 
 def fake_gpu(sm_count: int, cc: tuple[int, int] = (9, 0), l2_bytes: int = 50 << 20) -> DeviceInfo:
     """A GPU of any size, with the shared memory of its kind; kernels that no hardware has run are chosen, too."""
-    smem = smem_per_block(cc)
+    smem = usable_smem(smem_per_block(cc))
     return DeviceInfo(DEVICE, "simulated GPU", cc, sm_count, smem, l2_bytes, 1 << 34, EVERY_KERNEL)
 
 

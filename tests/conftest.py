@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.pop("COLUMNS", None)  # of the workers' own terminal, which output under test is not written to
 
+from mla_cupy.ops.call import forget
 from mla_cupy.runtime import device
 from tests.support import sets
 from tests.support.mutants import plant  # noqa: F401 (fixture)
@@ -69,3 +71,22 @@ def hopper(gpu: device.DeviceInfo) -> device.DeviceInfo:
     if gpu.arch != "sm_90a":
         pytest.skip(f"needs compute capability 9.0, {gpu.name} has {gpu.cc}")
     return gpu
+
+
+@pytest.fixture(autouse=True)
+def least_smem(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Little shared memory for the tests with the mark `in_99kb`."""
+    if request.node.get_closest_marker("in_99kb") is None:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLA_CUPY_SMEM_KB", "99")
+        _look_again()
+        yield
+    _look_again()
+
+
+def _look_again() -> None:
+    """Forget the GPU's properties, and the calls that were configured by them."""
+    device.describe.cache_clear()
+    forget()

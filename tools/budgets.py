@@ -66,9 +66,10 @@ class Target:
 
         It is the first variant, for Hopper if the kernel can; the lines of NVRTC take turns over the kernels.
         """
-        arch = "sm_90a" if self.spec.supports_arch("sm_90a") else archs_of(self.spec)[0]
+        archs = archs_of(self.spec)
+        arch = "sm_90a" if "sm_90a" in archs else archs[0]
         turn, left_out = divmod([*KERNELS].index(self.kernel), 6)
-        first = self.variant == self.spec.variants[0] and not left_out
+        first = self.variant == self.spec.defaults_on(arch)[0] and not left_out
         return first and (self.arch, self.line) == (arch, LINES[turn % len(LINES)])
 
     def __str__(self) -> str:
@@ -78,7 +79,7 @@ class Target:
 def archs_of(spec: KernelSpec[Any]) -> tuple[str, ...]:
     """The targets that a kernel is made for."""
     candidates = (*ARCHS, *CONSUMER) if spec.archs else ARCHS
-    return tuple(arch for arch in candidates if spec.supports_arch(arch))
+    return tuple(arch for arch in candidates if spec.defaults_on(arch))
 
 
 TARGETS = tuple(
@@ -86,7 +87,7 @@ TARGETS = tuple(
     for line in LINES
     for spec in KERNELS.values()
     for arch in archs_of(spec)
-    for variant in spec.variants
+    for variant in spec.defaults_on(arch)
 )
 
 

@@ -98,9 +98,8 @@ GENERIC = "attention_generic"  # without tensor cores
 #: Kernels to be compared with the one that is chosen: those among which the size of a batch or of pages decides, and
 #: those of GPUs without WGMMA.
 NAMED = (
-    *("decode_sm90_seesaw", "decode_sm90_seesaw_boxes", "decode_sm90_small", "decode_sm90_small_cluster8"),
-    *("attention_mma", "attention_mma_163kb", "attention_mma_small", "attention_mma_small_163kb"),
-    *("decode_sm90_small_narrow", "attention_mma_small_narrow"),
+    *("decode_sm90_seesaw", "decode_sm90_small", "decode_sm90_small_cluster8"),
+    *("attention_mma", "attention_mma_small"),
 )
 #: Batch-invariant plans, and the `split_tokens` of each.
 INVARIANT = {"batch_invariant": 4096, "batch_invariant_512": 512}
@@ -436,7 +435,7 @@ DECODE = BenchOperation(
   run decode --suite small-batches --peers decode_sm90_small,decode_sm90_small_cluster8
   run decode --suite pages                             pages of 16 to 128 tokens
   run decode --suite forms --peers q_rope,attn_sink,out_rope,packed,varying
-  run decode --suite narrow --peers generic,attention_mma_small_narrow
+  run decode --suite narrow --peers generic,attention_mma_small
   run decode --suite windows --peers none              windows beside plain calls over as many keys
   run decode --case b3-sq2-hq16-skv1000-page16         any other shape, named in the same form
 """,

@@ -196,7 +196,7 @@ TERMS, CODED_TERMS = "fp8x2", "fp8x2_e4m3_queries"
 EXACT = "exact"  # our own with conversion, where the case has products in FP8
 FORMAT = "kv_format" if hasattr(mla_cupy, "checking") else "record"  # in older trees
 GENERIC = "decode_generic_records"  # without tensor cores
-NAMED_RECORDS = "decode_mma_records", "decode_mma_records_163kb"  # of GPUs without WGMMA
+NAMED_RECORDS = ("decode_mma_records",)  # of GPUs without WGMMA
 
 
 class Fp8Decode(Decode):

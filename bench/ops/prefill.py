@@ -264,7 +264,7 @@ def choose_indices(case: PrefillCase, seed: int, device: Device) -> Any:
 D_QK = 576  # absorbed
 
 GENERIC = "dense_generic"  # without tensor cores
-NAMED = ("dense_mma_163kb", "dense_mma")  # of GPUs without WGMMA
+NAMED = ("dense_mma",)  # of GPUs without WGMMA
 
 
 MASK_GIVEN, WITHOUT_MASK, SPARSE = "mask_given", "without_mask", "sparse_forward"
@@ -460,7 +460,7 @@ PREFILL = BenchOperation(
     examples="""examples:
   run prefill --peers-dir peers --peers fa3,cudnn      all cases, FlashAttention-3 and cuDNN beside us
   run prefill --quick --method events                  single calls instead of graphs
-  run prefill --peers dense_mma,dense_mma_163kb        the kernels of other GPUs on this one
+  run prefill --peers dense_mma                        the kernel of other GPUs on this one
   run prefill --suite masked                           2,048 selected keys a query, by a mask
   run prefill --suite fp8                              queries, keys and values in e4m3
   run prefill --case b1-sq512-skv4096-hq16             any other shape, named in the same form

@@ -104,7 +104,7 @@ def make_inputs(case: SparseBackwardCase, dtype: str, seed: int, device: Device)
 # ---- What is timed ---------------------------------------------------------------------------------------------------
 
 GENERIC = "sparse_backward_generic"  # without tensor cores
-NAMED = ("sparse_backward_mma_163kb", "sparse_backward_mma")  # of GPUs without WGMMA
+NAMED = ("sparse_backward_mma",)  # of GPUs without WGMMA
 
 
 class SparseBackward(Own):

@@ -249,8 +249,8 @@ def _drawn(record: str, seed: int) -> Array:
 # ---- What is timed ---------------------------------------------------------------------------------------------------
 
 GENERIC = "sparse_decode_generic"  # without tensor cores
-#: Kernels to be compared with the one that is chosen: Hopper's two, and those of GPUs without WGMMA.
-NAMED = "sparse_decode_sm90", "sparse_decode_sm90_small", "sparse_decode_mma", "sparse_decode_mma_163kb"
+#: Kernels to be compared with the one that is chosen: Hopper's two, and the one of GPUs without WGMMA.
+NAMED = "sparse_decode_sm90", "sparse_decode_sm90_small", "sparse_decode_mma"
 
 
 class SparseDecode(Own):

@@ -57,7 +57,7 @@ CASES = (
 # ---- What is timed ---------------------------------------------------------------------------------------------------
 
 GENERIC = "attention_generic"  # without tensor cores
-NAMED = ("attention_mma_163kb", "attention_mma")  # of GPUs without WGMMA
+NAMED = ("attention_mma",)  # of GPUs without WGMMA
 
 
 class SparseForward(Own):

@@ -1,6 +1,5 @@
-// Forms of dense decode that most calls do without, for kernels of their own (`*_forms.cu`): queries whose number
-// varies from request to request, a window of tokens, queries whose RoPE columns are an array of their own, and results
-// that are turned back by RoPE.
+// Optional inputs of dense decode, for builds with MLA_FORMS: queries whose number varies from request to request, a
+// window of tokens, queries whose RoPE columns are an array of their own, and results that are turned back by RoPE.
 //
 // The queries of all requests come in groups, each of which is to the schedule what a request is otherwise: a group has
 // as many queries of one request as fill a thread block, or fewer, and the tokens that its window leaves.

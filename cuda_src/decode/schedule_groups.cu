@@ -1,5 +1,5 @@
 // Divides the queries of a batch into groups, and cuts the tiles that these see into splits: the schedule of the
-// kernels in `*_forms.cu` (attention/query_groups.cuh).
+// builds with optional inputs (attention/query_groups.cuh).
 //
 // One block. A thread counts the groups of some consecutive sequences; sums over the threads before it say where in the
 // list they go. Where queries are packed, those of no sequence come in groups, too, that see no token: as if there were

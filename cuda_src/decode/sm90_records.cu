@@ -9,6 +9,9 @@
 // (attention/split_work.cuh). Sparse decode's kernel for few heads, whose tokens are those of a block table, and whose
 // rows are all those of s_q tokens. The roles are in attention/sm90/small_records.cuh.
 //
+// Variants: a mask over drafts, optional inputs (attention/query_groups.cuh). With the latter a split holds groups of
+// queries instead of requests, masks begin where the windows of rows do, and query rows are two pieces each.
+//
 // Source: as sparse_decode/sm90_small.cu.
 #include "attention/sm90/small_records.cuh"
 
@@ -22,14 +25,22 @@ using namespace attention;
 using namespace attention::sm90;
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
-using Small = SmallRecords<MLA_DTYPE, MLA_RECORD, PagedTokens, MLA_BLOCK_ROWS, MLA_TREE_MASK>;
-
+#ifdef MLA_FORMS
+using Params = DecodeFormParams;
+using Tokens = GroupedTokens;
+MLA_DECODE_FORM_FACTS();
+#else
+using Params = DecodeParams;
+using Tokens = PagedTokens;
 MLA_DECODE_FACTS();
+#endif
+
+using Small = SmallRecords<MLA_DTYPE, MLA_RECORD, Tokens, MLA_BLOCK_ROWS, MLA_TREE_MASK>;
 MLA_SMALL_RECORDS_FACTS(Small);
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(Small::kThreads, 1)
-    mla_decode_sm90_records(const __grid_constant__ DecodeParams p) {
+    mla_decode_sm90_records(const __grid_constant__ Params p) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     run_small_records<Small>(p, smem);
 }

@@ -10,13 +10,13 @@
 // heads, whose tokens are those of a block table. What a block's token does not see is not read. The roles are in
 // attention/sm90/seesaw_records.cuh.
 //
-// Variants: optional inputs (decode/sm90_records_forms.cuh).
+// Variants: optional inputs (attention/sm90/seesaw_records_forms.cuh).
 //
 // Source: as sparse_decode/sm90.cu.
 #include "attention/sm90/seesaw_records.cuh"
 
 #ifdef MLA_FORMS
-#include "decode/sm90_records_forms.cuh"
+#include "attention/sm90/seesaw_records_forms.cuh"
 #endif
 
 namespace mla::decode {

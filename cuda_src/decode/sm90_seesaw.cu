@@ -16,8 +16,8 @@
 //   right   |   S1      |  softmax 1     | O_R += P0 V0_R | O_R += P1 V1_R | S1 = Q K1'      | ...
 //   load    |           |       K0'_left, K0'_right ->  K1'_left, K1'_right ->
 //
-// Variants: a mask over drafts (decode/sm90_seesaw_tree.cuh), optional inputs (decode/sm90_seesaw_forms.cuh), several
-// KV heads (decode/sm90_seesaw_sw_tiles.cuh). They plug in where a call loads, masks and stores: see PlainCall.
+// Variants: a mask over drafts (decode/sm90_seesaw_tree.cuh), optional inputs (decode/sm90_seesaw_forms.cuh). They plug
+// in where a call loads, masks and stores: see PlainCall.
 //
 // Source: the two-warpgroup split of O and the shared maximum are FlashMLA's idea (its "seesaw" schedule, 2025).
 // Differences: separate loader warps and one mechanism for all page sizes; one running maximum instead of exchanged
@@ -35,10 +35,6 @@
 #elif defined(MLA_TREE_MASK)
 #include "decode/sm90_seesaw_tree.cuh"
 #endif
-#if defined(MLA_FORMS) || defined(MLA_TREE_MASK) || defined(MLA_KV_HEADS)
-#define MLA_SW_TILES
-#include "decode/sm90_seesaw_sw_tiles.cuh"
-#endif
 
 // Keys have RoPE columns unless a variant says otherwise.
 #ifndef MLA_HEAD_DIM_QK
@@ -47,11 +43,18 @@
 
 namespace mla::decode {
 // ---- Call ------------------------------------------------------------------------------------------------------
-// What a variant changes: what its blocks work at and rows see (Work), what comes with the query rows (load), what is
-// hidden of a tile's scores and values (mask, Hidden), and what becomes of the output before it is stored (store).
+template <class Tile>
+struct BoxKeys;
+
+// What a variant changes: what its blocks work at and rows see (Work), how keys arrive (Keys, Layout), what comes with
+// the query rows (load), what is hidden of a tile's scores and values (mask, Hidden), and what becomes of the output
+// before it is stored (store).
 struct PlainCall : PlainRows {
     using Work = ScheduledWork;
     using Hidden = HiddenRows;
+    using Layout = HalfLayout</*kRowsInTurn=*/true>;
+    template <class Tile>
+    using Keys = BoxKeys<Tile>;
     struct Extra {};  // in shared memory, from load to mask
 
     template <class Block>
@@ -82,16 +85,11 @@ using Params = DecodeParams;
 MLA_DECODE_FACTS();
 #endif
 
-#ifdef MLA_SW_TILES
-using Layout = HalfLayout</*kRowsInTurn=*/false>;
-#else
-using Layout = HalfLayout</*kRowsInTurn=*/true>;
-#endif
-
 struct Tile : PairTile<MLA_DTYPE, MLA_HEAD_DIM_QK> {
-    using Layout = decode::Layout;
+    using Layout = Call::Layout;
 };
 using Work = Call::Work;
+using Keys = Call::Keys<Tile>;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role          warps    regs   does
@@ -141,14 +139,16 @@ MLA_FACT(smem_bytes, sizeof(Storage));
 MLA_FACT(block_m, kBlockM);
 
 // ---- Load role -------------------------------------------------------------------------------------------------
-// One KV head, and pages of any number of tokens: a box has all four SW128 tiles of a half, and 8 rows of each of them
+// Pages of any number of tokens: a box has all four SW128 tiles of a half, and 8 rows of each of them
 // lie in turn (HalfLayout<true>). With pages of 16 tokens a tile of 64 is 12 boxes instead of 36, with pages of 64 it
 // is 3 instead of 9; one thread after the other issues them, while both warpgroups wait for the first half.
 //
 // The maps are of (64 columns, 8 tokens, SW128 tiles, groups of 8 tokens of a page, pages), with boxes of four SW128
 // tiles and of one, which has the RoPE columns. Pages that are no multiples of 8 tokens come in boxes of one SW128 tile
 // and up to 4 rows, by the maps of SwTileKeys.
+template <class Tile>
 struct BoxKeys {
+    using Layout = typename Tile::Layout;
     const TensorMap &half_map, &rope_map;
     bool in_groups;
 
@@ -204,12 +204,6 @@ struct BoxKeys {
         }
     }
 };
-
-#ifdef MLA_SW_TILES
-using Keys = SwTileKeys<Tile>;
-#else
-using Keys = BoxKeys;
-#endif
 
 // Both halves of a tile, each as soon as its place is free.
 struct TileLoader {

@@ -3,6 +3,7 @@
 #pragma once
 #include "attention/sm90/turned_result.cuh"
 #include "attention/sm90/window_values.cuh"
+#include "decode/sm90_seesaw_sw_tiles.cuh"
 #include "decode/split_rows.cuh"
 #include "tile/elements.cuh"
 
@@ -20,6 +21,9 @@ MLA_DEVICE void mask_before(float (&scores)[kCount], i32 r, i32 first, i32 threa
 struct FormsCall {
     using Work = GroupedWork;
     using Hidden = HiddenOfWindows;
+    using Layout = HalfLayout</*kRowsInTurn=*/false>;
+    template <class Tile>
+    using Keys = SwTileKeys<Tile>;
     struct Extra {};
 
     template <class Block>

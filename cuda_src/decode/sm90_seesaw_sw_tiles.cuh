@@ -1,5 +1,5 @@
-// How keys arrive in the variants of decode/sm90_seesaw.cu with several KV heads, a tree or optional inputs: in boxes
-// of one SW128 tile, 64 columns.
+// How keys arrive in the variants of decode/sm90_seesaw.cu with a tree or optional inputs: in boxes of one SW128 tile,
+// 64 columns.
 #pragma once
 #include "decode/sm90_load.cuh"
 

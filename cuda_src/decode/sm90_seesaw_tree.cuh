@@ -5,6 +5,7 @@
 #include "attention/sm90/two_warpgroups.cuh"
 #include "attention/tree_mask.cuh"
 #include "decode/sm90_huge_rows.cuh"
+#include "decode/sm90_seesaw_sw_tiles.cuh"
 
 namespace mla::decode {
 using namespace attention;
@@ -13,6 +14,9 @@ using namespace attention::sm90;
 struct TreeCall : PlainRows {
     using Work = TreeWork;
     using Hidden = HiddenRows;
+    using Layout = HalfLayout</*kRowsInTurn=*/false>;
+    template <class Tile>
+    using Keys = SwTileKeys<Tile>;
     // What rows see of the two tiles that may have drafts comes with Q: the math warpgroups have no registers to
     // compute it.
     struct Extra {

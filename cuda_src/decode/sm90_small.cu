@@ -17,12 +17,16 @@
 //   load    |        K' groups 0, 1, 2 ->                 | K'' groups 0, 1, 2 ->
 //   query   |              Q of the next work item
 //
-// The roles are in decode/sm90_small.cuh and decode/sm90_small_block.cuh.
+// Variants: a mask over drafts, optional inputs (attention/query_groups.cuh). With the latter a split holds groups of
+// queries instead of requests, masks begin where the windows of rows do, and query rows are two pieces each
+// (decode/split_rows.cuh). What a tile goes through is in decode/sm90_small.cuh.
 //
 // Source: swapped operands for few query rows are FlashMLA-ETAP's idea (2025). What differs: a single math warpgroup,
 // and V^T is read from the tile of keys without a transpose.
 #include "common/limits.cuh"
-#include "decode/sm90_small_block.cuh"
+#include "decode/sm90_small.cuh"
+#include "decode/split_rows.cuh"
+#include "ptx/control.cuh"
 
 // Keys have RoPE columns unless a variant says otherwise.
 #ifndef MLA_HEAD_DIM_QK
@@ -36,19 +40,76 @@
 
 namespace mla::decode::sm90 {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-using Small = Config<MLA_DTYPE, MLA_BLOCK_ROWS, MLA_HEAD_DIM_QK, MLA_TREE_MASK>;
+#ifdef MLA_FORMS
+using Params = DecodeFormParams;
+using Work = GroupedWork;
+MLA_DECODE_FORM_FACTS();
+#else
+using Params = DecodeParams;
+using Work = ScheduledWork;
+MLA_DECODE_FACTS();
+#endif
+
+using Small = Config<MLA_DTYPE, MLA_BLOCK_ROWS, MLA_HEAD_DIM_QK, MLA_TREE_MASK, Work>;
 
 static_assert(sizeof(Storage<Small>) <= kMaxDynamicSmem, "shared memory");
 
-MLA_DECODE_FACTS();
 MLA_FACT(threads, kThreads);
 MLA_FACT(smem_bytes, sizeof(Storage<Small>));
 MLA_FACT(block_rows, Small::kBlockRows);
 
+// ---- Math role -------------------------------------------------------------------------------------------------
+MLA_DEVICE void run_math_role(Block<Small>& block, i32 thread) {
+    using Element = Small::Element;
+    const DecodeParams& p = block.p;
+    Storage<Small>& s = block.s;
+    Math<Small> math;
+    math.stage = math.q_stage = 0;
+    Work::HeldItem item;
+    for (WorkIteratorOf<Work> walk(p, block.split, block.hidden); walk.next(p, item);) {
+        math.reset();
+        process_item(block, math, item, thread);
+        if constexpr (Work::kForms) {
+            turn_back<Small::kBlockRows>(p, GroupedWork::of(item), block.row0, math.out[Small::kSwTilesV - 1], thread);
+        }
+        i32 at_end = thread, row0 = block.row0;
+        if constexpr (Small::kBlockRows > 32) {  // what follows from them would not fit beside the loops' values
+            opaque(at_end);
+            opaque(row0);
+        }
+        const BlockHeadsOf<Work> rows{block.kv_head, row0, block.rows_of(item)};
+        store_result</*kWithRowMax=*/false>(Element{}, p, item, rows, math, s.warp_values, s.stats, 0, true, MathOnly,
+                                            at_end);
+        if (s.nonfinite_request == item.request) {
+            bar_sync(MathOnly, kWarpgroupThreads);  // the results are stored
+            fixup_nonfinite<Element, head_dim_v(Small::kHeadDimQk)>(block, item, 0, at_end);
+        }
+    }
+}
+
 // ---- Kernel ----------------------------------------------------------------------------------------------------
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    mla_decode_sm90_small(const __grid_constant__ DecodeParams p, const __grid_constant__ TensorMap kv_map) {
+    mla_decode_sm90_small(const __grid_constant__ Params p, const __grid_constant__ TensorMap kv_map) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
-    run_small_block<Small>(p, kv_map, *reinterpret_cast<Storage<Small>*>(smem));
+    Storage<Small>& s = *reinterpret_cast<Storage<Small>*>(smem);
+    Block<Small> block(p, s);
+    if (threadIdx.x == 0) {
+        prefetch_tensormap(kv_map);
+        init_storage(s);
+    }
+    __syncthreads();
+    prefetch_inputs<Work, ItemRows<Work>::kLatentLines<Small>>(p);
+    griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
+
+    const i32 warp = uniform_warp();
+    if (warp < kLoadWarp) {
+        run_math_role(block, threadIdx.x);
+    } else if (warp == kLoadWarp) {
+        run_load_role(block, threadIdx.x % kWarpThreads, GroupLoader<Small>{block, kv_map, 0});
+    } else {
+        const QueryStages<kStagesQ> stages{s.q[0][0], s.q_full, s.q_empty};
+        run_query_role<Small>(block, stages, threadIdx.x - kQueryWarp * kWarpThreads);
+    }
+    griddepcontrol_launch_dependents();
 }
 }  // namespace mla::decode::sm90

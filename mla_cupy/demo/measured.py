@@ -64,7 +64,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def core_requests(arch: str) -> list[BuildRequest]:
     """Return the builds of the calls that are made most; those for one kind of GPU, which take longest, come first."""
-    core = [(spec, variant) for spec in KERNELS.values() if spec.supports_arch(arch) for variant in spec.core]
+    core = [(spec, variant) for spec in KERNELS.values() for variant in spec.core_on(arch)]
     core.sort(key=lambda build: not build[0].archs)
     return [spec.request(variant, arch) for spec, variant in core]
 

@@ -118,7 +118,7 @@ def _kernel(kernel: Kernel, arch: str, image: str) -> dict[str, Any]:
         "threads": kernel.threads,
         "cluster": kernel.cluster,
         "shared_bytes": kernel.shared_bytes,
-        "struct": kernel.spec.params.__name__,
+        "struct": kernel.params.__name__,
     }
 
 

@@ -11,7 +11,7 @@ from mla_cupy.export import explore
 from mla_cupy.export.expressions import Expression
 from mla_cupy.export.record import RecordedFill, RecordedLaunch, RecordedStep, Refusal, Target
 from mla_cupy.export.subject import Subject
-from mla_cupy.kernels.param_layout import ParamLayout, layout_of
+from mla_cupy.kernels.param_layout import ParamLayout, Params, layout_of
 from mla_cupy.kernels.spec import KernelSpec, Variant
 from mla_cupy.runtime.build import Build, BuildRequest
 
@@ -39,6 +39,11 @@ class Kernel:
     variant: Variant
     build: Build
     ptx: bool = False
+
+    @property
+    def params(self) -> type[Params]:
+        """Its parameter struct."""
+        return self.spec.params_of(self.variant)
 
     @property
     def image(self) -> bytes:
@@ -92,7 +97,7 @@ class Module:
     @cached_property
     def structs(self) -> dict[str, ParamLayout]:
         """The parameter structs of the launches, by name."""
-        kinds = {kernel.spec.params.__name__: kernel.spec.params for kernel in self.kernels}
+        kinds = {kernel.params.__name__: kernel.params for kernel in self.kernels}
         return {name: layout_of(kinds[name]) for name in sorted(kinds)}
 
     def index(self, target: int, build: tuple[str, Variant]) -> int:

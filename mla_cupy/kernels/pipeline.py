@@ -75,7 +75,7 @@ class Launch:
     dependent: bool = True
 
     def __post_init__(self) -> None:
-        assert type(self.args.params) is self.kernel.params
+        assert type(self.args.params) is self.kernel.params_of(self.variant)
 
 
 @dataclass(frozen=True)

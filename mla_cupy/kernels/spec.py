@@ -10,10 +10,12 @@ from typing import Any, Generic, TypeVar
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.param_layout import ParamLayout, Params, layout_of
 from mla_cupy.runtime.build import BuildRequest
-from mla_cupy.runtime.device import DeviceInfo
+from mla_cupy.runtime.device import TARGETS, DeviceInfo, number_of
 
 ANY_ARCH: tuple[str, ...] = ()
 """Targets of kernels without architecture-specific instructions."""
+SINCE_AMPERE = tuple(target for target in TARGETS if number_of(target) >= 80)
+"""Targets of kernels with mma.sync of 16-bit numbers and cp.async."""
 HOPPER = ("sm_90a",)
 """Targets of kernels with WGMMA."""
 BLACKWELL = ("sm_100a", "sm_103a")
@@ -84,6 +86,11 @@ def always(problem: Any, device: DeviceInfo) -> bool:
     return True
 
 
+def everywhere(variant: Variant, arch: str) -> bool:
+    """The `runs_on` and `is_default` of kernels all of whose builds are for all of their targets."""
+    return True
+
+
 @dataclass(frozen=True)
 class KernelSpec(Generic[ProblemT]):
     """One kernel: one entry point of one `.cu`.
@@ -98,12 +105,17 @@ class KernelSpec(Generic[ProblemT]):
         Relative to `cuda_src`.
     params : subclass of Params
         Its parameter struct.
+    params_with : mapping
+        The parameter struct of builds with a macro, where that is another one: macro -> struct.
     archs : tuple of str
         Targets such as "sm_90a"; empty for any.
     variants, core : tuple of Variant
-        All of its builds, and those that are compiled on import.
-    core_archs : tuple of str
-        The targets for which they are: where others are faster, an import does not wait for them. Empty for all.
+        All of its builds, and those of the defaults that are compiled on import.
+    runs_on : callable
+        `runs_on(variant, arch)`: whether GPUs of a target can run a build.
+    is_default : callable
+        `is_default(variant, arch)`: whether they may run it where no kernel is named. Other builds are compiled at the
+        first call that names the kernel.
     facts : mapping
         Constants of the device code that the host relies on: name -> value. Tests compare them with the cubin.
     facts_of : callable
@@ -132,9 +144,11 @@ class KernelSpec(Generic[ProblemT]):
     archs: tuple[str, ...] = ANY_ARCH
     variants: tuple[Variant, ...] = PLAIN
     core: tuple[Variant, ...] = ()
-    core_archs: tuple[str, ...] = ANY_ARCH
+    runs_on: Callable[[Variant, str], bool] = everywhere
+    is_default: Callable[[Variant, str], bool] = everywhere
     facts: Mapping[str, int] = field(default_factory=dict, hash=False)
     facts_of: Callable[[Variant], Mapping[str, int]] = lambda variant: {}
+    params_with: Mapping[str, type[Params]] = field(default_factory=dict, hash=False)
     unsupported: Callable[[ProblemT, DeviceInfo], Reason | None] = takes_all
     preferred: Callable[[ProblemT, DeviceInfo], bool] = always
     on_request: bool = False
@@ -156,18 +170,29 @@ class KernelSpec(Generic[ProblemT]):
         """Name of the `__global__` function."""
         return f"mla_{self.base or self.name}"
 
-    @property
-    def layout(self) -> ParamLayout:
-        """Layout of its parameters in memory."""
-        return layout_of(self.params)
+    def params_of(self, variant: Variant) -> type[Params]:
+        """The parameter struct of a build."""
+        return next((struct for macro, struct in self.params_with.items() if hasattr(variant, macro)), self.params)
+
+    def layout(self, variant: Variant) -> ParamLayout:
+        """Layout of a build's parameters in memory."""
+        return layout_of(self.params_of(variant))
 
     def supports_arch(self, arch: str) -> bool:
         """True if it compiles for a target."""
         return not self.archs or arch in self.archs
 
+    def variants_on(self, arch: str) -> tuple[Variant, ...]:
+        """The builds that GPUs of a target can run."""
+        return tuple(one for one in self.variants if self.supports_arch(arch) and self.runs_on(one, arch))
+
+    def defaults_on(self, arch: str) -> tuple[Variant, ...]:
+        """The builds that GPUs of a target may run where no kernel is named: those to compile ahead."""
+        return tuple(one for one in self.variants_on(arch) if self.is_default(one, arch))
+
     def core_on(self, arch: str) -> tuple[Variant, ...]:
         """The builds that are compiled for a target on import."""
-        return self.core if self.supports_arch(arch) and (not self.core_archs or arch in self.core_archs) else ()
+        return tuple(one for one in self.defaults_on(arch) if one in self.core)
 
     def request(self, variant: Variant, arch: str) -> BuildRequest:
         """Request to compile `variant` for `arch`."""
@@ -177,6 +202,11 @@ class KernelSpec(Generic[ProblemT]):
 def needs_cc(device: DeviceInfo, *ccs: str) -> Reason:
     """The reason of kernels for other GPUs."""
     return Reason(f"needs compute capability {' or '.join(ccs)}, {device.name} has {device.cc[0]}.{device.cc[1]}")
+
+
+def needs_ampere(device: DeviceInfo) -> Reason | None:
+    """The reason of kernels with mma.sync of 16-bit numbers, where the GPU is older."""
+    return needs_cc(device, "8.0 or newer") if device.cc < (8, 0) else None
 
 
 def needs_alignment(arrays: str) -> Reason:

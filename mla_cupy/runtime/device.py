@@ -33,6 +33,17 @@ def smem_per_block(cc: tuple[int, int]) -> int:
     return _SMEM_KB.get(cc, 99) * 1024
 
 
+def smem_on(arch: str) -> int:
+    """Bytes of shared memory that a block of a target's GPUs may have."""
+    return smem_per_block(divmod(number_of(arch), 10))
+
+
+def usable_smem(nbytes: int) -> int:
+    """The bytes of a block's shared memory that kernels may use where the GPU has so many: see MLA_CUPY_SMEM_KB."""
+    most = env.get("SMEM_KB")
+    return nbytes if most == "all" else min(nbytes, int(most) * 1024)
+
+
 TARGETS = tuple(arch_of(*divmod(number, 10)) for number in (75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121))
 """The targets of every GPU that a kernel may run on."""
 
@@ -111,7 +122,7 @@ def describe(ordinal: int) -> DeviceInfo:
         name=properties["name"].decode(),
         cc=(int(properties["major"]), int(properties["minor"])),
         sm_count=int(properties["multiProcessorCount"]),
-        smem_optin=int(properties["sharedMemPerBlockOptin"]),
+        smem_optin=usable_smem(int(properties["sharedMemPerBlockOptin"])),
         l2_bytes=int(properties["l2CacheSize"]),
         total_memory=int(properties["totalGlobalMem"]),
     )

@@ -61,6 +61,13 @@ VARIABLES: Mapping[str, Variable] = {
             "TMEM_CHECK", "0", "1: Blackwell kernels stop at wrong accesses to tensor memory, and are slow", ("0", "1")
         ),
         Variable(
+            "SMEM_KB",
+            "all",
+            "shared memory that a block may have: all: what the GPU has; 99: at most 99 KB, to test and measure the "
+            "builds for GPUs with no more",
+            ("all", "99"),
+        ),
+        Variable(
             "ADMISSION",
             "record",
             "where kernels that have never run on hardware run by default: record: where `mla-cupy selftest` has "

@@ -168,10 +168,11 @@ def _cached_or_refuse(request: BuildRequest) -> Build:
     except KernelCompileError:  # no NVRTC: what it would have built cannot be told
         found = None
     if found is None:
-        kernel = request.entry.removeprefix("mla_")
+        command = f"mla-cupy compile --arch {request.arch} --kernels {request.entry.removeprefix('mla_')}"
+        directory = env.get("CUBIN_DIR")
         raise KernelNotBuiltError(
             f"{request.name} is not built and MLA_CUPY_JIT=off forbids compiling it: run "
-            f"`mla-cupy compile --arch {request.arch} --kernels {kernel}`, or set MLA_CUPY_CUBIN_DIR"
+            + (f"`{command} --out {directory}`" if directory else f"`{command}`, or set MLA_CUPY_CUBIN_DIR")
         )
     return found
 

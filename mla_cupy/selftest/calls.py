@@ -15,7 +15,7 @@ from mla_cupy.kernels.sparse_backward import SPARSE_BACKWARD, mma
 from mla_cupy.kernels.sparse_backward.problem import SparseBackwardProblem
 from mla_cupy.runtime import device as devices
 from mla_cupy.runtime.build import BuildRequest
-from mla_cupy.selftest.probe import TMA_ARCHS, Array, Finding, Machine, UnfitError, random
+from mla_cupy.selftest.probe import ARCHS, TMA_ARCHS, Array, Finding, Machine, UnfitError, random
 
 D_QK, D_V = 576, 512
 SCALE = D_QK**-0.5
@@ -28,7 +28,7 @@ DIRECTION = 1e-4
 CALL_SECONDS = 600.0
 _MAIN = {kernel.name: kernel for kernel in SPARSE_BACKWARD.kernels}
 _FAMILY = {"sm_90a": "sm90", "sm_100a": "sm100", "sm_103a": "sm100"}
-_MMA = {kernel.name: kernel for kernel in mma.KERNELS}
+_MMA = mma.KERNEL.name
 _INSTRUCTIONS = ("tmem/*", "mma/*", "copy/*", "reduce/*", "stmatrix/*")
 
 
@@ -177,7 +177,7 @@ def _problem(size: Size, h_q: int, d_qk: int, dtype: str) -> tuple[list[Array], 
 
 
 def _probes_of(kernel: str, archs: tuple[str, ...]) -> Iterator[CallProbe]:
-    needs = (*_INSTRUCTIONS, "mma.ws/*") if kernel.endswith("_ws") else () if kernel in _MMA else _INSTRUCTIONS
+    needs = (*_INSTRUCTIONS, "mma.ws/*") if kernel.endswith("_ws") else () if kernel == _MMA else _INSTRUCTIONS
     for name, dtype, d_qk in (
         ("bfloat16", "bfloat16", D_QK),
         ("float16", "float16", D_QK),
@@ -230,7 +230,7 @@ def probes() -> list[CallProbe]:
     """Probes of every main kernel that is registered for a family of GPUs with probes."""
     found: list[CallProbe] = []
     for kernel in _MAIN:
-        archs = _MMA[kernel].archs if kernel in _MMA else tuple(arch for arch in TMA_ARCHS if _FAMILY[arch] in kernel)
+        archs = ARCHS if kernel == _MMA else tuple(arch for arch in TMA_ARCHS if _FAMILY[arch] in kernel)
         if archs:
             found.extend(_probes_of(kernel, archs))
     return found

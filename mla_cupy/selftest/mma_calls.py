@@ -312,42 +312,40 @@ def _tcgen05_fp8_probes() -> Iterator[MmaProbe]:
 def _records_probes() -> Iterator[MmaProbe]:
     """Each record and each number of rows of a block; then several blocks, which a schedule cuts."""
     builds = [("v32", "bfloat16", 16), ("fp8", "bfloat16", 32), ("v4", "float16", 32)]
-    for kernel in (records.MMA_163KB, records.MMA):
-        for stage, variants, on_gpu, simulated in (
-            ("block", builds, Sizes(1, 200), Sizes(1, 40)),
-            ("kernel", builds[:1], Sizes(32, 4096), Sizes(2, 70)),
-        ):
-            for record, dtype, rows in variants:
-                yield _probe(
-                    kernel,
-                    stage,
-                    f"{record}-{dtype}-{rows}rows",
-                    f"mla_decode of {record}, {rows} rows, {on_gpu.queries} requests of {on_gpu.keys} tokens",
-                    functools.partial(mla_cupy.mla_decode, scale=SCALE),
-                    functools.partial(_decode_records, heads=rows, dtype=dtype, record=record),
-                    on_gpu,
-                    simulated,
-                )
+    for stage, variants, on_gpu, simulated in (
+        ("block", builds, Sizes(1, 200), Sizes(1, 40)),
+        ("kernel", builds[:1], Sizes(32, 4096), Sizes(2, 70)),
+    ):
+        for record, dtype, rows in variants:
+            yield _probe(
+                records.MMA,
+                stage,
+                f"{record}-{dtype}-{rows}rows",
+                f"mla_decode of {record}, {rows} rows, {on_gpu.queries} requests of {on_gpu.keys} tokens",
+                functools.partial(mla_cupy.mla_decode, scale=SCALE),
+                functools.partial(_decode_records, heads=rows, dtype=dtype, record=record),
+                on_gpu,
+                simulated,
+            )
 
 
 def _prefill_probes() -> Iterator[MmaProbe]:
     """Keys with and without RoPE columns; then several tiles of queries."""
-    for kernel in (dense.MMA_163KB, dense.MMA):
-        for stage, dtype, d_qk, on_gpu, simulated in (
-            ("block", "bfloat16", 192, Sizes(100, 300), Sizes(20, 70)),
-            ("block", "float16", 128, Sizes(100, 300), Sizes(20, 70)),
-            ("kernel", "bfloat16", 192, Sizes(1024, 2048), Sizes(140, 150)),
-        ):
-            yield _probe(
-                kernel,
-                stage,
-                f"{dtype}-{d_qk}",
-                f"mla_prefill, {on_gpu.queries} queries, {on_gpu.keys} keys of {d_qk} columns",
-                mla_cupy.mla_prefill,
-                functools.partial(_prefill, dtype=dtype, d_qk=d_qk),
-                on_gpu,
-                simulated,
-            )
+    for stage, dtype, d_qk, on_gpu, simulated in (
+        ("block", "bfloat16", 192, Sizes(100, 300), Sizes(20, 70)),
+        ("block", "float16", 128, Sizes(100, 300), Sizes(20, 70)),
+        ("kernel", "bfloat16", 192, Sizes(1024, 2048), Sizes(140, 150)),
+    ):
+        yield _probe(
+            dense.MMA,
+            stage,
+            f"{dtype}-{d_qk}",
+            f"mla_prefill, {on_gpu.queries} queries, {on_gpu.keys} keys of {d_qk} columns",
+            mla_cupy.mla_prefill,
+            functools.partial(_prefill, dtype=dtype, d_qk=d_qk),
+            on_gpu,
+            simulated,
+        )
 
 
 def _logits_probes() -> Iterator[MmaProbe]:
@@ -369,8 +367,8 @@ def _logits_probes() -> Iterator[MmaProbe]:
 
 
 def _tcgen05_logits_probes() -> Iterator[MmaProbe]:
-    """Each build of each kernel; heads that fill whole chunks of columns, and others, some for one stage of queries."""
-    kernel, paged = logits_sm100.KERNEL, logits_sm100.PAGED
+    """Each build; heads that fill whole chunks of columns, and others, some for one stage of queries."""
+    kernel = logits_sm100.KERNEL
     instructions = ("tmem/ld/32x32b*", "mma.f8f6f4/*", "copy/load/*")
     of_keys = [(f"{d}codes-{heads}heads", heads, d) for d, heads in ((128, 64), (128, 20), (64, 72), (32, 20))]
     of_pages = [(f"{n}tokens-{heads}heads", heads, n) for n, heads in ((2, 64), (1, 64), (4, 20), (8, 72))]
@@ -392,7 +390,7 @@ def _tcgen05_logits_probes() -> Iterator[MmaProbe]:
             )
         for label, heads, tokens in of_pages if stage == "block" else of_pages[:1]:
             yield _probe(
-                paged,
+                kernel,
                 stage,
                 label,
                 f"indexer_logits_paged, {heads} heads, {tokens} next tokens of {on_gpu.queries} sequences of "

@@ -11,10 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_cupy import arrays
-from mla_cupy.kernels.attention.mma import LEAST_KB, archs
 from mla_cupy.kernels.param_layout import NULL, Params, layout_of, values_of
 from mla_cupy.kernels.pipeline import bind
-from mla_cupy.kernels.spec import KernelSpec, Variant
+from mla_cupy.kernels.spec import SINCE_AMPERE, KernelSpec, Variant
 from mla_cupy.runtime import driver, launching
 from mla_cupy.runtime.build import BuildRequest
 from mla_cupy.runtime.launching import Dim3
@@ -25,7 +24,7 @@ Array = npt.NDArray[Any]
 BLACKWELL = ("sm_100a", "sm_103a")
 HOPPER = ("sm_90a",)
 TMA_ARCHS = HOPPER + BLACKWELL
-ARCHS = archs(LEAST_KB)
+ARCHS = SINCE_AMPERE
 """All targets that have probes: those with mma.sync of 16-bit numbers."""
 AXES = {
     "dump": ("lane", "column"),

@@ -85,14 +85,6 @@ def probes() -> list[MmaProbe]:
         *_probes_of(sm100.KERNEL, "sparse_mla_forward", sm100.BLOCK_HEADS),
         *_probes_of(sm100.JOINT, "sparse_mla_forward", (128,), _OF_A_PAIR),
         *_probes_of(records.SM100, "sparse_mla_decode", records.BLACKWELL_BLOCK_ROWS),
-        *(
-            probe
-            for kernel in (mma.WIDE_163KB, mma.WIDE)
-            for probe in _probes_of(kernel, "sparse_mla_forward", (64,), ())
-        ),
-        *(
-            probe
-            for kernel in (records.MMA_163KB, records.MMA)
-            for probe in _probes_of(kernel, "sparse_mla_decode", mma.SMALL_ROWS, ())
-        ),
+        *_probes_of(mma.WIDE, "sparse_mla_forward", (64,), ()),
+        *_probes_of(records.MMA, "sparse_mla_decode", mma.SMALL_ROWS, ()),
     ]

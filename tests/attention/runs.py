@@ -10,29 +10,28 @@ from tests.support.flat import flat, mla_decode
 from tests.support.sim_driver import simulated
 from tests.support.tolerance import check, check_lse
 
-#: Compute capability by kernel: among them the oldest one, one whose blocks have little shared memory, and the newest.
-GPUS = {
-    mma.SMALL_163KB.name: (8, 0),
-    mma.SMALL.name: (12, 0),
-    mma.WIDE_163KB.name: (8, 0),
-    mma.WIDE.name: (8, 9),
-}
-
+Gpu = tuple[str, tuple[int, int]]
+"""A kernel, and the compute capability of a GPU that it runs on, which decides the size of its shared memory."""
 Mode = tuple[str, int]
 
+#: The oldest GPU, which has more shared memory, and newer ones, which have less.
+SMALL: tuple[Gpu, Gpu] = ((mma.SMALL.name, (8, 0)), (mma.SMALL.name, (12, 0)))
+WIDE: tuple[Gpu, Gpu] = ((mma.WIDE.name, (8, 0)), (mma.WIDE.name, (8, 9)))
+GPUS = (*SMALL, *WIDE)
 
-def decode(inputs: DecodeInputs, kernel: str, mode: Mode = ("random", 3), sm_count: int = 2) -> None:
+
+def decode(inputs: DecodeInputs, gpu: Gpu, mode: Mode = ("random", 3), sm_count: int = 2) -> None:
     """Dense decode, against the oracle."""
-    with simulated(sm_count, GPUS[kernel], *mode) as target:
-        got = mla_decode(*inputs.arguments, **inputs.case.options, kernel=kernel)
-    assert any(entry.startswith("mla_attention_mma") for entry in target.launched)
+    with simulated(sm_count, gpu[1], *mode) as target:
+        got = mla_decode(*inputs.arguments, **inputs.case.options, kernel=gpu[0])
+    assert f"mla_{gpu[0]}" in target.launched
     check(got, inputs.exact, inputs.rounded, inputs.case.dtype)
 
 
-def sparse_forward(inputs: sparse_cases.SparseInputs, kernel: str, mode: Mode = ("random", 3)) -> None:
+def sparse_forward(inputs: sparse_cases.SparseInputs, gpu: Gpu, mode: Mode = ("random", 3)) -> None:
     """The sparse forward, against the oracle."""
-    with simulated(2, GPUS[kernel], *mode):
-        got = flat(mla_cupy.sparse_mla_forward)(*inputs.arguments, **inputs.options, kernel=kernel)
+    with simulated(2, gpu[1], *mode):
+        got = flat(mla_cupy.sparse_mla_forward)(*inputs.arguments, **inputs.options, kernel=gpu[0])
     check(got[:2], inputs.exact[:2], inputs.rounded[:2], inputs.case.dtype)
     check_lse(got[2], inputs.exact[2], inputs.rounded[2])
 

@@ -16,7 +16,7 @@ import mla_cupy
 from mla_cupy import dtypes, reference
 from mla_cupy.kernels.dense import DENSE_BACKWARD
 from tests.attention.test_huge_scores import HugeCase, integers, queries, tokens
-from tests.support.kernels import BACKWARD_KERNELS, cc_of
+from tests.support.kernels import BACKWARD_KERNELS, cc_of, in_both_sizes
 from tests.support.sim_driver import simulated
 
 Array = npt.NDArray[Any]
@@ -82,7 +82,7 @@ def test_dense_backward(kernel: str, deterministic: bool) -> None:
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("kernel", BACKWARD_KERNELS)
+@pytest.mark.parametrize("kernel", in_both_sizes(BACKWARD_KERNELS))
 def test_sparse_backward(kernel: str, deterministic: bool) -> None:
     run_sparse(kernel, deterministic, simulated(2, cc_of(kernel), mode="random"))
 
@@ -96,6 +96,6 @@ def test_dense_backward_on_a_gpu(hopper: object, kernel: str, deterministic: boo
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("kernel", [kernel for kernel in BACKWARD_KERNELS if "sm100" not in kernel])
+@pytest.mark.parametrize("kernel", in_both_sizes(kernel for kernel in BACKWARD_KERNELS if "sm100" not in kernel))
 def test_sparse_backward_on_a_gpu(hopper: object, kernel: str, deterministic: bool) -> None:
     run_sparse(kernel, deterministic, nullcontext())

@@ -26,7 +26,7 @@ from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
 from tests.cache.inputs import empty_cache
 from tests.support.flat import flat
-from tests.support.kernels import cc_of
+from tests.support.kernels import cc_of, has_sizes
 from tests.support.mutant_suite import mutant_suite
 from tests.support.mutants import Mutant
 from tests.support.sim_driver import simulated
@@ -182,8 +182,13 @@ OPERATIONS: dict[str, tuple[Any, Callable[[HugeCase], Call]]] = {
     "prefill": (DENSE, prefill),
 }
 KERNELS = [(operation, kernel.name) for operation, (family, _) in OPERATIONS.items() for kernel in family.kernels]
+IN_99KB = [
+    pytest.param(operation, kernel, id=f"{operation}-{kernel}-99kb", marks=pytest.mark.in_99kb)
+    for operation, kernel in KERNELS
+    if has_sizes(kernel)
+]
 #: Those that a Hopper has. What the kernels without WGMMA need, it has, too.
-ON_HOPPER = [(operation, kernel) for operation, kernel in KERNELS if "sm100" not in kernel]
+ON_HOPPER = [*((operation, kernel) for operation, kernel in KERNELS if "sm100" not in kernel), *IN_99KB]
 
 
 def candidates(operation: str, kernel: str) -> Iterator[HugeCase]:
@@ -250,9 +255,10 @@ def with_options(case: HugeCase, name: str) -> Call:
 
 BESIDE = [
     *(("decode", "decode_sm90_seesaw", option) for option in ("tree_mask", "float32")),
+    ("decode", "attention_mma_small", "narrow"),
     *(
         ("decode", kernel, option)
-        for kernel in ("decode_sm90_small_forms", "decode_sm90_seesaw_forms")
+        for kernel in ("decode_sm90_small", "decode_sm90_seesaw")
         for option in ("window", "out_rope")
     ),
     *(("prefill", kernel, option) for kernel in ("dense_mma", "dense_sm90") for option in ("mask", "state")),
@@ -260,7 +266,7 @@ BESIDE = [
 
 
 def run_beside(operation: str, kernel: str, option: str, place: AbstractContextManager[Any]) -> None:
-    heads, d_qk = 16 if "seesaw" in kernel else 8, 512 if option == "out_rope" else 576
+    heads, d_qk = 16 if "seesaw" in kernel else 8, {"out_rope": 512, "narrow": 320}.get(option, 576)
     case = HugeCase(operation, kernel, heads=heads, d_qk=d_qk, lengths=(5, 67))
     function, oracle, arguments, options = with_options(case, option)
     exact = oracle(*arguments, **{name: x for name, x in options.items() if name != "out_dtype"})
@@ -270,7 +276,7 @@ def run_beside(operation: str, kernel: str, option: str, place: AbstractContextM
 
 # ---- Tests -----------------------------------------------------------------------------------------------------
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize(("operation", "kernel"), KERNELS)
+@pytest.mark.parametrize(("operation", "kernel"), [*KERNELS, *IN_99KB])
 def test_every_kernel(operation: str, kernel: str) -> None:
     run_first(candidates(operation, kernel))
 
@@ -287,8 +293,6 @@ def test_beside_other_options(operation: str, kernel: str, option: str) -> None:
         ("prefill", "dense_sm90"),
         ("prefill", "dense_sm90_fp8"),
         ("decode", "decode_sm90_seesaw"),
-        ("decode", "decode_sm90_seesaw_boxes"),
-        ("decode", "decode_sm90_seesaw_forms"),
     ],
 )
 def test_ordinary_scores_between_huge_ones(operation: str, kernel: str) -> None:
@@ -340,7 +344,7 @@ def variants(case: HugeCase) -> Iterator[HugeCase]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
-@pytest.mark.parametrize(("operation", "kernel"), KERNELS)
+@pytest.mark.parametrize(("operation", "kernel"), [*KERNELS, *IN_99KB])
 def test_every_size(operation: str, kernel: str, dtype: str) -> None:
     for number in range(2 * len(SHIFTS[dtype])):
         cases = [[*variants(case)][number] for case in candidates(operation, kernel) if case.dtype == dtype]

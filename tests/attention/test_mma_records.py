@@ -23,8 +23,8 @@ from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
 
 #: With two tiles of keys on the oldest GPU, which has no conversion of e4m3; with one on GPUs of less shared memory.
-DENSE = (("decode_mma_records_163kb", (8, 0)), ("decode_mma_records", (8, 9)), ("decode_mma_records", (12, 0)))
-SPARSE = (("sparse_decode_mma_163kb", (8, 0)), ("sparse_decode_mma", (12, 0)), ("sparse_decode_mma", (8, 6)))
+DENSE = (("decode_mma_records", (8, 0)), ("decode_mma_records", (8, 9)), ("decode_mma_records", (12, 0)))
+SPARSE = (("sparse_decode_mma", (8, 0)), ("sparse_decode_mma", (12, 0)), ("sparse_decode_mma", (8, 6)))
 OLD = ("decode_mma_records", (8, 6))
 MODES = (("late", 0), ("random", 5), ("early", 0))
 

@@ -13,6 +13,7 @@ import mla_cupy
 from mla_cupy import dtypes, reference
 from mla_cupy.cache_formats import FORMATS
 from tests.attention.test_mma_records import DENSE, SPARSE, Gpu
+from tests.support.kernels import in_both_sizes
 from tests.support.mutant_suite import mutant_suite
 from tests.support.mutants import Mutant
 from tests.support.sim_driver import simulated
@@ -219,7 +220,7 @@ test_is_caught, test_as_it_is = mutant_suite(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", [name for name, _ in GPUS])
+@pytest.mark.parametrize("kernel", in_both_sizes((DENSE[0][0], SPARSE[0][0])))
 @pytest.mark.parametrize("h_q", [16, 64])
 @pytest.mark.parametrize("size", [1.0, 1e-4, 1e-10], ids=str)
 def test_values_on_a_gpu(hopper: object, kernel: str, h_q: int, size: float) -> None:

@@ -96,9 +96,9 @@ def test_bad_options_are_refused(bad, capsys):
             "_flashmla_extension_C",
         ),
         ("sparse-forward", ["--peers", "flashmla"], "--peers-dir"),
-        ("sparse-forward", ["--peers", "cudnn"], "generic, attention_mma_163kb, attention_mma, flashmla"),
+        ("sparse-forward", ["--peers", "cudnn"], "generic, attention_mma, flashmla"),
         ("sparse-backward", ["--peers", "cudnn"], "nvidia-cudnn-frontend"),
-        ("sparse-backward", ["--peers", "flashmla"], "deterministic, generic, sparse_backward_mma_163kb, "),
+        ("sparse-backward", ["--peers", "flashmla"], "deterministic, generic, sparse_backward_mma"),
     ],
 )
 def test_what_cannot_run_says_why(operation, arguments, text, capsys, monkeypatch):

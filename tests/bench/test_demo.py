@@ -55,12 +55,7 @@ def gpu(monkeypatch, device, fake):
 
 def test_core_kernels_are_compiled_those_of_this_gpu_first(gpu):
     assert demo.run(options()) == 0
-    core = [
-        spec.request(variant, "sm_90a")
-        for spec in KERNELS.values()
-        if spec.supports_arch("sm_90a")
-        for variant in spec.core
-    ]
+    core = [spec.request(variant, "sm_90a") for spec in KERNELS.values() for variant in spec.core_on("sm_90a")]
     assert set(gpu.compiled) == set(core)
     special = [bool(KERNELS[request.entry.removeprefix("mla_")].archs) for request in gpu.compiled]
     assert any(special)

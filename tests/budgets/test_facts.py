@@ -28,7 +28,7 @@ COUNTED = {"tmem_columns", "tmem_columns_used", "mbarriers", "products", "weight
 def test_facts_are_the_launchers(target: Target) -> None:
     facts = built(target).facts
     constants = {**target.spec.facts, **target.spec.facts_of(target.variant)}
-    assert facts["params_layout"] == target.spec.layout.offsets()
+    assert facts["params_layout"] == target.spec.layout(target.variant).offsets()
     assert {name: facts.get(name) for name in constants} == constants
     of_variant = {"tile_keys", "block_rows", "block_heads", "max_heads", "max_d_nope"} & facts.keys() - constants.keys()
     known = {"params_layout", *constants, *([] if "record" not in facts else ["record"])}
@@ -49,7 +49,8 @@ def test_records_of_kernels_are_those_of_the_package(target: Target) -> None:
 
 @pytest.mark.parametrize("spec", [*KERNELS.values(), *catalog.KERNELS.values()], ids=lambda spec: spec.name)
 def test_a_kernel_has_the_class_of_its_struct(spec: KernelSpec[Any]) -> None:
-    assert spec.params.__name__ in params.parameter_structs(spec.source, sources.source_root())
+    structs = {spec.params_of(variant).__name__ for variant in spec.variants}
+    assert structs <= {*params.parameter_structs(spec.source, sources.source_root())}
 
 
 def test_a_point_of_the_schedule_is_two_ints() -> None:

@@ -60,6 +60,32 @@ def test_out_is_what_cubin_dir_takes(
     assert loader.obtain(kernels.KERNELS["copy"].request(variant, "sm_90a")).facts == {"smem_bytes": 1024}
 
 
+@pytest.mark.parametrize(
+    ("command", "builds"),
+    [
+        (["--arch", "sm_90a"], {"320", "288"}),
+        (["--arch", "sm_80"], {"16", "32", "512", "320", "288"}),
+        (["--arch", "sm_90a", "--kernels", "attention_mma_small"], {"16", "32", "512", "320", "288"}),
+    ],
+    ids=["hopper", "ampere", "named"],
+)
+def test_builds_that_never_run_by_default_are_compiled_where_they_are_named(
+    command: list[str], builds: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hopper runs this kernel for narrow values alone."""
+    assert cli.main(["list", *command, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["variant"].split("-")[-1] for row in rows if row["kernel"] == "attention_mma_small"} == builds
+
+
+@pytest.mark.parametrize(("arch", "sizes"), [("sm_80", {"99", "163"}), ("sm_89", {"99"}), ("sm_90a", {"99", "163"})])
+def test_a_named_kernel_has_no_build_that_cannot_run(
+    arch: str, sizes: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["list", "--arch", arch, "--kernels", "attention_mma", "--json"]) == 0
+    assert {row["variant"].split("-")[1] for row in json.loads(capsys.readouterr().out)} == sizes
+
+
 FULL = """
 import resource, sys
 from mla_cupy import cli, kernels

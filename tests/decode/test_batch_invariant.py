@@ -62,15 +62,8 @@ def _run(inputs: DecodeInputs, chosen: list[int], kernel: str | None, sm_count: 
     return got
 
 
-# Builds of one kernel with other boxes, or with forms, cut the batch as it does.
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        pytest.param(kernel, marks=[pytest.mark.slow] if kernel.endswith(("_forms", "_boxes")) else [])
-        for kernel in KERNELS
-    ],
-)
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_bits_do_not_depend_on_the_batch(kernel: str) -> None:
     inputs = make(CASE)
     out, lse = _run(inputs, [0, 1, 2, 3, 4], kernel, 3, "early")

@@ -1,4 +1,4 @@
-"""Bugs planted in the seesaw, and in the one whose boxes have half the values of some tokens."""
+"""Bugs planted in the seesaw, whose boxes have half the values of some tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.mutant_suite import mutant_suite
 from tests.support.mutants import Mutant
 from tests.support.tolerance import check
 
-BOXES, SEESAW = "decode_sm90_seesaw_boxes", "decode_sm90_seesaw"
+SEESAW = "decode_sm90_seesaw"
 #: An even number of tiles and an odd one; the last tokens are not seen by all rows.
 PAGES_OF_16 = DecodeCase(b=2, seqlens=(130, 61), s_q=2, h_q=8, page_size=16, missing_pages=1)
 #: In 35 boxes of 8 tokens, three to a page: a lane knows two of them.
@@ -32,11 +32,11 @@ def run(kernel: str, case: DecodeCase, mode: tuple[str, int]) -> None:
 
 
 test_boxes_is_caught, test_boxes_as_it_is = mutant_suite(
-    BOXES,
+    SEESAW,
     [
-        partial(run, BOXES, PAGES_OF_16, ("late", 0)),
-        partial(run, BOXES, PAGES_OF_12, ("random", 1)),
-        partial(run, BOXES, PAGES_OF_24, ("random", 1)),
+        partial(run, SEESAW, PAGES_OF_16, ("late", 0)),
+        partial(run, SEESAW, PAGES_OF_12, ("random", 1)),
+        partial(run, SEESAW, PAGES_OF_24, ("random", 1)),
     ],
     {
         "bar.sync": (19, [0, 14]),
@@ -53,25 +53,9 @@ test_boxes_is_caught, test_boxes_as_it_is = mutant_suite(
     [
         Mutant(
             "a box beside the next one",
-            "decode_sm90_seesaw_boxes",
+            "decode/sm90_seesaw.cu",
             "first / Layout::kRowsInAtom * Layout::kNextRows;",
             "0;",
         ),
     ],
-)
-test_seesaw_is_caught, test_seesaw_as_it_is = mutant_suite(
-    SEESAW,
-    [partial(run, SEESAW, PAGES_OF_16, mode) for mode in (("late", 0), ("random", 1))],
-    {
-        "bar.sync": (19, [0, 14]),
-        "bar.arrive": (5, [0]),
-        "mbarrier.try_wait": (11, [0, 5]),
-        "mbarrier.arrive": (12, [0]),
-        "fence.proxy": (8, [0]),
-        "fence.mbarrier_init": (1, [0]),
-        "cp.async.wait_all": (1, [0]),
-        "wgmma.fence": (9, [0]),
-        "wgmma.commit_group": (7, [0]),
-        "wgmma.wait_group": (7, [0]),
-    },
 )

@@ -16,7 +16,7 @@ from tests.support.calls import ALL_KERNELS, assert_same, need, on_host, plan_of
 from tests.support.cases import DecodeCase, make
 from tests.support.flat import mla_decode
 from tests.support.gpu import run_and_check, upload, uploaded
-from tests.support.kernels import fitting
+from tests.support.kernels import fitting, in_both_sizes
 from tests.support.tolerance import check
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +25,7 @@ CASE = DecodeCase(b=5, s_q=2, h_q=32, seqlens="ragged-700", page_size=32)
 SPLIT = DecodeCase(b=2, h_q=128, seqlens=(6000, 100))
 
 
-@pytest.fixture(params=ALL_KERNELS)
+@pytest.fixture(params=in_both_sizes(ALL_KERNELS))
 def kernel(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
     need(request.param, gpu)
     return str(request.param)

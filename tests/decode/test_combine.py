@@ -258,6 +258,6 @@ test_is_caught, test_as_it_is = mutant_suite(
     },
     [
         Mutant("absent pieces read", "attention/merge_partials.cuh", "present ? index", "true ? index"),
-        Mutant("another request's pieces", "attention/combine.cuh", "request * even, even,", "request, even,"),
+        Mutant("another request's pieces", "attention/combine.cu", "request * even, even,", "request, even,"),
     ],
 )

@@ -30,8 +30,8 @@ from tests.support.tolerance import check
 
 Array = npt.NDArray[Any]
 
-SMALL, SEESAW, GENERIC = "decode_sm90_small_forms", "decode_sm90_seesaw_forms", "attention_generic_forms"
-FEW_RECORDS, MANY_RECORDS = "decode_sm90_records_forms", "decode_sm90_records_seesaw_forms"
+SMALL, SEESAW, GENERIC = "decode_sm90_small", "decode_sm90_seesaw", "attention_generic"
+FEW_RECORDS, MANY_RECORDS = "decode_sm90_records", "decode_sm90_records_seesaw"
 PLAIN_RECORDS = "decode_generic_records"
 D_V = 512
 
@@ -319,17 +319,15 @@ CASES = (
 )
 #: A sink alone is a matter of every kernel.
 SINKS = (
-    (SINGLE, "decode_sm90_small"),
-    (MANY, "decode_sm90_seesaw"),
-    (replace(MANY, page_size=16), "decode_sm90_seesaw_boxes"),
-    (MANY, "decode_sm90_seesaw_boxes"),
+    (SINGLE, SMALL),
+    (MANY, SEESAW),
     (MANY, "decode_sm100"),
     (MANY, "decode_sm100_joint"),
-    (replace(SINGLE, h_q=4, seqlens=(70, 3, 30)), "attention_generic"),
-    (replace(SINGLE, record="v32"), "decode_sm90_records"),
-    (replace(SINGLE, record="v4", d_qk=512, h_q=64), "decode_sm90_records_seesaw"),
+    (replace(SINGLE, h_q=4, seqlens=(70, 3, 30)), GENERIC),
+    (replace(SINGLE, record="v32"), FEW_RECORDS),
+    (replace(SINGLE, record="v4", d_qk=512, h_q=64), MANY_RECORDS),
     (replace(SINGLE, record="v4", d_qk=512, h_q=4, seqlens=(70, 3, 30)), "decode_sm100_records"),
-    (replace(SINGLE, record="v32", h_q=4, seqlens=(70, 3, 30)), "decode_generic_records"),
+    (replace(SINGLE, record="v32", h_q=4, seqlens=(70, 3, 30)), PLAIN_RECORDS),
     (replace(SINGLE, record="fp8", math="fp8", kv_scale=0.5), "decode_sm90_fp8"),
     (replace(SINGLE, record="fp8", math="fp8", kv_scale=0.5, h_q=4, seqlens=(70, 3, 30)), "decode_sm100_fp8"),
 )
@@ -643,7 +641,7 @@ test_many_records_is_caught, test_many_records_as_it_is = mutant_suite(
     [
         Mutant(
             "what lies past the end is read",
-            "decode/sm90_records_forms.cuh",
+            "attention/sm90/seesaw_records_forms.cuh",
             " || token >= item.tokens",
             "",
         ),
@@ -665,7 +663,7 @@ test_generic_records_is_caught, test_generic_records_as_it_is = mutant_suite(
     },
 )
 test_merge_is_caught, test_merge_as_it_is = mutant_suite(
-    "attention_combine_forms",
+    "attention_combine",
     [partial(run_case, SMALL, MERGED, mode, 4) for mode in (LATE, ("random", 1))],
     {
         "bar.sync": (7, [0, 3]),

@@ -96,9 +96,9 @@ TURNED = {
             r"out_rope.sin.shape\[-1\]: got 16, expected pairs=32",
         ),
         ({**TURNED, "out_positions": np.ones((2, 2), np.int32)}, ShapeError, r"out_rope.positions.shape\[-1\]: got 2"),
-        ({**TURNED, "kernel": "decode_sm90_small"}, UnsupportedDeviceError, "decode_sm90_small takes no out_rope"),
+        ({**TURNED, "kernel": "attention_mma"}, UnsupportedDeviceError, "attention_mma takes no out_rope"),
         ({"attn_sink": np.ones(3, np.float32)}, ShapeError, r"attn_sink.shape\[0\]: got 3, expected h_q=4"),
-        ({"window": 4, "kernel": "decode_sm90_small"}, UnsupportedDeviceError, "decode_sm90_small takes no window"),
+        ({"window": 4, "kernel": "attention_mma"}, UnsupportedDeviceError, "attention_mma takes no window"),
         (
             {"q": LATENT, "q_rope": ROPE, "kernel": "decode_sm90_small_cluster8"},
             UnsupportedDeviceError,
@@ -110,14 +110,14 @@ TURNED = {
             "takes no attn_sink",
         ),
         (
-            {"tree_mask": np.ones((2, 1), np.uint64), "kernel": SMALL},
+            {"q": LATENT, "q_rope": ROPE, "tree_mask": np.ones((2, 1), np.uint64), "kernel": SMALL},
             UnsupportedDeviceError,
-            "takes no tree_mask",
+            "takes no tree_mask with optional inputs other than attn_sink",
         ),
         (
-            {**PACKED, **RECORDS, "window": 4, "kernel": "decode_sm90_records"},
+            {**PACKED, **RECORDS, "window": 4, "kernel": "decode_mma_records"},
             UnsupportedDeviceError,
-            "decode_sm90_records takes no packed and no window",
+            "decode_mma_records takes no packed and no window",
         ),
         (
             {**PACKED, **RECORDS, "kernel": MANY_RECORDS},
@@ -194,14 +194,14 @@ def test_values_are_checked_on_request(recorder: Recorder) -> None:
     ("changes", "kernel"),
     [
         ({"q": LATENT, "q_rope": ROPE}, SMALL),
-        ({"attn_sink": np.ones(4, np.float32)}, "decode_sm90_small"),
+        ({"attn_sink": np.ones(4, np.float32)}, SMALL),
         ({**PACKED, "max_seqlen_q": 2}, SMALL),
         ({"window": 9, "q": np.ones((2, 1, 64, 576), np.float16), "block_table": LONG}, SEESAW),
         ({"window": 9, "kv_cache": np.ones((3, 8, 577), np.float16)[..., :576]}, GENERIC),
         ({**PACKED, **RECORDS}, FEW_RECORDS),
         ({"window": 9, **RECORDS, "q": np.ones((2, 1, 64, 576), np.float16), "block_table": LONG}, MANY_RECORDS),
         ({"q": MANY_HEADS[..., 1:513], "q_rope": MANY_HEADS[..., :64], **RECORDS, "block_table": LONG}, FEW_RECORDS),
-        ({"attn_sink": np.ones(4, np.float32), **RECORDS}, "decode_sm90_records"),
+        ({"attn_sink": np.ones(4, np.float32), **RECORDS}, FEW_RECORDS),
     ],
 )
 def test_which_kernel(changes: dict[str, Any], kernel: str, recorder: Recorder) -> None:

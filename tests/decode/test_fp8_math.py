@@ -13,9 +13,11 @@ import pytest
 import mla_cupy
 from mla_cupy import ArgumentError, DTypeError, PlanError, UnsupportedDeviceError, dtypes, reference
 from mla_cupy.cache_formats import without_heads
+from mla_cupy.kernels.attention import combine
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Batch, DecodeProblem
 from mla_cupy.kernels.decode.sm90_fp8 import kv_maps
+from mla_cupy.kernels.spec import Variant
 from mla_cupy.reference.fp8_queries import dequantised, quantise_queries
 from tests.decode.test_tree_mask import tree_inputs
 from tests.support.calls import assert_same, oracle, plan_of
@@ -331,10 +333,9 @@ def test_partial_results_that_are_bfloat16(options: dict[str, Any], bf16: bool, 
 
 def test_the_merge_of_bfloat16_is_built_beside_the_other() -> None:
     """A plan serves results of either kind."""
-    merges = {"attention_combine", "attention_combine_bf16_partials"}
-    for math, wanted in (("fp8", merges), ("fp8x2", {"attention_combine"}), ("exact", {"attention_combine"})):
+    for math, wanted in (("fp8", {"bfloat16", "bfloat16-bfloat16"}), ("fp8x2", {"bfloat16"}), ("exact", {"bfloat16"})):
         config = DECODE.configure(DecodeProblem(1, 128, "bfloat16", record="fp8", math=math), H200)
-        assert {kernel.name for kernel, _ in DECODE.builds(config)} & merges == wanted
+        assert {str(build) for kernel, build in DECODE.builds(config) if kernel is combine.KERNEL} == wanted
 
 
 @pytest.mark.parametrize(("page_size", "rope"), [(1, (128, "128B")), (65, (128, "128B")), (2, (64, "64B"))])
@@ -344,7 +345,7 @@ def test_boxes_of_one_token_are_as_wide_as_the_swizzle(page_size: int, rope: tup
 
     cache = without_heads(make(fp8(b=1, seqlens=5, page_size=page_size)).kv_cache)
 
-    _, spec = kv_maps(arrays.family_of(cache, "kv_cache").native.view(cache, "kv_cache"))
+    _, spec = kv_maps(arrays.family_of(cache, "kv_cache").native.view(cache, "kv_cache"), Variant())
     assert (spec.box[0], spec.swizzle) == rope
     spec.validate()
 

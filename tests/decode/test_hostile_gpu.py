@@ -15,7 +15,7 @@ from tests.support.calls import ALL_KERNELS, Array, assert_same, need, on_host, 
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.flat import mla_decode
 from tests.support.gpu import upload, uploaded
-from tests.support.kernels import fitting
+from tests.support.kernels import fitting, in_both_sizes
 from tests.support.tolerance import check
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 PAGES, PAGE = 12, 32
 
 
-@pytest.fixture(params=ALL_KERNELS)
+@pytest.fixture(params=in_both_sizes(ALL_KERNELS))
 def kernel(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
     need(request.param, gpu)
     return str(request.param)

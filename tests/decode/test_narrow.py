@@ -37,7 +37,7 @@ CASES = (
     DecodeCase(b=2, seqlens=(300, 40), h_q=9, d_qk=288, page_size=24, cp_world=2, cp_rank=1),
 )
 SPLIT = CASES[2]
-SM90, MMA = "decode_sm90_small_narrow", "attention_mma_small_narrow"
+SM90, MMA = "decode_sm90_small", "attention_mma_small"
 #: Compute capability of a GPU that has the kernel.
 GPUS = {GENERIC: (9, 0), SM90: (9, 0), MMA: (8, 9)}
 #: Blocks of 32 rows and of 64 on Hopper, with rows past the last one; several row blocks; heads that share keys; tiles
@@ -65,7 +65,7 @@ IN_A_RUN = [
 
 
 def test_every_kernel_is_tested_here() -> None:
-    assert set(GPUS) == {GENERIC, *NARROW_KERNELS}
+    assert set(GPUS) == NARROW_KERNELS.keys()
 
 
 def run(kernel: str, case: DecodeCase, mode: str, sm_count: int = 2) -> None:
@@ -190,27 +190,16 @@ def test_refuses(make_call: Callable[[], Any], error: type[Exception], match: st
     assert recorder.launches == []
 
 
-@pytest.mark.parametrize("kernel", [name for name in DECODE_KERNELS if name != GENERIC])
+@pytest.mark.parametrize("kernel", [name for name in DECODE_KERNELS if name not in GPUS])
 def test_other_kernels_say_why_not(kernel: str, recorder: Recorder) -> None:
     with pytest.raises(UnsupportedDeviceError, match="takes no values of 256 columns"):
         mla_decode(**call(kernel=kernel))
     assert recorder.launches == []
 
 
-@pytest.mark.parametrize(
-    ("kernel", "changes", "match"),
-    [
-        (SM90, {"tree_mask": np.ones((2, 1), np.uint64)}, "takes no tree_mask"),
-        (MMA, {"kernel": "other width"}, "takes no values of 512 columns"),
-        (SM90, {"kernel": "other width"}, "takes no values of 512 columns"),
-    ],
-)
-def test_narrow_kernels_say_why_not(kernel: str, changes: dict[str, Any], match: str, recorder: Recorder) -> None:
-    wide = changes.get("kernel") == "other width"
-    inputs = make(DecodeCase(b=2, seqlens=(5, 3), h_q=4))
-    arguments = dict(zip(("q", "kv_cache", "block_table", "seqlens"), inputs.arguments, strict=True))
-    with pytest.raises(UnsupportedDeviceError, match=match):
-        mla_decode(**({**arguments, "kernel": kernel} if wide else call(**{**changes, "kernel": kernel})))
+def test_hopper_says_why_no_tree(recorder: Recorder) -> None:
+    with pytest.raises(UnsupportedDeviceError, match="takes a tree_mask with keys of 576 only"):
+        mla_decode(**call(tree_mask=np.ones((2, 1), np.uint64), kernel=SM90))
     assert recorder.launches == []
 
 

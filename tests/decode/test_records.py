@@ -18,7 +18,7 @@ from tests.support.calls import assert_same, oracle, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.flat import mla_decode
 from tests.support.gpu import run_and_check
-from tests.support.kernels import RECORD_KERNELS, takes
+from tests.support.kernels import RECORD_KERNELS, in_both_sizes, takes
 from tests.support.mutant_suite import mutant_suite
 from tests.support.mutants import Mutant
 from tests.support.recorder import Recorder
@@ -474,7 +474,7 @@ def test_generic_kernel_on_a_gpu(gpu: object, case: DecodeCase) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", SINCE_AMPERE)
+@pytest.mark.parametrize("kernel", in_both_sizes(SINCE_AMPERE))
 @pytest.mark.parametrize("case", [*ON_GPU, *WIDE_ON_GPU], ids=lambda case: case.id)
 def test_kernels_since_ampere_on_a_gpu(gpu: object, kernel: str, case: DecodeCase) -> None:
     run_and_check(case, kernel=kernel)

@@ -134,7 +134,7 @@ def test_default_where_the_self_test_has_admitted_it(record: str, s_q: int, h_q:
     assert config.kernel.name == KERNEL
     assert config.variant.block_rows == rows
     assert config.row_blocks == -(-s_q * h_q // 64)
-    assert DECODE.configure(problem, replace(gpu, admitted=frozenset())).kernel.name == "decode_mma_records_163kb"
+    assert DECODE.configure(problem, replace(gpu, admitted=frozenset())).kernel.name == "decode_mma_records"
     with pytest.raises(UnsupportedDeviceError, match=r"compute capability 10\.0 or 10\.3"):
         DECODE.configure(problem, fake_gpu(132, (9, 0)), KERNEL)
 

@@ -256,7 +256,7 @@ def test_queries_in_two_arrays_and_turned_results(case: DecodeCase, form: str, c
     exact = mla_decode(*arguments, **options)  # the oracle: there is no GPU
     with simulated(3, cc) as target:
         got = mla_decode(*arguments, **options)
-    assert target.launched[1] == ("mla_decode_generic_records" if case.record else "mla_attention_generic_forms")
+    assert target.launched[1] == ("mla_decode_generic_records" if case.record else "mla_attention_generic")
     np.testing.assert_allclose(got[0], exact[0], atol=2e-5, rtol=2e-5)
     np.testing.assert_allclose(got[1], exact[1], atol=2e-5)
 

@@ -14,13 +14,14 @@ from tests.support.sim_driver import simulated
 from tests.support.tolerance import check
 
 HOPPER = "dense_sm90"
-MMA, MMA_163KB = "dense_mma", "dense_mma_163kb"
+MMA = "dense_mma"
 GENERIC = "dense_generic"
-KERNELS = (HOPPER, MMA_163KB, MMA, GENERIC)
+KERNELS = (HOPPER, MMA, GENERIC)
 #: Of e4m3 codes.
 HOPPER_FP8, GENERIC_FP8 = "dense_sm90_fp8", "dense_generic_fp8"
-#: The kind of GPU that a kernel's tests simulate: of the builds in 99 KB, whose blocks have no more.
-GPUS = {HOPPER: (9, 0), MMA_163KB: (8, 0), MMA: (8, 9), GENERIC: (9, 0), HOPPER_FP8: (9, 0), GENERIC_FP8: (9, 0)}
+#: The kind of GPU that a kernel's tests simulate. Those for the builds in 163 KB and in 99 KB are in `MMA_ON`.
+GPUS = {HOPPER: (9, 0), MMA: (8, 9), GENERIC: (9, 0), HOPPER_FP8: (9, 0), GENERIC_FP8: (9, 0)}
+MMA_ON = ((8, 0), (8, 9), (12, 0))
 BY_NAME = {spec.name: spec for spec in DENSE.kernels}
 
 

@@ -11,15 +11,16 @@ import mla_cupy
 from mla_cupy import reference
 from mla_cupy.kernels.dense.problem import DenseProblem
 from mla_cupy.runtime.device import DeviceInfo
-from tests.dense.runs import BY_NAME, GENERIC, GENERIC_FP8, HOPPER, HOPPER_FP8, KERNELS, MMA, MMA_163KB
+from tests.dense.runs import BY_NAME, GENERIC, GENERIC_FP8, HOPPER, HOPPER_FP8, KERNELS, MMA
 from tests.support.dense_cases import DenseCase, DenseInputs, make
 from tests.support.flat import flat
 from tests.support.gpu import upload
+from tests.support.kernels import in_both_sizes
 from tests.support.tolerance import check
 
 pytestmark = pytest.mark.gpu
 
-TENSOR_CORES = (HOPPER, MMA_163KB, MMA)
+TENSOR_CORES = in_both_sizes((HOPPER, MMA))
 RAGGED = ((1, 700), (63, 63), (65, 10), (2, 0), (0, 9), (129, 128), (200, 513), (128, 127))
 CASES = [
     DenseCase(((1, 1),), starts=False),
@@ -78,7 +79,7 @@ def need(kernel: str, gpu: DeviceInfo, d_v: int = 128, dtype: str = "bfloat16") 
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.id[:60]}_{case.id[-24:]}")
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", in_both_sizes(KERNELS))
 def test_matches_oracle(gpu: DeviceInfo, case: DenseCase, kernel: str) -> None:
     need(kernel, gpu, case.d_v)
     inputs = make(case)

@@ -48,9 +48,12 @@ def test_heads_at_once(s_kv: int, kv_heads: int) -> None:
 def test_kernel_of_a_problem() -> None:
     assert DENSE.configure(PROBLEM, fake_gpu(1)).kernel.name == "dense_sm90"
     assert DENSE.configure(replace(PROBLEM, aligned=False), fake_gpu(1)).kernel.name == "dense_generic"
-    by_gpu = {(10, 0): "dense_mma_163kb", (8, 0): "dense_mma_163kb", (8, 6): "dense_mma", (12, 1): "dense_mma"}
-    for cc, name in {**by_gpu, (7, 5): "dense_generic"}.items():
-        assert DENSE.configure(PROBLEM, fake_gpu(1, cc)).kernel.name == name
+    by_gpu = {(10, 0): "163-64-0", (8, 0): "163-64-0", (8, 6): "99-48-1", (12, 1): "99-48-1"}
+    for cc, build in by_gpu.items():
+        config = DENSE.configure(PROBLEM, fake_gpu(1, cc))
+        assert (config.kernel.name, str(config.variant)) == ("dense_mma", f"bfloat16-192-128-{build}")
+    assert DENSE.configure(PROBLEM, fake_gpu(1, (7, 5))).kernel.name == "dense_generic"
+    for cc in (*by_gpu, (7, 5)):
         assert DENSE.configure(replace(PROBLEM, d_qk=256, d_v=256), fake_gpu(1, cc)).kernel.name == "dense_generic"
         assert DENSE.configure(replace(PROBLEM, aligned=False), fake_gpu(1, cc)).kernel.name == "dense_generic"
 

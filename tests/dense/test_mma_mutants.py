@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from tests.dense.runs import MMA_163KB, run
+from tests.dense.runs import MMA, MMA_ON, run
 from tests.dense.test_mma_sim import HARD
 from tests.support.dense_cases import DenseCase, make
 from tests.support.mutant_suite import mutant_suite
 from tests.support.mutants import Mutant
 
-SOURCE = "dense_mma"
 ENDS = DenseCase(((3, 5), (4, 4)))
 #: Three tiles of the first group.
 LONG = DenseCase(((40, 270),))
@@ -23,15 +22,15 @@ def attempt(case: DenseCase, mode: tuple[str, int], infinite: bool = False) -> N
         inputs.v[3, 0, 5] = inputs.v[4, 0, 4] = float("inf")
     for name in ("cu_seqlens_q", "cu_seqlens_kv"):
         inputs.options[name][-1] += 99
-    run(inputs, MMA_163KB, 1, mode)
+    run(inputs, MMA, 1, mode, MMA_ON[0])
 
 
 TEXTS = [
-    Mutant("a key too many", SOURCE, "(lane, j) >= seen", "(lane, j) > seen"),
+    Mutant("a key too many", MMA, "(lane, j) >= seen", "(lane, j) > seen"),
 ]
 
 test_is_caught, test_as_it_is = mutant_suite(
-    MMA_163KB,
+    MMA,
     [
         partial(attempt, ENDS, ("late", 0), infinite=True),
         partial(attempt, LONG, ("late", 0)),

@@ -116,10 +116,10 @@ def test_the_choice_of_kernels() -> None:
     table = {label: (pipeline, problem) for label, pipeline, problem in kernel_choice.SITUATIONS}
     assert "sm90" in kernel_choice.chosen(*table["`mla_decode`, 128 heads"], hopper)
     assert "sm100" in kernel_choice.chosen(*table["`sparse_mla_backward`, 64 heads"], blackwell)
-    assert kernel_choice.chosen(*table["`sparse_mla_backward`, 64 heads"], untested) == "`sparse_backward_mma_163kb`"
-    assert kernel_choice.chosen(*table["`mla_decode`, 128 heads"], ampere) == "`attention_mma_163kb`"
+    assert kernel_choice.chosen(*table["`sparse_mla_backward`, 64 heads"], untested) == "`sparse_backward_mma`"
+    assert kernel_choice.chosen(*table["`mla_decode`, 128 heads"], ampere) == "`attention_mma`"
     assert kernel_choice.chosen(*table["`mla_decode`, 128 heads"], ada) == "`attention_mma`"
-    assert kernel_choice.chosen(*table["`mla_prefill`, 128 heads, keys of 192"], blackwell) == "`dense_mma_163kb`"
+    assert kernel_choice.chosen(*table["`mla_prefill`, 128 heads, keys of 192"], blackwell) == "`dense_mma`"
     assert kernel_choice.chosen(*table["`mla_prefill`, 128 heads, keys of 192"], ada) == "`dense_mma`"
     for label, call in table.items():
         plain = kernel_choice.chosen(*call, turing)

@@ -132,7 +132,7 @@ def parameters(module: Module) -> dict[str, list[int]]:
                     if isinstance(step, RecordedLaunch):
                         kernel = target.kernels[step.build[0]]
                         maps = len(step.args.maps) if takes_maps(kernel) else 0
-                        sizes = [kernel.layout.size, *[tensormap.MAP_BYTES] * maps]
+                        sizes = [kernel.layout(step.build[1]).size, *[tensormap.MAP_BYTES] * maps]
                         found[kernel.entry] = min(sizes, found.get(kernel.entry, sizes))
     return found
 

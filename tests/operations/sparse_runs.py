@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 import mla_cupy
 from mla_cupy.runtime.device import DeviceInfo
 from tests.support import gradients, sparse_gpu
 from tests.support.calls import assert_same
 from tests.support.flat import flat
+from tests.support.kernels import has_sizes
 from tests.support.sparse_cases import SparseCase, SparseInputs
 
 
@@ -71,7 +73,7 @@ WHOLE = SparseCase(s_q=300, s_kv=900, h_q=16, topk=130, lengths=True, sink=True)
 SPLIT = SparseCase(s_q=3, s_kv=9000, h_q=16, topk=5000, sink=True)
 BACKWARD = SparseCase(s_q=60, s_kv=500, h_q=72, topk=200, lengths=True, sink=True)
 
-RUNS = (
+_RUNS = (
     *(SparseRun("sparse_mla_forward", kernel, FORWARD) for kernel in sparse_gpu.ALL_KERNELS),
     *(
         SparseRun("sparse_mla_backward", kernel, BACKWARD, {"deterministic": deterministic})
@@ -79,3 +81,7 @@ RUNS = (
         for deterministic in (False, True)
     ),
 )
+RUNS = [
+    *(pytest.param(run, id=run.id) for run in _RUNS),
+    *(pytest.param(run, id=f"{run.id}-99kb", marks=pytest.mark.in_99kb) for run in _RUNS if has_sizes(run.kernel)),
+]

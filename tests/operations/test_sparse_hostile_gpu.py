@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 S_KV = 500
 
 
-@pytest.fixture(params=RUNS, ids=lambda run: run.id)
+@pytest.fixture(params=RUNS)
 def run(request: pytest.FixtureRequest, gpu: DeviceInfo) -> SparseRun:
     found: SparseRun = request.param
     found.need(gpu)

@@ -116,8 +116,7 @@ def test_results_without_an_lse(given: States, sm_count: int) -> None:
 
 
 def test_without_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
-    build = projection.Build(STATES.plain, STATES.plain.variants[0], 8)
-    monkeypatch.setattr(STATES, "build", lambda *sizes: build)
+    monkeypatch.setattr(projection, "_CLUSTERS", ())
     check_states(states(3, b=5, s_q=4, h=1), 2)
     check_states(states(40, b=1, h=1), 2)
     check_results(ONE, 2)
@@ -381,10 +380,9 @@ def test_decode_takes_absorbed_queries_without_a_copy() -> None:
     ],
 )
 def test_blocks_of_a_head(h: int, d_head: int, tokens: int, share: int) -> None:
-    kernel, variant, _ = STATES.build("bfloat16", h, d_head, tokens, H200)
-    assert (kernel, variant.share) == (STATES.clusters, share)
-    assert projection.parts(variant, d_head) == share
-    assert d_head <= share * kernel.facts["columns"]
+    variant = STATES.build("bfloat16", h, d_head, tokens, H200).variant
+    assert variant.share == projection.parts(variant, d_head) == share
+    assert d_head <= share * STATES.facts_of(variant)["columns"]
 
 
 @pytest.mark.parametrize(
@@ -423,8 +421,8 @@ def test_the_combine_leaves_room_for_what_multiplies(b: int, apart: bool) -> Non
 def test_gpus_without_clusters_have_builds() -> None:
     for cc in ((7, 5), (8, 0), (8, 9), (12, 0)):
         gpu = replace(H200, cc=cc)
-        assert STATES.build("float16", 16, 128, 1, gpu)[0] is STATES.plain
-        assert combine_project.PROJECTION.build("float16", 16, 128, 1, gpu)[0] is combine_project.PROJECTION.plain
+        for kernel in (STATES, combine_project.KERNEL):
+            assert kernel.build("float16", 16, 128, 1, gpu).variant in kernel.defaults_on(gpu.arch)
         assert ABSORB.supports_arch(gpu.arch)
 
 
@@ -445,7 +443,7 @@ TEXTS_OF_ABSORPTION = [
 ]
 
 test_is_caught, test_as_it_is = mutant_suite(
-    "projection_states_clusters",
+    "projection_states",
     [
         partial(check_states, FEW, 1, MODES[0]),
         partial(check_states, MANY, 2, MODES[0]),
@@ -464,7 +462,7 @@ test_is_caught, test_as_it_is = mutant_suite(
     TEXTS,
 )
 test_is_caught_of_decode, test_as_it_is_of_decode = mutant_suite(
-    "attention_combine_project_clusters",
+    "attention_combine_project",
     [partial(check_decode, SPLIT, 40, mode) for mode in MODES[:2]],
     {
         "bar.sync": (6, [0, 5]),

@@ -10,6 +10,7 @@ import pytest
 
 from mla_cupy.errors import UnsupportedDeviceError
 from mla_cupy.runtime import device
+from mla_cupy.simulation import fake_gpu
 
 Python = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -70,6 +71,12 @@ def test_describing_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> 
     for ordinal in (2, -1):
         with pytest.raises(UnsupportedDeviceError, match=f"device {ordinal}: this process sees 2 GPUs"):
             device.describe(ordinal)
+
+
+@pytest.mark.in_99kb
+def test_less_shared_memory_on_request() -> None:
+    assert fake_gpu(1, (9, 0)).smem_optin == 99 << 10
+    assert fake_gpu(1, (7, 5)).smem_optin == 64 << 10
 
 
 @pytest.mark.gpu

@@ -73,6 +73,16 @@ def test_off_names_the_command(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> 
         loader.obtain(TINY_REQUEST)
 
 
+def test_off_names_the_directory_of_images(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images hold what runs by default: the command adds a kernel that a call names."""
+    images = tmp_path / "images"
+    images.mkdir()
+    monkeypatch.setenv("MLA_CUPY_JIT", "off")
+    monkeypatch.setenv("MLA_CUPY_CUBIN_DIR", str(images))
+    with pytest.raises(KernelNotBuiltError, match=f"--kernels tiny --out {images}`$"):
+        loader.obtain(TINY_REQUEST)
+
+
 def test_off_takes_what_is_cached(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = loader.obtain(TINY_REQUEST)
     loader.forget()

@@ -48,7 +48,7 @@ def test_compiles_and_fits(name: str, line: int) -> None:
     assert info["registers"] * facts["threads"] <= REGISTERS_OF_AN_SM
     assert info["static_smem"] + facts.get("smem_bytes", 0) <= SMEM_OF_A_BLOCK
     layout = facts["params_layout"]
-    assert spec.layout.offsets() == (layout if isinstance(layout, list) else [layout])
+    assert spec.layout(spec.variants[0]).offsets() == (layout if isinstance(layout, list) else [layout])
     if "setmaxnreg" in facts:  # two warpgroups: none may wait for registers that the block does not have
         more, less = facts["setmaxnreg"]
         assert less <= info["registers"] <= more

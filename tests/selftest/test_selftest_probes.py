@@ -28,7 +28,7 @@ RUNS = (
 ONE_CALL = ("sm_90a", "block/sparse_backward_sm90/bfloat16")
 #: Of forward kernels, and of all with mma.sync.
 MMA_CALLS = (
-    ("sm_80", "block/attention_mma_163kb/bfloat16"),
+    ("sm_80", "block/attention_mma/bfloat16"),
     ("sm_89", "block/attention_mma/float16"),
     ("sm_120", "kernel/attention_mma_small/bfloat16"),
     ("sm_120", "block/indexer_logits_mma/float8_e4m3fn"),
@@ -44,14 +44,14 @@ MMA_CALLS = (
     ("sm_100a", "block/indexer_logits_sm100/64codes-72heads"),
     ("sm_100a", "block/indexer_logits_sm100/32codes-20heads"),
     ("sm_103a", "kernel/indexer_logits_sm100/128codes-64heads"),
-    ("sm_100a", "block/indexer_logits_sm100_paged/4tokens-20heads"),
-    ("sm_100a", "kernel/indexer_logits_sm100_paged/2tokens-64heads"),
+    ("sm_100a", "block/indexer_logits_sm100/4tokens-20heads"),
+    ("sm_100a", "kernel/indexer_logits_sm100/2tokens-64heads"),
     ("sm_89", "block/decode_mma_records/fp8-bfloat16-32rows"),
     ("sm_89", "kernel/decode_mma_records/v32-bfloat16-16rows"),
-    ("sm_80", "block/sparse_decode_mma_163kb/float16-16heads"),
+    ("sm_80", "block/sparse_decode_mma/float16-16heads"),
     ("sm_120", "block/dense_mma/float16-128"),
-    ("sm_80", "block/attention_mma_163kb/float16-64heads"),
-    ("sm_80", "block/sparse_backward_mma_163kb/float16"),
+    ("sm_80", "block/attention_mma/float16-64heads"),
+    ("sm_80", "block/sparse_backward_mma/float16"),
     ("sm_120", "kernel/sparse_backward_mma/64heads"),
 )
 
@@ -157,11 +157,11 @@ def test_what_there_must_be() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_120"])
 def test_every_kernel_with_mma_sync(arch: str) -> None:
-    """One block of it, and a whole call; but for narrow keys, whose build is one of a kernel that has both."""
+    """One block of it, and a whole call."""
     names = {tuple(probe.name.split("/")[:2]) for probe in catalog.probes(arch)}
     kernels = [name for name, kernel in KERNELS.items() if "_mma" in name and arch in kernel.archs]
-    assert len(kernels) >= 7
-    for kernel in set(kernels) - {"attention_mma_small_narrow"}:
+    assert len(kernels) >= 6
+    for kernel in kernels:
         assert {("block", kernel), ("kernel", kernel)} <= names
 
 

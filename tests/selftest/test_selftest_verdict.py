@@ -194,9 +194,9 @@ def test_an_unproven_kernel_is_chosen_only_where_it_is_admitted(
         assert SPARSE_BACKWARD.configure(PROBLEM, known).kernel.name == KERNEL
         assert caplog.records == []
         for _ in range(3):
-            assert SPARSE_BACKWARD.configure(PROBLEM, machine).kernel.name == "sparse_backward_mma_163kb"
+            assert SPARSE_BACKWARD.configure(PROBLEM, machine).kernel.name == "sparse_backward_mma"
     assert len(caplog.records) == 1
-    assert f"the sparse backward runs on sparse_backward_mma_163kb on NVIDIA B200: {KERNEL} has never" in caplog.text
+    assert f"the sparse backward runs on sparse_backward_mma on NVIDIA B200: {KERNEL} has never" in caplog.text
     assert "`mla-cupy selftest`" in caplog.text
 
 
@@ -215,4 +215,4 @@ def test_no_other_kernel_fits(machine: DeviceInfo) -> None:
 
 def test_an_admitted_kernel_that_is_on_request_stays_so(machine: DeviceInfo) -> None:
     known = replace(machine, admitted=frozenset((OTHER,)))
-    assert SPARSE_BACKWARD.configure(PROBLEM, known).kernel.name == "sparse_backward_mma_163kb"
+    assert SPARSE_BACKWARD.configure(PROBLEM, known).kernel.name == "sparse_backward_mma"

@@ -24,6 +24,7 @@ from tests.support.gradients import (
     on_host,
     uploaded,
 )
+from tests.support.kernels import in_both_sizes
 from tests.support.sparse_cases import SparseCase, make
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +33,7 @@ S_KV = 500
 CASE = SparseCase(s_q=60, s_kv=S_KV, h_q=72, topk=200, lengths=True, sink=True)
 
 
-@pytest.fixture(params=ALL_KERNELS)
+@pytest.fixture(params=in_both_sizes(ALL_KERNELS))
 def kernel(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
     need(request.param, gpu, CASE)
     return str(request.param)

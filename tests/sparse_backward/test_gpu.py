@@ -21,6 +21,7 @@ from tests.support.gradients import (
     run_and_check,
     uploaded,
 )
+from tests.support.kernels import in_both_sizes
 from tests.support.sparse_cases import SparseCase, SparseInputs, make
 from tests.support.sparse_gpu_cases import CASES, DTYPES, ODD_STRIDES, without_heaviest
 
@@ -30,14 +31,14 @@ ALL = [*CASES, SparseCase(s_q=0, sink=True)]
 
 
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.id)
-@pytest.mark.parametrize("kernel", ALL_KERNELS)
+@pytest.mark.parametrize("kernel", in_both_sizes(ALL_KERNELS))
 def test_matches_oracle(gpu: DeviceInfo, case: SparseCase, kernel: str) -> None:
     need(kernel, gpu, case)
     run_and_check(make(case), kernel=kernel)
 
 
 @pytest.mark.parametrize("case", ALL[::3], ids=lambda case: case.id)
-@pytest.mark.parametrize("kernel", ALL_KERNELS)
+@pytest.mark.parametrize("kernel", in_both_sizes(ALL_KERNELS))
 @pytest.mark.parametrize("dkv_dtype", [None, "float32"])
 def test_deterministic_matches_oracle(gpu: DeviceInfo, case: SparseCase, kernel: str, dkv_dtype: str | None) -> None:
     need(kernel, gpu, case, deterministic=True)
@@ -54,7 +55,7 @@ def test_any_strides(gpu: DeviceInfo, case: SparseCase, deterministic: bool) -> 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("d_qk", [576, 512])
 @pytest.mark.parametrize("h_q", [1, 16, 32, 64, 128])
-@pytest.mark.parametrize("kernel", ALL_KERNELS)
+@pytest.mark.parametrize("kernel", in_both_sizes(ALL_KERNELS))
 def test_tolerance_at_topk_2048(gpu: DeviceInfo, kernel: str, h_q: int, d_qk: int, dtype: str) -> None:
     """DeepSeek's number of rows; few enough of them in kv that many queries add to each."""
     case = SparseCase(s_q=12, s_kv=4000, h_q=h_q, topk=2048, d_qk=d_qk, dtype=dtype, invalid=0.02, sink=d_qk == 512)
@@ -66,7 +67,7 @@ def test_tolerance_at_topk_2048(gpu: DeviceInfo, kernel: str, h_q: int, d_qk: in
         run_and_check(inputs, kernel=kernel, dkv_dtype="float32", deterministic=True)
 
 
-@pytest.mark.parametrize("kernel", ALL_KERNELS)
+@pytest.mark.parametrize("kernel", in_both_sizes(ALL_KERNELS))
 def test_the_forward_s_own_results_go_in(gpu: DeviceInfo, kernel: str) -> None:
     """Not the oracle's: what a training step does."""
     case = SparseCase(s_q=20, h_q=64, topk=200, s_kv=500, sink=True, lengths=True)

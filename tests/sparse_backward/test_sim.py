@@ -22,19 +22,19 @@ from mla_cupy.kernels.sparse_backward.problem import DkvOrder, SparseBackwardPro
 from mla_cupy.runtime import sources
 from tests.support.flat import flat
 from tests.support.gradients import check_gradients, reason_against
-from tests.support.kernels import BACKWARD_KERNELS, BLACKWELL, on_hopper
+from tests.support.kernels import BACKWARD_KERNELS, BLACKWELL, in_both_sizes, on_hopper
 from tests.support.sim_driver import DEVICE, SimDriver, fake_gpu, simulated
 from tests.support.sim_modes import MODES
 from tests.support.sparse_cases import SparseCase, SparseInputs, lower_scores, make
 
 HOPPER = on_hopper(BACKWARD_KERNELS)
 GENERIC = "sparse_backward_generic"
-#: Those with mma.sync, on the oldest GPU of each kind.
-MMA = dict(zip((kernel.name for kernel in mma.KERNELS), ((8, 0), (8, 6)), strict=True))
-ALL = (GENERIC, *HOPPER, *BLACKWELL, *MMA)
+MMA = mma.KERNEL.name
+ALL = (GENERIC, *HOPPER, *BLACKWELL, MMA)
 #: One of each source, but for what runs on request only: the others are as long, and test_kernels has them.
 EACH_SOURCE = [
-    pytest.param(kernel, marks=[pytest.mark.slow] if kernel in (*BLACKWELL[1:], *[*MMA][1:]) else []) for kernel in ALL
+    *(pytest.param(kernel, marks=[pytest.mark.slow] if kernel in BLACKWELL[1:] else []) for kernel in ALL),
+    pytest.param(MMA, id=f"{MMA}-99kb", marks=[pytest.mark.slow, pytest.mark.in_99kb]),
 ]
 DETERMINISTIC = tuple(
     name for name, kernel in BACKWARD_KERNELS.items() if any(build.deterministic for build in kernel.variants)
@@ -64,7 +64,7 @@ WIDE = [
 
 def cc_of(kernel: str) -> tuple[int, int]:
     """A compute capability on which the kernel runs."""
-    return MMA.get(kernel) or ((10, 0) if kernel in BLACKWELL else (9, 0))
+    return (8, 0) if kernel == MMA else (10, 0) if kernel in BLACKWELL else (9, 0)
 
 
 def takes(kernel: str, case: SparseCase, deterministic: bool = False) -> bool:
@@ -80,23 +80,28 @@ def narrow(case: SparseCase) -> SparseCase:
 
 
 def _pairwise() -> Iterator[tuple[SparseCase, str, tuple[str, int], bool]]:
-    """Each case with each kernel once, but that those with mma.sync share them; modes and determinism take turns."""
-    cases = [*CASES, *WIDE]
-    for i, (kernel, case) in enumerate(itertools.product(ALL, cases)):
-        others = kernel in MMA and (cases.index(case) + list(MMA).index(kernel)) % len(MMA)
-        if not others and (case in CASES or kernel not in (GENERIC, *MMA)):
+    """Each case with each kernel once; modes and determinism take turns."""
+    for i, (kernel, case) in enumerate(itertools.product(ALL, [*CASES, *WIDE])):
+        if case in CASES or kernel not in (GENERIC, MMA):
             shape = narrow(case) if kernel == GENERIC else case
             yield shape, kernel, MODES[i % len(MODES)], i % 4 == 1 and takes(kernel, shape, True)
 
 
+def _parameters() -> Iterator[Any]:
+    """Of that with mma.sync, the sizes of shared memory take turns, too."""
+    for case, kernel, (mode, seed), deterministic in _pairwise():
+        if takes(kernel, case, deterministic):
+            in_99kb = kernel == MMA and CASES.index(case) % 2 == 1
+            ending = "-deterministic" * deterministic + "-99kb" * in_99kb
+            marks = [pytest.mark.in_99kb] if in_99kb else []
+            yield pytest.param(
+                case, kernel, (mode, seed), deterministic, id=f"{case.id}-{kernel}-{mode}{seed}{ending}", marks=marks
+            )
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_kernels:
-        chosen = [x for x in _pairwise() if takes(x[1], x[0], x[3])]
-        ids = [
-            f"{case.id}-{kernel}-{mode}{seed}{'-deterministic' if deterministic else ''}"
-            for case, kernel, (mode, seed), deterministic in chosen
-        ]
-        metafunc.parametrize(("case", "kernel", "mode", "deterministic"), chosen, ids=ids)
+        metafunc.parametrize(("case", "kernel", "mode", "deterministic"), [*_parameters()])
 
 
 def run(
@@ -127,7 +132,14 @@ def with_heads(kernel: str, case: SparseCase) -> SparseCase:
 
 # The others' grids are the same whatever the number of multiprocessors, and so is all that they do.
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize(("sm_count", "kernel"), [*itertools.product([2], ALL), *itertools.product([5], HOPPER)])
+@pytest.mark.parametrize(
+    ("sm_count", "kernel"),
+    [
+        *itertools.product([2], ALL),
+        *itertools.product([5], HOPPER),
+        pytest.param(2, MMA, id=f"2-{MMA}-99kb", marks=pytest.mark.in_99kb),
+    ],
+)
 def test_lists_that_are_sorted(sm_count: int, kernel: str) -> None:
     """As they are where the sums do not fit in L2; the blocks then keep in step, if the kernel has them do so."""
     inputs = make(with_heads(kernel, SparseCase(s_q=4, s_kv=150, h_q=2, topk=70)))
@@ -191,7 +203,9 @@ ONE_HEAD = SparseCase(s_q=2, s_kv=40, h_q=1, topk=20, invalid=0.0)
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("kernel", [name for name in DETERMINISTIC if takes(name, ONE_HEAD, deterministic=True)])
+@pytest.mark.parametrize(
+    "kernel", in_both_sizes(name for name in DETERMINISTIC if takes(name, ONE_HEAD, deterministic=True))
+)
 def test_numbers_below_the_finest_level_are_rounded_away(kernel: str) -> None:
     """Where a row has next to no weight, a deterministic call finds 0, within its rule; a plain one does not."""
     inputs = make(ONE_HEAD)
@@ -208,7 +222,12 @@ def test_numbers_below_the_finest_level_are_rounded_away(kernel: str) -> None:
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("kernel", "deterministic"),
-    [(kernel, False) for kernel in ALL] + [(kernel, True) for kernel in DETERMINISTIC],
+    [
+        *((kernel, False) for kernel in ALL),
+        *((kernel, True) for kernel in DETERMINISTIC),
+        pytest.param(MMA, False, id=f"{MMA}-False-99kb", marks=pytest.mark.in_99kb),
+        pytest.param(MMA, True, id=f"{MMA}-True-99kb", marks=pytest.mark.in_99kb),
+    ],
 )
 def test_nan_reaches_the_rows_of_its_query_and_no_others(kernel: str, deterministic: bool) -> None:
     inputs = make(with_heads(kernel, SparseCase(s_q=4, s_kv=120, h_q=3, topk=12, invalid=0.0)))

@@ -23,6 +23,7 @@ from tests.sparse_decode.runs import (
     make,
 )
 from tests.support.flat import flat
+from tests.support.kernels import in_both_sizes
 from tests.support.mistakes import Bad, Call, option, raises, swap
 from tests.support.operations import mistakes
 from tests.support.recorder import Recorder
@@ -136,7 +137,7 @@ def test_no_query_is_no_launch(recorder: Recorder) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernel", [*ON_HOPPER, *SINCE_AMPERE, GENERIC])
+@pytest.mark.parametrize("kernel", in_both_sizes((*ON_HOPPER, *SINCE_AMPERE, GENERIC)))
 @pytest.mark.parametrize(
     "case",
     [

@@ -18,7 +18,7 @@ from tests.support.mutants import Mutant
 from tests.support.sim_driver import simulated
 
 TURN = "mla_sparse_decode_turn_results"
-SMALL, SEESAW, AMPERE = "sparse_decode_sm90_small", "sparse_decode_sm90", "sparse_decode_mma_163kb"
+SMALL, SEESAW, AMPERE = "sparse_decode_sm90_small", "sparse_decode_sm90", "sparse_decode_mma"
 CASES = (
     (SparseDecodeCase(record="v4", s_q=2, h_q=9, sink=True, turned=True), GENERIC, "float32"),
     (SparseDecodeCase(record="v41", topk=19, extra=40, extra_record="v41-fp4", turned=True), SMALL, "bfloat16"),

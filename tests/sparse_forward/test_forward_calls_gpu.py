@@ -15,6 +15,7 @@ from mla_cupy.runtime.device import DeviceInfo
 from tests.support.calls import assert_same, no_launch
 from tests.support.flat import flat
 from tests.support.gpu import upload
+from tests.support.kernels import in_both_sizes
 from tests.support.sparse_cases import SparseCase, make
 from tests.support.sparse_gpu import ALL_KERNELS, check_forward, forward, need, on_host, run_and_check, uploaded
 
@@ -25,7 +26,7 @@ SPLIT = SparseCase(s_q=3, s_kv=9000, h_q=16, topk=5000, sink=True)
 BOTH = pytest.mark.parametrize("case", [WHOLE, SPLIT], ids=["whole", "split"], indirect=True)
 
 
-@pytest.fixture(params=ALL_KERNELS)
+@pytest.fixture(params=in_both_sizes(ALL_KERNELS))
 def kernel(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
     need(request.param, gpu, WHOLE)
     return str(request.param)

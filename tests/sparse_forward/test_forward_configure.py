@@ -45,11 +45,11 @@ def problem(
         (128, True, gpu(), LARGE),
         (16, False, gpu(), GENERIC),
         (128, False, gpu((8, 0)), GENERIC),
-        (128, True, gpu((8, 0)), "attention_mma_163kb"),
-        (32, True, gpu((8, 0)), "attention_mma_small_163kb"),
+        (128, True, gpu((8, 0)), "attention_mma"),
+        (32, True, gpu((8, 0)), "attention_mma_small"),
         (33, True, gpu((8, 9)), "attention_mma"),
         (16, True, gpu((12, 0)), "attention_mma_small"),
-        (128, True, gpu((10, 0)), "attention_mma_163kb"),  # has no WGMMA
+        (128, True, gpu((10, 0)), "attention_mma"),  # has no WGMMA
     ],
     ids=str,
 )
@@ -135,7 +135,6 @@ def test_workspace_is_aligned_and_does_not_overlap(sm_count: int, s_q: int, topk
         (None, ORDERED_FROM),
         ("attention_mma_small", ORDERED_FROM),
         ("attention_mma", ORDERED_BY_WIDE_MMA_FROM),
-        ("attention_mma_163kb", ORDERED_BY_WIDE_MMA_FROM),
     ],
 )
 def test_large_kv_is_walked_in_order(recorder: Recorder, kernel: str | None, share: float) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mla_cupy.runtime.device import DeviceInfo
+from tests.support.kernels import in_both_sizes
 from tests.support.sparse_cases import SparseCase, make
 from tests.support.sparse_gpu import ALL_KERNELS, check_forward, forward, need, run_and_check
 from tests.support.sparse_gpu_cases import CASES, DTYPES, ODD_STRIDES, without_heaviest
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-@pytest.mark.parametrize("kernel", ALL_KERNELS)
+@pytest.mark.parametrize("kernel", in_both_sizes(ALL_KERNELS))
 def test_matches_oracle(gpu: DeviceInfo, case: SparseCase, kernel: str) -> None:
     need(kernel, gpu, case)
     run_and_check(make(case), kernel=kernel)
@@ -30,7 +31,7 @@ def test_any_strides(gpu: DeviceInfo, case: SparseCase) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("d_qk", [576, 512])
 @pytest.mark.parametrize("h_q", [1, 16, 64, 128])
-@pytest.mark.parametrize("kernel", ALL_KERNELS)
+@pytest.mark.parametrize("kernel", in_both_sizes(ALL_KERNELS))
 def test_tolerance_at_topk_2048(gpu: DeviceInfo, kernel: str, h_q: int, d_qk: int, dtype: str) -> None:
     """DeepSeek's number of rows."""
     case = SparseCase(s_q=24, s_kv=16_000, h_q=h_q, topk=2048, d_qk=d_qk, dtype=dtype, invalid=0.02)

@@ -15,6 +15,7 @@ from mla_cupy.runtime.device import DeviceInfo
 from tests.support.calls import assert_same
 from tests.support.flat import flat
 from tests.support.gpu import upload
+from tests.support.kernels import in_both_sizes
 from tests.support.sparse_cases import SparseCase, make
 from tests.support.sparse_gpu import ALL_KERNELS, check_forward, forward, need, on_host
 
@@ -24,7 +25,7 @@ S_KV = 500
 CASE = SparseCase(s_q=40, s_kv=S_KV, h_q=16, topk=200, sink=True)
 
 
-@pytest.fixture(params=ALL_KERNELS)
+@pytest.fixture(params=in_both_sizes(ALL_KERNELS))
 def kernel(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
     need(request.param, gpu, CASE)
     return str(request.param)

@@ -13,7 +13,7 @@ from tests.support.calls import ALL_KERNELS, need, on_host, plan_of
 from tests.support.cases import DecodeCase, make
 from tests.support.flat import mla_decode
 from tests.support.gpu import upload, uploaded
-from tests.support.kernels import fitting
+from tests.support.kernels import fitting, in_both_sizes
 from tests.support.tolerance import check
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 REPEATS = 1000
 
 
-@pytest.fixture(params=ALL_KERNELS)
+@pytest.fixture(params=in_both_sizes(ALL_KERNELS))
 def kernel(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
     need(request.param, gpu)
     return str(request.param)

@@ -16,13 +16,13 @@ from tests.support.calls import ALL_KERNELS, assert_same, need, on_host, plan_of
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.flat import mla_decode
 from tests.support.gpu import uploaded
-from tests.support.kernels import fitting
+from tests.support.kernels import fitting, in_both_sizes
 from tests.support.tolerance import check
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(params=ALL_KERNELS)
+@pytest.fixture(params=in_both_sizes(ALL_KERNELS))
 def kernel(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
     need(request.param, gpu)
     return str(request.param)

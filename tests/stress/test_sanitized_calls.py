@@ -27,11 +27,11 @@ LAUNCHED = {
     "prepare": table.PREPARE,
     "index": quantize.KERNEL,
     "absorb": ABSORB,
-    "merge": STATES.plain,
-    "decode": combine_project.PROJECTION.plain,
+    "merge": STATES,
+    "decode": combine_project.KERNEL,
     "forms": forms.SMALL,
 }
-"""What the calls of a kind are there for, at least; of kernels with clusters the entry that both have."""
+"""What the calls of a kind are there for, at least."""
 
 
 def run(name: str) -> set[str]:

@@ -20,8 +20,6 @@ from tests.support.recorder import H200, Recorder
 
 LEFT_OUT = {
     "merge_exchange": "ranks wait for each other, each in a process of its own: tests/parallel runs them",
-    "attention_combine_project": "of GPUs without clusters; an H200 runs attention_combine_project_clusters",
-    "projection_states": "of GPUs without clusters; an H200 runs projection_states_clusters",
 }
 """Kernels without a call, and why."""
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # sums of what nobody has computed

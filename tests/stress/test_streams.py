@@ -18,7 +18,7 @@ from tests.support.calls import ALL_KERNELS, Array, assert_same, need, on_host, 
 from tests.support.cases import DecodeCase, DecodeInputs, make
 from tests.support.flat import mla_decode
 from tests.support.gpu import uploaded
-from tests.support.kernels import DECODE_KERNELS
+from tests.support.kernels import DECODE_KERNELS, in_both_sizes
 from tests.support.tolerance import check
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +28,7 @@ FEW_HEADS = DecodeCase(b=3, h_q=32, seqlens=(2500, 64, 700))
 OTHER = DecodeCase(b=9, h_q=16, s_q=2, seqlens="ragged-600", page_size=16, seed=1)
 
 
-@pytest.fixture(params=ALL_KERNELS)
+@pytest.fixture(params=in_both_sizes(ALL_KERNELS))
 def kernel(request: pytest.FixtureRequest, gpu: DeviceInfo) -> str:
     need(request.param, gpu)
     return str(request.param)

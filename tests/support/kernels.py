@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from mla_cupy.kernels import KERNELS
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import DecodeProblem
@@ -35,8 +39,8 @@ def on_blackwell(kernels: dict[str, Any]) -> tuple[str, ...]:
 _OF_ROWS = {k: v for k, v in by_name(DECODE).items() if "records" not in k and v.math == "exact"}
 #: Those of dense decode that read 16-bit rows with values of 512 columns, and those that read FP8 records.
 DECODE_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in _OF_ROWS.items() if D_V in v.value_widths}
-#: Those that read narrower values alone; they have tests of their own.
-NARROW_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in _OF_ROWS.items() if D_V not in v.value_widths}
+#: Those that read narrower values, which have tests of their own.
+NARROW_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in _OF_ROWS.items() if min(v.value_widths) < D_V}
 RECORD_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in by_name(DECODE).items() if "records" in k}
 #: Those whose products are in FP8.
 FP8_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in by_name(DECODE).items() if v.math == "fp8"}
@@ -49,6 +53,18 @@ FORWARD_KERNELS: dict[str, AttentionKernel[Any]] = {
 BACKWARD_KERNELS: dict[str, BackwardKernel] = by_name(SPARSE_BACKWARD)
 #: Those with tcgen05.
 BLACKWELL = on_blackwell(BACKWARD_KERNELS)
+
+
+def has_sizes(kernel: str) -> bool:
+    """Whether a kernel has builds for two sizes of shared memory."""
+    return hasattr(KERNELS[kernel].variants[0], "smem_kb")
+
+
+def in_both_sizes(kernels: Iterable[str]) -> list[Any]:
+    """As parameters of tests: those with builds for two sizes of shared memory once more, in the lesser one."""
+    names = [*kernels]
+    in_99kb = [name for name in names if has_sizes(name)]
+    return [*names, *(pytest.param(name, id=f"{name}-99kb", marks=pytest.mark.in_99kb) for name in in_99kb)]
 
 
 def cc_of(kernel: str) -> tuple[int, int]:

@@ -50,7 +50,7 @@ def dtype_of(entry: str, nbytes: int) -> np.dtype[Any]:
 
     Looked up once, since the path of repeated calls is measured.
     """
-    layouts = (spec.layout for spec in KERNELS.values() if spec.entry == entry)
+    layouts = (spec.layout(build) for spec in KERNELS.values() if spec.entry == entry for build in spec.variants)
     return next(layout.dtype for layout in layouts if layout.size == nbytes)
 
 

@@ -144,6 +144,23 @@ MLA_DEVICE i32 query_rows_of_warp(const RecordBlock<C>& block, i32 warp) {
 }
 
 // ---- Scouts ----------------------------------------------------------------------------------------------------
+// What a scout remembers of the query rows of its dequantising warp, and how it asks for them. With optional inputs
+// this, the walk and TileBefore keep it in the lanes' words: attention/sm90/seesaw_records_forms.cuh.
+template <class C, class Walk = SlimTileWalk<typename C::Work>>
+struct ScoutedQuery {
+    MLA_DEVICE static void remember(Walk&, const RecordBlock<C>&, i32) {}
+    MLA_DEVICE static void prefetch(const Walk& walk, const RecordBlock<C>& block, i32 warp) {
+        const i32 lane = own_lane();
+#pragma unroll 1
+        for (i32 i = 0; i < kRowsOfWarp; ++i) {
+            const i32 row = block.row0 + warp * kRowsOfWarp + i;
+            const u16* from =
+                row < block.rows ? C::Tokens::query_row(block.p, walk.request, block.kv_head, row) : nullptr;
+            if (from != nullptr && lane < C::kSwTilesQk) prefetch_global_l2(from + lane * kSw128Columns);
+        }
+    }
+};
+
 // Finds the 16 rows of each tile that one dequantising warp reads, one per lane (the upper lanes repeat that).
 template <class C>
 struct Scout {
@@ -155,20 +172,13 @@ struct Scout {
     bool exists;                   // the tile that the walk is at
     typename Tokens::Place place;  // of the lane's row of that tile
 
-    // Words of the walk with forms, beside its own and those of TileBefore.
-    enum Word : i32 { kKvHead = 16, kFirstRow, kNumRows, kRound };
-
     MLA_DEVICE Scout(RecordBlock<C>& block, i32 warp)
         : block(block),
           warp(warp),
           walk(block.p, block.split, Tokens::kMasked ? block.hidden : 0),
           exists(true),
           place(Tokens::nowhere()) {
-        if constexpr (C::Work::kForms) {
-            walk.set(kKvHead, block.kv_head);
-            walk.set(kFirstRow, block.row0 + warp * kRowsOfWarp);
-            walk.set(kNumRows, query_rows_of_warp(block, warp));
-        }
+        ScoutedQuery<C>::remember(walk, block, warp);
     }
 
     MLA_DEVICE i32 row() const { return warp * kRowsOfWarp + own_lane() % kRowsOfWarp; }
@@ -190,26 +200,7 @@ struct Scout {
 
     MLA_DEVICE TokenBytes find() const { return find_token<TokenRecord, Tokens>(block.p, walk, token(), place); }
 
-    MLA_DEVICE void prefetch_query() const {
-        const i32 lane = own_lane();
-        if constexpr (C::Work::kForms) {  // rows of one query
-            const i32 column = lane * kSw128Columns, query = walk.queries(), kv_head = walk.get(kKvHead);
-            const i32 row = walk.get(kFirstRow), rows = walk.get(kNumRows);
-            if (rows <= 0 || lane >= C::kSwTilesQk) return;
-            const u16* from = part_of_row(Tokens::query_row(block.p, query, kv_head, row), column) + column;
-            const i64 stride = column < kHeadDimV ? block.p.q_stride_h_elems : forms_of(block.p).q_rope_stride_h_elems;
-#pragma unroll 1
-            for (i32 i = 0; i < rows; ++i, from += stride) prefetch_global_l2(from);
-        } else {
-#pragma unroll 1
-            for (i32 i = 0; i < kRowsOfWarp; ++i) {
-                const i32 row = block.row0 + warp * kRowsOfWarp + i;
-                const u16* from =
-                    row < block.rows ? Tokens::query_row(block.p, walk.request, block.kv_head, row) : nullptr;
-                if (from != nullptr && lane < C::kSwTilesQk) prefetch_global_l2(from + lane * kSw128Columns);
-            }
-        }
-    }
+    MLA_DEVICE void prefetch_query() const { ScoutedQuery<C>::prefetch(walk, block, warp); }
 
     // Loads that are in flight for half a tile hide an L2's latency, not a memory's.
     // PERF(H200, 2026-11-22, 134 to 116 us with 64 heads and a batch of 128)
@@ -267,7 +258,12 @@ struct TileBefore {
 
     MLA_DEVICE TileBefore(const Walk& walk) : first_query(walk.queries()) {}
 
-    MLA_DEVICE FoundTile found(const Walk&, bool last) const { return {bits | (last ? FoundTile::kLast : 0), query}; }
+    // The ring's phase stays in a register; with optional inputs it is one of the lanes' words.
+    MLA_DEVICE void recall(Ring<1>&, const Walk&) const {}
+    MLA_DEVICE void keep(const Ring<1>&, Walk&) const {}
+    MLA_DEVICE void say(FoundTile& to, const Walk&, bool last) const {
+        if (own_lane() == 0) to = {bits | (last ? FoundTile::kLast : 0), query};
+    }
     MLA_DEVICE void remember(Walk& walk, u32 present) {
         // Q's buffer becomes free only when the previous query is done, later than both stages: the first tiles of a
         // query come before its Q.
@@ -279,28 +275,6 @@ struct TileBefore {
     }
 };
 
-// The same, in the lanes' words.
-template <>
-struct TileBefore<SlimTileWalk<GroupedWork>> {
-    using Walk = SlimTileWalk<GroupedWork>;
-    enum Word : i32 { kBits = Walk::kFreeWord, kQuery, kFirstQuery };
-
-    MLA_DEVICE TileBefore(Walk& walk) {
-        walk.set(kQuery, kNoQuery);
-        walk.set(kFirstQuery, walk.queries());
-    }
-
-    MLA_DEVICE FoundTile found(const Walk& walk, bool last) const {
-        return {walk.get(kBits) | (last ? FoundTile::kLast : 0), walk.get(kQuery)};
-    }
-    MLA_DEVICE void remember(Walk& walk, u32 present) {
-        const bool with_query = walk.first ? walk.ends() : (walk.get(kBits) & FoundTile::kFirst) != 0;
-        walk.set(kBits, (present & FoundTile::kRows) | (walk.first ? FoundTile::kFirst : 0));
-        const i32 query = walk.queries();
-        walk.set(kQuery, with_query && query != walk.get(kFirstQuery) ? query : kNoQuery);
-    }
-};
-
 // While a tile is stored and the next one is loaded, the one after it is found.
 template <class C>
 MLA_DEVICE void run_scout_role(RecordBlock<C>& block, i32 warp) {
@@ -309,24 +283,19 @@ MLA_DEVICE void run_scout_role(RecordBlock<C>& block, i32 warp) {
     scout.advance();
     if (!scout.exists) return;
     scout.reset();
-    Ring<1> ring;  // without forms
+    Ring<1> ring;
     TileBefore<SlimTileWalk<typename C::Work>> before(scout.walk);
 #pragma unroll 1
     while (true) {
         const TokenBytes bytes = scout.find();
         const bool present = bytes.data != nullptr;
-        if constexpr (C::Work::kForms) ring.phases = scout.walk.get(Scout<C>::kRound);
+        before.recall(ring, scout.walk);
         mbarrier_wait(e.found_empty[warp], ring.empty_parity(0));
         ring.advance(0);
-        if constexpr (C::Work::kForms) scout.walk.set(Scout<C>::kRound, ring.phases);
+        before.keep(ring, scout.walk);
         scout.prefetch_rows(present ? bytes.data : kZeroRow);  // no earlier: PERF(H200, 2026-11-22, 336.6 not 345.1 us)
         scout.pass_on(bytes, ring.full_parity(0));             // the parity counts where there are two records
-        if constexpr (C::Work::kForms) {                       // all lanes have a part in what is said
-            const FoundTile found = before.found(scout.walk, !scout.exists);
-            if (own_lane() == 0) e.found[warp] = found;
-        } else {
-            if (own_lane() == 0) e.found[warp] = before.found(scout.walk, !scout.exists);
-        }
+        before.say(e.found[warp], scout.walk, !scout.exists);
         const bool last = !scout.exists;
         if constexpr (C::kScoutsWalkOn) {
             cp_async_commit_group();  // of the scales alone
@@ -385,6 +354,11 @@ template <class C>
 struct SeesawScales<C, true> {
     using Type = StoredScales<typename C::Latent>;
 };
+
+template <class C>
+constexpr i32 kQuerySteps = ceil_div(C::kSwTilesQk * kSw128Chunks, kWarpThreads);
+template <class C, class Work = typename C::Work>
+struct QueryStart;
 
 template <class C>
 struct Dequantiser {
@@ -451,23 +425,7 @@ struct Dequantiser {
         RecordStorage<C>& s = block.s;
         mbarrier_wait(s.q_empty, ring.empty_parity(kQ));
         ring.advance(kQ);
-        const DecodeParams& p = block.p;
-        constexpr i32 kSteps = ceil_div(C::kSwTilesQk * kSw128Chunks, kWarpThreads);
-        if constexpr (C::Work::kForms) {
-            constexpr i32 kLatentSteps = kSwTilesV * kSw128Chunks / kWarpThreads;
-            start_steps<0, kLatentSteps>(first_query_row(block, query, warp).latent, p.q_stride_h_elems);
-            if constexpr (kSteps > kLatentSteps) {
-                opaque(query);  // the address again, rather than both at once
-                start_steps<kLatentSteps, kSteps>(part_of_row(first_query_row(block, query, warp), kHeadDimV),
-                                                  forms_of(p).q_rope_stride_h_elems);
-            }
-        } else {
-            const u16* row = first_query_row(block, query, warp);
-            if constexpr (C::Tokens::kQueriesAnywhere) {
-                if (((reinterpret_cast<u64>(row) | 2 * p.q_stride_h_elems) & 15) != 0) return copy_query(row);
-            }
-            start_steps<0, kSteps>(row, p.q_stride_h_elems);
-        }
+        QueryStart<C>::run(*this, query);
     }
 
     // ... in steps [kBegin, kEnd) of each row, a chunk per lane ...
@@ -541,6 +499,19 @@ struct Dequantiser {
                 held[i] = load(next[Pieces::row(i)], Pieces::piece(i));
             }
         }
+    }
+};
+
+// Copies a query's rows, in one array.
+template <class C, class Work>
+struct QueryStart {
+    MLA_DEVICE static void run(const Dequantiser<C>& to, i32 query) {
+        const i64 stride = to.block.p.q_stride_h_elems;
+        const u16* row = first_query_row(to.block, query, to.warp);
+        if constexpr (C::Tokens::kQueriesAnywhere) {
+            if (((reinterpret_cast<u64>(row) | 2 * stride) & 15) != 0) return to.copy_query(row);
+        }
+        to.template start_steps<0, kQuerySteps<C>>(row, stride);
     }
 };
 

@@ -3,17 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.attention import (
-    combine,
-    combine_forms,
-    combine_project,
-    generic,
-    generic_forms,
-    mma,
-    mma_narrow,
-    row_lists,
-    schedule,
-)
+from mla_cupy.kernels.attention import combine, combine_project, generic, mma, row_lists, schedule
 from mla_cupy.kernels.spec import KernelSpec
 
 __all__ = [
@@ -21,13 +11,10 @@ __all__ = [
 ]
 
 KERNELS: tuple[KernelSpec[Any], ...] = (
-    *combine.KERNELS,
-    combine_forms.KERNEL,
-    *combine_project.KERNELS,
+    combine.KERNEL,
+    combine_project.KERNEL,
     generic.KERNEL,
-    generic_forms.KERNEL,
     *mma.KERNELS,
-    mma_narrow.KERNEL,
     row_lists.KERNEL,
     schedule.KERNEL,
 )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.heuristics import COMBINE_BLOCKS_PER_SM, COMBINE_UNITS_PER_BLOCK
+from mla_cupy.kernels.attention.kernel import FORM_PARAMS, with_forms
 from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.params import DecodeFp8Params, DecodeParams
 from mla_cupy.kernels.pipeline import Launch, LaunchArgs
@@ -16,27 +15,25 @@ from mla_cupy.shapes import D_V, TILE_TOKENS, VALUE_WIDTHS
 NARROW_WIDTHS = tuple({d_v for d_v in VALUE_WIDTHS.values() if d_v != D_V})
 """Widths of results other than the usual one."""
 
+BF16_PARTIALS = Variant(dtype="bfloat16", partials="bfloat16")
+"""The build after an attention kernel that has left `bf16_partials`."""
+
 KERNEL: KernelSpec[object] = KernelSpec(
     "attention_combine",
     "merges the partial results of requests that were split",
     "attention/combine.cu",
     DecodeParams,
-    variants=(*DTYPE_VARIANTS, *variants(dtype=HALF, head_dim_v=NARROW_WIDTHS)),
+    variants=(
+        *DTYPE_VARIANTS,
+        *variants(dtype=HALF, head_dim_v=NARROW_WIDTHS),
+        BF16_PARTIALS,
+        *with_forms(*DTYPE_VARIANTS),
+    ),
     core=DTYPE_VARIANTS,
+    runs_on=lambda variant, arch: variant != BF16_PARTIALS or arch in HOPPER,
     facts={"max_splits": MAX_SPLITS, "tile_tokens": TILE_TOKENS},
+    params_with=FORM_PARAMS,
 )
-
-BF16_PARTIALS = replace(
-    KERNEL,
-    name="attention_combine_bf16_partials",
-    base="attention_combine",
-    about="the same of partial results in bfloat16: those of products in FP8",
-    archs=HOPPER,
-    variants=variants(dtype=("bfloat16",), partials=("bfloat16",)),
-    core=(),
-)
-"""The merge after an attention kernel that has left `bf16_partials`."""
-KERNELS = (KERNEL, BF16_PARTIALS)
 
 
 def blocks(num_splits: int, device: DeviceInfo) -> int:
@@ -63,6 +60,11 @@ def build(dtype: str, d_v: int = D_V) -> Variant:
     return Variant(dtype=dtype) if d_v == D_V else Variant(dtype=dtype, head_dim_v=d_v)
 
 
+def build_of_groups(dtype: str) -> Variant:
+    """The build for partial results of groups of queries."""
+    return with_forms(Variant(dtype=dtype))[0]
+
+
 def reads_bf16(args: LaunchArgs) -> bool:
     """True if the attention kernel of these arguments leaves partial results in bfloat16."""
     return isinstance(args.params, DecodeFp8Params) and bool(args.params.bf16_partials)
@@ -70,7 +72,9 @@ def reads_bf16(args: LaunchArgs) -> bool:
 
 def launch(dtype: str, num_blocks: int, args: LaunchArgs, d_v: int = D_V, *, bf16_partials: bool = False) -> Launch:
     """Merge what the attention kernel of the same arguments has left in the workspace."""
-    grid = (num_blocks, 1, 1)
-    if bf16_partials:
-        return Launch(BF16_PARTIALS, BF16_PARTIALS.variants[0], grid, args)
-    return Launch(KERNEL, build(dtype, d_v), grid, args)
+    return Launch(KERNEL, BF16_PARTIALS if bf16_partials else build(dtype, d_v), (num_blocks, 1, 1), args)
+
+
+def launch_of_groups(dtype: str, num_blocks: int, args: LaunchArgs) -> Launch:
+    """Merge what an attention kernel over groups of queries has left in the workspace."""
+    return Launch(KERNEL, build_of_groups(dtype), (num_blocks, 1, 1), args)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.attention.projection import Build, Projection, addresses, launch, sizes
+from mla_cupy.kernels.attention.projection import Build, addresses, kernel, launch, sizes
 from mla_cupy.kernels.params import CombineProjectParams, DecodeParams
 from mla_cupy.kernels.pipeline import Call, Launch
 from mla_cupy.shapes import D_V, TILE_TOKENS
 
-PROJECTION = Projection(
-    ("attention_combine_project", "attention_combine_project_clusters"),
+KERNEL = kernel(
+    "attention_combine_project",
     "merges the partial results of decode, and multiplies them by W_UV",
     "attention/combine_project.cu",
     CombineProjectParams,
     {"tile_tokens": TILE_TOKENS},
 )
-KERNELS = PROJECTION.kernels
 
 LATENTS = "latents"
 """The part of the workspace with results of attention: in float32 those that need no merge; in 16 bits all of them,

@@ -6,13 +6,18 @@ from typing import Any
 
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.kernel import (
+    FORM_PARAMS,
+    FORMS,
     KEY_VARIANTS,
     NARROW_VARIANTS,
     READS_RECORDS,
     READS_ROWS,
     SINK,
     AttentionKernel,
+    form_variant,
     key_variant,
+    narrow_or_forms,
+    with_forms,
 )
 from mla_cupy.kernels.attention.records import record_variant
 from mla_cupy.kernels.param_layout import Params
@@ -32,7 +37,7 @@ def unsupported(problem: Any, device: DeviceInfo) -> Reason | None:
 
 def unsupported_rows(problem: Any, device: DeviceInfo) -> Reason | None:
     """Reason against a problem of 16-bit rows; None if there is none."""
-    return READS_ROWS if problem.record else unsupported(problem, device)
+    return READS_ROWS if problem.record else unsupported(problem, device) or narrow_or_forms(problem)
 
 
 def unsupported_records(problem: Any, device: DeviceInfo) -> Reason | None:
@@ -45,16 +50,17 @@ KERNEL: AttentionKernel[Any] = AttentionKernel(
     "dense decode and sparse forward on CUDA cores, for any GPU from sm_75 on: the fallback",
     "attention/generic.cu",
     DecodeParams,
-    variants=(*KEY_VARIANTS, *NARROW_VARIANTS),
+    variants=(*KEY_VARIANTS, *NARROW_VARIANTS, *with_forms(*KEY_VARIANTS)),
     core=DTYPE_VARIANTS,
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
+    params_with=FORM_PARAMS,
     unsupported=unsupported_rows,
-    variant=key_variant,
+    variant=lambda problem, device: form_variant(key_variant(problem, device), problem),
     block_rows=BLOCK_M,
     blocks_per_sm=2,
     fallback=True,
     value_widths=tuple(dict.fromkeys(VALUE_WIDTHS.values())),
-    forms=SINK,
+    forms=FORMS,
 )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
+from mla_cupy.kernels.param_layout import Params
+from mla_cupy.kernels.params import DecodeFormParams
 from mla_cupy.kernels.spec import DTYPE_VARIANTS, KernelSpec, ProblemT, Reason, Variant, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
@@ -18,8 +20,14 @@ READS_ROWS = Reason("reads a cache of 16-bit rows, and no records")
 READS_RECORDS = Reason("reads a cache of FP8 records, and no 16-bit rows")
 READS_V41 = Reason("reads other records than v41")
 NO_TREE = Reason("takes no tree_mask")
+NO_NARROW_FORMS = Reason(f"takes values of {D_V} columns only with optional inputs other than attn_sink")
+NO_TREE_WITH_FORMS = Reason("takes no tree_mask with optional inputs other than attn_sink")
 SINK = ("attn_sink",)
 """The forms of kernels whose results have a sink, and that know no others."""
+FORMS = (*SINK, "q_rope", "packed", "out_rope", "window")
+"""The forms of kernels that know all."""
+FORM_PARAMS: dict[str, type[Params]] = {"forms": DecodeFormParams}
+"""The parameters of builds `with_forms`."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,32 @@ TREE_VARIANTS = variants(dtype=HALF, head_dim_qk=(D_QK, D_V), tree_mask=(1,))
 """Further builds that `tree_variant` may ask for."""
 
 
+def with_forms(*builds: Variant) -> tuple[Variant, ...]:
+    """Builds with all optional inputs, whose parameters are `DecodeFormParams`."""
+    return tuple(build.extended(forms="forms") for build in builds)
+
+
+def form_variant(plain: Variant, problem: Any) -> Variant:
+    """The build for a problem like `plain`: with optional inputs if the problem has more than a sink."""
+    return with_forms(plain)[0] if wants_forms(problem) else plain
+
+
+def wants_forms(problem: Any) -> bool:
+    """True if a problem has optional inputs other than a sink; those of sparse attention have none."""
+    forms = getattr(problem, "forms", None)
+    return forms is not None and forms.beyond_sink
+
+
+def tree_or_forms(problem: Any) -> Reason | None:
+    """Reason that a kernel whose builds have a tree or optional inputs, never both, cannot take the problem."""
+    return NO_TREE_WITH_FORMS if problem.tree_mask and wants_forms(problem) else None
+
+
+def narrow_or_forms(problem: Any) -> Reason | None:
+    """Reason that a kernel whose builds have narrow values or optional inputs, never both, cannot take the problem."""
+    return NO_NARROW_FORMS if problem.d_qk in NARROW_WIDTHS and wants_forms(problem) else None
+
+
 @dataclass(frozen=True)
 class AttentionKernel(KernelSpec[ProblemT]):
     """An attention kernel over a schedule of splits: those of dense decode and of the sparse forward.
@@ -67,7 +101,7 @@ class AttentionKernel(KernelSpec[ProblemT]):
     blocks_per_sm : int
         Blocks that are resident on an SM at once.
     kv_maps : callable
-        `kv_maps(kv_cache)`: the tensor maps through which it fetches, if it does.
+        `kv_maps(kv_cache, variant)`: the tensor maps through which a build fetches, if it does.
     cluster_blocks : int
         Blocks of a cluster, where these share the tokens of a request and merge their results: such a kernel needs
         neither a schedule nor a combine.
@@ -79,21 +113,24 @@ class AttentionKernel(KernelSpec[ProblemT]):
         Whether its schedule counts partial results (`cuda_src/attention/split_schedule.cuh`): where that was measured.
     bf16_partials : bool
         Whether it can leave partial results of results in bfloat16 in that, for `combine.BF16_PARTIALS`.
+    sized : callable
+        `sized(problem, device)`: the kernel with other sizes of blocks, where a problem has these; else None.
     value_widths : tuple of int
         Widths of the values that it takes.
     forms : tuple of str
-        What it takes of the problem's `forms`, such as a window: see `kernels/decode/forms.py`.
+        What it takes of the problem's `forms`, such as a window: see `kernels/decode/problem.py`.
     """
 
     variant: Callable[[ProblemT, DeviceInfo], Variant] = lambda problem, device: Variant()
     block_rows: int = 64
     blocks_per_sm: int = 1
-    kv_maps: Callable[[View], tuple[TensorMapSpec, ...]] = lambda kv_cache: ()
+    kv_maps: Callable[[View, Variant], tuple[TensorMapSpec, ...]] = lambda kv_cache, variant: ()
     cluster_blocks: int = 1
     math: str = "exact"
     other_math: tuple[str, ...] = ()
     counts_partials: bool = False
     bf16_partials: bool = False
+    sized: Callable[[ProblemT, DeviceInfo], AttentionKernel[Any] | None] = lambda problem, device: None
     value_widths: tuple[int, ...] = (D_V,)
     forms: tuple[str, ...] = ()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from mla_cupy.dtypes import HALF
@@ -38,44 +39,28 @@ class Build(NamedTuple):
     """Blocks that the GPU holds at once."""
 
 
-class Projection:
-    """A kernel that projects, as two: for GPUs without clusters, and with them."""
-
-    def __init__(
-        self,
-        names: tuple[str, str],
-        about: str,
-        source: str,
-        params: type[Params],
-        facts: Mapping[str, int] | None = None,
-    ) -> None:
-        def spec(clusters: bool) -> KernelSpec[object]:
-            builds = variants(dtype=HALF, share=SHARES if clusters else (1,))
-            return KernelSpec(
-                names[clusters],
-                about + ", by clusters of blocks" * clusters,
-                source,
-                params,
-                _CLUSTERS if clusters else (),
-                builds,
-                facts={"columns": _COLUMNS[clusters], **(facts or {})},
-                facts_of=lambda variant: {"cluster": variant.share},
-                base=names[0],
-            )
-
-        self.clusters, self.plain = spec(clusters=True), spec(clusters=False)
-
-    @property
-    def kernels(self) -> tuple[KernelSpec[object], KernelSpec[object]]:
-        """Both, the faster one first."""
-        return self.clusters, self.plain
+@dataclass(frozen=True)
+class ProjectionKernel(KernelSpec[object]):
+    """A kernel that projects: blocks alone, or in clusters on GPUs that have them."""
 
     def build(self, dtype: str, h_q: int, d_head: int, tokens: int, device: DeviceInfo) -> Build:
-        """The kernel and the build for so many heads of this width, and tokens. Bits do not depend on the build."""
-        resident = PROJECTION_BLOCKS_PER_SM * device.sm_count
-        if not self.clusters.supports_arch(device.arch):
-            return Build(self.plain, Variant(dtype=dtype, share=1), resident)
-        return Build(self.clusters, Variant(dtype=dtype, share=share(h_q, d_head, tokens, device)), resident)
+        """The build for so many heads of this width, and tokens. Bits do not depend on it."""
+        blocks = share(h_q, d_head, tokens, device) if device.arch in _CLUSTERS else 1
+        return Build(self, Variant(dtype=dtype, share=blocks), PROJECTION_BLOCKS_PER_SM * device.sm_count)
+
+
+def kernel(name: str, about: str, source: str, params: type[Params], facts: Mapping[str, int]) -> ProjectionKernel:
+    """A kernel with a build for each number of blocks that share the merge of a head."""
+    return ProjectionKernel(
+        name,
+        about,
+        source,
+        params,
+        variants=variants(dtype=HALF, share=(1, *SHARES)),
+        runs_on=lambda variant, arch: (variant.share > 1) == (arch in _CLUSTERS),
+        facts=facts,
+        facts_of=lambda variant: {"cluster": variant.share, "columns": _COLUMNS[variant.share > 1]},
+    )
 
 
 def share(h_q: int, d_head: int, tokens: int, device: DeviceInfo) -> int:

@@ -5,8 +5,6 @@ from typing import Any
 
 from mla_cupy.kernels.decode import (
     combine_pieces,
-    forms,
-    narrow,
     records,
     schedule_groups,
     schedule_pieces,
@@ -27,14 +25,12 @@ __all__ = [
 
 KERNELS: tuple[KernelSpec[Any], ...] = (
     combine_pieces.KERNEL,
-    *forms.KERNELS,
-    narrow.KERNEL,
     *records.KERNELS,
     schedule_groups.KERNEL,
     schedule_pieces.KERNEL,
     *sm100.KERNELS,
     sm100_fp8.KERNEL,
-    *sm90.KERNELS,
+    sm90.KERNEL,
     sm90_fp8.KERNEL,
     sm90_small.KERNEL,
     sm90_small_cluster8.KERNEL,

@@ -21,14 +21,15 @@ from mla_cupy.kernels.pipeline import Call, LaunchArgs
 
 
 def args_of(config: DecodeConfig, call: Call, params: DecodeParams) -> LaunchArgs:
-    """Arguments of the attention kernel: `params` in the struct that it declares, and its tensor maps."""
-    kv_cache = call.view("kv_cache")
+    """Arguments of the attention kernel: `params` in the struct that its build declares, and its tensor maps."""
+    kv_cache, variant = call.view("kv_cache"), config.variant
+    struct = config.kernel.params_of(variant)
     filled: DecodeParams | DecodeFormParams | DecodeFp8Params = params
-    if config.kernel.params is DecodeFp8Params:
+    if struct is DecodeFp8Params:
         filled = _fp8_params(config, call, params)
-    elif config.kernel.params is DecodeFormParams:
+    elif struct is DecodeFormParams:
         filled = _form_params(config, call, params)
-    maps = config.kernel.kv_maps(kv_cache)
+    maps = config.kernel.kv_maps(kv_cache, variant)
     # A pool without pages may have no address, which a map needs; of 16-bit rows it has a kernel without maps.
     empty = maps and config.problem.record and kv_cache.shape[0] == 0
     return LaunchArgs(filled, maps=tuple(("schedule" if empty else "kv_cache", spec) for spec in maps))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mla_cupy.kernels.attention import combine, combine_forms, heuristics, schedule
+from mla_cupy.kernels.attention import combine, heuristics, schedule
 from mla_cupy.kernels.attention.kernel import AttentionKernel, SplitGrid
 from mla_cupy.kernels.decode import clusters, combine_pieces, schedule_groups, schedule_pieces
 from mla_cupy.kernels.decode.finish import Finish, Merge, ProjectAfterMerge, ProjectInMerge
@@ -171,7 +171,7 @@ class InSplits(_Config):
         """Kernels of the merge."""
         if not self.combine_blocks:
             return []
-        bf16 = [(combine.BF16_PARTIALS, combine.BF16_PARTIALS.variants[0])] if self.bf16_partials else []
+        bf16 = [(combine.KERNEL, combine.BF16_PARTIALS)] if self.bf16_partials else []
         return [(combine.KERNEL, combine.build(self.problem.half, self.problem.d_v)), *bf16]
 
 
@@ -278,13 +278,13 @@ class InGroups(_Config):
         if not self.combine_blocks:
             return []
         blocks = combine.needed_blocks(self.combine_blocks, requests, self._rows, self.num_splits)
-        return [combine_forms.launch(self.problem.half, blocks, args)]
+        return [combine.launch_of_groups(self.problem.half, blocks, args)]
 
     def merge_builds(self) -> Builds:
         """Kernels of the merge."""
         if not self.combine_blocks:
             return []
-        return [(combine_forms.KERNEL, combine.build(self.problem.half, self.problem.d_v))]
+        return [(combine.KERNEL, combine.build_of_groups(self.problem.half))]
 
 
 DecodeConfig = InClusters | InSplits | InPieces | InGroups

@@ -5,20 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mla_cupy.kernels import choice
-from mla_cupy.kernels.attention import combine, combine_project, generic, generic_forms, mma, mma_narrow
+from mla_cupy.kernels.attention import combine, combine_project, generic, mma
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.projection import is_apart
-from mla_cupy.kernels.decode import (
-    forms,
-    narrow,
-    records,
-    sm90,
-    sm90_fp8,
-    sm90_small,
-    sm90_small_cluster8,
-    sm100,
-    sm100_fp8,
-)
+from mla_cupy.kernels.decode import records, sm90, sm90_fp8, sm90_small, sm90_small_cluster8, sm100, sm100_fp8
 from mla_cupy.kernels.decode.arguments import args_of, params_of
 from mla_cupy.kernels.decode.configs import Builds, DecodeConfig, InClusters, InGroups, InPieces, InSplits
 from mla_cupy.kernels.decode.finish import Merge, ProjectAfterMerge, ProjectInMerge
@@ -37,24 +27,15 @@ class DecodePipeline(Pipeline[DecodeConfig]):
     kernels = (
         sm90_small_cluster8.KERNEL,
         sm90_small.KERNEL,
-        sm90.BOXES,
         sm90.KERNEL,
-        forms.SMALL,
-        forms.SEESAW,
         *sm100.KERNELS,
         *mma.KERNELS,
-        narrow.KERNEL,
-        mma_narrow.KERNEL,
         generic.KERNEL,
-        generic_forms.KERNEL,
         sm90_fp8.KERNEL,
         sm100_fp8.KERNEL,
         records.SEESAW,
         records.SMALL,
-        records.SEESAW_FORMS,
-        records.SMALL_FORMS,
         records.SM100,
-        records.MMA_163KB,
         records.MMA,
         records.GENERIC,
     )
@@ -62,7 +43,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
     def configure(self, problem: DecodeProblem, device: DeviceInfo, kernel: str | None = None) -> DecodeConfig:
         """See `Pipeline.configure`."""
         chosen = choice.choose("decode", choice.of_math(self.kernels, problem.math, kernel), problem, device, kernel)
-        chosen = sm90_fp8.sized(chosen, problem, device)
+        chosen = chosen.sized(problem, device) or chosen
         if problem.forms.grouped:
             return _in_groups(problem, chosen, device)
         variant = chosen.variant(problem, device)
@@ -138,7 +119,7 @@ def _finish_of_pieces(config: InSplits, device: DeviceInfo) -> Merge | ProjectIn
 
 
 def _project_in_merge(problem: DecodeProblem, tokens: int, device: DeviceInfo) -> ProjectInMerge:
-    build = combine_project.PROJECTION.build
+    build = combine_project.KERNEL.build
     return ProjectInMerge(build(problem.half, problem.h_q, problem.d_head, tokens, device))
 
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.generic import from_records
-from mla_cupy.kernels.attention.generic_forms import FORMS, WITH_FORMS
-from mla_cupy.kernels.attention.kernel import NO_TREE, READS_RECORDS, READS_V41, SINK, AttentionKernel, narrowest
+from mla_cupy.kernels.attention.kernel import (
+    FORM_PARAMS,
+    FORMS,
+    NO_TREE,
+    READS_RECORDS,
+    READS_V41,
+    SINK,
+    AttentionKernel,
+    form_variant,
+    narrowest,
+    tree_or_forms,
+    wants_forms,
+    with_forms,
+)
 from mla_cupy.kernels.attention.records import (
     BLOCK_ROWS,
     DENSE_RECORDS,
@@ -21,11 +31,13 @@ from mla_cupy.kernels.attention.records import (
 from mla_cupy.kernels.decode.heuristics import SMALL_BLOCK_TILES
 from mla_cupy.kernels.decode.problem import DecodeProblem, tree_record_variant
 from mla_cupy.kernels.params import DecodeFormParams, DecodeParams
-from mla_cupy.kernels.spec import BLACKWELL, HOPPER, Reason, needs_alignment, needs_cc, variants
+from mla_cupy.kernels.spec import BLACKWELL, HOPPER, Reason, Variant, needs_alignment, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
 BLOCK_M = 64
+FORM_ROWS = BLOCK_ROWS[1:]
+"""Rows of the builds of `SMALL` with optional inputs."""
 
 
 def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
@@ -34,7 +46,14 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
         return READS_RECORDS
     if problem.record in PLAIN_RECORDS:
         return READS_V41
-    return None if device.arch in HOPPER else needs_cc(device, "9.0")
+    return tree_or_forms(problem) if device.arch in HOPPER else needs_cc(device, "9.0")
+
+
+def _small_variant(problem: DecodeProblem, device: DeviceInfo) -> Variant:
+    """The build of a problem: the narrowest that holds the rows, or several blocks of the widest."""
+    if wants_forms(problem):
+        return form_variant(rows_variant(problem, narrowest(FORM_ROWS, problem.rows)), problem)
+    return tree_record_variant(problem, device)
 
 
 SMALL: AttentionKernel[DecodeProblem] = AttentionKernel(
@@ -46,12 +65,14 @@ SMALL: AttentionKernel[DecodeProblem] = AttentionKernel(
     (
         *variants(dtype=HALF, record=DENSE_RECORDS, block_rows=BLOCK_ROWS),
         *variants(dtype=HALF, record=DENSE_RECORDS, block_rows=TREE_BLOCK_ROWS, tree_mask=(1,)),
+        *with_forms(*variants(dtype=HALF, record=DENSE_RECORDS, block_rows=FORM_ROWS)),
     ),
     facts={"tile_tokens": TILE_TOKENS},
+    params_with=FORM_PARAMS,
     unsupported=unsupported,
-    variant=tree_record_variant,
+    variant=_small_variant,
     block_rows=BLOCK_ROWS[-1],
-    forms=SINK,
+    forms=FORMS,
 )
 
 
@@ -62,8 +83,13 @@ def _not_by_seesaw(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
         return reason
     if problem.tree_mask:
         return NO_TREE
-    if problem.s_q > 1 and problem.h_q % BLOCK_M:
+    grouped = problem.forms.grouped  # then a block has rows of one query, however many there are
+    if problem.s_q > 1 and problem.h_q % BLOCK_M and not grouped:
         return Reason(f"takes several query tokens with multiples of {BLOCK_M} heads only")
+    if wants_forms(problem) and not problem.aligned:
+        return needs_alignment("q")
+    if grouped and problem.h_q <= BLOCK_M // 2:
+        return Reason(f"takes lengths that vary, and windows, with more than {BLOCK_M // 2} heads only")
     return None
 
 
@@ -80,73 +106,21 @@ def _seesaw_is_faster(problem: DecodeProblem, device: DeviceInfo) -> bool:
     return problem.batch.tiles * row_blocks > SMALL_BLOCK_TILES * device.sm_count
 
 
+PLAIN_SEESAW = variants(dtype=HALF, record=DENSE_RECORDS)
 SEESAW: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_records_seesaw",
     "dense decode from FP8 records with WGMMA: the seesaw schedule over dequantised tiles, for more than 32 rows",
     "decode/sm90_records_seesaw.cu",
     DecodeParams,
     HOPPER,
-    variants(dtype=HALF, record=DENSE_RECORDS),
+    (*PLAIN_SEESAW, *with_forms(*PLAIN_SEESAW)),
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
+    params_with=FORM_PARAMS,
     unsupported=_not_by_seesaw,
     preferred=_seesaw_is_faster,
-    variant=record_variant,
-    block_rows=BLOCK_M,
-    forms=SINK,
-)
-
-
-FORM_ROWS = BLOCK_ROWS[1:]
-"""Rows of the builds of `SMALL_FORMS`."""
-
-
-def _without_tree(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that a kernel for forms cannot take the problem; None if it can."""
-    return unsupported(problem, device) or (NO_TREE if problem.tree_mask else None)
-
-
-SMALL_FORMS: AttentionKernel[DecodeProblem] = AttentionKernel(
-    "decode_sm90_records_forms",
-    "dense decode as decode_sm90_records, for lengths that vary, windows, queries in two arrays, turned results",
-    "decode/sm90_records_forms.cu",
-    DecodeFormParams,
-    HOPPER,
-    variants(dtype=HALF, record=DENSE_RECORDS, block_rows=FORM_ROWS),
-    facts={"tile_tokens": TILE_TOKENS},
-    unsupported=_without_tree,
-    variant=lambda problem, device: rows_variant(problem, narrowest(FORM_ROWS, problem.rows)),
-    block_rows=FORM_ROWS[-1],
-    forms=FORMS,
-)
-
-
-def _not_by_seesaw_forms(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
-    grouped = problem.forms.grouped  # then a block has rows of one query, however many there are
-    reason = _not_by_seesaw(replace(problem, s_q=1) if grouped else problem, device)
-    if reason is not None:
-        return reason
-    if not problem.aligned:
-        return needs_alignment("q")
-    if grouped and problem.h_q <= BLOCK_M // 2:
-        return Reason(f"takes lengths that vary, and windows, with more than {BLOCK_M // 2} heads only")
-    return None
-
-
-SEESAW_FORMS: AttentionKernel[DecodeProblem] = AttentionKernel(
-    "decode_sm90_records_seesaw_forms",
-    "dense decode as decode_sm90_records_seesaw, for lengths that vary, windows, queries in two arrays, turned results",
-    SEESAW.source,
-    DecodeFormParams,
-    HOPPER,
-    variants(dtype=HALF, record=DENSE_RECORDS, forms=(WITH_FORMS,)),
-    facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
-    unsupported=_not_by_seesaw_forms,
-    preferred=_seesaw_is_faster,
-    variant=lambda problem, device: record_variant(problem, device).extended(forms=WITH_FORMS),
+    variant=lambda problem, device: form_variant(record_variant(problem, device), problem),
     block_rows=BLOCK_M,
     forms=FORMS,
-    base=SEESAW.name,
 )
 
 
@@ -181,8 +155,8 @@ SM100: AttentionKernel[DecodeProblem] = AttentionKernel(
 )
 
 
-MMA_163KB, MMA = mma.from_records(
-    ("decode_mma_records_163kb", "decode_mma_records"),
+MMA = mma.from_records(
+    "decode_mma_records",
     "dense decode from FP8 records",
     "decode/mma_records.cu",
     DecodeParams,
@@ -201,4 +175,4 @@ GENERIC = from_records(
 )
 
 
-KERNELS = (SMALL, SEESAW, SMALL_FORMS, SEESAW_FORMS, SM100, MMA_163KB, MMA, GENERIC)
+KERNELS = (SMALL, SEESAW, SM100, MMA, GENERIC)

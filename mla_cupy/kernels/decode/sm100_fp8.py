@@ -25,9 +25,9 @@ def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
     return NO_TREE if problem.tree_mask else None
 
 
-def kv_maps(kv_cache: View) -> tuple[TensorMapSpec]:
+def kv_maps(kv_cache: View, variant: Variant) -> tuple[TensorMapSpec]:
     """Boxes of 128 columns, of the RoPE columns too: what is past the record's end comes as zeros."""
-    latent, _ = sm90_fp8.kv_maps(kv_cache)
+    latent, _ = sm90_fp8.kv_maps(kv_cache, variant)
     return (latent,)
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels.attention.kernel import (
+    FORM_PARAMS,
+    FORMS,
     KEY_VARIANTS,
-    NO_TREE,
     READS_ROWS,
-    SINK,
     TREE_VARIANTS,
     AttentionKernel,
-    key_variant,
+    form_variant,
+    tree_or_forms,
+    with_forms,
 )
 from mla_cupy.kernels.decode.problem import DecodeProblem, tree_variant
 from mla_cupy.kernels.params import DecodeParams
@@ -23,8 +25,6 @@ from mla_cupy.shapes import D_V, TILE_TOKENS
 BLOCK_M = 64
 BOX_COLUMNS = 64
 """Columns of one TMA box: 128 bytes, the span of the swizzle."""
-ANY_HEADS = "any"
-"""Value of the macro of builds for any number of KV heads."""
 BOX_ROWS = 8
 """Rows that the swizzle repeats after: those of several boxes of columns lie in turn, see `box_maps`."""
 
@@ -63,18 +63,15 @@ def kv_map(kv_cache: View, l2: str = "128B") -> TensorMapSpec:
     )
 
 
-def kv_maps(kv_cache: View, l2: str = "128B") -> tuple[TensorMapSpec]:
+def kv_maps(kv_cache: View, variant: Variant, l2: str = "128B") -> tuple[TensorMapSpec]:
     """The one map of 16-bit rows."""
     return (kv_map(kv_cache, l2),)
 
 
-def same_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
-    """The map of 16-bit rows twice, for variants of `decode_sm90_seesaw` that fetch RoPE columns through it, too."""
-    return kv_map(kv_cache), kv_map(kv_cache)
-
-
-def _without_tree(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
-    return NO_TREE if problem.tree_mask else unsupported(problem, device)
+def _seesaw_maps(kv_cache: View, variant: Variant) -> tuple[TensorMapSpec, TensorMapSpec]:
+    """The maps of plain builds; those with a tree or optional inputs fetch all columns through one map."""
+    plain = not hasattr(variant, "tree_mask") and not hasattr(variant, "forms")
+    return box_maps(kv_cache) if plain else (kv_map(kv_cache), kv_map(kv_cache))
 
 
 def box_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
@@ -85,7 +82,7 @@ def box_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
     num_pages, page_size, d_qk = kv_cache.shape
     page, token, _ = kv_cache.strides
     if page_size % BOX_ROWS:
-        return same_maps(kv_cache)
+        return kv_map(kv_cache), kv_map(kv_cache)
     nbytes = TABLE[kv_cache.dtype].nbytes
     groups = page_size // BOX_ROWS
 
@@ -107,9 +104,8 @@ def box_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
     return boxes(D_V // 2 // BOX_COLUMNS), boxes(1)
 
 
-def _variant(problem: DecodeProblem, device: DeviceInfo) -> Variant:
-    variant = tree_variant(problem, device)
-    return variant if problem.tree_mask else variant.extended(kv_heads=ANY_HEADS)
+def _unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
+    return unsupported(problem, device) or tree_or_forms(problem)
 
 
 KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
@@ -118,32 +114,14 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode/sm90_seesaw.cu",
     DecodeParams,
     HOPPER,
-    (*(variant.extended(kv_heads=ANY_HEADS) for variant in KEY_VARIANTS), *TREE_VARIANTS),
-    facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
-    unsupported=unsupported,
-    variant=_variant,
-    block_rows=BLOCK_M,
-    kv_maps=same_maps,
-    counts_partials=True,
-    forms=SINK,
-)
-
-BOXES: AttentionKernel[DecodeProblem] = AttentionKernel(
-    "decode_sm90_seesaw_boxes",
-    "dense decode as decode_sm90_seesaw, without a tree, by fewer and larger copies",
-    KERNEL.source,
-    DecodeParams,
-    HOPPER,
-    KEY_VARIANTS,
+    (*KEY_VARIANTS, *TREE_VARIANTS, *with_forms(*KEY_VARIANTS)),
     core=DTYPE_VARIANTS,
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
-    unsupported=_without_tree,
-    variant=key_variant,
+    params_with=FORM_PARAMS,
+    unsupported=_unsupported,
+    variant=lambda problem, device: form_variant(tree_variant(problem, device), problem),
     block_rows=BLOCK_M,
-    kv_maps=box_maps,
+    kv_maps=_seesaw_maps,
     counts_partials=True,
-    forms=SINK,
-    base=KERNEL.name,
+    forms=FORMS,
 )
-
-KERNELS = (BOXES, KERNEL)

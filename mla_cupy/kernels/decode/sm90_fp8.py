@@ -23,6 +23,8 @@ TERMS = "fp8x2"
 """The arithmetic of the builds whose weights, and queries in 16 bits, are sums of two numbers in e4m3."""
 LEAST_ROWS_OF_TERMS = 17
 """Query rows from which these are used: their blocks have 64, and with fewer rows conversion is faster."""
+SMALL_BLOCKS = 32
+"""Rows of blocks that get few tiles each."""
 PANEL_COLUMNS = 128
 """Columns of one TMA box of latent columns: the span of the swizzle."""
 
@@ -58,7 +60,7 @@ def variant(problem: DecodeProblem, device: DeviceInfo) -> Variant:
     return Variant(dtype=problem.dtype, block_rows=narrowest(BLOCK_ROWS, problem.rows))
 
 
-def kv_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
+def kv_maps(kv_cache: View, variant: Variant) -> tuple[TensorMapSpec, TensorMapSpec]:
     """The cache as (pages, 1, tokens, bytes): boxes of 128 latent columns, and of the RoPE columns.
 
     Boxes are of gcd(page_size, 64) tokens. Of one token, the RoPE columns have a row of 128 bytes in shared memory,
@@ -84,6 +86,16 @@ def kv_maps(kv_cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
     return boxes(PANEL_COLUMNS, "128B"), boxes(rope, swizzle)
 
 
+def _sized(problem: DecodeProblem, device: DeviceInfo) -> AttentionKernel[DecodeProblem] | None:
+    """The kernel in blocks of 32 rows where these get few tiles each: half as many partial results per row."""
+    if problem.batch is None or problem.tree_mask or problem.rows <= SMALL_BLOCKS:
+        return None
+    if problem.math == TERMS:
+        return None
+    row_blocks = -(-problem.rows // SMALL_BLOCKS)
+    return _SMALL if problem.batch.tiles * row_blocks <= SMALL_FP8_TILES * device.sm_count else None
+
+
 KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_fp8",
     'dense decode from records "fp8" with both products in FP8 (math="fp8", "fp8x2"), promoted to float32 tile by tile',
@@ -103,11 +115,10 @@ KERNEL: AttentionKernel[DecodeProblem] = AttentionKernel(
     kv_maps=kv_maps,
     math="fp8",
     bf16_partials=True,
+    sized=_sized,
     other_math=(TERMS,),
     forms=SINK,
 )
-
-SMALL_BLOCKS = 32
 _SMALL = replace(
     KERNEL,
     variant=lambda problem, device: Variant(
@@ -115,18 +126,3 @@ _SMALL = replace(
     ),
     block_rows=SMALL_BLOCKS,
 )
-
-
-def sized(
-    chosen: AttentionKernel[DecodeProblem], problem: DecodeProblem, device: DeviceInfo
-) -> AttentionKernel[DecodeProblem]:
-    """The kernel, in blocks of 32 rows where these get few tiles each: half as many partial results per row.
-
-    Other kernels are left as they are.
-    """
-    if chosen is not KERNEL or problem.batch is None or problem.tree_mask or problem.rows <= SMALL_BLOCKS:
-        return chosen
-    if problem.math == TERMS:
-        return chosen
-    row_blocks = -(-problem.rows // SMALL_BLOCKS)
-    return _SMALL if problem.batch.tiles * row_blocks <= SMALL_FP8_TILES * device.sm_count else chosen

@@ -16,7 +16,7 @@ from mla_cupy.kernels.dense.problem import (
     DenseProblem,
     PrefillOptions,
 )
-from mla_cupy.kernels.dense.table import GENERIC, MMA, MMA_163KB, SCHEDULE, SM90, DenseKernel
+from mla_cupy.kernels.dense.table import GENERIC, MMA, SCHEDULE, SM90, DenseKernel
 from mla_cupy.kernels.numbers import LOG2_E
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import DenseScheduleParams, PrefillParams
@@ -47,7 +47,7 @@ class DenseConfig:
 class DensePipeline(Pipeline[DenseConfig]):
     """The kernels of dense attention."""
 
-    kernels = (SM90, MMA_163KB, MMA, GENERIC, SM90_FP8, GENERIC_FP8)
+    kernels = (SM90, MMA, GENERIC, SM90_FP8, GENERIC_FP8)
 
     def configure(self, problem: DenseProblem, device: DeviceInfo, kernel: str | None = None) -> DenseConfig:
         """See `Pipeline.configure`."""

@@ -1,14 +1,13 @@
-"""The kernels of dense attention: the schedule, the plain kernel, those with mma.sync, and that for Hopper."""
+"""The kernels of dense attention: the schedule, the plain kernel, the one with mma.sync, and the one for Hopper."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
-from mla_cupy.kernels.attention.mma import LEAST_KB, MORE_KB, archs, lacks
+from mla_cupy.kernels.attention.mma import MORE_KB, SMEM_KB, is_default, runs_on, smem_kb
 from mla_cupy.kernels.dense.problem import (
     ROW_GROUP,
     SCHEDULE_BYTES,
@@ -21,7 +20,16 @@ from mla_cupy.kernels.dense.problem import (
 )
 from mla_cupy.kernels.params import DenseScheduleParams, PrefillParams
 from mla_cupy.kernels.pipeline import Call
-from mla_cupy.kernels.spec import HOPPER, KernelSpec, Reason, Variant, needs_alignment, needs_cc
+from mla_cupy.kernels.spec import (
+    HOPPER,
+    SINCE_AMPERE,
+    KernelSpec,
+    Reason,
+    Variant,
+    needs_alignment,
+    needs_ampere,
+    needs_cc,
+)
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.launching import Dim3
 from mla_cupy.runtime.tensormap import TensorMapSpec
@@ -34,7 +42,7 @@ PANEL_COLUMNS = 64
 """Width of a TMA copy: the span of the swizzle."""
 READS_HALF = Reason("reads queries, keys and values in 16 bits")
 MMA_MOST_D_V = 128
-"""Columns of values that a warp of the mma.sync kernels can add up for its 32 queries."""
+"""Columns of values that a warp of the mma.sync kernel can add up for its 32 queries."""
 MMA_SPILL_BYTES = 96
 """Spills of a build: of 255 registers, output, scores and queries take 192 or 208; a word is read once a tile."""
 
@@ -125,44 +133,32 @@ def row_map(array: View, rows: int) -> TensorMapSpec:
 # ---- Since Ampere ------------------------------------------------------------------------------------------------
 
 
-def mma_variant(variant: Variant, smem_kb: int) -> Variant:
+def _with_smem(variant: Variant, kb: int) -> Variant:
     """The build in so much shared memory: with 99 KB, tiles have fewer keys, and registers some of the queries."""
-    short = smem_kb < MORE_KB and variant.head_dim_qk > variant.head_dim_v
-    return variant.extended(smem_kb=smem_kb, tile_keys=48 if short else 64, held_panels=int(short))
+    short = kb < MORE_KB and variant.head_dim_qk > variant.head_dim_v
+    return variant.extended(smem_kb=kb, tile_keys=48 if short else 64, held_panels=int(short))
 
 
-def mma_unsupported(problem: DenseProblem, device: DeviceInfo, smem_kb: int) -> Reason | None:
-    """Reason that a mma.sync kernel cannot take the problem; None if it can."""
+def mma_variant(problem: DenseProblem, device: DeviceInfo) -> Variant:
+    """The build with mma.sync."""
+    variant = _with_smem(problem.variant, smem_kb(device))
+    return with_mask(variant) if problem.masked else variant
+
+
+def mma_unsupported(problem: DenseProblem, device: DeviceInfo) -> Reason | None:
+    """Reason that the mma.sync kernel cannot take the problem; None if it can."""
     if problem.coded:
         return READS_HALF
-    if reason := lacks(device, smem_kb):
+    if reason := needs_ampere(device):
         return reason
     if problem.d_v > MMA_MOST_D_V:
         return Reason(f"takes values of up to {MMA_MOST_D_V} columns: wider ones leave no registers")
     return None if problem.aligned else needs_alignment("queries, keys, values and state_out")
 
 
-def _mma(name: str, smem_kb: int) -> DenseKernel:
-    builds = tuple(mma_variant(variant, smem_kb) for variant in VARIANTS if variant.head_dim_v <= MMA_MOST_D_V)
-
-    def variant(problem: DenseProblem, device: DeviceInfo) -> Variant:
-        build = mma_variant(problem.variant, smem_kb)
-        return with_mask(build) if problem.masked else build
-
-    return DenseKernel(
-        name,
-        f"dense attention with mma.sync, in {smem_kb} KB per block",
-        "dense/mma.cu",
-        PrefillParams,
-        archs(smem_kb),
-        variants=(*builds, *map(with_mask, builds)),
-        unsupported=partial(mma_unsupported, smem_kb=smem_kb),
-        grid=persistent_grid,
-        variant=variant,
-        spill_bytes=MMA_SPILL_BYTES,
-        base="dense_mma",
-    )
-
+_MMA_BUILDS = tuple(
+    _with_smem(variant, kb) for kb in SMEM_KB for variant in VARIANTS if variant.head_dim_v <= MMA_MOST_D_V
+)
 
 # ---- Any GPU ----------------------------------------------------------------------------------------------------
 
@@ -203,8 +199,20 @@ SM90 = DenseKernel(
     maps=row_maps,
     variant=hopper_variant,
 )
-MMA_163KB = _mma("dense_mma_163kb", MORE_KB)
-MMA = _mma("dense_mma", LEAST_KB)
+MMA = DenseKernel(
+    "dense_mma",
+    "dense attention with mma.sync",
+    "dense/mma.cu",
+    PrefillParams,
+    SINCE_AMPERE,
+    variants=(*_MMA_BUILDS, *map(with_mask, _MMA_BUILDS)),
+    runs_on=runs_on,
+    is_default=is_default,
+    unsupported=mma_unsupported,
+    grid=persistent_grid,
+    variant=mma_variant,
+    spill_bytes=MMA_SPILL_BYTES,
+)
 GENERIC = DenseKernel(
     "dense_generic",
     "dense attention on CUDA cores, any strides",
@@ -215,4 +223,4 @@ GENERIC = DenseKernel(
     fallback=True,
     grid=plain_grid,
 )
-KERNELS = (GENERIC, MMA, MMA_163KB, SCHEDULE, SM90)
+KERNELS = (GENERIC, MMA, SCHEDULE, SM90)

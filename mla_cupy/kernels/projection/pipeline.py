@@ -19,7 +19,7 @@ from mla_cupy.runtime.device import DeviceInfo
 
 MAX_STATES = 256
 """Partial results that one call merges."""
-KERNELS = (*STATES.kernels, results.RESULTS)
+KERNELS = (STATES, results.RESULTS)
 
 
 class MergeProjectOptions(NamedTuple):
@@ -65,7 +65,7 @@ class _OneLaunch(Pipeline[ProjectConfig]):
 class MergeProjectPipeline(_OneLaunch):
     """The kernel of `merge_project`."""
 
-    kernels = STATES.kernels
+    kernels = (STATES,)
 
     def configure(self, problem: ProjectProblem, device: DeviceInfo, kernel: str | None = None) -> ProjectConfig:
         """See `Pipeline.configure`."""

@@ -6,7 +6,7 @@ from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention import projection
 from mla_cupy.kernels.attention.combine_project import LATENTS
-from mla_cupy.kernels.attention.projection import Build, Projection
+from mla_cupy.kernels.attention.projection import Build
 from mla_cupy.kernels.lse import LseOptions
 from mla_cupy.kernels.params import MergeProjectParams, ResultsParams, StatesAddresses
 from mla_cupy.kernels.pipeline import Call, Launch, LaunchArgs
@@ -20,8 +20,8 @@ TILE_TOKENS, COLUMNS = 64, 128
 _PIECE = 64
 _BYTES = 2
 
-STATES = Projection(
-    ("projection_states", "projection_states_clusters"),
+STATES = projection.kernel(
+    "projection_states",
     "merges partial results over disjoint sets of keys, and multiplies them by W_UV",
     "projection/states.cu",
     MergeProjectParams,

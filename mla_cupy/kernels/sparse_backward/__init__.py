@@ -14,7 +14,7 @@ __all__ = [
 
 KERNELS: tuple[KernelSpec[Any], ...] = (
     generic.KERNEL,
-    *mma.KERNELS,
+    mma.KERNEL,
     *passes.KERNELS,
     *pieces.KERNELS,
     *sm100.KERNELS,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from mla_cupy.kernels.attention.mma import LEAST_KB, MORE_KB, archs, chosen_archs, lacks
+from mla_cupy.kernels.attention.mma import SMEM_KB, is_default, runs_on, smem_kb
 from mla_cupy.kernels.params import BackwardParams
 from mla_cupy.kernels.sparse_backward.problem import (
     CORE,
@@ -14,16 +12,16 @@ from mla_cupy.kernels.sparse_backward.problem import (
     SparseBackwardProblem,
     plain_variant,
 )
-from mla_cupy.kernels.spec import Reason, Variant, needs_alignment
+from mla_cupy.kernels.spec import SINCE_AMPERE, Reason, Variant, needs_alignment, needs_ampere
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.launching import Dim3
 
 BLOCK_HEADS = 32
 
 
-def unsupported(problem: SparseBackwardProblem, device: DeviceInfo, smem_kb: int) -> Reason | None:
-    """Reason that a kernel cannot take the problem; None if it can."""
-    if reason := lacks(device, smem_kb):
+def unsupported(problem: SparseBackwardProblem, device: DeviceInfo) -> Reason | None:
+    """Reason that the kernel cannot take the problem; None if it can."""
+    if reason := needs_ampere(device):
         return reason
     return None if problem.aligned else needs_alignment("q, kv, dout and dq")
 
@@ -33,30 +31,29 @@ def grid(problem: SparseBackwardProblem, device: DeviceInfo) -> Dim3:
     return (problem.s_q * -(-problem.h_q // BLOCK_HEADS), 1, 1)
 
 
-def variant(problem: SparseBackwardProblem, device: DeviceInfo, smem_kb: int) -> Variant:
+def variant(problem: SparseBackwardProblem, device: DeviceInfo) -> Variant:
     """The build that a problem takes."""
-    return plain_variant(problem, device).extended(smem_kb=smem_kb)
+    return plain_variant(problem, device).extended(smem_kb=smem_kb(device))
 
 
-def _kernel(name: str, smem_kb: int) -> BackwardKernel:
-    return BackwardKernel(
-        name,
-        f"gradients of sparse attention with mma.sync, 32 heads of a query at a time, in {smem_kb} KB per block",
-        "sparse_backward/mma.cu",
-        BackwardParams,
-        archs(smem_kb),
-        variants=tuple(build.extended(smem_kb=smem_kb) for build in VARIANTS),
-        core=tuple(build.extended(smem_kb=smem_kb) for build in CORE),
-        core_archs=chosen_archs(smem_kb),
-        facts={"block_heads": BLOCK_HEADS},
-        unsupported=partial(unsupported, smem_kb=smem_kb),
-        grid=grid,
-        heads_per_addition=BLOCK_HEADS,
-        dkv_order=DkvOrder.SM90,
-        variant=partial(variant, smem_kb=smem_kb),
-        base="sparse_backward_mma",
-    )
+def _in_both_sizes(builds: tuple[Variant, ...]) -> tuple[Variant, ...]:
+    return tuple(build.extended(smem_kb=kb) for kb in SMEM_KB for build in builds)
 
 
-KERNELS = (_kernel("sparse_backward_mma_163kb", MORE_KB), _kernel("sparse_backward_mma", LEAST_KB))
-"""Kernels with mma.sync, the faster one first."""
+KERNEL = BackwardKernel(
+    "sparse_backward_mma",
+    "gradients of sparse attention with mma.sync, 32 heads of a query at a time",
+    "sparse_backward/mma.cu",
+    BackwardParams,
+    SINCE_AMPERE,
+    _in_both_sizes(VARIANTS),
+    _in_both_sizes(CORE),
+    runs_on=runs_on,
+    is_default=is_default,
+    facts={"block_heads": BLOCK_HEADS},
+    unsupported=unsupported,
+    grid=grid,
+    heads_per_addition=BLOCK_HEADS,
+    dkv_order=DkvOrder.SM90,
+    variant=variant,
+)

@@ -78,7 +78,7 @@ class SparseBackwardPipeline(Pipeline[SparseBackwardConfig]):
         sm100.WEIGHT_STATIONARY,
         sm90_pair.KERNEL,
         sm90.KERNEL,
-        *mma.KERNELS,
+        mma.KERNEL,
         generic.KERNEL,
     )
 

@@ -97,7 +97,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         if not problem.d_head:
             return config
         apart = pieces is None and is_apart(problem.h_q, problem.d_head, problem.queries)
-        chosen_build = results.build if apart else combine_project.PROJECTION.build
+        chosen_build = results.build if apart else combine_project.KERNEL.build
         build = chosen_build(problem.dtype, problem.h_q, problem.d_head, problem.queries, device)
         return replace(config, projection=build, apart=apart)
 

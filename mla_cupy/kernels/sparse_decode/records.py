@@ -126,8 +126,8 @@ SM100: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
 )
 
 
-MMA_163KB, MMA = mma.from_records(
-    ("sparse_decode_mma_163kb", "sparse_decode_mma"),
+MMA = mma.from_records(
+    "sparse_decode_mma",
     "sparse decode from FP8 records",
     "sparse_decode/mma.cu",
     SparseDecodeParams,
@@ -148,4 +148,4 @@ GENERIC = from_records(
 #: The sparse forward's, over lists of the tokens that are there.
 FP8 = cast("AttentionKernel[SparseDecodeProblem]", sm90_fp8.KERNEL)
 
-KERNELS = (SEESAW, SMALL, SM100, MMA_163KB, MMA, GENERIC, FP8)
+KERNELS = (SEESAW, SMALL, SM100, MMA, GENERIC, FP8)

@@ -82,7 +82,7 @@ class SparseForwardPipeline(Pipeline[SparseForwardConfig]):
         row_bytes = TABLE[problem.dtype].nbytes * problem.d_qk
         if problem.record:
             row_bytes = FORMATS[problem.record].token_bytes
-        ordered_from = ORDERED_BY_WIDE_MMA_FROM if chosen in (mma.WIDE_163KB, mma.WIDE) else ORDERED_FROM
+        ordered_from = ORDERED_BY_WIDE_MMA_FROM if chosen is mma.WIDE else ORDERED_FROM
         num_splits = pieces.num_splits if pieces else splits.num_splits
         return SparseForwardConfig(
             problem,

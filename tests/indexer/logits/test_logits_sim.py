@@ -30,7 +30,7 @@ from tests.support.kernels import by_name
 from tests.support.sim_driver import fake_gpu, simulated
 from tests.support.sim_modes import MODES
 
-GENERIC, HALF = "indexer_logits_generic", "indexer_logits_sm90_half"
+GENERIC = "indexer_logits_generic"
 HOPPER, PAGED_HOPPER = "indexer_logits_sm90", "indexer_logits_sm90_paged"
 MMA, AMPERE_ON = "indexer_logits_mma", ((8, 0), (8, 9), (12, 0))
 SM_COUNTS = (1, 3, 2)
@@ -138,7 +138,7 @@ HALF_CASES = [
 
 def in_float16(inputs: dict[str, Any], sm_count: int = 2, mode: tuple[str, int] = MODES[0], **options: Any) -> Any:
     with simulated(sm_count, (9, 0), *mode):
-        return mla_cupy.indexer_logits(**inputs, **{"kernel": HALF, **options}, accumulate="float16")
+        return mla_cupy.indexer_logits(**inputs, **{"kernel": HOPPER, **options}, accumulate="float16")
 
 
 def run_in_float16(case: LogitsCase, sm_count: int, mode: tuple[str, int]) -> None:
@@ -207,7 +207,7 @@ def test_weights_of_all_sizes_in_float16() -> None:
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("kernel", [GENERIC, HOPPER])
+@pytest.mark.parametrize("kernel", [GENERIC, MMA])
 def test_other_kernels_add_up_in_float32(kernel: str) -> None:
     inputs = logits_inputs(LogitsCase(s_q=3, s_kv=70, h=3, d=32, dtype="uint8", float16=True))
     check_logits(in_float16(inputs, kernel=kernel), inputs, reference.indexer_logits(**inputs))
@@ -295,7 +295,7 @@ def test_nan_and_infinity() -> None:
 
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize(
-    ("kernel", "accumulate"), [(HOPPER, "float32"), (HALF, "float16"), (MMA, "float32")], ids=[HOPPER, HALF, MMA]
+    ("kernel", "accumulate"), [(HOPPER, "float32"), (HOPPER, "float16"), (MMA, "float32")], ids=str
 )
 @pytest.mark.parametrize("sm_count", [1, 5])
 def test_bits_do_not_depend_on_the_place(sm_count: int, kernel: str, accumulate: str) -> None:
@@ -453,7 +453,7 @@ def test_hostile_lengths() -> None:
 
 
 def test_no_kernel_is_forgotten() -> None:
-    assert set(by_name(LOGITS)) == {GENERIC, MMA, HOPPER, HALF, "indexer_logits_sm100"}
+    assert set(by_name(LOGITS)) == {GENERIC, MMA, HOPPER, "indexer_logits_sm100"}
     assert set(PAGED_KERNELS) == {GENERIC, MMA, PAGED_HOPPER}
 
 
@@ -520,7 +520,7 @@ def test_keys_in_e2m1_of_many_heads() -> None:
         with pytest.raises(UnsupportedDeviceError, match="at most 64 heads of keys in e2m1, not 65"):
             mla_cupy.indexer_logits_paged(**inputs, kernel=PAGED_HOPPER)
     with simulated(1, (10, 0)), pytest.raises(UnsupportedDeviceError, match="e4m3, not in e2m1"):
-        mla_cupy.indexer_logits_paged(**inputs, kernel="indexer_logits_sm100_paged")
+        mla_cupy.indexer_logits_paged(**inputs, kernel="indexer_logits_sm100")
 
 
 def test_keys_in_e2m1_far_apart() -> None:

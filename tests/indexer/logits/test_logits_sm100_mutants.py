@@ -21,7 +21,7 @@ def run(case: LogitsCase | PagedCase, mode: tuple[str, int]) -> None:
     paged = isinstance(case, PagedCase)
     name, inputs = "indexer_logits" + "_paged" * paged, paged_inputs(case) if paged else logits_inputs(case)
     with simulated(1, (10, 0), *mode):
-        got = getattr(mla_cupy, name)(**inputs, kernel=KERNEL + "_paged" * paged)
+        got = getattr(mla_cupy, name)(**inputs, kernel=KERNEL)
     check_logits(got, inputs, getattr(reference, name)(**inputs))
 
 

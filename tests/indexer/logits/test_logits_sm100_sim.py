@@ -18,7 +18,7 @@ from tests.support.recorder import B200
 from tests.support.sim_driver import simulated
 from tests.support.sim_modes import MODES
 
-PREFILL, PAGED = "indexer_logits_sm100", "indexer_logits_sm100_paged"
+KERNEL = sm100.KERNEL.name
 SM_COUNTS = (1, 3, 2)
 CCS = ((10, 0), (10, 3))
 
@@ -47,7 +47,7 @@ def run(case: LogitsCase | PagedCase, sm_count: int, mode: tuple[str, int], cc: 
     name = "indexer_logits" + "_paged" * paged
     inputs = paged_inputs(case) if isinstance(case, PagedCase) else logits_inputs(case)
     with simulated(sm_count, cc, *mode) as target:
-        got = getattr(mla_cupy, name)(**inputs, kernel=PAGED if paged else PREFILL)
+        got = getattr(mla_cupy, name)(**inputs, kernel=KERNEL)
     assert target.launched[-1] == "mla_indexer_logits_sm100"
     check_logits(got, inputs, getattr(reference, name)(**inputs))
     return got
@@ -81,7 +81,7 @@ def test_all_codes() -> None:
     weights = np.zeros((4, 64), np.float32)
     weights[:, 17] = 1
     with simulated(1, (10, 0)):
-        got = mla_cupy.indexer_logits(q, k, weights, kernel=PREFILL)
+        got = mla_cupy.indexer_logits(q, k, weights, kernel=KERNEL)
     np.testing.assert_array_equal(got, reference.indexer_logits(q, k, weights).astype(np.float32))
 
 
@@ -91,8 +91,8 @@ def test_strided_queries_and_keys_behind_one_another() -> None:
     q, k = np.full((18, 10, 256), 0x7F, np.uint8), np.full((150, 256), 0x7F, np.uint8)
     q[::2, :, :128], k[:, :128] = inputs["q"], inputs["k"]
     with simulated(2, (10, 0), "late"):
-        plain = mla_cupy.indexer_logits(**inputs, kernel=PREFILL)
-        got = mla_cupy.indexer_logits(**{**inputs, "q": q[::2, :, :128], "k": k[:, :128]}, kernel=PREFILL)
+        plain = mla_cupy.indexer_logits(**inputs, kernel=KERNEL)
+        got = mla_cupy.indexer_logits(**{**inputs, "q": q[::2, :, :128], "k": k[:, :128]}, kernel=KERNEL)
     np.testing.assert_array_equal(got, plain)
 
 
@@ -106,13 +106,13 @@ def test_paged_and_prefill_have_the_same_bits(h: int) -> None:
     codes = rows[:, : 64 * 128].reshape(-1, 128)[:150]
     scales = np.ascontiguousarray(rows[:, 64 * 128 :]).view(np.float32).reshape(-1)[:150]
     with simulated(2, (10, 0)):
-        paged = mla_cupy.indexer_logits_paged(**inputs, kernel=PAGED)
+        paged = mla_cupy.indexer_logits_paged(**inputs, kernel=KERNEL)
         prefill = mla_cupy.indexer_logits(
             np.ascontiguousarray(inputs["q"][:, 0]),
             np.ascontiguousarray(codes),
             np.ascontiguousarray(inputs["weights"].reshape(1, h)),
             k_scale=scales,
-            kernel=PREFILL,
+            kernel=KERNEL,
         )
     np.testing.assert_array_equal(np.asarray(paged).reshape(-1)[:150], prefill[0])
 
@@ -121,7 +121,7 @@ def test_logits_stay_as_they_are_where_they_need_not_be_clean() -> None:
     inputs = logits_inputs(LogitsCase(s_q=3, s_kv=200, h=2, dtype="uint8"))
     out = np.full((3, 200), 7, np.float32)
     with simulated(2, (10, 0)):
-        got = mla_cupy.indexer_logits(**inputs, clean=False, logits=out, kernel=PREFILL)
+        got = mla_cupy.indexer_logits(**inputs, clean=False, logits=out, kernel=KERNEL)
     exact = reference.indexer_logits(**inputs)
     assert (got[np.isneginf(exact)] == 7).all()
     assert (got[np.isfinite(exact)] != 7).all()
@@ -131,7 +131,7 @@ def test_a_call_without_a_key() -> None:
     inputs = logits_inputs(LogitsCase(s_q=3, s_kv=70, h=2, dtype="uint8", ranges="none"))
     inputs |= {"ks": np.full(3, 50, np.int32), "ke": np.full(3, 50, np.int32)}
     with simulated(2, (10, 0), "late"):
-        assert np.isneginf(mla_cupy.indexer_logits(**inputs, kernel=PREFILL)).all()
+        assert np.isneginf(mla_cupy.indexer_logits(**inputs, kernel=KERNEL)).all()
 
 
 # ---- The choice ----------------------------------------------------------------------------------------------------
@@ -144,27 +144,27 @@ def problem(**changes: Any) -> LogitsProblem:
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "name", "changes", "said"),
+    ("pipeline", "changes", "said"),
     [
-        (LOGITS, PREFILL, {"dtype": "bfloat16"}, "takes e4m3, not bfloat16"),
-        (LOGITS, PREFILL, {"accumulate": "float16"}, "adds in float32"),
-        (LOGITS, PREFILL, {"heads": 129}, "at most 128 heads, not 129"),
-        (LOGITS, PREFILL, {"aligned": False}, "multiples of 16 bytes"),
-        (LOGITS_PAGED, PAGED, {"page_size": 16, "num_pages": 9}, "takes pages of 64 keys, not 9 of 16"),
-        (LOGITS_PAGED, PAGED, {"page_size": 64, "num_pages": 9, "head_dim": 64}, "takes keys of 128 codes, not of 64"),
-        (LOGITS_PAGED, PAGED, {"page_size": 64, "num_pages": 9, "block_tokens": 9}, "at most 8 tokens"),
+        (LOGITS, {"dtype": "bfloat16"}, "takes e4m3, not bfloat16"),
+        (LOGITS, {"accumulate": "float16"}, "adds in float32"),
+        (LOGITS, {"heads": 129}, "at most 128 heads, not 129"),
+        (LOGITS, {"aligned": False}, "multiples of 16 bytes"),
+        (LOGITS_PAGED, {"page_size": 16, "num_pages": 9}, "takes pages of 64 keys, not 9 of 16"),
+        (LOGITS_PAGED, {"page_size": 64, "num_pages": 9, "head_dim": 64}, "takes keys of 128 codes, not of 64"),
+        (LOGITS_PAGED, {"page_size": 64, "num_pages": 9, "block_tokens": 9}, "at most 8 tokens"),
     ],
 )
-def test_what_it_does_not_take(pipeline: Any, name: str, changes: dict[str, Any], said: str) -> None:
+def test_what_it_does_not_take(pipeline: Any, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UnsupportedDeviceError, match=said):
-        pipeline.configure(problem(**changes), B200, name)
+        pipeline.configure(problem(**changes), B200, KERNEL)
 
 
 def test_where_it_is_admitted_it_runs_by_default() -> None:
     """And what it does not take goes to the next kernel."""
     paged = problem(page_size=64, num_pages=9, block_tokens=1)
     assert LOGITS.configure(problem(), B200).kernel is sm100.KERNEL
-    assert LOGITS_PAGED.configure(paged, B200).kernel is sm100.PAGED
+    assert LOGITS_PAGED.configure(paged, B200).kernel is sm100.KERNEL
     assert LOGITS.configure(problem(dtype="bfloat16"), B200).kernel.name == "indexer_logits_mma"
 
 
@@ -173,13 +173,13 @@ def test_where_it_is_not_it_runs_on_request() -> None:
     paged = problem(page_size=64, num_pages=9, block_tokens=1)
     assert LOGITS.configure(problem(), untested).kernel.name == "indexer_logits_mma"
     assert LOGITS_PAGED.configure(paged, untested).kernel.name == "indexer_logits_mma"
-    assert LOGITS.configure(problem(), untested, PREFILL).kernel is sm100.KERNEL
-    assert LOGITS_PAGED.configure(paged, untested, PAGED).kernel is sm100.PAGED
+    assert LOGITS.configure(problem(), untested, KERNEL).kernel is sm100.KERNEL
+    assert LOGITS_PAGED.configure(paged, untested, KERNEL).kernel is sm100.KERNEL
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8)])
 def test_the_narrowest_build_of_paged_calls(tokens: int, width: int) -> None:
-    config = LOGITS_PAGED.configure(problem(page_size=64, num_pages=9, block_tokens=tokens), B200, PAGED)
+    config = LOGITS_PAGED.configure(problem(page_size=64, num_pages=9, block_tokens=tokens), B200, KERNEL)
     build = config.kernel.variant(config.problem)
     assert build.block_tokens == width
     assert build in config.kernel.variants

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import mla_cupy
+from mla_cupy.kernels.indexer import topk
+from mla_cupy.ops.call import forget
 from tests.indexer.topk.topk_cases import Array, assert_selected, expected, hard_rows
 from tests.support.gpu import upload
 
 pytestmark = pytest.mark.gpu
-KERNELS = ("indexer_topk_select", "indexer_topk_select_cluster")
 
 
 def select(logits: Array, **options: Any) -> Any:
@@ -45,16 +46,25 @@ def test_causal_ranges(gpu: object, rows: int) -> None:
     )
 
 
-def test_long_rows_of_one_block(gpu: object) -> None:
+def without_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a block take each row from now on."""
+    monkeypatch.setattr(topk.select, "in_clusters", lambda problem, device: False)
+    forget()
+
+
+def test_long_rows_of_one_block(gpu: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_clusters(monkeypatch)
     logits = hard_rows(131_072)[:4]
-    assert_selected(select(logits, k=2048, kernel="indexer_topk_select"), expected(logits, k=2048))
+    assert_selected(select(logits, k=2048), expected(logits, k=2048))
 
 
-def test_repeats_and_kernels_agree_bit_by_bit(hopper: object) -> None:
+def test_repeats_and_builds_agree_bit_by_bit(hopper: object, monkeypatch: pytest.MonkeyPatch) -> None:
     import cupy
 
     logits = cupy.maximum(cupy.random.default_rng(0).standard_normal((8, 50_000), dtype=cupy.float32), 0.5)
     first = mla_cupy.indexer_topk(logits, 2048)
     for turn in range(50):
-        again = mla_cupy.indexer_topk(logits, 2048, kernel=KERNELS[turn % 2])
+        again = mla_cupy.indexer_topk(logits, 2048)
         assert all(bool((x == y).all()) for x, y in zip(first, again, strict=True))
+        if turn == 24:
+            without_clusters(monkeypatch)

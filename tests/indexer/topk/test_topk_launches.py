@@ -12,6 +12,7 @@ from mla_cupy import ArgumentError, ShapeError
 from mla_cupy.kernels.indexer.topk import select
 from mla_cupy.kernels.indexer.topk.problem import TopkProblem
 from mla_cupy.kernels.spec import Variant
+from mla_cupy.simulation import fake_gpu
 from tests.support.recorder import Recorder, address, elements
 
 
@@ -53,7 +54,7 @@ def test_blocks(recorder: Recorder, shape: tuple[int, int], blocks: int) -> None
 @pytest.mark.parametrize(("width", "threads"), [(1, 512), (16384, 512), (16385, 1024), (32768, 1024), (99999, 1024)])
 def test_short_rows_take_smaller_blocks(width: int, threads: int) -> None:
     """The fewest threads whose registers hold the row."""
-    chosen = select.variant(select.KERNEL, TopkProblem(500, width, 1))
+    chosen = select.variant(TopkProblem(500, width, 1), fake_gpu(132, (8, 0)))
     assert chosen == Variant(cluster_blocks=1, threads=threads)
 
 

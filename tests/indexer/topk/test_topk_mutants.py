@@ -17,12 +17,12 @@ ROWS, WIDE_ROWS = hard_rows(WIDTHS[BLOCK]), hard_rows(WIDTHS[CLUSTER])
 MIXED = np.where(np.arange(WIDTHS[CLUSTER]) % 3, WIDE_ROWS[2:3], WIDE_ROWS[:1])
 
 
-def run(kernel: str, logits: Array, **options: Any) -> None:
-    assert_selected(select(kernel, logits, k=300, **options), expected(logits, k=300, **options))
+def run(blocks: int, logits: Array, **options: Any) -> None:
+    assert_selected(select(blocks, logits, k=300, **options), expected(logits, k=300, **options))
 
 
 test_is_caught, test_as_it_is = mutant_suite(
-    BLOCK,
+    SOURCE,
     [partial(run, BLOCK, ROWS[[2]]), partial(run, BLOCK, ROWS[[5]], order="value")],
     {
         "bar.sync": (13, [0, 6]),
@@ -30,7 +30,7 @@ test_is_caught, test_as_it_is = mutant_suite(
     [Mutant("ties are all taken", SOURCE, "first_bits(word.equal(), threshold.rank - before.equal)", "word.equal()")],
 )
 test_cluster_is_caught, test_cluster_as_it_is = mutant_suite(
-    CLUSTER,
+    SOURCE,
     [partial(run, CLUSTER, MIXED)],
     {
         "bar.sync": (12, [0, 6]),

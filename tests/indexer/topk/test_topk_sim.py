@@ -17,23 +17,24 @@ from tests.indexer.topk.topk_cases import assert_selected, expected, hard_rows
 from tests.support.sim_driver import simulated
 
 Array = np.ndarray[Any, Any]
-BLOCK, CLUSTER = "indexer_topk_select", "indexer_topk_select_cluster"
-#: Widths that the kernels are chosen for, and a GPU that has them.
+#: A block per row, or a cluster of blocks: widths that these builds are chosen for, and a GPU that has them.
+BLOCK, CLUSTER = 1, 8
 WIDTHS = {BLOCK: 1500, CLUSTER: 4100}
 PLACES = {BLOCK: (8, 0), CLUSTER: (9, 0)}
 
 
-def select(kernel: str, logits: Array, **options: Any) -> Any:
-    with simulated(4, PLACES[kernel]) as target:
+def select(blocks: int, logits: Array, **options: Any) -> Any:
+    with simulated(4, PLACES[blocks]) as target:
         got = mla_cupy.indexer_topk(logits, **options)
         assert target.launched == ["mla_indexer_topk_select"]
     return got
 
 
-def test_the_kernels_are_chosen_by_width() -> None:
-    gpu = fake_gpu(4, PLACES[CLUSTER])
-    for kernel, width in WIDTHS.items():
-        assert TOPK.configure(TopkProblem(1, width, 2048), gpu).kernel.name == kernel
+def test_the_builds_are_chosen_by_width() -> None:
+    for blocks, width in WIDTHS.items():
+        config = TOPK.configure(TopkProblem(1, width, 2048), fake_gpu(4, PLACES[CLUSTER]))
+        assert config.variant.cluster_blocks == blocks
+        assert config.variant in config.kernel.defaults_on("sm_90a")
 
 
 @pytest.mark.one_in(4)
@@ -62,23 +63,23 @@ def test_rows_that_do_not_fit_the_registers() -> None:
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("kernel", [BLOCK, CLUSTER])
-def test_ranges(kernel: str) -> None:
+@pytest.mark.parametrize("blocks", [BLOCK, CLUSTER])
+def test_ranges(blocks: int) -> None:
     """Empty, of one key, of k - 1, k and k + 1 keys, at any alignment; hostile bounds. Others are not read."""
-    width, k = WIDTHS[kernel], 40
+    width, k = WIDTHS[blocks], 40
     whole = np.full((8, width + 5), np.nan, np.float32)
     logits = whole[:, 3 : 3 + width]
     ks = np.array([5, 17, 100, 99, 98, -(2**31), 1, 33], np.int32)
     ke = np.array([5, 18, 139, 139, 139, 2**31 - 1, width - 1, 3], np.int32)
-    picks = range(8) if kernel == BLOCK else (6,)
+    picks = range(8) if blocks == BLOCK else (6,)
     logits, ks, ke = (np.ascontiguousarray(x[list(picks)]) for x in (logits, ks, ke))
     rng = np.random.default_rng(1)
     for t, (a, b) in enumerate(zip(np.clip(ks, 0, width), np.clip(ke, 0, width), strict=True)):
         logits[t, a:b] = rng.integers(-3, 4, max(0, b - a)) if a < b else 0
     options: dict[str, Any] = {"ks": ks, "ke": ke, "k": k}
-    assert_selected(select(kernel, logits, **options), expected(logits, **options))
-    if kernel == BLOCK:
-        assert_selected(select(kernel, logits, **options, relative=True), expected(logits, **options, relative=True))
+    assert_selected(select(blocks, logits, **options), expected(logits, **options))
+    if blocks == BLOCK:
+        assert_selected(select(blocks, logits, **options, relative=True), expected(logits, **options, relative=True))
 
 
 @pytest.mark.one_in(4)
@@ -126,14 +127,14 @@ def test_hard_rows_of_long_clusters(at: int, k: int) -> None:
         assert_selected(select(CLUSTER, logits, k=k, order=order), expected(logits, k=k, order=order))
 
 
-@pytest.mark.parametrize("kernel", [BLOCK, CLUSTER])
-def test_an_end_for_each_sequence(kernel: str) -> None:
+@pytest.mark.parametrize("blocks", [BLOCK, CLUSTER])
+def test_an_end_for_each_sequence(blocks: int) -> None:
     """Two sequences of three rows: the last one sees all, each before it one key less; hostile ends."""
-    width = WIDTHS[kernel]
+    width = WIDTHS[blocks]
     logits = np.tile(np.arange(width, dtype=np.float32), (6, 1))
     for ends in ([width, 2], [2**31 - 1, -(2**31)]):
         ke = np.array(ends, np.int32)
-        got = select(kernel, logits, k=4, ke=ke)
+        got = select(blocks, logits, k=4, ke=ke)
         assert_selected(got, expected(logits, k=4, ke=ke))
         assert got[1].tolist() == [4, 4, 4, 0, 1, 2] if ends[1] == 2 else [4, 4, 4, 0, 0, 0]
 

@@ -11,7 +11,6 @@ import numpy as np
 import mla_cupy
 from mla_cupy import dtypes, reference
 from mla_cupy.kernels.indexer.logits import LOGITS, LOGITS_PAGED
-from mla_cupy.kernels.indexer.logits.sm90 import HALF
 from tests.indexer.logits.test_logits_sim import HALF_CASES
 from tests.indexer.prepare.prepare_cases import arrays, expected
 from tests.indexer.prepare.test_prepare_sim import FLAGS
@@ -60,11 +59,10 @@ def calls() -> Iterator[Call]:
             yield Call(f"{name} {flags}", partial(prepare, name, (32, 64, 128)[number % 3], flags))
     for case in (*CASES, MANY, LONG):
         for kernel in by_name(LOGITS):
-            if kernel != HALF.name:
-                name = f"{'schedule of ' if case == LONG else ''}{kernel} {case.id}"
-                yield Call(name, partial(logits, case, kernel), case in CASES)
+            name = f"{'schedule of ' if case == LONG else ''}{kernel} {case.id}"
+            yield Call(name, partial(logits, case, kernel), case in CASES)
     for case in HALF_CASES:
-        yield Call(f"{HALF.name} {case.id}", partial(half, case))
+        yield Call(f"float16 {case.id}", partial(half, case))
     for paged in (*PAGED_CASES, MANY_PAGED):
         for kernel in by_name(LOGITS_PAGED):
             yield Call(f"{kernel} {paged.id}", partial(pages, paged, kernel), paged != MANY_PAGED)
@@ -87,7 +85,7 @@ def logits(case: LogitsCase, kernel: str) -> None:
 def half(case: LogitsCase) -> None:
     """With sums in float16."""
     inputs = logits_inputs(case)
-    got = mla_cupy.indexer_logits(**_uploaded(inputs), kernel=HALF.name, accumulate="float16")
+    got = mla_cupy.indexer_logits(**_uploaded(inputs), accumulate="float16")
     check_logits(fetch(got), inputs, reference.indexer_logits(**inputs), IN_FLOAT16)
 
 

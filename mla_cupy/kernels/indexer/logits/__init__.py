@@ -17,7 +17,7 @@ KERNELS: tuple[KernelSpec[Any], ...] = (
     generic.KERNEL,
     mma.KERNEL,
     schedule.KERNEL,
-    *sm100.KERNELS,
-    *sm90.KERNELS,
+    sm100.KERNEL,
+    sm90.KERNEL,
     sm90_paged.KERNEL,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mla_cupy.kernels.attention.mma import LEAST_KB, archs
 from mla_cupy.kernels.indexer.logits.problem import (
     BLOCK_TOKENS,
     DTYPES,
@@ -12,19 +11,17 @@ from mla_cupy.kernels.indexer.logits.problem import (
     LogitsProblem,
 )
 from mla_cupy.kernels.params import LogitsParams
-from mla_cupy.kernels.spec import Reason, Variant, needs_alignment, variants
+from mla_cupy.kernels.spec import SINCE_AMPERE, Reason, Variant, needs_alignment, needs_ampere, variants
 from mla_cupy.runtime.device import DeviceInfo
 
 TILE_KEYS = 256
 _SHORT_LINE = 128
-_OLDEST = (8, 0)
 
 
 def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
     """Reason that the kernel cannot take the problem; None if it can."""
-    if device.cc < _OLDEST:
-        major, minor = device.cc
-        return Reason(f"needs compute capability 8.0 or newer, {device.name} has {major}.{minor}")
+    if reason := needs_ampere(device):
+        return reason
     if problem.block_tokens > BLOCK_TOKENS:
         return Reason(f"takes at most {BLOCK_TOKENS} tokens of a sequence, not {problem.block_tokens}")
     if problem.heads > MAX_HEADS:
@@ -37,11 +34,11 @@ KERNEL = LogitsKernel(
     "indexer logits with mma.sync, of contiguous and of cached keys",
     "indexer/logits/mma.cu",
     LogitsParams,
-    archs(LEAST_KB),
+    SINCE_AMPERE,
     variants(dtype=DTYPES, head_dim=HEAD_DIMS),
     facts={"tile_keys": TILE_KEYS, "max_short_line": _SHORT_LINE, "max_heads": MAX_HEADS},
     unsupported=unsupported,
     variant=lambda problem: Variant(dtype=problem.dtype, head_dim=problem.head_dim),
-    tile_keys=TILE_KEYS,
+    tile_keys=lambda problem: TILE_KEYS,
     short_line=_SHORT_LINE,
 )

@@ -36,7 +36,7 @@ class LogitsConfig:
 
 def scheduled(kernel: LogitsKernel, problem: LogitsProblem) -> bool:
     """True if the kernel wants a schedule."""
-    return bool(kernel.tile_keys) and problem.num_blocks > kernel.short_line
+    return bool(kernel.tile_keys(problem)) and problem.num_blocks > kernel.short_line
 
 
 class LogitsPipeline(Pipeline[LogitsConfig]):
@@ -48,7 +48,7 @@ class LogitsPipeline(Pipeline[LogitsConfig]):
         """See `Pipeline.configure`."""
         chosen = choice.choose("the indexer logits", self.kernels, problem, device, kernel)
         x, y, z = chosen.grid(problem, device)
-        if not chosen.tile_keys:
+        if not chosen.tile_keys(problem):
             return LogitsConfig(problem, chosen, (x, y, z), 0)
         splits = min(x, schedule.MAX_SHARES)
         return LogitsConfig(problem, chosen, (splits, y, z), splits if scheduled(chosen, problem) else 0)
@@ -88,13 +88,13 @@ def _schedule(config: LogitsConfig, params: LogitsParams) -> Launch:
             num_splits=config.num_splits,
         )
     )
-    return Launch(schedule.KERNEL, Variant(tile_keys=config.kernel.tile_keys), (1, 1, 1), args)
+    return Launch(schedule.KERNEL, Variant(tile_keys=config.kernel.tile_keys(config.problem)), (1, 1, 1), args)
 
 
 class PrefillPipeline(LogitsPipeline):
     """Queries of any tokens, contiguous keys."""
 
-    kernels = (sm100.KERNEL, *sm90.KERNELS, mma.KERNEL, generic.KERNEL)
+    kernels = (sm100.KERNEL, sm90.KERNEL, mma.KERNEL, generic.KERNEL)
 
     def _params(self, config: LogitsConfig, call: Call) -> LogitsParams:
         problem, options = config.problem, cast(LogitsOptions, call.options)
@@ -131,7 +131,7 @@ class PrefillPipeline(LogitsPipeline):
 class PagedPipeline(LogitsPipeline):
     """The next tokens of sequences, keys in pages."""
 
-    kernels = (sm100.PAGED, sm90_paged.KERNEL, mma.KERNEL, generic.KERNEL)
+    kernels = (sm100.KERNEL, sm90_paged.KERNEL, mma.KERNEL, generic.KERNEL)
 
     def _params(self, config: LogitsConfig, call: Call) -> LogitsParams:
         problem, options = config.problem, cast(LogitsOptions, call.options)

@@ -88,8 +88,9 @@ class LogitsKernel(KernelSpec[LogitsProblem]):
         `variant(problem)`: the build that it takes.
     grid : callable
         `grid(problem, device)`.
-    tile_keys : int
-        Keys of the tiles that the schedule cuts into shares, one for each block of the grid; 0: it needs none.
+    tile_keys : callable
+        `tile_keys(problem)`: keys of the tiles that the schedule cuts into shares, one for each block of the grid; 0:
+        it needs none.
     short_line : int
         For so many blocks of tokens the kernel needs no schedule: it cuts their tiles into shares itself.
     maps : callable
@@ -98,6 +99,6 @@ class LogitsKernel(KernelSpec[LogitsProblem]):
 
     variant: Callable[[LogitsProblem], Variant] = lambda problem: Variant(dtype=problem.dtype)
     grid: Callable[[LogitsProblem, DeviceInfo], Dim3] = lambda problem, device: (device.sm_count, 1, 1)
-    tile_keys: int = 0
+    tile_keys: Callable[[LogitsProblem], int] = lambda problem: 0
     short_line: int = 0
     maps: Callable[[Call], tuple[tuple[str, TensorMapSpec], ...]] = no_maps

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mla_cupy.arrays.view import View
 from mla_cupy.kernels.indexer.logits.problem import (
     BLOCK_TOKENS,
@@ -28,7 +26,8 @@ _WIDTHS = (1, 2, 4, BLOCK_TOKENS)
 """Tokens of a block of paged calls, a build each."""
 
 
-def _unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
+def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
+    """Reason that the kernel cannot take the problem; None if it can."""
     if device.arch not in BLACKWELL:
         return needs_cc(device, "10.0", "10.3")
     if problem.dtype != CODES[0]:
@@ -37,18 +36,13 @@ def _unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
         return Reason("adds in float32")
     if problem.heads > MAX_HEADS:
         return Reason(f"takes at most {MAX_HEADS} heads, not {problem.heads}")
+    if problem.page_size and (reason := _not_in_pages(problem)):
+        return reason
     return problem.countable(TILE_KEYS) if problem.aligned else needs_alignment("q and k")
 
 
-def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take contiguous keys; None if it can."""
-    return Reason("takes contiguous keys") if problem.page_size else _unsupported(problem, device)
-
-
-def unsupported_paged(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
+def _not_in_pages(problem: LogitsProblem) -> Reason | None:
     """Reason that the kernel cannot take keys in pages; None if it can."""
-    if reason := _unsupported(problem, device):
-        return reason
     if problem.e2m1:
         return NO_E2M1
     if problem.head_dim != HEAD_DIM:
@@ -81,42 +75,35 @@ def _q_map(q: View, blocks: int, axes: tuple[int, int, int], width: int) -> Tens
 
 
 def maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:
-    """Queries and contiguous keys."""
-    queries = _q_map(call.view("q"), 1, (0, 1, -1), BLOCK_TOKENS)
-    return ("q", queries), ("k", k_map(call.view("k")))
-
-
-def paged_maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:
-    """Queries and the codes of pages."""
+    """Queries, and contiguous keys or the codes of pages."""
     q = call.view("q")
+    if "cache" not in call.views:
+        return ("q", _q_map(q, 1, (0, 1, -1), BLOCK_TOKENS)), ("k", k_map(call.view("k")))
     queries = _q_map(q, q.shape[0], (1, 2, 0), _width(q.shape[1]))
     return ("q", queries), ("cache", cache_maps(call.view("cache"))[0])
 
 
+def variant(problem: LogitsProblem) -> Variant:
+    """The build that a problem takes."""
+    tokens = _width(problem.block_tokens) if problem.page_size else BLOCK_TOKENS
+    return Variant(head_dim=problem.head_dim, block_tokens=tokens, paged=int(problem.page_size > 0))
+
+
 KERNEL = LogitsKernel(
     "indexer_logits_sm100",
-    "indexer logits of e4m3 with tcgen05 and TMA; simulated, not yet run on hardware",
+    "indexer logits of e4m3 with tcgen05 and TMA, of contiguous and of cached keys; simulated, not yet run on hardware",
     "indexer/logits/sm100.cu",
     LogitsParams,
     BLACKWELL,
-    variants(head_dim=HEAD_DIMS, block_tokens=(BLOCK_TOKENS,), paged=(0,)),
+    (
+        *variants(head_dim=HEAD_DIMS, block_tokens=(BLOCK_TOKENS,), paged=(0,)),
+        *variants(head_dim=(HEAD_DIM,), block_tokens=_WIDTHS, paged=(1,)),
+    ),
     facts={"tile_keys": TILE_KEYS, "max_short_line": _SHORT_LINE},
     unsupported=unsupported,
-    variant=lambda problem: Variant(head_dim=problem.head_dim, block_tokens=BLOCK_TOKENS, paged=0),
-    tile_keys=TILE_KEYS,
+    variant=variant,
+    tile_keys=lambda problem: TILE_KEYS,
     short_line=_SHORT_LINE,
     maps=maps,
     unproven=True,
 )
-PAGED = replace(
-    KERNEL,
-    name="indexer_logits_sm100_paged",
-    base=KERNEL.name,
-    about="indexer logits of cached keys with tcgen05 and TMA, for up to 8 next tokens; simulated, not yet run",
-    variants=variants(head_dim=(HEAD_DIM,), block_tokens=_WIDTHS, paged=(1,)),
-    unsupported=unsupported_paged,
-    variant=lambda problem: Variant(head_dim=HEAD_DIM, block_tokens=_width(problem.block_tokens), paged=1),
-    maps=paged_maps,
-)
-
-KERNELS = (KERNEL, PAGED)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from mla_cupy.arrays.view import View
 from mla_cupy.dtypes import TABLE
 from mla_cupy.kernels.indexer.logits.problem import (
@@ -21,7 +19,7 @@ from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_alignment, need
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.runtime.tensormap import TensorMapSpec
 
-TILE_KEYS, HALF_TILE_KEYS = 128, 256
+TILE_KEYS = 128
 _SHORT_LINE = 128
 TILE_HEADS = 8
 """Heads of an m64 tile of queries."""
@@ -45,7 +43,13 @@ def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
 
 def variant(problem: LogitsProblem) -> Variant:
     """The build that a problem takes."""
-    return Variant(dtype=problem.dtype, head_dim=problem.head_dim, accumulator="float")
+    accumulator = "float16" if problem.accumulate == "float16" else "float"
+    return Variant(dtype=problem.dtype, head_dim=problem.head_dim, accumulator=accumulator)
+
+
+def tile_keys(accumulator: str) -> int:
+    """Keys of a tile: twice as many where sums take half the registers."""
+    return 2 * TILE_KEYS if accumulator == "float16" else TILE_KEYS
 
 
 def max_heads(of: LogitsProblem | Variant) -> int:
@@ -82,42 +86,24 @@ def k_map(k: View, tile_keys: int = TILE_KEYS) -> TensorMapSpec:
 
 def maps(call: Call) -> tuple[tuple[str, TensorMapSpec], ...]:
     """Queries and keys."""
-    return ("q", q_map(call.view("q"))), ("k", k_map(call.view("k")))
+    return ("q", q_map(call.view("q"))), ("k", k_map(call.view("k"), tile_keys(call.options.accumulate)))
 
 
 KERNEL = LogitsKernel(
     "indexer_logits_sm90",
-    "indexer logits with WGMMA and TMA",
+    "indexer logits with WGMMA and TMA, products in float32, or for queries with small codes in float16",
     "indexer/logits/sm90.cu",
     LogitsParams,
     HOPPER,
-    variants(dtype=DTYPES, head_dim=HEAD_DIMS, accumulator=("float",)),
+    (
+        *variants(dtype=DTYPES, head_dim=HEAD_DIMS, accumulator=("float",)),
+        *variants(dtype=CODES[:1], head_dim=HEAD_DIMS, accumulator=("float16",)),
+    ),
     facts={"block_tokens": BLOCK_TOKENS, "max_short_line": _SHORT_LINE},
-    facts_of=lambda variant: {"max_heads": max_heads(variant), "tile_keys": TILE_KEYS},
+    facts_of=lambda variant: {"max_heads": max_heads(variant), "tile_keys": tile_keys(variant.accumulator)},
     unsupported=unsupported,
     variant=variant,
-    tile_keys=TILE_KEYS,
+    tile_keys=lambda problem: tile_keys(problem.accumulate),
     short_line=_SHORT_LINE,
     maps=maps,
 )
-
-
-def _not_in_half(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the build with float16 cannot take the problem; None if it can."""
-    return unsupported(problem, device) if problem.accumulate == "float16" else Reason('is for accumulate="float16"')
-
-
-HALF = replace(
-    KERNEL,
-    name="indexer_logits_sm90_half",
-    base=KERNEL.name,
-    about="indexer logits with WGMMA and TMA, products in float16: faster, for queries with small codes",
-    variants=variants(dtype=CODES[:1], head_dim=HEAD_DIMS, accumulator=("float16",)),
-    facts_of=lambda variant: {"max_heads": max_heads(variant), "tile_keys": HALF_TILE_KEYS},
-    unsupported=_not_in_half,
-    variant=lambda problem: Variant(dtype=problem.dtype, head_dim=problem.head_dim, accumulator="float16"),
-    tile_keys=HALF_TILE_KEYS,
-    maps=lambda call: (("q", q_map(call.view("q"))), ("k", k_map(call.view("k"), HALF_TILE_KEYS))),
-)
-
-KERNELS = (HALF, KERNEL)

@@ -124,7 +124,7 @@ KERNEL = LogitsKernel(
     facts={"page_keys": PAGE_KEYS, "max_short_line": _SHORT_LINE},
     unsupported=unsupported,
     variant=variant,
-    tile_keys=PAGE_KEYS,
+    tile_keys=lambda problem: PAGE_KEYS,
     short_line=_SHORT_LINE,
     maps=maps,
 )

@@ -12,4 +12,4 @@ __all__ = [
     "TOPK",
 ]
 
-KERNELS: tuple[KernelSpec[Any], ...] = (*select.KERNELS,)
+KERNELS: tuple[KernelSpec[Any], ...] = (select.KERNEL,)

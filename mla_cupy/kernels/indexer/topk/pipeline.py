@@ -25,12 +25,12 @@ class TopkConfig:
 class TopkPipeline(Pipeline[TopkConfig]):
     """The kernels of `indexer_topk`."""
 
-    kernels = select.KERNELS
+    kernels = (select.KERNEL,)
 
     def configure(self, problem: TopkProblem, device: DeviceInfo, kernel: str | None = None) -> TopkConfig:
         """See `Pipeline.configure`."""
         chosen = choice.choose("indexer_topk", self.kernels, problem, device, kernel)
-        return TopkConfig(chosen, select.variant(chosen, problem))
+        return TopkConfig(chosen, select.variant(problem, device))
 
     def workspace(self, config: TopkConfig) -> Layout:
         """See `Pipeline.workspace`: a call needs none."""
