@@ -13,6 +13,7 @@ from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Forms
 from mla_cupy.ops import OPERATIONS
 from mla_cupy.ops.combinations import PARTS, TABLE, Conflict
+from mla_cupy.runtime.device import TARGETS
 
 
 class KernelChoice(MarkdownDirective):
@@ -92,7 +93,7 @@ class KernelList(MarkdownDirective):
                 f"`{kernel.name}`",
                 ", ".join(kernel.archs) or "any",
                 kernel.about,
-                f"{len(kernel.variants)}, {len(kernel.core)}",
+                f"{len(kernel.variants)}, {max(len(kernel.core_on(arch)) for arch in TARGETS)}",
             ]
             for kernel in KERNELS.values()
         ]

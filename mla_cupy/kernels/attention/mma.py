@@ -69,15 +69,6 @@ def unsupported_records(problem: Any, device: DeviceInfo, records: tuple[str, ..
     return needs_ampere(device) if problem.record in records else READS_V41
 
 
-def _is_narrow(d_qk: int) -> bool:
-    """True for keys whose values are narrower than DeepSeek's.
-
-    Rows of 640 bytes have as much in flight as a GPU needs in the least shared memory. Models with such latents are
-    few, and have up to 40 heads: a block of 32 rows, or two.
-    """
-    return d_qk in NARROW_WIDTHS
-
-
 def _with_width(variant: Variant, problem: Any) -> Variant:
     return variant if problem.d_qk == D_QK else variant.extended(head_dim_qk=problem.d_qk)
 
@@ -85,7 +76,7 @@ def _with_width(variant: Variant, problem: Any) -> Variant:
 def small_variant(problem: Any, device: DeviceInfo) -> Variant:
     """The build for few rows that it takes; more rows than it has are divided among blocks."""
     kb, block_rows = smem_kb(device), narrowest(SMALL_ROWS, problem.rows)
-    if _is_narrow(problem.d_qk):
+    if problem.d_qk in NARROW_WIDTHS:
         kb, block_rows = LEAST_KB, SMALL_ROWS[-1]
     return _with_width(Variant(dtype=problem.dtype, smem_kb=kb, block_rows=block_rows), problem)
 
@@ -100,7 +91,8 @@ def _widths(builds: tuple[Variant, ...]) -> tuple[Variant, ...]:
 
 
 NARROW = variants(dtype=HALF, smem_kb=(LEAST_KB,), block_rows=SMALL_ROWS[-1:], head_dim_qk=NARROW_WIDTHS)
-"""Builds for narrow values. GPUs with WGMMA run them, too: of trees, which their kernel for such values lacks."""
+"""Builds for values narrower than DeepSeek's, whose rows of 640 bytes need no more shared memory anywhere. Models with
+such latents have up to 40 heads: a block of 32 rows, or two. Hopper runs them for trees, which its own kernel lacks."""
 
 SMALL: AttentionKernel[Any] = AttentionKernel(
     "attention_mma_small",
@@ -115,7 +107,7 @@ SMALL: AttentionKernel[Any] = AttentionKernel(
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
     variant=small_variant,
-    preferred=lambda problem, device: problem.rows <= SMALL_ROWS[-1] or _is_narrow(problem.d_qk),
+    preferred=lambda problem, device: problem.rows <= SMALL_ROWS[-1] or problem.d_qk in NARROW_WIDTHS,
     block_rows=SMALL_ROWS[-1],
     value_widths=tuple(dict.fromkeys(VALUE_WIDTHS.values())),
     forms=SINK,
