@@ -1,4 +1,4 @@
-"""From a dense model to a sparse one: train a small MLA model, teach it a lightning indexer, continue sparse.
+"""Train a small MLA model, teach it a lightning indexer, continue sparse.
 
     python examples/dsa_from_dense.py --quick                      # a tiny model, two minutes on a CPU
     python examples/dsa_from_dense.py --out run --budget 25        # all stages on one GPU
@@ -103,7 +103,7 @@ QUICK = Size(
 
 @dataclass
 class Run:
-    """What the command line has chosen."""
+    """Choices of the command line."""
 
     size: Size
     out: Path
@@ -444,7 +444,7 @@ def warm_cosine(part: float) -> float:
 
 
 def late_decay(part: float) -> float:
-    """From a tenth down to nearly nothing."""
+    """A tenth, which shrinks to nearly nothing."""
     return 0.1 * (1 - 0.95 * part)
 
 
@@ -471,7 +471,7 @@ def validation_losses(run: Run, model: Any, count: int = 1) -> dict[str, float]:
 
 @torch.no_grad()
 def indexer_quality(run: Run, model: Any) -> dict[str, list[float]]:
-    """By layer: divergence from the attention, and the share of it that the top-k cover."""
+    """Divergence from the attention, and the share of it that the top-k cover, by layer."""
     found = {}
     for kind in ("text", "recall"):
         ids, _ = next(validation(run, kind))
@@ -505,10 +505,10 @@ _PLAIN_ROWS = 512  # queries at a time
 
 def plain_kl(q: Any, k: Any, index_q: Any, index_k: Any, weights: Any, seen: Any, scale: float) -> torch.Tensor:
     """Divergence of the indexer's softmax from the attention, summed over heads, over the keys that are seen."""
-    scores = torch.einsum("thd,shd->ths", q.float(), k.float()) * scale
+    scores = torch.einsum("qhd,khd->qhk", q.float(), k.float()) * scale
     p = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1).mean(1).detach()
-    products = torch.einsum("thd,sd->ths", index_q.float(), index_k.float()).relu()
-    scores = torch.einsum("th,ths->ts", weights.float(), products) * (index_q.shape[1] * index_q.shape[2]) ** -0.5
+    products = torch.einsum("qhd,kd->qhk", index_q.float(), index_k.float()).relu()
+    scores = torch.einsum("qh,qhk->qk", weights.float(), products) * (index_q.shape[1] * index_q.shape[2]) ** -0.5
     log = scores.masked_fill(~seen, -torch.inf).log_softmax(-1)
     return (p * (p.clamp(min=1e-30).log() - log)).masked_fill(~seen, 0).sum(1)
 
@@ -561,7 +561,7 @@ def dense(run: Run) -> None:
 
 
 def control(run: Run) -> None:
-    """As many further steps of the dense model as the sparse one has had."""
+    """Further steps of the dense model, as many as the sparse one has had."""
     rows = run.rows("sparse")
     steps = rows[-1]["steps"] if rows else run.size.steps["sparse"]
     model = load(run, "dense")
