@@ -64,7 +64,7 @@ class Size:
     """Sizes of a model and of its training; `steps` are the most of each stage."""
 
     length: int = 4096
-    batch: int = 16
+    batch: int = 8
     topk: int = 512
     hidden: int = 512
     layers: int = 6
@@ -74,8 +74,10 @@ class Size:
     index_heads: int = 8
     rate: float = 1e-3
     rate_of_indexers: float = 2e-3
-    steps: dict[str, int] = field(default_factory=lambda: {"dense": 4000, "warmup": 800, "sparse": 1500, "compare": 20})
-    every: int = 25
+    steps: dict[str, int] = field(
+        default_factory=lambda: {"dense": 8000, "warmup": 1200, "sparse": 3000, "compare": 20}
+    )
+    every: int = 50
     rows: int = 16  # of a validation set
     needles: int = 64
     lengths: tuple[int, ...] = (4096, 8192, 16384, 32768, 65536, 131072)
@@ -168,8 +170,8 @@ def fact(rng: np.random.Generator) -> tuple[list[int], list[int]]:
     return [10, *letters.tolist(), 58], [*digits.tolist(), 10]
 
 
-def recall_row(rng: np.random.Generator, text: np.ndarray[Any, Any], n: int) -> tuple[Any, Any]:
-    """A text with facts in it; where a fact comes again, its answer is to be predicted."""
+def recall_row(rng: np.random.Generator, text: np.ndarray[Any, Any], n: int, alone: bool = False) -> tuple[Any, Any]:
+    """A text with facts in it; where a fact comes again, its answer is to be predicted, with the text or alone."""
     filler, _ = text_row(rng, text, n)
     ids: list[Any] = []
     labels: list[Any] = []
@@ -183,7 +185,8 @@ def recall_row(rng: np.random.Generator, text: np.ndarray[Any, Any], n: int) -> 
             facts.append((question, answer))
         piece = filler[len(ids) : len(ids) + int(rng.integers(8, 64))].tolist()
         ids += [*question, *answer, *piece]
-        labels += [IGNORED] * len(question) + (answer if answers else [IGNORED] * len(answer)) + piece
+        labels += [IGNORED] * len(question) + (answer if answers else [IGNORED] * len(answer))
+        labels += [IGNORED] * len(piece) if alone else piece
     return np.array(ids[:n]), np.array(labels[:n])
 
 
@@ -197,7 +200,7 @@ def needle_prompt(rng: np.random.Generator, text: np.ndarray[Any, Any], n: int) 
     return np.array([*mixed, *last, *question]), np.array(answer[:-1])
 
 
-ROWS = {"text": text_row, "copy": copy_row, "recall": recall_row}
+ROWS = {"text": text_row, "copy": copy_row, "recall": recall_row, "answers": functools.partial(recall_row, alone=True)}
 
 
 class Batches(torch.utils.data.Dataset):  # type: ignore[misc]
@@ -461,9 +464,9 @@ def validation(run: Run, kind: str, count: int = 1) -> Iterator[tuple[torch.Tens
 
 @torch.no_grad()
 def validation_losses(run: Run, model: Any, count: int = 1) -> dict[str, float]:
-    """Mean losses of predicting text, and answers within text."""
+    """Mean losses of text, and of answers to facts within text."""
     found = {}
-    for kind in ("text", "recall"):
+    for kind in ("text", "answers"):
         losses = [model(input_ids=i, labels=x, use_cache=False).loss for i, x in validation(run, kind, count)]
         found[kind] = float(torch.stack(losses).mean())
     return found
