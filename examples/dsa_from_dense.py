@@ -46,16 +46,16 @@ from mla_cupy.transformers import add_indexer, indexer_parameters, indexer_warmu
 
 VOCABULARY, SEGMENT, REPEAT, IGNORED = 272, 256, 257, -100
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KINDS = {"text": 0.5, "copy": 0.2, "recall": 0.3}
+KINDS = {"text": 0.4, "copy": 0.2, "recall": 0.4}
 # Parts of --budget. No command takes longer than ten minutes with a budget of 25.
 SHARES = {
-    "dense": 0.36,
-    "warmup": 0.12,
-    "sparse": 0.18,
-    "control": 0.12,
-    "compare": 0.04,
-    "measure": 0.14,
-    "layer": 0.04,
+    "dense": 0.38,
+    "warmup": 0.08,
+    "sparse": 0.28,
+    "control": 0.06,
+    "compare": 0.03,
+    "measure": 0.12,
+    "layer": 0.05,
 }
 
 
@@ -68,7 +68,7 @@ class Size:
     topk: int = 512
     hidden: int = 512
     layers: int = 6
-    heads: int = 8
+    heads: int = 16
     q_rank: int = 384
     inner: int = 1536
     index_heads: int = 8
@@ -77,6 +77,7 @@ class Size:
     steps: dict[str, int] = field(
         default_factory=lambda: {"dense": 8000, "warmup": 1200, "sparse": 3000, "compare": 20}
     )
+    early: int = 1500  # steps of the dense stage with rows of a quarter's length, from which copying is learnt sooner
     every: int = 50
     rows: int = 16  # of a validation set
     needles: int = 64
@@ -96,6 +97,7 @@ QUICK = Size(
     rate=4e-3,
     rate_of_indexers=1e-2,
     steps={"dense": 300, "warmup": 50, "sparse": 15, "compare": 3},
+    early=0,
     every=25,
     rows=4,
     needles=4,
@@ -183,7 +185,7 @@ def recall_row(rng: np.random.Generator, text: np.ndarray[Any, Any], n: int, alo
         else:
             (question, answer), answers = fact(rng), False
             facts.append((question, answer))
-        piece = filler[len(ids) : len(ids) + int(rng.integers(8, 64))].tolist()
+        piece = filler[len(ids) : len(ids) + int(rng.integers(4, 48))].tolist()
         ids += [*question, *answer, *piece]
         labels += [IGNORED] * len(question) + (answer if answers else [IGNORED] * len(answer))
         labels += [IGNORED] * len(piece) if alone else piece
@@ -209,11 +211,13 @@ class Batches(torch.utils.data.Dataset):  # type: ignore[misc]
     def __init__(self, run: Run, kinds: dict[str, float] = KINDS, validates: bool = False, stage: str = "") -> None:
         self.size, self.kinds, self.validates = run.size, kinds, validates
         self.seed = [run.seed, validates, *(stage or "validation").encode()]
+        self.early = run.size.early if stage == "dense" else 0
 
     def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         rng, text = np.random.default_rng([*self.seed, number]), corpus()[self.validates]
-        kinds = rng.choice(list(self.kinds), self.size.batch, p=list(self.kinds.values()))
-        rows = [ROWS[kind](rng, text, self.size.length) for kind in kinds]
+        parts = 4 if number < self.early else 1
+        kinds = rng.choice(list(self.kinds), parts * self.size.batch, p=list(self.kinds.values()))
+        rows = [ROWS[kind](rng, text, self.size.length // parts) for kind in kinds]
         ids, labels = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
         return ids, labels
 
