@@ -1,4 +1,4 @@
-"""From a dense model to a sparse one: train a small MLA model, teach it a lightning indexer, continue sparse.
+"""Train a small MLA model, teach it a lightning indexer, continue sparse.
 
     python examples/dsa_from_dense.py --quick                      # a tiny model, two minutes on a CPU
     python examples/dsa_from_dense.py --out run --budget 25        # all stages on one GPU
@@ -46,16 +46,16 @@ from mla_cupy.transformers import add_indexer, indexer_parameters, indexer_warmu
 
 VOCABULARY, SEGMENT, REPEAT, IGNORED = 272, 256, 257, -100
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KINDS = {"text": 0.5, "copy": 0.2, "recall": 0.3}
+KINDS = {"text": 0.4, "copy": 0.2, "recall": 0.4}
 # Parts of --budget. No command takes longer than ten minutes with a budget of 25.
 SHARES = {
-    "dense": 0.36,
-    "warmup": 0.12,
-    "sparse": 0.18,
-    "control": 0.12,
-    "compare": 0.04,
-    "measure": 0.14,
-    "layer": 0.04,
+    "dense": 0.38,
+    "warmup": 0.08,
+    "sparse": 0.28,
+    "control": 0.06,
+    "compare": 0.03,
+    "measure": 0.12,
+    "layer": 0.05,
 }
 
 
@@ -64,18 +64,21 @@ class Size:
     """Sizes of a model and of its training; `steps` are the most of each stage."""
 
     length: int = 4096
-    batch: int = 16
+    batch: int = 8
     topk: int = 512
     hidden: int = 512
     layers: int = 6
-    heads: int = 8
+    heads: int = 16
     q_rank: int = 384
     inner: int = 1536
     index_heads: int = 8
     rate: float = 1e-3
     rate_of_indexers: float = 2e-3
-    steps: dict[str, int] = field(default_factory=lambda: {"dense": 4000, "warmup": 800, "sparse": 1500, "compare": 20})
-    every: int = 25
+    steps: dict[str, int] = field(
+        default_factory=lambda: {"dense": 8000, "warmup": 1200, "sparse": 3000, "compare": 20}
+    )
+    early: int = 1500  # steps of the dense stage with rows of a quarter's length, from which copying is learnt sooner
+    every: int = 50
     rows: int = 16  # of a validation set
     needles: int = 64
     lengths: tuple[int, ...] = (4096, 8192, 16384, 32768, 65536, 131072)
@@ -93,8 +96,9 @@ QUICK = Size(
     index_heads=4,
     rate=4e-3,
     rate_of_indexers=1e-2,
-    steps={"dense": 400, "warmup": 60, "sparse": 20, "compare": 3},
-    every=20,
+    steps={"dense": 300, "warmup": 50, "sparse": 15, "compare": 3},
+    early=0,
+    every=25,
     rows=4,
     needles=4,
     lengths=(64, 128),
@@ -103,7 +107,7 @@ QUICK = Size(
 
 @dataclass
 class Run:
-    """What the command line has chosen."""
+    """Choices of the command line."""
 
     size: Size
     out: Path
@@ -168,8 +172,8 @@ def fact(rng: np.random.Generator) -> tuple[list[int], list[int]]:
     return [10, *letters.tolist(), 58], [*digits.tolist(), 10]
 
 
-def recall_row(rng: np.random.Generator, text: np.ndarray[Any, Any], n: int) -> tuple[Any, Any]:
-    """A text with facts in it; where a fact comes again, its answer is to be predicted."""
+def recall_row(rng: np.random.Generator, text: np.ndarray[Any, Any], n: int, alone: bool = False) -> tuple[Any, Any]:
+    """A text with facts in it; where a fact comes again, its answer is to be predicted, with the text or alone."""
     filler, _ = text_row(rng, text, n)
     ids: list[Any] = []
     labels: list[Any] = []
@@ -181,9 +185,10 @@ def recall_row(rng: np.random.Generator, text: np.ndarray[Any, Any], n: int) -> 
         else:
             (question, answer), answers = fact(rng), False
             facts.append((question, answer))
-        piece = filler[len(ids) : len(ids) + int(rng.integers(8, 64))].tolist()
+        piece = filler[len(ids) : len(ids) + int(rng.integers(4, 48))].tolist()
         ids += [*question, *answer, *piece]
-        labels += [IGNORED] * len(question) + (answer if answers else [IGNORED] * len(answer)) + piece
+        labels += [IGNORED] * len(question) + (answer if answers else [IGNORED] * len(answer))
+        labels += [IGNORED] * len(piece) if alone else piece
     return np.array(ids[:n]), np.array(labels[:n])
 
 
@@ -197,7 +202,7 @@ def needle_prompt(rng: np.random.Generator, text: np.ndarray[Any, Any], n: int) 
     return np.array([*mixed, *last, *question]), np.array(answer[:-1])
 
 
-ROWS = {"text": text_row, "copy": copy_row, "recall": recall_row}
+ROWS = {"text": text_row, "copy": copy_row, "recall": recall_row, "answers": functools.partial(recall_row, alone=True)}
 
 
 class Batches(torch.utils.data.Dataset):  # type: ignore[misc]
@@ -206,11 +211,13 @@ class Batches(torch.utils.data.Dataset):  # type: ignore[misc]
     def __init__(self, run: Run, kinds: dict[str, float] = KINDS, validates: bool = False, stage: str = "") -> None:
         self.size, self.kinds, self.validates = run.size, kinds, validates
         self.seed = [run.seed, validates, *(stage or "validation").encode()]
+        self.early = run.size.early if stage == "dense" else 0
 
     def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         rng, text = np.random.default_rng([*self.seed, number]), corpus()[self.validates]
-        kinds = rng.choice(list(self.kinds), self.size.batch, p=list(self.kinds.values()))
-        rows = [ROWS[kind](rng, text, self.size.length) for kind in kinds]
+        parts = 4 if number < self.early else 1
+        kinds = rng.choice(list(self.kinds), parts * self.size.batch, p=list(self.kinds.values()))
+        rows = [ROWS[kind](rng, text, self.size.length // parts) for kind in kinds]
         ids, labels = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
         return ids, labels
 
@@ -444,7 +451,7 @@ def warm_cosine(part: float) -> float:
 
 
 def late_decay(part: float) -> float:
-    """From a tenth down to nearly nothing."""
+    """A tenth, which shrinks to nearly nothing."""
     return 0.1 * (1 - 0.95 * part)
 
 
@@ -461,9 +468,9 @@ def validation(run: Run, kind: str, count: int = 1) -> Iterator[tuple[torch.Tens
 
 @torch.no_grad()
 def validation_losses(run: Run, model: Any, count: int = 1) -> dict[str, float]:
-    """Mean losses of predicting text, and answers within text."""
+    """Mean losses of text, and of answers to facts within text."""
     found = {}
-    for kind in ("text", "recall"):
+    for kind in ("text", "answers"):
         losses = [model(input_ids=i, labels=x, use_cache=False).loss for i, x in validation(run, kind, count)]
         found[kind] = float(torch.stack(losses).mean())
     return found
@@ -471,7 +478,7 @@ def validation_losses(run: Run, model: Any, count: int = 1) -> dict[str, float]:
 
 @torch.no_grad()
 def indexer_quality(run: Run, model: Any) -> dict[str, list[float]]:
-    """By layer: divergence from the attention, and the share of it that the top-k cover."""
+    """Divergence from the attention, and the share of it that the top-k cover, by layer."""
     found = {}
     for kind in ("text", "recall"):
         ids, _ = next(validation(run, kind))
@@ -505,10 +512,10 @@ _PLAIN_ROWS = 512  # queries at a time
 
 def plain_kl(q: Any, k: Any, index_q: Any, index_k: Any, weights: Any, seen: Any, scale: float) -> torch.Tensor:
     """Divergence of the indexer's softmax from the attention, summed over heads, over the keys that are seen."""
-    scores = torch.einsum("thd,shd->ths", q.float(), k.float()) * scale
+    scores = torch.einsum("qhd,khd->qhk", q.float(), k.float()) * scale
     p = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1).mean(1).detach()
-    products = torch.einsum("thd,sd->ths", index_q.float(), index_k.float()).relu()
-    scores = torch.einsum("th,ths->ts", weights.float(), products) * (index_q.shape[1] * index_q.shape[2]) ** -0.5
+    products = torch.einsum("qhd,kd->qhk", index_q.float(), index_k.float()).relu()
+    scores = torch.einsum("qh,qhk->qk", weights.float(), products) * (index_q.shape[1] * index_q.shape[2]) ** -0.5
     log = scores.masked_fill(~seen, -torch.inf).log_softmax(-1)
     return (p * (p.clamp(min=1e-30).log() - log)).masked_fill(~seen, 0).sum(1)
 
@@ -561,7 +568,7 @@ def dense(run: Run) -> None:
 
 
 def control(run: Run) -> None:
-    """As many further steps of the dense model as the sparse one has had."""
+    """Further steps of the dense model, as many as the sparse one has had."""
     rows = run.rows("sparse")
     steps = rows[-1]["steps"] if rows else run.size.steps["sparse"]
     model = load(run, "dense")

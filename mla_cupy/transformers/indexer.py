@@ -33,7 +33,7 @@ class IndexStates(NamedTuple):
         return IndexStates(*(new.take(x) for x in self))
 
     def detach(self) -> IndexStates:
-        """The same without gradients."""
+        """Drop the gradients."""
         return IndexStates(*(x.detach() for x in self))
 
 

@@ -1,4 +1,4 @@
-"""From a dense model to a sparse one: `add_indexer`, and the two stages that train it."""
+"""An indexer for a dense model, and the two stages that train it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WIDTHS = (64, 128)
 
 
 class StageLoss(NamedTuple):
-    """What a forward pass of a stage returns.
+    """Result of a forward pass of a stage.
 
     Attributes
     ----------

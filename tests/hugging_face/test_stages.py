@@ -187,10 +187,10 @@ def _plain_objective(q: Any, k: Any, iq: Any, ik: Any, w: Any, **of: Any) -> tup
     """The warm-up's objective of one sequence, in plain PyTorch."""
     q, k = torch.cat([q, of["q_rope"]], -1), torch.cat([k, of["k_rope"][:, None].expand(-1, q.shape[1], -1)], -1)
     hidden = torch.ones(len(q), len(k), device=q.device).triu(1).bool()
-    p = torch.einsum("thd,shd->ths", q.detach().float(), k.detach().float()) * of["scale"]
+    p = torch.einsum("qhd,khd->qhk", q.detach().float(), k.detach().float()) * of["scale"]
     p = p.masked_fill(hidden[:, None], -torch.inf).softmax(-1).mean(1)
-    products = torch.einsum("thd,sd->ths", iq.float(), ik.float()).relu()
-    scores = torch.einsum("th,ths->ts", w.float(), products) * (iq.shape[1] * iq.shape[2]) ** -0.5
+    products = torch.einsum("qhd,kd->qhk", iq.float(), ik.float()).relu()
+    scores = torch.einsum("qh,qhk->qk", w.float(), products) * (iq.shape[1] * iq.shape[2]) ** -0.5
     log = scores.masked_fill(hidden, -torch.inf).log_softmax(-1)
     kl = (p * (p.clamp(min=1e-30).log() - log)).masked_fill(hidden, 0).sum(1)
     return (kl * of["row_weights"]).sum(), kl.detach()

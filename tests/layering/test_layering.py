@@ -28,7 +28,7 @@ def test_cuda_layers() -> None:
 def test_frameworks_are_optional(folder: str) -> None:
     """PyTorch, JAX and CuPy only when they are asked for, but for the examples that are about one of them."""
     heavy = {"torch", "jax", "cupy", "cuda"}
-    about_one = ("cuda_", "cupy_", "jax_", "torch_", "transformers_")
+    about_one = ("cuda_", "cupy_", "dsa_from_dense", "jax_", "torch_", "transformers_")
     found = [
         f"{path}: {entry.module}"
         for path in sorted((REPOSITORY / folder).rglob("*.py"))
