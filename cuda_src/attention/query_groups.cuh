@@ -107,7 +107,7 @@ struct WorkIteratorOf<GroupedWork> {
         if (group >= p.b || group > end.request || (group == end.request && end.tile == 0)) return false;
         const bool continues_previous = group == begin.request && begin.tile > 0;
         const bool continued_by_next = group == end.request;
-        item.first_tokens = 0;
+        item.tokens_in_first = 0;
         describe(p, group, item);
         item.seen_by_all = item.tokens - hidden_here(p, max(hidden + item.more_hidden, 0), item.behind_last);
         const i32 first_tile = item.first_token / kTileTokens, tiles = ceil_div(item.tokens, kTileTokens);

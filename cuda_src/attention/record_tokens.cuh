@@ -2,7 +2,7 @@
 // of a block table.
 //
 // `place` only loads, and is called a tile ahead; `bytes` computes on what has been loaded, for the same token. An item
-// has the members `request`, `tokens` and `first_tokens` of WorkItem.
+// has the members `request`, `tokens` and `tokens_in_first` of WorkItem.
 #pragma once
 #include "attention/query_groups.cuh"
 #include "attention/row_list.cuh"
@@ -41,13 +41,13 @@ struct SelectedWork : ScheduledWork {
         return static_cast<const SparseDecodeParams&>(p);
     }
     MLA_DEVICE static SchedulePoint begin(const DecodeParams& p, i32 split) { return split_begin(p, split); }
-    MLA_DEVICE static i32 first_tokens(const DecodeParams& p, i32 query) {
+    MLA_DEVICE static i32 tokens_in_first(const DecodeParams& p, i32 query) {
         return clamped_length(p.seqlens, query / params(p).queries_of_length * p.seqlens_stride_elems, p.max_pages);
     }
     MLA_DEVICE static RequestLength length(const DecodeParams& p, i32 query) {
         const SparseDecodeParams& all = params(p);
         const i64 at = query / all.queries_of_length * all.extra_length_stride_elems;
-        return {first_tokens(p, query) + clamped_length(all.extra_topk_length, at, all.extra_topk), 0};
+        return {tokens_in_first(p, query) + clamped_length(all.extra_topk_length, at, all.extra_topk), 0};
     }
 };
 
@@ -72,12 +72,12 @@ struct SelectedTokens {
         if (token >= item.tokens) return nullptr;
         const SparseDecodeParams& all = SelectedWork::params(p);
         const i64 b = divided(item.request, all.queries_of_length), s = item.request - b * all.queries_of_length;
-        if (token < item.first_tokens) {
+        if (token < item.tokens_in_first) {
             return p.block_table + b * p.table_stride_b_elems + s * all.indices_stride_s_elems +
                    token * p.table_stride_page_elems;
         }
         return all.extra_indices + b * all.extra_stride_b_elems + s * all.extra_stride_s_elems +
-               (token - item.first_tokens) * all.extra_stride_k_elems;
+               (token - item.tokens_in_first) * all.extra_stride_k_elems;
     }
 
     // A slot is not negative as an i32 if it is one: its page and token are found without 64-bit divisions.
@@ -85,7 +85,7 @@ struct SelectedTokens {
     MLA_DEVICE static TokenBytes bytes(const DecodeParams& p, const Item& item, i32 token, Place slot) {
         opaque(slot);  // is waited for here, not where it was loaded
         const SparseDecodeParams& all = SelectedWork::params(p);
-        const bool extra = token >= item.first_tokens;
+        const bool extra = token >= item.tokens_in_first;
         const i32 page_size = extra ? all.extra_page_size : p.page_size;
         const u32 page = divided(slot, page_size), in_page = (u32)slot - page * page_size;
         if (slot < 0 || page >= (u32)(extra ? all.extra_num_pages : p.num_pages)) return {nullptr, nullptr};
@@ -101,7 +101,7 @@ struct SelectedTokens {
     MLA_DEVICE static bool is_compact(const DecodeParams& p, const Item& item, i32 token) {
         if constexpr (kHasCompact<Record>) {
             const i64 apart = SelectedWork::params(p).extra_token_stride_bytes;
-            return token >= item.first_tokens && apart == Record::Compact::kPlaneBytes;
+            return token >= item.tokens_in_first && apart == Record::Compact::kPlaneBytes;
         }
         return false;
     }

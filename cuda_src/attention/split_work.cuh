@@ -15,11 +15,11 @@
 namespace mla::attention {
 struct WorkItem {
     i32 request;
-    i32 tokens;        // of the whole request
-    i32 behind_last;   // see RequestLength
-    i32 first_tokens;  // of a request whose tokens are in two places: those in the first one
-    i32 seen_by_all;   // first token that not every row of the block sees (a division per tile would cost more)
-    i32 tile_begin;    // tiles [tile_begin, tile_end) of the request; may be empty
+    i32 tokens;           // of the whole request
+    i32 behind_last;      // see RequestLength
+    i32 tokens_in_first;  // of a request whose tokens are in two places: those in the first one
+    i32 seen_by_all;      // first token that not every row of the block sees (a division per tile would cost more)
+    i32 tile_begin;       // tiles [tile_begin, tile_end) of the request; may be empty
     i32 tile_end;
     i32 partial_index;  // of its partial result in the workspace, or kNotSplit: the result is final
 };
@@ -48,7 +48,7 @@ struct ScheduledWork {
 
     MLA_DEVICE static SchedulePoint begin(const DecodeParams& p, i32 split) { return p.schedule[split]; }
     MLA_DEVICE static RequestLength length(const DecodeParams& p, i32 request) { return request_length(p, request); }
-    MLA_DEVICE static i32 first_tokens(const DecodeParams&, i32) { return 0; }
+    MLA_DEVICE static i32 tokens_in_first(const DecodeParams&, i32) { return 0; }
 
     // Load: whether any row sees tokens before `end`. Store: which of its queries come first, and
     // how many of the block's rows it lacks.
@@ -94,7 +94,7 @@ struct WorkIteratorOf {
         item.request = request;
         const RequestLength length = Work::length(p, request);
         item.tokens = length.tokens;
-        item.first_tokens = Work::first_tokens(p, request);
+        item.tokens_in_first = Work::tokens_in_first(p, request);
         item.behind_last = length.behind_last;
         item.seen_by_all = length.tokens - hidden_here(p, hidden, length.behind_last);
         const i32 tiles = ceil_div(item.tokens, kTileTokens);

@@ -149,14 +149,14 @@ MLA_FACT(block_m, kBlockM);
 template <class Tile>
 struct BoxKeys {
     using Layout = typename Tile::Layout;
-    const TensorMap &half_map, &rope_map;
+    const TensorMap &latent_map, &rope_map;
     bool in_groups;
 
-    MLA_DEVICE BoxKeys(const DecodeParams& p, const TensorMap& half_map, const TensorMap& rope_map, i32)
-        : half_map(half_map), rope_map(rope_map), in_groups(p.page_size % Layout::kRowsInAtom == 0) {}
+    MLA_DEVICE BoxKeys(const DecodeParams& p, const TensorMap& latent_map, const TensorMap& rope_map, i32)
+        : latent_map(latent_map), rope_map(rope_map), in_groups(p.page_size % Layout::kRowsInAtom == 0) {}
 
     MLA_DEVICE void prefetch_maps() const {
-        prefetch_tensormap(half_map);
+        prefetch_tensormap(latent_map);
         if constexpr (Tile::kSwTilesRope > 0) prefetch_tensormap(rope_map);
     }
     MLA_DEVICE i32 most_tokens() const { return in_groups ? kTileTokens : Layout::kRowsInAtom; }
@@ -184,7 +184,7 @@ struct BoxKeys {
                                     0, 0, kSwTilesV, group, page, boxes.l2_policy);
         }
         const u32 rows = first / Layout::kRowsInAtom * Layout::kNextRows;
-        cp_async_bulk_tensor_5d(to + ((kRight ? kHalfBytes : 0) + rows), half_map, full, 0, 0,
+        cp_async_bulk_tensor_5d(to + ((kRight ? kHalfBytes : 0) + rows), latent_map, full, 0, 0,
                                 kRight ? kSwTilesHalf : 0, group, page, boxes.l2_policy);
     }
 
@@ -199,7 +199,7 @@ struct BoxKeys {
             const u32 rows = sw_tile == kSwTilesV ? first * kSw128RowBytes
                                                   : first / Layout::kRowsInAtom * Layout::kNextRows +
                                                         first % Layout::kRowsInAtom * kSw128RowBytes;
-            cp_async_bulk_tensor_4d(to + (Layout::sw_tile_offset(sw_tile) + rows), half_map, full,
+            cp_async_bulk_tensor_4d(to + (Layout::sw_tile_offset(sw_tile) + rows), latent_map, full,
                                     sw_tile * kSw128Columns, token, 0, page, boxes.l2_policy);
         }
     }
@@ -455,12 +455,12 @@ MLA_DEVICE void init_storage(Storage& s) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    mla_decode_sm90_seesaw(const __grid_constant__ Params p, const __grid_constant__ TensorMap half_map,
+    mla_decode_sm90_seesaw(const __grid_constant__ Params p, const __grid_constant__ TensorMap latent_map,
                            const __grid_constant__ TensorMap rope_map) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     Storage& s = *reinterpret_cast<Storage*>(smem);
     Block block(p, s);
-    const Keys keys(p, half_map, rope_map, block.kv_head);
+    const Keys keys(p, latent_map, rope_map, block.kv_head);
     if (threadIdx.x == 0) {
         keys.prefetch_maps();
         init_storage(s);

@@ -96,7 +96,7 @@ MLA_DEVICE bool find_work(ClusterBlock<C>& block, i32 rank) {
     item.request = share.request;
     item.tokens = length.tokens;
     item.behind_last = length.behind_last;
-    item.first_tokens = 0;
+    item.tokens_in_first = 0;
     item.seen_by_all = length.tokens - hidden_here(block.p, block.hidden, length.behind_last);
     item.tile_begin = mine.begin;
     item.tile_end = mine.end;

@@ -198,7 +198,7 @@ TEXTS = [
     Mutant(
         "extra entries follow all of the first",
         "attention/record_tokens.cuh",
-        "token < item.first_tokens",
+        "token < item.tokens_in_first",
         "token < p.max_pages",
     ),
 ]

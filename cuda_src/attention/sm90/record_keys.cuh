@@ -107,8 +107,8 @@ struct TileWalk : Work::HeldItem {
 template <class Work>
 struct SlimTileWalk {
     SchedulePoint end;
-    i32 hidden;                         // tokens at a sequence's end that none of the block's rows sees
-    i32 request, tokens, first_tokens;  // as in WorkItem, but without what is hidden
+    i32 hidden;                            // tokens at a sequence's end that none of the block's rows sees
+    i32 request, tokens, tokens_in_first;  // as in WorkItem, but without what is hidden
     i32 tile, tile_end;
     i32 skipped;  // tiles of the next request that are another split's
     bool first;   // of its work item
@@ -117,7 +117,7 @@ struct SlimTileWalk {
         : end(Work::begin(p, split + 1)), hidden(hidden) {
         const SchedulePoint begin = Work::begin(p, split);
         request = begin.request - 1, skipped = begin.tile;
-        tokens = first_tokens = tile = tile_end = 0;
+        tokens = tokens_in_first = tile = tile_end = 0;
         first = false;
     }
 
@@ -136,7 +136,7 @@ struct SlimTileWalk {
         request = next;
         const RequestLength length = Work::length(p, request);
         tokens = length.tokens - (hidden == 0 ? 0 : hidden_here(p, hidden, length.behind_last));
-        first_tokens = Work::first_tokens(p, request);
+        tokens_in_first = Work::tokens_in_first(p, request);
         tile = skipped;
         skipped = 0;
         tile_end = ceil_div(length.tokens, kTileTokens);
@@ -154,7 +154,7 @@ struct SlimTileWalk {
     MLA_DEVICE void make_uniform() {
         request = in_uniform(request);
         tokens = in_uniform(tokens);
-        first_tokens = in_uniform(first_tokens);
+        tokens_in_first = in_uniform(tokens_in_first);
         tile = in_uniform(tile);
         tile_end = in_uniform(tile_end);
     }

@@ -25,7 +25,7 @@ struct Dequantiser : DequantWarp<C> {
         ListedTile<C> listed{walk.next(block.p), kNoQuery, C::Tokens::nowhere(), 0, 0};
         if (!listed.exists) return listed;
         listed.token = walk.tile * kTileTokens + row;
-        listed.first_tokens = walk.first_tokens;
+        listed.tokens_in_first = walk.tokens_in_first;
         listed.place = C::Tokens::place(block.p, walk, listed.token);
         if (!walk.first) return listed;
         listed.query = walk.queries();

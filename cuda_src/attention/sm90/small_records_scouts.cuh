@@ -19,7 +19,7 @@ struct Scout {
         ListedTile<C> listed{walk.next(block.p), kNoTile, Tokens::nowhere(), 0, 0};
         if (!listed.exists) return listed;
         listed.token = walk.tile * kTileTokens + thread;
-        listed.first_tokens = walk.first_tokens;
+        listed.tokens_in_first = walk.tokens_in_first;
         listed.place = Tokens::place(block.p, walk, listed.token);
         listed.query = walk.first ? walk.queries() : kNoQuery;
         if (walk.first) prefetch_query(walk.queries());

@@ -165,6 +165,6 @@ struct ListedTile {
     bool exists;
     i32 query;  // as in ScoutedTile
     typename C::Tokens::Place place;
-    i32 token, first_tokens;  // see `bytes` of attention/record_tokens.cuh
+    i32 token, tokens_in_first;  // see `bytes` of attention/record_tokens.cuh
 };
 }  // namespace mla::attention::sm90
