@@ -3,8 +3,8 @@
 //
 // One block writes it. A thread counts the pieces of some consecutive requests; sums over the threads before it say
 // where they go. A request without tokens is one empty piece, since its result must be written too. The splits after
-// the last piece are empty. Behind the points, first[r] is the first split of request r, and first[b] the number of
-// pieces.
+// the last piece are empty. Behind the points, first[r] is the first split of request r; from the last request on it is
+// the number of pieces.
 #pragma once
 #include "attention/decode_params.cuh"
 #include "tile/warp.cuh"
@@ -30,7 +30,7 @@ MLA_DEVICE i32 sum_before(i32 (&warp_sums)[kPieceWarps], i32 value, i32& total) 
     return __shfl_sync(kFullWarp, warps_through - mine, warp) + through - value;
 }
 
-// `Batch` has schedule, b, num_splits, piece_tiles and tokens(request).
+// `Batch` has schedule, b, num_splits, piece_tiles and tokens(request), and how many requests its merge looks at.
 template <class Batch>
 MLA_DEVICE i32 pieces_of(const Batch& batch, i32 request) {
     return max(1, ceil_div(ceil_div((i32)batch.tokens(request), kTileTokens), batch.piece_tiles));
@@ -54,6 +54,6 @@ MLA_DEVICE void write_pieces(const Batch& batch, i32 (&warp_sums)[kPieceWarps]) 
     for (i32 i = total + threadIdx.x; i <= batch.num_splits; i += kPieceThreads) {
         batch.schedule[i] = SchedulePoint{batch.b, 0};
     }
-    if (threadIdx.x == 0) first[batch.b] = total;
+    for (i32 i = batch.b + threadIdx.x; i <= batch.merged(); i += kPieceThreads) first[i] = total;
 }
 }  // namespace mla::attention

@@ -5,10 +5,23 @@
 // number of pieces only. The merge itself is in attention/merge_partials.cuh.
 #include "attention/merge_partials.cuh"
 #include "attention/pieces.cuh"
+#include "attention/query_groups.cuh"
 #include "ptx/control.cuh"
 
 namespace mla::decode {
 using namespace attention;
+
+// ---- Variant ---------------------------------------------------------------------------------------------------
+// With optional inputs, requests are groups of queries.
+#ifdef MLA_FORMS
+using Params = DecodeFormParams;
+using Work = GroupedWork;
+MLA_DECODE_FORM_FACTS();
+#else
+using Params = DecodeParams;
+using Work = ScheduledWork;
+MLA_DECODE_FACTS();
+#endif
 
 using Element = MLA_DTYPE;
 
@@ -16,13 +29,11 @@ using Element = MLA_DTYPE;
 constexpr i32 kThreads = 256;
 constexpr i32 kTeams = kThreads / kTeamThreads;
 
-MLA_DECODE_FACTS();
 MLA_FACT(threads, kThreads);
 MLA_FACT(max_pieces, kMaxPartials);
 
 // Four blocks per SM, as attention_combine.
-extern "C" __global__ void __launch_bounds__(kThreads, 4)
-    mla_decode_combine_pieces(const __grid_constant__ DecodeParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 4) mla_decode_combine_pieces(const __grid_constant__ Params p) {
     __shared__ Team teams[kTeams];
     griddepcontrol_wait();
     const i32 rows = p.s_q * p.h_q, column = blockIdx.y;
@@ -34,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
         if (num_partials < 2) continue;
         const UnitShape shape{0, UnitShape::of(num_partials).group_shift};
         if (column >= shape.groups()) continue;
-        prepare_unit(p, team, shape, first, num_partials, request, (i32)(i % rows), column);
+        prepare_unit<Work>(p, team, shape, first, num_partials, request, (i32)(i % rows), column);
         merge_unit<Element>(p, team);
     }
 }

@@ -11,9 +11,16 @@
 // other, from 2 to 4, have a part of the list: the first groups of all of them, then the second ones, and so on. Cuts
 // at equal distances then fall into the same places of each of these rows, which begin with another sequence where the
 // distance of two rows is no multiple of that of two cuts.
+//
+// A variant cuts each group alone, batch-invariant: attention/pieces.cuh.
+#include "attention/pieces.cuh"
 #include "attention/query_groups.cuh"
 #include "attention/split_schedule.cuh"
 #include "ptx/control.cuh"
+
+#ifndef MLA_PIECES
+#define MLA_PIECES 0
+#endif
 
 namespace mla::decode {
 using namespace attention;
@@ -30,6 +37,8 @@ struct DecodeScheduleGroupsParams {
     i32 max_groups, group_queries;
     i32 window, num_splits;
     i32 merge_cost, piece_cost;  // see attention/split_schedule.cuh
+    i32 piece_tiles = 0;         // see attention/pieces.cuh
+    i32 padding;
 };
 
 MLA_FACT_LIST(params_layout, MLA_OFFSET(DecodeScheduleGroupsParams, seqlens_stride_elems),
@@ -194,7 +203,7 @@ struct Groups {
     const DecodeScheduleGroupsParams& p;
     SchedulePoint* schedule;
     i64 max_tokens;
-    i32 b, num_splits, merge_cost, piece_cost;
+    i32 b, num_splits, merge_cost, piece_cost, piece_tiles;
 
     MLA_DEVICE Groups(const DecodeScheduleGroupsParams& p, i32 num_groups)
         : p(p),
@@ -203,7 +212,9 @@ struct Groups {
           b(num_groups),
           num_splits(p.num_splits),
           merge_cost(p.merge_cost),
-          piece_cost(p.piece_cost) {}
+          piece_cost(p.piece_cost),
+          piece_tiles(p.piece_tiles) {}
+    MLA_DEVICE i32 merged() const { return p.max_groups; }
     MLA_DEVICE u32 tokens(i32 group) const {
         const QueryGroup& of = p.groups[group];
         return of.tokens - of.first_token / kTileTokens * kTileTokens;
@@ -212,10 +223,16 @@ struct Groups {
 
 extern "C" __global__ void __launch_bounds__(kScheduleThreads, 1)
     mla_decode_schedule_groups(const __grid_constant__ DecodeScheduleGroupsParams p) {
-    __shared__ ScheduleStorage s;
     __shared__ GroupStorage groups;
+#if MLA_PIECES
+    __shared__ i32 warp_sums[kPieceWarps];
+    griddepcontrol_wait();
+    write_pieces(Groups(p, write_groups(p, groups)), warp_sums);
+#else
+    __shared__ ScheduleStorage s;
     griddepcontrol_wait();
     write_schedule(Groups(p, write_groups(p, groups)), s);
+#endif
     griddepcontrol_launch_dependents();
 }
 }  // namespace mla::decode

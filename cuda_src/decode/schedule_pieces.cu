@@ -31,6 +31,7 @@ struct Batch {
 
     MLA_DEVICE explicit Batch(const DecodeSchedulePiecesParams& p)
         : p(p), schedule(p.schedule), b(p.b), num_splits(p.num_splits), piece_tiles(p.piece_tiles) {}
+    MLA_DEVICE i32 merged() const { return b; }
     MLA_DEVICE i32 tokens(i32 request) const {
         const i64 seqlen = p.seqlens[request * p.seqlens_stride_elems];
         return request_length(seqlen, p.max_tokens, p.cp_world, p.cp_rank).tokens;

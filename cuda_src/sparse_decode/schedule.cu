@@ -52,6 +52,7 @@ struct Batch {
           num_splits(p.num_splits),
           merge_cost(p.merge_cost),
           piece_tiles(p.piece_tiles) {}
+    MLA_DEVICE i32 merged() const { return b; }
     MLA_DEVICE u32 tokens(i32 query) const {
         const i64 b = query / p.s_q;
         return clamped_length(p.topk_length, b * p.topk_length_stride_elems, p.topk) +

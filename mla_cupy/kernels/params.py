@@ -451,6 +451,7 @@ class DecodeScheduleGroupsParams(Params):
     num_splits: I32
     merge_cost: I32
     piece_cost: I32
+    piece_tiles: I32 = 0
 
 
 class DecodeSchedulePiecesParams(Params):

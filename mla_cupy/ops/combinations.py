@@ -97,8 +97,6 @@ DECODE = (
     Conflict("window", "narrow", "pass the tokens of the window"),
     *(Conflict(name, "fp8_math", "leave fp8.math out") for name in ("q_rope", "cu_seqlens_q", "out_cos", "window")),
     Conflict("tree_mask", "fp8x2", 'pass fp8=Fp8("fp8"), or leave it out'),
-    Conflict("batch_invariant", "cu_seqlens_q", "pieces are of whole sequences"),
-    Conflict("batch_invariant", "window", "pieces are of whole sequences"),
     Conflict("batch_invariant", "narrow"),
     Conflict(
         "exact_math",

@@ -451,7 +451,7 @@ def plan_decode(
     info = devices.describe(ordinal)
     config = DECODE.configure(problem, info, kernel)
     if pieces:
-        if not isinstance(config, InSplits):
+        if not isinstance(config, (InSplits, InGroups)):
             expected = "a kernel that takes a schedule: clusters divide the batch by all of its lengths"
             raise ArgumentError(explain("kernel", repr(kernel), expected, "leave kernel or batch_invariant out"))
         config = DECODE.in_pieces(config, pieces, info)
@@ -501,13 +501,14 @@ def examine_plan(
         raise ArgumentError(explain("max_pages * page_size", tokens, f"at most {MAX_TOKENS} = 2^31 - 64"))
     check_kernel(DECODE.kernels, kernel)
     shard = check_shard(*shard)
-    pieces = _check_pieces(batch_invariant, split_tokens, max_b, max_pages * page_size)
     masked = check_flag("tree_mask", tree_mask)
     check_drafts(masked, s_q)
     chosen = _record(kv_format, d_qk)
     arithmetic = check_math(math, MATH_OF_DENSE_DECODE)
     queries = _dtype(dtype)
     wanted = Forms(**forms)
+    groups = max_b * s_q + 2 if wanted.grouped else max_b
+    pieces = _check_pieces(batch_invariant, split_tokens, max_b, max_pages * page_size, groups)
     parts: combinations.Parts = {
         **combinations.multiplied(arithmetic, queries),
         **combinations.held(chosen),
@@ -533,10 +534,13 @@ def examine_plan(
     return problem, Limits(max_b, max_pages, page_size, *shard), pieces
 
 
-def _check_pieces(batch_invariant: Any, split_tokens: Any, max_b: int, max_tokens: int) -> Pieces | None:
-    """The pieces of a plan for up to `max_b` sequences of up to `max_tokens`; None if it is not batch-invariant."""
+def _check_pieces(batch_invariant: Any, split_tokens: Any, max_b: int, max_tokens: int, groups: int) -> Pieces | None:
+    """The pieces of a plan for up to `max_b` sequences of up to `max_tokens`; None if it is not batch-invariant.
+
+    `groups` are the most groups of queries that it may have: each has pieces of its own.
+    """
     tiles = check_pieces(
-        batch_invariant, split_tokens, ("max_pages * page_size", max_tokens), (f"max_b={max_b} sequences", max_b)
+        batch_invariant, split_tokens, ("max_pages * page_size", max_tokens), (f"max_b={max_b} sequences", groups)
     )
     return Pieces.of(tiles, -(-max_tokens // TILE_TOKENS), max_b)
 

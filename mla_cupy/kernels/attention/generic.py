@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mla_cupy.dtypes import HALF
@@ -22,7 +23,7 @@ from mla_cupy.kernels.attention.kernel import (
 from mla_cupy.kernels.attention.records import record_variant
 from mla_cupy.kernels.param_layout import Params
 from mla_cupy.kernels.params import DecodeParams
-from mla_cupy.kernels.spec import DTYPE_VARIANTS, Reason, needs_cc, variants
+from mla_cupy.kernels.spec import DTYPE_VARIANTS, HOPPER, Reason, Variant, everywhere, needs_cc, variants
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS, VALUE_WIDTHS
 
@@ -64,6 +65,11 @@ KERNEL: AttentionKernel[Any] = AttentionKernel(
 )
 
 
+def not_on_hopper(variant: Variant, arch: str) -> bool:
+    """The `is_default` of fallbacks for problems that Hopper's kernels take all of."""
+    return arch not in HOPPER
+
+
 def from_records(
     name: str,
     about: str,
@@ -71,6 +77,7 @@ def from_records(
     params: type[Params],
     records: tuple[str, ...],
     forms: tuple[str, ...] = SINK,
+    is_default: Callable[[Variant, str], bool] = everywhere,
 ) -> AttentionKernel[Any]:
     """A family's kernel of the same form that reads FP8 records: its fallback for them."""
     return AttentionKernel(
@@ -79,6 +86,7 @@ def from_records(
         source,
         params,
         variants=variants(dtype=HALF, record=records),
+        is_default=is_default,
         facts=KERNEL.facts,
         unsupported=unsupported_records,
         variant=record_variant,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from mla_cupy.kernels.attention.combine import build_of_groups
 from mla_cupy.kernels.attention.heuristics import COMBINE_UNITS_PER_BLOCK
+from mla_cupy.kernels.attention.kernel import FORM_PARAMS, with_forms
 from mla_cupy.kernels.decode.heuristics import PIECES_PER_COLUMN
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.pipeline import Launch, LaunchArgs
@@ -17,8 +19,9 @@ KERNEL: KernelSpec[object] = KernelSpec(
     "merges the pieces of the requests of a batch-invariant schedule",
     "decode/combine_pieces.cu",
     DecodeParams,
-    variants=DTYPE_VARIANTS,
+    variants=(*DTYPE_VARIANTS, *with_forms(*DTYPE_VARIANTS)),
     core=DTYPE_VARIANTS,
+    params_with=FORM_PARAMS,
     facts={"max_pieces": MAX_PIECES, "tile_tokens": TILE_TOKENS},
 )
 
@@ -31,7 +34,10 @@ def columns(max_pieces: int) -> int:
     return units
 
 
-def launch(dtype: str, resident: int, rows: int, max_pieces: int, args: LaunchArgs) -> Launch:
-    """Merge `rows` rows, those of all requests, with at most `resident` blocks per column."""
+def launch(
+    dtype: str, resident: int, rows: int, max_pieces: int, args: LaunchArgs, *, of_groups: bool = False
+) -> Launch:
+    """Merge `rows` rows, those of all requests or groups, with at most `resident` blocks per column."""
     blocks = min(resident, -(-rows // COMBINE_UNITS_PER_BLOCK))
-    return Launch(KERNEL, Variant(dtype=dtype), (blocks, columns(max_pieces), 1), args)
+    variant = build_of_groups(dtype) if of_groups else Variant(dtype=dtype)
+    return Launch(KERNEL, variant, (blocks, columns(max_pieces), 1), args)

@@ -287,7 +287,65 @@ class InGroups(_Config):
         return [(combine.KERNEL, combine.build_of_groups(self.problem.half))]
 
 
-DecodeConfig = InClusters | InSplits | InPieces | InGroups
+@dataclass(frozen=True)
+class InGroupedPieces(_Config):
+    """A batch-invariant schedule of groups of queries: each group is cut alone."""
+
+    groups: Groups
+    pieces: Pieces
+    combine_blocks: int
+
+    continued_index: ClassVar[int] = 0
+    finish: ClassVar[Merge] = Merge()
+    groups_part: ClassVar[str] = "groups"
+
+    @property
+    def s_q(self) -> int:
+        """See `_Config.s_q`."""
+        return self.groups.queries
+
+    @property
+    def _rows(self) -> int:
+        return self.groups.queries * self.problem.h_q
+
+    def requests(self, b: int, s_q: int) -> int:
+        """See `_Config.requests`."""
+        return self.groups.most(b, s_q)
+
+    def workspace(self) -> Layout:
+        """The schedule and the groups, then the partial results."""
+        partials = _partials(self.pieces.num_splits * self._rows if self.combine_blocks else 0)
+        groups = schedule_groups.GROUP_BYTES * self.pieces.max_b
+        return Layout({"schedule": schedule_pieces.nbytes(self.pieces), "groups": groups, **partials})
+
+    def splits(self, b: int, max_tokens: int) -> int:
+        """Splits of the schedule, of any batch."""
+        return self.pieces.num_splits
+
+    def schedule(self, step: BatchStep) -> list[Step]:
+        """The launch that divides the queries of a batch into groups, and cuts each of these."""
+        splits, tiles = self.pieces.num_splits, self.pieces.tiles
+        return [schedule_groups.launch(self.groups, step, splits, piece_tiles=tiles)]
+
+    def schedule_builds(self) -> Builds:
+        """Kernels of the schedule."""
+        return [(schedule_groups.KERNEL, schedule_groups.IN_PIECES)]
+
+    def merge(self, requests: int, params: DecodeParams, args: LaunchArgs) -> list[Step]:
+        """The merge of pieces, by the attention kernel's `args`, which have the groups."""
+        if not self.combine_blocks:
+            return []
+        rows, most = requests * self._rows, self.pieces.max_pieces
+        return [combine_pieces.launch(self.problem.half, self.combine_blocks, rows, most, args, of_groups=True)]
+
+    def merge_builds(self) -> Builds:
+        """Kernels of the merge."""
+        if not self.combine_blocks:
+            return []
+        return [(combine_pieces.KERNEL, combine.build_of_groups(self.problem.half))]
+
+
+DecodeConfig = InClusters | InSplits | InPieces | InGroups | InGroupedPieces
 
 
 def _partials(rows: int) -> dict[str, int]:

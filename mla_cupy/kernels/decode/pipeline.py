@@ -10,7 +10,15 @@ from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.projection import is_apart
 from mla_cupy.kernels.decode import records, sm90, sm90_fp8, sm90_small, sm90_small_cluster8, sm100, sm100_fp8
 from mla_cupy.kernels.decode.arguments import args_of, params_of
-from mla_cupy.kernels.decode.configs import Builds, DecodeConfig, InClusters, InGroups, InPieces, InSplits
+from mla_cupy.kernels.decode.configs import (
+    Builds,
+    DecodeConfig,
+    InClusters,
+    InGroupedPieces,
+    InGroups,
+    InPieces,
+    InSplits,
+)
 from mla_cupy.kernels.decode.finish import Merge, ProjectAfterMerge, ProjectInMerge
 from mla_cupy.kernels.decode.problem import Batch, BatchStep, DecodeProblem
 from mla_cupy.kernels.decode.queries import batch_of
@@ -53,10 +61,15 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         blocks = finish.blocks(combine.blocks(splits.num_splits, device))
         return InSplits(problem, chosen, variant, splits.row_blocks, splits.num_splits, blocks, finish)
 
-    def in_pieces(self, config: InSplits, pieces: Pieces, device: DeviceInfo) -> InPieces:
-        """Configuration of a batch-invariant call, in pieces."""
-        blocks, finish = combine.blocks(pieces.max_pieces, device), _finish_of_pieces(config, device)
-        return InPieces(config.problem, config.kernel, config.variant, config.row_blocks, pieces, blocks, finish)
+    def in_pieces(self, config: InSplits | InGroups, pieces: Pieces, device: DeviceInfo) -> InPieces | InGroupedPieces:
+        """Configuration of batch-invariant calls, in pieces."""
+        blocks = combine.blocks(pieces.max_pieces, device)
+        same = (config.problem, config.kernel, config.variant, config.row_blocks)
+        if isinstance(config, InSplits):
+            return InPieces(*same, pieces, blocks, _finish_of_pieces(config, device))
+        s_q = config.problem.s_q * (pieces.max_b if config.groups.packed else 1)
+        of_groups = replace(pieces, max_b=config.groups.most(pieces.max_b, s_q))
+        return InGroupedPieces(*same, config.groups, of_groups, blocks)
 
     def workspace(self, config: DecodeConfig) -> Layout:
         """See `Pipeline.workspace`."""

@@ -9,15 +9,19 @@ from mla_cupy.kernels.decode.problem import BatchStep
 from mla_cupy.kernels.param_layout import NULL
 from mla_cupy.kernels.params import DecodeScheduleGroupsParams
 from mla_cupy.kernels.pipeline import Launch, LaunchArgs
-from mla_cupy.kernels.spec import PLAIN, KernelSpec
+from mla_cupy.kernels.spec import PLAIN, KernelSpec, Variant
 
 GROUP_BYTES = 24
+
+IN_PIECES = Variant(pieces=1)
+"""The build that cuts each group alone."""
 
 KERNEL: KernelSpec[object] = KernelSpec(
     "decode_schedule_groups",
     "divides the queries of a batch into groups, and cuts the tiles that these see into splits",
     "decode/schedule_groups.cu",
     DecodeScheduleGroupsParams,
+    variants=(*PLAIN, IN_PIECES),
     facts={"max_splits": MAX_SPLITS, "group_bytes": GROUP_BYTES},
 )
 
@@ -40,8 +44,13 @@ class Groups:
         return min(queries, b + 2 + queries // self.queries)
 
 
-def launch(groups: Groups, step: BatchStep, num_splits: int, merge_cost: int, piece_cost: int) -> Launch:
-    """Write the groups of a batch and its schedule to the workspace's `groups` and `schedule`."""
+def launch(
+    groups: Groups, step: BatchStep, num_splits: int, merge_cost: int = 0, piece_cost: int = 0, piece_tiles: int = 0
+) -> Launch:
+    """Write the groups of a batch and its schedule to the workspace's `groups` and `schedule`.
+
+    With `piece_tiles` each group is cut alone, into pieces of so many.
+    """
     params = DecodeScheduleGroupsParams(
         seqlens="seqlens",
         cu_seqlens_q="cu_seqlens_q" if groups.packed else NULL,
@@ -58,5 +67,6 @@ def launch(groups: Groups, step: BatchStep, num_splits: int, merge_cost: int, pi
         num_splits=num_splits,
         merge_cost=merge_cost,
         piece_cost=piece_cost,
+        piece_tiles=piece_tiles,
     )
-    return Launch(KERNEL, PLAIN[0], (1, 1, 1), LaunchArgs(params))
+    return Launch(KERNEL, IN_PIECES if piece_tiles else PLAIN[0], (1, 1, 1), LaunchArgs(params))

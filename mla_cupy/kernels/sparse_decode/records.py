@@ -6,7 +6,7 @@ from typing import cast
 
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention import mma
-from mla_cupy.kernels.attention.generic import from_records
+from mla_cupy.kernels.attention.generic import from_records, not_on_hopper
 from mla_cupy.kernels.attention.kernel import READS_V41, AttentionKernel, narrowest
 from mla_cupy.kernels.attention.records import (
     BLOCK_ROWS,
@@ -142,6 +142,7 @@ GENERIC = from_records(
     "sparse_decode/generic.cu",
     SparseDecodeParams,
     READ_SPARSE,
+    is_default=not_on_hopper,
 )
 
 

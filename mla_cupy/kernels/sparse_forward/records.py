@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention.generic import from_records
+from mla_cupy.kernels.attention.generic import from_records, not_on_hopper
 from mla_cupy.kernels.attention.kernel import READS_RECORDS, AttentionKernel, narrowest
 from mla_cupy.kernels.attention.records import SPARSE_RECORDS, rows_variant
 from mla_cupy.kernels.params import DecodeParams
@@ -47,6 +47,7 @@ GENERIC = from_records(
     "sparse_forward/generic_records.cu",
     DecodeParams,
     SPARSE_RECORDS,
+    is_default=not_on_hopper,
 )
 
 
