@@ -18,7 +18,7 @@ from mla_cupy.kernels.decode.sm90_fp8 import LEAST_ROWS_OF_TERMS, TERMS
 from mla_cupy.kernels.lse import LseOptions
 from mla_cupy.kernels.pipeline import WORKSPACE_ALIGNMENT as WORKSPACE_ALIGNMENT
 from mla_cupy.ops.operation import Arrays, Input, Views, present
-from mla_cupy.shapes import D_ROPE, D_UNABSORBED, D_V, TILE_TOKENS
+from mla_cupy.shapes import D_ROPE, D_UNABSORBED, D_V, MAX_TOKENS, TILE_TOKENS
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -144,7 +144,7 @@ def check_pieces(batch_invariant: Any, split_tokens: Any, longest: tuple[str, in
 
     `longest` names and has the most tokens of a request, `requests` what has pieces, and how many.
     """
-    if not is_integer(split_tokens) or split_tokens < TILE_TOKENS or split_tokens % TILE_TOKENS:
+    if not is_integer(split_tokens) or not 0 < split_tokens <= MAX_TOKENS or split_tokens % TILE_TOKENS:
         raise ArgumentError(explain("split_tokens", repr(split_tokens), f"a multiple of {TILE_TOKENS}"))
     if not check_flag("batch_invariant", batch_invariant):
         return 0

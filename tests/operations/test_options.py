@@ -57,6 +57,8 @@ WRONG: dict[str, tuple[tuple[Any, ...], type[Exception]]] = {
         ("", "fp16", "bfloat16", np.float16, 2, None, [], True, np.array("float16"), object()),
         ArgumentError,
     ),
+    "batch_invariant": (NO_FLAGS, ArgumentError),
+    "split_tokens": ((*NO_COUNTS, 0, 63, 100), ArgumentError),
     "causal": (NO_FLAGS, ArgumentError),
     "clean": (NO_FLAGS, ArgumentError),
     "deterministic": (NO_FLAGS, ArgumentError),
