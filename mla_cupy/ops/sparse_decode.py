@@ -64,11 +64,11 @@ def sparse_mla_decode(
     q : array, (b, s_q, h_q, d_qk), bfloat16 or float16
         Absorbed queries: d_qk is 576 for the records "v32" and "fp8", 512 for "v4" and "v41". The last axis is
         contiguous, and the first two step evenly.
-    kv_cache : array, (num_pages, page_size, 656, 584, 528 or 576), uint8
-        An axis of size 1 may stand on either side of the tokens, as for `mla_decode`. Pages of "v32", "v4", "v41" or,
-        with Fp8("fp8") only, "fp8": see `cache_append`. The values are the first 512 elements of the keys; with "v4"
-        and "v41" these include the RoPE part. Pages start at, and step by, multiples of 16 bytes: pages of "v4" with an
-        odd number of tokens need a gap of 8 bytes between them.
+    kv_cache : array, (num_pages, page_size, 656, 584, 528, 288 or 576), uint8
+        An axis of size 1 may stand on either side of the tokens, as for `mla_decode`. Pages of "v32", "v4", "v41",
+        "v41-fp4" or, with Fp8("fp8") only, "fp8": see `cache_append`. The values are the first 512 elements of the
+        keys; with "v4" and "v41" these include the RoPE part. Pages start at, and step by, multiples of 16 bytes: pages
+        of "v4" with an odd number of tokens need a gap of 8 bytes between them.
     indices : array, (b, s_q, topk), int32
         Slots, page * page_size + token, in any order. Any topk, any strides. Slots outside of the cache are skipped,
         -1 being the usual mark; duplicates are counted as often as they occur.
@@ -81,7 +81,7 @@ def sparse_mla_decode(
         Logits of a key without a value, which only lowers `out`. -inf has no effect, +inf makes `out` 0.
     extra_kv_cache, extra_indices, extra_topk_length : array, optional
         A second cache of the same record, or of "v41-fp4" beside "v41", with pages of any size, and lists of more keys
-        in it under the same softmax. Cache and indices are given together. Not with "fp8".
+        in it under the same softmax. Cache and indices are given together. Not beside "fp8" or "v41-fp4".
     out_rope : OutRope, optional
         Undo RoPE in the last 64 columns of `out`: "v4" and "v41", whose values include the RoPE part of the keys. Not
         with `project`. A launch of its own rounds these columns of a 16-bit `out` once more, in place.
@@ -158,6 +158,11 @@ def sparse_mla_decode(
     return call(sparse_mla_decode, locals())
 
 
+_READ = (*READ_SPARSE, *COMPACT.values(), FP8.name)
+_DECODED = {compact: name for name, compact in COMPACT.items()}
+"""Formats that the kernels of another one read as its second list."""
+
+
 def _check_extra(views: Views, record: str) -> bool:
     """Check the second cache; returns whether it has the compact record."""
     check_all_or_none(views, "extra_kv_cache", "extra_indices")
@@ -166,6 +171,9 @@ def _check_extra(views: Views, record: str) -> bool:
         raise ArgumentError(explain("extra_topk_length", "an array", "None: there are no extra_indices"))
     if cache is None:
         return False
+    if record in COMPACT.values():
+        remedy = "pass it as extra_kv_cache, and the cache of v41 as kv_cache"
+        raise ArgumentError(explain("extra_kv_cache", "an array", f"None beside a kv_cache of {record}", remedy))
     if record == FP8.name:
         remedy = "append its tokens to kv_cache"
         raise ArgumentError(explain("extra_kv_cache", "an array", f"None beside a kv_cache of {record}", remedy))
@@ -183,7 +191,7 @@ def _parts(views: Views, options: SparseDecodeOptions, record: str) -> combinati
     return {
         **combinations.given(views, "w_uv", "out_cos"),
         **combinations.multiplied(options.math, present(views, "q").dtype),
-        **combinations.held(record),
+        **combinations.held(_DECODED.get(record, record)),
         "kv_scale": combinations.other_than(1, options.kv_scale),
     }
 
@@ -192,7 +200,7 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
     q, cache, indices = (present(views, name) for name in ("q", "kv_cache", "indices"))
     extra = views["extra_indices"]
     b, s_q, h_q, d_qk = q.shape
-    record = record_read(cache, d_qk, (*READ_SPARSE, FP8.name), "kv_cache", "read 16-bit rows with sparse_mla_forward")
+    record = record_read(cache, d_qk, _READ, "kv_cache", "read 16-bit rows with sparse_mla_forward")
     check_layout(record, cache, "kv_cache")
     options = given._replace(
         scale=check_scale(given.scale),
@@ -203,7 +211,7 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
     combinations.check(combinations.SPARSE_DECODE, _parts(views, options, record.name))
     if options.kv_scale != 1:
         check_factor("scale * kv_scale", options.scale * options.kv_scale)
-    compact = _check_extra(views, record.name)
+    compact = _check_extra(views, record.name) or record.name in _DECODED
     check_even("q", q)
     topk = indices.shape[2] + (0 if extra is None else extra.shape[2])
     if topk > MAX_TOKENS or b * s_q > MAX_TOKENS:
@@ -215,7 +223,7 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
     if turns and d_qk != D_V:
         raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_V} with out_rope", "other values have no RoPE columns"))
     tiles = check_pieces(given.batch_invariant, given.split_tokens, ("topk", topk), (f"{b * s_q} queries", b * s_q))
-    sizes = (b * s_q, h_q, topk, q.dtype, record.name)
+    sizes = (b * s_q, h_q, topk, q.dtype, _DECODED.get(record.name, record.name))
     problem = SparseDecodeProblem(*sizes, steps_by_16_bytes(q), ragged, d_head, compact, options.math, tiles)
     return Examined(problem, options, {"d_head": d_head or D_V})
 

@@ -48,7 +48,7 @@ def sparse_mla_decode(
     ----------
     q : array, (b, s_q, h_q, d_qk)
     kv_cache : array
-        Pages of "v32", "v4", "v41" or "fp8": see `cache_append`.
+        Pages of "v32", "v4", "v41", "v41-fp4" or "fp8": see `cache_append`.
     indices : array, (b, s_q, topk), integers
         Slots: page * page_size + token. Those outside of the cache are skipped, duplicates counted as often as they
         occur.

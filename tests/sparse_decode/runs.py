@@ -68,6 +68,8 @@ V41_CASES = (
     SparseDecodeCase(record="v41", topk=19, extra=40, lengths=True, sink=True, extra_record="v41-fp4"),
     SparseDecodeCase(record="v41", dtype="float16", topk=0, extra=70, sm_count=5, b=1, extra_record="v41-fp4"),
     SparseDecodeCase(record="v41", topk=130, extra=9, page_size=64, h_q=2, b=1, extra_record="v41-fp4"),
+    SparseDecodeCase(record="v41-fp4", topk=140, lengths=True, sink=True, page_size=64, empty=True),
+    SparseDecodeCase(record="v41-fp4", dtype="float16", topk=33, s_q=2, h_q=9, page_size=3),
 )
 #: More heads than a block of Hopper's kernel for few has, and tiles of both records.
 V41_WIDE = SparseDecodeCase(

@@ -17,6 +17,7 @@ from mla_cupy.kernels.attention import schedule as attention_schedule
 from mla_cupy.kernels.attention.heuristics import merge_cost
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.projection import Build, is_apart
+from mla_cupy.kernels.attention.records import COMPACT
 from mla_cupy.kernels.attention.split_schedule import MAX_SPLITS
 from mla_cupy.kernels.decode import combine_pieces, schedule_pieces
 from mla_cupy.kernels.decode.schedule_pieces import Pieces
@@ -163,11 +164,14 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         projects = config.projection is not None
         of_latents = combine_project.latents_strides(1, problem.h_q)
         longest = row_lists.rows_stride(problem.topk) if config.listed else indices.shape[2]
+        lengths, num_pages = call.name("topk_length"), cache.shape[0]
+        if _is_compact(cache):  # the first list is empty
+            longest, lengths, num_pages = 0, NULL, 0
         return DecodeParams(
             q="q",
             kv="kv_cache",
             block_table="rows" if config.listed else "indices",
-            seqlens="counts" if config.listed else call.name("topk_length"),
+            seqlens="counts" if config.listed else lengths,
             schedule="schedule" if config.has_schedule else NULL,
             out=combine_project.LATENTS if projects else "out",
             lse="lse",
@@ -183,7 +187,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             sink_stride_elems=call.stride("attn_sink"),
             b=problem.queries,
             h_q=problem.h_q,
-            num_pages=cache.shape[0],
+            num_pages=num_pages,
             page_size=cache.shape[1],
             max_pages=longest,
             num_splits=cuts.num_splits,
@@ -215,26 +219,34 @@ def _with_scales(params: DecodeParams, config: SparseDecodeConfig) -> DecodeFp8P
 
 
 def _with_extra(params: DecodeParams, call: Call) -> SparseDecodeParams:
-    """Parameters of the attention kernels: the second cache and its lists, too."""
-    indices, cache, extra = call.view("indices"), call.views["extra_kv_cache"], call.views["extra_indices"]
+    """Parameters of the attention kernels: the second cache and its lists, too; a compact one is always the second."""
+    indices = call.view("indices")
+    names = _OF_FIRST if _is_compact(call.view("kv_cache")) else tuple(f"extra_{name}" for name in _OF_FIRST)
+    cache, extra = call.views[names[0]], call.views[names[1]]
     page_bytes, token_bytes = (0, 0) if cache is None else _strides(cache)
     return SparseDecodeParams(
         extra_addresses=ExtraAddresses(
-            extra_cache=call.name("extra_kv_cache"),
-            extra_indices=call.name("extra_indices"),
-            extra_topk_length=call.name("extra_topk_length"),
+            extra_cache=call.name(names[0]), extra_indices=call.name(names[1]), extra_topk_length=call.name(names[2])
         ),
         decode_params=params,
         indices_stride_s_elems=indices.strides[1],
         extra_page_stride_bytes=page_bytes,
         extra_token_stride_bytes=token_bytes,
-        extra_stride_b_s_k_elems=call.strides("extra_indices", 3),
-        extra_length_stride_elems=call.stride("extra_topk_length"),
+        extra_stride_b_s_k_elems=call.strides(names[1], 3),
+        extra_length_stride_elems=call.stride(names[2]),
         queries_of_length=indices.shape[1],
         extra_num_pages=0 if cache is None else cache.shape[0],
         extra_page_size=1 if cache is None else cache.shape[1],
         extra_topk=0 if extra is None else extra.shape[2],
     )
+
+
+_OF_FIRST = ("kv_cache", "indices", "topk_length")
+
+
+def _is_compact(cache: View) -> bool:
+    """True if a cache has the format that the kernels read as the second list's."""
+    return format_of(cache.dtype, cache.shape[2]).name in COMPACT.values()
 
 
 def _strides(cache: View) -> tuple[int, int]:
