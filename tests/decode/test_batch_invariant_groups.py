@@ -46,7 +46,7 @@ def taken(inputs: FormInputs, chosen: list[int]) -> tuple[dict[str, Array], Any]
 def run(inputs: FormInputs, arrays: dict[str, Array], kernel: str | None) -> tuple[Array, Array]:
     case = inputs.case
     forms: dict[str, Any] = {"cu_seqlens_q": bool(case.queries), "window": case.window or None, "attn_sink": case.sink}
-    sizes = {"max_b": 8, "s_q": MOST if case.queries else case.base.s_q}
+    sizes = {"max_b": 9, "s_q": MOST if case.queries else case.base.s_q}
     plan = plan_of(
         inputs.base, device=0, **forms, **sizes, q_rope=case.pair, batch_invariant=True, split_tokens=128, kernel=kernel
     )
@@ -92,3 +92,20 @@ def test_fp8_tokens(kernel: str) -> None:
     with simulated(2, mode="random", seed=1):
         got = run(inputs, arrays, kernel)
     assert of_queries(got, inputs, slice(None)) == of_queries(whole, inputs, at)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(12))
+def test_random_batches_on_a_gpu(hopper: object, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    b, window = int(rng.integers(3, 9)), int(rng.choice([0, 100, 2000]))
+    record = str(rng.choice(["", "v32"]))
+    lengths = tuple(int(n) for n in rng.integers(1, 6000, b))
+    base = DecodeCase(b=b, seqlens=lengths, h_q=int(rng.choice([8, 16, 64])), page_size=64, record=record, seed=seed)
+    queries = tuple(int(n) for n in np.minimum(rng.integers(1, MOST + 1, b), lengths))
+    inputs = form_inputs(FormCase(base, queries=queries, window=window))
+    whole = run(inputs, inputs.arrays, None)
+    for size in (1, b - 1, 8):
+        arrays, at = taken(inputs, rng.integers(0, b, size).tolist())
+        got = run(inputs, arrays, None)
+        assert of_queries(got, inputs, slice(None)) == of_queries(whole, inputs, at)

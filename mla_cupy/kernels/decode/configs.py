@@ -89,7 +89,7 @@ class InClusters(_Config):
         latents = self.finish.workspace(self.problem, self.max_b)
         return Layout({**latents, **clusters.workspace(self.kernel, self.variant.block_rows, splits)})
 
-    def splits(self, b: int, max_tokens: int) -> int:
+    def splits(self, b: int, s_q: int, max_tokens: int) -> int:
         """Clusters for each row block."""
         return clusters.clusters(self.kernel, self.num_splits, b, max_tokens)
 
@@ -99,7 +99,7 @@ class InClusters(_Config):
 
     def schedule(self, step: BatchStep) -> list[Step]:
         """Zeros for the tickets, where clusters share requests."""
-        return [ZeroFill("tickets")] if self.splits(step.b, step.max_tokens) > step.b else []
+        return [ZeroFill("tickets")] if self.splits(step.b, step.s_q, step.max_tokens) > step.b else []
 
     def schedule_builds(self) -> Builds:
         """Kernels of the schedule."""
@@ -144,7 +144,7 @@ class InSplits(_Config):
         latents = self.finish.workspace(self.problem, self.max_b)
         return Layout({"schedule": schedule.nbytes(self.num_splits), **_partials(rows), **latents})
 
-    def splits(self, b: int, max_tokens: int) -> int:
+    def splits(self, b: int, s_q: int, max_tokens: int) -> int:
         """Splits of the schedule of a batch."""
         return self.num_splits
 
@@ -197,7 +197,7 @@ class InPieces(_Config):
         latents = self.finish.workspace(self.problem, self.max_b)
         return Layout({"schedule": schedule_pieces.nbytes(self.pieces), **partials, **latents})
 
-    def splits(self, b: int, max_tokens: int) -> int:
+    def splits(self, b: int, s_q: int, max_tokens: int) -> int:
         """Splits of the schedule of a batch."""
         return b * self.pieces.max_pieces
 
@@ -226,13 +226,10 @@ class InPieces(_Config):
 
 
 @dataclass(frozen=True)
-class InGroups(_Config):
-    """A schedule of up to `max_groups` groups of queries, whose number varies or which see a window."""
+class _OfGroups(_Config):
+    """A schedule of groups of queries, whose number varies or which see a window."""
 
     groups: Groups
-    max_groups: int
-    num_splits: int
-    combine_blocks: int
 
     finish: ClassVar[Merge] = Merge()
     groups_part: ClassVar[str] = "groups"
@@ -243,11 +240,6 @@ class InGroups(_Config):
         return self.groups.queries
 
     @property
-    def continued_index(self) -> int:
-        """See `DecodeParams`."""
-        return self.num_splits
-
-    @property
     def _rows(self) -> int:
         return self.groups.queries * self.problem.h_q
 
@@ -255,13 +247,27 @@ class InGroups(_Config):
         """See `_Config.requests`."""
         return self.groups.most(b, s_q)
 
+
+@dataclass(frozen=True)
+class InGroups(_OfGroups):
+    """Up to `max_groups` groups in splits of equal cost."""
+
+    max_groups: int
+    num_splits: int
+    combine_blocks: int
+
+    @property
+    def continued_index(self) -> int:
+        """See `DecodeParams`."""
+        return self.num_splits
+
     def workspace(self) -> Layout:
         """The schedule and the groups, then two partial results per split."""
         partials = _partials(2 * self.num_splits * self._rows if self.combine_blocks else 0)
         groups = schedule_groups.GROUP_BYTES * self.max_groups
         return Layout({"schedule": schedule.nbytes(self.num_splits), "groups": groups, **partials})
 
-    def splits(self, b: int, max_tokens: int) -> int:
+    def splits(self, b: int, s_q: int, max_tokens: int) -> int:
         """Splits of the schedule of a batch."""
         return self.num_splits
 
@@ -288,29 +294,13 @@ class InGroups(_Config):
 
 
 @dataclass(frozen=True)
-class InGroupedPieces(_Config):
-    """A batch-invariant schedule of groups of queries: each group is cut alone."""
+class InGroupedPieces(_OfGroups):
+    """A batch-invariant schedule: each group is cut alone, into pieces with a partial result each."""
 
-    groups: Groups
     pieces: Pieces
     combine_blocks: int
 
     continued_index: ClassVar[int] = 0
-    finish: ClassVar[Merge] = Merge()
-    groups_part: ClassVar[str] = "groups"
-
-    @property
-    def s_q(self) -> int:
-        """See `_Config.s_q`."""
-        return self.groups.queries
-
-    @property
-    def _rows(self) -> int:
-        return self.groups.queries * self.problem.h_q
-
-    def requests(self, b: int, s_q: int) -> int:
-        """See `_Config.requests`."""
-        return self.groups.most(b, s_q)
 
     def workspace(self) -> Layout:
         """The schedule and the groups, then the partial results."""
@@ -318,14 +308,14 @@ class InGroupedPieces(_Config):
         groups = schedule_groups.GROUP_BYTES * self.pieces.max_b
         return Layout({"schedule": schedule_pieces.nbytes(self.pieces), "groups": groups, **partials})
 
-    def splits(self, b: int, max_tokens: int) -> int:
-        """Splits of the schedule, of any batch."""
-        return self.pieces.num_splits
+    def splits(self, b: int, s_q: int, max_tokens: int) -> int:
+        """Splits of the schedule of a batch."""
+        return self.requests(b, s_q) * self.pieces.max_pieces
 
     def schedule(self, step: BatchStep) -> list[Step]:
         """The launch that divides the queries of a batch into groups, and cuts each of these."""
-        splits, tiles = self.pieces.num_splits, self.pieces.tiles
-        return [schedule_groups.launch(self.groups, step, splits, piece_tiles=tiles)]
+        splits = self.splits(step.b, step.s_q, step.max_tokens)
+        return [schedule_groups.launch(self.groups, step, splits, piece_tiles=self.pieces.tiles)]
 
     def schedule_builds(self) -> Builds:
         """Kernels of the schedule."""

@@ -81,7 +81,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
         if b == 0 or s_q == 0:
             return []
         max_tokens = call.view("block_table").shape[1] * call.view("kv_cache").shape[1]
-        splits = config.splits(b, max_tokens)
+        splits = config.splits(b, s_q, max_tokens)
         params = params_of(config, call, splits)
         args = args_of(config, call, params)
         attend = Launch(config.kernel, config.variant, config.grid(splits), args)
