@@ -781,7 +781,7 @@ def _by_layer(run: Run, axes: Any, name: str) -> None:
 
 def _coverage(run: Run, axes: Any) -> None:
     _by_layer(run, axes, "coverage_text")
-    axes.set(ylabel=f"share of the attention that the top-{run.size.topk} cover", ylim=(0, 1))
+    axes.set(ylabel=f"attention that the top-{run.size.topk} cover", ylim=(0, 1))
 
 
 def _divergence(run: Run, axes: Any) -> None:
