@@ -847,7 +847,7 @@ def summary(run: Run) -> bool:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tiny model: two minutes on a CPU")
+    parser.add_argument("--quick", action="store_true", help="a tiny model: two minutes; without a GPU always")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="default: dsa_from_dense, with --quick a temporary folder"
     )
@@ -858,6 +858,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--losses", choices=("kernels", "torch"), default="kernels", help="the indexers' (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all random numbers (default: %(default)s)")
     options = parser.parse_args()
+    options.quick |= DEVICE == "cpu"
     if options.budget is None and DEVICE == "cuda" and not options.quick:
         options.budget = 25.0
     return options
