@@ -44,7 +44,8 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 import mla_cupy.torch as mla
 from mla_cupy.transformers import add_indexer, indexer_parameters, indexer_warmup, patch, sparse_training, unpatch
 
-VOCABULARY, SEGMENT, REPEAT, IGNORED = 272, 256, 257, -100
+VOCABULARY, SEGMENT, REPEAT, IGNORED = 512, 256, 257, -100  # the first 256 tokens are bytes
+NAMES = range(258, VOCABULARY)  # of facts
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = {"text": 0.4, "copy": 0.2, "recall": 0.4}
 # Parts of --budget. No command takes longer than ten minutes with a budget of 25.
@@ -166,40 +167,37 @@ def copy_row(rng: np.random.Generator, text: np.ndarray[Any, Any], n: int) -> tu
     return np.array(ids[:n]), np.array(labels[:n])
 
 
-def fact(rng: np.random.Generator) -> tuple[list[int], list[int]]:
-    """A question of four letters, and its answer of four digits."""
-    letters, digits = rng.integers(65, 91, 4), rng.integers(48, 58, 4)
-    return [10, *letters.tolist(), 58], [*digits.tolist(), 10]
+def facts_of(rng: np.random.Generator, count: int = len(NAMES)) -> list[list[int]]:
+    """Facts: names, each with four digits."""
+    return [[NAMES[name], *rng.integers(48, 58, 4).tolist()] for name in rng.permutation(len(NAMES))[:count]]
 
 
 def recall_row(rng: np.random.Generator, text: np.ndarray[Any, Any], n: int, alone: bool = False) -> tuple[Any, Any]:
-    """A text with facts in it; where a fact comes again, its answer is to be predicted, with the text or alone."""
+    """A text with facts in it; where a name comes again, its digits are to be predicted, with the text or alone."""
     filler, _ = text_row(rng, text, n)
     ids: list[Any] = []
     labels: list[Any] = []
-    facts: list[tuple[list[int], list[int]]] = []
+    facts, known = facts_of(rng), 0
     while len(ids) < n:
-        if facts and rng.random() < 0.6:
-            back = int(np.exp(rng.uniform(0, np.log(len(facts) + 1))))  # as often far as near
-            (question, answer), answers = facts[-min(back, len(facts))], True
-        else:
-            (question, answer), answers = fact(rng), False
-            facts.append((question, answer))
+        again = known == len(facts) or (known and rng.random() < 0.6)
+        back = int(np.exp(rng.uniform(0, np.log(known + 1)))) if again else 0  # as often far as near
+        name, *digits = facts[known - back]
+        known += not again
         piece = filler[len(ids) : len(ids) + int(rng.integers(4, 48))].tolist()
-        ids += [*question, *answer, *piece]
-        labels += [IGNORED] * len(question) + (answer if answers else [IGNORED] * len(answer))
+        ids += [name, *digits, *piece]
+        labels += [IGNORED, *(digits if again else [IGNORED] * len(digits))]
         labels += [IGNORED] * len(piece) if alone else piece
     return np.array(ids[:n]), np.array(labels[:n])
 
 
 def needle_prompt(rng: np.random.Generator, text: np.ndarray[Any, Any], n: int) -> tuple[Any, Any]:
-    """Text of n bytes with up to eight facts at random places, one of which is asked for at its end; and the answer."""
-    facts = [fact(rng) for _ in range(min(8, n // 32))]
-    question, answer = facts[int(rng.integers(len(facts)))]
-    filler, _ = text_row(rng, text, n - len(facts) * len(question + answer) - len(question))
+    """Text of n bytes with up to eight facts at random places, and one of their names at its end; and its digits."""
+    facts = facts_of(rng, min(8, n // 16))
+    name, *digits = facts[int(rng.integers(len(facts)))]
+    filler, _ = text_row(rng, text, n - sum(map(len, facts)) - 1)
     *parts, last = np.split(filler, np.sort(rng.integers(0, len(filler), len(facts))))
-    mixed = [x for part, (asked, told) in zip(parts, facts, strict=True) for x in (*part, *asked, *told)]
-    return np.array([*mixed, *last, *question]), np.array(answer[:-1])
+    mixed = [x for part, told in zip(parts, facts, strict=True) for x in (*part, *told)]
+    return np.array([*mixed, *last, name]), np.array(digits)
 
 
 ROWS = {"text": text_row, "copy": copy_row, "recall": recall_row, "answers": functools.partial(recall_row, alone=True)}
@@ -781,7 +779,7 @@ def _by_layer(run: Run, axes: Any, name: str) -> None:
 
 def _coverage(run: Run, axes: Any) -> None:
     _by_layer(run, axes, "coverage_text")
-    axes.set(ylabel=f"share of the attention that the top-{run.size.topk} cover", ylim=(0, 1))
+    axes.set(ylabel=f"attention that the top-{run.size.topk} cover", ylim=(0, 1))
 
 
 def _divergence(run: Run, axes: Any) -> None:
@@ -849,7 +847,7 @@ def summary(run: Run) -> bool:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tiny model: two minutes on a CPU")
+    parser.add_argument("--quick", action="store_true", help="a tiny model: two minutes; without a GPU always")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="default: dsa_from_dense, with --quick a temporary folder"
     )
@@ -860,6 +858,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--losses", choices=("kernels", "torch"), default="kernels", help="the indexers' (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all random numbers (default: %(default)s)")
     options = parser.parse_args()
+    options.quick |= DEVICE == "cpu"
     if options.budget is None and DEVICE == "cuda" and not options.quick:
         options.budget = 25.0
     return options

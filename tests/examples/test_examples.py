@@ -316,6 +316,8 @@ def test_wrong_usage_is_said(name: str, monkeypatch: pytest.MonkeyPatch, capsys:
         needs(library)
     if name.startswith("cuda_core"):
         needs("cuda.core")
+    if name == "dsa_from_dense.py":
+        needs("transformers")
     monkeypatch.setattr(sys, "argv", [name, "--no-such-option"])
     monkeypatch.syspath_prepend(EXAMPLES)
     with pytest.raises(SystemExit) as ended:  # in this process, which has imported what most of them do

@@ -209,7 +209,7 @@ def test_warmup_gradients_of_the_same_states(place: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("place", _PLACES)
 def test_coverage(place: str) -> None:
-    """Of a selection of everything it is 1 if there is a choice at all; of one key less, less than that."""
+    """Of the last query alone, which selects all of its keys but one."""
     model, ids = _model(place), models.tokens(1, 17, place)
     for layer in model.model.layers:
         layer.self_attn.indexer.index_topk = 16
