@@ -267,8 +267,8 @@ struct GroupLoader {
                 for (i32 k = begin; k < end; ++k) {
                     const i32 sw_tile = C::sw_tile_in_order(k);
                     cp_async_bulk_tensor_4d(tile + (sw_tile * kSw128Bytes + box * boxes.rows * kSw128RowBytes), kv_map,
-                                            full, sw_tile * C::kSwTileColumns, boxes.window.offset[i], block.kv_head,
-                                            boxes.window.page[i], boxes.l2_policy);
+                                            full, sw_tile * C::kSwTileColumns, boxes.batch.offset[i], block.kv_head,
+                                            boxes.batch.page[i], boxes.l2_policy);
                 }
             }
         }

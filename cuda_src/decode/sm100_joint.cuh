@@ -85,7 +85,7 @@ MLA_DEVICE void load_sw_tiles(const JointBlock<C>& block, const TileBoxes& boxes
         for (i32 sw_tile = 0; sw_tile < count; ++sw_tile) {
             const SmemAddr at = smem_addr(to) + (sw_tile * kSw128Bytes + boxes.box(i) * boxes.rows * kSw128RowBytes);
             cp_async_bulk_tensor_pair_4d(at, block.kv_map, full, (begin + sw_tile) * kSw128Columns,
-                                         boxes.window.offset[i], block.kv_head, boxes.window.page[i], boxes.l2_policy);
+                                         boxes.batch.offset[i], block.kv_head, boxes.batch.page[i], boxes.l2_policy);
         }
     }
 }
@@ -96,11 +96,11 @@ template <class Load>
 MLA_DEVICE void for_halves(const TileBoxes& boxes, const WorkItem& item, i32 tile, Load load) {
     const i32 half = (tile - item.tile_begin) % kHalves;
     const i32 last = tile + 1 == item.tile_end ? kHalves - 1 : half;
-    BoxWindow window = boxes.window;
+    BoxBatch batch = boxes.batch;
 #pragma unroll 1
     for (i32 i = half; i <= last; ++i) {
-        load(TileBoxes{window, boxes.first, boxes.count, boxes.rows, boxes.lane, boxes.l2_policy}, i, tile + i - half);
-        window = BoxWindow{{kAbsentPage, kAbsentPage}, {0, 0}};
+        load(TileBoxes{batch, boxes.first, boxes.count, boxes.rows, boxes.lane, boxes.l2_policy}, i, tile + i - half);
+        batch = BoxBatch{{kAbsentPage, kAbsentPage}, {0, 0}};
     }
 }
 

@@ -83,7 +83,7 @@ struct TileLoader {
 
     MLA_DEVICE void load_box(const TileBoxes& boxes, SmemAddr to, MBarrier& full, i32 i) const {
         const u32 first = boxes.box(i) * boxes.rows, rope_row_bytes = (block.ring.tile_bytes - kFp8LatentBytes) / 64;
-        const i32 page = boxes.window.page[i], token = boxes.window.offset[i];
+        const i32 page = boxes.batch.page[i], token = boxes.batch.offset[i];
         for (i32 panel = 0; panel < kFp8Panels; ++panel) {
             cp_async_bulk_tensor_4d(to + (panel * kSw128Bytes + first * kSw128RowBytes), latent_map, full,
                                     panel * kSw128ByteColumns, token, block.kv_head, page, boxes.l2_policy);

@@ -7,8 +7,8 @@
 #include "tile/uniform.cuh"
 
 namespace mla::decode {
-// A lane's two boxes of the window that starts at `first_token`: each box's first token.
-struct LeanWindow {
+// A lane's two boxes of the batch that starts at `first_token`: each box's first token.
+struct LeanBatch {
     i32 first_token, rows, lane;
 
     MLA_DEVICE i32 token(i32 i) const { return first_token + (lane + i * kWarpThreads) * rows; }
@@ -25,15 +25,15 @@ struct LeanWindow {
         }
     }
 
-    MLA_DEVICE BoxWindow of_pages(const i32 (&page)[2], const DecodeParams& p) const {
-        BoxWindow window;
+    MLA_DEVICE BoxBatch of_pages(const i32 (&page)[2], const DecodeParams& p) const {
+        BoxBatch batch;
 #pragma unroll
         for (i32 i = 0; i < 2; ++i) {
-            window.page[i] = page[i];
-            window.offset[i] = (i32)((u32)token(i) % (u32)p.page_size);
+            batch.page[i] = page[i];
+            batch.offset[i] = (i32)((u32)token(i) % (u32)p.page_size);
         }
-        drop_absent_pages(p, window);
-        return window;
+        drop_absent_pages(p, batch);
+        return batch;
     }
 };
 
@@ -43,23 +43,23 @@ MLA_DEVICE void run_lean_load_role(const Block& block, i32 lane, LoadTile load_t
     const DecodeParams& p = block.p;
     const i32 rows = in_uniform(min(kTileTokens, p.page_size & -p.page_size));  // gcd(page_size, 64)
     const i32 boxes_per_tile = in_uniform(kTileTokens / rows);
-    const i32 window_tiles = in_uniform(kWindowBoxes / boxes_per_tile);
+    const i32 batch_tiles = in_uniform(kBatchBoxes / boxes_per_tile);
     WorkItem item;
     for (auto walk = block.items(); walk.next(p, item);) {
         i32 next[2];
-        LeanWindow{item.tile_begin * kTileTokens, rows, lane}.look_up_pages(next, p, item);
-        for (i32 first = item.tile_begin; first < item.tile_end; first += window_tiles) {
-            const BoxWindow window = LeanWindow{first * kTileTokens, rows, lane}.of_pages(next, p);
-            if (first + window_tiles < item.tile_end) {
-                LeanWindow{(first + window_tiles) * kTileTokens, rows, lane}.look_up_pages(next, p, item);
+        LeanBatch{item.tile_begin * kTileTokens, rows, lane}.look_up_pages(next, p, item);
+        for (i32 first = item.tile_begin; first < item.tile_end; first += batch_tiles) {
+            const BoxBatch batch = LeanBatch{first * kTileTokens, rows, lane}.of_pages(next, p);
+            if (first + batch_tiles < item.tile_end) {
+                LeanBatch{(first + batch_tiles) * kTileTokens, rows, lane}.look_up_pages(next, p, item);
             }
-            const i32 last = min(first + window_tiles, item.tile_end);
+            const i32 last = min(first + batch_tiles, item.tile_end);
             for (i32 tile = first; tile < last; ++tile) {
                 const bool keep =
                     in_uniform(key_policy(block, item) == kEvictNormal);  // anew: a policy is two registers
                 const u64 l2_policy = keep ? kEvictNormal : kEvictFirst;
                 const i32 first_box = (tile - first) * boxes_per_tile;
-                load_tile(TileBoxes{window, first_box, boxes_per_tile, rows, lane, l2_policy}, item, tile);
+                load_tile(TileBoxes{batch, first_box, boxes_per_tile, rows, lane, l2_policy}, item, tile);
             }
         }
     }

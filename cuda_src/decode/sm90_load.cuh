@@ -116,38 +116,38 @@ MLA_DEVICE void run_query_role(const Block& block, const QueryStages<kStages>& s
 //
 // Nothing is looked up past the request's end, and no page outside the pool is read: such boxes are outside the tensor,
 // for which TMA writes zeros.
-constexpr i32 kWindowBoxes = 2 * kWarpThreads;
+constexpr i32 kBatchBoxes = 2 * kWarpThreads;
 constexpr i32 kAbsentPage = -1;
 
-struct BoxWindow {
+struct BoxBatch {
     i32 page[2];    // of boxes lane and lane + 32, as in the block table
     i32 offset[2];  // of the box's first token within the page
 };
 
-// `first_token` of the window; boxes are `rows` tokens each.
+// `first_token` of the batch; boxes are `rows` tokens each.
 template <class Work = ScheduledWork>
-MLA_DEVICE BoxWindow look_up(const DecodeParams& p, const WorkItem& item, i32 first_token, i32 rows, i32 lane) {
-    BoxWindow window;
+MLA_DEVICE BoxBatch look_up(const DecodeParams& p, const WorkItem& item, i32 first_token, i32 rows, i32 lane) {
+    BoxBatch batch;
 #pragma unroll
     for (i32 i = 0; i < 2; ++i) {
         const i32 token = first_token + (lane + i * kWarpThreads) * rows;
-        window.page[i] = kAbsentPage;
-        window.offset[i] = 0;
+        batch.page[i] = kAbsentPage;
+        batch.offset[i] = 0;
         if (token < item.tokens && Work::windows_reach(item, token + rows)) {
             const i32 table_index = token / p.page_size;
-            window.page[i] =
+            batch.page[i] =
                 p.block_table[item.request * p.table_stride_b_elems + table_index * p.table_stride_page_elems];
-            window.offset[i] = token - table_index * p.page_size;
+            batch.offset[i] = token - table_index * p.page_size;
         }
     }
-    return window;
+    return batch;
 }
 
 // Pages outside the pool get a number that is outside the tensor for certain.
-MLA_DEVICE void drop_absent_pages(const DecodeParams& p, BoxWindow& window) {
+MLA_DEVICE void drop_absent_pages(const DecodeParams& p, BoxBatch& batch) {
 #pragma unroll
     for (i32 i = 0; i < 2; ++i) {
-        if ((u32)window.page[i] >= (u32)p.num_pages) window.page[i] = kAbsentPage;
+        if ((u32)batch.page[i] >= (u32)p.num_pages) batch.page[i] = kAbsentPage;
     }
 }
 
@@ -164,7 +164,7 @@ MLA_DEVICE u64 key_policy(const Block& block, const WorkItem& item) {
 
 // The boxes of one tile, from a lane of the load warp.
 struct TileBoxes {
-    const BoxWindow& window;
+    const BoxBatch& batch;
     i32 first, count;  // within the window
     i32 rows, lane;
     u64 l2_policy;
@@ -174,10 +174,10 @@ struct TileBoxes {
 
     // Bit t says whether token t of the tile can be read. Tokens past the end do not matter: their scores are masked.
     MLA_DEVICE u64 present_tokens() const {
-        u64 absent = __ballot_sync(kFullWarp, window.page[1] == kAbsentPage);
-        absent = absent << 32 | __ballot_sync(kFullWarp, window.page[0] == kAbsentPage);
+        u64 absent = __ballot_sync(kFullWarp, batch.page[1] == kAbsentPage);
+        absent = absent << 32 | __ballot_sync(kFullWarp, batch.page[0] == kAbsentPage);
         absent >>= first;
-        if (count < kWindowBoxes) absent &= (1ull << count) - 1;
+        if (count < kBatchBoxes) absent &= (1ull << count) - 1;
         if (absent == 0) return ~0ull;
         u64 present = 0;
         for (i32 token = 0; token < kTileTokens; ++token) {
@@ -196,7 +196,7 @@ struct TileBoxes {
             for (i32 k = begin; k < end; ++k) {
                 const i32 sw_tile = Tile::sw_tile_in_order(k);
                 cp_async_bulk_tensor_4d(tile + (sw_tile * kSw128Bytes + box(i) * rows * kSw128RowBytes), kv_map, full,
-                                        sw_tile * kSw128Columns, window.offset[i], kv_head, window.page[i], l2_policy);
+                                        sw_tile * kSw128Columns, batch.offset[i], kv_head, batch.page[i], l2_policy);
             }
         }
     }
@@ -214,22 +214,22 @@ MLA_DEVICE void run_load_role(const Block& block, i32 lane, LoadTile load_tile, 
     const DecodeParams& p = block.p;
     const i32 rows = tokens_of_box(p, most_tokens);
     const i32 boxes_per_tile = kTileTokens / rows;
-    const i32 window_tiles = kWindowBoxes / boxes_per_tile;
+    const i32 batch_tiles = kBatchBoxes / boxes_per_tile;
     using Work = typename Block::Work;
     typename Block::Work::HeldItem item;
     for (auto walk = block.items(); walk.next(p, item);) {
         const u64 l2_policy = key_policy(block, item);
-        BoxWindow next = look_up<Work>(p, item, item.tile_begin * kTileTokens, rows, lane);
-        for (i32 first = item.tile_begin; first < item.tile_end; first += window_tiles) {
-            BoxWindow window = next;
-            drop_absent_pages(p, window);
-            if (first + window_tiles < item.tile_end) {
-                next = look_up<Work>(p, item, (first + window_tiles) * kTileTokens, rows, lane);
+        BoxBatch next = look_up<Work>(p, item, item.tile_begin * kTileTokens, rows, lane);
+        for (i32 first = item.tile_begin; first < item.tile_end; first += batch_tiles) {
+            BoxBatch batch = next;
+            drop_absent_pages(p, batch);
+            if (first + batch_tiles < item.tile_end) {
+                next = look_up<Work>(p, item, (first + batch_tiles) * kTileTokens, rows, lane);
             }
-            const i32 last = min(first + window_tiles, item.tile_end);
+            const i32 last = min(first + batch_tiles, item.tile_end);
             for (i32 tile = first; tile < last; ++tile) {
                 const i32 first_box = (tile - first) * boxes_per_tile;
-                load_tile(TileBoxes{window, first_box, boxes_per_tile, rows, lane, l2_policy}, item, tile);
+                load_tile(TileBoxes{batch, first_box, boxes_per_tile, rows, lane, l2_policy}, item, tile);
             }
         }
     }

@@ -5,8 +5,8 @@
 //   l = sum of P,  O = P V       V is K's first 512 columns
 //   out = O / l,   lse = ln 2 (m + log2 l)
 //
-// Grid: x = 64-row blocks of all KV heads (rows of one KV head = s_q * h_q / h_kv), y = splits. One block per
-// SM iterates over the work items of its split (attention/split_work.cuh). No cluster.
+// Grid: x = blocks of 64 of the s_q * h_q query rows of a request, y = splits. One block per SM iterates over the work
+// items of its split (attention/split_work.cuh). No cluster. Even and odd tiles count from an item's first one.
 //
 // Tiles are processed in pairs: the left warpgroup scores the even tile, the right one the odd tile, and each
 // multiplies both P's with its own half of the values, so that neither needs more than 64 x 256 accumulators. While one
@@ -51,7 +51,7 @@ struct BoxKeys;
 // before it is stored (store).
 struct PlainCall : PlainRows {
     using Work = ScheduledWork;
-    using Hidden = HiddenRows;
+    using Hidden = HiddenTokens;
     using Layout = HalfLayout</*kRowsInTurn=*/true>;
     template <class Tile>
     using Keys = BoxKeys<Tile>;
@@ -105,19 +105,22 @@ static_assert(2 * kRegsMath + kRegsLoad <= 3 * kRegsEntry, "what the block has a
 // tile takes the place of Q's RoPE columns, which the math warpgroups keep in registers during a work item.
 //
 // barrier            arrives (count)      carries       waits          first phase
-// kv_full[s].left    load (1)             kLeftBytes    left, right    blocked
-// kv_full[s].right   load (1)             kRightBytes   left, right    blocked
+// kv_full[s].left    load (1)             kLeftBytes    side s         blocked
+// kv_full[s].right   load (1)             kRightBytes   side s         blocked
 // kv_empty[s].left   left warps (4)       -             load           free
 // kv_empty[s].right  right warps (4)      -             load           free
 // q_full             query threads (96)   -             left, right    blocked
 // q_empty            math warps (8)       -             query          free
 // sums_ready[side]   its threads (128)    -             the other side blocked
 //
+// A warpgroup waits for the tile that it scores; it knows of the other one's by P0Ready or P1Ready, once P is there.
+// The right one stores P1 over Q's last columns after MaxReady: the left one has them in registers by then.
+//
 // P needs no "free" barrier: it is overwritten only after the next tile has arrived in its stage, for which both
 // warpgroups had to release that stage, and so had multiplied the previous P.
 struct Notes {
     u32 huge_rows[2];          // a bit for each row that may have huge scores, see decode/sm90_huge_rows.cuh
-    u64 present[kStagesKV];    // bit t: the page of token t of the tile is in the pool
+    u64 present[kStagesKV];    // bit t: the page of token t of the tile was looked up, and is in the pool
     i32 nonfinite_request[2];  // left, right: the last request in which clean_values found NaN or Inf
 };
 
@@ -167,7 +170,7 @@ struct BoxKeys {
 #pragma unroll
         for (i32 i = 0; i < 2; ++i) {
             if (!boxes.contains(boxes.box(i))) continue;
-            const i32 first = boxes.box(i) * boxes.rows, page = boxes.window.page[i], token = boxes.window.offset[i];
+            const i32 first = boxes.box(i) * boxes.rows, page = boxes.batch.page[i], token = boxes.batch.offset[i];
             if (in_groups) {
                 fetch_groups<kRight>(boxes, to, full, first, page, token / Layout::kRowsInAtom);
             } else {
@@ -415,7 +418,8 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread) {
     Math math;
     Work::HeldItem item;
     for (WorkIteratorOf<Work> walk(block.p, block.split, block.hidden); walk.next(block.p, item);) {
-        // From here scores below it have no weight: so no tile leaves sums that are infinite, and scaled by 0 later.
+        // Not at the lowest number: a score below -kHugeMax then has no weight, so no tile leaves sums that are
+        // infinite, and would become NaN where a later tile scales them by 0.
         math.reset(-kHugeMax);
         float sums[kFragmentRows] = {0.f, 0.f};
         bool has_nonfinite = false;

@@ -13,7 +13,7 @@ using namespace attention::sm90;
 
 struct TreeCall : PlainRows {
     using Work = TreeWork;
-    using Hidden = HiddenRows;
+    using Hidden = HiddenTokens;
     using Layout = HalfLayout</*kRowsInTurn=*/false>;
     template <class Tile>
     using Keys = SwTileKeys<Tile>;

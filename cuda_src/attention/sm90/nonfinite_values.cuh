@@ -31,10 +31,10 @@ MLA_DEVICE void sanitize_rows(u8* sw_tiles, i32 first, i32 end, i32& nonfinite_r
 }
 
 // The tokens of a tile that not every row of a block sees, from `first` on; of one half of the tile's values.
-struct HiddenRows {
+struct HiddenTokens {
     i32 first;
 
-    MLA_DEVICE HiddenRows(const WorkItem& item, i32 tile) : first(item.seen_by_all - tile * kTileTokens) {}
+    MLA_DEVICE HiddenTokens(const WorkItem& item, i32 tile) : first(item.seen_by_all - tile * kTileTokens) {}
     MLA_DEVICE bool any() const { return first < kTileTokens; }
 
     template <class Tile>

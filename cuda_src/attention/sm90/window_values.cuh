@@ -24,7 +24,7 @@ MLA_DEVICE void sanitize_window(u8* sw_tiles, const GroupItem& item, i32 tile, i
     }
 }
 
-// HiddenRows for calls with a window.
+// HiddenTokens for calls with a window.
 struct HiddenOfWindows {
     bool are_there;
 
