@@ -1,6 +1,6 @@
 """The command line: `mla-cupy info | compile | export | list | formats | clear-cache | demo | selftest | ...`.
 
-`bench`, `trace` and `sim` are commands of other parts of the package.
+`bench`, `trace`, `which` and `sim` are commands of other parts of the package.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ examples:
   mla-cupy export --op decode --h-q 16 --page-size 64 --arch sm_90a --out DIR
                                               kernels and what launches them as C sources, for programs without Python
   mla-cupy demo                               run some kernels and check them; simulated without a GPU
+  mla-cupy which decode b128-sq1-hq128-skv4096
+                                              the kernel that a call gets on this GPU or another, and why
   mla-cupy selftest --arch sm_100a            try every instruction and kernel for Blackwell, there or in the simulator
 """
 Planned = tuple["KernelSpec[Any]", "Variant", BuildRequest]
@@ -76,7 +78,7 @@ def _main(arguments: Sequence[str]) -> int:
     try:
         if arguments[:1] == ["bench"]:
             return int(_part("bench", "cli").main(arguments[1:]))
-        if arguments[:1] == ["trace"]:
+        if arguments[:1] in (["trace"], ["which"]):
             return int(_part("bench", "cli").main(arguments))
         if arguments[:1] == ["sim"]:
             return int(_part("ptxsim", "__main__").main(arguments[1:], "mla-cupy sim"))
@@ -136,6 +138,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         _transformers_module().add_arguments(transformers)
     add("sim", _demo, "run PTX in the simulator: see `mla-cupy sim --help`", json_too=False)
     add("bench", _demo, "measure kernels and compare them with others: see `mla-cupy bench --help`", json_too=False)
+    add("which", _demo, "tell which kernel a call gets, and why: see `mla-cupy which --help`", json_too=False)
     add("trace", _demo, "show what each warp of a kernel waits for: see `mla-cupy trace --help`", json_too=False)
     return parser
 

@@ -22,6 +22,7 @@ COMMANDS = (
     "selftest --list",
     "engines check",
     "bench list",
+    "which decode b128-sq1-hq128-skv4096 --arch sm_100a",
     "bench model sparse-backward --arch sm_100a",
     "bench model forward --arch sm_100a",
 )

@@ -43,7 +43,11 @@ MAY_KNOW: dict[str, set[str]] = {
 }
 FOR_ALL = {"cache_formats", "errors", "dtypes", "shapes"}
 #: One module may know more than its package.
-EXCEPTIONS: dict[str, set[str]] = {"ops.backend": {"reference"}, "cache.in_jax": {"jax"}}
+EXCEPTIONS: dict[str, set[str]] = {
+    "ops.backend": {"reference"},
+    "ops.choices": {"runtime.admission", "runtime.worker"},
+    "cache.in_jax": {"jax"},
+}
 
 #: Packages from outside that may be imported at module level, by part; everywhere else none but the standard library.
 LIBRARIES: dict[str, set[str]] = {
