@@ -35,6 +35,7 @@ _DEFAULT_ARCH = "sm_90a"
 _EPILOG = """\
 examples:
   mla-cupy info                               what is installed, which GPUs there are, where kernels are kept
+  mla-cupy info --check                       whether all of it works, and what to do where it does not
   mla-cupy compile --arch sm_90a              compile what Hopper runs into the cache; needs no GPU
   mla-cupy compile --arch sm_90a --out DIR    the same into DIR, for MLA_CUPY_CUBIN_DIR in a container image
   mla-cupy export --op decode --h-q 16 --page-size 64 --arch sm_90a --out DIR
@@ -111,7 +112,8 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add = functools.partial(_add_command, commands)
 
-    add("info", _info, "show versions, NVRTC, GPUs, the cache and the environment variables")
+    info = add("info", _info, "show versions, NVRTC, GPUs, the cache and the environment variables")
+    info.add_argument("--check", action="store_true", help="check each of them and a small kernel: say what to do")
     command = add("compile", _compile, "compile kernels into the cache or a directory; needs no GPU")
     _add_selection(command)
     _add_jobs(command)
@@ -192,6 +194,8 @@ def _positive(text: str) -> int:
 
 
 def _info(options: argparse.Namespace) -> int:
+    if options.check:
+        return _check(options)
     facts = report.report()
     if options.json:
         print(json.dumps(facts, indent=1))
@@ -214,6 +218,22 @@ def _info(options: argparse.Namespace) -> int:
     for problem in facts["problems"]:
         say(f"Problem: {problem}")
     return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    """`info --check`: 1 if anything is wrong."""
+    from mla_cupy import checkup
+
+    found = list(checkup.checks())
+    if options.json:
+        facts = {**report.report(), "checks": [check.as_dict() for check in found]}
+        print(json.dumps(facts, indent=1))
+    else:
+        show(table("checks", ("part", "state", "found"), ((check.name, check.state, check.found) for check in found)))
+        for check in found:
+            if check.fix:
+                say(f"{check.name}: {check.fix}")
+    return int(checkup.failed(found))
 
 
 def _admitted_tables(records: Sequence[dict[str, Any]]) -> Iterator[Any]:

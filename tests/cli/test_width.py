@@ -16,6 +16,7 @@ from mla_cupy import cli, terminal
 COLUMNS = 80
 COMMANDS = (
     "info",
+    "info --check",
     "list",
     "list --arch sm_80",
     "formats",
