@@ -1,17 +1,19 @@
-"""What setup.cfg cannot say: all packages, file modes in a wheel that ignore the umask, a readable editable install."""
+"""What setup.cfg cannot say: all packages, reproducible distributions, a readable editable install."""
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from setuptools import setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.editable_wheel import editable_wheel
 
-FOLDERS = {"mla_cupy": "mla_cupy", "mla_cupy.bench": "bench", "mla_cupy.ptxsim": "ptxsim/ptxsim"}
+sys.path.insert(0, "ptxsim")
+
+from packing import COMMANDS
+
+FOLDERS = {"mla_cupy": "mla_cupy", "mla_cupy.bench": "bench"}
 """Packages with subpackages, and their folders, as in `package_dir`."""
 
 
@@ -21,16 +23,6 @@ def packages() -> Iterator[str]:
     for name, folder in FOLDERS.items():
         for path in sorted(Path(folder).rglob("__init__.py")):
             yield ".".join([name, *path.parent.relative_to(folder).parts])
-
-
-class ReproducibleWheel(bdist_wheel):
-    """Every file is 644, every directory 755."""
-
-    def write_wheelfile(self, *args: Any, **kwargs: Any) -> None:
-        """The last step before the tree is packed."""
-        super().write_wheelfile(*args, **kwargs)
-        for path in Path(self.bdist_dir).rglob("*"):
-            os.chmod(path, 0o755 if path.is_dir() else 0o644)
 
 
 class ReadableInstall(editable_wheel):  # type: ignore[misc]
@@ -46,4 +38,4 @@ class ReadableInstall(editable_wheel):  # type: ignore[misc]
         super().finalize_options()
 
 
-setup(packages=[*packages()], cmdclass={"bdist_wheel": ReproducibleWheel, "editable_wheel": ReadableInstall})
+setup(packages=[*packages()], cmdclass={**COMMANDS, "editable_wheel": ReadableInstall})

@@ -233,14 +233,14 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def _find_parts() -> None:
-    """Let `mla_cupy.bench` and `mla_cupy.ptxsim` lead, in a checkout, to the folders beside this one."""
+def _find_benches() -> None:
+    """Let `mla_cupy.bench` lead, in a checkout, to the folder beside this one."""
     checkout = os.path.dirname(os.path.abspath(__path__[0]))
     if os.path.isdir(os.path.join(checkout, "cuda_src")):
-        __path__.extend((checkout, os.path.join(checkout, "ptxsim")))
+        __path__.append(checkout)
 
 
-_find_parts()
+_find_benches()
 
 
 def _compile_core_kernels() -> None:
