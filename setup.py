@@ -1,4 +1,4 @@
-"""What setup.cfg cannot say: all packages, reproducible distributions, a readable editable install."""
+"""What setup.cfg cannot say: all packages, and how they are packed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from setuptools import setup
-from setuptools.command.editable_wheel import editable_wheel
 
 sys.path.insert(0, "ptxsim")
 
@@ -25,17 +24,4 @@ def packages() -> Iterator[str]:
             yield ".".join([name, *path.parent.relative_to(folder).parts])
 
 
-class ReadableInstall(editable_wheel):  # type: ignore[misc]
-    """An editable install that type checkers can read: one path entry instead of a hook that runs on import.
-
-    Setuptools writes a hook where `package_dir` puts packages elsewhere; `mla_cupy/__init__.py` finds these itself.
-    """
-
-    def finalize_options(self) -> None:
-        """The last step before setuptools looks at where packages lie."""
-        self.distribution.packages = ["mla_cupy"]
-        self.distribution.package_dir = {"": "."}
-        super().finalize_options()
-
-
-setup(packages=[*packages()], cmdclass={**COMMANDS, "editable_wheel": ReadableInstall})
+setup(packages=[*packages()], cmdclass=COMMANDS)

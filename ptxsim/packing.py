@@ -1,4 +1,4 @@
-"""Wheels and source distributions that are the same bytes in every build, for `setup.py` here and of mla_cupy.
+"""Distributions that are the same bytes in every build, and editable installs, for `setup.py` here and of mla_cupy.
 
 Dates are those of SOURCE_DATE_EPOCH, or one that never changes. Modes do not depend on the umask, nor owners on the
 user.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.editable_wheel import editable_wheel
 from setuptools.command.sdist import sdist
 
 # The first day that a zip can name.
@@ -52,4 +53,18 @@ def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
     return member
 
 
-COMMANDS = {"bdist_wheel": ReproducibleWheel, "sdist": ReproducibleSdist}
+class ReadableInstall(editable_wheel):  # type: ignore[misc]
+    """An editable install that is one path entry instead of a hook that runs on import.
+
+    Type checkers can read it. And a checkout on the path, whose folder `ptxsim` imports as an empty namespace, hides a
+    hook, but no package that lies on the path.
+    """
+
+    def finalize_options(self) -> None:
+        """The last step before setuptools looks at where packages lie."""
+        self.distribution.packages = [self.distribution.get_name()]
+        self.distribution.package_dir = {"": "."}
+        super().finalize_options()
+
+
+COMMANDS = {"bdist_wheel": ReproducibleWheel, "sdist": ReproducibleSdist, "editable_wheel": ReadableInstall}

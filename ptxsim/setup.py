@@ -1,4 +1,4 @@
-"""What setup.cfg cannot say: reproducible distributions."""
+"""What setup.cfg cannot say: how the package is packed."""
 
 import sys
 

@@ -219,9 +219,11 @@ import site, sys
 before = sys.path[:]
 site.addsitedir(sys.argv[1])
 sys.path[:] = [path for path in sys.path if path not in before] + before
+import ptxsim
 import mla_cupy.bench.cli
 from mla_cupy import parts
-print(mla_cupy.__file__, parts.simulator().__file__)
+assert parts.simulator() is ptxsim
+print(mla_cupy.__file__, ptxsim.__file__)
 """
 
 
@@ -232,7 +234,8 @@ def test_editable_installs_can_be_read(tmp_path: Path) -> None:
     venv.create(tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index"]
-    subprocess.run([*install, str(build(tree, "editable"))], check=True)
+    wheels = [str(build(folder, "editable")) for folder in (tree, tree / "ptxsim")]
+    subprocess.run([*install, *wheels], check=True)
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
 
     caller = tmp_path / "caller.py"
