@@ -39,7 +39,9 @@ def part(name: str, module: str = "") -> Any:
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        remedy = "pip install ptxsim" if name == SIMULATOR else "install the package again"
+        remedy = (
+            "install it from a checkout: pip install ./ptxsim" if name == SIMULATOR else "install the package again"
+        )
         raise ArgumentError(explain(name, "nothing", package, remedy)) from None
 
 

@@ -115,7 +115,10 @@ def test_without_the_simulator(monkeypatch: pytest.MonkeyPatch, capsys: Captured
     monkeypatch.delitem(sys.modules, "ptxsim")
     monkeypatch.setattr(parts, "_find_simulator", lambda: sys.modules.update({"ptxsim": None}))
     assert cli.main(["selftest", "--arch", "sm_90a", "--simulate", "--probes", "reduce/s32*"]) == 2
-    assert "ptxsim: got nothing, expected ptxsim; pip install ptxsim" in capsys.readouterr().err
+    assert (
+        "ptxsim: got nothing, expected ptxsim; install it from a checkout: pip install ./ptxsim"
+        in capsys.readouterr().err
+    )
 
 
 def test_without_nvrtc_it_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
