@@ -1,4 +1,4 @@
-"""The command line: run, list, compare, compare-trees, compare-code, plot, trace, transformers, model."""
+"""The command line: run, list, compare, compare-trees, compare-code, plot, trace, which, transformers, model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from mla_cupy.terminal import Help, Table, console, progress, say
 
-from . import claims, transformers_models
+from . import claims, transformers_models, which
 from .context_parallel import command as context_parallel
 from .core.device import DTYPES
 from .core.errors import BenchError
@@ -59,6 +59,7 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
     _add_module(commands, "compare-code", "compare the machine code of two folders of builds; needs no GPU", trees_code)
     _add_plot(commands)
     _add_module(commands, "trace", "show what each warp of a call's kernels waits for", trace_command)
+    _add_module(commands, "which", "tell which kernels a case runs on a GPU, and why; needs no GPU", which)
     text = "time transformers' own attention and these kernels in its place"
     _add_module(commands, "transformers", text, transformers_models)
     text = "predict a Blackwell kernel's time from its own sizes and assumed rates; needs no GPU"

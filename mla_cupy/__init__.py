@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         CascadePlan,
         DecodePlan,
         Fp8,
+        KernelChoice,
         LossResults,
         OutRope,
         Packed,
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
         sparse_mla_backward,
         sparse_mla_decode,
         sparse_mla_forward,
+        which,
         workspace_bytes,
     )
     # ---- End of what is written
@@ -94,6 +96,7 @@ __all__ = [
     "DecodePlan",
     "DeviceError",
     "Fp8",
+    "KernelChoice",
     "KernelCompileError",
     "KernelNotBuiltError",
     "LossResults",
@@ -146,6 +149,7 @@ __all__ = [
     "sparse_mla_backward",
     "sparse_mla_decode",
     "sparse_mla_forward",
+    "which",
     "workspace_bytes",
 ]
 
@@ -167,6 +171,7 @@ _HOMES = {
     "CascadePlan": "ops",
     "DecodePlan": "ops",
     "Fp8": "ops",
+    "KernelChoice": "ops",
     "LossResults": "ops",
     "OutRope": "ops",
     "Packed": "ops",
@@ -209,6 +214,7 @@ _HOMES = {
     "sparse_mla_backward": "ops",
     "sparse_mla_decode": "ops",
     "sparse_mla_forward": "ops",
+    "which": "ops",
     "workspace_bytes": "ops",
 }
 # ---- End of what is written
@@ -227,14 +233,14 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def _find_parts() -> None:
-    """Let `mla_cupy.bench` and `mla_cupy.ptxsim` lead, in a checkout, to the folders beside this one."""
+def _find_benches() -> None:
+    """Let `mla_cupy.bench` lead, in a checkout, to the folder beside this one."""
     checkout = os.path.dirname(os.path.abspath(__path__[0]))
     if os.path.isdir(os.path.join(checkout, "cuda_src")):
-        __path__.extend((checkout, os.path.join(checkout, "ptxsim")))
+        __path__.append(checkout)
 
 
-_find_parts()
+_find_benches()
 
 
 def _compile_core_kernels() -> None:

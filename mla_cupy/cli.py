@@ -1,6 +1,6 @@
 """The command line: `mla-cupy info | compile | export | list | formats | clear-cache | demo | selftest | ...`.
 
-`bench`, `trace` and `sim` are commands of other parts of the package.
+`bench`, `trace`, `which` and `sim` are commands of other parts of the package.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ _DEFAULT_ARCH = "sm_90a"
 _EPILOG = """\
 examples:
   mla-cupy info                               what is installed, which GPUs there are, where kernels are kept
+  mla-cupy info --check                       whether all of it works, and what to do where it does not
   mla-cupy compile --arch sm_90a              compile what Hopper runs into the cache; needs no GPU
   mla-cupy compile --arch sm_90a --out DIR    the same into DIR, for MLA_CUPY_CUBIN_DIR in a container image
   mla-cupy export --op decode --h-q 16 --page-size 64 --arch sm_90a --out DIR
                                               kernels and what launches them as C sources, for programs without Python
   mla-cupy demo                               run some kernels and check them; simulated without a GPU
+  mla-cupy which decode b128-sq1-hq128-skv4096
+                                              the kernel that a call gets on this GPU or another, and why
   mla-cupy selftest --arch sm_100a            try every instruction and kernel for Blackwell, there or in the simulator
 """
 Planned = tuple["KernelSpec[Any]", "Variant", BuildRequest]
@@ -76,7 +79,7 @@ def _main(arguments: Sequence[str]) -> int:
     try:
         if arguments[:1] == ["bench"]:
             return int(_part("bench", "cli").main(arguments[1:]))
-        if arguments[:1] == ["trace"]:
+        if arguments[:1] in (["trace"], ["which"]):
             return int(_part("bench", "cli").main(arguments))
         if arguments[:1] == ["sim"]:
             return int(_part("ptxsim", "__main__").main(arguments[1:], "mla-cupy sim"))
@@ -109,7 +112,8 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add = functools.partial(_add_command, commands)
 
-    add("info", _info, "show versions, NVRTC, GPUs, the cache and the environment variables")
+    info = add("info", _info, "show versions, NVRTC, GPUs, the cache and the environment variables")
+    info.add_argument("--check", action="store_true", help="check each of them and a small kernel: say what to do")
     command = add("compile", _compile, "compile kernels into the cache or a directory; needs no GPU")
     _add_selection(command)
     _add_jobs(command)
@@ -136,6 +140,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         _transformers_module().add_arguments(transformers)
     add("sim", _demo, "run PTX in the simulator: see `mla-cupy sim --help`", json_too=False)
     add("bench", _demo, "measure kernels and compare them with others: see `mla-cupy bench --help`", json_too=False)
+    add("which", _demo, "tell which kernel a call gets, and why: see `mla-cupy which --help`", json_too=False)
     add("trace", _demo, "show what each warp of a kernel waits for: see `mla-cupy trace --help`", json_too=False)
     return parser
 
@@ -189,6 +194,8 @@ def _positive(text: str) -> int:
 
 
 def _info(options: argparse.Namespace) -> int:
+    if options.check:
+        return _check(options)
     facts = report.report()
     if options.json:
         print(json.dumps(facts, indent=1))
@@ -211,6 +218,22 @@ def _info(options: argparse.Namespace) -> int:
     for problem in facts["problems"]:
         say(f"Problem: {problem}")
     return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    """`info --check`: 1 if anything is wrong."""
+    from mla_cupy import checkup
+
+    found = list(checkup.checks())
+    if options.json:
+        facts = {**report.report(), "checks": [check.as_dict() for check in found]}
+        print(json.dumps(facts, indent=1))
+    else:
+        show(table("checks", ("part", "state", "found"), ((check.name, check.state, check.found) for check in found)))
+        for check in found:
+            if check.fix:
+                say(f"{check.name}: {check.fix}")
+    return int(checkup.failed(found))
 
 
 def _admitted_tables(records: Sequence[dict[str, Any]]) -> Iterator[Any]:

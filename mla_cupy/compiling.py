@@ -26,7 +26,7 @@ def outcome_row(outcome: loader.Outcome) -> dict[str, Any]:
     return {
         **row,
         "registers": info["registers"],
-        "smem": info["static_smem"] + info["facts"].get("smem_bytes", 0),
+        "smem": outcome.build.smem_bytes,
         "spills": info["spill_stores"] + info["spill_loads"],
         "stack": info["stack"],
         "seconds": info["seconds"],

@@ -17,12 +17,14 @@ from pathlib import Path
 
 import pytest
 
+import ptxsim
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHIPPED = (
     "mla_cupy",
     "cuda_src",
     "bench",
-    "ptxsim/ptxsim",
+    "ptxsim/packing.py",
     "setup.cfg",
     "setup.py",
     "pyproject.toml",
@@ -58,6 +60,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if source.is_dir():
             shutil.copytree(source, root / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
         else:
+            (root / name).parent.mkdir(exist_ok=True)
             shutil.copy(source, root / name)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "dist", "."]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
@@ -85,18 +88,19 @@ def build(tree: Path, what: str, umask: int = 0o022, **environment: str) -> Path
     return built
 
 
-def test_wheels_are_reproducible(tmp_path: Path) -> None:
-    """Byte for byte, wherever, whenever and under whatever umask, if SOURCE_DATE_EPOCH says when that is."""
-    wheels = []
+@pytest.mark.parametrize("part", ["", "ptxsim"])
+@pytest.mark.parametrize("what", ["wheel", "sdist"])
+def test_distributions_are_reproducible(what: str, part: str, tmp_path: Path) -> None:
+    """Byte for byte, wherever, whenever and under whatever umask."""
+    built = []
     for seed, seconds, umask in (("1", 1_500_000_000, 0o002), ("2", 1_600_000_000, 0o077)):
         tree = tmp_path / f"tree-{seed}"
-        shutil.copytree(REPOSITORY, tree, ignore=LEFT_OUT)
+        shutil.copytree(REPOSITORY / part, tree, ignore=LEFT_OUT)
         for path in tree.rglob("*"):
             os.chmod(path, (0o777 if path.is_dir() else 0o666) & ~umask)
             os.utime(path, (seconds, seconds))
-        built = build(tree, "wheel", umask, SOURCE_DATE_EPOCH="1700000000", PYTHONHASHSEED=seed)
-        wheels.append(built.read_bytes())
-    assert wheels[0] == wheels[1]
+        built.append(build(tree, what, umask, PYTHONHASHSEED=seed).read_bytes())
+    assert built[0] == built[1]
 
 
 def test_source_distribution_holds_the_tests(tmp_path: Path) -> None:
@@ -159,25 +163,25 @@ def test_wheel_is_whole_and_small(wheel: Path) -> None:
         *files_of("mla_cupy", ".py", ".c"),
         "mla_cupy/py.typed",
         *(f"mla_cupy/{name}" for name in files_of("bench", ".py")),
-        *(
-            f"mla_cupy/{name.removeprefix('ptxsim/')}"
-            for name in files_of("ptxsim/ptxsim", ".py", ".md", ".c", ".h", ".txt")
-        ),
         *(f"mla_cupy/{name}" for name in files_of("cuda_src", ".cu", ".cuh", ".md")),
     }
     assert expected - names == set()
     extra = {name for name in names - expected if ".dist-info/" not in name}
     assert {name for name in extra if not name.endswith((".md", ".jsonl", ".png"))} == set()
+    version = wheel.name.split("-")[1]
+    assert {name.partition("/")[0] for name in names} == {"mla_cupy", f"mla_cupy-{version}.dist-info"}
     assert wheel.name.endswith("-py3-none-any.whl")
     assert wheel.stat().st_size < MAX_WHEEL_BYTES
-    assert "Provides-Extra: cu12" in metadata
-    assert "Provides-Extra: cu13" in metadata
+    assert {"cu12", "cu12-torch", "cu13"} <= {*re.findall(r"^Provides-Extra: (.*)$", metadata, re.MULTILINE)}
+    (simulator,) = re.findall(r"^Requires-Dist: ptxsim(.*)$", metadata, re.MULTILINE)
+    assert simulator == f"=={ptxsim.__version__.rpartition('.')[0]}.*"
     assert "License-Expression: MIT" in metadata or "License: MIT" in metadata
 
 
 def test_wheel_works_unpacked(wheel: Path, tmp_path: Path) -> None:
     """Outside the checkout: the sources are found, all of a kernel's files with them, and the benches."""
     site = tmp_path / "site"
+    shutil.copytree(REPOSITORY / "ptxsim" / "ptxsim", site / "ptxsim")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     code = f"""
@@ -185,7 +189,7 @@ import mla_cupy, mla_cupy.bench.cli
 from mla_cupy import parts
 from mla_cupy.kernels import KERNELS
 from mla_cupy.runtime import sources
-assert parts.simulator().__name__ == "mla_cupy.ptxsim"
+assert parts.simulator().__file__.startswith({str(site)!r})
 assert mla_cupy.__file__.startswith({str(site)!r}), mla_cupy.__file__
 assert sources.source_root() == __import__("pathlib").Path({str(site)!r}) / "mla_cupy" / "cuda_src"
 print(sum(len(sources.gather(spec.source)) > 1 for spec in KERNELS.values()), len(KERNELS))
@@ -215,9 +219,11 @@ import site, sys
 before = sys.path[:]
 site.addsitedir(sys.argv[1])
 sys.path[:] = [path for path in sys.path if path not in before] + before
+import ptxsim
 import mla_cupy.bench.cli
-from mla_cupy import ptxsim
-print(mla_cupy.__file__, ptxsim.Module.__module__)
+from mla_cupy import parts
+assert parts.simulator() is ptxsim
+print(mla_cupy.__file__, ptxsim.__file__)
 """
 
 
@@ -228,7 +234,8 @@ def test_editable_installs_can_be_read(tmp_path: Path) -> None:
     venv.create(tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index"]
-    subprocess.run([*install, str(build(tree, "editable"))], check=True)
+    wheels = [str(build(folder, "editable")) for folder in (tree, tree / "ptxsim")]
+    subprocess.run([*install, *wheels], check=True)
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
 
     caller = tmp_path / "caller.py"
@@ -238,7 +245,7 @@ def test_editable_installs_can_be_read(tmp_path: Path) -> None:
 
     assert run_elsewhere(tmp_path, "-c", PARTS, str(site)).split() == [
         str(tree / "mla_cupy" / "__init__.py"),
-        "mla_cupy.ptxsim.module",
+        str(tree / "ptxsim" / "ptxsim" / "__init__.py"),
     ]
 
 

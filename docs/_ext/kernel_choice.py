@@ -10,6 +10,7 @@ from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Batch, DecodeProblem, Forms
 from mla_cupy.kernels.dense import DENSE, DENSE_BACKWARD
 from mla_cupy.kernels.dense.problem import DenseBackwardProblem, DenseProblem
+from mla_cupy.kernels.gpus import gpu_of
 from mla_cupy.kernels.indexer.logits import LOGITS, LOGITS_PAGED
 from mla_cupy.kernels.indexer.logits.problem import LogitsProblem
 from mla_cupy.kernels.indexer.loss import HEAD_SUMS, LOSS, SPARSE_LOSS
@@ -27,19 +28,17 @@ from mla_cupy.kernels.sparse_forward.problem import SparseForwardProblem
 from mla_cupy.runtime.device import EVERY_KERNEL, DeviceInfo
 
 
-def _gpu(name: str, cc: tuple[int, int], sm_count: int, smem: int, l2_mib: int) -> DeviceInfo:
-    return DeviceInfo(0, name, cc, sm_count, smem, l2_mib << 20, 0)
+def _gpu(name: str, arch: str, **changes: Any) -> DeviceInfo:
+    return replace(gpu_of(arch).info, name=name, **changes)
 
-
-_B200 = _gpu("B200, B300", (10, 0), 148, 232448, 126)
 
 GPUS = (
-    _gpu("H100, H200", (9, 0), 132, 232448, 50),
-    _B200,
-    replace(_B200, name="B200, B300 after `mla-cupy selftest`", admitted=EVERY_KERNEL),
-    _gpu("A100", (8, 0), 108, 166912, 40),
-    _gpu("RTX 4090", (8, 9), 128, 101376, 72),
-    _gpu("T4", (7, 5), 40, 65536, 4),
+    _gpu("H100, H200", "sm_90a"),
+    _gpu("B200, B300", "sm_100a"),
+    _gpu("B200, B300 after `mla-cupy selftest`", "sm_100a", admitted=EVERY_KERNEL),
+    _gpu("A100", "sm_80"),
+    _gpu("RTX 4090", "sm_89"),
+    _gpu("T4", "sm_75"),
 )
 
 

@@ -98,6 +98,29 @@ def choose(
     raise UnsupportedDeviceError("no kernel fits: " + "; ".join(f"{name} {why}" for name, why in reasons.items()))
 
 
+def passed_over(
+    kernels: Sequence[KernelT], problem: object, device: DeviceInfo, chosen: str, name: str | None = None
+) -> dict[str, str]:
+    """Each kernel but the one that is chosen, and why `choose` does not choose it."""
+    return {kernel.name: _why_not(kernel, problem, device, name or "") for kernel in kernels if kernel.name != chosen}
+
+
+def _why_not(kernel: KernelT, problem: object, device: DeviceInfo, named: str) -> str:
+    reason = kernel.objection(problem, device)
+    math = getattr(problem, "math", "exact")
+    if reason is not None:
+        return str(reason)
+    if math not in _maths(kernel):
+        return f"multiplies with fp8.math={' or '.join(map(repr, _maths(kernel)))} only"
+    if named:
+        return f"fits, but the call names {named}"
+    if kernel.on_request:
+        return "runs only where kernel= names it"
+    if not kernel.preferred(problem, device):
+        return "fits, but another is preferred for this size"
+    return "fits, but comes later in the order of preference" if kernel.admitted(device) else str(NOT_ADMITTED)
+
+
 @functools.cache
 def _say_not_run(operation: str, kernel: str) -> None:
     """Log once that a kernel that is named does not run."""

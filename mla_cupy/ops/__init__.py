@@ -26,6 +26,7 @@ from mla_cupy.ops.cache_pages import cache_copy_pages, cache_slots, cache_update
 from mla_cupy.ops.call import workspace_bytes
 from mla_cupy.ops.cascade import cascade_decode
 from mla_cupy.ops.cascade_plan import CascadePlan, plan_cascade
+from mla_cupy.ops.choices import KernelChoice, which
 from mla_cupy.ops.composite import Composite
 from mla_cupy.ops.decode import mla_decode
 from mla_cupy.ops.decode_plan import DecodePlan, plan_decode
@@ -77,6 +78,7 @@ __all__ = [
     "CascadePlan",
     "DecodePlan",
     "Fp8",
+    "KernelChoice",
     "LossResults",
     "OutRope",
     "Packed",
@@ -120,6 +122,7 @@ __all__ = [
     "sparse_mla_backward",
     "sparse_mla_decode",
     "sparse_mla_forward",
+    "which",
     "workspace_bytes",
 ]
 

@@ -11,7 +11,7 @@ import functools
 import inspect
 import operator
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -565,6 +565,35 @@ def workspace_bytes(operation: Callable[..., Any], *args: Any, **kwargs: Any) ->
     >>> mla_cupy.workspace_bytes(mla_cupy.merge_states, outs, lses)
     0
     """
+    found, call = invocation_of(operation, args, kwargs)
+    with callers_names(found):
+        family = _check_arguments(call)
+        if family.on_gpu:
+            return _configure(call.adopted(family), family.native).nbytes
+        _examine(call.adopted(family), family.native)
+        return 0
+
+
+def requested(
+    operation: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Operation, Request]:
+    """The operation of a public function, and a call of it after every check that needs no device."""
+    found, call = invocation_of(operation, args, kwargs)
+    with callers_names(found):
+        family = _check_arguments(call)
+        return found, _examine(call.adopted(family), family.native)
+
+
+def invocation_of(
+    operation: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Operation, Invocation]:
+    """The operation of a public function, or of a partial of one, and the call with these arguments.
+
+    Raises
+    ------
+    ArgumentError
+        If it is no operation.
+    """
     while isinstance(operation, functools.partial):
         args, kwargs, operation = (*operation.args, *args), {**operation.keywords, **kwargs}, operation.func
     found = operation_of(operation)
@@ -573,17 +602,13 @@ def workspace_bytes(operation: Callable[..., Any], *args: Any, **kwargs: Any) ->
     defaults = getattr(operation, "__kwdefaults__", None) or {}  # with `scale`, which the signature requires
     bound = inspect.signature(operation).bind(*args, **{**defaults, **kwargs})
     bound.apply_defaults()
-    return _measure(found, bound.arguments)
+    return found, Invocation.of(found, **found.flattened(bound.arguments))
 
 
-def _measure(operation: Operation, arguments: Mapping[str, Any]) -> int:
-    """The bytes of workspace that a call needs, by its arguments' names."""
-    call = Invocation.of(operation, **operation.flattened(arguments))
+@contextlib.contextmanager
+def callers_names(operation: Operation) -> Iterator[None]:
+    """Errors of the package name arguments as the caller does."""
     try:
-        family = _check_arguments(call)
-        if family.on_gpu:
-            return _configure(call.adopted(family), family.native).nbytes
-        _examine(call.adopted(family), family.native)
+        yield
     except MlaError as error:
         raise renamed(error, operation.paths).with_traceback(error.__traceback__) from None
-    return 0

@@ -141,6 +141,11 @@ class Build:
         return int(self.facts.get("smem_bytes", 0))
 
     @property
+    def smem_bytes(self) -> int:
+        """Bytes of shared memory of a block, static and dynamic."""
+        return self.info["static_smem"] + self.dynamic_smem
+
+    @property
     def facts(self) -> dict[str, Any]:
         """Constants that the kernel tells the host: name -> int, or list of ints."""
         return self.info["facts"]

@@ -214,14 +214,38 @@ def _warn_not_cached(why: str) -> None:
         cache.warn_once(why)
 
 
+class _Patience:
+    """Tells a person once in a process, after a second of waiting in all, why calls take so long."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.said = False
+
+    def waited(self, seconds: float, arch: str) -> None:
+        """Count further seconds of waiting for a kernel."""
+        self.seconds += seconds
+        if self.seconds > _QUIET_SECONDS and not self.said and _is_watched():
+            self.said = True
+            text = (
+                f"mla_cupy: compiling kernels for {arch}, once for this machine; `mla-cupy compile` does it beforehand"
+            )
+            print(text, file=sys.stderr, flush=True)
+
+
+_patience = _Patience()
+
+
+def _is_watched() -> bool:
+    """True if a person sees standard error, and the log does not say it already."""
+    if logger.isEnabledFor(logging.INFO) or sys.stderr is None:
+        return False
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
 def _watch(child: worker.Worker, request: BuildRequest) -> None:
-    """Wait for `request`; a person at a terminal is told once why it takes so long."""
-    said_at = time.monotonic() + _QUIET_SECONDS
-    said = False
+    """Wait for `request`."""
     while not child.wait(request, _TICK_SECONDS):
-        if not said and time.monotonic() > said_at and sys.stderr is not None and sys.stderr.isatty():
-            said = True
-            print(f"mla_cupy: compiling {request.name}, once for this machine ...", file=sys.stderr, flush=True)
+        _patience.waited(_TICK_SECONDS, request.arch)
 
 
 def _outcome(request: BuildRequest, child: worker.Worker) -> Outcome:

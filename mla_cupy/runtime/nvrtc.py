@@ -26,6 +26,7 @@ OLDEST = (12, 9)
 
 _SYSTEM_NAMES = ("libnvrtc.so.{major}", "libnvrtc.so")
 _WHEEL_PATHS = {12: "cuda_nvrtc/lib/libnvrtc.so.12", 13: "cu13/lib/libnvrtc.so.13"}
+_WHEEL_NAMES = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}
 
 
 @dataclass(frozen=True)
@@ -203,11 +204,17 @@ def _installed(package: str) -> str:
 def _wheels(lines: Sequence[int]) -> Iterator[str]:
     spec = importlib.util.find_spec("nvidia")
     places = list(spec.submodule_search_locations or ()) if spec else []
-    for major in lines:
+    for major in sorted(lines, key=_is_too_old):  # a PyTorch pins one, and another may be there, too
         for place in places:
             path = Path(place) / _WHEEL_PATHS[major]
             if path.is_file():
                 yield str(path)
+
+
+def _is_too_old(major: int) -> bool:
+    """True if the wheel of a CUDA line is older than `OLDEST`."""
+    numbers = re.match(r"(\d+)\.(\d+)", _installed(_WHEEL_NAMES[major]))
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) < OLDEST
 
 
 def _pathfinder() -> Iterator[str]:

@@ -3,7 +3,7 @@
 The wheels by name: this package is not published, so no message may tell anyone to install it by its name.
 """
 
-_CHECKOUT = 'or, in a checkout, pip install -e ".[cu12]"'
+_CHECKOUT = 'or, in a checkout, pip install -e ./ptxsim -e ".[cu12]"'
 
 INSTALL_NVRTC = f'pip install "nvidia-cuda-nvrtc-cu12>=12.9" (CUDA 13: "nvidia-cuda-nvrtc>=13"), {_CHECKOUT}'
 """The compiler."""

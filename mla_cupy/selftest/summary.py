@@ -79,7 +79,7 @@ def text(known: dict[str, Any], probes: Sequence[Probe], results: Sequence[Resul
 def _head(known: dict[str, Any], results: Sequence[Result]) -> Iterator[str]:
     yield f"mla-cupy selftest for {known['arch']}"
     if known["simulated"]:
-        yield f"  ran on      the simulator (mla_cupy.ptxsim, mode {known['mode']}), not a GPU: {known['reason']}"
+        yield f"  ran on      the simulator (ptxsim, mode {known['mode']}), not a GPU: {known['reason']}"
     else:
         yield f"  ran on      {known['ran_on']}"
     yield f"  package     mla_cupy {known['mla_cupy']}, NVRTC {known['nvrtc']}, CuPy {known['cupy']}"

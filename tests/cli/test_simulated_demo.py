@@ -16,6 +16,7 @@ from mla_cupy import demo, reference
 from mla_cupy.demo import lanes, simulated
 from mla_cupy.errors import KernelCompileError
 from mla_cupy.runtime import nvrtc
+from mla_cupy.runtime.build import Build
 from mla_cupy.runtime.loader import Outcome
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -44,8 +45,8 @@ def test_what_runs_is_what_was_compiled(decoded: simulated.Simulated) -> None:
 def replayed(decoded: simulated.Simulated, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The demo with the results of that run; holds the results, which a test may spoil, and what was compiled."""
     kept: dict[str, Any] = {"out": decoded.out.copy(), "lse": decoded.lse.copy(), "requests": []}
-    info = {"registers": 168, "static_smem": 0, "facts": {"smem_bytes": 231424}, "seconds": 1.5, "stack": 0}
-    build: Any = SimpleNamespace(info={**info, "spill_stores": 0, "spill_loads": 0})
+    info: Any = {"registers": 168, "static_smem": 0, "facts": {"smem_bytes": 231424}, "seconds": 1.5, "stack": 0}
+    build = Build(b"", b"", {**info, "spill_stores": 0, "spill_loads": 0})
 
     def compile_all(requests: Any, jobs: int, *, quiet: bool) -> list[Outcome]:
         kept["requests"] = requests

@@ -16,12 +16,14 @@ from mla_cupy import cli, terminal
 COLUMNS = 80
 COMMANDS = (
     "info",
+    "info --check",
     "list",
     "list --arch sm_80",
     "formats",
     "selftest --list",
     "engines check",
     "bench list",
+    "which decode b128-sq1-hq128-skv4096 --arch sm_100a",
     "bench model sparse-backward --arch sm_100a",
     "bench model forward --arch sm_100a",
 )

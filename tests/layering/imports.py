@@ -36,14 +36,30 @@ MAY_KNOW: dict[str, set[str]] = {
     "selftest": {"_version", "arrays", "compiling", "kernels", "reference", "runtime", "simulation", "terminal", ""},
     "terminal": set(),
     "compiling": {"runtime", "terminal"},
-    "cli": {"_version", "compiling", "export", "kernels", "parts", "runtime", "demo", "selftest", "terminal"},
+    "cli": {
+        "_version",
+        "checkup",
+        "compiling",
+        "export",
+        "kernels",
+        "parts",
+        "runtime",
+        "demo",
+        "selftest",
+        "terminal",
+    },
+    "checkup": {"kernels", "ops", "reference", "runtime", ""},
     "demo": {"compiling", "kernels", "parts", "reference", "runtime", "simulation", "terminal", ""},
     "__main__": {"cli"},
     "": {"_version", "cache", "kernels", "ops", "reference", "runtime"},
 }
 FOR_ALL = {"cache_formats", "errors", "dtypes", "shapes"}
 #: One module may know more than its package.
-EXCEPTIONS: dict[str, set[str]] = {"ops.backend": {"reference"}, "cache.in_jax": {"jax"}}
+EXCEPTIONS: dict[str, set[str]] = {
+    "ops.backend": {"reference"},
+    "ops.choices": {"runtime.admission", "runtime.worker"},
+    "cache.in_jax": {"jax"},
+}
 
 #: Packages from outside that may be imported at module level, by part; everywhere else none but the standard library.
 LIBRARIES: dict[str, set[str]] = {
@@ -58,6 +74,7 @@ LIBRARIES: dict[str, set[str]] = {
     "compat": {"torch"},
     "integrations": {"torch", "transformers", "vllm", "sglang"},
     "transformers": {"torch", "transformers"},
+    "checkup": {"numpy"},
     "demo": {"numpy"},
     "parallel": {"numpy"},
     "simulation": {"numpy"},

@@ -197,6 +197,15 @@ def test_the_line_of_the_installed_cupy_comes_first(monkeypatch: pytest.MonkeyPa
     assert nvrtc._lines() == (13, 12)
 
 
+def test_a_wheel_that_is_too_old_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the one that a PyTorch pins, with a newer one next to it."""
+    versions = {"nvidia-cuda-nvrtc-cu12": "12.8.93", "nvidia-cuda-nvrtc": "13.5.37"}
+    monkeypatch.setattr(nvrtc, "_installed", lambda package: versions.get(package, ""))
+    newer, older = nvrtc._wheels((12, 13))
+    assert newer.endswith("libnvrtc.so.13")
+    assert older.endswith("libnvrtc.so.12")
+
+
 def test_identity_tells_libraries_apart(tmp_path: Path, nvrtc_line: nvrtc.Nvrtc) -> None:
     identity = nvrtc.identity(nvrtc_line.path)
     assert len(identity) == 40  # a GNU build id

@@ -74,6 +74,7 @@ def test_what_names_it(line: str) -> None:
         "pip install ./ptxsim",
         "pip install './ptxsim[test]'",
         'python3 -m pip install "dist/mla_cupy-VERSION-py3-none-any.whl[cu12]"',
+        'python3 -m pip install dist/ptxsim-VERSION-py3-none-any.whl "dist/mla_cupy-VERSION-py3-none-any.whl[cu12]"',
         "pip install matplotlib, or use --html",
     ],
 )

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import mla_cupy
-from mla_cupy import cli
+from mla_cupy import cli, parts
 from mla_cupy.runtime import nvrtc
 from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.selftest import catalog, mma, place
@@ -28,7 +27,7 @@ def test_all_well(tmp_path: Path, capsys: Captured) -> None:
     assert "Not on a GPU but in the simulator: asked for." in shown.err
     (block,) = re.findall(r"```\n(.*?)\n```", shown.out, re.DOTALL)
     assert "mla-cupy selftest for sm_100a" in block
-    assert "the simulator (mla_cupy.ptxsim, mode late), not a GPU: asked for" in block
+    assert "the simulator (ptxsim, mode late), not a GPU: asked for" in block
     assert "NVRTC 12" in block or "NVRTC 13" in block
     assert "small integers" in block
     assert "all well: 4 pass" in block
@@ -114,10 +113,12 @@ def test_default_target(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_the_simulator(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     """An installation without it, on a machine without the GPU: an error that says where it was looked for."""
     monkeypatch.delitem(sys.modules, "ptxsim")
-    monkeypatch.delitem(sys.modules, "mla_cupy.ptxsim", raising=False)
-    monkeypatch.setattr(mla_cupy, "__path__", mla_cupy.__path__[:1])
+    monkeypatch.setattr(parts, "_find_simulator", lambda: sys.modules.update({"ptxsim": None}))
     assert cli.main(["selftest", "--arch", "sm_90a", "--simulate", "--probes", "reduce/s32*"]) == 2
-    assert "ptxsim: got nothing, expected mla_cupy.ptxsim; install the package again" in capsys.readouterr().err
+    assert (
+        "ptxsim: got nothing, expected ptxsim; install it from a checkout: pip install ./ptxsim"
+        in capsys.readouterr().err
+    )
 
 
 def test_without_nvrtc_it_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:

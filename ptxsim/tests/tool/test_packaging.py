@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 HOUSE = Path(__file__).resolve().parents[2]
-SHIPPED = ("ptxsim", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+SHIPPED = ("ptxsim", "setup.cfg", "setup.py", "packing.py", "MANIFEST.in", "pyproject.toml", "README.md", "LICENSE")
 PTX = """.version 8.8
 .target sm_90a
 .address_size 64
@@ -116,7 +116,7 @@ print(ptxsim.__version__, sorted(loaded))
 
 
 def test_imports_are_relative() -> None:
-    """The sources are also mla_cupy.ptxsim: an absolute import would load a second copy, or none."""
+    """The package never names itself, so that it works under any name."""
     for path in sorted((HOUSE / "ptxsim").glob("*.py")):
         for line in path.read_text().splitlines():
             words = line.split()
