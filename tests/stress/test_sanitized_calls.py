@@ -9,7 +9,7 @@ import pytest
 from mla_cupy.kernels.attention import combine_project
 from mla_cupy.kernels.cache import table
 from mla_cupy.kernels.cache.absorb import ABSORB
-from mla_cupy.kernels.decode import forms
+from mla_cupy.kernels.decode import sm90_small
 from mla_cupy.kernels.indexer.prepare import quantize
 from mla_cupy.kernels.projection.pipeline import STATES
 from tests.stress.sanitized import ends
@@ -29,7 +29,7 @@ LAUNCHED = {
     "absorb": ABSORB,
     "merge": STATES,
     "decode": combine_project.KERNEL,
-    "forms": forms.SMALL,
+    "forms": sm90_small.KERNEL,
 }
 """What the calls of a kind are there for, at least."""
 

@@ -8,7 +8,15 @@ from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import combine, combine_project, generic, mma
 from mla_cupy.kernels.attention.kernel import AttentionKernel
 from mla_cupy.kernels.attention.projection import is_apart
-from mla_cupy.kernels.decode import records, sm90, sm90_fp8, sm90_small, sm90_small_cluster8, sm100, sm100_fp8
+from mla_cupy.kernels.decode import (
+    records,
+    sm90,
+    sm90_fp8,
+    sm90_small,
+    sm90_small_cluster8,
+    sm100,
+    sm100_fp8,
+)
 from mla_cupy.kernels.decode.arguments import args_of, params_of
 from mla_cupy.kernels.decode.configs import (
     Builds,
