@@ -92,6 +92,7 @@ def _add_launch(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--race-global", action="store_true", help="look for races in global memory too")
     command.add_argument("--race-lanes", action="store_true", help="look for races between lanes of a warp too")
+    command.add_argument("--tma-outside", action="store_true", help="report TMA boxes wholly outside their tensor")
     command.add_argument("--lenient", action="store_true", help="warn where production kernels bend the rules")
     allow_help = "warn where this rule of those below is broken; repeatable"
     command.add_argument("--allow", action="append", default=[], metavar="RULE", choices=sorted(RULES), help=allow_help)
@@ -163,7 +164,7 @@ def close(got: np.ndarray, want: np.ndarray) -> bool:
 def launch(options: argparse.Namespace, module: Module, name: str, args: list, **more: Any) -> Report:
     """Launch a kernel as the command line tells."""
     shape = (options.grid, options.block, args, options.smem, options.cluster)
-    common = ("seed", "resident", "race_global", "race_lanes", "elect", "allow", "jobs")
+    common = ("seed", "resident", "race_global", "race_lanes", "tma_outside", "elect", "allow", "jobs")
     given = {key: getattr(options, key) for key in common}
     line = ProgressLine(sys.stderr) if sys.stderr.isatty() else None
     try:

@@ -148,6 +148,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         )
         each.add_argument("--race-global", action="store_true", help="look for races in global memory too")
         each.add_argument("--race-lanes", action="store_true", help="look for races between lanes of a warp too")
+        each.add_argument("--tma-outside", action="store_true", help="report TMA boxes wholly outside their tensor")
         each.add_argument(
             "--max-steps", type=at_least(1), default=50_000_000, help="basic blocks after which a launch hangs"
         )
@@ -169,7 +170,7 @@ def _tolerance(text: str) -> tuple[str, float, float]:
 
 def _options(options: argparse.Namespace) -> dict:
     """Return what both commands pass to every launch."""
-    names = ("race_global", "race_lanes", "max_steps")
+    names = ("race_global", "race_lanes", "tma_outside", "max_steps")
     given = {name: getattr(options, name) for name in names}
     return {**given, **({"resident": options.resident} if options.resident else {})}
 
