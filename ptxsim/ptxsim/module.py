@@ -47,7 +47,7 @@ MAX_SHARED = 227 * 1024
 
 
 _ALONE = threading.RLock()
-"""Held by whoever loads or launches: modules of one text share compiled kernels, and launches share the module's memory."""
+"""Held by whoever loads or launches: modules of one text share compiled kernels, launches a module's memory."""
 P, R = ParamSpec("P"), TypeVar("R")
 
 

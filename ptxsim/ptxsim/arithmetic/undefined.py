@@ -46,7 +46,7 @@ def bits_of(mask: Poison, value: np.ndarray) -> np.ndarray:
     A mask of a narrower value belongs to one that has been extended: the new bits are as undefined as its highest.
     """
     kind = value.dtype
-    if kind == bool:
+    if kind.kind == "b":
         return np.zeros(len(value), bool) if mask is None else np.asarray(mask)
     signed, unsigned = f"i{kind.itemsize}", f"u{kind.itemsize}"
     if mask is None:

@@ -247,7 +247,7 @@ class Codegen:
     def poison(self, bits: bool = False) -> str | None:
         """Return the expression for the poison of a result of the sources read so far.
 
-        All bits of the result are undefined where some of a source are; ``bits`` tells that a result is its only source.
+        All bits of the result are undefined where some of a source are; ``bits`` tells that a single source is moved.
         """
         names = self.sources
         if not names:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -24,7 +25,10 @@ _RELEASES = frozenset(("bar", "barrier", "exit"))
 """Opcodes after which others may write what this warp has read (and arrivals on mbarriers)."""
 
 _MAX_CALLS = 5
-"""Source lines of an instruction that are told; of more, the first and the last two, which are the kernel's own."""
+"""Source lines of an instruction that are told; of more, all but those of libraries between the first and the last two."""
+
+_LIBRARY = re.compile(r"/(cute|cutlass|cub|thrust|cuda/std|crt)/")
+"""Directories of headers whose frames say little: the caller's own main loop stands between them."""
 
 
 def _put(old: np.ndarray, lanes: np.ndarray, value: np.ndarray) -> np.ndarray:
@@ -181,7 +185,8 @@ class Program:
         """Return file and line of an instruction's source, and of the calls around it ('' where no ``.loc`` tells)."""
         places = [f"{self.files.get(file, f'file {file}')}:{line}" for file, line in ins.loc]
         if len(places) > _MAX_CALLS:
-            places[1:-2] = ["..."]
+            middle = ["..." if _LIBRARY.search(each) else each for each in places[1:-2]]
+            places[1:-2] = [each for k, each in enumerate(middle) if each != "..." or middle[k - 1 : k] != ["..."]]
         return ", inlined at ".join(places)
 
     def initial_registers(self) -> list[np.ndarray]:
