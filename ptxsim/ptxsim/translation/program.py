@@ -25,7 +25,7 @@ _RELEASES = frozenset(("bar", "barrier", "exit"))
 """Opcodes after which others may write what this warp has read (and arrivals on mbarriers)."""
 
 _MAX_CALLS = 5
-"""Source lines of an instruction that are told; of more, all but those of libraries between the first and the last two."""
+"""Source lines of an instruction that are told; of more, those of libraries between the first and the last two go."""
 
 _LIBRARY = re.compile(r"/(cute|cutlass|cub|thrust|cuda/std|crt)/")
 """Directories of headers whose frames say little: the caller's own main loop stands between them."""
