@@ -48,7 +48,8 @@ MAX_SHARED = 227 * 1024
 
 _ALONE = threading.RLock()
 """Held by whoever loads or launches: modules of one text share compiled kernels, launches a module's memory."""
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def _alone(function: Callable[P, R]) -> Callable[P, R]:

@@ -29,6 +29,11 @@ class Bits(np.ndarray):
         return self.view(np.ndarray)
 
 
+def _known(mask: Poison) -> np.ndarray | None:
+    """Return the undefined bits that a mask knows."""
+    return mask.bits if isinstance(mask, Bits) else None
+
+
 def of_bits(bits: np.ndarray) -> Poison:
     """Return the mask of undefined bits."""
     if not count_nonzero(bits):
@@ -51,7 +56,7 @@ def bits_of(mask: Poison, value: np.ndarray) -> np.ndarray:
     signed, unsigned = f"i{kind.itemsize}", f"u{kind.itemsize}"
     if mask is None:
         return np.zeros(len(value), unsigned)
-    bits = getattr(mask, "bits", None)
+    bits = _known(mask)
     if bits is None:
         return np.where(mask, -1, 0).astype(signed).view(unsigned)
     return bits.view(f"i{bits.dtype.itemsize}").astype(signed).view(unsigned)
@@ -59,7 +64,7 @@ def bits_of(mask: Poison, value: np.ndarray) -> np.ndarray:
 
 def narrowed(mask: np.ndarray, value: np.ndarray) -> Poison:
     """Return the mask of a value that may be the low part of the one that the mask belongs to."""
-    return mask if getattr(mask, "bits", None) is None else of_bits(bits_of(mask, value))
+    return mask if _known(mask) is None else of_bits(bits_of(mask, value))
 
 
 def of_bytes(defined: np.ndarray) -> Poison:
@@ -78,7 +83,7 @@ def select(pred: np.ndarray, new: Poison, old: Poison) -> Poison:
     """Return the mask of ``where(pred, new, old)``."""
     if new is None and old is None:
         return None
-    known = [each.bits for each in (new, old) if getattr(each, "bits", None) is not None]
+    known = [bits for bits in map(_known, (new, old)) if bits is not None]
     if not known:
         mask = np.where(pred, False if new is None else new, False if old is None else old)
         return mask if count_nonzero(mask) else None
@@ -88,7 +93,7 @@ def select(pred: np.ndarray, new: Poison, old: Poison) -> Poison:
 
 def part(mask: np.ndarray, lanes: np.ndarray) -> Poison:
     """Return the mask of some lanes."""
-    bits = getattr(mask, "bits", None)
+    bits = _known(mask)
     if bits is not None:
         return of_bits(bits[lanes])
     some = mask[lanes]
@@ -101,7 +106,7 @@ def put(old: Poison, lanes: np.ndarray, new: Poison) -> Poison:
         return None
     taken = np.zeros(32, bool)
     taken[lanes] = True
-    known = getattr(new, "bits", None)
+    known = _known(new)
     spread: Poison = None
     if known is not None:
         bits = np.zeros(32, known.dtype)
