@@ -1,4 +1,4 @@
-"""Which bits of a value are undefined: masks of lanes that also know the bits, for instructions that move bits.
+"""Undefined bits of values: masks of lanes that also know the bits, for instructions that move bits.
 
 A poison mask (:data:`~.numeric.Poison`) is an array of 32 booleans as a rule: the whole value of a lane is undefined.
 Instructions that move single bits, and loads of memory some of whose bytes are undefined, make :class:`Bits` instead.

@@ -1,4 +1,4 @@
-"""What a branch decides: the blocks between it and the place where both ways meet again, and what they write."""
+"""Decisions of a branch: the blocks up to where both ways meet again, and the registers that they write."""
 
 from __future__ import annotations
 
