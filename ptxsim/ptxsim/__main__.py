@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import functools
 import json
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from .state.watch import Watch
 from .tool.arguments import HELP, build_arguments
 from .tool.cuda_file import compile_cuda
 from .tool.mutate import mutate, tally
-from .tool.options import at_least, check_writable, dims, rules_help, written
+from .tool.options import HelpFormatter, Parser, at_least, check_writable, dims, fitted, rules_help, written
 from .tool.progress import ProgressLine
 from .tool.survey import survey
 from .tool.timeline import Timeline, drawing
@@ -42,14 +43,19 @@ def load_module(options: argparse.Namespace, strict: bool) -> Module:
 
 def parser(name: str) -> argparse.ArgumentParser:
     """Return the command-line parser of a command with this name."""
-    main = argparse.ArgumentParser(prog=name, description="Run compiled CUDA kernels without a GPU.")
-    main.add_argument("--version", action="version", version=f"ptxsim {__version__}")
+    main = Parser(prog=name, description="Run compiled CUDA kernels without a GPU.", formatter_class=HelpFormatter)
+    main.add_argument("--version", action="version", version=f"ptxsim {__version__}", help="print the version")
     commands = main.add_subparsers(dest="command", required=True)
-    check = commands.add_parser("check", help="list kernels, and instructions that are not modelled")
-    plain = argparse.RawDescriptionHelpFormatter
-    texts: dict[str, Any] = {"epilog": f"{HELP}\n{rules_help()}", "formatter_class": plain}
+    check = commands.add_parser(
+        "check", help="list kernels, and instructions that are not modelled", formatter_class=HelpFormatter
+    )
+    texts: dict[str, Any] = {"epilog": f"{HELP}\n{rules_help()}", "formatter_class": HelpFormatter, "intermixed": True}
     run = commands.add_parser("run", help="run a kernel", **texts)
     mutant = commands.add_parser("mutate", help="plant bugs in a kernel and say which survive", **texts)
+    modes = ("early", "late", "random")
+    mode_help = "when asynchronous work completes: early as it is issued (default), late when it must, or at random"
+    run.add_argument("--mode", choices=modes, default="early", help=mode_help)
+    mutant.add_argument("--mode", choices=modes, help="one mode (default: early and late)")
     for each in (check, run, mutant):
         each.add_argument("file", type=Path, help="a .ptx file, or a .cu file (compiled with NVRTC)")
         each.add_argument("--arch", default="sm_90a", help="architecture for .cu files")
@@ -58,8 +64,6 @@ def parser(name: str) -> argparse.ArgumentParser:
     for each in (run, mutant):
         _add_launch(each)
     add_commands(commands)
-    mutant.add_argument("--mode", choices=("early", "late", "random"), help="one mode (default: early and late)")
-    run.add_argument("--mode", choices=("early", "late", "random"), default="early")
     run.add_argument("--no-check", action="store_true", help="no race detection")
     run.add_argument("--keep-going", action="store_true", help="report all distinct races, not only the first")
     run.add_argument("--watch", type=at_least(0), metavar="BYTE", help="list accesses to a word of shared memory")
@@ -81,7 +85,7 @@ def _add_launch(command: argparse.ArgumentParser) -> None:
     command.add_argument("--block", type=dims, default=(32,), help="threads of a block (default 32)")
     command.add_argument("--cluster", type=dims, help="default: what the kernel declares, else one block")
     command.add_argument("--smem", type=at_least(0), default=0, help="dynamic shared memory in bytes")
-    command.add_argument("--seed", type=at_least(0), default=0)
+    command.add_argument("--seed", type=at_least(0), default=0, help="seed of every random choice (default 0)")
     command.add_argument("--elect", choices=("lowest", "random"), default="lowest", help="which lane elect.sync elects")
     command.add_argument("--resident", type=at_least(1), default=1, help="clusters that run interleaved")
     command.add_argument(
@@ -92,6 +96,7 @@ def _add_launch(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--race-global", action="store_true", help="look for races in global memory too")
     command.add_argument("--race-lanes", action="store_true", help="look for races between lanes of a warp too")
+    command.add_argument("--tma-outside", action="store_true", help="report TMA boxes wholly outside their tensor")
     command.add_argument("--lenient", action="store_true", help="warn where production kernels bend the rules")
     allow_help = "warn where this rule of those below is broken; repeatable"
     command.add_argument("--allow", action="append", default=[], metavar="RULE", choices=sorted(RULES), help=allow_help)
@@ -163,7 +168,7 @@ def close(got: np.ndarray, want: np.ndarray) -> bool:
 def launch(options: argparse.Namespace, module: Module, name: str, args: list, **more: Any) -> Report:
     """Launch a kernel as the command line tells."""
     shape = (options.grid, options.block, args, options.smem, options.cluster)
-    common = ("seed", "resident", "race_global", "race_lanes", "elect", "allow", "jobs")
+    common = ("seed", "resident", "race_global", "race_lanes", "tma_outside", "elect", "allow", "jobs")
     given = {key: getattr(options, key) for key in common}
     line = ProgressLine(sys.stderr) if sys.stderr.isatty() else None
     try:
@@ -190,7 +195,7 @@ def run_file(options: argparse.Namespace) -> int:
     watch = None if options.watch is None else Watch(options.watch)
     more = {"banks": options.banks, "timeline": timeline, "keep_going": options.keep_going, "watch": watch}
     report = launch(options, module, name, args, check=not options.no_check, **more)
-    print(report)
+    print(fitted(str(report), sys.stdout))
     if options.coverage:
         print(f"never executed: {len(report.missed)} instructions")
         print("".join(f"  {place}\n" for place in report.missed), end="")
@@ -210,6 +215,9 @@ def run_file(options: argparse.Namespace) -> int:
     return 1 if report.errors else 0
 
 
+_PIPE_CLOSED = 128 + 13
+"""Exit status of a program that SIGPIPE has ended."""
+
 _COMMANDS = {
     "check": check_file,
     "run": run_file,
@@ -223,7 +231,12 @@ def main(argv: Sequence[str] | None = None, name: str = "ptxsim") -> int:
     """Run the command line; return the exit status."""
     options = parser(name).parse_args(argv)
     try:
-        return _COMMANDS[options.command](options)
+        status = _COMMANDS[options.command](options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # as `| head` leaves it; the interpreter must not flush it once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _PIPE_CLOSED
     except UnicodeDecodeError as error:
         print(f"error: {getattr(options, 'file', 'a file')} is no text: {error}", file=sys.stderr)
         return 1
@@ -231,7 +244,7 @@ def main(argv: Sequence[str] | None = None, name: str = "ptxsim") -> int:
         print(f"error: {_reason(error)}", file=sys.stderr)
         return 1
     except SimError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(fitted(f"error: {error}", sys.stderr), file=sys.stderr)
         if path := getattr(options, "json", None):
             text = json.dumps({"findings": [each.as_dict() for each in error.findings]}, indent=1) + "\n"
             with contextlib.suppress(SimError):  # that the file cannot be written is the error, or the lesser one

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import math
 import sys
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -45,6 +46,23 @@ MAX_SHARED = 227 * 1024
 """Bytes of shared memory that a block of sm_90 or sm_100 can have."""
 
 
+_ALONE = threading.RLock()
+"""Held by whoever loads or launches: modules of one text share compiled kernels, launches a module's memory."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _alone(function: Callable[P, R]) -> Callable[P, R]:
+    """Let one thread at a time run a function; the others wait."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _ALONE:
+            return function(*args, **kwargs)
+
+    return call
+
+
 @lru_cache(maxsize=64)
 def _loaded(ptx: str) -> tuple[ModuleIR, dict[str, Program]]:
     """Parse a text once: modules made from it share what is compiled, and nothing that a launch changes."""
@@ -57,7 +75,7 @@ class Module:
     Parameters
     ----------
     ptx : str
-        PTX text for sm_90a or sm_100a.
+        PTX text for sm_90a or sm_100a. A NUL at its end is ignored.
     strict : bool, optional
         Rules of the ISA that production kernels bend are errors (default) or warnings.
     memory : Memory, optional
@@ -108,6 +126,7 @@ class Module:
                 else:
                     self.globals[var.name][at : at + width] = raw
 
+    @_alone
     def variant(self, name: str, changes: Mapping[Instr, Instr], memory: Memory | None = None) -> Module:
         """Return the module with instructions of a kernel replaced (see :meth:`Program.variant`).
 
@@ -128,6 +147,7 @@ class Module:
         """Return the bytes of each parameter of a kernel, in order."""
         return [param.size for param in self.program(name).function.params]
 
+    @_alone
     def program(self, name: str) -> Program:
         """Return a kernel, lowered and checked for unknown instructions."""
         if name not in self._programs:
@@ -142,6 +162,7 @@ class Module:
                 raise SimError(f"kernel {name} cannot be loaded ({type(error).__name__}: {error})") from error
         return self._programs[name]
 
+    @_alone
     def launch(
         self,
         name: str,
@@ -163,6 +184,7 @@ class Module:
         timeline: Any = None,
         race_global: bool = False,
         race_lanes: bool = False,
+        tma_outside: bool = False,
         tmem_base: int = 0,
         elect: str = "lowest",
         progress: Callable[[int, int, int], None] | None = None,
@@ -170,6 +192,8 @@ class Module:
         jobs: int = 1,
     ) -> Report:
         """Run a kernel to its end.
+
+        Threads may share a module: their launches run one after another.
 
         Parameters
         ----------
@@ -206,6 +230,8 @@ class Module:
             Race and proxy detection in global memory as well (blocks that exchange data).
         race_lanes : bool, optional
             Race detection between lanes of one warp, too: what only their common execution orders in shared memory.
+        tma_outside : bool, optional
+            A tensor copy whose box lies wholly outside its tensor is an error. Hardware fills it or drops it silently.
         tmem_base : int, optional
             First tensor-memory column that allocations start at.
         elect : {'lowest', 'random'}, optional
@@ -263,6 +289,7 @@ class Module:
             timeline=timeline,
             race_global=race_global,
             race_lanes=race_lanes,
+            tma_outside=tma_outside,
             tmem_base=tmem_base,
             elect=elect,
             progress=progress,

@@ -27,7 +27,7 @@ from ..module import Module
 from ..rules import RULES
 from ..state.report import Report
 from ..tool.mutate import mutate, tally
-from ..tool.options import at_least
+from ..tool.options import HelpFormatter, at_least
 from .builder import stub_directory
 from .record import Recording, Replay
 from .session import Session, Settings
@@ -124,19 +124,27 @@ def _next(stream: Any, connection: socket.socket, listener: socket.socket, sessi
 def add_commands(commands: argparse._SubParsersAction) -> None:
     """Add ``run-host`` and ``replay`` to the command line."""
     host = commands.add_parser(
-        "run-host", help="run an unmodified host program with its kernels simulated", allow_abbrev=False
+        "run-host",
+        help="run an unmodified host program with its kernels simulated",
+        allow_abbrev=False,
+        formatter_class=HelpFormatter,
     )
+    mode_help = "when asynchronous work completes (default early)"
+    host.add_argument("--mode", choices=("early", "late", "random"), default="early", help=mode_help)
     host.add_argument("--sms", type=at_least(1), default=132, help="multiprocessors that the program is told of")
     host.add_argument("--device", choices=("sm_90a", "sm_100a"), help="default: the newest that it carries PTX for")
     host.add_argument("--record", type=Path, metavar="DIR", help="record all launches, for ptxsim replay")
     host.add_argument("--kernel", default="", metavar="TEXT", help="record only kernels whose name contains this")
-    host.add_argument("--mode", choices=("early", "late", "random"), default="early")
-    host.add_argument("--seed", type=at_least(0), default=0)
+    host.add_argument("--seed", type=at_least(0), default=0, help="seed of every random choice (default 0)")
     host.add_argument("--no-check", action="store_true", help="no race detection")
     host.add_argument("--keep-going", action="store_true", help="report all distinct races of a launch")
     host.add_argument("--quiet", action="store_true", help="no line per launch")
     host.add_argument("program", nargs=argparse.REMAINDER, help="the program and its arguments")
-    replay = commands.add_parser("replay", help="run recorded launches again in every mode, or with bugs planted")
+    replay = commands.add_parser(
+        "replay",
+        help="run recorded launches again in every mode, or with bugs planted",
+        formatter_class=HelpFormatter,
+    )
     replay.add_argument("launches", type=Path, nargs="+", help="directories that run-host --record has written")
     replay.add_argument("--mutate", action="store_true", help="plant bugs, and say which go unnoticed")
     replay.add_argument(
@@ -148,6 +156,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         )
         each.add_argument("--race-global", action="store_true", help="look for races in global memory too")
         each.add_argument("--race-lanes", action="store_true", help="look for races between lanes of a warp too")
+        each.add_argument("--tma-outside", action="store_true", help="report TMA boxes wholly outside their tensor")
         each.add_argument(
             "--max-steps", type=at_least(1), default=50_000_000, help="basic blocks after which a launch hangs"
         )
@@ -169,7 +178,7 @@ def _tolerance(text: str) -> tuple[str, float, float]:
 
 def _options(options: argparse.Namespace) -> dict:
     """Return what both commands pass to every launch."""
-    names = ("race_global", "race_lanes", "max_steps")
+    names = ("race_global", "race_lanes", "tma_outside", "max_steps")
     given = {name: getattr(options, name) for name in names}
     return {**given, **({"resident": options.resident} if options.resident else {})}
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ..arithmetic import numeric
+from ..arithmetic import native, numeric
 from ..arithmetic.formats import flush_half, halves_bf16, halves_f16
+from ..arithmetic.numeric import Poison
+from ..arithmetic.undefined import logic, moved, repacked
 from ..parsing.ir import SINK, TYPE_BITS, Imm, Instr, Pair, Vec
 from ..translation.cfg import VIEWS
 from ..translation.codegen import Codegen
@@ -224,18 +227,33 @@ def _sad(cg: Codegen, ins: Instr, mods: Mods) -> None:
     cg.out(dst, type_name, f"{z} + where({x} < {y}, {y} - {x}, {x} - {y})")
 
 
+_LOGIC = {"and": ("&", 0b1000), "or": ("|", 0b1110), "xor": ("^", 0b0110)}
+"""NumPy's operators and the truth tables of logic instructions."""
+
+
+def _same(*operands: Any) -> tuple[int, ...]:
+    """Return for each operand the number of the first that equals it."""
+    return tuple(operands.index(each) for each in operands)
+
+
 @op("and or xor")
 def _logic(cg: Codegen, ins: Instr, mods: Mods) -> None:
     type_name = mods.type("pred", "b16", "b32", "b64")
-    binary(cg, ins, mods, type_name, "{a} " + {"and": "&", "or": "|", "xor": "^"}[ins.op] + " {b}")
+    dst, a, b = mods.args(3)
+    pairs = [cg.masked(each, type_name) for each in (a, b)]
+    sign, table = _LOGIC[ins.op]
+    cg.bitwise(dst, type_name, f"{pairs[0][0]} {sign} {pairs[1][0]}", logic(table, _same(a, b)), pairs)
 
 
 @op("not cnot")
 def _not(cg: Codegen, ins: Instr, mods: Mods) -> None:
     type_name = mods.type("pred", "b16", "b32", "b64")
     dst, a = mods.args(2)
+    if ins.op == "not":
+        pair = cg.masked(a, type_name)
+        return cg.bitwise(dst, type_name, f"~{pair[0]}", logic(0b01, (0,)), [pair])
     x = cg.src(a, type_name)
-    cg.out(dst, type_name, f"~{x}" if ins.op == "not" else f"({x} == 0).astype({VIEWS[type_name]!r})")
+    return cg.out(dst, type_name, f"({x} == 0).astype({VIEWS[type_name]!r})")
 
 
 @op("lop3")
@@ -243,7 +261,8 @@ def _lop3(cg: Codegen, ins: Instr, mods: Mods) -> None:
     combine = mods.choose("and", "or", default="")
     type_name = mods.type("b32")
     dst, a, b, c, table, *rest = mods.args(6 if combine else 5)
-    x, y, z = (cg.src(v, type_name) for v in (a, b, c))
+    pairs = [cg.masked(v, type_name) for v in (a, b, c)]
+    x, y, z = (value for value, _ in pairs)
     terms = []
     for index in range(8):
         if table.value >> index & 1:
@@ -252,7 +271,7 @@ def _lop3(cg: Codegen, ins: Instr, mods: Mods) -> None:
             )
     result = " | ".join(terms) if terms else cg.const(0, "u4")
     if not combine:
-        return cg.out(dst, type_name, result)
+        return cg.bitwise(dst, type_name, result, logic(table.value & 0xFF, _same(a, b, c)), pairs)
     if not isinstance(dst, Pair):
         mods.fail("needs two destinations d|p")
     name, truth = cg.name("v"), cg.name("m")
@@ -268,11 +287,14 @@ def _shift(cg: Codegen, ins: Instr, mods: Mods) -> None:
     allowed = ("b16", "b32", "b64") if ins.op == "shl" else ("b16", "b32", "b64", *_INT)
     type_name = mods.type(*allowed)
     dst, a, b = mods.args(3)
-    x = cg.src(a, type_name)
+    pairs = [cg.masked(a, type_name), cg.masked(b, "u32")]
+    (x, _), (amount, _) = pairs
+    name = f"shift_{'left' if ins.op == 'shl' else 'right'}"
+    mask = moved(native.FUNCTIONS[name])
     if isinstance(b, Imm) and 0 <= b.value < TYPE_BITS[type_name]:
-        amount = cg.const(b.value, VIEWS[type_name])
-        return cg.out(dst, type_name, f"{x} {'<<' if ins.op == 'shl' else '>>'} {amount}")
-    return cg.out(dst, type_name, f"shift_{'left' if ins.op == 'shl' else 'right'}({x}, {cg.src(b, 'u32')})")
+        fixed = cg.const(b.value, VIEWS[type_name])
+        return cg.bitwise(dst, type_name, f"{x} {'<<' if ins.op == 'shl' else '>>'} {fixed}", mask, pairs)
+    return cg.bitwise(dst, type_name, f"{name}({x}, {amount})", mask, pairs)
 
 
 @op("mov")
@@ -288,7 +310,8 @@ def _mov(cg: Codegen, ins: Instr, mods: Mods) -> None:
         type_name = "b" + type_name[1:] if VIEWS[type_name] != _known_view(cg, a) else type_name
     elif _known_view(cg, a) in ("f4", "f8", "f2") and TYPE_BITS[type_name] == int(_known_view(cg, a)[1]) * 8:
         type_name = {"f2": "f16", "f4": "f32", "f8": "f64"}[_known_view(cg, a)]
-    return cg.out(dst, type_name, cg.src(a, type_name))
+    value = cg.src(a, type_name)
+    return cg.out(dst, type_name, value, cg.poison(bits=True))
 
 
 def _known_view(cg: Codegen, operand: Any) -> str:
@@ -304,9 +327,14 @@ def _pack(cg: Codegen, ins: Instr, dst: Any, parts: Vec, type_name: str) -> None
     if type_name == "b128":
         pieces = [cg.src(item, "b64") for item in parts.items]
         return cg.out(dst, "b128", f"np.stack(({', '.join(pieces)}), 1)")
-    pieces = [cg.src(item, f"b{bits}") for item in parts.items]
-    array = f"np.stack(({', '.join(pieces)}), 1)"
-    return cg.out(dst, type_name, f"{array}.view({VIEWS[type_name]!r})[:, 0]")
+    pairs = [cg.masked(item, f"b{bits}") for item in parts.items]
+    view = VIEWS[type_name]
+    array = f"np.stack(({', '.join(value for value, _ in pairs)}), 1)"
+
+    def join(*pieces: np.ndarray) -> np.ndarray:
+        return np.stack(pieces, 1).view(view)[:, 0]
+
+    return cg.bitwise(dst, type_name, f"{array}.view({view!r})[:, 0]", repacked(join), pairs)
 
 
 def _unpack(cg: Codegen, ins: Instr, dst: Vec, source: Any, type_name: str) -> None:
@@ -321,9 +349,20 @@ def _unpack(cg: Codegen, ins: Instr, dst: Vec, source: Any, type_name: str) -> N
     else:
         cg.line(f"{name} = np.ascontiguousarray({value}).view('u{bits // 8}').reshape(N, {count})")
     poison = cg.poison()
+    whole = cg.sources[0] if len(cg.sources) == 1 and type_name != "b128" else None
     for index, item in enumerate(dst.items):
-        if item is not SINK:
-            cg.out(item, f"b{bits}", f"{name}[:, {index}].copy()", poison)
+        if item is SINK:
+            continue
+        mask = poison
+        if whole is not None:
+            mask = f"None if {whole} is None else {cg.bind(_piece(index, count, bits))}({value}, {whole})"
+        cg.out(item, f"b{bits}", f"{name}[:, {index}].copy()", mask)
+
+
+@functools.cache
+def _piece(index: int, count: int, bits: int) -> Callable[..., Poison]:
+    """Return the mask of one of the parts of a value, given the value and its mask."""
+    return repacked(lambda x: np.ascontiguousarray(x).view(f"u{bits // 8}").reshape(-1, count)[:, index])
 
 
 def choose(cg: Codegen, dst: Any, type_name: str, test: str, a: Any, b: Any) -> None:

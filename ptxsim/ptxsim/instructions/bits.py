@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
+from ..arithmetic.undefined import moved
 from ..parsing.ir import Imm, Instr
 from ..translation.codegen import Codegen
 from ..translation.registry import Mods, op
@@ -24,8 +26,20 @@ def _shf(cg: Codegen, ins: Instr, mods: Mods) -> None:
     clamp = mods.choose("clamp", "wrap") == "clamp"
     type_name = mods.type("b32")
     dst, a, b, c = mods.args(4)
-    x, y, n = cg.src(a, type_name), cg.src(b, type_name), cg.src(c, "u32")
-    cg.out(dst, type_name, f"{cg.bind(funnel)}({x}, {y}, {n}, {left}, {clamp})")
+    pairs = [cg.masked(a, type_name), cg.masked(b, type_name), cg.masked(c, "u32")]
+
+    def run(x: np.ndarray, y: np.ndarray, n: np.ndarray) -> np.ndarray:
+        return funnel(x, y, n, left, clamp)
+
+    _move_bits(cg, dst, type_name, run, 2, pairs)
+
+
+def _move_bits(
+    cg: Codegen, dst: Any, type_name: str, function: Callable, count: int, pairs: list[tuple[str, str]]
+) -> None:
+    """Emit a function that moves the bits of its first ``count`` operands."""
+    values = ", ".join(value for value, _ in pairs)
+    cg.bitwise(dst, type_name, f"{cg.bind(function)}({values})", moved(function, count), pairs)
 
 
 def popcount(x: np.ndarray) -> np.ndarray:
@@ -55,7 +69,7 @@ def _count(cg: Codegen, ins: Instr, mods: Mods) -> None:
 def _brev(cg: Codegen, ins: Instr, mods: Mods) -> None:
     type_name = mods.type("b32", "b64")
     dst, a = mods.args(2)
-    cg.out(dst, type_name, f"{cg.bind(reverse_bits)}({cg.src(a, type_name)})")
+    _move_bits(cg, dst, type_name, reverse_bits, 1, [cg.masked(a, type_name)])
 
 
 @op("bfind")
@@ -127,8 +141,8 @@ def bit_extract(x: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndar
 def _bfe(cg: Codegen, ins: Instr, mods: Mods) -> None:
     type_name = mods.type("u32", "u64", "s32", "s64")
     dst, a, b, c = mods.args(4)
-    args = f"{cg.src(a, type_name)}, {cg.src(b, 'u32')}, {cg.src(c, 'u32')}"
-    cg.out(dst, type_name, f"{cg.bind(bit_extract)}({args})")
+    pairs = [cg.masked(a, type_name), cg.masked(b, "u32"), cg.masked(c, "u32")]
+    _move_bits(cg, dst, type_name, bit_extract, 1, pairs)
 
 
 def bit_insert(x: np.ndarray, y: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
@@ -145,8 +159,8 @@ def bit_insert(x: np.ndarray, y: np.ndarray, start: np.ndarray, length: np.ndarr
 def _bfi(cg: Codegen, ins: Instr, mods: Mods) -> None:
     type_name = mods.type("b32", "b64")
     dst, a, b, c, d = mods.args(5)
-    args = f"{cg.src(a, type_name)}, {cg.src(b, type_name)}, {cg.src(c, 'u32')}, {cg.src(d, 'u32')}"
-    cg.out(dst, type_name, f"{cg.bind(bit_insert)}({args})")
+    pairs = [cg.masked(a, type_name), cg.masked(b, type_name), cg.masked(c, "u32"), cg.masked(d, "u32")]
+    _move_bits(cg, dst, type_name, bit_insert, 2, pairs)
 
 
 @op("bmsk")
@@ -217,11 +231,11 @@ def _prmt(cg: Codegen, ins: Instr, mods: Mods) -> None:
         codes = np.array([sum(s << 4 * (3 - i) for i, s in enumerate(row)) for row in _PRMT_TABLES[mode]], "u4")
         return byte_permute(x, y, codes[selector & 3])
 
+    pairs = [cg.masked(a, "b32"), cg.masked(b, "b32")]
     if not mode and isinstance(c, Imm) and not c.value & 0x8888:
-        cg.out(dst, "b32", f"{cg.bind(byte_choice(c.value))}({cg.src(a, 'b32')}, {cg.src(b, 'b32')})")
+        _move_bits(cg, dst, "b32", byte_choice(c.value), 2, pairs)
         return
-    name = cg.bind(special if mode else byte_permute)
-    cg.out(dst, "b32", f"{name}({cg.src(a, 'b32')}, {cg.src(b, 'b32')}, {cg.src(c, 'b32')})")
+    _move_bits(cg, dst, "b32", special if mode else byte_permute, 2, [*pairs, cg.masked(c, "b32")])
 
 
 def dot4(a: np.ndarray, b: np.ndarray, c: np.ndarray, va: str, vb: str) -> np.ndarray:

@@ -86,6 +86,15 @@ def tile_rows(W: Warp, ins: Instr, tmap: Decoded, coords: tuple[int, ...], mode:
     return [coords]
 
 
+def check_inside(W: Warp, ins: Instr, tmap: Decoded, rows: list[tuple[int, ...]]) -> None:
+    """Report boxes wholly outside their tensor, where the launch asks for it."""
+    if not W.launch.tma_outside:
+        return
+    for row in rows:
+        if not inside_bytes(W.memory, tmap, row).any():
+            W.fail(MemoryFault, ins, f"the box at coordinates {row} lies wholly outside its tensor of {tmap.dims}")
+
+
 def touched_words(
     W: Warp, ins: Instr, tmap: Decoded, rows: list[tuple[int, ...]], offsets: tuple[int, ...] = ()
 ) -> tuple | None:
@@ -116,6 +125,7 @@ class BulkLoad:
         W, ins = self.W, self.ins
         tmap = tensor_map(W, ins, map_address)
         rows = tile_rows(W, ins, tmap, coords, mode)
+        check_inside(W, ins, tmap, rows)
         if into.address % 128:
             W.fail(MemoryFault, ins, f"shared address {into.address:#x} of a tensor copy is not a multiple of 128")
         memory = W.memory
@@ -237,6 +247,7 @@ class BulkStore:
         W, ins = self.W, self.ins
         tmap = tensor_map(W, ins, map_address)
         rows = tile_rows(W, ins, tmap, coords, mode)
+        check_inside(W, ins, tmap, rows)
         if source % 128:
             W.fail(MemoryFault, ins, f"shared address {source:#x} of a tensor copy is not a multiple of 128")
         memory = W.memory

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..arithmetic import native, numeric, rounding
 from ..arithmetic.formats import from_bf16, halves_bf16, to_bf16, to_f16
+from ..arithmetic.undefined import moved
 from ..memory.spaces import GENERIC_BASE, space_of
 from ..parsing.ir import TYPE_BITS, Instr
 from ..translation.cfg import VIEWS
@@ -46,7 +47,8 @@ def _cvt(cg: Codegen, ins: Instr, mods: Mods) -> None:
     if target == source:
         return cg.out(dst, target, cg.src(a, source))
     # Integer to integer: extend by the source's sign, or truncate.
-    return cg.out(dst, target, f"{cg.src(a, source)}.astype({VIEWS[target]!r})")
+    view, pair = VIEWS[target], cg.masked(a, source)
+    return cg.bitwise(dst, target, f"{pair[0]}.astype({view!r})", moved(lambda x: x.astype(view)), [pair])
 
 
 def rectify(x: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arithmetic import undefined
 from ..arithmetic.numeric import LaneSet, Poison, constant, count_nonzero
 from ..memory.spaces import FIRST_WINDOW, GENERIC_BASE, INIT_ONES, space_of
 from ..parsing.ir import SINK, TYPE_BITS, Addr, Instr, Reg, Sym, Vec
@@ -197,8 +198,8 @@ def _load_shared(code: str, count: int, ins: Instr, remote: bool, order: Order |
             out = []
             for k in range(count):
                 at = index + k if k else index
-                defined = init[at] == ones
-                out += [view[at], None if nonzero(defined) == len(a) else ~defined]
+                defined = init[at]
+                out += [view[at], None if nonzero(defined == ones) == len(a) else undefined.of_bytes(defined)]
         except IndexError:
             if remote:
                 return W.remote_shared(ins, a, L, load, (), 2 * count)
@@ -270,7 +271,7 @@ def _store_shared(code: str, count: int, ins: Instr, remote: bool, order: Order 
             at = index + k if k else index
             value, poison = values[2 * k], values[2 * k + 1]
             view[at] = value
-            init[at] = ones if poison is None else np.where(poison, 0, ones).astype(init.dtype)
+            init[at] = ones if poison is None else undefined.bytes_of(poison, value)
             if shadow is not None and nonzero(view[at] != value):
                 W.lane_conflict(ins, a, L, view[at], value)
         W.traffic[1] += len(a) * width * count
@@ -346,9 +347,9 @@ def _store_global(code: str, count: int, ins: Instr, order: Order | None) -> Cal
     def store(W: Warp, L: LaneSet, a: np.ndarray, qa: Poison, *values: Any) -> Any:
         if qa is not None:
             W.poisoned(qa, ins, "an address", L)
-        for poison in values[1::2]:
-            if poison is not None:
-                W.poisoned(poison, ins, "a global store", L)
+        for value, poison in zip(values[::2], values[1::2], strict=True):
+            if poison is not None and (mask := undefined.narrowed(poison, value)) is not None:
+                W.poisoned(mask, ins, "a global store", L)
         buffer, offset = _locate(W, ins, a, L, width * count)
         index = (offset >> shift).view(np.intp)
         view = buffer.view(code)
@@ -393,8 +394,8 @@ def _load_local(code: str, count: int, ins: Instr) -> Callable:
         out = []
         for k in range(count):
             at = index + k
-            undefined = init[at] != ones
-            out += [view[at], undefined if count_nonzero(undefined) else None]
+            defined = init[at]
+            out += [view[at], undefined.of_bytes(defined) if count_nonzero(defined != ones) else None]
         return tuple(out)
 
     return load
@@ -413,7 +414,7 @@ def _store_local(code: str, count: int, ins: Instr) -> Callable:
             at = index + k
             view[at] = values[2 * k]
             poison = values[2 * k + 1]
-            init[at] = ones if poison is None else np.where(poison, 0, ones).astype(init.dtype)
+            init[at] = ones if poison is None else undefined.bytes_of(poison, values[2 * k])
 
     return store
 

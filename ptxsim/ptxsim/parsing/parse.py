@@ -45,7 +45,7 @@ class Parser:
     """Parses one PTX module."""
 
     def __init__(self, text: str) -> None:
-        self.text = strip_comments(text)
+        self.text = strip_comments(text.rstrip("\0"))  # tools save the C string whole
         self.line_starts = [0] + [m.end() for m in re.finditer("\n", self.text)]
         self.module = ModuleIR("", "", {}, {})
         self.unique = 0

@@ -227,6 +227,7 @@ class Launch:
         self.banks = options.get("banks")
         self.timeline = options.get("timeline")
         self.race_lanes = bool(options.get("race_lanes"))
+        self.tma_outside = bool(options.get("tma_outside"))
         self.epochs = itertools.count(1)
         race_global = options.get("race_global")
         self.detector = Detector(self.allow) if race_global else None

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..arithmetic.numeric import LaneSet
+from ..arithmetic.numeric import LaneSet, count_nonzero
+from ..arithmetic.undefined import UNWRITTEN
 from ..errors import MemoryFault, SimError
 from ..memory.spaces import RANK_SHIFT, SHARED_RESERVED, Local
 from ..parsing.ir import Imm, Instr
@@ -19,7 +20,6 @@ from .faults import Faults
 from .special import special_register
 
 _SPIN_LIMIT = 64
-ALL_POISON = np.ones(32, bool)
 
 
 class Fragment:
@@ -40,6 +40,16 @@ class Fragment:
         return np.arange(32) if self.lanes is None else self.lanes
 
 
+class Doubt:
+    """Lanes between an undefined branch and the place where its ways meet, and the registers it then decides."""
+
+    __slots__ = ("lanes", "registers")
+
+    def __init__(self) -> None:
+        self.lanes = np.zeros(32, bool)
+        self.registers: set[int] = set()
+
+
 class Warp(Faults, Accesses):
     """32 lanes in execution. Generated code reaches everything through this object."""
 
@@ -51,7 +61,7 @@ class Warp(Faults, Accesses):
         self.memory = cta.launch.memory
         self.params, self.constants = cta.launch.params, cta.launch.constants
         self.R = self.program.initial_registers()
-        self.Q: list[np.ndarray | None] = [ALL_POISON] * len(self.R)
+        self.Q: list[np.ndarray | None] = [UNWRITTEN] * len(self.R)
         self.local = Local(self.program.local_size)
         self.traffic = cta.launch.traffic
         self.banks = cta.launch.banks
@@ -66,6 +76,7 @@ class Warp(Faults, Accesses):
         self.state: dict = {}
         self.synchronisations: list[int] = []
         self.epoch = next(cta.launch.epochs)
+        self.doubts: dict[int, Doubt] = {}
 
     @property
     def name(self) -> str:
@@ -176,6 +187,8 @@ class Warp(Faults, Accesses):
         alone = len(self.fragments) == 1
         index, lanes = fragment.block, fragment.lanes
         while ran < quota:
+            if self.doubts:
+                lanes = self._settle(fragment, index)
             if lanes is None:
                 function, _ = full.get(index) or program.superblock(index)
                 runs[index] += 1
@@ -220,6 +233,39 @@ class Warp(Faults, Accesses):
                 self._split(fragment, *following)
                 return ran
         return ran
+
+    def doubt(self, mask: np.ndarray, ins: Instr, index: int, L: LaneSet) -> None:
+        """Go on after a branch on an undefined value where both ways only write registers; else report it.
+
+        What they write is undefined from where the ways meet. Until then the warp runs block by block.
+        """
+        if not count_nonzero(mask):
+            return
+        decided = self.program.decided(index)
+        if decided is None:
+            self.poisoned(mask, ins, "a predicate", L)
+            return
+        join, registers = decided
+        doubt = self.doubts.setdefault(join, Doubt())
+        doubt.lanes[self._lanes(L, mask)] = True
+        doubt.registers.update(registers)
+
+    def _settle(self, fragment: Fragment, index: int) -> LaneSet:
+        """Mark what an undefined branch has decided where its ways meet; return the lanes to run."""
+        lanes = fragment.lane_list()
+        doubt = self.doubts.get(index)
+        if doubt is not None:
+            here = np.zeros(32, bool)
+            here[lanes] = True
+            here &= doubt.lanes
+            doubt.lanes &= ~here
+            for number in doubt.registers if here.any() else ():
+                mask = self.Q[number]
+                self.Q[number] = here if mask is None else np.asarray(mask) | here
+            if not doubt.lanes.any():
+                del self.doubts[index]
+        fragment.lanes = None if len(lanes) == 32 and not self.doubts else lanes
+        return fragment.lanes
 
     def _broken(self, index: int, error: Exception) -> None:
         """Raise for a block whose code cannot be run: operands that its instructions do not take."""

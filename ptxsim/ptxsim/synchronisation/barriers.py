@@ -125,7 +125,8 @@ class NamedBarrier:
     """One of the 16 barriers of a block. ``arrived`` holds the lanes of each warp that have come, as bit masks.
 
     The lanes of a warp may come one after another (``barrier`` without ``.aligned``); a warp all of whose live lanes
-    have come counts 32 threads.
+    have come counts 32 threads. Hardware counts arrivals, not who makes them: a warp that arrives without waiting may
+    come again, and ``again`` holds the threads of its earlier arrivals.
     """
 
     def __init__(self, cta: Any, index: int) -> None:
@@ -134,6 +135,7 @@ class NamedBarrier:
         self.expected: int | None = None
         self.everyone = False
         self.arrived: dict[int, int] = {}
+        self.again = 0
         self.gathered: list = []
         self.snapshots: dict[int, list] = {}
         self.values: list[int] = []
@@ -146,7 +148,7 @@ class NamedBarrier:
 
     def threads(self) -> int:
         """Return how many threads have arrived."""
-        return sum(32 if self.whole(self.cta.warps[w]) else n.bit_count() for w, n in self.arrived.items())
+        return self.again + sum(32 if self.whole(self.cta.warps[w]) else n.bit_count() for w, n in self.arrived.items())
 
     def whole(self, warp: Any) -> bool:
         """Tell whether all live lanes of a warp have arrived."""
@@ -173,7 +175,9 @@ class NamedBarrier:
             fail(f"barrier {self.index} is used with different thread counts: {self.expected} and {threads}")
         bits, before = warp.lane_bits(lanes), self.arrived.get(warp.index, 0)
         if bits & before:
-            fail(f"warp {warp.index} arrives twice at barrier {self.index} in one generation")
+            if threads is None or not self.whole(warp):
+                fail(f"lanes of warp {warp.index} arrive twice at barrier {self.index} before its other lanes")
+            self.again, before = self.again + 32, 0
         self.expected, self.everyone = threads, threads is None
         self.arrived[warp.index] = before | bits
         detector = self.cta.cluster.detector
@@ -199,7 +203,7 @@ class NamedBarrier:
             self.snapshots[self.generation] = self.gathered
             self.snapshots.pop(self.generation - _KEPT, None)
             self.generation += 1
-            self.arrived, self.gathered = {}, []
+            self.arrived, self.again, self.gathered = {}, 0, []
 
     def completed(self, generation: int) -> bool:
         """Tell whether a generation is over."""

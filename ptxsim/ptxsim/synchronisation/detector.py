@@ -6,7 +6,7 @@ last read. A conflict that only a broken rule orders (rules.CLOCKED) is reported
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,7 @@ class Detector(Clocks):
         reader: int,
         clock: int,
         where: Any,
+        parts: Callable[[], Iterable[tuple]] | None = None,
     ) -> None:
         """Check a read by the asynchronous proxy against a view, and record it for later writers.
 
@@ -122,11 +123,15 @@ class Detector(Clocks):
             Time stamp of the read in the reader's clock.
         where : Where
             The instruction and its warp.
+        parts : callable, optional
+            For a read by several warps of which ``view`` is what all rely on: pairs of (agent, view, where) and the
+            words that this warp must see. They are looked at only where the common view does not suffice.
         """
         if count_nonzero(shadow.clock[words] > view.clocks[shadow.writer[words]]) or (
             shadow.aside and shadow.hides(view.clocks)
         ):
-            self._against_writes(agent, shadow, words, view, where, "(asynchronously) reads")
+            for (who, seen, place), share in parts() if parts else [((agent, view, where), words)]:
+                self._against_writes(who, shadow, share, seen, place, "(asynchronously) reads")
         if self.watch is not None:
             self.watch(shadow, words, where, "(asynchronously) reads")
         shadow.note_read(shadow.row(reader), words, np.uint32(clock), where.ins.number)

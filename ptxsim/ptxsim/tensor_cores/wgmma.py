@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -71,6 +73,7 @@ class Operation:
         self.parts = 0
         self.acc: Accumulator | None = None
         self.a_parts: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
+        self.views: list[tuple[Warp, View]] = []
         self.view: View | None = None
 
 
@@ -145,6 +148,7 @@ def issue(W: Warp, form: Form, L: LaneSet, desc_a: int | None, desc_b: int, scal
     detector = W.cta.cluster.detector
     if detector:
         view = detector.async_view(W.agent)
+        operation.views.append((W, view))
         operation.view = view if operation.view is None else operation.view.meet(view)
     operation.parts += 1
     if operation.parts == 4:
@@ -207,10 +211,10 @@ def _submit(W: Warp, group: Warpgroup, operation: Operation, desc_a: int | None,
         a_layout = None if desc_a is None else decode_descriptor(desc_a)
     except DescriptorError as error:
         W.fail(DescriptorError, form.ins, str(error))
-    b_chunks = _operand(W, group, operation, b_layout, form.b_mn, form.n, form.kinds[1])
+    b_chunks = _operand(W, group, operation, b_layout, form.b_mn, form.n, form.kinds[1], False)
     a_chunks = None
     if a_layout is not None:
-        a_chunks = _operand(W, group, operation, a_layout, form.a_mn, 64, form.kinds[0])
+        a_chunks = _operand(W, group, operation, a_layout, form.a_mn, 64, form.kinds[0], True)
     group.ops.pop(operation.seq, None)
 
     def finish() -> None:
@@ -227,9 +231,12 @@ def _submit(W: Warp, group: Warpgroup, operation: Operation, desc_a: int | None,
 
 
 def _operand(
-    W: Warp, group: Warpgroup, operation: Operation, layout: SmemLayout, mn_major: bool, mn: int, kind: str
+    W: Warp, group: Warpgroup, operation: Operation, layout: SmemLayout, mn_major: bool, mn: int, kind: str, own: bool
 ) -> np.ndarray:
-    """Return an operand's chunks, bounds-checked and told to the detector."""
+    """Return an operand's chunks, bounds-checked and told to the detector.
+
+    Each warp must see all of B, but of A its ``own`` 16 rows alone: FlashAttention-3 fences each warp's rows of P.
+    """
     form, cta = operation.form, W.cta
     bits = {"tf32": 32, "f16": 16, "bf16": 16}.get(kind, 8)
     if layout.span and layout.start % 16:
@@ -240,9 +247,17 @@ def _operand(
         W.fail(MemoryFault, form.ins, f"operand bytes {low}..{high} leave the block's {cta.shared.limit} shared bytes")
     detector = cta.cluster.detector
     if detector:
+        parts = functools.partial(_parts, operation, words, own)
         where = Where(W, form.ins)
-        detector.async_read(W.agent, operation.view, cta.shadow, words, group.agent, operation.seq, where)
+        detector.async_read(W.agent, operation.view, cta.shadow, words, group.agent, operation.seq, where, parts)
     return chunks
+
+
+def _parts(operation: Operation, words: np.ndarray, own: bool) -> Iterator[tuple]:
+    """Yield who issued an operation, with what it may rely on, and the words that it must see."""
+    for warp, view in operation.views:
+        share = words.reshape(4, -1)[warp.index % 4] if own else words
+        yield (warp.agent, view, Where(warp, operation.form.ins)), share
 
 
 def _register_a(operation: Operation, form: Form) -> tuple[np.ndarray, np.ndarray | None]:

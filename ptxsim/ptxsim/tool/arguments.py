@@ -13,12 +13,16 @@ from ..memory.tensormap import SWIZZLES, TensorMap, TensorMapError, encode_tiled
 from ..module import Module
 
 HELP = """arguments of the kernel, in order:
-  zeros:DTYPE:SHAPE   randn:DTYPE:SHAPE   arange:DTYPE:SHAPE     an array (f4, i4, bf16, ...; SHAPE as 64x128)
+  zeros:DTYPE:SHAPE       an array (f4, i4, bf16, ...; SHAPE as 64x128)
+  randn:DTYPE:SHAPE       the same of normally distributed numbers
+  arange:DTYPE:SHAPE      the same of 0, 1, 2, ...
   file.npy                an array from a file
   int:N   float:X         a scalar
-  struct:TYPE=VALUE,...   a struct by value, each member aligned to its size (u8=@N: the address of array N)
-  data:KIND:DTYPE:SHAPE   an array that only tensor maps refer to (not passed itself)
-  map:INDEX:BOX:SWIZZLE   a tensor map over array number INDEX, as map:0:64x64:128B (the box innermost first)
+  struct:TYPE=VALUE,...   a struct by value, each member aligned to its size
+                          (u8=@N: the address of array N)
+  data:KIND:DTYPE:SHAPE   an array that only tensor maps refer to (not passed)
+  map:INDEX:BOX:SWIZZLE   a tensor map over array number INDEX, as
+                          map:0:64x64:128B (the box innermost first)
 """
 """Meaning of each word."""
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..errors import SimError
 from ..rules import RULES
+
+COLUMNS = 80
+"""Width of help, and of reports on a terminal."""
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -36,9 +41,52 @@ def dims(text: str) -> tuple[int, ...]:
 
 
 def rules_help() -> str:
-    """Return the rules that ``--allow`` takes, a line each."""
-    width = max(map(len, RULES))
-    return "rules that --allow takes:\n" + "".join(f"  {name:{width}}  {text}\n" for name, text in RULES.items())
+    """Return the rules that ``--allow`` takes, each with what breaks it."""
+    width = max(map(len, RULES)) + 4
+    lines = [
+        textwrap.fill(text, COLUMNS, initial_indent=f"  {name}".ljust(width), subsequent_indent=" " * width)
+        for name, text in RULES.items()
+    ]
+    return "\n".join(["rules that --allow takes:", *lines])
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of a command that may take options before, between and after its arguments (``intermixed``)."""
+
+    def __init__(self, *args: Any, intermixed: bool = False, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.intermixed = intermixed
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse what a command is given."""
+        if not self.intermixed:
+            return super().parse_known_args(args, namespace)
+        self.intermixed = False  # argparse calls this method again for options and for arguments
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self.intermixed = True
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Help of 80 columns at most, in which lists of arguments stay as they are written."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, **{"width": min(COLUMNS, shutil.get_terminal_size().columns), **options})
+
+
+def fitted(text: str, stream: Any) -> str:
+    """Return a text with lines no longer than a terminal's; what goes to a file or a pipe is left alone."""
+    if not stream.isatty():
+        return text
+    width = min(COLUMNS, shutil.get_terminal_size().columns)
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "drop_whitespace": True}
+    return "\n".join(
+        textwrap.fill(line, width, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 4), **options)
+        if len(line) > width
+        else line
+        for line in text.split("\n")
+    )
 
 
 def check_writable(option: str, path: Path | None) -> None:

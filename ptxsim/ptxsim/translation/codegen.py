@@ -58,6 +58,11 @@ def _constant(value: int, view: str) -> tuple[np.generic, np.ndarray]:
     return scalar, array
 
 
+def lanes_only(mask: str) -> str:
+    """Return the expression for a mask without what it knows of single bits."""
+    return f"({mask} if {mask}.__class__ is not Bits else {mask}.whole)"
+
+
 class Codegen:
     """Generates the function of a run of blocks in one variant.
 
@@ -134,7 +139,7 @@ class Codegen:
             self.prologue.append(f"{name} = R[{index}]; {mask} = Q[{index}]")
         else:
             self.prologue.append(f"{name} = R[{index}][L]; {mask} = Q[{index}]")
-            self.prologue.append(f"if {mask} is not None: {mask} = anyq({mask}[L])")
+            self.prologue.append(f"if {mask} is not None: {mask} = partq({mask}, L)")
         self.views[reg.index] = {self.cfg.storage[reg.index]: name}
         self.masks[reg.index] = mask
 
@@ -239,18 +244,41 @@ class Codegen:
         return expr
 
     # ---- destinations ------------------------------------------------------------------------------------------
-    def poison(self) -> str | None:
-        """Return the expression for the poison of a result of the sources read so far."""
+    def poison(self, bits: bool = False) -> str | None:
+        """Return the expression for the poison of a result of the sources read so far.
+
+        All bits of the result are undefined where some of a source are; ``bits`` tells that a single source is moved.
+        """
         names = self.sources
         if not names:
             return None
         if len(names) == 1:
-            return names[0]
+            return names[0] if bits else lanes_only(names[0])
         if len(names) == 2:
             a, b = names
-            return f"{a} if {b} is None or {a} is {b} else {b} if {a} is None else {a} | {b}"
+            one = f"{lanes_only(a)} if {b} is None or {a} is {b} else {lanes_only(b)} if {a} is None"
+            return f"{one} else ({a} | {b}).view(np.ndarray)"
         chain = " is ".join([*names, "None"])
         return f"None if {chain} else orq({', '.join(names)})"
+
+    def masked(self, operand: Any, type_name: str) -> tuple[str, str]:
+        """Return the expressions for a source operand and its poison; the poison is remembered with earlier ones."""
+        earlier, self.sources = self.sources, []
+        value = self.src(operand, type_name)
+        mask = self.sources[0] if self.sources else "None"
+        self.sources = list(dict.fromkeys([*earlier, *self.sources]))
+        return value, mask
+
+    def bitwise(self, dst: Any, type_name: str, expr: str, mask: Any, pairs: list[tuple[str, str]]) -> None:
+        """Assign a result that ``mask`` (a function of :mod:`~..arithmetic.undefined`) knows the undefined bits of.
+
+        ``pairs`` are the values and masks that :meth:`masked` gave for the operands, in the order of ``mask``.
+        """
+        if not self.sources:
+            return self.out(dst, type_name, expr)
+        chain = " is ".join([*self.sources, "None"])
+        given = ", ".join(part for pair in pairs for part in pair)
+        return self.out(dst, type_name, expr, f"None if {chain} else {self.bind(mask)}({given})")
 
     def out(self, dst: Any, type_name: str, expr: str, poison: str | bool | None = True) -> None:
         """Assign a result to a destination register, honouring the guard and the register's width.
@@ -285,22 +313,25 @@ class Codegen:
 
     def _guarded(self, dst: Reg, view: str, expr: str, mask: str | None) -> tuple[str, str | None]:
         """Merge a guarded result with the old value of its destination."""
-        pred = self.guard_value()
+        pred, unsure = self.guard_value()
         old = self._view(dst, view)
         old_mask = self.masks[dst.index]
         merged = f"selq({pred}, {mask}, {old_mask})" if mask or old_mask else None
+        if unsure:
+            merged = f"unsureq({unsure}, {merged})"
         return f"where({pred}, {expr}, {old})", merged
 
-    def guard_value(self) -> str:
-        """Return the local that holds the guard's truth value; a poisoned guard is an error."""
+    def guard_value(self) -> tuple[str, str]:
+        """Return the local that holds the guard's truth value, and the one of its poison ('' where it has none)."""
         guard = self.ins.guard
         saved, self.sources = self.sources, []
         value = self.src(guard, "pred")
-        if self.sources:
-            self.line(
-                f"if {self.sources[0]} is not None: W.poisoned({self.sources[0]}, {self.here()}, 'a predicate', L)"
-            )
+        unsure = self.sources[0] if self.sources else ""
         self.sources = saved
+        return self._negated(value), unsure
+
+    def _negated(self, value: str) -> str:
+        """Return the local that holds a guard's truth value where the guard may be ``@!p``."""
         if not self.ins.guard_neg:
             return value
         name = self.name("g")
@@ -331,7 +362,8 @@ class Codegen:
                 given.append(self.addr(operand, int(type_name[4:])))
             else:
                 given.append(self.src(operand, type_name))
-            given.append(self.sources[0] if self.sources else "None")
+            mask = self.sources[0] if self.sources else "None"
+            given.append(mask if mask == "None" or self.ins.op == "st" else lanes_only(mask))
         name = self.bind(function)
         outs = []
         for _ in results:
@@ -430,7 +462,10 @@ class Codegen:
         target = self.number(target) if isinstance(target, int) else target
         if ins.guard is None:
             return [f"return {target}"]
-        pred = self.guard_value()
+        pred, unsure = self.guard_value()
+        if unsure:
+            report = f"W.doubt({unsure}, {self.here()}, {self.number(last.index)}, L)"
+            self.line(f"if {unsure} is not None: {report}")
         count = self.name("n")
         self.line(f"{count} = cnt({pred})")
         fall = self.number(last.index + 1)

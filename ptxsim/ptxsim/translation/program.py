@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -11,19 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from ..arithmetic import native, numeric
+from ..arithmetic import native, numeric, undefined
 from ..arithmetic.numeric import Poison, count_nonzero
 from ..parsing.ir import Addr, Function, Imm, Instr, ModuleIR, Reg, Sym, Variable, Vec, operand_regs
 from .cfg import Cfg, uses_defs
 from .codegen import Codegen, Park
 from .lower import lower
+from .regions import decided, postdominators
 from .registry import OPS
 
 _RELEASES = frozenset(("bar", "barrier", "exit"))
 """Opcodes after which others may write what this warp has read (and arrivals on mbarriers)."""
 
 _MAX_CALLS = 5
-"""Source lines of an instruction that are told; of more, the first and the last two, which are the kernel's own."""
+"""Source lines of an instruction that are told; of more, those of libraries between the first and the last two go."""
+
+_LIBRARY = re.compile(r"/(cute|cutlass|cub|thrust|cuda/std|crt)/")
+"""Directories of headers whose frames say little: the caller's own main loop stands between them."""
 
 
 def _put(old: np.ndarray, lanes: np.ndarray, value: np.ndarray) -> np.ndarray:
@@ -32,31 +37,12 @@ def _put(old: np.ndarray, lanes: np.ndarray, value: np.ndarray) -> np.ndarray:
     return new
 
 
-def _put_mask(old: np.ndarray | None, lanes: np.ndarray, mask: Poison) -> np.ndarray | None:
-    if old is None and mask is None:
-        return None
-    new = np.zeros(32, bool) if old is None else old.copy()
-    new[lanes] = False if mask is None else mask
-    return new if count_nonzero(new) else None
-
-
-def _or_masks(*masks: np.ndarray | None) -> np.ndarray:
+def _or_masks(*masks: Poison) -> Poison:
     result = None
     for mask in masks:
         if mask is not None:
             result = mask if result is None or result is mask else result | mask
-    return result
-
-
-def _select_mask(pred: np.ndarray, new: np.ndarray | None, old: np.ndarray | None) -> np.ndarray | None:
-    if new is None and old is None:
-        return None
-    mask = np.where(pred, False if new is None else new, False if old is None else old)
-    return mask if count_nonzero(mask) else None
-
-
-def _any_mask(mask: np.ndarray) -> np.ndarray | None:
-    return mask if count_nonzero(mask) else None
+    return result if result.__class__ is not undefined.Bits else result.whole
 
 
 def _environment() -> dict:
@@ -68,10 +54,12 @@ def _environment() -> dict:
         "cnt": count_nonzero,
         "full": np.full,
         "put": _put,
-        "putq": _put_mask,
+        "Bits": undefined.Bits,
+        "putq": undefined.put,
         "orq": _or_masks,
-        "selq": _select_mask,
-        "anyq": _any_mask,
+        "selq": undefined.select,
+        "unsureq": _or_masks,
+        "partq": undefined.part,
         "saturate": numeric.saturate,
         "mul_hi": numeric.mul_hi,
         **native.FUNCTIONS,
@@ -107,6 +95,8 @@ class Program:
         self.instructions = [ins for block in self.blocks for ins in block.instrs]
         self.files = module.files
         self._writers: dict[int, list] | None = None
+        self._postdominators: list[int] = []
+        self._decided: dict[int, tuple[int, list[int]] | None] = {}
         for number, ins in enumerate(self.instructions):
             ins.number = number
         zeros = {code: np.zeros(32, "bool" if code == "b1" else code) for code in set(self.cfg.storage) - {"q"}}
@@ -131,6 +121,7 @@ class Program:
         other.cfg.blocks = other.blocks
         other.full, other.poisoned, other.partial = {}, {}, [None] * len(self.blocks)
         other._early, other._released, other._moved, other._writers = {}, {}, {}, None
+        other._decided = {}
         other.instructions = [ins for block in other.blocks for ins in block.instrs]
         return other
 
@@ -183,11 +174,19 @@ class Program:
                     self._writers.setdefault(reg.index, []).append(ins)
         return self._writers
 
+    def decided(self, index: int) -> tuple[int, list[int]] | None:
+        """Return what the branch at the end of a block decides (see :func:`~.regions.decided`)."""
+        if index not in self._decided:
+            self._postdominators = self._postdominators or postdominators(self.blocks)
+            self._decided[index] = decided(self.blocks, self._postdominators, index)
+        return self._decided[index]
+
     def source_line(self, ins: Instr) -> str:
         """Return file and line of an instruction's source, and of the calls around it ('' where no ``.loc`` tells)."""
         places = [f"{self.files.get(file, f'file {file}')}:{line}" for file, line in ins.loc]
         if len(places) > _MAX_CALLS:
-            places[1:-2] = ["..."]
+            middle = ["..." if _LIBRARY.search(each) else each for each in places[1:-2]]
+            places[1:-2] = [each for k, each in enumerate(middle) if each != "..." or middle[k - 1 : k] != ["..."]]
         return ", inlined at ".join(places)
 
     def initial_registers(self) -> list[np.ndarray]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -81,6 +82,20 @@ def test_first_coordinates_are_multiples_of_16_bytes(at: list[int], refused: boo
         return
     with pytest.raises(ptxsim.DescriptorError, match="multiple of 16 bytes"):
         module.launch("k", 1, 1, args)
+
+
+@pytest.mark.parametrize(("at", "outside"), [((32, 8), False), ((-16, 0), True), ((0, 9), True), ((40, 0), True)])
+def test_boxes_outside_their_tensor_are_reported_on_request(at: tuple[int, int], outside: bool) -> None:
+    code = (
+        INIT + "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 128; mov.b64 %rd1, tm; cvta.param.u64 %rd1, %rd1;"
+        f"cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r1], [%rd1, {{{at[0]}, {at[1]}}}], [%r2];"
+        + WAIT
+    )  # fmt: skip
+    module = kernel(".param .align 64 .b8 tm[128]", code)
+    args = [encode(module, padded([40, 9], np.random.default_rng(0)), [40, 9], [16, 4], "none")]
+    module.launch("k", 1, 1, args)
+    with pytest.raises(ptxsim.MemoryFault, match="wholly outside its tensor") if outside else nullcontext():
+        module.launch("k", 1, 1, args, tma_outside=True)
 
 
 @pytest.mark.parametrize("at", [[-8, 0], [0, -1]])

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 import weakref
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 import ptxsim
 from ptxsim.state import machine
 from simtest import nvrtc
+from simtest.single import HEADER
 
 SOURCE = r"""
 struct Args { float *x; long long n; const int *index; };
@@ -196,3 +199,36 @@ def test_blocks_memory_does_not_wait_for_the_collector(monkeypatch: pytest.Monke
         assert not any(ref() is not None for ref in alive)
     finally:
         gc.enable()
+
+
+def test_threads_share_a_module() -> None:
+    """Launches of one module run one after another; each gets its own numbers."""
+    code = (
+        "mov.u32 %r1, %tid.x; mul.wide.u32 %rd2, %r1, 4; add.u64 %rd1, %rd1, %rd2;"
+        "ld.global.u32 %r2, [%rd1]; add.u32 %r2, %r2, %r1; bar.sync 0; st.global.u32 [%rd1], %r2; ret;"
+    )
+    text = f"{HEADER}.visible .entry k(.param .u64 p)\n{{ .reg .b32 %r<4>; .reg .b64 %rd<4>; ld.param.u64 %rd1, [p]; {code} }}"
+    module, wrong = ptxsim.Module(text), []
+
+    def work(first: int) -> None:
+        for each in range(first, first + 40):
+            array = np.full(64, each, "u4")
+            module.launch("k", 1, 64, [array])
+            if array.tolist() != list(range(each, each + 64)):
+                wrong.append(each)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(1000 * i,)) for i in range(8)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong
+
+
+def test_text_that_ends_in_nul() -> None:
+    assert ptxsim.Module(HEADER + ".visible .entry k() { ret; }\n\0").kernels == ["k"]

@@ -103,8 +103,17 @@ def test_lanes_reach_an_unaligned_barrier_apart(mode: str, seed: int, count: str
 
 def test_lanes_of_a_warp_are_counted_once() -> None:
     twice = "setp.lt.u32 %p1, %r0, 16; @%p1 bra A; barrier.arrive 1, 64; A: barrier.arrive 1, 64;"
-    with pytest.raises(ptxsim.SyncError, match="arrives twice"):
+    with pytest.raises(ptxsim.SyncError, match="arrive twice at barrier 1 before its other lanes"):
         launch(twice, 1, 32)
+
+
+@pytest.mark.parametrize(("mode", "seed"), MODES)
+def test_a_warp_arrives_and_then_waits_at_one_barrier(mode: str, seed: int) -> None:
+    """Hardware counts arrivals: FlashAttention-3's scheduler barrier takes both from one warp."""
+    both = "bar.arrive 1, 64; bar.sync 1, 64; st.global.u32 [%rd2], 5;"
+    assert launch(both, 32, 32, mode, seed).tolist() == [5] * 32
+    with pytest.raises(ptxsim.DeadlockError, match="needs 96 threads"):
+        launch(both.replace("64", "96"), 32, 32, mode, seed)
 
 
 def test_a_barrier_reduction_of_divergent_lanes() -> None:

@@ -185,7 +185,7 @@ def test_store_and_load(shape: str, count: int, packed: bool, mode: str, seed: i
          "tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1+4], 32;", 64, False, "after relinquish"),
         ("tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r3}, [%r2+0x200000];", 64, True, "quadrant"),
         ("tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r3}, [%r2+64];", 64, True, "not allocated"),
-        ("tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r3}, [%r2]; tcgen05.wait::ld.sync.aligned; setp.eq.u32 %p1, %r3, 0; @%p1 bra X; X:",
+        ("tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r3}, [%r2]; tcgen05.wait::ld.sync.aligned; setp.eq.u32 %p1, %r3, 0; @%p1 bra X; bar.warp.sync 0xffffffff; X:",
          64, True, "undefined"),
         ("tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned;", 64, True, "only one of them"),
     ],

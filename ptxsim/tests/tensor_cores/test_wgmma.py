@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -131,6 +133,52 @@ def multiply(kind: str, n: int, span_a: int, span_b: int, a_mn: bool, b_mn: bool
     ptxsim.Module(ptx).launch("k", 1, 128, args, mode="late")
     want = a.astype("f8") @ b.astype("f8").T
     np.testing.assert_array_equal(collect(out, n), want)
+
+
+SYNC = "fence.proxy.async.shared::cta; bar.sync 0;"
+OWN = (
+    "shr.u32 %r9, %r0, 5; and.b32 %r10, %r0, 31; shl.b32 %r9, %r9, 9; mad.lo.u32 %r5, %r10, 4, %r9; add.u32 %r9, %r9, 512; A:",
+    "add.u32 %r5, %r5, 128; setp.lt.u32 %p1, %r5, %r9; @%p1 bra A;",
+)
+
+
+def staged(rows: tuple[str, str], sync: str) -> str:
+    """Return a kernel that writes A after B and the barrier: ``rows`` tell which words a warp writes, then ``sync``."""
+    ptx = build(64, 16, "bf16", "f32", ", 1, 1, 0, 0", False, 2048, 16384)
+    copy = ptx[ptx.index("mov.u32 %r5, %r1; A:") : ptx.index("mov.u32 %r5, %r1; B:")]
+    loop = copy.replace("mov.u32 %r5, %r1; A:", rows[0]).replace(
+        "add.u32 %r5, %r5, 512; setp.lt.u32 %p1, %r5, 2048; @%p1 bra A;", rows[1]
+    )
+    return ptx.replace(copy, "").replace(SYNC, SYNC + loop + sync)
+
+
+@pytest.mark.parametrize(
+    ("own", "sync", "why"),
+    [
+        (True, "fence.proxy.async.shared::cta; bar.warp.sync -1;", ""),
+        (True, "bar.warp.sync -1;", "no proxy fence makes it visible"),
+        (False, "fence.proxy.async.shared::cta; bar.warp.sync -1;", "reads after a write of .* without synchronisation$"),
+        (False, "setp.ge.u32 %p3, %r0, 96; @!%p3 fence.proxy.async.shared::cta; bar.sync 1;", "reads after a write of .*warp 3 without .*no proxy fence"),
+        (False, "fence.proxy.async.shared::cta; bar.sync 1;", ""),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("mode", ["early", "late", "random"])
+def test_each_warp_reads_its_own_rows_of_a(own: bool, sync: str, why: str, mode: str) -> None:
+    """FlashAttention-3 writes, fences and multiplies P with no barrier between the warps of a warpgroup."""
+    rows = OWN if own else ("mov.u32 %r5, %r1; A:", "add.u32 %r5, %r5, 512; setp.lt.u32 %p1, %r5, 2048; @%p1 bra A;")
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-4, 5, (64, 16)).astype(TYPES["bf16"]) for _ in range(2))
+    (raw_a, lbo_a, sbo_a), (raw_b, lbo_b, sbo_b) = place(a, 0, False), place(b, 0, False)
+    out = np.zeros((32, 128), "f4")
+    args = [raw_a, raw_b, descriptor(lbo_a, sbo_a, 0), descriptor(lbo_b, sbo_b, 0), out, np.zeros((4, 128), "u4")]
+    module = ptxsim.Module(staged(rows, sync))
+    if why:
+        with pytest.raises(ptxsim.RaceError) as caught:
+            module.launch("k", 1, 128, args, mode=mode)
+        assert re.search(why, caught.value.finding.message), caught.value.finding.message
+        return
+    module.launch("k", 1, 128, args, mode=mode)
+    np.testing.assert_array_equal(collect(out, 64), a.astype("f8") @ b.astype("f8").T)
 
 
 @pytest.mark.parametrize("span", [0, 32, 64, 128])

@@ -98,11 +98,22 @@ def test_source_lines_of_calls_around_an_inlined_instruction() -> None:
     with pytest.raises(ptxsim.RaceError) as caught:
         ptxsim.Module(text).launch(KERNEL, 1, 64, [np.zeros(1, "u4")])
     assert caught.value.finding.at.source == "race.cu:9, inlined at race.cu:20, inlined at race.cu:30"
-    deep = "".join(f".loc 1 {k} 1, function_name $L__a, inlined_at 1 {k + 1} 1\n" for k in range(28, 19, -1))
-    text = HEADER + ONE_LANE.replace(".loc 1 9 5", deep + ".loc 1 9 5")
+
+
+def test_frames_of_libraries_are_left_out_of_long_chains() -> None:
+    """Of CUTLASS's layers little is to be learnt; the kernel's own main loop stands between them."""
+    files = {20: 2, 21: 2, 22: 1, 23: 2, 24: 2}
+    deep = "".join(
+        f".loc {files.get(k, 1)} {k} 1, function_name $L__a, inlined_at {files.get(k + 1, 1)} {k + 1} 1\n"
+        for k in range(27, 19, -1)
+    )
+    text = HEADER + ONE_LANE.replace(".loc 1 9 5", deep + ".loc 1 9 5").replace(
+        "inlined_at 1 20 1", "inlined_at 2 20 1"
+    )
     with pytest.raises(ptxsim.RaceError) as caught:
-        ptxsim.Module(text).launch(KERNEL, 1, 64, [np.zeros(1, "u4")])
-    assert caught.value.finding.at.source.split(", inlined at ") == ["race.cu:9", "...", "race.cu:28", "race.cu:29"]
+        ptxsim.Module('.file 2 "include/cute/atom.hpp"\n' + text).launch(KERNEL, 1, 64, [np.zeros(1, "u4")])
+    places = [each.removeprefix("race.cu:") for each in caught.value.finding.at.source.split(", inlined at ")]
+    assert places == ["9", "...", "22", "...", "25", "26", "27", "28"]
 
 
 def test_a_function_that_is_called_tells_its_caller() -> None:

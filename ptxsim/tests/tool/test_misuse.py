@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import ptxsim
-from ptxsim.__main__ import main
+from ptxsim.__main__ import main, parser
 from ptxsim.tool.arguments import HELP
+from ptxsim.tool.options import fitted
 from simtest.single import HEADER
 
 HOUSE = Path(__file__).resolve().parents[2]
@@ -93,16 +96,49 @@ def test_the_first_example_of_the_readme_runs() -> None:
 def test_help_is_wrapped_and_lists_the_rules(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    for command in ("run", "mutate"):
+    monkeypatch.setenv("COLUMNS", "200")
+    for command in ("check", "run", "mutate", "run-host", "replay"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         text = capsys.readouterr().out
-        assert HELP.splitlines()[1] in text
-        for name, meaning in ptxsim.RULES.items():
-            assert re.search(rf"^  {name} +{re.escape(meaning)}$", text, re.MULTILINE)
-        options = text.partition("options:")[2].partition("arguments of the kernel")[0]
-        assert max(map(len, options.splitlines())) <= 100
+        assert max(map(len, text.splitlines())) <= 80
+        if command in ("run", "mutate"):
+            assert HELP.splitlines()[1] in text
+            assert re.search(r"options:\n  -h.*\n  --mode", text)
+            joined = " ".join(text.split())
+            assert all(f"{name} {meaning}" in joined for name, meaning in ptxsim.RULES.items())
+
+
+def test_every_option_has_help() -> None:
+    main_parser = parser("ptxsim")
+    (commands,) = (each for each in main_parser._actions if isinstance(each, argparse._SubParsersAction))
+    for name, command in commands.choices.items():
+        assert [each.dest for each in command._actions if not each.help] == [], name
+
+
+@pytest.mark.parametrize("at", [0, 2, 4])
+def test_options_stand_anywhere(at: int, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*WORDS[:at], "--grid", "2", "--mode", "late", *WORDS[at:4]]
+    assert main(["run", str(SAXPY), *words]) == 0
+    assert "kernel saxpy" in capsys.readouterr().out
+
+
+def test_a_closed_pipe_ends_quietly() -> None:
+    code = f"import sys; from ptxsim.__main__ import main; sys.exit(main(['run', {str(SAXPY)!r}, *{WORDS!r}]))"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=HOUSE, **pipes) as run:
+        run.stdout.close()
+        said = run.stderr.read()
+    assert (run.returncode, said) == (141, b"")
+
+
+def test_long_lines_are_wrapped_on_a_terminal() -> None:
+    terminal = SimpleNamespace(isatty=lambda: True)
+    text = fitted("short\n  " + "word " * 40 + "\n" + "x" * 90, terminal).splitlines()
+    assert text[0] == "short"
+    assert max(map(len, text[1:-1])) <= 80
+    assert text[2].startswith("      word")
+    assert text[-1] == "x" * 90
 
 
 def test_only_public_names_are_listed() -> None:
