@@ -64,7 +64,7 @@ def of_queries(results: tuple[Array, Array], inputs: FormInputs, at: Any) -> tup
     return out[at].tobytes(), np.ascontiguousarray(lse[:, at] if inputs.case.queries else lse[at]).tobytes()
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("kernel", [None, SMALL, SEESAW, GENERIC])
 @pytest.mark.parametrize("case", [PACKED, WINDOWS, BOTH], ids=lambda case: case.id)
 def test_bits_do_not_depend_on_the_batch(case: FormCase, kernel: str | None) -> None:
@@ -81,7 +81,7 @@ def test_bits_do_not_depend_on_the_batch(case: FormCase, kernel: str | None) -> 
         assert of_queries(got, inputs, everything) == of_queries(whole, inputs, at)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kernel", [FEW_RECORDS, MANY_RECORDS])
 def test_fp8_tokens(kernel: str) -> None:
     h_q = 40 if kernel == MANY_RECORDS else 4
