@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Tell which kernels a call runs, and why no others; needs no GPU.
 
-Registers and shared memory are those of the build in the cache: `mla-cupy compile` makes it. The time is the roofline
+Registers and shared memory come from the cached build; `mla-cupy compile` makes one. The time is the roofline
 of the GPU's published rates, which no kernel reaches.
 """
 EPILOG = """examples:

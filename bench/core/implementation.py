@@ -49,11 +49,19 @@ class Implementation(Protocol):
 class Own:
     """Our public call: base of one class per operation.
 
-    Without `kernel` the call chooses one. `deterministic` is for operations that have the option.
+    Without `kernel` the call chooses one. `deterministic` is for operations that have the option; `options` are further
+    arguments of the call.
     """
 
-    def __init__(self, kernel: str | None = None, name: str = OWN, *, deterministic: bool = False) -> None:
-        self.name, self._kernel, self._deterministic = name, kernel, deterministic
+    def __init__(
+        self,
+        kernel: str | None = None,
+        name: str = OWN,
+        *,
+        deterministic: bool = False,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.name, self._kernel, self._deterministic, self._options = name, kernel, deterministic, options or {}
 
     def unsupported(self, case: Any, dtype: str) -> str | None:
         return None
@@ -129,6 +137,15 @@ def own_kernels(
         OWN: partial(own, choices.kernel),
         **({DETERMINISTIC: partial(own, choices.kernel, DETERMINISTIC, deterministic=True)} if deterministic else {}),
         **{name: partial(own, kernel, name) for name, kernel in kernels.items()},
+    }
+
+
+def invariant(own: type[Own]) -> dict[str, Callable[[], Implementation]]:
+    """Our batch-invariant call, with pieces of 4,096 tokens, the default, and of 256."""
+    pieces = {"invariant": 4096, "invariant_256": 256}
+    return {
+        name: partial(own, None, name, options={"batch_invariant": True, "split_tokens": tokens})
+        for name, tokens in pieces.items()
     }
 
 

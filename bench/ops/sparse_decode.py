@@ -22,7 +22,7 @@ from mla_cupy.dtypes import numpy_dtype
 
 from ..core.cost import D_V, ELEMENT_BYTES, SINGLE_BYTES, Cost
 from ..core.device import Device
-from ..core.implementation import Choices, Known, Own, Prepared, own_kernels, with_kernel
+from ..core.implementation import Choices, Known, Own, Prepared, invariant, own_kernels, with_kernel
 from ..core.operation import BenchOperation, Case
 from ..core.recorders import Call
 from ..core.samples import Sample, judge, samples
@@ -264,7 +264,7 @@ class SparseDecode(Own):
     ) -> Prepared:
         rows = case.b, case.s_q, case.h_q
         results = [(device.empty((*rows, D_V), dtype), device.empty(rows, "float32")) for _ in sets]
-        decode = with_kernel(mla_cupy.sparse_mla_decode, self._kernel)
+        decode = partial(with_kernel(mla_cupy.sparse_mla_decode, self._kernel), **self._options)
 
         def call(inputs: SparseDecodeInputs, out: object, lse: object) -> Call:
             first, *more = inputs.sources
@@ -320,6 +320,7 @@ def implementations(choices: Choices) -> Known:
 
     return {
         **own_kernels(SparseDecode, choices, GENERIC, NAMED),
+        **invariant(SparseDecode),
         "flashmla": choices.from_dir(FlashMlaSparseDecode, "flashmla"),
     }
 
@@ -332,8 +333,8 @@ SPARSE_DECODE = BenchOperation(
   run sparse-decode --quick --peers flashmla --peers-dir peers
   run sparse-decode --case b64-sq1-hq24-topk512        any other shape, named in the same form
 """,
-    peers="flashmla (imports torch and needs --peers-dir), generic, "
-    f"{', '.join(NAMED)}; or none. "
+    peers="flashmla (imports torch and needs --peers-dir), generic, invariant, invariant_256 "
+    f"(batch-invariant calls, by the longest piece), {', '.join(NAMED)}; or none. "
     "Default: flashmla where --peers-dir is given",
     suites={
         "targets": CASES,

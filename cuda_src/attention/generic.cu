@@ -89,7 +89,7 @@ MLA_DEVICE void fetch_query(const Block& block, const WorkItem& item, i32 warp, 
     copy_row<kHeadDimQk>(block.s.q[warp], from, lane);
 }
 
-// Whether any row sees a token of the request.
+// True if some row sees a token of the request.
 template <class Work>
 MLA_DEVICE bool is_wanted(const WorkItem& item, i32 token) {
     if constexpr (Work::kForms) return Work::of(item).first_token <= token;

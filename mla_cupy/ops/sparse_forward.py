@@ -161,7 +161,7 @@ def sparse_mla_forward(
     Rows that a query does not select never reach its result, whatever they contain: NaN, Inf, or memory that is not
     there (but to convert records is to read all of `kv`). The result does not change from run to run; it depends on how
     the queries are split over the GPU, that is on s_q and on the other queries' numbers of rows, and on where in `kv`
-    the rows lie, by which the lists of rows may be sorted, within rounding.
+    the rows lie, by which the lists of rows may be sorted, within rounding; not with `batch_invariant`.
     Workspace: 4 * s_q * topk bytes for the lists of rows, the pieces of split queries, and converted records. It takes
     2 * h_q * (d_qk + 512) FLOPs for each selected row.
 

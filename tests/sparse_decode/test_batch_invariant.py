@@ -81,6 +81,21 @@ def test_decode(case: SparseDecodeCase, kernel: str | None) -> None:
         assert_rows(alone, whole, np.s_[1:2, 1:2])
 
 
+def test_projected_results() -> None:
+    """W_UV is applied in the merge whatever the batch, where a plain call of many queries has a launch of its own."""
+    case = SparseDecodeCase(record="v4", b=3, topk=150, h_q=4, lengths=True)
+    call = make_decode(case)
+    w_uv = np.random.default_rng(1).standard_normal((case.h_q, 128, 512), np.float32)
+    call["w_uv"] = (w_uv / 30).astype(call["q"].dtype)
+    with simulated(3):
+        whole = run("sparse_mla_decode", call, to=same, back=np.asarray)
+    read = as_read(case, call)
+    rounded = reference.sparse_mla_decode(**read, rounding=format_of_keys(case))
+    check(whole, reference.sparse_mla_decode(**call), rounded, case.dtype)
+    with simulated(5, mode="random", seed=2):
+        assert_rows(run("sparse_mla_decode", taken(call, [2, 1]), to=same, back=np.asarray), whole, [2, 1])
+
+
 FORWARD_CASES = (
     SparseCase(s_q=4, h_q=9, topk=150, lengths=True, sink=True),
     SparseCase(s_q=3, h_q=40, topk=90, d_qk=512, dtype="float16"),

@@ -36,7 +36,7 @@ struct LaneWords {
     }
 };
 
-// Of a group there is more to remember than fits into a scout's 24 registers. The schedule is read again for each.
+// A group needs more state than a scout's 24 registers hold, so the schedule is read again for each.
 template <>
 struct SlimTileWalk<GroupedWork> : LaneWords {
     enum Word : i32 { kHidden, kGroup, kRequest, kSeenTokens, kFirstToken, kAtTile, kTileEnd, kFreeWord };
