@@ -140,9 +140,9 @@ def own_kernels(
     }
 
 
-def invariant(own: type[Own]) -> dict[str, Callable[[], Implementation]]:
+def batch_invariant(own: type[Own]) -> dict[str, Callable[[], Implementation]]:
     """Our batch-invariant call, with pieces of 4,096 tokens, the default, and of 256."""
-    pieces = {"invariant": 4096, "invariant_256": 256}
+    pieces = {"batch_invariant": 4096, "batch_invariant_256": 256}
     return {
         name: partial(own, None, name, options={"batch_invariant": True, "split_tokens": tokens})
         for name, tokens in pieces.items()

@@ -22,7 +22,7 @@ from mla_cupy.dtypes import numpy_dtype
 
 from ..core.cost import D_V, ELEMENT_BYTES, SINGLE_BYTES, Cost
 from ..core.device import Device
-from ..core.implementation import Choices, Known, Own, Prepared, invariant, own_kernels, with_kernel
+from ..core.implementation import Choices, Known, Own, Prepared, batch_invariant, own_kernels, with_kernel
 from ..core.operation import BenchOperation, Case
 from ..core.recorders import Call
 from ..core.samples import Sample, judge, samples
@@ -320,7 +320,7 @@ def implementations(choices: Choices) -> Known:
 
     return {
         **own_kernels(SparseDecode, choices, GENERIC, NAMED),
-        **invariant(SparseDecode),
+        **batch_invariant(SparseDecode),
         "flashmla": choices.from_dir(FlashMlaSparseDecode, "flashmla"),
     }
 
@@ -333,8 +333,8 @@ SPARSE_DECODE = BenchOperation(
   run sparse-decode --quick --peers flashmla --peers-dir peers
   run sparse-decode --case b64-sq1-hq24-topk512        any other shape, named in the same form
 """,
-    peers="flashmla (imports torch and needs --peers-dir), generic, invariant, invariant_256 "
-    f"(batch-invariant calls, by the longest piece), {', '.join(NAMED)}; or none. "
+    peers="flashmla (imports torch and needs --peers-dir), generic, batch_invariant, batch_invariant_256 "
+    f"(pieces of 4,096 or 256 tokens), {', '.join(NAMED)}; or none. "
     "Default: flashmla where --peers-dir is given",
     suites={
         "targets": CASES,

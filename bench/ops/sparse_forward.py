@@ -10,7 +10,7 @@ import mla_cupy
 
 from ..core.cost import D_V, ELEMENT_BYTES, SINGLE_BYTES, Cost
 from ..core.device import Device
-from ..core.implementation import Choices, Known, Own, Prepared, invariant, own_kernels, with_kernel
+from ..core.implementation import Choices, Known, Own, Prepared, batch_invariant, own_kernels, with_kernel
 from ..core.operation import BenchOperation
 from ..core.recorders import Call
 from ..core.samples import judge
@@ -101,7 +101,7 @@ def implementations(choices: Choices) -> Known:
 
     return {
         **own_kernels(SparseForward, choices, GENERIC, NAMED),
-        **invariant(SparseForward),
+        **batch_invariant(SparseForward),
         "flashmla": choices.from_dir(FlashMlaSparse, "flashmla"),
         "tilelang": tilelang,
     }
@@ -115,8 +115,8 @@ SPARSE_FORWARD = BenchOperation(
   run sparse-forward --quick --indices clustered       indices as an indexer would select them
   run sparse-forward --case sq512-skv4096-hq16-topk512 any other shape, named in the same form
 """,
-    peers=f"flashmla (imports torch and needs --peers-dir), tilelang, generic, invariant, invariant_256 "
-    f"(batch-invariant calls, by the longest piece), {', '.join(NAMED)}; or none. "
+    peers=f"flashmla (imports torch and needs --peers-dir), tilelang, generic, batch_invariant, batch_invariant_256 "
+    f"(pieces of 4,096 or 256 tokens), {', '.join(NAMED)}; or none. "
     "Default: flashmla where --peers-dir is given",
     # Quick: compute-bound, and with more rows than fit easily in the L2.
     suites={"targets": CASES, "quick": CASES[:2]},

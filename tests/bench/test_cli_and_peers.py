@@ -96,7 +96,11 @@ def test_bad_options_are_refused(bad, capsys):
             "_flashmla_extension_C",
         ),
         ("sparse-forward", ["--peers", "flashmla"], "--peers-dir"),
-        ("sparse-forward", ["--peers", "cudnn"], "generic, attention_mma, invariant, invariant_256, flashmla"),
+        (
+            "sparse-forward",
+            ["--peers", "cudnn"],
+            "generic, attention_mma, batch_invariant, batch_invariant_256, flashmla",
+        ),
         ("sparse-backward", ["--peers", "cudnn"], "nvidia-cudnn-frontend"),
         ("sparse-backward", ["--peers", "flashmla"], "deterministic, generic, sparse_backward_mma"),
     ],

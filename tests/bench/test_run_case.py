@@ -16,6 +16,7 @@ from bench.core.tolerance import spaced
 from bench.operations import OPERATIONS
 from bench.ops.decode import DecodeOutputs, expect, judge, make_inputs
 from bench.ops.decode_cases import DecodeCase
+from bench.ops.sparse_decode import SPARSE_DECODE
 from tests.bench.small import SMALL
 from tests.support.flat import flat, flat_plan
 
@@ -86,6 +87,18 @@ def test_batch_invariant_plans_are_asked_for(device, numpy_backend, monkeypatch)
         implementation.prepare(CASE, "bfloat16", sets, device)
     usual = {"batch_invariant": None, "split_tokens": None}
     assert asked == [usual, *({"batch_invariant": True, "split_tokens": split} for split in (4096, 512))]
+
+
+def test_batch_invariant_sparse_calls_are_asked_for(device, numpy_backend, monkeypatch):
+    asked = []
+    monkeypatch.setattr(mla_cupy, "sparse_mla_decode", lambda *arrays, **options: asked.append(options))
+    case = SPARSE_DECODE.case_of("1", "1", "16", "64", None, None, "1024")
+    sets = [SPARSE_DECODE.inputs(case, "bfloat16", 0, device)]
+    for implementation in make(["batch_invariant", "batch_invariant_256"], SPARSE_DECODE.implementations(Choices())):
+        for call in implementation.prepare(case, "bfloat16", sets, device).calls:
+            call()
+    assert [options.get("split_tokens") for options in asked] == [None, 4096, 256]
+    assert [options.get("batch_invariant") for options in asked] == [None, True, True]
 
 
 def test_a_chain_of_drafts_as_a_tree_is_the_causal_mask(device, numpy_backend, monkeypatch):
