@@ -358,19 +358,15 @@ MLA_DEVICE void run_tile(const PrefillParams& p, Storage& s, Math& math, i32 i, 
     } else {
         release(s.k_empty[math.group], math.lane());
     }
-    if (next >= 0) {
-        mbarrier_wait(s.k_empty[math.group], math.phase);
-        ask_for_keys(p, s, math, next);
-    }
+    mbarrier_wait(s.k_empty[math.group], math.phase);
+    if (next >= 0) ask_for_keys(p, s, math, next);
     cp_async_commit_group();
     clean_values(s, math, i);
     mbarrier_wait(s.v_full[math.group], math.phase);
     if (sees) add_values(s, math, weights);
     release(s.v_empty[math.group], math.lane());
-    if (next >= 0) {
-        mbarrier_wait(s.v_empty[math.group], math.phase);
-        ask_for_values(p, s, math, next);
-    }
+    mbarrier_wait(s.v_empty[math.group], math.phase);
+    if (next >= 0) ask_for_values(p, s, math, next);
     cp_async_commit_group();
     math.phase ^= 1;
 }

@@ -89,7 +89,7 @@ static_assert(kKeyPanelBytes % kSwizzleAtomBytes == 0 && kTileKeys % kMmaK == 0,
 // v_full[s]       load (1)                   V         math          blocked
 //          or clean (1), after v_raw         -
 // v_empty[s]      math warps (8)             -         load          free
-// exponentiated   math warps (8)             -         nobody        -
+// exponentiated   math warps (a million: its phase never ends, so nobody need wait)
 // mask_full       clean warps (3)            -         math          blocked
 // mask_empty      math warps (8)             -         clean         free
 struct WorkSlot {
@@ -139,7 +139,7 @@ MLA_DEVICE void init_storage(Storage& s) {
     init_ring(s.k_full, s.k_empty, 1, kMathWarps);
     init_ring(s.v_full, s.v_empty, 1, kMathWarps);
     for (MBarrier& raw : s.v_raw) mbarrier_init(raw, 1);
-    mbarrier_init(s.exponentiated, kMathWarps);
+    mbarrier_init(s.exponentiated, kMaxArrivals);
     if (kHasMask) init_ring(s.mask_full, s.mask_empty, kCleanWarps, kMathWarps);
     for (i32 slot = 0; kHasMask && slot < kWorkSlots; ++slot) s.repeats.wanted_by_any(slot) = 0;
     fence_mbarrier_init();

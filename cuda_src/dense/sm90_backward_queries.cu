@@ -71,7 +71,7 @@ static_assert(kKeyPanelBytes % kSwizzleAtomBytes == 0 && kTileKeys % kMmaK == 0,
 // k_empty[s]      math warps (8)             -         load          free
 // v_full[s]       load (1)                   V         math          blocked
 // v_empty[s]      math warps (8)             -         load          free
-// exponentiated   math warps (8)             -         nobody        -
+// exponentiated   math warps (a million: its phase never ends, so nobody need wait)
 struct WorkSlot {
     QueryTile tile;
     i32 head;             // negative: no more work
@@ -107,7 +107,7 @@ MLA_DEVICE void init_storage(Storage& s) {
     init_ring(s.k_full, s.k_empty, 1, kMathWarps);
     init_ring(s.v_full, s.v_empty, 1, kMathWarps);
     for (MBarrier& raw : s.k_raw) mbarrier_init(raw, 1);
-    mbarrier_init(s.exponentiated, kMathWarps);
+    mbarrier_init(s.exponentiated, kMaxArrivals);
     fence_mbarrier_init();
 }
 

@@ -82,7 +82,7 @@ constexpr float kReferenceLog2 = 64.f;  // a reference follows maxima that are s
 // v_empty[s]      turn warps (3)             -         load          free
 // turned_full[s]  turn warps (3)             -         math          blocked
 // turned_empty[s] math warps (8)             -         turn          free
-// exponentiated   math warps                 -         nobody        -
+// exponentiated   math warps (a million: its phase never ends, so nobody need wait)
 struct WorkSlot {
     QueryTile tile;
     i32 head;  // negative: no more work
@@ -122,7 +122,7 @@ MLA_DEVICE void init_storage(Storage& s) {
     init_ring(s.k_full, s.k_empty, 1, kMathWarps);
     init_ring(s.v_full, s.v_empty, 1, kTurnWarps);
     init_ring(s.turned_full, s.turned_empty, kTurnWarps, kMathWarps);
-    mbarrier_init(s.exponentiated, kMathWarps);
+    mbarrier_init(s.exponentiated, kMaxArrivals);
     fence_mbarrier_init();
 }
 

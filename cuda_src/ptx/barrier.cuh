@@ -7,6 +7,7 @@ namespace mla {
 struct alignas(8) MBarrier {
     u64 state;
 };
+constexpr u32 kMaxArrivals = (1u << 20) - 1;  // the largest count of a phase
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-init
 MLA_DEVICE void mbarrier_init(MBarrier& barrier, u32 count) {
