@@ -46,14 +46,21 @@ def test_causal_ranges(gpu: object, rows: int) -> None:
     )
 
 
-def without_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a block take each row from now on."""
-    monkeypatch.setattr(topk.select, "in_clusters", lambda problem, device: False)
+def take_rows(monkeypatch: pytest.MonkeyPatch, clusters: bool) -> None:
+    """Let a block take each row from now on, or a cluster."""
+    monkeypatch.setattr(topk.select, "in_clusters", lambda problem, device: clusters)
     forget()
 
 
+@pytest.mark.parametrize("width", [300, 4096, 32768])
+def test_short_rows_of_clusters(hopper: object, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    take_rows(monkeypatch, clusters=True)
+    logits = hard_rows(width)
+    assert_selected(select(logits, k=511), expected(logits, k=511))
+
+
 def test_long_rows_of_one_block(gpu: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_clusters(monkeypatch)
+    take_rows(monkeypatch, clusters=False)
     logits = hard_rows(131_072)[:4]
     assert_selected(select(logits, k=2048), expected(logits, k=2048))
 
@@ -67,4 +74,4 @@ def test_repeats_and_builds_agree_bit_by_bit(hopper: object, monkeypatch: pytest
         again = mla_cupy.indexer_topk(logits, 2048)
         assert all(bool((x == y).all()) for x, y in zip(first, again, strict=True))
         if turn == 24:
-            without_clusters(monkeypatch)
+            take_rows(monkeypatch, clusters=False)

@@ -43,10 +43,17 @@ def test_parameters(recorder: Recorder) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "blocks"),
-    [((66, 4096), 66), ((66, 4097), 66 * 8), ((67, 32768), 67), ((500, 32769), 500 * 8), ((0, 9), 0)],
+    [
+        ((1, 32768), 1),
+        ((16, 32769), 16 * 8),
+        ((17, 65536), 17),
+        ((17, 65537), 17 * 8),
+        ((500, 65537), 500),
+        ((0, 9), 0),
+    ],
 )
 def test_blocks(recorder: Recorder, shape: tuple[int, int], blocks: int) -> None:
-    """A cluster per row where rows are long, or few and not short."""
+    """A cluster per row where rows are long and few."""
     mla_cupy.indexer_topk(np.zeros(shape, np.float32), 8)
     assert sum(launch.grid[0] for launch in recorder.launches) == blocks
 

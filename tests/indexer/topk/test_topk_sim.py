@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -11,30 +12,32 @@ import pytest
 import mla_cupy
 from mla_cupy import ShapeError
 from mla_cupy.kernels.indexer.topk import TOPK
+from mla_cupy.kernels.indexer.topk import select as host
 from mla_cupy.kernels.indexer.topk.problem import TopkProblem
 from mla_cupy.simulation import fake_gpu
 from tests.indexer.topk.topk_cases import assert_selected, expected, hard_rows
 from tests.support.sim_driver import simulated
 
 Array = np.ndarray[Any, Any]
-#: A block per row, or a cluster of blocks: widths that these builds are chosen for, and a GPU that has them.
+#: A block per row, or a cluster of blocks: widths that try them, and a GPU that has them.
 BLOCK, CLUSTER = 1, 8
 WIDTHS = {BLOCK: 1500, CLUSTER: 4100}
 PLACES = {BLOCK: (8, 0), CLUSTER: (9, 0)}
 
 
 def select(blocks: int, logits: Array, **options: Any) -> Any:
-    with simulated(4, PLACES[blocks]) as target:
+    takes = mock.patch.object(host, "in_clusters", return_value=blocks == CLUSTER)
+    with takes, simulated(4, PLACES[blocks]) as target:
         got = mla_cupy.indexer_topk(logits, **options)
         assert target.launched == ["mla_indexer_topk_select"]
     return got
 
 
-def test_the_builds_are_chosen_by_width() -> None:
-    for blocks, width in WIDTHS.items():
-        config = TOPK.configure(TopkProblem(1, width, 2048), fake_gpu(4, PLACES[CLUSTER]))
-        assert config.variant.cluster_blocks == blocks
-        assert config.variant in config.kernel.defaults_on("sm_90a")
+@pytest.mark.parametrize(("width", "blocks"), [(host.BLOCK_ELEMS, BLOCK), (2 * host.BLOCK_ELEMS, CLUSTER)])
+def test_the_builds_are_chosen_by_width(width: int, blocks: int) -> None:
+    config = TOPK.configure(TopkProblem(1, width, 2048), fake_gpu(132, PLACES[CLUSTER]))
+    assert config.variant.cluster_blocks == blocks
+    assert config.variant in config.kernel.defaults_on("sm_90a")
 
 
 @pytest.mark.one_in(4)

@@ -1,4 +1,4 @@
-"""Host side of `indexer/topk/select.cu`: a block per row, or a cluster of blocks."""
+"""Host side of `indexer/topk/select.cu`: a block per row, or a cluster of blocks for few long ones."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ MAX_THREADS = 1024
 BLOCK_ELEMS = ITEMS * MAX_THREADS
 """Most elements that a block holds."""
 CLUSTER_BLOCKS = 8
-MIN_SHARE = 4096
-"""Elements of a row per block of a cluster: one vector of each thread. What is shorter is not worth the exchange."""
 
 
 _HAVE_CLUSTERS = (*HOPPER, *BLACKWELL)
 
 
 def in_clusters(problem: TopkProblem, device: DeviceInfo) -> bool:
-    """True if a cluster of blocks takes each row: rows that a block does not hold, and few rows that are not short."""
+    """True if a cluster of blocks takes each row: few rows, longer than a block holds.
+
+    A cluster takes about as long for a row of any length as a block for BLOCK_ELEMS logits that it reads again.
+    """
     if device.arch not in _HAVE_CLUSTERS:
         return False
-    return problem.s_kv > BLOCK_ELEMS or (2 * problem.s_q <= device.sm_count and problem.s_kv > MIN_SHARE)
+    rounds_of_blocks = -(-problem.s_q // device.sm_count)
+    rounds_of_clusters = -(-CLUSTER_BLOCKS * problem.s_q // device.sm_count)
+    return rounds_of_clusters * BLOCK_ELEMS < rounds_of_blocks * problem.s_kv
 
 
 def variant(problem: TopkProblem, device: DeviceInfo) -> Variant:
@@ -36,7 +39,7 @@ def variant(problem: TopkProblem, device: DeviceInfo) -> Variant:
 
 KERNEL: KernelSpec[TopkProblem] = KernelSpec(
     "indexer_topk_select",
-    "exact top-k by radix select: a block per row, or a cluster of blocks for long rows, and for few",
+    "exact top-k by radix select: a block per row, or a cluster of blocks for few long rows",
     "indexer/topk/select.cu",
     TopkParams,
     variants=(
