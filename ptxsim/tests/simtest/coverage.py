@@ -20,8 +20,8 @@ PAGE = Path(__file__).resolve().parents[2] / "COVERAGE.md"
 HEAD = """# Instructions, and the evidence for them
 
 ptxsim models PTX ISA 8.8 for sm_90a and sm_100a, form by form: `tests/simtest/forms.txt` lists every form, and
-`python -m simtest.coverage` in `ptxsim/tests` prints each with its evidence and writes this summary. `ptxsim check
-kernel.ptx` tells what of your own kernel is not modelled.
+`python -m simtest.coverage` in `ptxsim/tests` prints each with its evidence and writes this summary.
+`ptxsim check kernel.ptx` tells what of your own kernel is not modelled.
 
 - **recorded**: forms in a kernel with outputs recorded on an H200, which the simulator reproduces.
 - **by formula**: forms tested only against a formula written from the ISA's text, such as all of tcgen05.
