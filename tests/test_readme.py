@@ -19,7 +19,7 @@ MAX_README_LINES = 140
 REFERENCE = REPOSITORY / "docs" / "reference"
 PAGES = [
     *(REPOSITORY / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "bench/README.md")),
-    *(page for folder in ("cuda_src", "docs", "examples") for page in sorted((REPOSITORY / folder).rglob("*.md"))),
+    *(page for folder in ("bench/log", "cuda_src", "docs", "examples") for page in sorted((REPOSITORY / folder).rglob("*.md"))),
 ]
 PEERS = {"FlashMLA": "flashmla", "FA3": "fa3", "cudnn-frontend": "cudnn"}
 

@@ -44,7 +44,8 @@ def text_of(source: Path, page: Path, pages: dict[Path, Path]) -> str:
         found = pages.get(path, path)
         if path.is_dir():
             return text
-        return f"[{text}]({os.path.relpath(found, page.parent)}{anchor if found.suffix == '.md' else ''})"
+        on_site = path in pages or DOCS in path.parents  # a download has no anchors
+        return f"[{text}]({os.path.relpath(found, page.parent)}{anchor if on_site else ''})"
 
     text, pieces, end = source.read_text(), [], 0
     for fence in _FENCE.finditer(text):
