@@ -15,7 +15,7 @@ from mla_cupy.runtime import env
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 README = REPOSITORY / "README.md"
-MAX_README_LINES = 140
+MAX_README_LINES = 120
 REFERENCE = REPOSITORY / "docs" / "reference"
 PAGES = [
     *(REPOSITORY / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "bench/README.md")),
