@@ -33,6 +33,7 @@ extensions = [
     "kernel_tables",
     "bench_results",
     "command_help",
+    "plain_pages",
 ]
 exclude_patterns = ["_ext", "_templates"]
 templates_path = ["_templates"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
 from tables import MarkdownDirective, table
 
 from bench.core import plot, report
@@ -96,9 +97,16 @@ class BenchTable(MarkdownDirective):
 
     def markdown(self) -> str:
         """Computed from the rows."""
-        path = RESULTS / self.arguments[0]
-        self.env.note_dependency(str(path))
-        return markdown(report.read(path))
+        return markdown(report.read(self._path))
+
+    def run(self) -> list[nodes.Node]:
+        """Return the nodes; a change of the file builds the page again."""
+        self.env.note_dependency(str(self._path))
+        return super().run()
+
+    @property
+    def _path(self) -> Path:
+        return RESULTS / self.arguments[0]
 
 
 def _draw(app: Any) -> None:
