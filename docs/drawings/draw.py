@@ -279,7 +279,7 @@ def decode_ratios() -> Bars:
         "Dense decode: speed of mla_cupy divided by the speed of its peers",
         {PEERS["flashmla"]: "mma", PEERS["fa3"]: "softmax"},
         [(_sizes(row["case"]), [row["speed_vs"][peer] for peer in PEERS]) for row in own],
-        note="Bars start at 1x: equal speed. One H200, one run, bfloat16, pages of 64. Left: sequences x cached tokens.",
+        note="Bars start at 1x: equal speed. One H200 run, bfloat16, pages of 64. Left: sequences x cached tokens.",
     )
 
 

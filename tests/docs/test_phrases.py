@@ -44,8 +44,12 @@ _TARGET = re.compile(r"\]\([^)]*\)")
 
 def prose(text: str) -> str:
     """Blank out code and the targets of links, and keep the lines."""
-    text = _FENCED.sub(lambda block: "\n" * block[0].count("\n"), text)
-    return _TARGET.sub("]", _CODE.sub("`", text))
+    return _TARGET.sub("]", _CODE.sub("`", without_blocks(text)))
+
+
+def without_blocks(text: str) -> str:
+    """Blank out blocks of code, and keep the lines."""
+    return _FENCED.sub(lambda block: "\n" * block[0].count("\n"), text)
 
 
 def stumbles(text: str) -> list[str]:
@@ -58,6 +62,14 @@ def stumbles(text: str) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
 def test_pages_have_no_stumbling_phrases(page: Path) -> None:
     assert stumbles(page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
+def test_pages_are_short(page: Path) -> None:
+    """At most 200 lines without code; at most 120 characters in a line that is no row of a table."""
+    lines = without_blocks(page.read_text()).splitlines()
+    assert len([line for line in lines if line]) <= 200
+    assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
 
 
 def test_stumbling_phrases_are_found() -> None:
