@@ -30,6 +30,7 @@ def load(path: str) -> ModuleType:
 
 repository_pages = load("_ext/repository_pages.py")
 kernel_choice = load("_ext/kernel_choice.py")
+result_tables = load("_ext/result_tables.py")
 plain_pages = load("_ext/plain_pages.py") if importlib.util.find_spec("sphinx") else None
 draw = load("drawings/draw.py")
 
@@ -165,6 +166,11 @@ def test_kernel_pages_hold_the_present_design(page: Path) -> None:
 def test_the_changelog_is_short() -> None:
     """Features, new names and fixes, no figures: 100 lines for a release."""
     assert len((REPOSITORY / "CHANGELOG.md").read_text().splitlines()) <= 100
+
+
+def test_the_page_of_rows_is_up_to_date() -> None:
+    """`python3 docs/_ext/result_tables.py` writes it."""
+    assert result_tables.PAGE.read_text() == result_tables.page()
 
 
 def test_every_kept_result_is_cited() -> None:
