@@ -19,7 +19,7 @@ Array = npt.NDArray[np.integer[Any]]
 _THRESHOLDS = 16
 """Number of lengths of shared prefixes that are tried as the shortest of a group."""
 
-# What the model counts with, in microseconds of an H200. Their source: bench/log/cascade.md.
+# What the model counts with, in microseconds of an H200. See docs/guides/paged-cache.md for where they are from.
 _TILE_US = 1.6
 """A tile of 64 tokens for 64 query rows."""
 _SMALL_TILE_US, _SMALL_ROW_US = 1.0, 0.018

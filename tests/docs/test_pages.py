@@ -159,7 +159,7 @@ KERNEL_PAGES = sorted((REPOSITORY / "cuda_src").rglob("*.md"))
 
 @pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
 def test_kernel_pages_hold_the_present_design(page: Path) -> None:
-    """Measurements and experiments belong to bench/log."""
+    """What was measured and tried belongs to docs/log."""
     assert len(page.read_text().splitlines()) <= 250
 
 
