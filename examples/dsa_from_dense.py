@@ -45,9 +45,10 @@ import mla_cupy.torch as mla
 from mla_cupy.transformers import add_indexer, indexer_parameters, indexer_warmup, patch, sparse_training, unpatch
 
 VOCABULARY, SEGMENT, REPEAT, IGNORED = 512, 256, 257, -100  # the first 256 tokens are bytes
-NAMES = range(258, VOCABULARY)  # of facts
+NAMES = range(258, VOCABULARY)  # of facts, and their values
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KINDS = {"text": 0.4, "copy": 0.2, "recall": 0.4}
+KINDS = {"text": 0.3, "copy": 0.1, "recall": 0.6}
+SHORT_KINDS = {"recall": 1.0}  # of short rows: what needs most steps to learn
 # Parts of --budget. No command takes longer than ten minutes with a budget of 25.
 SHARES = {
     "dense": 0.38,
@@ -78,7 +79,7 @@ class Size:
     steps: dict[str, int] = field(
         default_factory=lambda: {"dense": 8000, "warmup": 1200, "sparse": 3000, "compare": 20}
     )
-    early: int = 1500  # steps of the dense stage with rows of a quarter's length, from which copying is learnt sooner
+    early: dict[int, int] = field(default_factory=lambda: {16: 700, 4: 1000})  # steps with short rows
     every: int = 50
     rows: int = 16  # of a validation set
     needles: int = 64
@@ -98,7 +99,7 @@ QUICK = Size(
     rate=4e-3,
     rate_of_indexers=1e-2,
     steps={"dense": 300, "warmup": 50, "sparse": 15, "compare": 3},
-    early=0,
+    early={},
     every=25,
     rows=4,
     needles=4,
@@ -168,39 +169,39 @@ def copy_row(rng: np.random.Generator, text: np.ndarray[Any, Any], n: int) -> tu
 
 
 def facts_of(rng: np.random.Generator, count: int = len(NAMES)) -> list[list[int]]:
-    """Facts: names, each with four digits."""
-    return [[NAMES[name], *rng.integers(48, 58, 4).tolist()] for name in rng.permutation(len(NAMES))[:count]]
+    """Facts: different names, each with another name as its value."""
+    return [[NAMES[name], NAMES[rng.integers(len(NAMES))]] for name in rng.permutation(len(NAMES))[:count]]
 
 
-def recall_row(rng: np.random.Generator, text: np.ndarray[Any, Any], n: int, alone: bool = False) -> tuple[Any, Any]:
-    """A text with facts in it; where a name comes again, its digits are to be predicted, with the text or alone."""
+def recall_row(rng: np.random.Generator, text: np.ndarray[Any, Any], n: int) -> tuple[Any, Any]:
+    """A text with facts in it; where a name comes again, its value is to be predicted."""
     filler, _ = text_row(rng, text, n)
     ids: list[Any] = []
     labels: list[Any] = []
     facts, known = facts_of(rng), 0
+    gap = int(n / 64 * (n / 256) ** rng.random())  # short rows are dense: matching is learnt there first
     while len(ids) < n:
         again = known == len(facts) or (known and rng.random() < 0.6)
         back = int(np.exp(rng.uniform(0, np.log(known + 1)))) if again else 0  # as often far as near
-        name, *digits = facts[known - back]
+        name, value = facts[known - back]
         known += not again
-        piece = filler[len(ids) : len(ids) + int(rng.integers(4, 48))].tolist()
-        ids += [name, *digits, *piece]
-        labels += [IGNORED, *(digits if again else [IGNORED] * len(digits))]
-        labels += [IGNORED] * len(piece) if alone else piece
+        piece = filler[len(ids) : len(ids) + int(rng.integers(gap + 1))].tolist()
+        ids += [name, value, *piece]
+        labels += [IGNORED, value if again else IGNORED, *[IGNORED] * len(piece)]
     return np.array(ids[:n]), np.array(labels[:n])
 
 
 def needle_prompt(rng: np.random.Generator, text: np.ndarray[Any, Any], n: int) -> tuple[Any, Any]:
-    """Text of n bytes with up to eight facts at random places, and one of their names at its end; and its digits."""
+    """Text of n bytes with up to eight facts at random places, and one of their names at its end; and its value."""
     facts = facts_of(rng, min(8, n // 16))
-    name, *digits = facts[int(rng.integers(len(facts)))]
+    name, value = facts[int(rng.integers(len(facts)))]
     filler, _ = text_row(rng, text, n - sum(map(len, facts)) - 1)
     *parts, last = np.split(filler, np.sort(rng.integers(0, len(filler), len(facts))))
     mixed = [x for part, told in zip(parts, facts, strict=True) for x in (*part, *told)]
-    return np.array([*mixed, *last, name]), np.array(digits)
+    return np.array([*mixed, *last, name]), np.array([value])
 
 
-ROWS = {"text": text_row, "copy": copy_row, "recall": recall_row, "answers": functools.partial(recall_row, alone=True)}
+ROWS = {"text": text_row, "copy": copy_row, "recall": recall_row}
 
 
 class Batches(torch.utils.data.Dataset):  # type: ignore[misc]
@@ -209,12 +210,17 @@ class Batches(torch.utils.data.Dataset):  # type: ignore[misc]
     def __init__(self, run: Run, kinds: dict[str, float] = KINDS, validates: bool = False, stage: str = "") -> None:
         self.size, self.kinds, self.validates = run.size, kinds, validates
         self.seed = [run.seed, validates, *(stage or "validation").encode()]
-        self.early = run.size.early if stage == "dense" else 0
+        self.early = run.size.early if stage == "dense" else {}
+
+    def parts(self, number: int) -> int:
+        """Rows of a batch for each row of full length."""
+        return next((parts for parts, steps in self.early.items() if number < steps), 1)
 
     def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         rng, text = np.random.default_rng([*self.seed, number]), corpus()[self.validates]
-        parts = 4 if number < self.early else 1
-        kinds = rng.choice(list(self.kinds), parts * self.size.batch, p=list(self.kinds.values()))
+        parts = self.parts(number)
+        of = SHORT_KINDS if parts > 1 else self.kinds
+        kinds = rng.choice(list(of), parts * self.size.batch, p=list(of.values()))
         rows = [ROWS[kind](rng, text, self.size.length // parts) for kind in kinds]
         ids, labels = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
         return ids, labels
@@ -342,7 +348,7 @@ class Stage:
     observe : callable
         () -> what a row says of the validation set.
     rate : callable
-        (part of the stage that is done) -> factor of the rates.
+        (step, steps) -> factor of the rates.
     data : str
         Name of the batches. Default: the stage's.
     """
@@ -352,7 +358,7 @@ class Stage:
     masters: Masters
     loss_of: Callable[[Any, Any], torch.Tensor]
     observe: Callable[[], dict[str, Any]]
-    rate: Callable[[float], float]
+    rate: Callable[[int, int], float]
     data: str = ""
     step: int = 0
     steps: int = 0
@@ -365,7 +371,7 @@ class Stage:
         loss = self.loss_of(ids, labels)
         loss.backward()
         self.masters.accumulate()
-        self.masters.step(self.rate(self.step / self.steps))
+        self.masters.step(self.rate(self.step, self.steps))
         self.step += 1
         return loss.detach()
 
@@ -443,14 +449,14 @@ def line_of(stage: str, row: dict[str, Any]) -> str:
     return f"{stage}: " + ", ".join(f"{name} {x:.4g}" for name, x in means.items() if isinstance(x, (int, float)))
 
 
-def warm_cosine(part: float) -> float:
-    """A short rise, then a cosine down to a twentieth."""
-    return min(1.0, part / 0.05 + 0.01) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * part)))
+def warm_cosine(step: int, steps: int) -> float:
+    """A rise over a hundred steps, then a cosine down to a twentieth."""
+    return min(1.0, (step + 1) / min(100, steps / 20)) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
-def late_decay(part: float) -> float:
+def late_decay(step: int, steps: int) -> float:
     """A tenth, which shrinks to nearly nothing."""
-    return 0.1 * (1 - 0.95 * part)
+    return 0.1 * (1 - 0.95 * step / steps)
 
 
 # ---- What is measured on the validation set -----------------------------------------------------------------------
@@ -466,9 +472,9 @@ def validation(run: Run, kind: str, count: int = 1) -> Iterator[tuple[torch.Tens
 
 @torch.no_grad()
 def validation_losses(run: Run, model: Any, count: int = 1) -> dict[str, float]:
-    """Mean losses of text, and of answers to facts within text."""
+    """Mean losses of text, and of facts that are asked for."""
     found = {}
-    for kind in ("text", "answers"):
+    for kind in ("text", "recall"):
         losses = [model(input_ids=i, labels=x, use_cache=False).loss for i, x in validation(run, kind, count)]
         found[kind] = float(torch.stack(losses).mean())
     return found
