@@ -1,0 +1,68 @@
+"""Processes of a gloo group on this machine, forked from one that has imported PyTorch already."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing as mp
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+SECONDS = 60.0
+
+
+def on_all_ranks(world: int, task: Callable[..., Any], *arguments: Any, timeout: float = SECONDS) -> list[Any]:
+    """`task(rank, *arguments)` in `world` processes of a group; what each returned, or its traceback as a string.
+
+    None of a process that ended without either.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "mla_cupy.torch.parallel"])
+    processes, ends = [], []
+    port = _free_port()
+    for rank in range(world):
+        mine, theirs = context.Pipe(duplex=False)
+        place = (theirs, rank, world, port, timeout, task, arguments)
+        processes.append(context.Process(target=_run, args=place, daemon=True))
+        processes[-1].start()
+        theirs.close()
+        ends.append(mine)
+    try:
+        return [_received(end) for end in ends]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _received(end: Any) -> Any:
+    if not wait([end], 2 * SECONDS):
+        return f"nothing in {2 * SECONDS:g} s"
+    try:
+        return pickle.loads(end.recv_bytes())
+    except EOFError:
+        return None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _run(end: Any, rank: int, world: int, port: int, timeout: float, task: Any, arguments: tuple[Any, ...]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=timeout))
+        result = task(rank, *arguments)
+    except Exception:
+        result = traceback.format_exc()
+    end.send_bytes(pickle.dumps(result))  # `send` would share the memory of tensors, which ends with this process
