@@ -15,10 +15,12 @@ from typing import Any
 SECONDS = 60.0
 
 
-def on_all_ranks(world: int, task: Callable[..., Any], *arguments: Any, timeout: float = SECONDS) -> list[Any]:
+def on_all_ranks(
+    world: int, task: Callable[..., Any], *arguments: Any, timeout: float = SECONDS, without: tuple[int, ...] = ()
+) -> list[Any]:
     """`task(rank, *arguments)` in `world` processes of a group; what each returned, or its traceback as a string.
 
-    None of a process that ended without either.
+    None of a process that ended without either, and of those that are not waited for.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([__name__, "mla_cupy.torch.parallel"])
@@ -32,7 +34,7 @@ def on_all_ranks(world: int, task: Callable[..., Any], *arguments: Any, timeout:
         theirs.close()
         ends.append(mine)
     try:
-        return [_received(end) for end in ends]
+        return [None if rank in without else _received(end) for rank, end in enumerate(ends)]
     finally:
         for process in processes:
             process.kill()

@@ -2,28 +2,94 @@
 
 from __future__ import annotations
 
+import os
+import time
+from typing import Any
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from mla_cupy import ArgumentError, DTypeError, ParallelError, ShapeError
 from mla_cupy.parallel import Zigzag
-from tests.parallel import training
+from mla_cupy.torch.parallel import gather, prefill
+from tests.parallel import sparse_training, training
 from tests.parallel.ranks import on_all_ranks
+from tests.parallel.sparse_training import Tokens
 from tests.parallel.training import Sequences
 
-_TOLERANCE = {"out": 4e-3, "lse": 1e-5}
-_OF_GRADIENTS = 8e-3
+_EXACT = ("lse", "indices", "sparse_kl", "warm_kl", "sparse", "warm")
+_PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+def _compare(ranks: list[Any], expected: Any, zigzag: Zigzag, shared: tuple[str, ...] = ()) -> None:
+    assert all(isinstance(of_rank, dict) for of_rank in ranks), ranks
+    found = training.joined(ranks, zigzag, shared)
+    for name, x in expected.items():
+        tolerance = 1e-5 if name in _EXACT else 8e-3 if name.startswith("d ") else 4e-3
+        assert training.error(found[name], x) < tolerance, name
+
+
+@pytest.mark.parametrize("place", _PLACES)
 @pytest.mark.parametrize(
     ("world", "lengths", "chunk_tokens"),
-    [(2, (40,), 12), (4, (64, 24), 16), (4, (37, 2, 0, 19), 16)],
+    [(2, (40,), 12), (4, (64, 24), 16), (4, (37, 2, 0, 19), 1 << 14), (4, (3,), 16)],
+    ids=["2", "4-packed", "4-uneven", "4-without-tokens"],
 )
-def test_ranks_agree_with_one_process(world: int, lengths: tuple[int, ...], chunk_tokens: int) -> None:
-    """Of one sequence, of several, and of lengths that no rank count divides."""
-    given = Sequences(lengths)
+def test_prefill(world: int, lengths: tuple[int, ...], chunk_tokens: int, place: str) -> None:
+    """Results and gradients: of several chunks, of lengths that no rank count divides, and of ranks without tokens."""
+    given = Sequences(lengths, place)
     ranks = on_all_ranks(world, training.on_rank, given, world, chunk_tokens)
-    assert not any(isinstance(x, str) for x in ranks), ranks
-    expected, found = training.in_one(given), training.joined(ranks, Zigzag(lengths, world))
-    for name, x in expected.items():
-        assert training.error(found[name], x) < _TOLERANCE.get(name, _OF_GRADIENTS), name
+    _compare(ranks, training.in_one(given), Zigzag(lengths, world), ("d w",))
+
+
+@pytest.mark.parametrize("place", _PLACES)
+@pytest.mark.parametrize(("world", "lengths"), [(2, (40,)), (4, (29, 0, 6, 13))], ids=["2", "4-packed"])
+def test_sparse(world: int, lengths: tuple[int, ...], place: str) -> None:
+    """Selection, attention, both losses, and the gradients of all of them."""
+    given = Tokens(lengths, place)
+    ranks = on_all_ranks(world, sparse_training.on_rank, given, world)
+    _compare(ranks, sparse_training.in_one(given), Zigzag(lengths, world), ("sparse", "warm"))
+
+
+def test_one_rank_needs_no_group() -> None:
+    given = Sequences((9, 4))
+    _compare([training.on_rank(0, given, 1)], training.in_one(given), Zigzag(given.lengths, 1), ("d w",))
+
+
+def _without_rank_1(rank: int, seconds: float) -> str:
+    """What the others read if a rank ends, or stays away."""
+    zigzag = Zigzag((8,), 3)
+    x = zigzag.split(torch.ones(8, 4), rank)
+    gather(x, zigzag)
+    if rank == 1:
+        time.sleep(seconds)
+        os._exit(1)
+    try:
+        gather(x, zigzag)
+    except ParallelError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("seconds", [0, 30], ids=["ends", "stays away"])
+def test_a_lost_rank_ends_the_others(seconds: float) -> None:
+    begin = time.monotonic()
+    found = on_all_ranks(3, _without_rank_1, seconds, timeout=2, without=(1,))
+    assert time.monotonic() - begin < 20
+    for rank in (0, 2):
+        assert found[rank].startswith("group: got an exchange that failed ("), found
+        assert "expected all ranks; look at the other ranks' errors" in found[rank]
+
+
+def test_what_does_not_fit() -> None:
+    zigzag, given = Zigzag((4,), 1), Sequences((4,)).inputs()
+    q, latents, w = given["q"], given["latents"], given["w"]
+    with pytest.raises(DTypeError, match="expand: got a tensor that requires grad"):
+        prefill(q, latents, lambda x: training.expand(x, w), zigzag)
+    with pytest.raises(ShapeError, match=r"latents\.shape\[0\]: got 3, expected 4, this rank's tokens"):
+        prefill(q, latents[:3], training.expand, zigzag, parameters=(w,))
+    with pytest.raises(ArgumentError, match="chunk_tokens: got 0"):
+        prefill(q, latents, training.expand, zigzag, parameters=(w,), chunk_tokens=0)
+    with pytest.raises(ArgumentError, match="group: got no process group"):
+        prefill(q, latents, training.expand, Zigzag((4,), 2), parameters=(w,))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import mla_cupy.torch as mla
 from mla_cupy.ops.groups import Packed
@@ -64,8 +65,6 @@ def in_one(given: Sequences) -> Tensors:
 
 def on_rank(rank: int, given: Sequences, world: int, chunk_tokens: int = 1 << 14) -> Tensors:
     """Results and gradients of a rank, whose weights' gradients are added up over the group."""
-    import torch.distributed as dist
-
     from mla_cupy.torch.parallel import prefill
 
     zigzag = Zigzag(given.lengths, world)
@@ -76,15 +75,15 @@ def on_rank(rank: int, given: Sequences, world: int, chunk_tokens: int = 1 << 14
     out, lse = prefill(inputs["q"], inputs["latents"], expand, zigzag, chunk_tokens=chunk_tokens, **of)
     cotangents = {name: zigzag.split(x, rank) for name, x in given.cotangents().items()}
     found = _with_gradients(out, lse, cotangents, inputs)
-    found["d w"] = found["d w"].cpu()
-    dist.all_reduce(found["d w"])
+    if world > 1:
+        dist.all_reduce(found["d w"])
     return found
 
 
-def joined(ranks: list[Tensors], zigzag: Zigzag) -> Tensors:
-    """Rows of all ranks in the sequences' order."""
+def joined(ranks: list[Tensors], zigzag: Zigzag, shared: tuple[str, ...]) -> Tensors:
+    """Rows of all ranks in the sequences' order; what is `shared` is the same on every rank."""
     return {
-        name: ranks[0][name] if name == "d w" else zigzag.join(torch.cat([of[name] for of in ranks]))
+        name: ranks[0][name] if name in shared else zigzag.join(torch.cat([of[name] for of in ranks]))
         for name in ranks[0]
     }
 
