@@ -118,20 +118,21 @@ class Links(NamedTuple):
         """Begin to gather rows of all ranks, (world * most, ...)."""
         sent = x.new_zeros(chunk.most, *x.shape[1:])
         sent[: len(chunk.sent)] = x.detach()[chunk.sent]
-        return self._begin(_gather, sent, self.world * chunk.most)
+        return self.begin(_gather, sent, self.world * chunk.most)
 
     def scatter(self, gradient: torch.Tensor, chunk: Chunk) -> Pending:
         """Begin to send the gradients of gathered rows, in the order of `chunk.order`, to the ranks that own them."""
         sent = gradient.new_zeros(self.world * chunk.most, *gradient.shape[1:])
         sent[chunk.order] = gradient
-        return self._begin(dist.all_to_all_single, sent, len(sent))
+        return self.begin(dist.all_to_all_single, sent, len(sent))
 
     def summed(self, pending: Pending, chunk: Chunk) -> torch.Tensor:
         """Sums of what all ranks have sent, for `chunk.sent`; float32, in the order of the ranks."""
         received = pending.wait().unflatten(0, (self.world, chunk.most))
         return received[:, : len(chunk.sent)].sum(0, dtype=torch.float32)
 
-    def _begin(self, collective: Callable[..., Any], sent: torch.Tensor, rows: int) -> Pending:
+    def begin(self, collective: Callable[..., Any], sent: torch.Tensor, rows: int) -> Pending:
+        """Begin an exchange that makes an array of `rows` rows."""
         device = sent.device
         if self.world == 1 or rows == 0:
             return Pending(sent, sent, None, device)
