@@ -27,7 +27,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "jax": {"arrays", "export.manifest", "export.xla", "ops", "parallel.zigzag"},
     "torch": {"arrays", "ops", "parallel.zigzag"},
     "compat": {"arrays", "ops", "torch"},
-    "transformers": {"cache", "cache_formats", "ops.groups", "torch", ""},
+    "transformers": {"cache", "cache_formats", "ops.groups", "parallel.zigzag", "torch", ""},
     "integrations": {"ops.groups", "runtime.env", "terminal", "torch", "transformers"},
     "parallel": {"_version", "arrays", "kernels", "ops", "runtime.device"},
     "parts": set(),

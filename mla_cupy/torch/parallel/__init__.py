@@ -18,7 +18,7 @@ from mla_cupy.shapes import MAX_TOKENS
 from mla_cupy.torch.parallel.attention import Attention, Expand, Prefill, Tensors
 from mla_cupy.torch.parallel.links import Gather, Links, bounds, schedule, whole
 
-__all__ = ["SparsePrefill", "gather", "prefill", "sparse_prefill", "warmup_objective"]
+__all__ = ["SparsePrefill", "gather", "prefill", "select", "sparse_prefill", "warmup_objective"]
 
 
 class SparsePrefill(NamedTuple):
@@ -158,6 +158,49 @@ def gather(x: torch.Tensor, zigzag: Zigzag, *, group: Any = None) -> torch.Tenso
     return found
 
 
+def select(
+    index_q: torch.Tensor,
+    index_k: torch.Tensor,
+    weights: torch.Tensor,
+    zigzag: Zigzag,
+    *,
+    topk: int = 2048,
+    group: Any = None,
+) -> torch.Tensor:
+    """The keys of all ranks that the indexer selects for this rank's queries; it passes no gradient.
+
+    Parameters
+    ----------
+    index_q, weights : tensor
+        Of this rank's tokens, as for `sparse_prefill`.
+    index_k : tensor, (tokens, d_i)
+        Of all tokens, as `gather` returns them.
+    zigzag : Zigzag
+        Lengths of the whole sequences; the same on every rank.
+    topk : int
+        Keys that a query selects.
+    group : ProcessGroup, optional
+        Default: the default group.
+
+    Returns
+    -------
+    tensor, (s, topk), int32
+        Rows of `index_k`, -1 where there are no more; fewer columns where there are fewer tokens.
+
+    Raises
+    ------
+    ShapeError, DTypeError, DeviceError, ArgumentError
+        As for `indexer_select`.
+    """
+    rank = Links.of(zigzag, group).rank
+    check_tokens("index_q", len(index_q), zigzag, rank)
+    first, last = bounds(zigzag, rank, index_q.device)
+    folded = weights.detach() * (index_q.shape[-2] * index_q.shape[-1]) ** -0.5
+    count, scored = max(1, min(topk, zigzag.tokens)), (index_q.detach(), index_k.detach(), folded)
+    found: torch.Tensor = indexer_select(*scored, first, last, topk=count, relative=False)[0]
+    return found
+
+
 def sparse_prefill(
     q: torch.Tensor,
     latents: torch.Tensor,
@@ -215,14 +258,8 @@ def sparse_prefill(
     """
     every = gather(index_k, zigzag, group=group)
     rows = gather(latents, zigzag, group=group)
-    rank = Links.of(zigzag, group).rank
-    check_tokens("q", len(q), zigzag, rank)
-    first, last = bounds(zigzag, rank, q.device)
-    with torch.no_grad():
-        folded = weights.detach() * (index_q.shape[-2] * index_q.shape[-1]) ** -0.5
-        count = max(1, min(topk, zigzag.tokens))
-        scored = (index_q.detach(), every.detach(), folded)
-        indices = indexer_select(*scored, first, last, topk=count, relative=False)[0]
+    check_tokens("q", len(q), zigzag, Links.of(zigzag, group).rank)
+    indices = select(index_q, every, weights, zigzag, topk=topk, group=group)
     out, lse, _ = mla.sparse_mla_forward(q, rows, indices, scale=scale, attn_sink=attn_sink)
     return SparsePrefill(out, lse, indices, rows, every)
 
