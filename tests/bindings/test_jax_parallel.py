@@ -73,9 +73,20 @@ def _leaves(tree: Any) -> list[Any]:
 @pytest.mark.parametrize(("lengths", "chunk_tokens"), [((32,), 8), ((24, 8), 1 << 14)])
 def test_prefill(jax: Any, of_jax: Any, mesh: Any, lengths: tuple[int, ...], chunk_tokens: int) -> None:
     """Results and gradients, of one sequence in several chunks, and of several sequences."""
+    _check_prefill(jax, of_jax, mesh, Zigzag(lengths, WORLD), chunk_tokens)
+
+
+@pytest.mark.gpu
+def test_prefill_on_a_gpu(jax_gpu: Any, of_jax: Any) -> None:
+    """One device still meets its early piece's keys in calls of their own."""
+    mesh = jax_gpu.sharding.Mesh(np.array(jax_gpu.devices("gpu")[:1]), (AXIS,))
+    _check_prefill(jax_gpu, of_jax, mesh, Zigzag((200, 56), 1), 64)
+
+
+def _check_prefill(jax: Any, of_jax: Any, mesh: Any, zigzag: Zigzag, chunk_tokens: int) -> None:
     from mla_cupy.jax.parallel import prefill
 
-    zigzag, n = Zigzag(lengths, WORLD), sum(lengths)
+    lengths, n = zigzag.lengths, zigzag.tokens
     shapes = {"q": (n, HEADS, NOPE), "q_rope": (n, HEADS, ROPE), "latents": (n, LATENT), "k_rope": (n, ROPE)}
     given = _random(jax, {**shapes, "w": (HEADS * (NOPE + VALUES), LATENT), "dout": (n, HEADS, VALUES)})
     given["w"] = given["w"] * LATENT**-0.5

@@ -52,6 +52,37 @@ def test_sparse(world: int, lengths: tuple[int, ...], place: str) -> None:
     _compare(ranks, sparse_training.in_one(given), Zigzag(lengths, world), ("sparse", "warm"))
 
 
+def _repeats(rank: int, given: Sequences) -> bool:
+    """Tell whether two runs return the same bits."""
+    first, second = (training.on_rank(rank, given, 2, 16, deterministic=True) for _ in range(2))
+    return all(torch.equal(x, second[name]) for name, x in first.items())
+
+
+@pytest.mark.parametrize("place", _PLACES)
+def test_deterministic(place: str) -> None:
+    assert on_all_ranks(2, _repeats, Sequences((200, 33), place)) == [True, True]
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph() -> None:
+    """After one call of the same shapes; a replay reads the arrays anew."""
+    zigzag, x = Zigzag((90, 38), 1), Sequences((90, 38), "cuda").inputs()
+    given = {name: x[name].detach() for name in ("q", "latents", "q_rope", "k_rope", "w")}
+
+    def run() -> Any:
+        of = {"q_rope": given["q_rope"], "k_rope": given["k_rope"], "parameters": (given["w"],)}
+        return prefill(given["q"], given["latents"], training.expand, zigzag, chunk_tokens=32, **of)[0]
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    given["q"].neg_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, run())
+
+
 def test_one_rank_needs_no_group() -> None:
     given = Sequences((9, 4))
     _compare([training.on_rank(0, given, 1)], training.in_one(given), Zigzag(given.lengths, 1), ("d w",))

@@ -63,7 +63,9 @@ def in_one(given: Sequences) -> Tensors:
     return _with_gradients(out, lse, given.cotangents(), inputs)
 
 
-def on_rank(rank: int, given: Sequences, world: int, chunk_tokens: int = 1 << 14) -> Tensors:
+def on_rank(
+    rank: int, given: Sequences, world: int, chunk_tokens: int = 1 << 14, deterministic: bool | None = None
+) -> Tensors:
     """Results and gradients of a rank, whose weights' gradients are added up over the group."""
     from mla_cupy.torch.parallel import prefill
 
@@ -72,7 +74,8 @@ def on_rank(rank: int, given: Sequences, world: int, chunk_tokens: int = 1 << 14
     inputs = {name: zigzag.split(x.detach(), rank).requires_grad_() for name, x in whole.items() if name != "w"}
     inputs["w"] = whole["w"]
     of = {"q_rope": inputs["q_rope"], "k_rope": inputs["k_rope"], "parameters": (inputs["w"],), "scale": SCALE}
-    out, lse = prefill(inputs["q"], inputs["latents"], expand, zigzag, chunk_tokens=chunk_tokens, **of)
+    options = {"chunk_tokens": chunk_tokens, "deterministic": deterministic}
+    out, lse = prefill(inputs["q"], inputs["latents"], expand, zigzag, **options, **of)
     cotangents = {name: zigzag.split(x, rank) for name, x in given.cotangents().items()}
     found = _with_gradients(out, lse, cotangents, inputs)
     if world > 1:
