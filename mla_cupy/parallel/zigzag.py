@@ -175,7 +175,7 @@ class Chunk(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """What a rank does.
+    """Calls and exchanges of a rank.
 
     Attributes
     ----------

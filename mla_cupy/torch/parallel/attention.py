@@ -17,7 +17,7 @@ Maybe: TypeAlias = torch.Tensor | None
 
 
 class Attention(NamedTuple):
-    """What a rank computes.
+    """Attention of a rank.
 
     Attributes
     ----------
