@@ -144,6 +144,32 @@ def test_sparse(jax: Any, of_jax: Any, mesh: Any) -> None:
     _close(found, (value, others, gradients))
 
 
+def test_codes(jax: Any, mesh: Any) -> None:
+    """Index keys in FP8 travel with their scales."""
+    from mla_cupy.jax.parallel import sparse_prefill
+
+    jnp, n, spec = jax.numpy, 32, jax.sharding.PartitionSpec(AXIS)
+    x = _random(jax, {"q": (n, HEADS, 576), "latents": (n, 576), "index_q": (n, 4, 32), "index_k": (n, 32)})
+    x |= {name: x[name].astype(jnp.float8_e4m3fn) for name in ("index_q", "index_k")}
+    x |= {"weights": jnp.ones((n, 4)), "k_scale": 1 + jnp.arange(n) / n}
+
+    def found(devices: int) -> tuple[Any, Any]:
+        zigzag, some = Zigzag((24, 8), devices), jax.sharding.Mesh(mesh.devices[:devices], (AXIS,))
+
+        def local(x: Arrays) -> Any:
+            of = sparse_prefill(**x, zigzag=zigzag, axis=AXIS, scale=SCALE, topk=TOPK)
+            return of.out, of.indices, of.k_scale
+
+        rows = np.concatenate([zigzag.rows(rank) for rank in range(devices)])
+        dealt = {name: y[rows] for name, y in x.items()}
+        out, indices, scales = jax.jit(jax.shard_map(local, mesh=some, in_specs=spec, out_specs=spec))(dealt)
+        np.testing.assert_array_equal(scales, np.tile(x["k_scale"], devices))
+        return zigzag.join(out), zigzag.join(indices)
+
+    for many, one in zip(found(WORLD), found(1), strict=True):
+        np.testing.assert_allclose(np.float32(many), np.float32(one), rtol=2e-2, atol=1e-3)
+
+
 def test_what_does_not_fit(jax: Any, mesh: Any) -> None:
     from mla_cupy.jax.parallel import gather
 

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from mla_cupy import ArgumentError, DTypeError, ParallelError, ShapeError
 from mla_cupy.parallel import Zigzag
-from mla_cupy.torch.parallel import gather, prefill
+from mla_cupy.torch.parallel import gather, prefill, sparse_prefill
 from tests.parallel import sparse_training, training
 from tests.parallel.ranks import on_all_ranks
 from tests.parallel.sparse_training import Tokens
@@ -50,6 +50,26 @@ def test_sparse(world: int, lengths: tuple[int, ...], place: str) -> None:
     given = Tokens(lengths, place)
     ranks = on_all_ranks(world, sparse_training.on_rank, given, world)
     _compare(ranks, sparse_training.in_one(given), Zigzag(lengths, world), ("sparse", "warm"))
+
+
+def _codes(rank: int, lengths: tuple[int, ...], world: int) -> dict[str, Any]:
+    """Selection and attention by an indexer in FP8."""
+    zigzag = Zigzag(lengths, world)
+    x = {name: y.detach() for name, y in Tokens(lengths).inputs().items()}
+    x |= {name: x[name].to(torch.float8_e4m3fn) for name in ("index_q", "index_k")}
+    scales = 1 + torch.arange(zigzag.tokens) / zigzag.tokens
+    own = (zigzag.split(y, rank) for y in x.values())
+    found = sparse_prefill(*own, zigzag, scale=training.SCALE, k_scale=zigzag.split(scales, rank), topk=8)
+    assert torch.equal(found.k_scale, scales)
+    assert torch.equal(found.index_k.float(), x["index_k"].float())
+    return {"out": found.out.float(), "indices": found.indices.sort(-1).values.float()}
+
+
+def test_codes() -> None:
+    """Index keys in FP8 travel with their scales."""
+    lengths = (21, 12)
+    expected = training.joined([_codes(0, lengths, 1)], Zigzag(lengths, 1), ())
+    _compare(on_all_ranks(2, _codes, lengths, 2), expected, Zigzag(lengths, 2))
 
 
 def _repeats(rank: int, given: Sequences) -> bool:

@@ -18,6 +18,7 @@ from mla_cupy.jax.parallel.attention import Expand, Static, attention
 from mla_cupy.jax.parallel.exchanges import bounds, check, gather_rows, packed, rows_of
 from mla_cupy.jax.varying import spread
 from mla_cupy.ops.checks import check_count, check_flag
+from mla_cupy.ops.indexer.loss_inputs import weight_factor
 from mla_cupy.parallel.zigzag import CHUNK_TOKENS, Zigzag, whole
 from mla_cupy.shapes import MAX_TOKENS
 
@@ -42,6 +43,8 @@ class SparsePrefill(NamedTuple):
         Latents of all devices, in the sequences' order.
     index_k : array, (tokens, d_i)
         Index keys of all devices, in the same order.
+    k_scale : array, (tokens,), float32, or None
+        Their scales, of codes.
     """
 
     out: jax.Array
@@ -49,6 +52,7 @@ class SparsePrefill(NamedTuple):
     indices: jax.Array
     latents: jax.Array
     index_k: jax.Array
+    k_scale: jax.Array | None
 
 
 def prefill(
@@ -159,6 +163,7 @@ def sparse_prefill(
     axis: str,
     *,
     scale: float,
+    k_scale: jax.Array | None = None,
     topk: int = 2048,
     attn_sink: jax.Array | None = None,
     deterministic: bool = False,
@@ -171,18 +176,20 @@ def sparse_prefill(
         Absorbed queries of this device's tokens, `zigzag.rows(rank)`.
     latents : array, (s, 576), bfloat16
         Latents and RoPE columns of the same tokens.
-    index_q : array, (s, h_i, d_i), bfloat16
-        Queries of the indexer.
-    index_k : array, (s, d_i), bfloat16
+    index_q : array, (s, h_i, d_i), bfloat16, float8_e4m3fn or uint8
+        Queries of the indexer; uint8 holds e4m3 codes.
+    index_k : array, (s, d_i), dtype of index_q
         Its keys.
     weights : array, (s, h_i), float32
-        Weights of its heads, without the factor (h_i * d_i)**-0.5.
+        Weights of its heads, without the factor (h_i * d_i)**-0.5; for codes, with all factors.
     zigzag : Zigzag
         Lengths of the whole sequences, multiples of 2 * world.
     axis : str
         Axis of the mesh, of `zigzag.world` devices.
     scale : float
         Factor of the attention's scores.
+    k_scale : array, (s,), float32, optional
+        Scales of index keys that are codes.
     topk : int
         Keys that a query selects.
     attn_sink : array, (h,), float32, optional
@@ -206,12 +213,13 @@ def sparse_prefill(
     """
     check(zigzag, axis, {"q": q, "latents": latents, "index_q": index_q, "index_k": index_k, "weights": weights})
     every, rows = gather(index_k, zigzag, axis), gather(latents, zigzag, axis)
-    folded = weights * (index_q.shape[-2] * index_q.shape[-1]) ** -0.5
+    scales = None if k_scale is None else gather(k_scale, zigzag, axis)
+    folded = weights * weight_factor(index_q.dtype.name, *index_q.shape[-2:])
     scored = jax.lax.stop_gradient((index_q, every, folded))
-    indices = _selected(scored, bounds(zigzag, axis), max(1, min(topk, zigzag.tokens)))
+    indices = _selected(scored, bounds(zigzag, axis), scales, max(1, min(topk, zigzag.tokens)))
     of: dict[str, Any] = {"scale": scale, "attn_sink": attn_sink, "deterministic": deterministic}
     out, lse, _ = mla.sparse_mla_forward(q, rows, indices, **of)
-    return SparsePrefill(out, lse, indices, rows, every)
+    return SparsePrefill(out, lse, indices, rows, every, scales)
 
 
 def warmup_objective(
@@ -267,7 +275,9 @@ def warmup_objective(
     return objective, kl
 
 
-def _selected(scored: tuple[jax.Array, ...], limits: tuple[jax.Array, jax.Array], topk: int) -> jax.Array:
+def _selected(
+    scored: tuple[jax.Array, ...], limits: tuple[jax.Array, jax.Array], k_scale: jax.Array | None, topk: int
+) -> jax.Array:
     """Rows of the keys of largest scores, through logits of bounded size."""
     q, k, weights = scored
     step = max(1, _LOGITS_BYTES // (4 * max(1, len(k))))
@@ -275,6 +285,6 @@ def _selected(scored: tuple[jax.Array, ...], limits: tuple[jax.Array, jax.Array]
     for begin in range(0, len(q), step):
         at = slice(begin, begin + step)
         first, last = (x[at] for x in limits)
-        logits = mla.indexer_logits(q[at], k, weights[at], first, last, clean=False)
+        logits = mla.indexer_logits(q[at], k, weights[at], first, last, k_scale=k_scale, clean=False)
         found.append(mla.indexer_topk(logits, topk, ks=first, ke=last, return_values=False)[0])
     return jnp.concatenate(found)

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 import mla_cupy.torch as mla
+from mla_cupy.dtypes import name_of
 from mla_cupy.ops.checks import check_count
+from mla_cupy.ops.indexer.loss_inputs import weight_factor
 from mla_cupy.ops.indexer.select import indexer_select
 from mla_cupy.parallel.zigzag import CHUNK_TOKENS, Zigzag, check_tokens
 from mla_cupy.shapes import MAX_TOKENS
@@ -36,6 +38,8 @@ class SparsePrefill(NamedTuple):
         Latents of all ranks, in the sequences' order.
     index_k : tensor, (tokens, d_i)
         Index keys of all ranks, in the same order.
+    k_scale : tensor, (tokens,), float32, or None
+        Their scales, of codes.
     """
 
     out: torch.Tensor
@@ -43,6 +47,7 @@ class SparsePrefill(NamedTuple):
     indices: torch.Tensor
     latents: torch.Tensor
     index_k: torch.Tensor
+    k_scale: torch.Tensor | None
 
 
 def prefill(
@@ -164,6 +169,7 @@ def select(
     weights: torch.Tensor,
     zigzag: Zigzag,
     *,
+    k_scale: torch.Tensor | None = None,
     topk: int = 2048,
     group: Any = None,
 ) -> torch.Tensor:
@@ -177,6 +183,8 @@ def select(
         Of all tokens, as `gather` returns them.
     zigzag : Zigzag
         Lengths of the whole sequences; the same on every rank.
+    k_scale : tensor, (tokens,), float32, optional
+        Of all tokens, as for `indexer_select`.
     topk : int
         Keys that a query selects.
     group : ProcessGroup, optional
@@ -195,9 +203,9 @@ def select(
     rank = Links.of(zigzag, group).rank
     check_tokens("index_q", len(index_q), zigzag, rank)
     first, last = bounds(zigzag, rank, index_q.device)
-    folded = weights.detach() * (index_q.shape[-2] * index_q.shape[-1]) ** -0.5
-    count, scored = max(1, min(topk, zigzag.tokens)), (index_q.detach(), index_k.detach(), folded)
-    found: torch.Tensor = indexer_select(*scored, first, last, topk=count, relative=False)[0]
+    folded = weights.detach() * weight_factor(name_of(index_q.dtype), *index_q.shape[-2:])
+    given, count = (index_q.detach(), index_k.detach(), folded, first, last), max(1, min(topk, zigzag.tokens))
+    found: torch.Tensor = indexer_select(*given, k_scale=k_scale, topk=count, relative=False)[0]
     return found
 
 
@@ -210,6 +218,7 @@ def sparse_prefill(
     zigzag: Zigzag,
     *,
     scale: float,
+    k_scale: torch.Tensor | None = None,
     topk: int = 2048,
     attn_sink: torch.Tensor | None = None,
     group: Any = None,
@@ -222,16 +231,18 @@ def sparse_prefill(
         Absorbed queries of this rank's tokens, `zigzag.rows(rank)`.
     latents : tensor, (s, 576), bfloat16
         Latents and RoPE columns of the same tokens.
-    index_q : tensor, (s, h_i, d_i), bfloat16
-        Queries of the indexer.
-    index_k : tensor, (s, d_i), bfloat16
+    index_q : tensor, (s, h_i, d_i), bfloat16, float8_e4m3fn or uint8
+        Queries of the indexer; uint8 holds e4m3 codes.
+    index_k : tensor, (s, d_i), dtype of index_q
         Its keys.
     weights : tensor, (s, h_i), float32
-        Weights of its heads, without the factor (h_i * d_i)**-0.5.
+        Weights of its heads, without the factor (h_i * d_i)**-0.5; for codes, with all factors.
     zigzag : Zigzag
         Lengths of the whole sequences; the same on every rank.
     scale : float
         Factor of the attention's scores.
+    k_scale : tensor, (s,), float32, optional
+        Scales of index keys that are codes.
     topk : int
         Keys that a query selects.
     attn_sink : tensor, (h,), float32, optional
@@ -256,12 +267,12 @@ def sparse_prefill(
     ranks. Add the losses up over the group. Gradients are bitwise reproducible with
     `torch.use_deterministic_algorithms(True)`.
     """
-    every = gather(index_k, zigzag, group=group)
-    rows = gather(latents, zigzag, group=group)
+    every, rows = (gather(x, zigzag, group=group) for x in (index_k, latents))
+    scales = None if k_scale is None else gather(k_scale, zigzag, group=group)
     check_tokens("q", len(q), zigzag, Links.of(zigzag, group).rank)
-    indices = select(index_q, every, weights, zigzag, topk=topk, group=group)
+    indices = select(index_q, every, weights, zigzag, k_scale=scales, topk=topk, group=group)
     out, lse, _ = mla.sparse_mla_forward(q, rows, indices, scale=scale, attn_sink=attn_sink)
-    return SparsePrefill(out, lse, indices, rows, every)
+    return SparsePrefill(out, lse, indices, rows, every, scales)
 
 
 def warmup_objective(

@@ -159,7 +159,8 @@ class Gather(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, links: Links, chunk: Chunk, x: torch.Tensor) -> torch.Tensor:
         ctx.links, ctx.chunk, ctx.dtype = links, chunk, x.dtype
-        return links.gather(x, chunk).wait()[chunk.order]
+        carried = x.view(torch.uint8) if x.element_size() == 1 else x  # backends do not know e4m3
+        return links.gather(carried, chunk).wait()[chunk.order].view(x.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
