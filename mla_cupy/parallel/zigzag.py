@@ -22,6 +22,7 @@ HALVES = (0, 1)
 CHUNK_TOKENS = 16384
 """Default number of tokens whose keys and values exist at a time."""
 _MAX_WORLD = 1 << 16
+_MOST_SCHEDULES = 64
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ class Schedule(NamedTuple):
     chunks: tuple[Chunk, ...]
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=_MOST_SCHEDULES)
 def whole(zigzag: Zigzag, rank: int) -> Chunk:
     """All rows at a time, which are gathered in the sequences' order.
 
@@ -204,7 +205,7 @@ def whole(zigzag: Zigzag, rank: int) -> Chunk:
     return Chunk(np.arange(len(rows[rank])), most, order, calls)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=_MOST_SCHEDULES)
 def schedule(zigzag: Zigzag, rank: int, chunk_tokens: int) -> Schedule:
     """Divide a rank's attention into calls.
 

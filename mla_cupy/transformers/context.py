@@ -47,7 +47,8 @@ class Context(NamedTuple):
         """Output and log-sum-exps: of queries without and with RoPE; keys are latents and RoPE columns."""
         expand, parameters = _expansion(projection, sizes)
         of = {"parameters": parameters, "group": self.group, "scale": scale}
-        return prefill(q[0], keys[0], expand, self.zigzag, q_rope=q[1], k_rope=keys[1], **of)
+        found: Pair = prefill(q[0], keys[0], expand, self.zigzag, q_rope=q[1], k_rope=keys[1], **of)
+        return found
 
     def warm_up(
         self,

@@ -103,6 +103,16 @@ def test_in_a_cuda_graph() -> None:
     assert torch.equal(captured, run())
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # PyTorch looks at it, and ignores the warning
+def test_torch_compile_leaves_it_out() -> None:
+    zigzag, x = Zigzag((6,), 1), torch.arange(6.0, requires_grad=True)
+    compiled = torch.compile(lambda x: 2 * gather(x + 1, zigzag), backend="eager")
+    found = compiled(x)
+    found.sum().backward()
+    assert torch.equal(found.detach(), 2 * (torch.arange(6.0) + 1))
+    assert torch.equal(x.grad, torch.full((6,), 2.0))
+
+
 def test_one_rank_needs_no_group() -> None:
     given = Sequences((9, 4))
     _compare([training.on_rank(0, given, 1)], training.in_one(given), Zigzag(given.lengths, 1), ("d w",))

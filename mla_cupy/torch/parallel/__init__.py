@@ -1,7 +1,7 @@
 """Context-parallel prefill and training of PyTorch tensors, over the ranks of a `torch.distributed` group.
 
 Each rank holds two pieces of every sequence, see `mla_cupy.parallel.Zigzag`. Ranks gather latents, 1,152 bytes per
-token, and expand keys and values themselves.
+token, and expand keys and values themselves. `torch.compile` leaves these functions out of its graphs.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class SparsePrefill(NamedTuple):
     k_scale: torch.Tensor | None
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def prefill(
     q: torch.Tensor,
     latents: torch.Tensor,
@@ -132,6 +133,7 @@ def prefill(
     return found
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def gather(x: torch.Tensor, zigzag: Zigzag, *, group: Any = None) -> torch.Tensor:
     """Rows of all ranks in the sequences' order; differentiable.
 
@@ -163,6 +165,7 @@ def gather(x: torch.Tensor, zigzag: Zigzag, *, group: Any = None) -> torch.Tenso
     return found
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def select(
     index_q: torch.Tensor,
     index_k: torch.Tensor,
@@ -209,6 +212,7 @@ def select(
     return found
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def sparse_prefill(
     q: torch.Tensor,
     latents: torch.Tensor,
@@ -275,6 +279,7 @@ def sparse_prefill(
     return SparsePrefill(out, lse, indices, rows, every, scales)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def warmup_objective(
     q: torch.Tensor,
     k: torch.Tensor,

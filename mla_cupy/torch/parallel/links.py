@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,11 @@ from mla_cupy.parallel.zigzag import Zigzag
 _HOST_ONLY = "gloo"
 """The backend through which tensors on a GPU are copied to the host and back."""
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_MOST_TABLES = 8
+"""Schedules that are kept on devices: 8 bytes a token each."""
+_captured: dict[int, Any] = {}
+Tables = TypeVar("Tables")
 
 # ---- Schedules on a device ------------------------------------------------------------------------------------------
 
@@ -42,22 +47,41 @@ class Chunk(NamedTuple):
     calls: tuple[Segments, ...]
 
 
-@functools.lru_cache(maxsize=64)
 def schedule(zigzag: Zigzag, rank: int, chunk_tokens: int, device: torch.device) -> tuple[Segments, tuple[Chunk, ...]]:
     """`zigzag.schedule` on a device."""
+    return _kept(_schedule(zigzag, rank, chunk_tokens, device))
+
+
+def whole(zigzag: Zigzag, rank: int, device: torch.device) -> Chunk:
+    """`zigzag.whole` on a device."""
+    return _kept(_whole(zigzag, rank, device))
+
+
+def bounds(zigzag: Zigzag, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """`Zigzag.bounds` on a device, int32."""
+    return _kept(_bounds(zigzag, rank, device))
+
+
+def _kept(tables: Tables) -> Tables:
+    """Keep what a CUDA graph is going to read: the caches forget."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        _captured[id(tables)] = tables
+    return tables
+
+
+@functools.lru_cache(maxsize=_MOST_TABLES)
+def _schedule(zigzag: Zigzag, rank: int, chunk_tokens: int, device: torch.device) -> tuple[Segments, tuple[Chunk, ...]]:
     found = pieces.schedule(zigzag, rank, chunk_tokens)
     return _segments(found.own, device), tuple(_chunk(chunk, device) for chunk in found.chunks)
 
 
-@functools.lru_cache(maxsize=64)
-def whole(zigzag: Zigzag, rank: int, device: torch.device) -> Chunk:
-    """`zigzag.whole` on a device."""
+@functools.lru_cache(maxsize=_MOST_TABLES)
+def _whole(zigzag: Zigzag, rank: int, device: torch.device) -> Chunk:
     return _chunk(pieces.whole(zigzag, rank), device)
 
 
-@functools.lru_cache(maxsize=64)
-def bounds(zigzag: Zigzag, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """`Zigzag.bounds` on a device, int32."""
+@functools.lru_cache(maxsize=_MOST_TABLES)
+def _bounds(zigzag: Zigzag, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     return tuple(_tensor(x, device) for x in zigzag.bounds(rank))
 
 
