@@ -22,7 +22,7 @@ OPERATION = "context-parallel"
 SCHEMA_VERSION = 1
 LABEL = "predicted, not measured"
 HEADS, LATENT, NOPE, ROPE, VALUES = 128, 512, 128, 64, 128
-CHUNK_TOKENS = 65536
+CHUNK_TOKENS = 16384
 WORLDS = (2, 4, 8, 16, 32, 64)
 TOKENS = (32768, 131072, 1048576)
 HOST_GPUS = 8
@@ -80,7 +80,7 @@ def share(tokens: int, world: int, backward: bool, rates: ContextRates) -> Share
     if world == 1:
         return Share(1, tokens, backward, 0, compute + (2 if backward else 1) * alone, 0.0, 0.0, 0.0)
     chunks = 2 * max(1, -(-tokens // (2 * CHUNK_TOKENS)))
-    compute += _EXPANSIONS[backward] * alone * (1 + 1 / world) + rows_ms(tokens / world, chunks, backward, rates)
+    compute += _EXPANSIONS[backward] * alone * (1 + 1 / world) + calls_ms(tokens / world, chunks, backward, rates)
     received = _EXCHANGES[backward] * tokens * (LATENT + ROPE) * _HALF * (world - 1) / world
     exchange = exchange_ms(received, world, rates) + _EXCHANGES[backward] * chunks * rates.exchange_start_us / _MS
     each = exchange / chunks
@@ -102,12 +102,12 @@ def expansion_ms(tokens: int, rates: ContextRates) -> float:
     return 2 * tokens * LATENT * HEADS * (NOPE + VALUES) / (rates.product_tflops * 1e12) * _MS
 
 
-def rows_ms(rows: float, chunks: int, backward: bool, rates: ContextRates) -> float:
-    """Reads and writes of the merged output, or sums of the queries' gradients, by three calls for each two chunks."""
+def calls_ms(rows: float, chunks: int, backward: bool, rates: ContextRates) -> float:
+    """Cost of three calls for each two chunks: ends, and the merged output or sums of the queries' gradients."""
     calls = 3 * chunks / 2
     columns = NOPE + ROPE if backward else VALUES
     each = HEADS * columns * (rates.backward_row_bytes if backward else rates.forward_row_bytes)
-    return calls * rows / 2 * each / (rates.memory_tbps * 1e12) * _MS
+    return calls * (rates.call_us / _MS + rows / 2 * each / (rates.memory_tbps * 1e12) * _MS)
 
 
 def exchange_ms(received: float, world: int, rates: ContextRates) -> float:
@@ -124,7 +124,14 @@ def efficiency(parts: list[Share], single: list[Share]) -> float:
 
 # ---- Measured parts --------------------------------------------------------------------------------------------------
 
-MEASURED: tuple[tuple[int, int, float, float], ...] = ()
+MEASURED: tuple[tuple[int, int, float, float], ...] = (
+    (32768, 1, 64.4, 262.2),
+    (32768, 2, 39.1, 152.3),
+    (32768, 8, 11.5, 46.9),
+    (131072, 1, 1034.2, 4124.9),
+    (131072, 2, 556.0, 2220.6),
+    (131072, 8, 150.3, 586.8),
+)
 """Tokens, ranks, ms of the forward, and of forward and backward, of the slower rank without exchanges: one H200."""
 
 

@@ -15,9 +15,9 @@ from bench.model.machine import CONTEXT_RATES as RATES
 
 @pytest.mark.parametrize(("tokens", "world", "forward", "training"), model.MEASURED)
 def test_parts_that_were_measured(tokens: int, world: int, forward: float, training: float) -> None:
-    """A rank's calls on one GPU, without exchanges: within a twelfth."""
+    """A rank's calls on one GPU, without exchanges: within 5 %."""
     found = model.compute_only(tokens, world, RATES)
-    assert found == (pytest.approx(forward, rel=0.08), pytest.approx(training, rel=0.08))
+    assert found == (pytest.approx(forward, rel=0.05), pytest.approx(training, rel=0.05))
 
 
 def test_more_ranks_take_less_time_each_and_more_together() -> None:
