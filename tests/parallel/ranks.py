@@ -6,18 +6,17 @@ import datetime
 import multiprocessing as mp
 import os
 import pickle
+import signal
 import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
-SECONDS = 60.0
+_TIMEOUT = datetime.timedelta(seconds=60)
 
 
-def on_all_ranks(
-    world: int, task: Callable[..., Any], *arguments: Any, timeout: float = SECONDS, without: tuple[int, ...] = ()
-) -> list[Any]:
+def on_all_ranks(world: int, task: Callable[..., Any], *arguments: Any, without: tuple[int, ...] = ()) -> list[Any]:
     """`task(rank, *arguments)` in `world` processes of a group; what each returned, or its traceback as a string.
 
     None of a process that ended without either, and of those that are not waited for.
@@ -28,7 +27,7 @@ def on_all_ranks(
     port = _free_port()
     for rank in range(world):
         mine, theirs = context.Pipe(duplex=False)
-        place = (theirs, rank, world, port, timeout, task, arguments)
+        place = (theirs, rank, world, port, task, arguments)
         processes.append(context.Process(target=_run, args=place, daemon=True))
         processes[-1].start()
         theirs.close()
@@ -42,8 +41,8 @@ def on_all_ranks(
 
 
 def _received(end: Any) -> Any:
-    if not wait([end], 2 * SECONDS):
-        return f"nothing in {2 * SECONDS:g} s"
+    if not wait([end], 2 * _TIMEOUT.total_seconds()):
+        return f"nothing in {2 * _TIMEOUT}"
     try:
         return pickle.loads(end.recv_bytes())
     except EOFError:
@@ -56,15 +55,16 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _run(end: Any, rank: int, world: int, port: int, timeout: float, task: Any, arguments: tuple[Any, ...]) -> None:
+def _run(end: Any, rank: int, world: int, port: int, task: Any, arguments: tuple[Any, ...]) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=timeout))
+        dist.init_process_group("gloo", rank=rank, world_size=world, timeout=_TIMEOUT)
         result = task(rank, *arguments)
     except Exception:
         result = traceback.format_exc()
     end.send_bytes(pickle.dumps(result))  # `send` would share the memory of tensors, which ends with this process
+    signal.pause()  # until all have answered: a rank that leaves closes connections that others may still read
