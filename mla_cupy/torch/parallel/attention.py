@@ -164,8 +164,12 @@ def _zeros(x: torch.Tensor) -> torch.Tensor:
 
 
 def _sum(parts: tuple[Maybe, ...]) -> Maybe:
+    """The sum, in the memory of the first part."""
     first, *others = parts
-    return None if first is None else sum((x for x in others if x is not None), start=first)
+    for x in others:
+        if first is not None and x is not None:
+            first += x
+    return first
 
 
 class Prefill(torch.autograd.Function):  # type: ignore[misc]
