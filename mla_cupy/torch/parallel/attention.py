@@ -13,7 +13,7 @@ from mla_cupy.torch.parallel.links import Chunk, Links, Segments
 
 Expand = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 Tensors = Sequence[torch.Tensor]
-Maybe: TypeAlias = torch.Tensor | None
+Maybe: TypeAlias = "torch.Tensor | None"
 
 
 class Attention(NamedTuple):
