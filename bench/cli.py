@@ -13,6 +13,7 @@ from mla_cupy.terminal import Help, Table, console, progress, say
 
 from . import claims, transformers_models, which
 from .context_parallel import command as context_parallel
+from .context_parallel import prefill as context_parallel_prefill
 from .core.device import DTYPES
 from .core.errors import BenchError
 from .core.implementation import DETERMINISTIC, Choices, Implementation, make
@@ -85,7 +86,7 @@ def _add_run(commands: Any) -> None:
         )
         _add_run_arguments(one, operation)
         one.set_defaults(handler=run_operation, operation=operation)
-    for module in (context_parallel, claims):
+    for module in (context_parallel, context_parallel_prefill, claims):
         _add_module(operations, module.NAME, module.TITLE, module, EXIT_STATUS)
 
 

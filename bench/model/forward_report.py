@@ -64,7 +64,7 @@ def add_checks(parser: argparse.ArgumentParser, args: argparse.Namespace, names:
     """Refuse options that mean nothing here."""
     for name in names:
         if getattr(args, name) != parser.get_default(name):
-            parser.error(f"--{name.replace('_', '-')}: `model {OPERATION}` has cases of its own")
+            parser.error(f"--{name.replace('_', '-')}: `model {args.operation}` has cases of its own")
 
 
 # ---- Rows ----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 
 MEASURED, ONE_SOURCE, GUESS = "two sources or measured by others", "one source", "inferred"
 FITTED = "fitted"
+OWN = "measured in this project"
 
 
 def _figure(value: Any, unit: str, source: str, confidence: str) -> Any:
@@ -97,6 +98,30 @@ class ForwardRates:
         return _record(self)
 
 
+@dataclass(frozen=True)
+class ContextRates:
+    """Rates of H200s that share out a sequence's tokens."""
+
+    forward_tflops: float = _figure(685.0, "TFLOP/s", "mla_prefill of 131,072 tokens, one H200", OWN)
+    backward_tflops: float = _figure(595.0, "TFLOP/s", "its backward, the same run", OWN)
+    product_tflops: float = _figure(600.0, "TFLOP/s", "products of 512 terms, which write 64 KB a token", GUESS)
+    memory_tbps: float = _figure(4.2, "TB/s", "copies on an H200", OWN)
+    call_us: float = _figure(400.0, "us a call", "its end, when few multiprocessors have work left", FITTED)
+    forward_row_bytes: float = _figure(
+        20.0, "B an element", "output of a call: read and written in float32, and waited for", FITTED
+    )
+    backward_row_bytes: float = _figure(
+        52.0, "B an element", "dQ of a call: sums in float32, conversions, sums of dK and dV", FITTED
+    )
+    nvlink_gbs: float = _figure(372.0, "GB/s", "large copies from one H200 to another of its host, one direction", OWN)
+    infiniband_gbs: float = _figure(45.0, "GB/s a GPU", "an adapter of 400 Gbit/s for each GPU, 90 % of it", GUESS)
+    exchange_start_us: float = _figure(15.0, "us", "NCCL's all-to-all of a decode step on two H200s", OWN)
+
+    def record(self) -> list[dict[str, Any]]:
+        """Plain data, in the order above."""
+        return _record(self)
+
+
 def _record(rates: Any) -> list[dict[str, Any]]:
     return [{"name": one.name, "value": getattr(rates, one.name), **one.metadata} for one in fields(rates)]
 
@@ -104,6 +129,7 @@ def _record(rates: Any) -> list[dict[str, Any]]:
 #: By target. B300's figures (sm_103a) are not known.
 MACHINES = {"sm_100a": Machine()}
 FORWARD_RATES = {"sm_100a": ForwardRates()}
+CONTEXT_RATES = ContextRates()
 
 NOT_COUNTED = (
     "latencies: the first gather of a block, a lone product (132 to 180 cycles), barriers, launches",

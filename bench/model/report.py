@@ -16,13 +16,15 @@ from ..core import environment
 from ..core.cost import D_QK, D_V
 from ..core.errors import BenchError
 from ..ops.sparse_backward import SparseBackwardCase
-from . import counts, forward_report, prediction, tables
+from . import context_parallel, counts, forward_report, prediction, tables
 from .machine import MACHINES, NOT_COUNTED, Machine
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA_VERSION = 1
+_OF_ONE_KERNEL = ("kernel", "heads", "topk", "s_q", "s_kv", "d_qk")
+"""Options that mean nothing to the other operations."""
 LABEL = "predicted, not measured"
 OPERATION = "sparse-backward"
 DTYPE = "bfloat16"
@@ -35,18 +37,21 @@ computes and moves, and which of tensor cores, shared memory and additions in th
 
 `forward` models dense decode and the sparse forward: it first shows what it says of kernels of others whose times are
 published, with the same constants, and then what it predicts for ours. Of the options it takes --arch and --json.
+
+`context-parallel` models prefill and its gradient over 2 to 64 H200s, from the times of one. It takes --json alone.
 """
 EPILOG = """examples:
   model sparse-backward                                     every kernel for Blackwell, 64 and 128 heads
   model sparse-backward --kernel sparse_backward_sm100 --heads 64,128,16 --topk 1024
   model sparse-backward --s-kv 32768 --json model.json
   model forward                                             published times of others, then predictions of ours
+  model context-parallel                                    prefill over 2 to 64 GPUs
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `model`."""
-    modelled = (OPERATION, forward_report.OPERATION)
+    modelled = (OPERATION, forward_report.OPERATION, context_parallel.OPERATION)
     parser.add_argument(
         "operation", choices=modelled, metavar="OPERATION", help="what is modelled: " + ", ".join(modelled)
     )
@@ -79,8 +84,11 @@ def _sizes(text: str) -> tuple[int, ...]:
 def run(args: argparse.Namespace, console: Console) -> int:
     """`model`."""
     if args.operation == forward_report.OPERATION:
-        forward_report.add_checks(args.parser, args, ("kernel", "heads", "topk", "s_q", "s_kv", "d_qk"))
+        forward_report.add_checks(args.parser, args, _OF_ONE_KERNEL)
         return forward_report.run(args.arch, args.json, console)
+    if args.operation == context_parallel.OPERATION:
+        forward_report.add_checks(args.parser, args, ("arch", *_OF_ONE_KERNEL))
+        return context_parallel.run(args.json, console)
     known = counts.names(args.arch)
     kernels = [counts.load(name, args.arch, args.d_qk) for name in ((args.kernel,) if args.kernel else known)]
     cases = [SparseBackwardCase(args.s_q, args.s_kv, heads, args.topk, args.d_qk) for heads in args.heads]

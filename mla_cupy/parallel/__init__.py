@@ -17,6 +17,7 @@ from mla_cupy.parallel.nccl import NcclTransport
 from mla_cupy.parallel.peer import PeerTransport
 from mla_cupy.parallel.rendezvous import Rendezvous
 from mla_cupy.parallel.transport import Transport
+from mla_cupy.parallel.zigzag import Zigzag
 
 __all__ = [
     "ContextParallel",
@@ -27,6 +28,7 @@ __all__ = [
     "PeerTransport",
     "Rendezvous",
     "Transport",
+    "Zigzag",
 ]
 
 

@@ -8,6 +8,7 @@ second forward pass on. This package needs transformers 5.17 or newer and PyTorc
 """
 
 from mla_cupy.transformers.cache import LatentCache
+from mla_cupy.transformers.context import context_parallel_inputs
 from mla_cupy.transformers.graph import StepGraph
 from mla_cupy.transformers.patching import patch, unpatch
 from mla_cupy.transformers.stages import StageLoss, add_indexer, indexer_parameters, indexer_warmup, sparse_training
@@ -17,6 +18,7 @@ __all__ = [
     "StageLoss",
     "StepGraph",
     "add_indexer",
+    "context_parallel_inputs",
     "indexer_parameters",
     "indexer_warmup",
     "patch",

@@ -15,6 +15,7 @@ import mla_cupy.torch as mla
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.ops.groups import Project
 from mla_cupy.transformers.cache import LatentLayer
+from mla_cupy.transformers.context import Context
 from mla_cupy.transformers.families import ADDED, Family, Sizes
 from mla_cupy.transformers.group import Group, group_of
 from mla_cupy.transformers.indexer import IndexStates, index_states, select
@@ -63,8 +64,10 @@ class Served:
         try:
             return Call(self, call).run()
         except UnfitError as reason:
-            if self.group.learns_now or (self.group.sparse and not self.family.indexer):
-                expected = "a call that these kernels compute, as the stock code has no such indexer"
+            alone = self.group.sparse and not self.family.indexer
+            if self.group.learns_now or self.group.context or alone:
+                missing = "context parallelism" if self.group.context else "such indexer"
+                expected = f"a call that these kernels compute, as the stock code has no {missing}"
                 raise ArgumentError(explain("model", str(reason), expected)) from None
             self.group.say(self.module.layer_idx, str(reason))
         return self._stock(call)
@@ -104,6 +107,7 @@ class Call:
         self.b, self.s, _ = self.x.shape
         self.cache = _cache_of(call)
         self.sparse, self.learning = served.group.sparse, served.group.learns_now
+        self.context = Context.of(served.group.context, self.b, self.s)
         self._check()
         self.mask = self._mask()
         self.layer = self._adopt()
@@ -133,6 +137,16 @@ class Call:
             raise UnfitError(f"an indexer in {x.dtype}, not bfloat16")
         if self.learning and self.cache is not None:
             raise UnfitError("a cache while an indexer learns")
+        if self.context:
+            self._check_context()
+
+    def _check_context(self) -> None:
+        if self.cache is not None:
+            raise UnfitError("a cache under context parallelism (pass use_cache=False)")
+        if has_dropout(self.module.kv_b_proj):
+            raise UnfitError("an adapter of kv_b_proj with dropout under context parallelism")
+        if self.learning and self.learning.covers:
+            raise UnfitError("coverage under context parallelism")
 
     def _mask(self) -> torch.Tensor | None:
         try:
@@ -141,7 +155,9 @@ class Call:
             raise UnfitError(str(error)) from None
         if mask is not None and mask.dtype == torch.int64 and self.cache is not None:
             raise UnfitError("packed sequences with a cache")
-        return mask
+        if self.context and mask is not None and mask.dtype == torch.bool:
+            raise UnfitError("padding under context parallelism (pad at the end, without a mask)")
+        return None if self.context else mask  # where pieces meet, positions jump as in packed sequences
 
     def _adopt(self) -> LatentLayer | None:
         if self.cache is None:
@@ -237,6 +253,8 @@ class Call:
         (q, read), (latent, rope) = self._queries(), self._latents()
         q_rope, k_rope = self._turn(q[..., sizes.nope :], rope)
         q, q_rope, latent, k_rope = (new.take(x) for x in (q, q_rope, latent, k_rope))
+        if self.context:
+            return self._over_ranks((q[..., : sizes.nope], q_rope), (latent, k_rope), read)
         keys = None
         if self.layer is not None:
             store = self.layer.store
@@ -256,6 +274,19 @@ class Call:
             if self.learning.covers:
                 self._cover(states, (q, q_rope), (latent, k_rope), lse)
         return new.put(out)
+
+    def _over_ranks(
+        self, q: tuple[torch.Tensor, torch.Tensor], keys: tuple[torch.Tensor, torch.Tensor], read: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention to the keys of all ranks, from queries without and with RoPE, latents and their RoPE columns."""
+        assert self.context is not None
+        projection, scale = self.module.kv_b_proj, float(self.module.scaling)
+        out, lse = self.context.prefill(projection, self.sizes, q, keys, scale)
+        states = self._states(read) if self.learning else None
+        if self.learning and states is not None:
+            of = {"scale": scale, "lse": lse.detach()}
+            self.context.warm_up(self.learning, projection, self.sizes, q, keys, states, **of)
+        return self.new.put(out)
 
     def _cover(
         self,
@@ -349,12 +380,22 @@ class Call:
             q, q_rope, latent, k_rope = (new.take(x) for x in (q, q_rope, latent, k_rope))
             if layer is not None:
                 layer.store.write(layer.layer, latent, k_rope, layer.store.step.slots)
+            rows = torch.cat([latent, k_rope], -1)
+            if self.context:
+                rows, states = self._of_all_ranks(rows, states)
             indices = self._selected(states)
             parts = (q[..., : sizes.nope], q_rope, new.take(indices))
-            out = self._attend(parts, torch.cat([latent, k_rope], -1), w_uk, w_uv, states)
+            out = self._attend(parts, rows, w_uk, w_uv, states)
         found = new.put(out)
         gate = module.gate_proj(self.x) if hasattr(module, "gate_proj") else None
         return found if gate is None else found * gate.view_as(found).sigmoid(), indices
+
+    def _of_all_ranks(self, rows: torch.Tensor, states: IndexStates | None) -> tuple[torch.Tensor, IndexStates | None]:
+        """Rows, and the indexer's keys, of the tokens of all ranks."""
+        assert self.context is not None
+        if states is not None:
+            states = states._replace(k=self.context.gather(states.k))
+        return self.context.gather(rows), states
 
     def _states(self, read: torch.Tensor) -> IndexStates | None:
         """States of the indexer, of real tokens. Its inputs are constants, so that its loss changes nothing else."""
@@ -366,12 +407,17 @@ class Call:
             return index_states(indexer, style, self.x.detach(), read.detach(), embeddings).of(self.new)
 
     def _selected(self, states: IndexStates | None) -> torch.Tensor:
-        """Positions of the selected tokens in their sequences, [b, s, topk], -1 where there are no more."""
+        """Positions of the selected tokens in their sequences, [b, s, topk], -1 where there are no more.
+
+        Under context parallelism, rows of the tokens of all ranks.
+        """
         if states is None:
             found: torch.Tensor = self.call["prev_topk_indices"]
             return found
         with torch.no_grad():
             topk = self.module.indexer.index_topk
+            if self.context:
+                return self.new.put(self.context.select(states, topk))
             return self.new.put(select(states.detach(), self.new, self.layer, self.past, topk))
 
     @property
@@ -388,7 +434,7 @@ class Call:
         states: IndexStates | None,
     ) -> torch.Tensor:
         """Attention of queries [n, h, nope], [n, h, rope] to selected rows, [n, h, v]; some queries at a time."""
-        packed = self.new.packed()
+        packed = None if self.context else self.new.packed()
         whole = packed is not None or torch.is_grad_enabled() or self.learning
         pieces = [parts] if whole else zip(*(x.split(_SPARSE_CHUNK) for x in parts), strict=True)
         found = []
@@ -396,7 +442,7 @@ class Call:
             absorbed = _joined(q, w_uk, q_rope)
             out, lse, _ = mla.sparse_mla_forward(absorbed, rows, indices, packed=packed, **self._softmax)
             if self.learning and states is not None:
-                of = {"lse": lse, "packed": packed, "scale": float(self.module.scaling)}
+                of = {"lse": lse, "packed": packed, "scale": float(self.module.scaling), "causal": not self.context}
                 self.learning.from_selected_keys(absorbed, rows, indices, states, **of)
             found.append(_times(out, w_uv.transpose(1, 2)))
         return torch.cat(found)

@@ -33,6 +33,8 @@ class Group:
         Serve tensors on the CPU, too, by the NumPy reference.
     sparse : bool
         Attend to what the indexers select.
+    context : ProcessGroup, optional
+        Ranks that share out the tokens of each row.
     learning : Learning, optional
         Collects the indexers' losses; gradient checkpointing needs it after the forward pass, too.
     """
@@ -40,6 +42,7 @@ class Group:
     def __init__(self, family: Family, reference: bool) -> None:
         self.family, self.reference = family, reference
         self.sparse = family.indexer is not None
+        self.context: Any = None
         self.learning: Learning | None = None
         self.modules: dict[int, nn.Module] = {}
         self._said: set[str] = set()

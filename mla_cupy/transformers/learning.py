@@ -38,15 +38,15 @@ class Learning:
         self, q: tuple[torch.Tensor, torch.Tensor], k: tuple[torch.Tensor, torch.Tensor], states: IndexStates, **of: Any
     ) -> None:
         """Compare with attention to all keys: queries and keys per head, without RoPE and with it."""
-        of |= {"q_rope": q[1], "k_rope": k[1], "row_weights": self._shares(len(k[1]), k[1].device)}
-        self._add(*mla.indexer_warmup_objective(q[0], k[0], states.q, states.k, states.weights, **of))
+        of |= {"q_rope": q[1], "k_rope": k[1], "row_weights": self.shares(len(k[1]), len(k[1]), k[1].device)}
+        self.add(*mla.indexer_warmup_objective(q[0], k[0], states.q, states.k, states.weights, **of))
 
     def from_selected_keys(
         self, q: torch.Tensor, rows: torch.Tensor, indices: torch.Tensor, states: IndexStates, **of: Any
     ) -> None:
-        """Compare with attention of absorbed queries to the selected latents."""
-        shares = self._shares(len(q), q.device)
-        self._add(*mla.indexer_sparse_objective(q, rows, *states, indices, row_weights=shares, **of))
+        """Compare with attention of absorbed queries to the selected latents; a rank's queries are some of the rows."""
+        shares = self.shares(len(q), len(rows), q.device)
+        self.add(*mla.indexer_sparse_objective(q, rows, *states, indices, row_weights=shares, **of))
 
     def cover(
         self, q: torch.Tensor, rows: torch.Tensor, indices: torch.Tensor, choose: torch.Tensor, **of: Any
@@ -55,10 +55,12 @@ class Learning:
         shares = mla.indexer_head_sums(q, rows, indices=indices, **of).sum(1) / q.shape[1]
         self.coverage.append((shares * choose).sum() / choose.sum())
 
-    def _shares(self, n: int, device: torch.device) -> torch.Tensor:
-        return torch.full((n,), 1 / (self.tokens or n), device=device)
+    def shares(self, n: int, tokens: int, device: torch.device) -> torch.Tensor:
+        """Factors of the losses of n of the batch's tokens."""
+        return torch.full((n,), 1 / (self.tokens or tokens), device=device)
 
-    def _add(self, loss: torch.Tensor, kl: torch.Tensor) -> None:
+    def add(self, loss: torch.Tensor, kl: torch.Tensor) -> None:
+        """Keep the results of a layer."""
         if self.is_open:
             self.losses.append(loss)
             self.kl.append(kl.detach().mean())

@@ -21,7 +21,7 @@ _before: dict[int, str] = {}
 _COMMON = ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj", "scaling", "layer_idx", "attention_dropout")
 
 
-def patch(model: Any, *, sparse: bool | None = None, reference: bool = False) -> Any:
+def patch(model: Any, *, sparse: bool | None = None, context_parallel: Any = None, reference: bool = False) -> Any:
     """Let these kernels compute the attention of a model that transformers has loaded.
 
     Parameters
@@ -31,6 +31,9 @@ def patch(model: Any, *, sparse: bool | None = None, reference: bool = False) ->
     sparse : bool, optional
         Attend to the tokens that an indexer selects: of a model that `add_indexer` has given one. Default: if the model
         type has an indexer of its own.
+    context_parallel : ProcessGroup, optional
+        Share out the tokens of each row over the ranks of this group, for training and prefill without a cache. Each
+        rank calls the model with its part of the batch, see `context_parallel_inputs`; add gradients up over the group.
     reference : bool
         Serve tensors on the CPU, too, by the NumPy reference: slow, for tests.
 
@@ -70,6 +73,7 @@ def patch(model: Any, *, sparse: bool | None = None, reference: bool = False) ->
         attach(module, reference=reference)
         if group := group_of(module.config):
             group.sparse = sparse
+            group.context = context_parallel
     model.set_attn_implementation(NAME)
     return model
 

@@ -293,7 +293,7 @@ MOST_SECONDS = 20
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "seconds"), [each for each in TIMED if each[0] != "context_parallel.py"])
+@pytest.mark.parametrize(("name", "seconds"), [each for each in TIMED if "context_parallel" not in each[0]])
 def test_defaults_fit_the_cpu(name: str, seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By processor time, which other work on the machine does not add to."""
     library = name.partition("_")[0]
@@ -326,17 +326,31 @@ def test_wrong_usage_is_said(name: str, monkeypatch: pytest.MonkeyPatch, capsys:
     assert "usage:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("project_first", [False, True])
-def test_context_parallel(project_first: bool) -> None:
-    arguments = ["--tokens", "90", "--heads", "4", "--hidden", "64", *["--project-first"] * project_first]
+def on_two_ranks(name: str, *arguments: str) -> str:
+    """What an example prints in two processes, without a GPU."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "MLA_CUPY_BACKEND": "numpy", "MLA_CUPY_JIT": "lazy"}
-    command = [sys.executable, "-m", "mla_cupy.parallel", "--gpus", "2", "examples/context_parallel.py", *arguments]
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-m", "mla_cupy.parallel", "--gpus", "2", f"examples/{name}", *arguments]
     done = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "90 tokens on 2 ranks by HostTransport" in done.stdout
-    assert done.stdout.endswith("agreed\n")
+    return done.stdout
+
+
+@pytest.mark.parametrize("project_first", [False, True])
+def test_context_parallel(project_first: bool) -> None:
+    arguments = ["--tokens", "90", "--heads", "4", "--hidden", "64", *["--project-first"] * project_first]
+    text = on_two_ranks("context_parallel.py", *arguments)
+    assert "90 tokens on 2 ranks by HostTransport" in text
+    assert text.endswith("agreed\n")
+
+
+def test_context_parallel_training() -> None:
+    needs("torch")
+    text = on_two_ranks("torch_context_parallel.py", "--tokens", "37", "--heads", "2", "--width", "64", "--steps", "3")
+    assert text.startswith("step 0: loss ")
+    assert text.endswith("agreed\n")
 
 
 FEW = ("--tokens", "64", "--topk", "8")

@@ -24,10 +24,10 @@ MAY_KNOW: dict[str, set[str]] = {
     "ops": {"arrays", "kernels", "runtime.device", "runtime.driver", "runtime.env"},
     "cache": {"arrays", "ops", "reference", "runtime.device"},
     # Only who wants them imports these: nothing else knows them.
-    "jax": {"arrays", "export.manifest", "export.xla", "ops"},
-    "torch": {"arrays", "ops"},
+    "jax": {"arrays", "export.manifest", "export.xla", "ops", "parallel.zigzag"},
+    "torch": {"arrays", "ops", "parallel.zigzag"},
     "compat": {"arrays", "ops", "torch"},
-    "transformers": {"cache", "cache_formats", "ops.groups", "torch", ""},
+    "transformers": {"cache", "cache_formats", "ops.groups", "parallel.zigzag", "torch", ""},
     "integrations": {"ops.groups", "runtime.env", "terminal", "torch", "transformers"},
     "parallel": {"_version", "arrays", "kernels", "ops", "runtime.device"},
     "parts": set(),

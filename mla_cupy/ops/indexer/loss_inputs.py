@@ -90,6 +90,11 @@ def holds_codes(dtype: str) -> bool:
     return dtype in CODES
 
 
+def weight_factor(dtype: str, heads: int, width: int) -> float:
+    """Factor that the scores have beside the weights; those for codes contain it."""
+    return 1.0 if holds_codes(dtype) else (heads * width) ** -0.5
+
+
 def check_scored(views: Views) -> dict[str, bool]:
     """Fields of a `LossProblem` about the index queries and keys."""
     scaled = any(views[scales.name] is not None for scales in SCALES)

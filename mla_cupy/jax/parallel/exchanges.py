@@ -1,0 +1,86 @@
+"""Devices of an axis: schedules for all ranks, and exchanges of rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mla_cupy.errors import ArgumentError, explain
+from mla_cupy.ops.groups import Packed
+from mla_cupy.parallel.zigzag import Chunk, Segments, Zigzag, check_tokens, whole
+
+Gradients = tuple[Any, ...]
+
+# ---- Schedules ------------------------------------------------------------------------------------------------------
+
+
+def check(zigzag: Zigzag, axis: str, arrays: dict[str, Any]) -> None:
+    """Check that arrays have the rows of a device, which are as many on all."""
+    if not zigzag.is_even:
+        remedy = "pad the sequences, as shards of an array have one size"
+        raise ArgumentError(explain("zigzag.lengths", zigzag.lengths, f"multiples of {2 * zigzag.world}", remedy))
+    world = jax.lax.axis_size(axis) if hasattr(jax.lax, "axis_size") else jax.lax.psum(1, axis)
+    if world != zigzag.world:
+        raise ArgumentError(explain("axis", f"{axis!r} of {world} devices", f"zigzag.world={zigzag.world} devices"))
+    for name, x in arrays.items():
+        if x is not None:
+            check_tokens(name, x.shape[0], zigzag, 0)
+
+
+def of_device(tables: Sequence[Any], axis: str) -> jax.Array:
+    """Look up this device's array among those of all ranks."""
+    return jnp.asarray(np.stack(tables))[jax.lax.axis_index(axis)]
+
+
+def packed(calls: Sequence[Segments], axis: str) -> Packed:
+    """Starts of this device's sequences in a call."""
+    return Packed(*(of_device([getattr(call, name) for call in calls], axis) for name in ("starts_q", "starts_kv")))
+
+
+def rows_of(calls: Sequence[Segments]) -> slice:
+    """The queries of a call, which are the same rows on every device."""
+    return slice(calls[0].begin, calls[0].end)
+
+
+def bounds(zigzag: Zigzag, axis: str) -> tuple[jax.Array, jax.Array]:
+    """`Zigzag.bounds` of this device."""
+    first, last = zip(*(zigzag.bounds(rank) for rank in range(zigzag.world)), strict=True)
+    return of_device(first, axis), of_device(last, axis)
+
+
+# ---- Exchanges ------------------------------------------------------------------------------------------------------
+
+
+def gathered(x: jax.Array, chunk: Chunk, axis: str) -> jax.Array:
+    """Rows of all devices in the order of a chunk."""
+    every = jax.lax.all_gather(x[chunk.sent], axis, tiled=True)
+    return every[chunk.order]
+
+
+def scattered(gradient: jax.Array, chunk: Chunk, axis: str, world: int) -> jax.Array:
+    """Sums of the gradients of gathered rows for the devices that own these, float32, in the order of the devices."""
+    sent = jnp.zeros((world * chunk.most, *gradient.shape[1:]), gradient.dtype).at[chunk.order].set(gradient)
+    received = jax.lax.all_to_all(sent.reshape(world, chunk.most, *gradient.shape[1:]), axis, 0, 0)
+    return received.sum(0, dtype=jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def gather_rows(zigzag: Zigzag, axis: str, x: jax.Array) -> jax.Array:
+    """Rows of all devices in the sequences' order; backward, the sums of their gradients."""
+    return gathered(x, whole(zigzag, 0), axis)
+
+
+def _gather_forward(zigzag: Zigzag, axis: str, x: jax.Array) -> tuple[jax.Array, None]:
+    return gather_rows(zigzag, axis, x), None
+
+
+def _gather_backward(zigzag: Zigzag, axis: str, saved: None, gradient: jax.Array) -> Gradients:
+    return (scattered(gradient, whole(zigzag, 0), axis, zigzag.world).astype(gradient.dtype),)
+
+
+gather_rows.defvjp(_gather_forward, _gather_backward)

@@ -1,0 +1,193 @@
+"""Process groups: schedules on a device, and exchanges of rows that overlap with attention."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+import mla_cupy.parallel.zigzag as pieces
+from mla_cupy.errors import ArgumentError, ParallelError, explain
+from mla_cupy.ops.groups import Packed
+from mla_cupy.parallel.zigzag import Zigzag
+
+_HOST_ONLY = "gloo"
+"""The backend through which tensors on a GPU are copied to the host and back."""
+_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_MOST_TABLES = 8
+"""Schedules that are kept on devices: 8 bytes a token each."""
+_captured: dict[int, Any] = {}
+Tables = TypeVar("Tables")
+
+# ---- Schedules on a device ------------------------------------------------------------------------------------------
+
+
+class Segments(NamedTuple):
+    """`zigzag.Segments` on a device."""
+
+    begin: int
+    end: int
+    packed: Packed
+
+    def of(self, *arrays: torch.Tensor | None) -> tuple[Any, ...]:
+        """Rows of the queries of the call; None stays None."""
+        return tuple(None if x is None else x[self.begin : self.end] for x in arrays)
+
+
+class Chunk(NamedTuple):
+    """`zigzag.Chunk` on a device, without calls whose queries see no key."""
+
+    sent: torch.Tensor
+    most: int
+    order: torch.Tensor
+    calls: tuple[Segments, ...]
+
+
+def schedule(zigzag: Zigzag, rank: int, chunk_tokens: int, device: torch.device) -> tuple[Segments, tuple[Chunk, ...]]:
+    """`zigzag.schedule` on a device."""
+    return _kept(_schedule(zigzag, rank, chunk_tokens, device))
+
+
+def whole(zigzag: Zigzag, rank: int, device: torch.device) -> Chunk:
+    """`zigzag.whole` on a device."""
+    return _kept(_whole(zigzag, rank, device))
+
+
+def bounds(zigzag: Zigzag, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """`Zigzag.bounds` on a device, int32."""
+    return _kept(_bounds(zigzag, rank, device))
+
+
+def _kept(tables: Tables) -> Tables:
+    """Keep what a CUDA graph is going to read: the caches forget."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        _captured[id(tables)] = tables
+    return tables
+
+
+@functools.lru_cache(maxsize=_MOST_TABLES)
+def _schedule(zigzag: Zigzag, rank: int, chunk_tokens: int, device: torch.device) -> tuple[Segments, tuple[Chunk, ...]]:
+    found = pieces.schedule(zigzag, rank, chunk_tokens)
+    return _segments(found.own, device), tuple(_chunk(chunk, device) for chunk in found.chunks)
+
+
+@functools.lru_cache(maxsize=_MOST_TABLES)
+def _whole(zigzag: Zigzag, rank: int, device: torch.device) -> Chunk:
+    return _chunk(pieces.whole(zigzag, rank), device)
+
+
+@functools.lru_cache(maxsize=_MOST_TABLES)
+def _bounds(zigzag: Zigzag, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    return tuple(_tensor(x, device) for x in zigzag.bounds(rank))
+
+
+def _chunk(chunk: pieces.Chunk, device: torch.device) -> Chunk:
+    calls = tuple(_segments(call, device) for call in chunk.calls if not call.is_empty)
+    return Chunk(_tensor(chunk.sent, device), chunk.most, _tensor(chunk.order, device), calls)
+
+
+def _segments(call: pieces.Segments, device: torch.device) -> Segments:
+    starts = (_tensor(x, device) for x in (call.starts_q, call.starts_kv))
+    return Segments(call.begin, call.end, Packed(*starts))
+
+
+def _tensor(x: Any, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(x).to(device)
+
+
+# ---- Exchanges ------------------------------------------------------------------------------------------------------
+
+
+class Pending(NamedTuple):
+    """An exchange under way. It holds what is sent until it is over."""
+
+    received: torch.Tensor
+    sent: torch.Tensor
+    work: Any
+    device: torch.device
+
+    def wait(self) -> torch.Tensor:
+        """Let the current stream, or of gloo the host, wait; returns what has been received."""
+        if self.work is not None:
+            _guarded(self.work.wait)
+        return self.received.to(self.device)
+
+
+class Links(NamedTuple):
+    """A process group, and this process's place in it."""
+
+    group: Any
+    world: int
+    rank: int
+
+    @staticmethod
+    def of(zigzag: Zigzag, group: Any) -> Links:
+        if not dist.is_initialized() and zigzag.world == 1:
+            return Links(None, 1, 0)
+        if not dist.is_initialized():
+            raise ArgumentError(
+                explain("group", "no process group", "one", "call torch.distributed.init_process_group")
+            )
+        world, rank = dist.get_world_size(group), dist.get_rank(group)
+        if world != zigzag.world or rank < 0:
+            got = f"a group of {world} ranks, this process being {'none' if rank < 0 else rank}"
+            raise ArgumentError(explain("group", got, f"zigzag.world={zigzag.world} ranks, this process among them"))
+        return Links(group, world, rank)
+
+    def gather(self, x: torch.Tensor, chunk: Chunk) -> Pending:
+        """Begin to gather rows of all ranks, (world * most, ...)."""
+        sent = x.new_zeros(chunk.most, *x.shape[1:])
+        sent[: len(chunk.sent)] = x.detach()[chunk.sent]
+        return self.begin(_gather, sent, self.world * chunk.most)
+
+    def scatter(self, gradient: torch.Tensor, chunk: Chunk) -> Pending:
+        """Begin to send the gradients of gathered rows, in the order of `chunk.order`, to the ranks that own them."""
+        sent = gradient.new_zeros(self.world * chunk.most, *gradient.shape[1:])
+        sent[chunk.order] = gradient
+        return self.begin(dist.all_to_all_single, sent, len(sent))
+
+    def summed(self, pending: Pending, chunk: Chunk) -> torch.Tensor:
+        """Sums of what all ranks have sent, for `chunk.sent`; float32, in the order of the ranks."""
+        received = pending.wait().unflatten(0, (self.world, chunk.most))
+        return received[:, : len(chunk.sent)].sum(0, dtype=torch.float32)
+
+    def begin(self, collective: Callable[..., Any], sent: torch.Tensor, rows: int) -> Pending:
+        """Begin an exchange that makes an array of `rows` rows."""
+        device = sent.device
+        if self.world == 1 or rows == 0:
+            return Pending(sent, sent, None, device)
+        if dist.get_backend(self.group) == _HOST_ONLY:
+            sent = sent.cpu()
+        received = sent.new_empty(rows, *sent.shape[1:])
+        work = _guarded(lambda: collective(received, sent, group=self.group, async_op=True))
+        return Pending(received, sent, work, device)
+
+
+def _guarded(step: Callable[[], Any]) -> Any:
+    """Run a step of an exchange, whose failure means that another rank is gone."""
+    try:
+        return step()
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        remedy = "look at the other ranks' errors, and start all ranks anew"
+        raise ParallelError(explain("group", f"an exchange that failed ({reason})", "all ranks", remedy)) from error
+
+
+class Gather(torch.autograd.Function):  # type: ignore[misc]
+    """All ranks' rows; backward, the sums of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, links: Links, chunk: Chunk, x: torch.Tensor) -> torch.Tensor:
+        ctx.links, ctx.chunk, ctx.dtype = links, chunk, x.dtype
+        carried = x.view(torch.uint8) if x.element_size() == 1 else x  # backends do not know e4m3
+        return links.gather(carried, chunk).wait()[chunk.order].view(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        links, chunk = ctx.links, ctx.chunk
+        return None, None, links.summed(links.scatter(gradient, chunk), chunk).to(ctx.dtype)
