@@ -8,10 +8,16 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-FOLDERS = ("docs", "docs/guides", "docs/project", "docs/reference", "docs/tutorials")
-NOT_YET = ("context-parallelism.md", "dsa-from-dense.md")
+TREES = ("docs", "cuda_src", "ptxsim", "examples", "tests")
 PAGES = sorted(
-    page for folder in (".", *FOLDERS) for page in (REPOSITORY / folder).glob("*.md") if page.name not in NOT_YET
+    page
+    for pages in (
+        REPOSITORY.glob("*.md"),
+        REPOSITORY.glob("bench/*.md"),
+        *((REPOSITORY / x).rglob("*.md") for x in TREES),
+    )
+    for page in pages
+    if "_generated" not in page.parts
 )
 
 PHRASES = (
