@@ -330,7 +330,7 @@ OPERATION = Operation(
         "d_qk": tuple(VALUE_WIDTHS),
         "d_rope": (D_ROPE,),
         "pairs": (D_ROPE // 2,),
-        "width": (*VALUE_WIDTHS, *(FORMATS[name].width for name in READ)),
+        "width": (*VALUE_WIDTHS, *dict.fromkeys(FORMATS[name].width for name in READ)),
         "d_v": tuple(sorted(set(VALUE_WIDTHS.values()), reverse=True)),
         "d_head": D_HEADS,
         "num_scales": (1,),

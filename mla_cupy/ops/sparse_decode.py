@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from mla_cupy.cache_formats import BYTE_DTYPES, FP8, format_of
+from mla_cupy.cache_formats import BYTE_DTYPES, FORMATS, FP8, format_of
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.attention.records import COMPACT, READ_SPARSE
@@ -178,7 +178,7 @@ def _check_extra(views: Views, record: str) -> bool:
         remedy = "append its tokens to kv_cache"
         raise ArgumentError(explain("extra_kv_cache", "an array", f"None beside a kv_cache of {record}", remedy))
     allowed = [name for name in (record, COMPACT.get(record)) if name]
-    extra = format_of(cache.dtype, cache.shape[2], "extra_kv_cache", listed=allowed)
+    extra = format_of(cache.dtype, cache.shape[2], "extra_kv_cache", listed=allowed, d_qk=FORMATS[record].d_qk)
     if extra.name not in allowed:
         expected = " or ".join(allowed) + f" beside a kv_cache of {record}"
         raise ShapeError(explain("extra_kv_cache", f"pages of {extra.name}", expected))

@@ -6,7 +6,7 @@ from math import inf
 from typing import Any
 
 from mla_cupy.cache_formats import FORMATS, FP8
-from mla_cupy.kernels.attention.records import SPARSE_RECORDS as READ
+from mla_cupy.kernels.attention.records import READ_FORWARD as READ
 from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardOptions, SparseForwardProblem
 from mla_cupy.ops import combinations
@@ -207,7 +207,7 @@ OPERATION = Operation(
         Output("lse", "s_q h_q"),
         Output("max_logits", "s_q h_q"),
     ),
-    sizes={**SIZES, "d_kv": (*SIZES["d_qk"], *(FORMATS[name].width for name in READ))},
+    sizes={**SIZES, "d_kv": (*SIZES["d_qk"], *dict.fromkeys(FORMATS[name].width for name in READ))},
     min_sizes=MIN_SIZES,
     options=SparseForwardOptions,
     parallel={"h_q": ()},

@@ -11,7 +11,7 @@ import numpy as np
 from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
-from mla_cupy.kernels.attention.records import SPARSE_RECORDS
+from mla_cupy.kernels.attention.records import READ_FORWARD
 from mla_cupy.kernels.sparse_forward.problem import HEAD_DIMS_QK
 from mla_cupy.ops.cache import check_layout, record_read
 from mla_cupy.ops.checks import STARTS, check_start_values, check_starts, name_first
@@ -46,7 +46,7 @@ class SparseSizes(NamedTuple):
     dtype: str
 
 
-def check_rows_or_pages(views: Views, read: Sequence[str] = SPARSE_RECORDS) -> str:
+def check_rows_or_pages(views: Views, read: Sequence[str] = READ_FORWARD) -> str:
     """The FP8 record of the pages that `kv` has, "" for 16-bit rows; and checks what it has of either.
 
     A record is one of those that kernels `read`.

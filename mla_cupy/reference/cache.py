@@ -335,6 +335,12 @@ def cache_gather(
     return (rows,)
 
 
+def gather_keys(cache: Array, slots: npt.ArrayLike, d_qk: int, kv_scale: float = 1.0) -> Array:
+    """Rows of `cache_gather` for queries of `d_qk` columns, which say whether 656 bytes are "v32" or "v32-nope"."""
+    record = format_of(str(cache.dtype), cache.shape[-1], d_qk=d_qk)
+    return cache_gather(cache, slots, kv_format=record.name, kv_scale=kv_scale)[0]
+
+
 def cache_copy_pages(pool: Array, pairs: npt.ArrayLike) -> tuple[()]:
     """Copy pages within each layer of a pool, in place.
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mla_cupy.cache_formats import BYTE_DTYPES, without_heads
 from mla_cupy.dtypes import dtype_name, round_to
 from mla_cupy.reference.attend import E4M3_PAIRS, attend
-from mla_cupy.reference.cache import cache_gather
+from mla_cupy.reference.cache import gather_keys
 from mla_cupy.reference.fp8_queries import dequantised
 from mla_cupy.reference.lse import log_of_base
 from mla_cupy.reference.projection import projected
@@ -66,8 +66,8 @@ def mla_decode(
         `cu_seqlens_q`.
     kv_cache : array, (num_pages, page_size, d_qk)
         The pool of pages, which all query heads read; an axis of size 1 may stand on either side of the tokens. The
-        values are the first `d_v` elements of the keys. Or the pages of an FP8 record, "v32", "v4" or "fp8": see
-        `cache_append`.
+        values are the first `d_v` elements of the keys. Or the pages of an FP8 record, "v32", "v32-nope" for a
+        d_qk of 512, "v4", "v41" or "fp8": see `cache_append`.
     block_table : array, (b, max_pages), integers
         The pages of each sequence. Entries past its end are not read. A page outside [0, num_pages) is missing: its
         tokens are invisible.
@@ -165,7 +165,7 @@ def mla_decode(
     lse = np.full((len(q), h_q, s_q), -np.inf)
     for i, (at, first, count) in enumerate(_places(cu_seqlens_q, b, s_q)):
         length = int(np.clip(seqlens[i], 0, block_table.shape[1] * cache.shape[1] * cp_world + cp_rank))
-        keys, here = _present_tokens(cache, block_table[i], len(range(cp_rank, length, cp_world)), kv_scale)
+        keys, here = _present_tokens(cache, block_table[i], len(range(cp_rank, length, cp_world)), d_qk, kv_scale)
         if is_record and rounding is not None:
             keys = round_to(keys, rounding)
         positions = here * cp_world + cp_rank
@@ -244,7 +244,7 @@ def cascade_decode(
     return mla_decode(q, kv_cache, table, seqlens, q_scale=q_scale, math=math, **numbers)
 
 
-def _present_tokens(cache: Array, table: Array, length: int, kv_scale: float) -> tuple[Array, Array]:
+def _present_tokens(cache: Array, table: Array, length: int, d_qk: int, kv_scale: float) -> tuple[Array, Array]:
     """The keys of one sequence without those in missing pages, (n, d_qk), and their positions, (n,)."""
     page_size = cache.shape[1]
     positions = np.arange(length)
@@ -252,7 +252,7 @@ def _present_tokens(cache: Array, table: Array, length: int, kv_scale: float) ->
     present = (pages >= 0) & (pages < cache.shape[0])
     positions = positions[present]
     if str(cache.dtype) in BYTE_DTYPES:
-        rows = cache_gather(cache, pages[present] * page_size + positions % page_size, kv_scale=kv_scale)[0]
+        rows = gather_keys(cache, pages[present] * page_size + positions % page_size, d_qk, kv_scale)
         return rows.astype(np.float64), positions
     return cache[pages[present], positions % page_size].astype(np.float64), positions
 

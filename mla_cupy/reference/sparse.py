@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.dtypes import dtype_name, round_to
 from mla_cupy.reference.attend import attend
-from mla_cupy.reference.cache import cache_gather
+from mla_cupy.reference.cache import gather_keys
 from mla_cupy.reference.fp8_queries import dequantised
 from mla_cupy.reference.lse import has_no_weights, log_of_base
 
@@ -110,7 +110,7 @@ def sparse_mla_forward(
     out = np.zeros((s_q, h_q, d_v))
     lse, max_logits = np.full((2, s_q, h_q), -np.inf)
     for i, rows in enumerate(rows_of):
-        keys = _keys(kv, rows, rounding, kv_scale)
+        keys = _keys(kv, rows, d_qk, rounding, kv_scale)
         row_out, lse[i], max_logits[i] = attend(queries[i].astype(keys.dtype), keys, d_v, scale, weights)
         out[i] = factor * row_out
     if attn_sink is not None:
@@ -222,12 +222,12 @@ def sparse_mla_backward(
     return dq.astype(np.float64), dkv.astype(np.float64).reshape(shape), d_sink
 
 
-def _keys(kv: Array, rows: Array, rounding: str | None, kv_scale: float = 1.0) -> Array:
+def _keys(kv: Array, rows: Array, d_qk: int, rounding: str | None, kv_scale: float = 1.0) -> Array:
     """Rows of a cache, dequantised, or of an array of them."""
     if str(kv.dtype) not in BYTE_DTYPES:
         found: Array = _without_head_axis(kv)[rows].astype(np.float64)
         return found
-    keys = cache_gather(kv if kv.ndim > 2 else kv[:, None], rows, kv_scale=kv_scale)[0].astype(np.float64)
+    keys = gather_keys(kv if kv.ndim > 2 else kv[:, None], rows, d_qk, kv_scale).astype(np.float64)
     return keys if rounding is None else round_to(keys, rounding)
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from mla_cupy.cache_formats import without_heads
 from mla_cupy.dtypes import round_to
 from mla_cupy.reference.attend import attend
-from mla_cupy.reference.cache import cache_gather
+from mla_cupy.reference.cache import gather_keys
 from mla_cupy.reference.dense_decode import turned_back
 from mla_cupy.reference.fp8_queries import dequantised
 from mla_cupy.reference.lse import log_of_base
@@ -48,7 +48,7 @@ def sparse_mla_decode(
     ----------
     q : array, (b, s_q, h_q, d_qk)
     kv_cache : array
-        Pages of "v32", "v4", "v41", "v41-fp4" or "fp8": see `cache_append`.
+        Pages of "v32", "v32-nope" for a d_qk of 512, "v4", "v41", "v41-fp4" or "fp8": see `cache_append`.
     indices : array, (b, s_q, topk), integers
         Slots: page * page_size + token. Those outside of the cache are skipped, duplicates counted as often as they
         occur.
@@ -85,7 +85,7 @@ def sparse_mla_decode(
         sources.append((extra_kv_cache, extra_indices, extra_topk_length))
     out, lse = np.zeros((b, s_q, h_q, 512)), np.full((b, s_q, h_q), -np.inf)
     for i, s in np.ndindex(b, s_q):
-        keys = np.concatenate([_selected(*source, i, s, kv_scale) for source in sources]).astype(np.float64)
+        keys = np.concatenate([_selected(*source, i, s, d_qk, kv_scale) for source in sources]).astype(np.float64)
         if rounding is not None:
             keys = round_to(keys, rounding)
         row_out, lse[i, s], _ = attend(queries[i, s].astype(keys.dtype), keys, 512, scale, weights)
@@ -101,11 +101,11 @@ def sparse_mla_decode(
 
 
 def _selected(
-    cache: Array, indices: npt.ArrayLike, lengths: npt.ArrayLike | None, i: int, s: int, kv_scale: float
+    cache: Array, indices: npt.ArrayLike, lengths: npt.ArrayLike | None, i: int, s: int, d_qk: int, kv_scale: float
 ) -> Array:
     """The keys that a list names."""
     cache, entries = without_heads(cache), np.asarray(indices)[i, s]
     length = len(entries) if lengths is None else int(np.clip(np.asarray(lengths)[i], 0, len(entries)))
     slots = entries[:length]
     slots = slots[(slots >= 0) & (slots < cache.shape[0] * cache.shape[1])]
-    return cache_gather(cache, slots, kv_scale=kv_scale)[0]
+    return gather_keys(cache, slots, d_qk, kv_scale)

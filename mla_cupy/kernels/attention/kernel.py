@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from mla_cupy.shapes import D_QK, D_V, VALUE_WIDTHS
 READS_ROWS = Reason("reads a cache of 16-bit rows, and no records")
 READS_RECORDS = Reason("reads a cache of FP8 records, and no 16-bit rows")
 READS_V41 = Reason("reads other records than v41")
+READS_ROPE = Reason("reads records with RoPE columns")
 NO_TREE = Reason("takes no tree_mask")
 NO_NARROW_FORMS = Reason(f"takes values of {D_V} columns only with optional inputs other than attn_sink")
 NO_TREE_WITH_FORMS = Reason("takes no tree_mask with optional inputs other than attn_sink")
@@ -26,6 +27,8 @@ SINK = ("attn_sink",)
 """The forms of kernels whose results have a sink, and that know no others."""
 FORMS = (*SINK, "q_rope", "packed", "out_rope", "window")
 """The forms of kernels that know all."""
+ON_DEMAND_RECORDS = ("v32-nope",)
+"""Records whose builds are compiled at the first call that needs them: no image contains these builds."""
 FORM_PARAMS: dict[str, type[Params]] = {"forms": DecodeFormParams}
 """The parameters of builds `with_forms`."""
 
@@ -41,6 +44,16 @@ class SplitGrid:
 def narrowest(builds: Sequence[int], rows: int) -> int:
     """The rows of the narrowest blocks that hold so many; else several of the widest do."""
     return next((block for block in builds if rows <= block), builds[-1])
+
+
+def identifier(record: str) -> str:
+    """Name of a record in `cuda_src/attention/token_record.cuh`, and in builds."""
+    return record.replace("-", "_")
+
+
+def identifiers(records: Iterable[str]) -> tuple[str, ...]:
+    """Names of records in builds."""
+    return tuple(identifier(record) for record in records)
 
 
 def key_variant(problem: Any, device: DeviceInfo) -> Variant:
@@ -133,6 +146,11 @@ class AttentionKernel(KernelSpec[ProblemT]):
     sized: Callable[[ProblemT, DeviceInfo], AttentionKernel[Any] | None] = lambda problem, device: None
     value_widths: tuple[int, ...] = (D_V,)
     forms: tuple[str, ...] = ()
+
+    def defaults_on(self, arch: str) -> tuple[Variant, ...]:
+        """See `KernelSpec.defaults_on`: without the builds that are compiled on demand."""
+        rare = [identifier(record) for record in ON_DEMAND_RECORDS]
+        return tuple(one for one in super().defaults_on(arch) if getattr(one, "record", "") not in rare)
 
     def objection(self, problem: ProblemT, device: DeviceInfo) -> Reason | None:
         """See `KernelSpec.objection`: what it takes depends on the problem's forms, too."""

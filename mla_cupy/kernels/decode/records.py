@@ -9,11 +9,14 @@ from mla_cupy.kernels.attention.kernel import (
     FORM_PARAMS,
     FORMS,
     NO_TREE,
+    ON_DEMAND_RECORDS,
     READS_RECORDS,
+    READS_ROPE,
     READS_V41,
     SINK,
     AttentionKernel,
     form_variant,
+    identifiers,
     narrowest,
     tree_or_forms,
     wants_forms,
@@ -22,6 +25,7 @@ from mla_cupy.kernels.attention.kernel import (
 from mla_cupy.kernels.attention.records import (
     BLOCK_ROWS,
     DENSE_RECORDS,
+    MMA_DENSE,
     PLAIN_RECORDS,
     READ_DENSE,
     TREE_BLOCK_ROWS,
@@ -36,6 +40,7 @@ from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
 BLOCK_M = 64
+_RECORDS = identifiers(MMA_DENSE)
 FORM_ROWS = BLOCK_ROWS[1:]
 """Rows of the builds of `SMALL` with optional inputs."""
 
@@ -63,9 +68,9 @@ SMALL: AttentionKernel[DecodeProblem] = AttentionKernel(
     DecodeParams,
     HOPPER,
     (
-        *variants(dtype=HALF, record=DENSE_RECORDS, block_rows=BLOCK_ROWS),
-        *variants(dtype=HALF, record=DENSE_RECORDS, block_rows=TREE_BLOCK_ROWS, tree_mask=(1,)),
-        *with_forms(*variants(dtype=HALF, record=DENSE_RECORDS, block_rows=FORM_ROWS)),
+        *variants(dtype=HALF, record=_RECORDS, block_rows=BLOCK_ROWS),
+        *variants(dtype=HALF, record=_RECORDS, block_rows=TREE_BLOCK_ROWS, tree_mask=(1,)),
+        *with_forms(*variants(dtype=HALF, record=_RECORDS, block_rows=FORM_ROWS)),
     ),
     facts={"tile_tokens": TILE_TOKENS},
     params_with=FORM_PARAMS,
@@ -106,7 +111,7 @@ def _seesaw_is_faster(problem: DecodeProblem, device: DeviceInfo) -> bool:
     return problem.batch.tiles * row_blocks > SMALL_BLOCK_TILES * device.sm_count
 
 
-PLAIN_SEESAW = variants(dtype=HALF, record=DENSE_RECORDS)
+PLAIN_SEESAW = variants(dtype=HALF, record=_RECORDS)
 SEESAW: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_records_seesaw",
     "dense decode from FP8 records with WGMMA: the seesaw schedule over dequantised tiles, for more than 32 rows",
@@ -136,6 +141,8 @@ def _not_on_blackwell(problem: DecodeProblem, device: DeviceInfo) -> Reason | No
         return needs_cc(device, "10.0", "10.3")
     if problem.record in PLAIN_RECORDS:
         return READS_V41
+    if problem.record in ON_DEMAND_RECORDS:
+        return READS_ROPE
     return NO_TREE if problem.tree_mask else None
 
 
@@ -160,7 +167,7 @@ MMA = mma.from_records(
     "dense decode from FP8 records",
     "decode/mma_records.cu",
     DecodeParams,
-    DENSE_RECORDS,
+    MMA_DENSE,
     rows=lambda problem: problem.rows,
 )
 
