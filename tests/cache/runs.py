@@ -55,10 +55,12 @@ class CacheCase:
 
 CASES = (
     *(CacheCase(record.name) for record in LATENT_FORMATS),
-    *(CacheCase(record.name, dtype="float32", special=True, rotation="interleaved") for record in LATENT_FORMATS[:6]),
-    *(CacheCase(record.name, dtype="float16", odd=True, rotation="halves") for record in LATENT_FORMATS[:7]),
+    *(CacheCase(record.name, dtype="float32", special=True, rotation="interleaved") for record in LATENT_FORMATS[:7]),
+    *(CacheCase(record.name, dtype="float16", odd=True, rotation="halves") for record in LATENT_FORMATS[:8]),
     CacheCase("v32", scales="plain", special=True, out_dtype="float16"),
     CacheCase("v32", page_size=1, num_pages=20, slot_dtype="int32", out_dtype="bfloat16"),
+    CacheCase("v32-nope", scales="plain", special=True, out_dtype="float16"),
+    CacheCase("v32-nope", page_size=1, num_pages=20, slot_dtype="int32", out_dtype="bfloat16"),
     CacheCase("v4", page_size=1, num_pages=20, slot_dtype="int32", special=True, out_dtype="bfloat16"),
     CacheCase("v4", page_size=7, num_pages=3, gap=0),
     *(CacheCase(name, page_size=3, num_pages=5, special=True, odd=True, gap=2) for name in ("v41", "v41-fp4")),

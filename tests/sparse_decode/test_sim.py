@@ -15,6 +15,7 @@ from mla_cupy.kernels.sparse_decode.schedule import Cuts, even_cuts
 from tests.sparse_decode.runs import (
     CASES,
     MORE_CASES,
+    NOPE_CASES,
     ON_HOPPER,
     V41_CASES,
     V41_WIDE,
@@ -31,7 +32,7 @@ from tests.support.sim_driver import simulated
 
 
 @pytest.mark.one_in(8)
-@pytest.mark.parametrize("case", [*CASES, *V41_CASES], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *NOPE_CASES, *V41_CASES], ids=str)
 def test_equals_the_oracle(case: SparseDecodeCase) -> None:
     with simulated(case.sm_count):
         check(case, lambda x: x, np.asarray)
@@ -49,6 +50,15 @@ def test_tensor_cores_are_as_exact_as_their_formats(case: SparseDecodeCase, kern
     turn = CASES.index(case)
     case, mode = fitting(case, kernel), MODES[(turn + turn // 3) % len(MODES)]
     with simulated(case.sm_count, mode=mode, seed=7):
+        check(case, lambda x: x, np.asarray, kernel, case.dtype if case.s_q > 1 else "float32")
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("kernel", ON_HOPPER)
+@pytest.mark.parametrize("case", NOPE_CASES, ids=str)
+def test_tokens_without_rope_on_tensor_cores(case: SparseDecodeCase, kernel: str) -> None:
+    case, mode = fitting(case, kernel), MODES[NOPE_CASES.index(case)]
+    with simulated(case.sm_count, mode=mode, seed=3):
         check(case, lambda x: x, np.asarray, kernel, case.dtype if case.s_q > 1 else "float32")
 
 
@@ -83,7 +93,7 @@ def test_v41_in_all_modes(case: SparseDecodeCase, kernel: str, mode: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ON_HOPPER)
-@pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *NOPE_CASES, *MORE_CASES], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_all_cases_on_tensor_cores(case: SparseDecodeCase, mode: str, kernel: str) -> None:
     case = fitting(case, kernel)
