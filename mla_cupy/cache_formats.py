@@ -163,7 +163,7 @@ V32 = CacheFormat(
 #: The reserved bytes may hold anything: nothing reads or writes them.
 V32_NOPE = CacheFormat(
     "v32-nope",
-    "GLM-5.3-Flash, models without RoPE: v32 tokens whose RoPE bytes are reserved, FlashMLA, vLLM, SGLang",
+    "GLM-5.3-Flash: v32 without RoPE, whose bytes are reserved: FlashMLA, FlashInfer, vLLM",
     (656,),
     (*V32.fields[:2], Field("reserved", "padding", 128, 528)),
     scales=V32.scales,
