@@ -81,6 +81,8 @@ class CacheFormat:
     d_qk, d_v : int
         Widths of the key and of the value, whose elements are the key's first. 0 for records that attention does not
         read.
+    other_widths : tuple of int
+        Further sizes of the last axis, of shorter tokens with the same fields, where the format is named.
     page_multiple : int
         Page strides are multiples of this many bytes by convention. Kernels take any page stride that is large enough.
     """
@@ -94,6 +96,7 @@ class CacheFormat:
     d_qk: int = D_QK
     d_v: int = D_V
     page_multiple: int = 1
+    other_widths: tuple[int, ...] = ()
 
     @property
     def token_bytes(self) -> int:
@@ -160,7 +163,7 @@ V32 = CacheFormat(
     scales=("power_of_2", "plain"),
     group=128,
 )
-#: The reserved bytes may hold anything: nothing reads or writes them.
+#: The reserved bytes may hold anything: nothing reads or writes them. FlashMLA's V32_NO_ROPE lacks them.
 V32_NOPE = CacheFormat(
     "v32-nope",
     "GLM-5.3-Flash: v32 without RoPE, whose bytes are reserved: FlashMLA, FlashInfer, vLLM",
@@ -169,6 +172,7 @@ V32_NOPE = CacheFormat(
     scales=V32.scales,
     group=V32.group,
     d_qk=D_V,
+    other_widths=(528,),
 )
 V4 = CacheFormat(
     "v4",
@@ -323,6 +327,11 @@ MAX_E2M1 = 6.0
 MIN_E4M3 = 2.0**-9
 
 
+def widths_of(names: Collection[str]) -> tuple[int, ...]:
+    """Sizes of the last axis of arrays that hold records of these names, each once."""
+    return tuple(dict.fromkeys(width for name in names for width in (FORMATS[name].width, *FORMATS[name].other_widths)))
+
+
 def head_axis(shape: Sequence[int], argument: str = "cache") -> int:
     """The axis of KV heads in a cache of four axes: FlashMLA puts it after a page's tokens, FlashInfer before them.
 
@@ -376,7 +385,12 @@ def format_of(
     if name is not None and not (isinstance(name, str) and name in names):
         raise ArgumentError(explain("kv_format", repr(name), f"None, or one of {', '.join(names)}"))
     candidates = [record for record in LATENT_FORMATS if name in (None, record.name)]
-    fitting = [record for record in candidates if (record.dtype, record.width) == (kind, width)]
+    named = name is not None
+    fitting = [
+        record
+        for record in candidates
+        if record.dtype == kind and (record.width == width or (named and width in record.other_widths))
+    ]
     if fitting:
         return next((record for record in fitting if record.d_qk == d_qk), fitting[0])
     expected = ", ".join(

@@ -169,19 +169,32 @@ def check_layout(record: CacheFormat, cache: View, argument: str = "cache") -> N
         raise ShapeError(explain(f"{argument}.strides", got, expected, remedy))
 
 
-def record_read(cache: View, d_qk: int, read: Sequence[str], argument: str, remedy: str) -> CacheFormat:
-    """The FP8 record of a cache's pages: one that kernels `read`, for queries of this width.
+def record_read(
+    cache: View, d_qk: int, read: Sequence[str], argument: str, remedy: str, name: object = None
+) -> CacheFormat:
+    """The FP8 record of a cache's pages: one that kernels `read`, for queries of this width, called `name` if given.
 
     Raises
     ------
     ShapeError
     """
-    record = format_of(cache.dtype, cache.shape[-1], argument, listed=read, d_qk=d_qk)
+    record = format_of(cache.dtype, cache.shape[-1], argument, name, read, d_qk)
     if record.name not in read:
         raise ShapeError(explain(argument, f"pages of {record.name}", " or ".join(read), remedy))
     if d_qk != record.d_qk:
         raise ShapeError(explain("q.shape[-1]", d_qk, f"{record.d_qk} for {record.name}", absorbing(d_qk)))
     return record
+
+
+def check_no_format(name: object) -> None:
+    """Check that a cache of 16-bit rows has no format named.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    if name is not None:
+        raise ArgumentError(explain("kv_format", repr(name), "None for 16-bit rows"))
 
 
 def _record(views: Views, name: Any, kv_scale: Any) -> tuple[CacheFormat, float]:

@@ -178,7 +178,8 @@ def _check_extra(views: Views, record: str) -> bool:
         remedy = "append its tokens to kv_cache"
         raise ArgumentError(explain("extra_kv_cache", "an array", f"None beside a kv_cache of {record}", remedy))
     allowed = [name for name in (record, COMPACT.get(record)) if name]
-    extra = format_of(cache.dtype, cache.shape[2], "extra_kv_cache", listed=allowed, d_qk=FORMATS[record].d_qk)
+    name = record if cache.shape[2] in FORMATS[record].other_widths else None
+    extra = format_of(cache.dtype, cache.shape[2], "extra_kv_cache", name, allowed, FORMATS[record].d_qk)
     if extra.name not in allowed:
         expected = " or ".join(allowed) + f" beside a kv_cache of {record}"
         raise ShapeError(explain("extra_kv_cache", f"pages of {extra.name}", expected))
@@ -200,7 +201,7 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
     q, cache, indices = (present(views, name) for name in ("q", "kv_cache", "indices"))
     extra = views["extra_indices"]
     b, s_q, h_q, d_qk = q.shape
-    record = record_read(cache, d_qk, _READ, "kv_cache", "read 16-bit rows with sparse_mla_forward")
+    record = record_read(cache, d_qk, _READ, "kv_cache", "read 16-bit rows with sparse_mla_forward", given.kv_format)
     check_layout(record, cache, "kv_cache")
     options = given._replace(
         scale=check_scale(given.scale),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 from typing import Any
 
-from mla_cupy.cache_formats import FORMATS, FP8
+from mla_cupy.cache_formats import FP8, widths_of
 from mla_cupy.kernels.attention.records import READ_FORWARD as READ
 from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardOptions, SparseForwardProblem
@@ -179,7 +179,7 @@ def sparse_mla_forward(
 
 
 def _examine(views: Views, given: SparseForwardOptions) -> Examined:
-    record = check_rows_or_pages(views, (*READ, FP8.name))
+    record = check_rows_or_pages(views, (*READ, FP8.name), given.kv_format)
     sizes = check_selection(views)
     options = given._replace(
         scale=check_scale(given.scale),
@@ -207,7 +207,7 @@ OPERATION = Operation(
         Output("lse", "s_q h_q"),
         Output("max_logits", "s_q h_q"),
     ),
-    sizes={**SIZES, "d_kv": (*SIZES["d_qk"], *dict.fromkeys(FORMATS[name].width for name in READ))},
+    sizes={**SIZES, "d_kv": (*SIZES["d_qk"], *widths_of(READ))},
     min_sizes=MIN_SIZES,
     options=SparseForwardOptions,
     parallel={"h_q": ()},

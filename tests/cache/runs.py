@@ -143,9 +143,9 @@ def check_append_and_gather(case: CacheCase, to: Callable[[Any], Any], back: Cal
     arrays = {name: to(x) for name, x in inputs.rotation.items()}
     rope = None if inputs.rope is None else to(inputs.rope)
     mla_cupy.cache_append(to(inputs.latent), rope, cache, slots, **arrays, **interleaved, **options)
-    rows = mla_cupy.cache_gather(cache, slots, kv_scale=case.kv_scale, out_dtype=case.out_dtype)
+    rows = mla_cupy.cache_gather(cache, slots, kv_format=case.record, kv_scale=case.kv_scale, out_dtype=case.out_dtype)
     assert_same_pages(back(cache), expected, case.record)
-    (exact,) = reference.cache_gather(expected, inputs.slots, kv_scale=case.kv_scale)
+    (exact,) = reference.cache_gather(expected, inputs.slots, kv_format=case.record, kv_scale=case.kv_scale)
     wanted = dtypes.round_to(exact, case.out_dtype).astype(dtypes.numpy_dtype(case.out_dtype))
     np.testing.assert_array_equal(back(rows).astype(np.float32), wanted.astype(np.float32))
 

@@ -82,6 +82,8 @@ def test_which_record_an_array_holds() -> None:
         assert format_of(record.dtype, record.width, d_qk=record.d_qk) is record
         assert format_of(record.dtype, record.width, name=record.name) is record
     assert format_of("float8_e4m3fn", 656) is V32
+    assert format_of("uint8", 528, name="v32-nope").name == "v32-nope"
+    assert format_of("uint8", 528, d_qk=512).name == "v41"
     assert format_of("float8_e4m3fn", 584) is V4
     with pytest.raises(ShapeError, match=r"cache.shape\[-1\]: got 656 of bfloat16, expected 656 of uint8 \(v32\)"):
         format_of("bfloat16", 656)

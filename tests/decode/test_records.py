@@ -183,6 +183,7 @@ def _cache(record: str, heads: int = 1) -> Array:
         (_cache("v4"), 576, ShapeError, r"q.shape\[-1\]: got 576, expected 512 for v4"),
         (_cache("fp8"), 512, ShapeError, r"q.shape\[-1\]: got 512, expected 576 for fp8"),
         (np.zeros((3, 8, 1, 664), np.uint8)[..., :656], 576, ShapeError, "multiples of 16 bytes"),
+        (np.zeros((3, 8, 1, 536), np.uint8)[..., :528], 512, ShapeError, "528 bytes per token: the pages of v41"),
     ],
     ids=[
         "no width",
@@ -193,6 +194,7 @@ def _cache(record: str, heads: int = 1) -> Array:
         "d_qk of v32",
         "d_qk of fp8",
         "odd strides",
+        "planes",
     ],
 )
 def test_mistakes(cache: Array, d_qk: int, error: type[Exception], match: str, recorder: Recorder) -> None:
@@ -230,6 +232,28 @@ def test_mistakes_of_scales(cache: Array, kv_scale: float, match: str, recorder:
     q, table, seqlens = np.ones((1, 1, 2, 576), np.float16), np.zeros((1, 2), np.int32), np.ones(1, np.int32)
     with pytest.raises(ArgumentError, match=match):
         mla_decode(q, cache, table, seqlens, kv_scale=kv_scale, scale=4.0)
+    assert recorder.launches == []
+
+
+@pytest.mark.parametrize(
+    ("cache", "name", "error", "match"),
+    [
+        (_cache("v32"), "v4", ShapeError, r"kv_cache.shape\[-1\]: got 656 of uint8, expected 584 of uint8 \(v4\)"),
+        (_cache("v32"), "v32", ShapeError, r"q.shape\[-1\]: got 512, expected 576 for v32"),
+        (
+            _cache("v41"),
+            "V32_NO_ROPE",
+            ArgumentError,
+            r"fp8.kv_format: got 'V32_NO_ROPE', expected None, or one of v32",
+        ),
+        (np.zeros((3, 8, 512), np.float16), "v32-nope", ArgumentError, "fp8.kv_format: got 'v32-nope', expected None"),
+    ],
+    ids=["width", "d_qk", "name", "rows"],
+)
+def test_mistakes_of_names(cache: Array, name: str, error: type[Exception], match: str, recorder: Recorder) -> None:
+    q, table, seqlens = np.ones((1, 1, 2, 512), np.float16), np.zeros((1, 2), np.int32), np.ones(1, np.int32)
+    with pytest.raises(error, match=match):
+        mla_decode(q, cache, table, seqlens, kv_format=name)
     assert recorder.launches == []
 
 
@@ -364,6 +388,24 @@ def test_what_only_later_queries_see_does_not_reach_earlier_ones(of: Callable[..
     assert not np.isfinite(got[0][:, 1:, :, 3].astype(np.float32)).any()
     first = [(out[:, :1], lse[..., :1]) for out, lse in (got, inputs.exact, inputs.rounded)]
     check(*first, "bfloat16")
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("kernel", RECORD_KERNELS)
+def test_reserved_bytes_do_not_matter(kernel: str) -> None:
+    """Nor whether there are any: tokens of 528 bytes, in place or copied, give the same bits."""
+    case = nope(b=2, seqlens=(130, 3), s_q=2, h_q=64 if kernel == SEESAW else 5, scales="plain", page_size=16)
+    if not takes(kernel, case):
+        pytest.skip("reads records with RoPE columns")
+    inputs = make(case)
+    infinities = np.array(inputs.kv_cache)
+    infinities[..., 528:] = np.array([0x80, 0xFF], np.uint8).repeat(64)  # NaN and -inf as bfloat16
+    whole = run(inputs, kernel, 1, ("early", 0))
+    for cache in (infinities, infinities[..., :528], infinities[..., :528].copy()):
+        other = replace(inputs, kv_cache=cache)
+        named = {"kv_format": "v32-nope"} if cache.shape[-1] == 528 else {}
+        for mine, expected in zip(run(other, kernel, 1, ("early", 0), **named), whole, strict=True):
+            np.testing.assert_array_equal(mine, expected)
 
 
 def test_a_plan_serves_records() -> None:

@@ -62,6 +62,20 @@ def test_tokens_without_rope_on_tensor_cores(case: SparseDecodeCase, kernel: str
         check(case, lambda x: x, np.asarray, kernel, case.dtype if case.s_q > 1 else "float32")
 
 
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("kernel", [*ON_HOPPER, "sparse_decode_mma", "sparse_decode_generic"])
+def test_shorter_tokens_without_rope(kernel: str) -> None:
+    """Tokens of 528 bytes in both caches, the second one copied, give the bits of those of 656."""
+    case = fitting(replace(NOPE_CASES[1], s_q=1), kernel)
+    call = {**make(case), "kernel": kernel}
+    short = {"kv_cache": call["kv_cache"][..., :528], "extra_kv_cache": call["extra_kv_cache"][..., :528].copy()}
+    with simulated(1):
+        whole = flat(mla_cupy.sparse_mla_decode)(**call)
+        got = flat(mla_cupy.sparse_mla_decode)(**{**call, **short}, kv_format="v32-nope")
+    for mine, expected in zip(got, whole, strict=True):
+        np.testing.assert_array_equal(mine, expected)
+
+
 #: Those of V4.1: each in one mode. More of the seesaw, which takes longer, are slow.
 V41_RUNS = [
     (kernel, case)

@@ -135,6 +135,7 @@ class DecodeOptions(NamedTuple):
     math: str
     q_scale: float
     kv_scale: float
+    kv_format: str | None
     cp_world: int
     cp_rank: int
     out_dtype: str | None
