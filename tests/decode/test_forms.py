@@ -456,7 +456,7 @@ ON_GPU = (
     *(
         (
             FormCase(
-                long(h_q=h_q, page_size=page, dtype=dtype, record=record, d_qk=512 if record == "v4" else 576), **form
+                long(h_q=h_q, page_size=page, dtype=dtype, record=record, d_qk=FORMATS[record].d_qk), **form
             ),
             kernel,
         )
@@ -466,10 +466,10 @@ ON_GPU = (
             (32, 16, "float16", FEW_RECORDS),
             (8, 128, "bfloat16", PLAIN_RECORDS),
         )
-        for record in ("v32", "v4", "fp8")
+        for record in ("v32", "v32-nope", "v4", "fp8")
         for form in (
             {"queries": VARYING, "around": (2, 3), "window": 130, "sink": True},
-            {"turned": True, "queries": VARYING} if record == "v4" else {"pair": True, "queries": VARYING},
+            {{"v4": "turned", "v32-nope": "sink"}.get(record, "pair"): True, "queries": VARYING},
             {"window": 700},
         )
     ),
