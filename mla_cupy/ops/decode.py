@@ -84,7 +84,8 @@ def mla_decode(
     kv_cache : array, (num_pages, page_size, d_qk), dtype of q; or (num_pages, page_size, bytes), uint8
         Pages that all query heads read; the first 512 (or 256) columns of a key are its value. Any page size. An axis
         of size 1 for the KV head may stand on either side of the tokens. uint8 holds tokens in the FP8 format "v32"
-        (656 bytes), "v4" (584), "v41" (528) or "fp8" (576); these pages start at and step by multiples of 16 bytes.
+        (656 bytes), "v32-nope" (656 or, by `Fp8(kv_format=...)`, 528), "v4" (584), "v41" (528) or "fp8" (576); these
+        pages start at and step by multiples of 16 bytes.
     block_table : array, (b, max_pages), int32
         Pages of each sequence. Entries past its end are never read; a page outside [0, num_pages) hides its tokens.
     seqlens : array, (b,), int32

@@ -72,10 +72,11 @@ def sparse_mla_forward(
         are fastest).
     kv : array, (s_kv, d_qk) or (s_kv, 1, d_qk), dtype of q; or (num_pages, page_size, width), uint8
         Latents; the values are the first 512 elements of the keys. Strides as for q. Or the pages of an FP8 record, see
-        `cache_append`: a width of 656 is "v32", whose d_qk is 576, one of 584 "v4", whose d_qk is 512 and whose values
-        include the RoPE part; one of 576 is "fp8", with Fp8("fp8") only. Its rows are slots, page * page_size + token;
-        tokens of 656 or 576 bytes need no pages, (s_kv, 656). Pages of records start at, and step by, multiples of 16
-        bytes: pages of "v4" with an odd number of tokens need a gap of 8 bytes between them.
+        `cache_append`: a width of 656 is "v32", whose d_qk is 576, or for a d_qk of 512 "v32-nope", which may have 528
+        bytes and then needs Fp8(kv_format="v32-nope"); one of 584 is "v4", whose d_qk is 512 and whose values include
+        the RoPE part; one of 576 is "fp8", with Fp8("fp8") only. Its rows are slots, page * page_size + token; tokens
+        of "v32", "v32-nope" and "fp8" need no pages, (s_kv, 656). Pages of records start at, and step by, multiples of
+        16 bytes: pages of "v4" with an odd number of tokens need a gap of 8 bytes between them.
     indices : array, (s_q, topk) or (s_q, 1, topk), int32
         The rows of each query, in any order, counted from the start of its sequence: see `relative`. Any topk, any
         strides. A slot counts if 0 <= index < limit; all others are skipped, -1 being the usual mark. The limit is the
