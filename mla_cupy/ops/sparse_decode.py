@@ -139,11 +139,11 @@ def sparse_mla_decode(
     before rounding: where tokens have equal scores, all of `out` may be off by one common factor, up to 2^-8 in
     bfloat16, 2^-11 in float16. The CUDA-core kernel does not round weights.
 
-    On tensor cores keys are rounded to 16 bits: latents of "v32" and "v32-nope" to float16, whatever the dtype of q, and
-    all of "v4" and "v41" to the dtype of q. Latents are exact then if scales are powers of two, in float16 from 2^-15 to
-    2^7; those of "v41-fp4" always are. In float16 elements beyond 65504 overflow, and those of a scale below 2^-25 become 0. Two
-    kernels do not round latents: the plain kernel, and the mma.sync kernels over "v32", which round weights and scales
-    to float16 and lose 2e-4 of a result, or 5e-4 where scales are no powers of two.
+    On tensor cores keys are rounded to 16 bits: latents of "v32" and "v32-nope" to float16, whatever the dtype of q,
+    and all of "v4" and "v41" to the dtype of q. Latents are exact then if scales are powers of two, in float16 from
+    2^-15 to 2^7; those of "v41-fp4" always are. In float16 elements beyond 65504 overflow, and those of a scale below
+    2^-25 become 0. Two kernels do not round latents: the plain kernel, and the mma.sync kernels over "v32", which round
+    weights and scales to float16 and lose 2e-4 of a result, or 5e-4 where scales are no powers of two.
 
     Examples
     --------

@@ -9,7 +9,7 @@ from mla_cupy.kernels.attention.kernel import ON_DEMAND_RECORDS, identifier
 from tests.budgets import test_budgets
 from tools.budgets import KERNELS, LINES, Target
 
-ARCHS = ("sm_80", "sm_90a", "sm_120")
+ARCHS = ("sm_80", "sm_90a", "sm_100a", "sm_120")
 RARE = {identifier(record): record for record in ON_DEMAND_RECORDS}
 BUILDS = tuple(
     Target(line, spec.name, variant, arch)

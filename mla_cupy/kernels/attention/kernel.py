@@ -19,7 +19,6 @@ from mla_cupy.shapes import D_QK, D_V, VALUE_WIDTHS
 READS_ROWS = Reason("reads a cache of 16-bit rows, and no records")
 READS_RECORDS = Reason("reads a cache of FP8 records, and no 16-bit rows")
 READS_V41 = Reason("reads other records than v41")
-READS_ROPE = Reason("reads records with RoPE columns")
 NO_TREE = Reason("takes no tree_mask")
 NO_NARROW_FORMS = Reason(f"takes values of {D_V} columns only with optional inputs other than attn_sink")
 NO_TREE_WITH_FORMS = Reason("takes no tree_mask with optional inputs other than attn_sink")

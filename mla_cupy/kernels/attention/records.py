@@ -15,7 +15,7 @@ DENSE_RECORDS = (*SPARSE_RECORDS, "fp8")
 PLAIN_RECORDS = ("v41",)
 """Names of the records that the kernels on CUDA cores read beside these, in dense and in sparse decode."""
 MMA_DENSE = (*DENSE_RECORDS, *ON_DEMAND_RECORDS)
-"""Names of the records that Hopper's kernels of dense decode read, and those with mma.sync."""
+"""Names of the records that the kernels of dense decode with tensor cores read."""
 READ_SPARSE = (*SPARSE_RECORDS, *PLAIN_RECORDS, *ON_DEMAND_RECORDS)
 READ_DENSE = (*DENSE_RECORDS, *PLAIN_RECORDS, *ON_DEMAND_RECORDS)
 """Names of the records that some kernel of sparse, and of dense, decode reads."""

@@ -9,9 +9,7 @@ from mla_cupy.kernels.attention.kernel import (
     FORM_PARAMS,
     FORMS,
     NO_TREE,
-    ON_DEMAND_RECORDS,
     READS_RECORDS,
-    READS_ROPE,
     READS_V41,
     SINK,
     AttentionKernel,
@@ -24,7 +22,6 @@ from mla_cupy.kernels.attention.kernel import (
 )
 from mla_cupy.kernels.attention.records import (
     BLOCK_ROWS,
-    DENSE_RECORDS,
     MMA_DENSE,
     PLAIN_RECORDS,
     READ_DENSE,
@@ -141,8 +138,6 @@ def _not_on_blackwell(problem: DecodeProblem, device: DeviceInfo) -> Reason | No
         return needs_cc(device, "10.0", "10.3")
     if problem.record in PLAIN_RECORDS:
         return READS_V41
-    if problem.record in ON_DEMAND_RECORDS:
-        return READS_ROPE
     return NO_TREE if problem.tree_mask else None
 
 
@@ -152,7 +147,7 @@ SM100: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode/sm100_records.cu",
     DecodeParams,
     BLACKWELL,
-    variants(dtype=HALF, record=DENSE_RECORDS, block_rows=BLACKWELL_BLOCK_ROWS),
+    variants(dtype=HALF, record=_RECORDS, block_rows=BLACKWELL_BLOCK_ROWS),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=_not_on_blackwell,
     variant=lambda problem, device: rows_variant(problem, narrowest(BLACKWELL_BLOCK_ROWS, problem.rows)),

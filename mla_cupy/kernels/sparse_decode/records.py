@@ -8,8 +8,6 @@ from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.generic import from_records, not_on_hopper
 from mla_cupy.kernels.attention.kernel import (
-    ON_DEMAND_RECORDS,
-    READS_ROPE,
     READS_V41,
     AttentionKernel,
     identifiers,
@@ -18,8 +16,9 @@ from mla_cupy.kernels.attention.kernel import (
 from mla_cupy.kernels.attention.records import (
     BLOCK_ROWS,
     COMPACT,
+    PLAIN_RECORDS,
+    READ_FORWARD,
     READ_SPARSE,
-    SPARSE_RECORDS,
     record_variant,
     rows_variant,
 )
@@ -116,9 +115,7 @@ def _not_on_blackwell(problem: SparseDecodeProblem, device: DeviceInfo) -> Reaso
     """Reason that the kernel cannot take the problem; None if it can."""
     if device.arch not in BLACKWELL:
         return needs_cc(device, "10.0", "10.3")
-    if problem.record in ON_DEMAND_RECORDS:
-        return READS_ROPE
-    return None if problem.record in SPARSE_RECORDS else READS_V41
+    return READS_V41 if problem.record in PLAIN_RECORDS else None
 
 
 SM100: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
@@ -127,7 +124,7 @@ SM100: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     "sparse_decode/sm100.cu",
     SparseDecodeParams,
     BLACKWELL,
-    variants(dtype=HALF, record=SPARSE_RECORDS, block_rows=BLACKWELL_BLOCK_ROWS),
+    variants(dtype=HALF, record=identifiers(READ_FORWARD), block_rows=BLACKWELL_BLOCK_ROWS),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=_not_on_blackwell,
     variant=lambda problem, device: rows_variant(problem, narrowest(BLACKWELL_BLOCK_ROWS, problem.h_q)),
