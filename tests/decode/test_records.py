@@ -451,6 +451,22 @@ test_few_rows_is_caught, test_few_rows_as_it_is = mutant_suite(
     },
     [Mutant("places of the first page", "attention/record_tokens.cuh", "token - index * p.page_size", "token")],
 )
+#: The reserved bytes of the tokens are NaN.
+PLANTED_NOPE = nope(b=1, seqlens=70, h_q=5, page_size=16)
+
+test_no_rope_is_caught, test_no_rope_as_it_is = mutant_suite(
+    HOPPER,
+    [partial(run_case, HOPPER, PLANTED_NOPE, MODES[1])],
+    {},
+    [
+        Mutant(
+            "reserved bytes as RoPE columns",
+            "attention/token_record.cuh",
+            "kSame<Record, v32_nope> ? 0 : kRopeChunks",
+            "kRopeChunks",
+        )
+    ],
+)
 test_many_rows_is_caught, test_many_rows_as_it_is = mutant_suite(
     SEESAW,
     [partial(run_case, SEESAW, PLANTED_WIDE, mode) for mode in MODES[1:3]],
