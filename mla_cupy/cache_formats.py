@@ -32,7 +32,7 @@ class Field:
     Attributes
     ----------
     name : str
-        "latent", "rope", "scales", "key" or "padding".
+        "latent", "rope", "scales", "key", "padding" or "reserved".
     kind : str
         Element type. Of float4_e2m1fn a byte has two, the first one in its lower half.
     count : int
@@ -81,6 +81,8 @@ class CacheFormat:
     d_qk, d_v : int
         Widths of the key and of the value, whose elements are the key's first. 0 for records that attention does not
         read.
+    other_widths : tuple of int
+        Further sizes of the last axis, of shorter tokens with the same fields, where the format is named.
     page_multiple : int
         Page strides are multiples of this many bytes by convention. Kernels take any page stride that is large enough.
     """
@@ -94,6 +96,7 @@ class CacheFormat:
     d_qk: int = D_QK
     d_v: int = D_V
     page_multiple: int = 1
+    other_widths: tuple[int, ...] = ()
 
     @property
     def token_bytes(self) -> int:
@@ -159,6 +162,17 @@ V32 = CacheFormat(
     ),
     scales=("power_of_2", "plain"),
     group=128,
+)
+#: The reserved bytes may hold anything: nothing reads or writes them. FlashMLA's V32_NO_ROPE lacks them.
+V32_NOPE = CacheFormat(
+    "v32-nope",
+    "GLM-5.3-Flash: v32 without RoPE, whose bytes are reserved: FlashMLA, FlashInfer, vLLM",
+    (656,),
+    (*V32.fields[:2], Field("reserved", "padding", 128, 528)),
+    scales=V32.scales,
+    group=V32.group,
+    d_qk=D_V,
+    other_widths=(528,),
 )
 V4 = CacheFormat(
     "v4",
@@ -237,7 +251,18 @@ INDEXER_FP4 = CacheFormat(
 #: Records of index keys.
 INDEX_FORMATS: tuple[CacheFormat, ...] = (INDEXER, INDEXER_FP4)
 #: Those that hold a latent and, mostly, a RoPE part: what `cache_append` writes and `cache_gather` reads.
-LATENT_FORMATS: tuple[CacheFormat, ...] = (V32, V4, V41, V41_FP4, FP8, BF16, FP16, BF16_NOPE, FP16_NOPE)
+LATENT_FORMATS: tuple[CacheFormat, ...] = (
+    V32,
+    V32_NOPE,
+    V4,
+    V41,
+    V41_FP4,
+    FP8,
+    BF16,
+    FP16,
+    BF16_NOPE,
+    FP16_NOPE,
+)
 #: Every record by its name.
 FORMATS: dict[str, CacheFormat] = {record.name: record for record in (*LATENT_FORMATS, *INDEX_FORMATS)}
 #: Dtypes of arrays of bytes: 8-bit floats travel as bytes, whatever a library calls them.
@@ -302,6 +327,11 @@ MAX_E2M1 = 6.0
 MIN_E4M3 = 2.0**-9
 
 
+def widths_of(names: Collection[str]) -> tuple[int, ...]:
+    """Sizes of the last axis of arrays that hold records of these names, each once."""
+    return tuple(dict.fromkeys(width for name in names for width in (FORMATS[name].width, *FORMATS[name].other_widths)))
+
+
 def head_axis(shape: Sequence[int], argument: str = "cache") -> int:
     """The axis of KV heads in a cache of four axes: FlashMLA puts it after a page's tokens, FlashInfer before them.
 
@@ -331,11 +361,17 @@ def without_heads(cache: _ArrayT, argument: str = "cache") -> _ArrayT:
 
 
 def format_of(
-    dtype: str, width: int, argument: str = "cache", name: object = None, listed: Collection[str] = ()
+    dtype: str,
+    width: int,
+    argument: str = "cache",
+    name: object = None,
+    listed: Collection[str] = (),
+    d_qk: int | None = None,
 ) -> CacheFormat:
     """The latent record of a cache with this dtype and last axis, or check that it is the one called `name`.
 
-    An error lists the records of these names, or else all of them.
+    Two records have tokens of 656 bytes: queries of `d_qk` columns read the one whose keys have as many, and without
+    `d_qk` it is "v32". An error lists the records of these names, or else all of them.
 
     Raises
     ------
@@ -349,9 +385,14 @@ def format_of(
     if name is not None and not (isinstance(name, str) and name in names):
         raise ArgumentError(explain("kv_format", repr(name), f"None, or one of {', '.join(names)}"))
     candidates = [record for record in LATENT_FORMATS if name in (None, record.name)]
-    for record in candidates:
-        if (record.dtype, record.width) == (kind, width):
-            return record
+    named = name is not None
+    fitting = [
+        record
+        for record in candidates
+        if record.dtype == kind and (record.width == width or (named and width in record.other_widths))
+    ]
+    if fitting:
+        return next((record for record in fitting if record.d_qk == d_qk), fitting[0])
     expected = ", ".join(
         f"{record.width} of {record.dtype} ({record.name})"
         for record in candidates

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 import mla_cupy
 from mla_cupy import reference
-from mla_cupy.cache_formats import FORMATS
+from mla_cupy.cache_formats import FORMATS, CacheFormat
 from mla_cupy.dtypes import numpy_dtype
 
 from ..core.cost import D_V, ELEMENT_BYTES, SINGLE_BYTES, Cost
@@ -37,7 +37,7 @@ PAGE_SIZE = 64
 POOL_TOKENS = 1 << 20  # 688 MB of the larger record: far more than an L2 holds
 # Records of the two caches. Cases of V4.1 have a sink, too, as its layers do; of "fp8" both products are in FP8.
 KINDS = {
-    **{name: (name, name) for name in ("v32", "v4", "v41", "fp8")},
+    **{name: (name, name) for name in ("v32", "v32-nope", "v4", "v41", "fp8")},
     "v41-fp4": ("v41", "v41-fp4"),
 }
 
@@ -111,7 +111,7 @@ class SparseDecodeCase(Case):
         """Every entry of a list is a token of its own: most are, in a pool of this size."""
         rows = self.b * self.s_q * self.h_q
         lists = (self.topk, self.record), (self.extra, self.extra_record)
-        records = self.b * self.s_q * sum(entries * FORMATS[record].token_bytes for entries, record in lists)
+        records = self.b * self.s_q * sum(entries * read_bytes(FORMATS[record]) for entries, record in lists)
         return Cost(
             flops=2 * self.pairs * self.h_q * (self.d_qk + D_V),
             nbytes=records + ELEMENT_BYTES * rows * (self.d_qk + D_V) + SINGLE_BYTES * self.pairs,
@@ -123,6 +123,11 @@ class SparseDecodeCase(Case):
         mixed = {} if self.extra_record == self.record else {"extra_record": self.extra_record}
         mixed |= {"math": self.math} if self.math != "exact" else {}
         return {**{name: getattr(self, name) for name in names}, "d_v": D_V, **mixed}
+
+
+def read_bytes(record: CacheFormat) -> int:
+    """Bytes of a token that are not reserved."""
+    return sum(field.nbytes for field in record.fields if field.name != "reserved")
 
 
 CASES = (
@@ -242,7 +247,8 @@ def _drawn(record: str, seed: int) -> Array:
     rows = np.zeros((DRAWN_PAGES, layout.page_bytes(PAGE_SIZE)), np.uint8)
     shapes = (count, layout.d_latent), (count, layout.d_rope)
     latent, rope = (rng.standard_normal(shape, np.float32).astype(numpy_dtype("bfloat16")) for shape in shapes)
-    reference.cache_append(latent, rope, host_cache(record, rows), np.arange(count))
+    cache = host_cache(record, rows)
+    reference.cache_append(latent, rope if layout.d_rope else None, cache, np.arange(count), kv_format=record)
     return rows
 
 
@@ -342,8 +348,8 @@ SPARSE_DECODE = BenchOperation(
         "mixed": MIXED,
         "fp8": CODED,
     },
-    case_form="b<N>-sq<N>-hq<N>-topk<N>[-extra<N>][-v4|-v41|-v41-fp4|-fp8][-pool<N>]",
-    pattern=r"b(\d+)-sq(\d+)-hq(\d+)-topk(\d+)(?:-extra(\d+))?(?:-(v4|v41|v41-fp4|fp8))?(?:-pool(\d+))?",
+    case_form="b<N>-sq<N>-hq<N>-topk<N>[-extra<N>][-v32-nope|-v4|-v41|-v41-fp4|-fp8][-pool<N>]",
+    pattern=r"b(\d+)-sq(\d+)-hq(\d+)-topk(\d+)(?:-extra(\d+))?(?:-(v32-nope|v4|v41|v41-fp4|fp8))?(?:-pool(\d+))?",
     case_of=case_of,
     inputs=make_inputs,
     expect=expect,

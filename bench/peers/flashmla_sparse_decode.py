@@ -30,7 +30,7 @@ class FlashMlaSparseDecode:
     def unsupported(self, case: SparseDecodeCase, dtype: str) -> str | None:
         if dtype != "bfloat16":
             return "takes bfloat16 only"
-        if case.record in ("v41", "fp8"):
+        if case.record in ("v32-nope", "v41", "fp8"):
             return "takes v32 and v4"
         if case.h_q > max(HEADS):
             return f"takes at most {max(HEADS)} heads"

@@ -14,6 +14,10 @@ struct v32 {
     // Where the scales of a token in a page are.
     MLA_DEVICE static u8* scales(u8*, u8* data, i32, i32) { return data + kLatentChunks * kRecordChunk; }
 };
+// The same without RoPE columns: their bytes are reserved, may hold anything, and are not read.
+struct v32_nope : v32 {
+    using Compact = v32_nope;
+};
 struct v4 {
     using Compact = v4;
     static constexpr i32 kLatentChunks = 28, kGroupChunks = 4, kRopeOffset = 448;
@@ -71,14 +75,16 @@ template <class Record>
 constexpr bool kHasCompact = !kSame<Record, typename Record::Compact>;
 
 template <class Record>
-constexpr i32 kKeyColumns = (Record::kLatentChunks + kRopeChunks) * kRecordChunk;
+constexpr i32 kRopeChunksOf = kSame<Record, v32_nope> ? 0 : kRopeChunks;
+template <class Record>
+constexpr i32 kKeyColumns = (Record::kLatentChunks + kRopeChunksOf<Record>)*kRecordChunk;
 
 // What reads a token whose bytes are found.
 template <class Record>
 MLA_DEVICE RecordLayout token_layout() {
     RecordLayout layout{};
     layout.kind = Record::kKind, layout.rope_kind = Record::kRopeKind;
-    layout.latent_chunks = Record::kLatentChunks, layout.rope_chunks = kRopeChunks;
+    layout.latent_chunks = Record::kLatentChunks, layout.rope_chunks = kRopeChunksOf<Record>;
     layout.group_chunks = Record::kGroupChunks, layout.scale_kind = Record::kScale;
     layout.rope_offset = Record::kRopeOffset, layout.kv_scale = 1.f;
     return layout;

@@ -16,7 +16,7 @@ from mla_cupy.cache.memory import HostMemory, Layout, Memory
 from mla_cupy.cache.places import memory_of
 from mla_cupy.cache.reports import CacheStats, CacheStep, next_number, numbered
 from mla_cupy.cache.upload import Words, mark_uploaded, pack
-from mla_cupy.cache_formats import CacheFormat
+from mla_cupy.cache_formats import V32_NOPE, CacheFormat
 from mla_cupy.errors import ArgumentError, ShapeError, explain, kind_of
 from mla_cupy.ops.checks import check_count, check_flag
 
@@ -289,6 +289,8 @@ class PagedKVCache:
                 options.setdefault("positions", step.positions)
             try:
                 self._check_layer(layer, pool)
+                if self.formats[pool] is V32_NOPE:  # its tokens have the width of another format's
+                    options.setdefault("kv_format", V32_NOPE.name)
                 self._memory.write("cache_append", (latent, rope), pool, layer, step.slots, **options)
             except ShapeError:
                 _check_tokens("latent", latent, step)

@@ -9,8 +9,8 @@ engines that probe what a library can do.
 The LSE is natural. A query that sees nothing has an `out` of 0 and an LSE of +inf, as in FlashMLA; `mla_cupy` itself
 returns -inf, as do both libraries in `flash_attn_varlen_func`.
 
-This is FlashMLA's interface of April 2026, with `indexer_topk` of its branch nv_dev. What FlashMLA added later, caches
-of V4.1 and FP4 and V3.2's keys without RoPE, is not here.
+This is FlashMLA's interface of September 2026, with `indexer_topk` of its branch nv_dev and `kv_format` of SGLang's
+fork. FlashMLA's kernel that fuses the norm and RoPE of queries with attention is not here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mla_cupy.compat.flash_mla_varlen import (
     flash_attn_varlen_qkvpacked_func,
 )
 from mla_cupy.errors import ArgumentError, DTypeError, MlaError, PlanError, ShapeError, explain, kind_of, renamed
-from mla_cupy.ops import mla_decode, sparse_mla_decode, sparse_mla_forward
+from mla_cupy.ops import Fp8, mla_decode, sparse_mla_decode, sparse_mla_forward
 from mla_cupy.ops.checks import check_count, check_flag, is_integer
 from mla_cupy.shapes import D_V
 
@@ -45,6 +45,8 @@ __all__ = [
 EMPTY_LSE = math.inf
 _PAGE_SIZE, _HEADS, _TOPK = 64, (64, 128), 128
 """FlashMLA's own limits on Hopper: `topk` is a multiple of the last."""
+_KV_FORMATS = {"V32": "v32", "V32_NO_ROPE": "v32-nope", "V4": "v4", "V41": "v41"}
+"""Formats by the names that FlashMLA gives to them."""
 _INDEXER_TOPK = (0, 512, 1024, 2048)
 """Numbers of selected keys that FlashMLA is built for."""
 
@@ -83,6 +85,7 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: Any = None,
     topk_length: Any = None,
     extra_topk_length: Any = None,
+    kv_format: str | None = None,
     *,
     strict: bool = False,
 ) -> tuple[Any, Any]:
@@ -94,9 +97,10 @@ def flash_mla_with_kvcache(
         d_qk is 576 or 512.
     k_cache : array, (num_blocks, page_size, 1, d_qk) or (num_blocks, 1, page_size, d_qk), dtype of q
         FlashMLA's layout, or FlashInfer's. With `indices` the pages follow one another without gaps. An FP8 cache is
-        (..., 656) in the format "v32", d_qk being 576, or (..., 584) in "v4" (FlashMLA's MODEL1, or V4) or (..., 528)
-        in "v41" (its V41), d_qk being 512; uint8 or float8_e4m3fn, with pages any multiple of 16 bytes apart. A dense
-        cache in FlashMLA's layout may have more KV heads: each is a call of its own for its h_q / h_kv query heads.
+        (..., 656) in the format "v32", d_qk being 576, or with a d_qk of 512 (..., 584) in "v4" (FlashMLA's MODEL1, or
+        V4), (..., 528) in "v41" (its V41), or (..., 656) or, by its `kv_format`, (..., 528) in "v32-nope"; uint8 or
+        float8_e4m3fn, with pages any multiple of 16 bytes apart. A dense cache in FlashMLA's layout may have more KV
+        heads: each is a call of its own for its h_q / h_kv query heads.
     block_table : array, (b, max_pages), int32, or None with `indices`
     cache_seqlens : array, (b,), int32, or None with `indices`
     head_dim_v : int
@@ -119,6 +123,9 @@ def flash_mla_with_kvcache(
     extra_k_cache, extra_indices_in_kvcache, extra_topk_length : array, optional
         With `indices` and an FP8 cache: a second cache of the same record, or (..., 288) of "v41-fp4" (its V41_FP4)
         beside "v41", and more tokens, under the same softmax.
+    kv_format : str, optional
+        With an FP8 cache, the name of its format: "V32", "V32_NO_ROPE", "V4" or "V41". Default: the one of its width;
+        528 bytes are "V41".
     strict : bool
         Refuse what FlashMLA refuses on Hopper: other pages than of 64 tokens and an empty batch in dense decode, an FP8
         cache without `indices` or `indices` without an FP8 cache, the record "v41", and sparse decode with other heads
@@ -156,7 +163,8 @@ def flash_mla_with_kvcache(
     try:
         check_decode(schedule, num_splits, head_dim_v)
         causal, fp8 = check_flag("causal", causal), check_flag("is_fp8_kvcache", is_fp8_kvcache)
-        options = (extra, softmax_scale, causal, fp8, check_flag("strict", strict))
+        record = _record_named(kv_format, fp8)
+        options = (extra, softmax_scale, causal, fp8, record, check_flag("strict", strict))
         parts = [_decode(schedule, part, *options) for part in _by_kv_head(arrays)]
         return parts[0] if len(parts) == 1 else (_joined([x for x, _ in parts], 2), _joined([x for _, x in parts], 1))
     except MlaError as error:
@@ -280,11 +288,12 @@ def _decode(
     scale: float | None,
     causal: bool,
     fp8: bool,
+    kv_format: str | None,
     strict: bool,
 ) -> tuple[Any, Any]:
     q, k_cache, block_table, cache_seqlens, indices, topk_length, attn_sink = arrays
     _check_extra(*extra, fp8 and indices is not None)
-    form = form_of(q, k_cache, block_table, causal, indices, fp8, extra[:2])
+    form = form_of(q, k_cache, block_table, causal, indices, fp8, extra[:2], kv_format=kv_format)
     if strict:
         _check_strict_decode(form)
     schedule.check(form)
@@ -307,8 +316,9 @@ def _decode(
         raise ArgumentError(explain(missing, None, "an array, since there are no indices"))
     plan = schedule.plan(form, q, k_cache, cache_seqlens)
     scale = default_scale(form) if scale is None else scale
+    named = Fp8(kv_format=form.record or None)
     results = mla_decode(
-        *(q, k_cache, block_table, cache_seqlens), scale=scale, causal=causal, plan=plan, empty_lse=EMPTY_LSE
+        *(q, k_cache, block_table, cache_seqlens), scale=scale, causal=causal, fp8=named, plan=plan, empty_lse=EMPTY_LSE
     )
     schedule.keep(form, plan)
     return results
@@ -347,6 +357,7 @@ def _sparse_decode_fp8(
         extra_kv_cache=extra_k_cache,
         extra_indices=extra_indices,
         extra_topk_length=extra_topk_length,
+        fp8=Fp8(kv_format=form.record),
         scale=scale,
         empty_lse=EMPTY_LSE,
     )
@@ -389,6 +400,17 @@ def _sparse_decode(
 def default_scale(form: Form) -> float:
     """FlashMLA's: of the keys' width, which the operation checks."""
     return float(max(form.d_qk, 1) ** -0.5)
+
+
+def _record_named(kv_format: Any, fp8: bool) -> str | None:
+    """The record that a caller names in FlashMLA's words."""
+    if kv_format is None:
+        return None
+    if not fp8:
+        raise ArgumentError(explain("kv_format", repr(kv_format), "None, as is_fp8_kvcache is False"))
+    if not isinstance(kv_format, str) or kv_format not in _KV_FORMATS:
+        raise ArgumentError(explain("kv_format", repr(kv_format), f"None, or one of {', '.join(_KV_FORMATS)}"))
+    return _KV_FORMATS[kv_format]
 
 
 def _check_head_dim_v(argument: str, width: Any) -> None:

@@ -42,8 +42,9 @@ def form_of(
     fp8: bool,
     extra: tuple[Any, Any],
     math: str = "exact",
+    kv_format: str | None = None,
 ) -> Form:
-    """The form of a call; `extra` are the second cache and its indices, or None.
+    """The form of a call; `extra` are the second cache and its indices, or None, `kv_format` a record's name or None.
 
     Raises
     ------
@@ -65,7 +66,7 @@ def form_of(
     dtype = dtypes.name_of(k_cache.dtype)
     if not fp8 and dtype in BYTE_DTYPES:
         raise DTypeError(explain("k_cache.dtype", dtype, "q's dtype", "pass is_fp8_kvcache=True with an FP8 cache"))
-    record = _record_of(dtype, width) if fp8 else ""
+    record = _record_of(dtype, width, kv_format, d_qk) if fp8 else ""
     queries = dtypes.name_of(q.dtype)
     if math == "exact" and queries in BYTE_DTYPES:
         remedy = "flash_mla_with_kvcache_fp8 takes queries in e4m3"
@@ -80,10 +81,10 @@ def _page(cache: Any, argument: str) -> tuple[int, int]:
     return (first if head_axis(cache.shape, argument) == 2 else second), width
 
 
-def _record_of(dtype: str, width: int) -> str:
+def _record_of(dtype: str, width: int, name: str | None, d_qk: int) -> str:
     if dtype not in BYTE_DTYPES:
         raise DTypeError(explain("k_cache.dtype", dtype, " or ".join(BYTE_DTYPES), "as is_fp8_kvcache is True"))
-    return format_of(dtype, width, "k_cache").name
+    return format_of(dtype, width, "k_cache", name, d_qk=d_qk).name
 
 
 _AXES = {

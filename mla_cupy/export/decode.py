@@ -31,7 +31,7 @@ from mla_cupy.export.subject import (
     Subject,
     size_argument,
 )
-from mla_cupy.kernels.attention.records import DENSE_RECORDS as FORMATS_READ
+from mla_cupy.kernels.attention.records import MMA_DENSE as FORMATS_READ
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.configs import DecodeConfig
 from mla_cupy.kernels.pipeline import Layout

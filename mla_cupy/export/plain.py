@@ -10,7 +10,7 @@ from mla_cupy.cache_formats import FORMATS
 from mla_cupy.dtypes import FLOATS, HALF
 from mla_cupy.errors import ArgumentError, explain
 from mla_cupy.export.subject import Subject
-from mla_cupy.kernels.attention.records import SPARSE_RECORDS
+from mla_cupy.kernels.attention.records import READ_FORWARD
 from mla_cupy.kernels.dense.problem import GEOMETRIES
 from mla_cupy.kernels.indexer.logits.problem import HEAD_DIMS
 from mla_cupy.ops.cache import APPEND_OPERATION as APPEND
@@ -210,7 +210,7 @@ def sparse_decode(
     *, h_q: int, kv_format: str, page_size: int, topk: int, s_q: int | None = None, dtype: str | None = None
 ) -> Subject:
     """Attention of new tokens to the records of a cache that their indices select, as many as `topk_length` says."""
-    record = FORMATS[choice("--kv-format", kv_format, SPARSE_RECORDS) or ""]
+    record = FORMATS[choice("--kv-format", kv_format, READ_FORWARD) or ""]
     dtype = choice("--dtype", dtype or HALF[0], HALF) or ""
     sizes = {"s_q": s_q or 1, "h_q": h_q, "d_qk": record.d_qk, "page_size": page_size, "width": record.width}
     arrays = {"q": dtype, "kv_cache": "uint8", "indices": "int32"}

@@ -92,9 +92,9 @@ class MlaCupySparseImpl(FlashMLASparseImpl):  # type: ignore[misc]
 
         Parameters
         ----------
-        q : tensor, (b, s_q, heads, 576), bfloat16
+        q : tensor, (b, s_q, heads, 576 or 512), bfloat16
         kv_c_and_k_pe_cache : tensor, (num_pages, page_size, 656), uint8 or a type of its size
-            Records of "v32".
+            Records of "v32", or of "v32-nope" for queries of 512 columns.
         topk_indices : tensor, (b, s_q, topk), int32
             Slots; -1 is none.
         kernel_metadata : object

@@ -121,10 +121,10 @@ def mla_decode(
         else taken(out_rope, OutRope, "out_rope", ("out_cos", "out_sin", "out_positions"))
     )
     w_uv, gate = (None, None) if project is None else taken(project, Project, "project", ("w_uv", "gate"))
-    math, q_scale, kv_scale, q_scales, kv_scales = (
-        ("exact", 1, 1, None, None)
+    math, q_scale, kv_scale, q_scales, kv_scales, kv_format = (
+        ("exact", 1, 1, None, None, None)
         if fp8 is None
-        else taken(fp8, Fp8, "fp8", ("math", "q_scale", "kv_scale", "q_scales", "kv_scales"))
+        else taken(fp8, Fp8, "fp8", ("math", "q_scale", "kv_scale", "q_scales", "kv_scales", "kv_format"))
     )
     cp_world, cp_rank = (1, 0) if shard is None else taken(shard, Shard, "shard", ("cp_world", "cp_rank"))
     arrays = (
@@ -154,6 +154,7 @@ def mla_decode(
         math,
         q_scale,
         kv_scale,
+        kv_format,
         cp_world,
         cp_rank,
         out_dtype,
@@ -452,7 +453,9 @@ def sparse_mla_decode(
         else taken(out_rope, OutRope, "out_rope", ("out_cos", "out_sin", "out_positions"))
     )
     w_uv, gate = (None, None) if project is None else taken(project, Project, "project", ("w_uv", "gate"))
-    math, kv_scale = ("exact", 1) if fp8 is None else taken(fp8, Fp8, "fp8", ("math", "kv_scale"))
+    math, kv_scale, kv_format = (
+        ("exact", 1, None) if fp8 is None else taken(fp8, Fp8, "fp8", ("math", "kv_scale", "kv_format"))
+    )
     arrays = (
         q,
         kv_cache,
@@ -470,7 +473,7 @@ def sparse_mla_decode(
         out,
         lse,
     )
-    options = (scale, math, kv_scale, batch_invariant, split_tokens, lse_base, empty_lse, out_dtype, kernel)
+    options = (scale, math, kv_scale, kv_format, batch_invariant, split_tokens, lse_base, empty_lse, out_dtype, kernel)
     out, lse = run(BOUND_OPERATIONS["sparse_mla_decode"], arrays, options, exportable)
     return out, lse
 
@@ -503,7 +506,9 @@ def sparse_mla_forward(
     cu_seqlens_q, cu_seqlens_kv = (
         (None, None) if packed is None else taken(packed, Packed, "packed", ("cu_seqlens_q", "cu_seqlens_kv"))
     )
-    math, kv_scale = ("exact", 1) if fp8 is None else taken(fp8, Fp8, "fp8", ("math", "kv_scale"))
+    math, kv_scale, kv_format = (
+        ("exact", 1, None) if fp8 is None else taken(fp8, Fp8, "fp8", ("math", "kv_scale", "kv_format"))
+    )
     arrays = (q, kv, indices, topk_length, attn_sink, cu_seqlens_q, cu_seqlens_kv, out, lse, max_logits)
     options = (
         scale,
@@ -511,6 +516,7 @@ def sparse_mla_forward(
         relative,
         math,
         kv_scale,
+        kv_format,
         batch_invariant,
         split_tokens,
         lse_base,

@@ -115,7 +115,7 @@ class KernelSpec(Generic[ProblemT]):
         `runs_on(variant, arch)`: whether GPUs of a target can run a build.
     is_default : callable
         `is_default(variant, arch)`: whether they may run it where no kernel is named. Other builds are compiled at the
-        first call that names the kernel.
+        first call that needs them.
     facts : mapping
         Constants of the device code that the host relies on: name -> value. Tests compare them with the cubin.
     facts_of : callable

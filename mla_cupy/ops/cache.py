@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mla_cupy.arrays.view import View
-from mla_cupy.cache_formats import BYTE_DTYPES, FORMATS, CacheFormat, format_of
+from mla_cupy.cache_formats import BYTE_DTYPES, FORMATS, V32, CacheFormat, format_of
 from mla_cupy.dtypes import FLOATS, HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.attention.record_layout import page_and_token_bytes
@@ -58,10 +58,11 @@ def cache_append(
     positions : array, (n,), int32 or int64, optional
         Rows of cos and sin; clamped to them. Given with these, or not at all.
     kv_format : str, optional
-        Name of the format, see `mla-cupy formats`. Default: the one with this dtype and width.
+        Name of the format, see `mla-cupy formats`. Default: the one with this dtype and width, "v32" for 656 bytes;
+        tokens without RoPE need "v32-nope" there.
     scales : str, optional
-        For the record "v32": "power_of_2", the default, gives the bytes of FlashMLA's quantiser; "plain" those of
-        vLLM's.
+        For the records "v32" and "v32-nope": "power_of_2", the default, gives the bytes of FlashMLA's quantiser;
+        "plain" those of vLLM's.
     kv_scale : float
         For the record "fp8": the scale by which the stored numbers are multiplied when they are read.
     interleaved : bool
@@ -78,7 +79,8 @@ def cache_append(
     -----
     Exact: the bytes do not depend on the GPU, and are those of `mla_cupy.reference.cache_append`, but for the sign and
     payload of a NaN in `rope` that is converted to bfloat16. A NaN or an infinity makes its whole group of 128 (64 for
-    "v4", 32 for "v41", 16 for "v41-fp4") read as NaN. The padding byte of "v4" is set to 0. "v41" and "v41-fp4"
+    "v4", 32 for "v41", 16 for "v41-fp4") read as NaN. The padding byte of "v4" is set to 0, and the
+    reserved bytes of "v32-nope" are left as they are. "v41" and "v41-fp4"
     quantise the RoPE part, too, after it was turned and rounded to the dtype of `rope`. NumPy arrays are changed by a
     GPU if there is one, which copies the cache there and back, else by the oracle. Not for JAX, whose arrays cannot be
     written: `mla_cupy.jax.cache_append` returns the changed cache.
@@ -167,19 +169,32 @@ def check_layout(record: CacheFormat, cache: View, argument: str = "cache") -> N
         raise ShapeError(explain(f"{argument}.strides", got, expected, remedy))
 
 
-def record_read(cache: View, d_qk: int, read: Sequence[str], argument: str, remedy: str) -> CacheFormat:
-    """The FP8 record of a cache's pages: one that kernels `read`, for queries of this width.
+def record_read(
+    cache: View, d_qk: int, read: Sequence[str], argument: str, remedy: str, name: object = None
+) -> CacheFormat:
+    """The FP8 record of a cache's pages: one that kernels `read`, for queries of this width, called `name` if given.
 
     Raises
     ------
     ShapeError
     """
-    record = format_of(cache.dtype, cache.shape[-1], argument, listed=read)
+    record = format_of(cache.dtype, cache.shape[-1], argument, name, read, d_qk)
     if record.name not in read:
         raise ShapeError(explain(argument, f"pages of {record.name}", " or ".join(read), remedy))
     if d_qk != record.d_qk:
         raise ShapeError(explain("q.shape[-1]", d_qk, f"{record.d_qk} for {record.name}", absorbing(d_qk)))
     return record
+
+
+def check_no_format(name: object) -> None:
+    """Check that a cache of 16-bit rows has no format named.
+
+    Raises
+    ------
+    ArgumentError
+    """
+    if name is not None:
+        raise ArgumentError(explain("kv_format", repr(name), "None for 16-bit rows"))
 
 
 def _record(views: Views, name: Any, kv_scale: Any) -> tuple[CacheFormat, float]:
@@ -206,7 +221,8 @@ def check_tokens(views: Views, name: Any, scales: Any, kv_scale: Any) -> tuple[s
     if (0 if rope is None else rope.shape[1]) != record.d_rope:
         got = "None" if rope is None else f"an array of width {rope.shape[1]}"
         expected = f"an array of width {record.d_rope}" if record.d_rope else "None"
-        raise ShapeError(explain("rope", got, f"{expected} for {record.name}"))
+        remedy = 'pass kv_format="v32-nope" for tokens without RoPE' if rope is None and record is V32 else ""
+        raise ShapeError(explain("rope", got, f"{expected} for {record.name}", remedy))
     named = isinstance(scales, str) and scales in [name for name in record.scales if name != "none"]
     if scales is not None and not named:
         raise ArgumentError(explain("scales", repr(scales), f"None, or one of {', '.join(record.scales)}"))

@@ -60,6 +60,7 @@ PARTS = {
     "half": Part("q.dtype", "float8_e4m3fn", "for queries in {}"),
     "rows": Part("kv_cache", "FP8 tokens", "for 16-bit rows"),
     "v32": Part("kv_cache", "16-bit rows", "for the format v32"),
+    "v32-nope": Part("kv_cache", "16-bit rows", "for the format v32-nope"),
     "v4": Part("kv_cache", "16-bit rows", "for the format v4"),
     "v41": Part("kv_cache", "16-bit rows", "for the format v41"),
     "fp8": Part("kv_cache", "16-bit rows", "for the format fp8"),
@@ -82,6 +83,8 @@ def _of_formats(*names: str) -> tuple[Conflict, ...]:
     return (*math, *(Conflict("kv_scale", name, remedy) for name, remedy in own.items()))
 
 
+_NO_ROPE = Conflict("out_cos", "v32-nope", "its values have no RoPE columns")
+
 DECODE = (
     Conflict("tree_mask", "cu_seqlens_q", "a tree is of sequences of one length"),
     Conflict("window", "tree_mask", "a tree sees all tokens before it"),
@@ -103,15 +106,24 @@ DECODE = (
         "codes",
         'pass fp8=Fp8("fp8"), with a cache in the format "fp8", or convert the queries to bfloat16',
     ),
-    *_of_formats("rows", "v32", "v4", "v41"),
+    *_of_formats("rows", "v32", "v32-nope", "v4", "v41"),
+    _NO_ROPE,
     Conflict("q_scale", "half", "it is the scale of queries in e4m3; multiply scale by it"),
     Conflict("row_scales", "half", "it is the scale of queries in e4m3"),
     Conflict("kv_scales", "exact_math", "pass a Python number"),
 )
 
 _READ_ROWS = Conflict("exact_math", "fp8", "or read its rows by cache_gather, for sparse_mla_forward")
-SPARSE_DECODE = (*_of_formats("v32", "v4", "v41"), _READ_ROWS, Conflict("w_uv", "out_cos", "multiply the result"))
-SPARSE_FORWARD = (*_of_formats("rows", "v32", "v4"), _READ_ROWS._replace(remedy="or read its rows by cache_gather"))
+SPARSE_DECODE = (
+    *_of_formats("v32", "v32-nope", "v4", "v41"),
+    _NO_ROPE,
+    _READ_ROWS,
+    Conflict("w_uv", "out_cos", "multiply the result"),
+)
+SPARSE_FORWARD = (
+    *_of_formats("rows", "v32", "v32-nope", "v4"),
+    _READ_ROWS._replace(remedy="or read its rows by cache_gather"),
+)
 
 _SCALES = ("q_scales", "k_scales", "v_scales")
 _CONVERT = "convert queries, keys and values to bfloat16"

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from mla_cupy.arrays.view import View
-from mla_cupy.cache_formats import BYTE_DTYPES, FORMATS, without_heads
+from mla_cupy.cache_formats import BYTE_DTYPES, widths_of, without_heads
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.attention.records import READ_DENSE as READ
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Batch, DecodeOptions, DecodeProblem, Forms
 from mla_cupy.ops import combinations
-from mla_cupy.ops.cache import CACHE_AXES, INDEX_DTYPES, check_layout, record_read
+from mla_cupy.ops.cache import CACHE_AXES, INDEX_DTYPES, check_layout, check_no_format, record_read
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import (
     MATH_OF_DENSE_DECODE,
@@ -84,7 +84,8 @@ def mla_decode(
     kv_cache : array, (num_pages, page_size, d_qk), dtype of q; or (num_pages, page_size, bytes), uint8
         Pages that all query heads read; the first 512 (or 256) columns of a key are its value. Any page size. An axis
         of size 1 for the KV head may stand on either side of the tokens. uint8 holds tokens in the FP8 format "v32"
-        (656 bytes), "v4" (584), "v41" (528) or "fp8" (576); these pages start at and step by multiples of 16 bytes.
+        (656 bytes), "v32-nope" (656 or, by `Fp8(kv_format=...)`, 528), "v4" (584), "v41" (528) or "fp8" (576); these
+        pages start at and step by multiples of 16 bytes.
     block_table : array, (b, max_pages), int32
         Pages of each sequence. Entries past its end are never read; a page outside [0, num_pages) hides its tokens.
     seqlens : array, (b,), int32
@@ -185,7 +186,7 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
     turns = check_all_or_none(views, *OutRope.absent, group="out_rope=OutRope(cos, sin, positions)")
     if turns and d_qk != D_V:
         raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_V} with out_rope", "other values have no RoPE columns"))
-    record = _record(kv_cache, d_qk)
+    record = _record(kv_cache, d_qk, options.kv_format)
     tree_mask = views["tree_mask"] is not None
     check_drafts(tree_mask, s_q)
     combinations.check(combinations.DECODE, _parts(views, options, record, d_qk))
@@ -259,14 +260,15 @@ def _is_aligned(views: Views, record: str, forms: Forms) -> bool:
     return all(map(steps_by_16_bytes, [present(views, "q"), *([rope] if rope else []), *([] if record else [cache])]))
 
 
-def _record(kv_cache: View, d_qk: int) -> str:
+def _record(kv_cache: View, d_qk: int, name: object) -> str:
     """The FP8 record of a cache of bytes, "" for 16-bit rows; checks the width, which is not that of the queries."""
     width = kv_cache.shape[-1]
     if kv_cache.dtype not in BYTE_DTYPES:
         if width != d_qk:
             raise ShapeError(explain("kv_cache.shape[-1]", width, f"d_qk={d_qk}, as in q"))
+        check_no_format(name)
         return ""
-    record = record_read(kv_cache, d_qk, READ, "kv_cache", "read it by cache_gather")
+    record = record_read(kv_cache, d_qk, READ, "kv_cache", "read it by cache_gather", name)
     check_layout(record, kv_cache, "kv_cache")
     return record.name
 
@@ -330,7 +332,7 @@ OPERATION = Operation(
         "d_qk": tuple(VALUE_WIDTHS),
         "d_rope": (D_ROPE,),
         "pairs": (D_ROPE // 2,),
-        "width": (*VALUE_WIDTHS, *(FORMATS[name].width for name in READ)),
+        "width": (*VALUE_WIDTHS, *widths_of(READ)),
         "d_v": tuple(sorted(set(VALUE_WIDTHS.values()), reverse=True)),
         "d_head": D_HEADS,
         "num_scales": (1,),

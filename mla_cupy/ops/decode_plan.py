@@ -363,8 +363,8 @@ def plan_decode(
     d_qk : int
         Width of the keys: 576, or 512; or 320 or 288.
     kv_format : str, optional
-        "v32", "v4", "v41" or "fp8" for a cache in this FP8 format; "v4" and "v41" require a d_qk of 512. Default: rows
-        of 16 bits.
+        "v32", "v32-nope", "v4", "v41" or "fp8" for a cache in this FP8 format; "v32-nope", "v4" and "v41" require a
+        d_qk of 512. Default: rows of 16 bits.
     max_pages, page_size : int
         As in the calls' `block_table` and `kv_cache`.
     dtype : str or dtype

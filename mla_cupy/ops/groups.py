@@ -232,7 +232,7 @@ class Project(Group):
 
 @dataclass(frozen=True, eq=False)
 class Fp8(Group):
-    """Arithmetic and scales of FP8 queries and of a cache in the format "fp8".
+    """Arithmetic and scales of FP8 queries and of a cache in the format "fp8"; the name of a cache's format.
 
     Attributes
     ----------
@@ -245,6 +245,9 @@ class Fp8(Group):
     kv_scale : float, or array, (1,), float32
         Scale of a cache in the format "fp8"; above 0. An array requires FP8 matmuls; kernels read it, so it may change
         between replays of a CUDA graph.
+    kv_format : str, optional
+        Format of the cache, see `mla-cupy formats`. Default: the one of its width and of the queries' width. Tokens of
+        528 bytes are "v41" by default; "v32-nope" names tokens without RoPE.
 
     Notes
     -----
@@ -258,9 +261,10 @@ class Fp8(Group):
     math: str = "exact"
     q_scale: Any = 1.0
     kv_scale: Any = 1.0
+    kv_format: str | None = None
 
     absent: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {"math": "exact", "q_scale": 1.0, "kv_scale": 1.0, "q_scales": None, "kv_scales": None}
+        {"math": "exact", "q_scale": 1.0, "kv_scale": 1.0, "q_scales": None, "kv_scales": None, "kv_format": None}
     )
     member_of: ClassVar[Mapping[str, str]] = MappingProxyType({"q_scales": "q_scale", "kv_scales": "kv_scale"})
 
@@ -273,6 +277,7 @@ class Fp8(Group):
             "kv_scale": 1.0 if of_kv and self.kv_scale.shape else self.kv_scale,
             "q_scales": self.q_scale if of_q and self.q_scale.shape else None,
             "kv_scales": self.kv_scale if of_kv and self.kv_scale.shape else None,
+            "kv_format": self.kv_format,
         }
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-from mla_cupy.cache_formats import BYTE_DTYPES, FP8, format_of
+from mla_cupy.cache_formats import BYTE_DTYPES, FORMATS, FP8, format_of
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
 from mla_cupy.kernels.attention.records import COMPACT, READ_SPARSE
@@ -62,13 +62,14 @@ def sparse_mla_decode(
     Parameters
     ----------
     q : array, (b, s_q, h_q, d_qk), bfloat16 or float16
-        Absorbed queries: d_qk is 576 for the records "v32" and "fp8", 512 for "v4" and "v41". The last axis is
-        contiguous, and the first two step evenly.
+        Absorbed queries: d_qk is 576 for the records "v32" and "fp8", 512 for "v32-nope", "v4" and "v41". The last axis
+        is contiguous, and the first two step evenly.
     kv_cache : array, (num_pages, page_size, 656, 584, 528, 288 or 576), uint8
-        An axis of size 1 may stand on either side of the tokens, as for `mla_decode`. Pages of "v32", "v4", "v41",
-        "v41-fp4" or, with Fp8("fp8") only, "fp8": see `cache_append`. The values are the first 512 elements of the
-        keys; with "v4" and "v41" these include the RoPE part. Pages start at, and step by, multiples of 16 bytes: pages
-        of "v4" with an odd number of tokens need a gap of 8 bytes between them.
+        An axis of size 1 may stand on either side of the tokens, as for `mla_decode`. Pages of "v32", "v32-nope",
+        "v4", "v41", "v41-fp4" or, with Fp8("fp8") only, "fp8": see `cache_append`; of "v32-nope" with 528 bytes a token
+        by Fp8(kv_format="v32-nope"). The values are the first 512 elements of the keys; with "v4" and "v41" these
+        include the RoPE part. Pages start at, and step by, multiples of 16 bytes: pages of "v4" with an odd number of
+        tokens need a gap of 8 bytes between them.
     indices : array, (b, s_q, topk), int32
         Slots, page * page_size + token, in any order. Any topk, any strides. Slots outside of the cache are skipped,
         -1 being the usual mark; duplicates are counted as often as they occur.
@@ -138,11 +139,11 @@ def sparse_mla_decode(
     before rounding: where tokens have equal scores, all of `out` may be off by one common factor, up to 2^-8 in
     bfloat16, 2^-11 in float16. The CUDA-core kernel does not round weights.
 
-    On tensor cores keys are rounded to 16 bits: latents of "v32" to float16, whatever the dtype of q, and all of "v4"
-    and "v41" to the dtype of q. Latents are exact then if scales are powers of two, in float16 from 2^-15 to 2^7; those
-    of "v41-fp4" always are. In float16 elements beyond 65504 overflow, and those of a scale below 2^-25 become 0. Two
-    kernels do not round latents: the plain kernel, and the mma.sync kernels over "v32", which round weights and scales
-    to float16 and lose 2e-4 of a result, or 5e-4 where scales are no powers of two.
+    On tensor cores keys are rounded to 16 bits: latents of "v32" and "v32-nope" to float16, whatever the dtype of q,
+    and all of "v4" and "v41" to the dtype of q. Latents are exact then if scales are powers of two, in float16 from
+    2^-15 to 2^7; those of "v41-fp4" always are. In float16 elements beyond 65504 overflow, and those of a scale below
+    2^-25 become 0. Two kernels do not round latents: the plain kernel, and the mma.sync kernels over "v32", which round
+    weights and scales to float16 and lose 2e-4 of a result, or 5e-4 where scales are no powers of two.
 
     Examples
     --------
@@ -178,7 +179,8 @@ def _check_extra(views: Views, record: str) -> bool:
         remedy = "append its tokens to kv_cache"
         raise ArgumentError(explain("extra_kv_cache", "an array", f"None beside a kv_cache of {record}", remedy))
     allowed = [name for name in (record, COMPACT.get(record)) if name]
-    extra = format_of(cache.dtype, cache.shape[2], "extra_kv_cache", listed=allowed)
+    name = record if cache.shape[2] in FORMATS[record].other_widths else None
+    extra = format_of(cache.dtype, cache.shape[2], "extra_kv_cache", name, allowed, FORMATS[record].d_qk)
     if extra.name not in allowed:
         expected = " or ".join(allowed) + f" beside a kv_cache of {record}"
         raise ShapeError(explain("extra_kv_cache", f"pages of {extra.name}", expected))
@@ -200,7 +202,7 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
     q, cache, indices = (present(views, name) for name in ("q", "kv_cache", "indices"))
     extra = views["extra_indices"]
     b, s_q, h_q, d_qk = q.shape
-    record = record_read(cache, d_qk, _READ, "kv_cache", "read 16-bit rows with sparse_mla_forward")
+    record = record_read(cache, d_qk, _READ, "kv_cache", "read 16-bit rows with sparse_mla_forward", given.kv_format)
     check_layout(record, cache, "kv_cache")
     options = given._replace(
         scale=check_scale(given.scale),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import inf
 from typing import Any
 
-from mla_cupy.cache_formats import FORMATS, FP8
-from mla_cupy.kernels.attention.records import SPARSE_RECORDS as READ
+from mla_cupy.cache_formats import FP8, widths_of
+from mla_cupy.kernels.attention.records import READ_FORWARD as READ
 from mla_cupy.kernels.sparse_forward import SPARSE_FORWARD
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardOptions, SparseForwardProblem
 from mla_cupy.ops import combinations
@@ -72,10 +72,11 @@ def sparse_mla_forward(
         are fastest).
     kv : array, (s_kv, d_qk) or (s_kv, 1, d_qk), dtype of q; or (num_pages, page_size, width), uint8
         Latents; the values are the first 512 elements of the keys. Strides as for q. Or the pages of an FP8 record, see
-        `cache_append`: a width of 656 is "v32", whose d_qk is 576, one of 584 "v4", whose d_qk is 512 and whose values
-        include the RoPE part; one of 576 is "fp8", with Fp8("fp8") only. Its rows are slots, page * page_size + token;
-        tokens of 656 or 576 bytes need no pages, (s_kv, 656). Pages of records start at, and step by, multiples of 16
-        bytes: pages of "v4" with an odd number of tokens need a gap of 8 bytes between them.
+        `cache_append`: a width of 656 is "v32", whose d_qk is 576, or for a d_qk of 512 "v32-nope", which may have 528
+        bytes and then needs Fp8(kv_format="v32-nope"); one of 584 is "v4", whose d_qk is 512 and whose values include
+        the RoPE part; one of 576 is "fp8", with Fp8("fp8") only. Its rows are slots, page * page_size + token; tokens
+        of "v32", "v32-nope" and "fp8" need no pages, (s_kv, 656). Pages of records start at, and step by, multiples of
+        16 bytes: pages of "v4" with an odd number of tokens need a gap of 8 bytes between them.
     indices : array, (s_q, topk) or (s_q, 1, topk), int32
         The rows of each query, in any order, counted from the start of its sequence: see `relative`. Any topk, any
         strides. A slot counts if 0 <= index < limit; all others are skipped, -1 being the usual mark. The limit is the
@@ -179,7 +180,7 @@ def sparse_mla_forward(
 
 
 def _examine(views: Views, given: SparseForwardOptions) -> Examined:
-    record = check_rows_or_pages(views, (*READ, FP8.name))
+    record = check_rows_or_pages(views, (*READ, FP8.name), given.kv_format)
     sizes = check_selection(views)
     options = given._replace(
         scale=check_scale(given.scale),
@@ -207,7 +208,7 @@ OPERATION = Operation(
         Output("lse", "s_q h_q"),
         Output("max_logits", "s_q h_q"),
     ),
-    sizes={**SIZES, "d_kv": (*SIZES["d_qk"], *(FORMATS[name].width for name in READ))},
+    sizes={**SIZES, "d_kv": (*SIZES["d_qk"], *widths_of(READ))},
     min_sizes=MIN_SIZES,
     options=SparseForwardOptions,
     parallel={"h_q": ()},

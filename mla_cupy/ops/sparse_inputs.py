@@ -11,9 +11,9 @@ import numpy as np
 from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import ArgumentError, ShapeError, explain
-from mla_cupy.kernels.attention.records import SPARSE_RECORDS
+from mla_cupy.kernels.attention.records import READ_FORWARD
 from mla_cupy.kernels.sparse_forward.problem import HEAD_DIMS_QK
-from mla_cupy.ops.cache import check_layout, record_read
+from mla_cupy.ops.cache import check_layout, check_no_format, record_read
 from mla_cupy.ops.checks import STARTS, check_start_values, check_starts, name_first
 from mla_cupy.ops.operation import Arrays, Input, Views, present
 from mla_cupy.ops.schema import steps_by_16_bytes
@@ -46,10 +46,10 @@ class SparseSizes(NamedTuple):
     dtype: str
 
 
-def check_rows_or_pages(views: Views, read: Sequence[str] = SPARSE_RECORDS) -> str:
+def check_rows_or_pages(views: Views, read: Sequence[str] = READ_FORWARD, name: object = None) -> str:
     """The FP8 record of the pages that `kv` has, "" for 16-bit rows; and checks what it has of either.
 
-    A record is one of those that kernels `read`.
+    A record is one of those that kernels `read`, and the one called `name` if that is given.
 
     Raises
     ------
@@ -63,8 +63,9 @@ def check_rows_or_pages(views: Views, read: Sequence[str] = SPARSE_RECORDS) -> s
             raise ShapeError(explain("kv.shape[1]", page_size, "1 head", remedy))
         if width != d_qk:
             raise ShapeError(explain("kv.shape[-1]", width, f"d_qk={d_qk}, as in q"))
+        check_no_format(name)
         return ""
-    record = record_read(kv, d_qk, read, "kv", "read it by cache_gather")
+    record = record_read(kv, d_qk, read, "kv", "read it by cache_gather", name)
     check_layout(record, kv, "kv")
     return record.name
 

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mla_cupy.cache_formats import (
+    BYTE_DTYPES,
+    FORMATS,
     HEADER_WORDS,
     MAX_E2M1,
     MAX_E4M3,
@@ -333,6 +335,27 @@ def cache_gather(
         rows[live, at : at + field.count] = _decode(octets, field, scale[:, at : at + field.count])
         at += field.count
     return (rows,)
+
+
+def key_format(cache: Array, d_qk: int, kv_format: str | None = None) -> str | None:
+    """Name of the record of a cache for queries of `d_qk` columns; None for 16-bit rows.
+
+    Parameters
+    ----------
+    cache : array
+        Pages, or rows.
+    d_qk : int
+        Says whether 656 bytes are "v32" or "v32-nope".
+    kv_format : str, optional
+        Name of the record, of a cache that can have it.
+    """
+    if str(cache.dtype) not in BYTE_DTYPES:
+        return None
+    width = cache.shape[-1]
+    named = FORMATS.get(kv_format) if kv_format else None
+    if named is not None and width in (named.width, *named.other_widths):
+        return named.name
+    return format_of(str(cache.dtype), width, d_qk=d_qk).name
 
 
 def cache_copy_pages(pool: Array, pairs: npt.ArrayLike) -> tuple[()]:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mla_cupy.cache_formats import BYTE_DTYPES, without_heads
 from mla_cupy.dtypes import dtype_name, round_to
 from mla_cupy.reference.attend import E4M3_PAIRS, attend
-from mla_cupy.reference.cache import cache_gather
+from mla_cupy.reference.cache import cache_gather, key_format
 from mla_cupy.reference.fp8_queries import dequantised
 from mla_cupy.reference.lse import log_of_base
 from mla_cupy.reference.projection import projected
@@ -47,6 +47,7 @@ def mla_decode(
     cp_world: int = 1,
     cp_rank: int = 0,
     kv_scale: float = 1.0,
+    kv_format: str | None = None,
     q_scale: float = 1.0,
     math: str = "exact",
     lse_base: str = "e",
@@ -66,8 +67,8 @@ def mla_decode(
         `cu_seqlens_q`.
     kv_cache : array, (num_pages, page_size, d_qk)
         The pool of pages, which all query heads read; an axis of size 1 may stand on either side of the tokens. The
-        values are the first `d_v` elements of the keys. Or the pages of an FP8 record, "v32", "v4" or "fp8": see
-        `cache_append`.
+        values are the first `d_v` elements of the keys. Or the pages of an FP8 record, "v32", "v32-nope" for a
+        d_qk of 512, "v4", "v41" or "fp8": see `cache_append`.
     block_table : array, (b, max_pages), integers
         The pages of each sequence. Entries past its end are not read. A page outside [0, num_pages) is missing: its
         tokens are invisible.
@@ -111,6 +112,8 @@ def mla_decode(
         tokens of the whole sequence.
     kv_scale : float
         Scale of the record "fp8".
+    kv_format : str, optional
+        Name of the record, see `key_format`.
     q_scale : float
         Scale of queries in e4m3.
     math : str
@@ -138,7 +141,6 @@ def mla_decode(
     NaN or infinity in a token that a query does not see has no effect on the query.
     """
     q, cache, block_table, seqlens = map(np.asarray, (q, kv_cache, block_table, seqlens))
-    is_record = str(cache.dtype) in BYTE_DTYPES
     cache = without_heads(cache, "kv_cache")
     coded = str(q.dtype) in BYTE_DTYPES
     if q_rope is not None:
@@ -148,6 +150,7 @@ def mla_decode(
         q = q[None]
     _, s_q, h_q, d_qk = q.shape
     b = len(block_table)
+    record = key_format(cache, d_qk, kv_format)
     scale = d_qk**-0.5 if scale is None else scale
     d_v = VALUE_WIDTHS.get(d_qk, D_V) if d_v is None else d_v
     queries = q if math == "exact" and not coded else dequantised(q, terms=2 if math == "fp8x2" else 1)
@@ -165,8 +168,8 @@ def mla_decode(
     lse = np.full((len(q), h_q, s_q), -np.inf)
     for i, (at, first, count) in enumerate(_places(cu_seqlens_q, b, s_q)):
         length = int(np.clip(seqlens[i], 0, block_table.shape[1] * cache.shape[1] * cp_world + cp_rank))
-        keys, here = _present_tokens(cache, block_table[i], len(range(cp_rank, length, cp_world)), kv_scale)
-        if is_record and rounding is not None:
+        keys, here = _present_tokens(cache, block_table[i], len(range(cp_rank, length, cp_world)), record, kv_scale)
+        if record and rounding is not None:
             keys = round_to(keys, rounding)
         positions = here * cp_world + cp_rank
         words = None if tree_mask is None else np.asarray(tree_mask)[i].astype(np.uint64)
@@ -244,15 +247,18 @@ def cascade_decode(
     return mla_decode(q, kv_cache, table, seqlens, q_scale=q_scale, math=math, **numbers)
 
 
-def _present_tokens(cache: Array, table: Array, length: int, kv_scale: float) -> tuple[Array, Array]:
+def _present_tokens(
+    cache: Array, table: Array, length: int, record: str | None, kv_scale: float
+) -> tuple[Array, Array]:
     """The keys of one sequence without those in missing pages, (n, d_qk), and their positions, (n,)."""
     page_size = cache.shape[1]
     positions = np.arange(length)
     pages = table[: -(-length // page_size)].astype(np.int64)[positions // page_size]
     present = (pages >= 0) & (pages < cache.shape[0])
     positions = positions[present]
-    if str(cache.dtype) in BYTE_DTYPES:
-        rows = cache_gather(cache, pages[present] * page_size + positions % page_size, kv_scale=kv_scale)[0]
+    if record:
+        slots = pages[present] * page_size + positions % page_size
+        (rows,) = cache_gather(cache, slots, kv_format=record, kv_scale=kv_scale)
         return rows.astype(np.float64), positions
     return cache[pages[present], positions % page_size].astype(np.float64), positions
 

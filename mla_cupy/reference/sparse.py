@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mla_cupy.cache_formats import BYTE_DTYPES
 from mla_cupy.dtypes import dtype_name, round_to
 from mla_cupy.reference.attend import attend
-from mla_cupy.reference.cache import cache_gather
+from mla_cupy.reference.cache import cache_gather, key_format
 from mla_cupy.reference.fp8_queries import dequantised
 from mla_cupy.reference.lse import has_no_weights, log_of_base
 
@@ -34,6 +33,7 @@ def sparse_mla_forward(
     cu_seqlens_q: npt.ArrayLike | None = None,
     cu_seqlens_kv: npt.ArrayLike | None = None,
     kv_scale: float = 1.0,
+    kv_format: str | None = None,
     math: str = "exact",
     lse_base: str = "e",
     empty_lse: float = -np.inf,
@@ -72,6 +72,8 @@ def sparse_mla_forward(
         Where the sequences begin, and where the last one ends, in `q` and in `kv`. Default: one sequence.
     kv_scale : float
         Scale of the record "fp8".
+    kv_format : str, optional
+        Name of the record, see `key_format`.
     math : str
         "exact", or "fp8": queries as `quantise_queries` leaves them, and in the rounding mode weights in e4m3.
     lse_base : str
@@ -99,7 +101,7 @@ def sparse_mla_forward(
     q, kv, indices = np.asarray(q), np.asarray(kv), _without_head_axis(indices)
     s_q, h_q, d_qk = q.shape
     scale = d_qk**-0.5 if scale is None else scale
-    s_kv = prod(kv.shape[:-1])
+    s_kv, record = prod(kv.shape[:-1]), key_format(kv, d_qk, kv_format)
     rows_of = selected_rows(indices, s_kv, topk_length, causal, cu_seqlens_q, cu_seqlens_kv, relative)
     queries, weights, factor = q, rounding, 1.0
     if math == "fp8":
@@ -110,7 +112,7 @@ def sparse_mla_forward(
     out = np.zeros((s_q, h_q, d_v))
     lse, max_logits = np.full((2, s_q, h_q), -np.inf)
     for i, rows in enumerate(rows_of):
-        keys = _keys(kv, rows, rounding, kv_scale)
+        keys = _keys(kv, rows, record, rounding, kv_scale)
         row_out, lse[i], max_logits[i] = attend(queries[i].astype(keys.dtype), keys, d_v, scale, weights)
         out[i] = factor * row_out
     if attn_sink is not None:
@@ -222,12 +224,13 @@ def sparse_mla_backward(
     return dq.astype(np.float64), dkv.astype(np.float64).reshape(shape), d_sink
 
 
-def _keys(kv: Array, rows: Array, rounding: str | None, kv_scale: float = 1.0) -> Array:
+def _keys(kv: Array, rows: Array, record: str | None, rounding: str | None, kv_scale: float = 1.0) -> Array:
     """Rows of a cache, dequantised, or of an array of them."""
-    if str(kv.dtype) not in BYTE_DTYPES:
+    if record is None:
         found: Array = _without_head_axis(kv)[rows].astype(np.float64)
         return found
-    keys = cache_gather(kv if kv.ndim > 2 else kv[:, None], rows, kv_scale=kv_scale)[0].astype(np.float64)
+    cache = kv if kv.ndim > 2 else kv[:, None]
+    keys = cache_gather(cache, rows, kv_format=record, kv_scale=kv_scale)[0].astype(np.float64)
     return keys if rounding is None else round_to(keys, rounding)
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from mla_cupy.cache_formats import without_heads
 from mla_cupy.dtypes import round_to
 from mla_cupy.reference.attend import attend
-from mla_cupy.reference.cache import cache_gather
+from mla_cupy.reference.cache import cache_gather, key_format
 from mla_cupy.reference.dense_decode import turned_back
 from mla_cupy.reference.fp8_queries import dequantised
 from mla_cupy.reference.lse import log_of_base
@@ -37,6 +37,7 @@ def sparse_mla_decode(
     gate: npt.ArrayLike | None = None,
     scale: float | None = None,
     kv_scale: float = 1.0,
+    kv_format: str | None = None,
     math: str = "exact",
     lse_base: str = "e",
     empty_lse: float = -np.inf,
@@ -48,7 +49,7 @@ def sparse_mla_decode(
     ----------
     q : array, (b, s_q, h_q, d_qk)
     kv_cache : array
-        Pages of "v32", "v4", "v41", "v41-fp4" or "fp8": see `cache_append`.
+        Pages of "v32", "v32-nope" for a d_qk of 512, "v4", "v41", "v41-fp4" or "fp8": see `cache_append`.
     indices : array, (b, s_q, topk), integers
         Slots: page * page_size + token. Those outside of the cache are skipped, duplicates counted as often as they
         occur.
@@ -62,7 +63,7 @@ def sparse_mla_decode(
         Tables and rows of them, (b, s_q), by which results are turned back: see `turned_back`.
     w_uv, gate : array, optional
         What results are multiplied by, see `projected`.
-    scale, kv_scale, math, lse_base, empty_lse
+    scale, kv_scale, kv_format, math, lse_base, empty_lse
         As for `mla_decode`.
     rounding : str, optional
         "bfloat16" or "float16" rounds as the kernels with tensor cores do: keys and weights in that format, float32
@@ -80,9 +81,10 @@ def sparse_mla_decode(
     weights, factor = rounding, 1.0
     if math == "fp8" and rounding is not None:  # the kernel multiplies the numbers as they are stored
         weights, factor, kv_scale, scale = "float8_e4m3fn", kv_scale, 1.0, scale * kv_scale
-    sources = [(kv_cache, indices, topk_length)]
+    sources = [(kv_cache, indices, topk_length, key_format(kv_cache, d_qk, kv_format))]
     if extra_kv_cache is not None and extra_indices is not None:
-        sources.append((extra_kv_cache, extra_indices, extra_topk_length))
+        record = key_format(extra_kv_cache, d_qk, kv_format)
+        sources.append((extra_kv_cache, extra_indices, extra_topk_length, record))
     out, lse = np.zeros((b, s_q, h_q, 512)), np.full((b, s_q, h_q), -np.inf)
     for i, s in np.ndindex(b, s_q):
         keys = np.concatenate([_selected(*source, i, s, kv_scale) for source in sources]).astype(np.float64)
@@ -101,11 +103,17 @@ def sparse_mla_decode(
 
 
 def _selected(
-    cache: Array, indices: npt.ArrayLike, lengths: npt.ArrayLike | None, i: int, s: int, kv_scale: float
+    cache: Array,
+    indices: npt.ArrayLike,
+    lengths: npt.ArrayLike | None,
+    record: str | None,
+    i: int,
+    s: int,
+    kv_scale: float,
 ) -> Array:
     """The keys that a list names."""
     cache, entries = without_heads(cache), np.asarray(indices)[i, s]
     length = len(entries) if lengths is None else int(np.clip(np.asarray(lengths)[i], 0, len(entries)))
     slots = entries[:length]
     slots = slots[(slots >= 0) & (slots < cache.shape[0] * cache.shape[1])]
-    return cache_gather(cache, slots, kv_scale=kv_scale)[0]
+    return cache_gather(cache, slots, kv_format=record, kv_scale=kv_scale)[0]

@@ -126,6 +126,7 @@ def _mla_decode(
     kv_scale: Any = 1,
     q_scales: Any = None,
     kv_scales: Any = None,
+    kv_format: Any = None,
     cp_world: Any = 1,
     cp_rank: Any = 0,
     out_dtype: Any = None,
@@ -165,6 +166,7 @@ def _mla_decode(
         math,
         q_scale,
         kv_scale,
+        kv_format,
         cp_world,
         cp_rank,
         out_dtype,
@@ -183,8 +185,9 @@ MLA_DECODE = Operators(
         "Tensor? cu_seqlens_q=None, int? max_seqlen_q=None, bool causal=True, int? window=None, "
         "Tensor? tree_mask=None, Tensor? attn_sink=None, Tensor? out_cos=None, Tensor? out_sin=None, "
         'Tensor? out_positions=None, Tensor? w_uv=None, Tensor? gate=None, str math="exact", '
-        "float q_scale=1.0, float kv_scale=1.0, Tensor? q_scales=None, Tensor? kv_scales=None, int cp_world=1, "
-        'int cp_rank=0, ScalarType? out_dtype=None, str lse_base="e", float? empty_lse=None, str? kernel=None'
+        "float q_scale=1.0, float kv_scale=1.0, Tensor? q_scales=None, Tensor? kv_scales=None, "
+        'str? kv_format=None, int cp_world=1, int cp_rank=0, ScalarType? out_dtype=None, str lse_base="e", '
+        "float? empty_lse=None, str? kernel=None"
     ),
     results="Tensor(a!) out, Tensor(b!) lse",
     returns="(Tensor, Tensor)",
@@ -535,6 +538,7 @@ def _sparse_mla_decode(
     gate: Any = None,
     math: Any = "exact",
     kv_scale: Any = 1,
+    kv_format: Any = None,
     batch_invariant: Any = False,
     split_tokens: Any = 4096,
     lse_base: Any = "e",
@@ -564,7 +568,7 @@ def _sparse_mla_decode(
         out,
         lse,
     )
-    options = (scale, math, kv_scale, batch_invariant, split_tokens, lse_base, empty_lse, out_dtype, kernel)
+    options = (scale, math, kv_scale, kv_format, batch_invariant, split_tokens, lse_base, empty_lse, out_dtype, kernel)
     return Invocation(BOUND_OPERATIONS["sparse_mla_decode"], arrays, options, workspace)
 
 
@@ -576,8 +580,8 @@ SPARSE_MLA_DECODE = Operators(
         "Tensor? attn_sink=None, Tensor? extra_kv_cache=None, Tensor? extra_indices=None, "
         "Tensor? extra_topk_length=None, Tensor? out_cos=None, Tensor? out_sin=None, "
         'Tensor? out_positions=None, Tensor? w_uv=None, Tensor? gate=None, str math="exact", '
-        'float kv_scale=1.0, bool batch_invariant=False, int split_tokens=4096, str lse_base="e", '
-        "float? empty_lse=None, ScalarType? out_dtype=None, str? kernel=None"
+        "float kv_scale=1.0, str? kv_format=None, bool batch_invariant=False, int split_tokens=4096, "
+        'str lse_base="e", float? empty_lse=None, ScalarType? out_dtype=None, str? kernel=None'
     ),
     results="Tensor(a!) out, Tensor(b!) lse",
     returns="(Tensor, Tensor)",
@@ -598,6 +602,7 @@ def _sparse_mla_forward(
     cu_seqlens_kv: Any = None,
     math: Any = "exact",
     kv_scale: Any = 1,
+    kv_format: Any = None,
     batch_invariant: Any = False,
     split_tokens: Any = 4096,
     lse_base: Any = "e",
@@ -618,6 +623,7 @@ def _sparse_mla_forward(
         relative,
         math,
         kv_scale,
+        kv_format,
         batch_invariant,
         split_tokens,
         lse_base,
@@ -634,8 +640,9 @@ SPARSE_MLA_FORWARD = Operators(
     arguments=(
         "Tensor q, Tensor kv, Tensor indices, float scale, Tensor? topk_length=None, Tensor? attn_sink=None, "
         "bool causal=False, bool relative=True, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_kv=None, "
-        'str math="exact", float kv_scale=1.0, bool batch_invariant=False, int split_tokens=4096, '
-        'str lse_base="e", float? empty_lse=None, ScalarType? out_dtype=None, str? kernel=None'
+        'str math="exact", float kv_scale=1.0, str? kv_format=None, bool batch_invariant=False, '
+        'int split_tokens=4096, str lse_base="e", float? empty_lse=None, ScalarType? out_dtype=None, '
+        "str? kernel=None"
     ),
     results="Tensor(a!) out, Tensor(b!) lse, Tensor(c!) max_logits",
     returns="(Tensor, Tensor, Tensor)",

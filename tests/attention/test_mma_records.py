@@ -12,7 +12,7 @@ import mla_cupy
 from mla_cupy import dtypes, reference
 from mla_cupy.cache_formats import FORMATS
 from tests.decode import test_records as dense
-from tests.decode.test_records import fp8, v4, v32
+from tests.decode.test_records import fp8, nope, v4, v32
 from tests.sparse_decode import runs as sparse
 from tests.sparse_decode.runs import SparseDecodeCase
 from tests.support.cases import DecodeCase, make
@@ -55,6 +55,8 @@ FEW = (
     fp8(b=1, seqlens=66, s_q=2, h_q=12, causal=False),
     v4(b=2, seqlens=(3, 130), s_q=2, h_q=8, missing_pages=1, page_size=16),
     v4(b=3, seqlens=(189, 1, 0), s_q=2, h_q=8, dtype="float16", cp_world=3, cp_rank=1),
+    nope(b=2, seqlens=(3, 70), s_q=3, h_q=11, scales="plain", missing_pages=1, page_size=16),
+    nope(b=1, seqlens=129, h_q=5, dtype="float16", strides="odd"),
 )
 
 
@@ -80,6 +82,7 @@ LISTS = (
     SparseDecodeCase(record="v4", dtype="float16", s_q=2, sm_count=1, b=1),
     SparseDecodeCase(topk=70, sm_count=1, b=2, lengths=True, h_q=1),
     SparseDecodeCase(b=1, topk=0),
+    *sparse.NOPE_CASES,
 )
 
 

@@ -35,6 +35,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "sparse-decode": (
         "b2-sq2-hq3-topk5-pool128", "b1-sq1-hq2-topk4-extra3-v4-pool64", "b1-sq1-hq2-topk4-extra3-v41-pool64",
         "b1-sq1-hq2-topk4-extra3-v41-fp4-pool64", "b1-sq2-hq2-topk4-fp8-pool64",
+        "b1-sq1-hq2-topk4-extra3-v32-nope-pool64",
     ),
     "sparse-forward": (ANY_LISTS, f"{ANY_LISTS}-dqk512-clustered"),
     "sparse-forward-fp8": (SPARSE, f"{SPARSE}-dqk512", f"{SPARSE}-fp8-math"),

@@ -82,6 +82,8 @@ PREPARED = 10 * (3 * (D_QK * 3 + 4) + 4 + 4 + 1152 + D_QK) + 2 * 10 * 32 * 4
         ("sparse-forward-fp8", "sq4096-skv8192-hq128-topk2048", None, RECORD_FORWARD),
         ("sparse-decode", "b2-sq3-hq4-topk5-extra6-v4", 2 * 6 * 4 * 11 * 1024,
             6 * 11 * 584 + 2 * 6 * 4 * 1024 + 4 * 6 * 11),
+        ("sparse-decode", "b2-sq3-hq4-topk5-v32-nope", 2 * 6 * 4 * 5 * 1024,
+            6 * 5 * 528 + 2 * 6 * 4 * 1024 + 4 * 6 * 5),
         ("sparse-decode", "b2-sq3-hq4-topk5-extra6-v41-fp4", None,
             6 * (5 * 528 + 6 * 288) + 2 * 6 * 4 * 1024 + 4 * 6 * 11),
     ],

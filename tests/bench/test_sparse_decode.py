@@ -93,6 +93,7 @@ def test_flashmla(run, calls, tmp_path, monkeypatch, name, heads, said):
         ("b1-sq1-hq64-topk65", "bfloat16", "multiple of 64"),
         ("b1-sq1-hq64-topk64-extra1-v4", "bfloat16", "multiple of 64"),
         ("b1-sq1-hq64-topk64-v41", "bfloat16", "v32 and v4"),
+        ("b1-sq1-hq64-topk64-v32-nope", "bfloat16", "v32 and v4"),
         ("b1-sq1-hq64-topk64", "bfloat16", None),
     ],
 )

@@ -280,11 +280,20 @@ def append(record: str, rotated: bool = False, **options: Any) -> BoundCall:
         "slots": np.array([3, 9, -1, 0, 5], np.int32),
     }
     arrays |= {"latent": rng.standard_normal((5, kept.d_latent)).astype(dtype)}
-    arrays |= {"rope": rng.standard_normal((5, kept.d_rope)).astype(dtype)}
+    if kept.d_rope:
+        arrays |= {"rope": rng.standard_normal((5, kept.d_rope)).astype(dtype)}
     if rotated:
         arrays |= {name: rng.standard_normal((9, kept.d_rope // 2), np.float32) for name in ("cos", "sin")}
         arrays["positions"] = np.array([8, 0, 3, 3, 1], np.int32)
     return BoundCall(_id(f"append-{record}", options), "cache_append", arrays, {"kv_format": record, **options})
+
+
+def kept_tokens(record: str) -> Array:
+    """The cache of `append`."""
+    arrays = append(record).arrays
+    cache: Array = arrays["cache"].copy()
+    mla_cupy.cache_append(arrays["latent"], arrays.get("rope"), cache, arrays["slots"], kv_format=record)
+    return cache
 
 
 def mla_prepare(record: str = "", **options: Any) -> BoundCall:
@@ -300,7 +309,7 @@ def mla_prepare(record: str = "", **options: Any) -> BoundCall:
 
 
 def gather(record: str, **options: Any) -> BoundCall:
-    arrays = {"cache": append(record).eager()[0], "slots": np.array([5, -1, 0], np.int32)}
+    arrays = {"cache": kept_tokens(record), "slots": np.array([5, -1, 0], np.int32)}
     return BoundCall(_id(f"gather-{record}", options), "cache_gather", arrays, {"kv_format": record, **options})
 
 
@@ -334,7 +343,7 @@ def gather_keys(**options: Any) -> BoundCall:
 
 def sparse_decode(record: str, extra: bool = False, **options: Any) -> BoundCall:
     rng = np.random.default_rng(6)
-    cache = append(record).eager()[0]
+    cache = kept_tokens(record)
     q = rng.standard_normal((2, 1, 4, FORMATS[record].d_qk)).astype(ml_dtypes.bfloat16)
     written = np.array([3, 9, 0, 5, -1], np.int32)  # elsewhere there is anything, NaN too
     arrays = {"q": q, "kv_cache": cache, "indices": rng.choice(written, (2, 1, 6))}
@@ -345,6 +354,12 @@ def sparse_decode(record: str, extra: bool = False, **options: Any) -> BoundCall
         arrays |= {"out_cos": tables[0], "out_sin": tables[1], "out_positions": np.array([[4], [0]], np.int32)}
     options = {"scale": SCALE, **options}
     return BoundCall(_id(f"sparse_decode-{record}", options), "sparse_mla_decode", arrays, options)
+
+
+def shorter(call: BoundCall) -> BoundCall:
+    """Of tokens without RoPE, those that have no reserved bytes."""
+    cache = call.arrays["kv_cache"][..., :528].copy()
+    return replace(call, id=f"{call.id}-528", arrays={**call.arrays, "kv_cache": cache})
 
 
 def _id(name: str, options: dict[str, Any]) -> str:
@@ -415,6 +430,7 @@ CALLS = [
     mla_prepare("fp8", quantise=True, kv_scale=0.1, interleaved=False),
     mla_prepare("bf16", quantise=True, q_scale=0.5, return_rope=True),
     gather("v32"),
+    gather("v32-nope"),
     gather("fp8", kv_scale=0.1, out_dtype="float32"),
     copy_pages(),
     slots(),
@@ -424,6 +440,8 @@ CALLS = [
     gather_keys(),
     gather_keys(d=128),
     sparse_decode("v32"),
+    sparse_decode("v32-nope", kv_format="v32-nope"),
+    shorter(sparse_decode("v32-nope", kv_format="v32-nope")),
     sparse_decode("v4", extra=True, lse_base="2", out_dtype="float32"),
 ]
 

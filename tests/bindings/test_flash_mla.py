@@ -139,6 +139,7 @@ FP8_CASES = (
     SparseDecodeCase(h_q=5, s_q=2, b=3, extra=7, lengths=True, sink=True, empty=True),
     SparseDecodeCase(record="v4", h_q=2, topk=20, extra=33, lengths=True, sink=True),
     SparseDecodeCase(record="v41", h_q=2, topk=9, extra=20, lengths=True, sink=True, extra_record="v41-fp4"),
+    SparseDecodeCase(record="v32-nope", h_q=5, extra=7, lengths=True, sink=True),
 )
 
 
@@ -169,6 +170,39 @@ def test_sparse_decode_from_fp8(library: Any, case: SparseDecodeCase, request: p
     np.testing.assert_allclose(back(out).astype("f8"), exact[0], rtol=2**-8, atol=1e-6)
     np.testing.assert_allclose(back(lse), exact[1].swapaxes(1, 2), rtol=1e-6)
     assert np.isposinf(back(lse)).any() == case.empty
+
+
+@pytest.mark.parametrize(
+    ("name", "record"), [("V32", "v32"), ("V32_NO_ROPE", "v32-nope"), ("V4", "v4"), ("V41", "v41")]
+)
+def test_formats_by_their_names(name: str, record: str) -> None:
+    given = records_call(SparseDecodeCase(record=record, h_q=4))
+    arguments = (given["q"], one_head(given["kv_cache"]), None, None, 512)
+    options = {"is_fp8_kvcache": True, "indices": given["indices"], "softmax_scale": SCALE}
+    expected = flash_mla_with_kvcache(*arguments, FlashMLASchedMeta(), **options)
+    got = flash_mla_with_kvcache(*arguments, FlashMLASchedMeta(), **options, kv_format=name)
+    for mine, wanted in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(mine, wanted)
+    other = "V4" if record != "v4" else "V41"
+    with pytest.raises(ShapeError, match=r"k_cache.shape\[-1\]: got"):
+        flash_mla_with_kvcache(*arguments, FlashMLASchedMeta(), **options, kv_format=other)
+
+
+def test_tokens_of_528_bytes() -> None:
+    """Only their name says that they are no V41: sparse and dense decode."""
+    given = records_call(SparseDecodeCase(record="v32-nope", h_q=4, page_size=64))
+    cache = one_head(given["kv_cache"])
+    options = {"is_fp8_kvcache": True, "softmax_scale": SCALE}
+    table, lengths = np.array([[3, 1], [0, 2]], np.int32), np.array([70, 0], np.int32)
+    cache[...] = 0x38  # 1 in e4m3; whatever is no code is finite, too
+    for rest in (((None, None, 512), {"indices": given["indices"]}), ((table, lengths, 512), {})):
+        results = [
+            flash_mla_with_kvcache(given["q"], k, *rest[0], FlashMLASchedMeta(), **options, **rest[1], kv_format=name)
+            for k, name in ((cache, None), (cache[..., :528], "V32_NO_ROPE"), (cache[..., :528].copy(), "V32_NO_ROPE"))
+        ]
+        for got in results[1:]:
+            for mine, wanted in zip(got, results[0], strict=True):
+                np.testing.assert_array_equal(mine, wanted)
 
 
 def one_head(cache: Any) -> Any:
@@ -209,6 +243,8 @@ def test_dense_decode_from_fp8() -> None:
          "extra_k_cache.shape"),
         ({"causal": True}, ArgumentError, "causal: got True"),
         ({"strict": True}, ShapeError, "64 or 128 heads"),
+        ({"kv_format": "v32"}, ArgumentError, "kv_format: got 'v32', expected None, or one of V32, V32_NO_ROPE, V4"),
+        ({"is_fp8_kvcache": False, "kv_format": "V32"}, ArgumentError, "kv_format: got 'V32', expected None, as"),
     ],
     ids=lambda x: str(x)[:30],
 )  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 
 from mla_cupy.dtypes import HALF
 from mla_cupy.errors import MlaError
-from mla_cupy.kernels.attention.records import COMPACT, READ_DENSE, READ_SPARSE, SPARSE_RECORDS
+from mla_cupy.kernels.attention.records import COMPACT, DENSE_RECORDS, PLAIN_RECORDS, SPARSE_RECORDS
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import Batch, DecodeProblem, Forms
 from mla_cupy.kernels.dense import DENSE
@@ -38,7 +38,7 @@ def problems() -> Iterator[tuple[Any, Any]]:
             problem = DecodeProblem(s_q, h_q, dtype, aligned, d_qk, tree_mask=tree, batch=batch)
             yield DECODE, problem
             yield DECODE, replace(problem, forms=Forms(q_rope=True, window=9))
-        for record in READ_DENSE:
+        for record in (*DENSE_RECORDS, *PLAIN_RECORDS):
             yield DECODE, DecodeProblem(s_q, h_q, dtype, aligned, record=record, tree_mask=tree)
     for (d_qk, d_v), dtype, aligned, masked in product(GEOMETRIES, HALF, BOTH, BOTH):
         yield DENSE, DenseProblem(100, 100, 16, 16, d_qk, d_v, dtype, aligned=aligned, masked=masked)
@@ -47,7 +47,7 @@ def problems() -> Iterator[tuple[Any, Any]]:
             yield SPARSE_FORWARD, SparseForwardProblem(5, 900, h_q, 64, d_qk, dtype, aligned, record)
         for deterministic in BOTH:
             yield SPARSE_BACKWARD, SparseBackwardProblem(5, 900, h_q, 64, d_qk, dtype, False, deterministic, aligned)
-    for queries, h_q, dtype, record, aligned in product((1, 64), HEADS, HALF, READ_SPARSE, BOTH):
+    for queries, h_q, dtype, record, aligned in product((1, 64), HEADS, HALF, (*SPARSE_RECORDS, *PLAIN_RECORDS), BOTH):
         for compact in BOTH if record in COMPACT else (False,):
             yield SPARSE_DECODE, SparseDecodeProblem(queries, h_q, 64, dtype, record, aligned, compact=compact)
 

@@ -55,10 +55,12 @@ class CacheCase:
 
 CASES = (
     *(CacheCase(record.name) for record in LATENT_FORMATS),
-    *(CacheCase(record.name, dtype="float32", special=True, rotation="interleaved") for record in LATENT_FORMATS[:6]),
-    *(CacheCase(record.name, dtype="float16", odd=True, rotation="halves") for record in LATENT_FORMATS[:7]),
+    *(CacheCase(record.name, dtype="float32", special=True, rotation="interleaved") for record in LATENT_FORMATS[:7]),
+    *(CacheCase(record.name, dtype="float16", odd=True, rotation="halves") for record in LATENT_FORMATS[:8]),
     CacheCase("v32", scales="plain", special=True, out_dtype="float16"),
     CacheCase("v32", page_size=1, num_pages=20, slot_dtype="int32", out_dtype="bfloat16"),
+    CacheCase("v32-nope", scales="plain", special=True, out_dtype="float16"),
+    CacheCase("v32-nope", page_size=1, num_pages=20, slot_dtype="int32", out_dtype="bfloat16"),
     CacheCase("v4", page_size=1, num_pages=20, slot_dtype="int32", special=True, out_dtype="bfloat16"),
     CacheCase("v4", page_size=7, num_pages=3, gap=0),
     *(CacheCase(name, page_size=3, num_pages=5, special=True, odd=True, gap=2) for name in ("v41", "v41-fp4")),
@@ -141,9 +143,9 @@ def check_append_and_gather(case: CacheCase, to: Callable[[Any], Any], back: Cal
     arrays = {name: to(x) for name, x in inputs.rotation.items()}
     rope = None if inputs.rope is None else to(inputs.rope)
     mla_cupy.cache_append(to(inputs.latent), rope, cache, slots, **arrays, **interleaved, **options)
-    rows = mla_cupy.cache_gather(cache, slots, kv_scale=case.kv_scale, out_dtype=case.out_dtype)
+    rows = mla_cupy.cache_gather(cache, slots, kv_format=case.record, kv_scale=case.kv_scale, out_dtype=case.out_dtype)
     assert_same_pages(back(cache), expected, case.record)
-    (exact,) = reference.cache_gather(expected, inputs.slots, kv_scale=case.kv_scale)
+    (exact,) = reference.cache_gather(expected, inputs.slots, kv_format=case.record, kv_scale=case.kv_scale)
     wanted = dtypes.round_to(exact, case.out_dtype).astype(dtypes.numpy_dtype(case.out_dtype))
     np.testing.assert_array_equal(back(rows).astype(np.float32), wanted.astype(np.float32))
 

@@ -36,7 +36,7 @@ def test_append_and_gather(case: CacheCase) -> None:
         check_append_and_gather(case, same, np.asarray)
 
 
-@pytest.mark.parametrize("record", ["v32", "v4", "v41", "v41-fp4", "fp8", "bf16"])
+@pytest.mark.parametrize("record", ["v32", "v32-nope", "v4", "v41", "v41-fp4", "fp8", "bf16"])
 @pytest.mark.parametrize("n", [13, 22])
 def test_nothing_is_written_beside_the_rows(record: str, n: int) -> None:
     """Rows of an array that goes on before and behind them."""
@@ -55,6 +55,20 @@ def test_without_instructions_for_e4m3(name: str) -> None:
     """Ampere and Turing convert by integer arithmetic."""
     with simulated(2, (8, 0)):
         check_append_and_gather(CacheCase(name, dtype="float32", special=True, n=13), same, np.asarray)
+
+
+@pytest.mark.parametrize("out_dtype", ["float32", "bfloat16"])
+def test_shorter_tokens_without_rope(out_dtype: str) -> None:
+    """Tokens of 528 bytes lack the reserved ones of 656, and nothing else."""
+    inputs = make(CacheCase("v32-nope", gap=0))
+    short = inputs.cache[..., :528].copy()
+    with simulated(2):
+        rows = []
+        for cache in (inputs.cache, short):
+            mla_cupy.cache_append(inputs.latent, None, cache, inputs.slots, kv_format="v32-nope")
+            rows.append(mla_cupy.cache_gather(cache, inputs.slots, kv_format="v32-nope", out_dtype=out_dtype))
+    np.testing.assert_array_equal(short, inputs.cache[..., :528])
+    np.testing.assert_array_equal(*rows)
 
 
 def test_ties_of_e2m1_go_to_even() -> None:

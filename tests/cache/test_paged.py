@@ -362,6 +362,19 @@ def test_pools_of_records_and_of_index_keys() -> None:
     assert not np.shares_memory(made.layer(0), made.layer(1))
 
 
+def test_pools_of_tokens_without_rope() -> None:
+    """Their width is that of another record: the pool names it."""
+    made = cache("v32-nope", page_size=4)
+    sequence, _ = made.allocate([])
+    step = made.extend([sequence], 6)
+    latent, _ = tokens(made.formats["kv"], 6, "float32")
+    made.append(step, 0, latent)
+    rows = mla_cupy.cache_gather(made.layer(0), step.slots, kv_format="v32-nope", out_dtype="float32")
+    (exact,) = reference.cache_gather(made.layer(0), step.slots, kv_format="v32-nope")
+    np.testing.assert_array_equal(rows, exact)
+    np.testing.assert_allclose(exact, latent, rtol=2**-4, atol=np.abs(latent).max() * 2**-9)
+
+
 class OperationsMemory(HostMemory):
     """Changed by the operations, so that the kernels of the simulator run."""
 

@@ -74,20 +74,22 @@ def test_sizes_are_those_of_the_engines() -> None:
     assert (V32.token_bytes, V32.page_bytes(64)) == (656, 41984)
     assert [V4.page_bytes(size) for size in (1, 2, 64, 256)] == [1152, 1728, 37440, 149760]
     assert (INDEXER.token_bytes, FP8.token_bytes) == (132, 576)
-    assert [record.width for record in LATENT_FORMATS] == [656, 584, 528, 288, 576, 576, 576, 512, 512]
+    assert [record.width for record in LATENT_FORMATS] == [656, 656, 584, 528, 288, 576, 576, 576, 512, 512]
 
 
 def test_which_record_an_array_holds() -> None:
     for record in LATENT_FORMATS:
-        assert format_of(record.dtype, record.width) is record
+        assert format_of(record.dtype, record.width, d_qk=record.d_qk) is record
         assert format_of(record.dtype, record.width, name=record.name) is record
     assert format_of("float8_e4m3fn", 656) is V32
+    assert format_of("uint8", 528, name="v32-nope").name == "v32-nope"
+    assert format_of("uint8", 528, d_qk=512).name == "v41"
     assert format_of("float8_e4m3fn", 584) is V4
     with pytest.raises(ShapeError, match=r"cache.shape\[-1\]: got 656 of bfloat16, expected 656 of uint8 \(v32\)"):
         format_of("bfloat16", 656)
     with pytest.raises(ShapeError, match="got 656 of uint8, expected 584 of uint8"):
         format_of("uint8", 656, name="v4")
-    with pytest.raises(ArgumentError, match="kv_format: got 'v5', expected None, or one of v32, v4"):
+    with pytest.raises(ArgumentError, match="kv_format: got 'v5', expected None, or one of v32, v32-nope, v4"):
         format_of("uint8", 656, name="v5")
 
 

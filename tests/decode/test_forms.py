@@ -253,6 +253,7 @@ def test_results_are_turned_back() -> None:
 SINGLE = DecodeCase(b=3, seqlens=(200, 0, 70), h_q=16)
 MANY = DecodeCase(b=2, seqlens=(130, 3), s_q=3, h_q=24, page_size=16, missing_pages=1)
 V4 = replace(SINGLE, record="v4", d_qk=512)
+NOPE = replace(SINGLE, record="v32-nope", d_qk=512)
 FP8 = replace(SINGLE, record="fp8", kv_scale=0.5)
 RECORDS = (
     # Blocks of 16 and 32 rows: those of one query, of several, of fewer than there is room for.
@@ -273,6 +274,9 @@ RECORDS = (
     (FormCase(replace(SINGLE, record="v32", h_q=3), queries=(4, 1, 5), around=(2, 0), pair=True, window=40),
      PLAIN_RECORDS),
     (FormCase(replace(V4, record="v41", h_q=3, s_q=2, cp_world=2), turned=True), PLAIN_RECORDS),
+    # Tokens without RoPE columns, whose bytes are NaN.
+    (FormCase(replace(NOPE, seqlens=(200, 5, 129), s_q=3, h_q=7), window=66, sink=True), FEW_RECORDS),
+    (FormCase(replace(NOPE, h_q=40, seqlens=(300, 0, 65)), queries=(1, 2, 3)), MANY_RECORDS),
 )  # fmt: skip
 CASES = (
     (FormCase(SINGLE, pair=True), SMALL),
@@ -452,7 +456,7 @@ ON_GPU = (
     *(
         (
             FormCase(
-                long(h_q=h_q, page_size=page, dtype=dtype, record=record, d_qk=512 if record == "v4" else 576), **form
+                long(h_q=h_q, page_size=page, dtype=dtype, record=record, d_qk=FORMATS[record].d_qk), **form
             ),
             kernel,
         )
@@ -462,10 +466,10 @@ ON_GPU = (
             (32, 16, "float16", FEW_RECORDS),
             (8, 128, "bfloat16", PLAIN_RECORDS),
         )
-        for record in ("v32", "v4", "fp8")
+        for record in ("v32", "v32-nope", "v4", "fp8")
         for form in (
             {"queries": VARYING, "around": (2, 3), "window": 130, "sink": True},
-            {"turned": True, "queries": VARYING} if record == "v4" else {"pair": True, "queries": VARYING},
+            {{"v4": "turned", "v32-nope": "sink"}.get(record, "pair"): True, "queries": VARYING},
             {"window": 700},
         )
     ),

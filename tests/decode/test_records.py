@@ -38,6 +38,10 @@ def v32(**changes: Any) -> DecodeCase:
     return DecodeCase(record="v32", **changes)
 
 
+def nope(**changes: Any) -> DecodeCase:
+    return DecodeCase(record="v32-nope", d_qk=512, **changes)
+
+
 def v4(**changes: Any) -> DecodeCase:
     return DecodeCase(record="v4", d_qk=512, **changes)
 
@@ -63,6 +67,9 @@ CASES = (
     v4(b=1, seqlens=129, h_q=7),
     v4(b=2, seqlens=(3, 70), s_q=3, h_q=4, missing_pages=1, page_size=16, dtype="float16"),
     v4(b=1, seqlens=66, s_q=2, h_q=12, page_size=24),
+    nope(b=2, seqlens=(3, 130), s_q=3, h_q=11, scales="plain", missing_pages=1, page_size=16),
+    nope(b=1, seqlens=129, h_q=7, dtype="float16", strides="odd"),
+    nope(b=3, seqlens=(189, 1, 193), s_q=4, h_q=4, cp_world=3, cp_rank=1, page_size=1),
 )
 #: Blocks of 64 rows, each of one query token.
 WIDE_CASES = (
@@ -76,6 +83,8 @@ WIDE_CASES = (
     fp8(b=2, seqlens=(3, 130), s_q=2, h_q=64, dtype="float16", missing_pages=1, page_size=16, kv_scale=1.0),
     v4(b=2, seqlens=(3, 130), s_q=2, h_q=64, missing_pages=1, page_size=16),
     v4(b=1, seqlens=129, h_q=40, dtype="float16", page_size=24),
+    nope(b=2, seqlens=(3, 130), s_q=2, h_q=64, missing_pages=1, page_size=16),
+    nope(b=2, seqlens=(129, 70), h_q=33, scales="plain", strides="odd", head_axis=False, dtype="float16"),
 )
 MORE_WIDE_CASES = (
     v32(b=1, seqlens=400, h_q=128),  # split
@@ -83,12 +92,14 @@ MORE_WIDE_CASES = (
     v32(b=4, seqlens=(257, 321, 64, 1), h_q=96),
     fp8(b=2, seqlens=(300, 70), h_q=64),
     v4(b=2, seqlens=(300, 70), h_q=65),
+    nope(b=4, seqlens=(257, 321, 64, 1), h_q=128),
 )
 GENERIC_CASES = (
     v32(b=2, seqlens=(3, 70), s_q=2, h_q=5, scales="plain", missing_pages=1, page_size=16),
     v4(b=3, seqlens=(66, 5, 131), s_q=3, h_q=3, missing_pages=1, page_size=16),
     v4(b=1, seqlens=70, h_q=9, dtype="float16", scales="power_of_2"),
     fp8(b=2, seqlens=(3, 70), s_q=2, h_q=2, missing_pages=1, page_size=16),
+    nope(b=2, seqlens=(3, 70), s_q=2, h_q=2, missing_pages=1, page_size=16, scales="plain"),
     v41(b=2, seqlens=(3, 70), s_q=2, h_q=2, missing_pages=1, page_size=16, dtype="float16"),
 )
 MORE_CASES = (
@@ -100,18 +111,21 @@ MORE_CASES = (
     fp8(b=2, seqlens=(300, 70), h_q=32, dtype="float16"),
     v4(b=1, seqlens=400, h_q=16),
     v4(b=2, seqlens=(300, 70), h_q=32, dtype="float16"),
+    nope(b=2, seqlens=(300, 70), h_q=32, dtype="float16"),
+    nope(b=5, seqlens=(70, 1, 0, 200, 130), h_q=16),
 )
 
 
 # ---- The oracle and the NumPy backend --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [CASES[3], CASES[5], CASES[6], GENERIC_CASES[1]], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [CASES[3], CASES[5], CASES[6], CASES[-3], GENERIC_CASES[1]], ids=lambda case: case.id)
 def test_the_oracle_attends_to_dequantised_rows(case: DecodeCase) -> None:
     inputs = make(case)
     pages, page_size = inputs.kv_cache.shape[:2]
     slots = np.arange(pages * page_size)
-    rows = reference.cache_gather(inputs.kv_cache, slots, kv_scale=case.kv_scale)[0].reshape(pages, page_size, 1, -1)
+    read = reference.cache_gather(inputs.kv_cache, slots, kv_format=case.record, kv_scale=case.kv_scale)[0]
+    rows = read.reshape(pages, page_size, 1, -1)
     options = {**case.options, "kv_scale": 1.0}
     expected = reference.mla_decode(inputs.q, rows, inputs.block_table, inputs.seqlens, **options)
     for got, want in zip(inputs.exact, expected, strict=True):
@@ -119,7 +133,7 @@ def test_the_oracle_attends_to_dequantised_rows(case: DecodeCase) -> None:
         assert not np.isnan(got).any()
 
 
-@pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[6], GENERIC_CASES[1]], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [CASES[2], CASES[4], CASES[6], CASES[-1], GENERIC_CASES[1]], ids=lambda case: case.id)
 def test_the_numpy_backend_rounds_the_oracle(case: DecodeCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     inputs = make(case)
@@ -165,10 +179,11 @@ def _cache(record: str, heads: int = 1) -> Array:
             ShapeError,
             r"kv_cache.shape: got \(3, 8, 2, 656\), expected \(num_pages, page_size, 1, width\) or",
         ),
-        (_cache("v32"), 512, ShapeError, r"q.shape\[-1\]: got 512, expected 576 for v32"),
+        (_cache("v32"), 320, ShapeError, r"q.shape\[-1\]: got 320, expected 576 for v32"),
         (_cache("v4"), 576, ShapeError, r"q.shape\[-1\]: got 576, expected 512 for v4"),
         (_cache("fp8"), 512, ShapeError, r"q.shape\[-1\]: got 512, expected 576 for fp8"),
         (np.zeros((3, 8, 1, 664), np.uint8)[..., :656], 576, ShapeError, "multiples of 16 bytes"),
+        (np.zeros((3, 8, 1, 536), np.uint8)[..., :528], 512, ShapeError, "528 bytes per token: the pages of v41"),
     ],
     ids=[
         "no width",
@@ -179,6 +194,7 @@ def _cache(record: str, heads: int = 1) -> Array:
         "d_qk of v32",
         "d_qk of fp8",
         "odd strides",
+        "planes",
     ],
 )
 def test_mistakes(cache: Array, d_qk: int, error: type[Exception], match: str, recorder: Recorder) -> None:
@@ -193,6 +209,7 @@ def test_mistakes(cache: Array, d_qk: int, error: type[Exception], match: str, r
     [
         ({"record": "v31"}, "kv_format: got 'v31', expected None, or one of v32, v4, fp8"),
         ({"record": "v4"}, "d_qk: got 576, expected 512 for v4"),
+        ({"record": "v32-nope"}, "d_qk: got 576, expected 512 for v32-nope"),
     ],
     ids=str,
 )
@@ -215,6 +232,28 @@ def test_mistakes_of_scales(cache: Array, kv_scale: float, match: str, recorder:
     q, table, seqlens = np.ones((1, 1, 2, 576), np.float16), np.zeros((1, 2), np.int32), np.ones(1, np.int32)
     with pytest.raises(ArgumentError, match=match):
         mla_decode(q, cache, table, seqlens, kv_scale=kv_scale, scale=4.0)
+    assert recorder.launches == []
+
+
+@pytest.mark.parametrize(
+    ("cache", "name", "error", "match"),
+    [
+        (_cache("v32"), "v4", ShapeError, r"kv_cache.shape\[-1\]: got 656 of uint8, expected 584 of uint8 \(v4\)"),
+        (_cache("v32"), "v32", ShapeError, r"q.shape\[-1\]: got 512, expected 576 for v32"),
+        (
+            _cache("v41"),
+            "V32_NO_ROPE",
+            ArgumentError,
+            r"fp8.kv_format: got 'V32_NO_ROPE', expected None, or one of v32",
+        ),
+        (np.zeros((3, 8, 512), np.float16), "v32-nope", ArgumentError, "fp8.kv_format: got 'v32-nope', expected None"),
+    ],
+    ids=["width", "d_qk", "name", "rows"],
+)
+def test_mistakes_of_names(cache: Array, name: str, error: type[Exception], match: str, recorder: Recorder) -> None:
+    q, table, seqlens = np.ones((1, 1, 2, 512), np.float16), np.zeros((1, 2), np.int32), np.ones(1, np.int32)
+    with pytest.raises(error, match=match):
+        mla_decode(q, cache, table, seqlens, kv_format=name)
     assert recorder.launches == []
 
 
@@ -351,6 +390,24 @@ def test_what_only_later_queries_see_does_not_reach_earlier_ones(of: Callable[..
     check(*first, "bfloat16")
 
 
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("kernel", RECORD_KERNELS)
+def test_reserved_bytes_do_not_matter(kernel: str) -> None:
+    """Nor whether there are any: tokens of 528 bytes, in place or copied, give the same bits."""
+    case = nope(b=2, seqlens=(130, 3), s_q=2, h_q=64 if kernel == SEESAW else 5, scales="plain", page_size=16)
+    if not takes(kernel, case):
+        pytest.skip("reads records with RoPE columns")
+    inputs = make(case)
+    infinities = np.array(inputs.kv_cache)
+    infinities[..., 528:] = np.array([0x80, 0xFF], np.uint8).repeat(64)  # NaN and -inf as bfloat16
+    whole = run(inputs, kernel, 1, ("early", 0))
+    for cache in (infinities, infinities[..., :528], infinities[..., :528].copy()):
+        other = replace(inputs, kv_cache=cache)
+        named = {"kv_format": "v32-nope"} if cache.shape[-1] == 528 else {}
+        for mine, expected in zip(run(other, kernel, 1, ("early", 0), **named), whole, strict=True):
+            np.testing.assert_array_equal(mine, expected)
+
+
 def test_a_plan_serves_records() -> None:
     case = v32(b=2, seqlens=(100, 65), h_q=4)
     inputs = make(case)
@@ -393,6 +450,22 @@ test_few_rows_is_caught, test_few_rows_as_it_is = mutant_suite(
         "wgmma.wait_group": (4, [0]),
     },
     [Mutant("places of the first page", "attention/record_tokens.cuh", "token - index * p.page_size", "token")],
+)
+#: The reserved bytes of the tokens are NaN.
+PLANTED_NOPE = nope(b=1, seqlens=70, h_q=5, page_size=16)
+
+test_no_rope_is_caught, test_no_rope_as_it_is = mutant_suite(
+    HOPPER,
+    [partial(run_case, HOPPER, PLANTED_NOPE, MODES[1])],
+    {},
+    [
+        Mutant(
+            "reserved bytes as RoPE columns",
+            "attention/token_record.cuh",
+            "kSame<Record, v32_nope> ? 0 : kRopeChunks",
+            "kRopeChunks",
+        )
+    ],
 )
 test_many_rows_is_caught, test_many_rows_as_it_is = mutant_suite(
     SEESAW,

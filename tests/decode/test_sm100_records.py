@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import mla_cupy
+from mla_cupy.cache_formats import FORMATS
 from mla_cupy.errors import UnsupportedDeviceError
 from mla_cupy.kernels.decode import DECODE
 from mla_cupy.kernels.decode.problem import DecodeProblem
@@ -33,7 +34,7 @@ KERNEL = "decode_sm100_records"
 def case_of(record: str, **changes: Any) -> DecodeCase:
     """A case whose keys have the record's width."""
     scale: dict[str, Any] = {"kv_scale": 0.03} if record == "fp8" else {}
-    return DecodeCase(record=record, d_qk=512 if record == "v4" else 576, **{**scale, **changes})
+    return DecodeCase(record=record, d_qk=FORMATS[record].d_qk, **{**scale, **changes})
 
 
 CASES = (
@@ -45,6 +46,8 @@ CASES = (
     case_of("fp8", b=2, seqlens=(3, 70), s_q=3, h_q=4, missing_pages=1, page_size=24, dtype="float16"),
     case_of("fp8", b=1, seqlens=66, s_q=2, h_q=33, kv_scale=1.0),
     case_of("v32", b=2, seqlens=(189, 193), s_q=4, h_q=4, cp_world=3, cp_rank=1),  # a third of the tokens
+    case_of("v32-nope", b=2, seqlens=(3, 130), s_q=2, h_q=20, scales="plain", missing_pages=1, page_size=16),
+    case_of("v32-nope", b=1, seqlens=66, h_q=7, dtype="float16"),
 )
 MORE_CASES = (
     case_of("v32", b=1, seqlens=400, h_q=16),  # split
@@ -128,7 +131,7 @@ def test_a_sink_and_a_batch_invariant_plan() -> None:
 )
 def test_default_where_the_self_test_has_admitted_it(record: str, s_q: int, h_q: int, rows: int) -> None:
     """A call gets the build for its rows, and Hopper refuses it by name."""
-    problem = DecodeProblem(s_q, h_q, "bfloat16", record=record, d_qk=512 if record == "v4" else 576)
+    problem = DecodeProblem(s_q, h_q, "bfloat16", record=record, d_qk=FORMATS[record].d_qk)
     gpu = fake_gpu(148, BLACKWELL)
     config = DECODE.configure(problem, gpu)
     assert config.kernel.name == KERNEL

@@ -21,6 +21,7 @@ FP8 = {**PAGES, "math": "fp8"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "decode-v32": ("decode", {"h_q": 16, "page_size": 64, "kv_format": "v32", "s_q": 2}),
     "decode-fp8": ("decode", {"h_q": 128, "page_size": 64, "kv_format": "fp8", "out_dtype": "float32"}),
+    "decode-nope": ("decode", {"h_q": 16, "page_size": 64, "kv_format": "v32-nope"}),
     "decode-512": ("decode", {"h_q": 32, "page_size": 48, "d_qk": 512, "dtype": "float16"}),
     "decode-tree": ("decode", {"h_q": 16, "s_q": 4, "page_size": 64, "arrays": ("tree_mask",)}),
     "decode_fp8": ("decode", {**FP8, "h_q": 128}),
@@ -52,6 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "indexer_prepare-paged": ("indexer_prepare", {"h_q": 64, "page_size": 64}),
     "merge_states": ("merge_states", {"h_q": 16, "dtype": "bfloat16"}),
     "cache_append": ("cache_append", {"kv_format": "v32", "page_size": 64}),
+    "cache_append-nope": ("cache_append", {"kv_format": "v32-nope", "page_size": 64}),
     "cache_append-fp8": ("cache_append", {"kv_format": "fp8", "page_size": 16, "dtype": "float16"}),
     "sparse_forward": ("sparse_forward", {"h_q": 64, "topk": 2048}),
     "sparse_forward-all": (
@@ -68,6 +70,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "arrays": ("attn_sink", "extra_kv_cache", "extra_indices", "extra_topk_length"),
         },
     ),
+    "sparse_decode-nope": ("sparse_decode", {"h_q": 64, "kv_format": "v32-nope", "page_size": 64, "topk": 2048}),
     "sparse_decode": ("sparse_decode", {"h_q": 16, "kv_format": "v32", "page_size": 64, "topk": 2048}),
     "indexer_logits_paged": ("indexer_logits_paged", {"h_q": 64, "page_size": 64}),
     "indexer_topk": ("indexer_topk", {"topk": 2048}),

@@ -52,7 +52,7 @@ def narrow(call: Call) -> Call:
 
 def turned(call: Call) -> Call:
     tables = {"out_cos": np.ones((9, 32), np.float32), "out_sin": np.zeros((9, 32), np.float32)}
-    if "block_table" in call:
+    if "block_table" in call and call["q"].shape[-1] == 576:
         call = call | {"q": call["q"][..., :512], "kv_cache": cache("rows")[..., :512]}
     return call | tables | {"out_positions": np.zeros((B, S_Q), np.int32)}
 
@@ -89,7 +89,7 @@ ADD: dict[str, Callable[[Call], Call]] = {
     "mask": added(mask=np.zeros((S_Q, 16), np.uint8)),
     "state_out": added(state_out=np.zeros((S_Q, H_Q, 128), np.float32), state_lse=np.zeros((S_Q, H_Q), np.float32)),
     "out_cos": turned,
-    **{name: held(name) for name in ("rows", "v32", "v4", "v41", "fp8")},
+    **{name: held(name) for name in ("rows", "v32", "v32-nope", "v4", "v41", "fp8")},
 }
 OF_PLANS = {
     "tree_mask": {"tree_mask": True},
@@ -106,7 +106,7 @@ OF_PLANS = {
     "exact_math": {"math": "exact"},
     "codes": {"dtype": "float8_e4m3fn"},
     "rows": {},
-    **{name: {"record": name, "d_qk": FORMATS[name].d_qk} for name in ("v32", "v4", "v41")},
+    **{name: {"record": name, "d_qk": FORMATS[name].d_qk} for name in ("v32", "v32-nope", "v4", "v41")},
 }
 """What `plan_decode` is told of a part; the others are of single calls."""
 
@@ -128,11 +128,11 @@ def plain(name: str) -> Call:
 def call_with(name: str, *parts: str) -> Call:
     """A call with these parts, and with what they need; the parts that change arrays come first."""
     call = plain(name)
-    order = sorted(parts, key=lambda part: part not in ("rows", "v32", "v4", "v41", "fp8", "narrow"))
+    order = sorted(parts, key=lambda part: part not in ("rows", *FORMATS, "narrow"))
     if (
         name == "mla_decode"
         and {*parts} & {"codes", "fp8x2", "fp8_math"}
-        and not {*parts} & {"rows", "v32", "v4", "v41"}
+        and not {*parts} & {"rows", "v32", "v32-nope", "v4", "v41"}
     ):
         call |= {"kv_cache": cache("fp8"), "math": "fp8"}
     for part in order:
@@ -175,7 +175,19 @@ def test_a_plan_refuses_it_too(conflict: Conflict, monkeypatch: pytest.MonkeyPat
 def test_every_part_alone_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is refused for itself: the tests above fail for the pair."""
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
-    alone = ("not_causal", "tree_mask", "window", "cu_seqlens_q", "cp_world", "w_uv", "narrow", "v32", "v4", "fp8")
+    alone = (
+        "not_causal",
+        "tree_mask",
+        "window",
+        "cu_seqlens_q",
+        "cp_world",
+        "w_uv",
+        "narrow",
+        "v32",
+        "v32-nope",
+        "v4",
+        "fp8",
+    )
     for part in alone:
         mla_decode(**call_with("mla_decode", part))
 

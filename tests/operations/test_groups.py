@@ -71,5 +71,5 @@ def test_mistakes(options: dict[str, Any], match: str) -> None:
 
 def test_a_group_at_its_defaults_is_none() -> None:
     operation = OPERATIONS["sparse_mla_forward"]
-    assert operation.flattened({"fp8": Fp8(q_scale=1)}) == {"math": "exact", "kv_scale": 1.0}
+    assert operation.flattened({"fp8": Fp8(q_scale=1)}) == {"math": "exact", "kv_scale": 1.0, "kv_format": None}
     assert operation.grouped({"math": "exact", "kv_scale": True})["fp8"].kv_scale is True

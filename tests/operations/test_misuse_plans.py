@@ -129,7 +129,7 @@ class Session:
         kinds = [option for option in taken if option not in operation.names and option != "groups"]
         call = good if self.rng.random() < 0.5 else misused(self.numpy, good, ["out", "lse"], [], kinds)
         call["plan"] = planned.plan if self.rng.random() < 0.95 else self.nonsense()
-        results = self.attempt(lambda: function(**call), taken, call.values(), about)
+        results = self.attempt(lambda: function(**call), [*taken, *operation.groups], call.values(), about)
         if isinstance(results, Refused):
             return
         self.accepted["call"] += 1

@@ -80,6 +80,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], type[Exception]]] = {
     "reference_rounding": (NO_FLAGS, ArgumentError),
     "eps": ((*NO_NUMBERS, None, -1e-6, float("inf"), float("nan"), 1e39), ArgumentError),
     "scales": (("", "power_of_two", 2, None, [], True, np.array("plain"), object()), ArgumentError),
+    "kv_format": (("", "v31", "V32", 2, True, [], ["v32"], np.array("v32"), object()), ArgumentError),
     "kv_scale": ((*NO_NUMBERS, None, 0.0, -1.0), ArgumentError),
     "q_scale": ((*NO_NUMBERS, None, 0.0, -1.0), ArgumentError),
     "math": (("FP8", "", 3, True, None, [], ["fp8"], np.array("fp8"), object()), ArgumentError),

@@ -61,6 +61,12 @@ CASES = (
     SparseDecodeCase(topk=70, sm_count=1, b=3, lengths=True, h_q=1),
     SparseDecodeCase(b=1, topk=0),
 )
+#: Without RoPE columns: the bytes where "v32" has them are NaN.
+NOPE_CASES = (
+    SparseDecodeCase(record="v32-nope", s_q=2, h_q=9, empty=True, sink=True),
+    SparseDecodeCase(record="v32-nope", dtype="float16", scales="plain", topk=20, extra=33, lengths=True),
+    SparseDecodeCase(record="v32-nope", topk=140, b=1, h_q=17, page_size=64, lse_base="2"),
+)
 #: Of V4.1.
 V41_CASES = (
     SparseDecodeCase(record="v41", s_q=2, h_q=9, empty=True, sink=True),
@@ -102,7 +108,7 @@ def filled(case: SparseDecodeCase, num_pages: int, page_size: int, seed: int, na
     held = rng.permutation(room)[: room // 2]
     latent, rope = tokens(record, len(held), "bfloat16", seed)
     latent = (latent.astype(np.float32) / 100).astype(latent.dtype)
-    reference.cache_append(latent, rope, cache, held, scales=case.scales)
+    reference.cache_append(latent, rope, cache, held, kv_format=record.name, scales=case.scales)
     return cache, held
 
 
@@ -148,13 +154,13 @@ def indices(rng: np.random.Generator, held: Array, room: int, shape: tuple[int, 
 
 def format_of_keys(case: SparseDecodeCase) -> str:
     """What the kernels with tensor cores round keys and weights to."""
-    return "float16" if case.record == "v32" else case.dtype
+    return "float16" if case.record in ("v32", "v32-nope") else case.dtype
 
 
 @np.errstate(over="ignore")
 def as_read(case: SparseDecodeCase, call: dict[str, Any]) -> dict[str, Any]:
     """The arguments with the scales of "v32" rounded to float16, as the kernels with tensor cores round them."""
-    if case.record != "v32":
+    if case.record not in ("v32", "v32-nope"):
         return call
     field, read = FORMATS["v32"].field("scales"), dict(call)
     for name in ("kv_cache", "extra_kv_cache"):

@@ -14,6 +14,7 @@ from tests.sparse_decode.runs import (
     CASES,
     GENERIC,
     MORE_CASES,
+    NOPE_CASES,
     ON_HOPPER,
     SINCE_AMPERE,
     V41_CASES,
@@ -88,7 +89,7 @@ def rows_of_fp8() -> Call:
 
 
 BAD = [
-    Bad("q of v4", swap("q", lambda x: x[..., :512].copy()), ShapeError, ("q.shape[-1]", "512", "576 for v32")),
+    Bad("narrow q", swap("q", lambda x: x[..., :448].copy()), ShapeError, ("q.shape[-1]", "448", "576 for v32")),
     Bad("fp8", lambda c: c.update(rows_of_fp8()), ArgumentError, ("math", "'exact'", '"fp8" for the format fp8')),
     Bad("fp8 twice", lambda c: c.update(rows_of_fp8(), math="fp8"), ArgumentError,
         ("extra_kv_cache", "None beside a kv_cache of fp8", "append its tokens")),
@@ -143,6 +144,8 @@ def test_no_query_is_no_launch(recorder: Recorder) -> None:
     [
         *CASES,
         *MORE_CASES,
+        *NOPE_CASES,
+        SparseDecodeCase(record="v32-nope", h_q=64, topk=2048, b=2, page_size=64),
         *(SparseDecodeCase(h_q=h, topk=2048, b=b, page_size=64) for h, b in ((128, 2), (64, 5), (16, 40), (8, 1))),
         SparseDecodeCase(record="v4", h_q=128, topk=128, extra=1024, sink=True, b=3, s_q=2, page_size=64),
     ],

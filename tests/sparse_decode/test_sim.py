@@ -15,6 +15,7 @@ from mla_cupy.kernels.sparse_decode.schedule import Cuts, even_cuts
 from tests.sparse_decode.runs import (
     CASES,
     MORE_CASES,
+    NOPE_CASES,
     ON_HOPPER,
     V41_CASES,
     V41_WIDE,
@@ -31,7 +32,7 @@ from tests.support.sim_driver import simulated
 
 
 @pytest.mark.one_in(8)
-@pytest.mark.parametrize("case", [*CASES, *V41_CASES], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *NOPE_CASES, *V41_CASES], ids=str)
 def test_equals_the_oracle(case: SparseDecodeCase) -> None:
     with simulated(case.sm_count):
         check(case, lambda x: x, np.asarray)
@@ -50,6 +51,29 @@ def test_tensor_cores_are_as_exact_as_their_formats(case: SparseDecodeCase, kern
     case, mode = fitting(case, kernel), MODES[(turn + turn // 3) % len(MODES)]
     with simulated(case.sm_count, mode=mode, seed=7):
         check(case, lambda x: x, np.asarray, kernel, case.dtype if case.s_q > 1 else "float32")
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("kernel", ON_HOPPER)
+@pytest.mark.parametrize("case", NOPE_CASES, ids=str)
+def test_tokens_without_rope_on_tensor_cores(case: SparseDecodeCase, kernel: str) -> None:
+    case, mode = fitting(case, kernel), MODES[NOPE_CASES.index(case)]
+    with simulated(case.sm_count, mode=mode, seed=3):
+        check(case, lambda x: x, np.asarray, kernel, case.dtype if case.s_q > 1 else "float32")
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("kernel", [*ON_HOPPER, "sparse_decode_mma", "sparse_decode_generic"])
+def test_shorter_tokens_without_rope(kernel: str) -> None:
+    """Tokens of 528 bytes in both caches, the second one copied, give the bits of those of 656."""
+    case = fitting(replace(NOPE_CASES[1], s_q=1), kernel)
+    call = {**make(case), "kernel": kernel}
+    short = {"kv_cache": call["kv_cache"][..., :528], "extra_kv_cache": call["extra_kv_cache"][..., :528].copy()}
+    with simulated(1):
+        whole = flat(mla_cupy.sparse_mla_decode)(**call)
+        got = flat(mla_cupy.sparse_mla_decode)(**{**call, **short}, kv_format="v32-nope")
+    for mine, expected in zip(got, whole, strict=True):
+        np.testing.assert_array_equal(mine, expected)
 
 
 #: Those of V4.1: each in one mode. More of the seesaw, which takes longer, are slow.
@@ -83,7 +107,7 @@ def test_v41_in_all_modes(case: SparseDecodeCase, kernel: str, mode: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ON_HOPPER)
-@pytest.mark.parametrize("case", [*CASES, *MORE_CASES], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *NOPE_CASES, *MORE_CASES], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 def test_all_cases_on_tensor_cores(case: SparseDecodeCase, mode: str, kernel: str) -> None:
     case = fitting(case, kernel)

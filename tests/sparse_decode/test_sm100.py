@@ -14,7 +14,7 @@ import pytest
 import mla_cupy
 from mla_cupy.kernels.sparse_decode import SPARSE_DECODE
 from mla_cupy.kernels.sparse_decode.problem import SparseDecodeProblem
-from tests.sparse_decode.runs import CASES, MORE_CASES, SparseDecodeCase, check, check_call, make
+from tests.sparse_decode.runs import CASES, MORE_CASES, NOPE_CASES, SparseDecodeCase, check, check_call, make
 from tests.support.flat import flat
 from tests.support.mutant_suite import mutant_suite
 from tests.support.mutants import Mutant
@@ -68,6 +68,12 @@ def test_random_cases(seed: int) -> None:
 def test_all_cases(case: SparseDecodeCase, mode: tuple[str, int]) -> None:
     for out_dtype in ("float32", case.dtype):
         run(case, mode, out_dtype=out_dtype)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("case", NOPE_CASES, ids=str)
+def test_tokens_without_rope(case: SparseDecodeCase) -> None:
+    run(case, MODES[NOPE_CASES.index(case)])
 
 
 def test_blocks_side_by_side() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -70,7 +70,7 @@ class RecordInputs:
 
     @cached_property
     def rounded(self) -> Results:
-        rounding = "float16" if self.case.record == "v32" else self.case.of.dtype
+        rounding = "float16" if self.case.record in ("v32", "v32-nope") else self.case.of.dtype
         read = as_read(self.case.record, self.kv)
         out_dtype = self.case.of.dtype
         return reference.sparse_mla_forward(
@@ -81,7 +81,7 @@ class RecordInputs:
     def converted(self) -> Results:
         """The oracle over rows of q's dtype, rounded as the kernels over rows round."""
         cache, dtype = self.kv if self.kv.ndim == 3 else self.kv[:, None], self.case.of.dtype
-        rows = reference.cache_gather(cache, np.arange(self.case.of.s_kv))[0]
+        rows = reference.cache_gather(cache, np.arange(self.case.of.s_kv), kv_format=self.case.record)[0]
         rows = dtypes.round_to(rows, dtype)
         return reference.sparse_mla_forward(self.q, rows, self.indices, **self.options, rounding=dtype, out_dtype=dtype)
 
@@ -103,7 +103,8 @@ def make(case: RecordCase) -> RecordInputs:
     rows = np.unique(np.concatenate([np.zeros(0, np.int64), *chosen]))
     tokens = inputs.kv.reshape(of.s_kv, -1)[rows].astype(np.float32)
     latent, rope = (part.astype(dtypes.numpy_dtype("bfloat16")) for part in np.split(tokens, [record.d_latent], axis=1))
-    reference.cache_append(latent, rope, cache, rows, scales=case.scales)
+    rope_part = rope if record.d_rope else None
+    reference.cache_append(latent, rope_part, cache, rows, kv_format=record.name, scales=case.scales)
     kv = cache if case.page_size else cache[:, 0]
     return RecordInputs(case, inputs.q, kv, inputs.indices, inputs.options)
 
@@ -116,11 +117,14 @@ CASES = (
     RecordCase(SparseCase(s_q=2, h_q=17, topk=300, d_qk=512, sink=True), "v4", page_size=50),
     RecordCase(SparseCase(s_q=3, h_q=4, topk=40, invalid=1.0, sink=True)),  # nothing to attend to
     RecordCase(SparseCase(s_q=1, h_q=9, topk=130, d_qk=512, dtype="float16", strides="odd"), "v4", page_size=1),
+    RecordCase(SparseCase(s_q=3, h_q=17, topk=130, d_qk=512, sink=True), "v32-nope", page_size=50, scales="plain"),
+    RecordCase(SparseCase(s_q=2, h_q=5, topk=70, d_qk=512, dtype="float16"), "v32-nope", page_size=0),
 )
 GENERIC_CASES = (
     RecordCase(SparseCase(s_q=4, h_q=1, topk=20, lengths=True, sink=True), page_size=60, scales="plain"),
     RecordCase(SparseCase(s_q=4, h_q=2, topk=9, sequences=((1, 90), (0, 5), (3, 80)), causal=True), page_size=4),
     RecordCase(SparseCase(s_q=1, h_q=9, topk=70, d_qk=512, dtype="float16"), "v4", page_size=50),
+    RecordCase(SparseCase(s_q=2, h_q=9, topk=70, d_qk=512), "v32-nope", page_size=50, scales="plain"),
 )
 
 
@@ -142,11 +146,11 @@ def check_all(got: Results, inputs: RecordInputs, *, converted: bool = False) ->
 # ---- The oracle and the NumPy backend --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[3], CASES[4]], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[3], CASES[4], CASES[-1]], ids=lambda case: case.id)
 def test_the_oracle_attends_to_dequantised_rows(case: RecordCase) -> None:
     inputs = make(case)
     cache = inputs.kv if inputs.kv.ndim == 3 else inputs.kv[:, None]
-    rows = reference.cache_gather(cache, np.arange(case.of.s_kv))[0]
+    rows = reference.cache_gather(cache, np.arange(case.of.s_kv), kv_format=case.record)[0]
     expected = reference.sparse_mla_forward(inputs.q, rows, inputs.indices, **inputs.options)
     for got, want in zip(inputs.exact, expected, strict=True):
         np.testing.assert_array_equal(got, want)
@@ -172,9 +176,8 @@ def _pages(record: str) -> Array:
 @pytest.mark.parametrize(
     ("kv", "d_qk", "match"),
     [
-        (_pages("v32")[..., :640], 576, r"kv.shape\[-1\]: got 640, expected 656 or 584 for uint8"),
+        (_pages("v32")[..., :640], 576, r"kv.shape\[-1\]: got 640, expected 656 or 584 or 528 for uint8"),
         (_pages("fp8"), 512, r"q.shape\[-1\]: got 512, expected 576 for fp8"),
-        (_pages("v32"), 512, r"q.shape\[-1\]: got 512, expected 576 for v32"),
         (_pages("v4"), 576, r"q.shape\[-1\]: got 576, expected 512 for v4"),
         (np.zeros((3, 8, 664), np.uint8)[..., :656], 576, "kv.strides: .*multiples of 16 bytes"),
         (np.zeros((9, 584), np.uint8), 512, "kv.strides: .*multiples of 16 bytes"),
@@ -185,7 +188,6 @@ def _pages(record: str) -> Array:
         "no width",
         "d_qk of fp8",
         "d_qk of v4",
-        "d_qk of v32",
         "odd strides",
         "no pages of v4",
         "heads",
@@ -316,6 +318,18 @@ def test_hopper_kernel(case: RecordCase) -> None:
         got = run(inputs, HOPPER)
     assert f"mla_{HOPPER}" in target.launched
     check_all(got, inputs)
+
+
+@pytest.mark.parametrize("kernel", [HOPPER, GENERIC, None])
+def test_shorter_tokens_without_rope(kernel: str | None) -> None:
+    """Tokens of 528 bytes give the bits of those of 656, of kernels that read them and where all are converted."""
+    inputs = make(RecordCase(SparseCase(s_q=6, s_kv=20, h_q=3, topk=70, d_qk=512), "v32-nope", scales="plain"))
+    short = replace(inputs, kv=inputs.kv[..., :528].copy())
+    with simulated(1) as target:
+        whole, got = run(inputs, kernel), run(short, kernel, kv_format="v32-nope")
+    assert (target.launched[0] == "mla_cache_gather") == (kernel is None)
+    for mine, expected in zip(got, whole, strict=True):
+        np.testing.assert_array_equal(mine, expected)
 
 
 @pytest.mark.slow

@@ -43,7 +43,8 @@ class DecodeCase:
     head_axis
         False drops the cache's head axis.
     record, scales
-        "v32", "v4" or "fp8" for a cache of FP8 records, and the rule of its scales; "v4" needs a d_qk of 512.
+        "v32", "v32-nope", "v4", "v41" or "fp8" for a cache of FP8 records, and the rule of its scales; "v32-nope",
+        "v4" and "v41" need a d_qk of 512.
     kv_scale, math
         Of "fp8".
     queries, q_scale
@@ -145,7 +146,7 @@ class DecodeInputs:
 @np.errstate(over="ignore")
 def as_read(record: str, cache: Array) -> Array:
     """A cache with the scales of "v32" rounded to float16, as the kernels with tensor cores round them."""
-    if record != "v32":
+    if record not in ("v32", "v32-nope"):
         return cache
     field, read = FORMATS["v32"].field("scales"), np.array(cache)
     scales = read[..., field.offset : field.offset + field.nbytes]
@@ -227,7 +228,8 @@ def _append(case: DecodeCase, cache: Array, slots: Array, tokens: Array) -> None
     latent = FORMATS[case.record].d_latent
     parts = (tokens[:, :latent], tokens[:, latent:])
     latent_part, rope = (part.astype(dtypes.numpy_dtype("bfloat16")) for part in parts)
-    reference.cache_append(latent_part, rope, cache, slots, scales=case.scales, kv_scale=case.kv_scale)
+    options = {"kv_format": case.record, "scales": case.scales, "kv_scale": case.kv_scale}
+    reference.cache_append(latent_part, rope if rope.shape[1] else None, cache, slots, **options)
 
 
 def _block_table(rng: np.random.Generator, pages_of: Array, num_pages: int, max_pages: int, strides: str) -> Array:

@@ -282,6 +282,27 @@ struct CodeScores {
         }
     }
 
+    // S += Q K^T of the RoPE columns, which have no scale of their own.
+    MLA_DEVICE void add_rope(const u8* tokens, const CodePlaces<C>& at, const typename Few::Queries& q) {
+        float (&x)[Few::kRowTiles][2][4] = sums[0];
+#pragma unroll
+        for (i32 n = 0; n < 2; ++n) {
+            const u8* from = tokens + at.rope + n * kOctetTokens * Token::kBytes;
+            u32 k[2];
+            if constexpr (Raw::kWideRope) {
+                const uint2 pairs = *reinterpret_cast<const uint2*>(from);
+                k[0] = convert_rope(typename C::Rope{}, pairs.x), k[1] = convert_rope(typename C::Rope{}, pairs.y);
+            } else {
+                const u32 codes = *reinterpret_cast<const u32*>(from);
+                k[0] = e4m3_pair<0>(codes), k[1] = e4m3_pair<1>(codes);
+            }
+#pragma unroll
+            for (i32 tile = 0; tile < Few::kRowTiles; ++tile) {
+                mma_m16n8k16(typename C::Rope{}, x[tile][n], q[8][tile], k[0], k[1]);
+            }
+        }
+    }
+
     // With scales and RoPE columns, to shared memory.
     MLA_DEVICE void send(CodeStorage<C>& s, i32 slot, const CodePlaces<C>& at, const typename Few::Queries& q, i32 warp,
                          i32 lane) {
@@ -301,22 +322,7 @@ struct CodeScores {
                 }
             }
         }
-#pragma unroll
-        for (i32 n = 0; n < 2; ++n) {
-            const u8* from = s.tokens[slot] + at.rope + n * kOctetTokens * Token::kBytes;
-            u32 k[2];
-            if constexpr (Raw::kWideRope) {
-                const uint2 pairs = *reinterpret_cast<const uint2*>(from);
-                k[0] = convert_rope(typename C::Rope{}, pairs.x), k[1] = convert_rope(typename C::Rope{}, pairs.y);
-            } else {
-                const u32 codes = *reinterpret_cast<const u32*>(from);
-                k[0] = e4m3_pair<0>(codes), k[1] = e4m3_pair<1>(codes);
-            }
-#pragma unroll
-            for (i32 tile = 0; tile < Few::kRowTiles; ++tile) {
-                mma_m16n8k16(typename C::Rope{}, x[tile][n], q[8][tile], k[0], k[1]);
-            }
-        }
+        if constexpr (Raw::kRopeBytes > 0) add_rope(s.tokens[slot], at, q);
         u8* to = reinterpret_cast<u8*>(s.softmax.scores) + at.scores;
 #pragma unroll
         for (i32 i = 0; i < 2 * Few::kRowTiles; ++i) {

@@ -80,7 +80,7 @@ struct RawToken {
     static constexpr bool kScaledRope = kHasCompact<Record>;
     static constexpr i32 kLatentBytes = (Record::kLatentChunks + (kScaledRope ? kRopeChunks : 0)) * kRecordChunk;
     static constexpr i32 kLatentPieces = kLatentBytes / (kTokenLanes * kPieceCodes);  // of a lane
-    static constexpr i32 kRopeBytes = kScaledRope ? 0 : kRopeChunks * kRecordChunk * (kWideRope ? 2 : 1);
+    static constexpr i32 kRopeBytes = kScaledRope ? 0 : kRopeChunksOf<Record> * kRecordChunk * (kWideRope ? 2 : 1);
     static constexpr i32 kBytes = kLatentBytes + kRopeBytes;
     static constexpr i32 kChunks = kBytes / kChunkBytes, kCompactChunks = kChunks / 2;
     static constexpr i32 kGap = kScaledRope ? 0 : Record::kRopeOffset - kLatentBytes;  // before RoPE columns

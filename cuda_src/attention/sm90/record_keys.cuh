@@ -53,6 +53,11 @@ struct KeyFormats<v32, Element> {
     using Rope = Element;
 };
 template <class Element>
+struct KeyFormats<v32_nope, Element> {
+    using Latent = float16;
+    using Rope = float16;  // of the last SW128 tile, which has latent columns
+};
+template <class Element>
 struct KeyFormats<fp8, Element> : KeyFormats<v32, Element> {};
 
 // A row is read in pieces of 64 bytes: each is 64 latent columns, or half of the 64 RoPE columns, or all of them where
@@ -60,14 +65,14 @@ struct KeyFormats<fp8, Element> : KeyFormats<v32, Element> {};
 constexpr i32 kPieceBytes = 64;
 constexpr i32 kPieceLanes = kPieceBytes / 16;
 template <class Record>
-constexpr i32 kRopePieces = Record::kRopeKind == kE4m3 ? 1 : 2;
+constexpr i32 kRopePieces = kRopeChunksOf<Record> == 0 ? 0 : Record::kRopeKind == kE4m3 ? 1 : 2;
 
 template <class Record>
 struct RecordTile : KeyTile<kKeyColumns<Record>> {
     static constexpr i32 kLatentSwTiles = Record::kLatentChunks / kPieceLanes;
     static constexpr i32 kRopeSwTile = kLatentSwTiles;
     static constexpr i32 kRowPieces = kLatentSwTiles + kRopePieces<Record>;
-    static_assert(kRopeSwTile + 1 == RecordTile::kSwTilesQk, "latent, then RoPE");
+    static_assert(kRopeSwTile + (kRopePieces<Record> > 0) == RecordTile::kSwTilesQk, "latent, then RoPE");
 
     // The SW128 tile that a piece goes to.
     MLA_DEVICE static constexpr i32 sw_tile_of(i32 piece) { return piece < kLatentSwTiles ? piece : kRopeSwTile; }
@@ -202,14 +207,12 @@ struct NoScale {};
 // The scales of a row, spread over its four lanes: each has one of v32's four, or two of v4's seven. `OfRow` is a copy
 // of them in shared memory.
 template <class Record>
-struct LaneScales;
-
-template <>
-struct LaneScales<v32> {
+struct LaneScales {
+    static_assert(Record::kScale == kScaleFloat32, "the others have their own");
     float scale;
 
     MLA_DEVICE static LaneScales load(const TokenBytes& token, i32 lane) {
-        constexpr i32 kScalesOffset = v32::kLatentChunks * kRecordChunk;  // in the record: no register for token.scales
+        constexpr i32 kScalesOffset = Record::kLatentChunks * kRecordChunk;  // in the record: no register for token.scales
         const float* scales = reinterpret_cast<const float*>(token.data + kScalesOffset);
         return {token.data == nullptr ? 0.f : scales[lane % kPieceLanes]};
     }

@@ -106,8 +106,8 @@ using RecordBlock = PairBlock<RecordStorage<C>, typename C::Work>;
 // role          warps    regs   does
 // left          0..3     192    even tiles: S0, softmax
 // right         4..7     192    odd tiles:  S1, softmax
-// dequant       8..11    104    16 rows of each tile per warp; query rows      96 of v41
-// scouts        12..15    24    find those rows                                32 of v41
+// dequant       8..11    104    16 rows of each tile per warp; query rows      96 of v41 and v32_nope
+// scouts        12..15    24    find those rows                                32 of v41 and v32_nope
 constexpr i32 kRegsMath = 192;
 // Without bf16 RoPE columns, a row has fewer pieces to hold.
 template <class C>
@@ -324,7 +324,8 @@ template <class C>
 struct PieceOrder {
     static constexpr i32 kLeft = C::kSwTilesLeft, kRight = C::kRowPieces - kLeft;
     static constexpr i32 kOfTile = kRowsOfLane * C::kRowPieces;
-    static constexpr i32 kBatch = 2;  // are converted, and then reloaded
+    // Pieces that are converted, and then reloaded. Two of "v32_nope" would spill 4 bytes over pages.
+    static constexpr i32 kBatch = kRopePieces<typename C::TokenRecord> > 0 ? 2 : 1;
 
     MLA_DEVICE static constexpr bool is_left(i32 i) { return i < kRowsOfLane * kLeft; }
     MLA_DEVICE static constexpr i32 row(i32 i) { return is_left(i) ? i / kLeft : (i - kRowsOfLane * kLeft) / kRight; }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ SINK = ("attn_sink",)
 """The forms of kernels whose results have a sink, and that know no others."""
 FORMS = (*SINK, "q_rope", "packed", "out_rope", "window")
 """The forms of kernels that know all."""
+ON_DEMAND_RECORDS = ("v32-nope",)
+"""Records whose builds are compiled at the first call that needs them: no image contains these builds."""
 FORM_PARAMS: dict[str, type[Params]] = {"forms": DecodeFormParams}
 """The parameters of builds `with_forms`."""
 
@@ -41,6 +43,16 @@ class SplitGrid:
 def narrowest(builds: Sequence[int], rows: int) -> int:
     """The rows of the narrowest blocks that hold so many; else several of the widest do."""
     return next((block for block in builds if rows <= block), builds[-1])
+
+
+def identifier(record: str) -> str:
+    """Name of a record in `cuda_src/attention/token_record.cuh`, and in builds."""
+    return record.replace("-", "_")
+
+
+def identifiers(records: Iterable[str]) -> tuple[str, ...]:
+    """Names of records in builds."""
+    return tuple(identifier(record) for record in records)
 
 
 def key_variant(problem: Any, device: DeviceInfo) -> Variant:
@@ -133,6 +145,11 @@ class AttentionKernel(KernelSpec[ProblemT]):
     sized: Callable[[ProblemT, DeviceInfo], AttentionKernel[Any] | None] = lambda problem, device: None
     value_widths: tuple[int, ...] = (D_V,)
     forms: tuple[str, ...] = ()
+
+    def defaults_on(self, arch: str) -> tuple[Variant, ...]:
+        """See `KernelSpec.defaults_on`: without the builds that are compiled on demand."""
+        rare = [identifier(record) for record in ON_DEMAND_RECORDS]
+        return tuple(one for one in super().defaults_on(arch) if getattr(one, "record", "") not in rare)
 
     def objection(self, problem: ProblemT, device: DeviceInfo) -> Reason | None:
         """See `KernelSpec.objection`: what it takes depends on the problem's forms, too."""

@@ -17,6 +17,8 @@ from mla_cupy.kernels.attention.kernel import (
     READS_V41,
     SINK,
     AttentionKernel,
+    identifier,
+    identifiers,
     narrowest,
 )
 from mla_cupy.kernels.param_layout import Params
@@ -142,7 +144,8 @@ def from_records(
 
     def variant(problem: Any, device: DeviceInfo) -> Variant:
         block_rows = narrowest(SMALL_ROWS, rows(problem))
-        return Variant(dtype=problem.dtype, record=problem.record, smem_kb=smem_kb(device), block_rows=block_rows)
+        record = identifier(problem.record)
+        return Variant(dtype=problem.dtype, record=record, smem_kb=smem_kb(device), block_rows=block_rows)
 
     return AttentionKernel(
         name,
@@ -150,7 +153,7 @@ def from_records(
         source,
         params,
         SINCE_AMPERE,
-        variants=variants(dtype=HALF, record=records, smem_kb=SMEM_KB, block_rows=SMALL_ROWS),
+        variants=variants(dtype=HALF, record=identifiers(records), smem_kb=SMEM_KB, block_rows=SMALL_ROWS),
         runs_on=runs_on,
         is_default=is_default,
         facts={"tile_tokens": TILE_TOKENS},

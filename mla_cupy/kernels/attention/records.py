@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mla_cupy.kernels.attention.kernel import narrowest
+from mla_cupy.kernels.attention.kernel import ON_DEMAND_RECORDS, identifier, narrowest
 from mla_cupy.kernels.spec import Variant
 from mla_cupy.runtime.device import DeviceInfo
 
@@ -14,9 +14,14 @@ DENSE_RECORDS = (*SPARSE_RECORDS, "fp8")
 """Names of the records that the kernels of dense decode read."""
 PLAIN_RECORDS = ("v41",)
 """Names of the records that the kernels on CUDA cores read beside these, in dense and in sparse decode."""
-READ_SPARSE = (*SPARSE_RECORDS, *PLAIN_RECORDS)
-READ_DENSE = (*DENSE_RECORDS, *PLAIN_RECORDS)
+MMA_DENSE = (*DENSE_RECORDS, *ON_DEMAND_RECORDS)
+"""Names of the records that the kernels of dense decode with tensor cores read."""
+READ_SPARSE = (*SPARSE_RECORDS, *PLAIN_RECORDS, *ON_DEMAND_RECORDS)
+READ_DENSE = (*DENSE_RECORDS, *PLAIN_RECORDS, *ON_DEMAND_RECORDS)
 """Names of the records that some kernel of sparse, and of dense, decode reads."""
+READ_FORWARD = (*SPARSE_RECORDS, *ON_DEMAND_RECORDS)
+"""Names of the records that kernels of the sparse forward read."""
+
 COMPACT = {"v41": "v41-fp4"}
 """The record that sparse decode's second cache may have beside one of another kind in the first."""
 BLOCK_ROWS = (8, 16, 32)
@@ -28,12 +33,12 @@ TREE_BLOCK_ROWS = BLOCK_ROWS[1:]
 
 def record_variant(problem: Any, device: DeviceInfo) -> Variant:
     """The build for a problem's `dtype` and `record`."""
-    return Variant(dtype=problem.dtype, record=problem.record)
+    return Variant(dtype=problem.dtype, record=identifier(problem.record))
 
 
 def rows_variant(problem: Any, block_rows: int) -> Variant:
     """The build for blocks of so many rows."""
-    return Variant(dtype=problem.dtype, record=problem.record, block_rows=block_rows)
+    return Variant(dtype=problem.dtype, record=identifier(problem.record), block_rows=block_rows)
 
 
 def small_record_variant(problem: Any, rows: int) -> Variant:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mla_cupy.dtypes import HALF
-from mla_cupy.kernels.attention.kernel import key_variant, narrowest
+from mla_cupy.kernels.attention.kernel import identifier, key_variant, narrowest
 from mla_cupy.kernels.attention.records import TREE_BLOCK_ROWS, small_record_variant
 from mla_cupy.kernels.spec import Variant
 from mla_cupy.runtime.device import DeviceInfo
@@ -135,6 +135,7 @@ class DecodeOptions(NamedTuple):
     math: str
     q_scale: float
     kv_scale: float
+    kv_format: str | None
     cp_world: int
     cp_rank: int
     out_dtype: str | None
@@ -155,4 +156,4 @@ def tree_record_variant(problem: DecodeProblem, device: DeviceInfo) -> Variant:
     if not problem.tree_mask:
         return small_record_variant(problem, problem.rows)
     block_rows = narrowest(TREE_BLOCK_ROWS, problem.rows)
-    return Variant(dtype=problem.dtype, record=problem.record, block_rows=block_rows, tree_mask=1)
+    return Variant(dtype=problem.dtype, record=identifier(problem.record), block_rows=block_rows, tree_mask=1)

@@ -14,6 +14,7 @@ from mla_cupy.kernels.attention.kernel import (
     SINK,
     AttentionKernel,
     form_variant,
+    identifiers,
     narrowest,
     tree_or_forms,
     wants_forms,
@@ -21,7 +22,7 @@ from mla_cupy.kernels.attention.kernel import (
 )
 from mla_cupy.kernels.attention.records import (
     BLOCK_ROWS,
-    DENSE_RECORDS,
+    MMA_DENSE,
     PLAIN_RECORDS,
     READ_DENSE,
     TREE_BLOCK_ROWS,
@@ -36,6 +37,7 @@ from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
 BLOCK_M = 64
+_RECORDS = identifiers(MMA_DENSE)
 FORM_ROWS = BLOCK_ROWS[1:]
 """Rows of the builds of `SMALL` with optional inputs."""
 
@@ -63,9 +65,9 @@ SMALL: AttentionKernel[DecodeProblem] = AttentionKernel(
     DecodeParams,
     HOPPER,
     (
-        *variants(dtype=HALF, record=DENSE_RECORDS, block_rows=BLOCK_ROWS),
-        *variants(dtype=HALF, record=DENSE_RECORDS, block_rows=TREE_BLOCK_ROWS, tree_mask=(1,)),
-        *with_forms(*variants(dtype=HALF, record=DENSE_RECORDS, block_rows=FORM_ROWS)),
+        *variants(dtype=HALF, record=_RECORDS, block_rows=BLOCK_ROWS),
+        *variants(dtype=HALF, record=_RECORDS, block_rows=TREE_BLOCK_ROWS, tree_mask=(1,)),
+        *with_forms(*variants(dtype=HALF, record=_RECORDS, block_rows=FORM_ROWS)),
     ),
     facts={"tile_tokens": TILE_TOKENS},
     params_with=FORM_PARAMS,
@@ -106,7 +108,7 @@ def _seesaw_is_faster(problem: DecodeProblem, device: DeviceInfo) -> bool:
     return problem.batch.tiles * row_blocks > SMALL_BLOCK_TILES * device.sm_count
 
 
-PLAIN_SEESAW = variants(dtype=HALF, record=DENSE_RECORDS)
+PLAIN_SEESAW = variants(dtype=HALF, record=_RECORDS)
 SEESAW: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode_sm90_records_seesaw",
     "dense decode from FP8 records with WGMMA: the seesaw schedule over dequantised tiles, for more than 32 rows",
@@ -145,7 +147,7 @@ SM100: AttentionKernel[DecodeProblem] = AttentionKernel(
     "decode/sm100_records.cu",
     DecodeParams,
     BLACKWELL,
-    variants(dtype=HALF, record=DENSE_RECORDS, block_rows=BLACKWELL_BLOCK_ROWS),
+    variants(dtype=HALF, record=_RECORDS, block_rows=BLACKWELL_BLOCK_ROWS),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=_not_on_blackwell,
     variant=lambda problem, device: rows_variant(problem, narrowest(BLACKWELL_BLOCK_ROWS, problem.rows)),
@@ -160,7 +162,7 @@ MMA = mma.from_records(
     "dense decode from FP8 records",
     "decode/mma_records.cu",
     DecodeParams,
-    DENSE_RECORDS,
+    MMA_DENSE,
     rows=lambda problem: problem.rows,
 )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from mla_cupy.arrays.view import View
-from mla_cupy.cache_formats import format_of
+from mla_cupy.cache_formats import FORMATS, format_of
 from mla_cupy.kernels import choice
 from mla_cupy.kernels.attention import combine, combine_project, record_layout, row_lists
 from mla_cupy.kernels.attention import schedule as attention_schedule
@@ -123,7 +123,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
         if problem.queries == 0:
             return []
         params = self._params(config, call)
-        args = LaunchArgs(_with_scales(params, config) if config.listed else _with_extra(params, call))
+        args = LaunchArgs(_with_scales(params, config) if config.listed else _with_extra(params, call, problem.record))
         cost = merge_cost(min(problem.h_q, config.block_rows))
         steps: list[Step] = []
         if config.listed:
@@ -179,7 +179,7 @@ class SparseDecodePipeline(Pipeline[SparseDecodeConfig]):
             partial_out="partial_out",
             partial_lse="partial_lse",
             q_stride_b_s_h_elems=(call.stride("q", of_query), 0, call.stride("q", 2)),
-            kv_stride_page_token_h_elems=(*_strides(cache), 0),
+            kv_stride_page_token_h_elems=(*_strides(cache, problem.record), 0),
             table_stride_b_page_elems=(longest, 1) if config.listed else (indices.strides[0], indices.strides[2]),
             seqlens_stride_elems=1 if config.listed else call.stride("topk_length"),
             out_stride_b_s_h_elems=of_latents if projects else (call.stride("out", of_query), 0, call.stride("out", 2)),
@@ -218,12 +218,12 @@ def _with_scales(params: DecodeParams, config: SparseDecodeConfig) -> DecodeFp8P
     )
 
 
-def _with_extra(params: DecodeParams, call: Call) -> SparseDecodeParams:
+def _with_extra(params: DecodeParams, call: Call, record: str) -> SparseDecodeParams:
     """Parameters of the attention kernels: the second cache and its lists, too; a compact one is always the second."""
     indices = call.view("indices")
     names = _OF_FIRST if _is_compact(call.view("kv_cache")) else tuple(f"extra_{name}" for name in _OF_FIRST)
     cache, extra = call.views[names[0]], call.views[names[1]]
-    page_bytes, token_bytes = (0, 0) if cache is None else _strides(cache)
+    page_bytes, token_bytes = (0, 0) if cache is None else _strides(cache, record)
     return SparseDecodeParams(
         extra_addresses=ExtraAddresses(
             extra_cache=call.name(names[0]), extra_indices=call.name(names[1]), extra_topk_length=call.name(names[2])
@@ -249,9 +249,10 @@ def _is_compact(cache: View) -> bool:
     return format_of(cache.dtype, cache.shape[2]).name in COMPACT.values()
 
 
-def _strides(cache: View) -> tuple[int, int]:
-    """Strides of pages and tokens, in bytes."""
-    return record_layout.page_and_token_bytes(format_of(cache.dtype, cache.shape[2]), cache)
+def _strides(cache: View, record: str) -> tuple[int, int]:
+    """Strides of pages and tokens of this record, or of its compact one, in bytes."""
+    name = COMPACT[record] if _is_compact(cache) else record
+    return record_layout.page_and_token_bytes(FORMATS[name], cache)
 
 
 SPARSE_DECODE = SparseDecodePipeline()

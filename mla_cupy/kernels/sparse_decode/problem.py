@@ -48,6 +48,7 @@ class SparseDecodeOptions(NamedTuple):
     scale: float
     math: str
     kv_scale: float
+    kv_format: str | None
     batch_invariant: bool
     split_tokens: int
     lse_base: str

@@ -7,12 +7,18 @@ from typing import cast
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention import mma
 from mla_cupy.kernels.attention.generic import from_records, not_on_hopper
-from mla_cupy.kernels.attention.kernel import READS_V41, AttentionKernel, narrowest
+from mla_cupy.kernels.attention.kernel import (
+    READS_V41,
+    AttentionKernel,
+    identifiers,
+    narrowest,
+)
 from mla_cupy.kernels.attention.records import (
     BLOCK_ROWS,
     COMPACT,
+    PLAIN_RECORDS,
+    READ_FORWARD,
     READ_SPARSE,
-    SPARSE_RECORDS,
     record_variant,
     rows_variant,
 )
@@ -25,6 +31,7 @@ from mla_cupy.runtime.device import DeviceInfo
 from mla_cupy.shapes import TILE_TOKENS
 
 BLOCK_M = 64
+_RECORDS = identifiers(READ_SPARSE)
 
 
 def with_compact(variant: Variant, problem: SparseDecodeProblem) -> Variant:
@@ -65,7 +72,7 @@ SEESAW: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     "sparse_decode/sm90.cu",
     SparseDecodeParams,
     HOPPER,
-    (*variants(dtype=HALF, record=READ_SPARSE), *variants(dtype=HALF, record=tuple(COMPACT), compact=(1,))),
+    (*variants(dtype=HALF, record=_RECORDS), *variants(dtype=HALF, record=tuple(COMPACT), compact=(1,))),
     facts={"block_m": BLOCK_M, "tile_tokens": TILE_TOKENS},
     unsupported=_not_by_seesaw,
     preferred=_seesaw_is_faster,
@@ -90,7 +97,7 @@ SMALL: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     SparseDecodeParams,
     HOPPER,
     (
-        *variants(dtype=HALF, record=READ_SPARSE, block_rows=BLOCK_ROWS),
+        *variants(dtype=HALF, record=_RECORDS, block_rows=BLOCK_ROWS),
         *variants(dtype=HALF, record=tuple(COMPACT), block_rows=BLOCK_ROWS, compact=(1,)),
     ),
     facts={"tile_tokens": TILE_TOKENS},
@@ -108,7 +115,7 @@ def _not_on_blackwell(problem: SparseDecodeProblem, device: DeviceInfo) -> Reaso
     """Reason that the kernel cannot take the problem; None if it can."""
     if device.arch not in BLACKWELL:
         return needs_cc(device, "10.0", "10.3")
-    return None if problem.record in SPARSE_RECORDS else READS_V41
+    return READS_V41 if problem.record in PLAIN_RECORDS else None
 
 
 SM100: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
@@ -117,7 +124,7 @@ SM100: AttentionKernel[SparseDecodeProblem] = AttentionKernel(
     "sparse_decode/sm100.cu",
     SparseDecodeParams,
     BLACKWELL,
-    variants(dtype=HALF, record=SPARSE_RECORDS, block_rows=BLACKWELL_BLOCK_ROWS),
+    variants(dtype=HALF, record=identifiers(READ_FORWARD), block_rows=BLACKWELL_BLOCK_ROWS),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=_not_on_blackwell,
     variant=lambda problem, device: rows_variant(problem, narrowest(BLACKWELL_BLOCK_ROWS, problem.h_q)),

@@ -55,6 +55,7 @@ class SparseForwardOptions(NamedTuple):
     relative: bool
     math: str
     kv_scale: float
+    kv_format: str | None
     batch_invariant: bool
     split_tokens: int
     lse_base: str

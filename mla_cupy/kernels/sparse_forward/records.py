@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mla_cupy.dtypes import HALF
 from mla_cupy.kernels.attention.generic import from_records, not_on_hopper
-from mla_cupy.kernels.attention.kernel import READS_RECORDS, AttentionKernel, narrowest
-from mla_cupy.kernels.attention.records import SPARSE_RECORDS, rows_variant
+from mla_cupy.kernels.attention.kernel import READS_RECORDS, AttentionKernel, identifiers, narrowest
+from mla_cupy.kernels.attention.records import READ_FORWARD, rows_variant
 from mla_cupy.kernels.params import DecodeParams
 from mla_cupy.kernels.sparse_forward.problem import SparseForwardProblem
 from mla_cupy.kernels.spec import HOPPER, Reason, Variant, needs_cc, variants
@@ -33,7 +33,7 @@ SMALL: AttentionKernel[SparseForwardProblem] = AttentionKernel(
     "sparse_forward/sm90_records.cu",
     DecodeParams,
     HOPPER,
-    variants(dtype=HALF, record=SPARSE_RECORDS, block_rows=BLOCK_ROWS),
+    variants(dtype=HALF, record=identifiers(READ_FORWARD), block_rows=BLOCK_ROWS),
     facts={"tile_tokens": TILE_TOKENS},
     unsupported=unsupported,
     variant=variant,
@@ -46,7 +46,7 @@ GENERIC = from_records(
     "sparse forward from FP8 records on CUDA cores, for any GPU from sm_75 on",
     "sparse_forward/generic_records.cu",
     DecodeParams,
-    SPARSE_RECORDS,
+    READ_FORWARD,
     is_default=not_on_hopper,
 )
 
