@@ -33,6 +33,7 @@ extensions = [
     "kernel_tables",
     "bench_results",
     "command_help",
+    "plain_pages",
 ]
 exclude_patterns = ["_ext", "_templates"]
 templates_path = ["_templates"]
@@ -77,7 +78,19 @@ html_theme_options = {
     "pygments_light_style": "tango",
     "pygments_dark_style": "github-dark",
 }
-html_sidebars = {page: [] for page in ("index", "install", "quickstart", "conventions", "benchmarks", "changelog")}
+html_sidebars = {
+    page: []
+    for page in (
+        "index",
+        "install",
+        "quickstart",
+        "which-function",
+        "coming-from",
+        "conventions",
+        "benchmarks",
+        "changelog",
+    )
+}
 
 # `python3 -m sphinx -b linkcheck docs build/docs/links` follows the links to other sites.
 linkcheck_timeout = 20

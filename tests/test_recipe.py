@@ -21,7 +21,7 @@ LEFT_OUT = shutil.ignore_patterns(
 )
 """Of a checkout: what git does not have."""
 
-_BLOCK = re.compile(r"^`([\w./]+)`:$|^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^`([\w./-]+)`:$|^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)

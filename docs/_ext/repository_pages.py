@@ -5,8 +5,9 @@ A page of the site includes a page that lies elsewhere by
     ```{include} ../../cuda_src/decode/README.md
     ```
 
-Its title is dropped if the page of the site has one. Links between such pages become links within the site, and links
-to sources become downloads. MyST's own directive keeps links as they are, which lead nowhere from here.
+Its title is dropped if the page of the site has one. Links between such pages become links within the site; links to
+other files of the repository become downloads. MyST's own directive keeps links as they are, which lead nowhere from
+here.
 """
 
 from __future__ import annotations
@@ -33,18 +34,23 @@ def included(docs: Path = DOCS) -> dict[Path, Path]:
     }
 
 
+def address(path: Path, anchor: str, page: Path, pages: dict[Path, Path]) -> str:
+    """Link from a page of the site to a file of the repository."""
+    target = os.path.relpath(pages.get(path, path), page.parent)
+    if path in pages or DOCS in path.parents:
+        return target + anchor
+    return f"path:{target}" if path.suffix == ".md" else target  # MyST takes other links to .md for pages of the site
+
+
 def text_of(source: Path, page: Path, pages: dict[Path, Path]) -> str:
-    """The text of a page of the repository, as it reads on a page of the site."""
+    """Text of a page of the repository, with links that work on a page of the site."""
 
     def link(match: re.Match[str]) -> str:
         text, target, anchor = match[1], match[2], match[3] or ""
         if not target:
             return match[0]
         path = (source.parent / target).resolve()
-        found = pages.get(path, path)
-        if path.is_dir():
-            return text
-        return f"[{text}]({os.path.relpath(found, page.parent)}{anchor if found.suffix == '.md' else ''})"
+        return text if path.is_dir() else f"[{text}]({address(path, anchor, page, pages)})"
 
     text, pieces, end = source.read_text(), [], 0
     for fence in _FENCE.finditer(text):
@@ -53,16 +59,23 @@ def text_of(source: Path, page: Path, pages: dict[Path, Path]) -> str:
     return "".join([*pieces, _LINK.sub(link, text[end:])])
 
 
-def _read(app: Any, docname: str, source: list[str]) -> None:
-    page = Path(app.env.doc2path(docname))
+def page_text(page: Path, pages: dict[Path, Path] | None = None) -> str:
+    """Text of a page of the site, with the pages that it includes."""
+    pages = included() if pages is None else pages
 
     def replace(match: re.Match[str]) -> str:
-        path = (page.parent / match[1]).resolve()
-        app.env.note_dependency(str(path))
-        text = text_of(path, page, included())
+        text = text_of((page.parent / match[1]).resolve(), page, pages)
         return text if match.start() == 0 else _TITLE.sub("", text)
 
-    source[0] = _INCLUDE.sub(replace, source[0])
+    return _INCLUDE.sub(replace, text_of(page, page, pages))
+
+
+def _read(app: Any, docname: str, source: list[str]) -> None:
+    page = Path(app.env.doc2path(docname))
+    if page.suffix == ".md":
+        for target in _INCLUDE.findall(source[0]):
+            app.env.note_dependency(str((page.parent / target).resolve()))
+        source[0] = page_text(page)
 
 
 def setup(app: Any) -> dict[str, Any]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from docutils import nodes
 from docutils.statemachine import StringList
+from result_tables import table
 from sphinx.util.docutils import SphinxDirective
 
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
+__all__ = ["MarkdownDirective", "table"]
 
 
 class MarkdownDirective(SphinxDirective):

@@ -5,11 +5,14 @@ Widths are what the kernel pages say: cycles and columns where the note says so,
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
-from svg import Arrow, Chart, Flow, Node, Region, Span, chart, flow, tensor_memory
+from svg import Arrow, Bars, Chart, Flow, Node, Region, Span, bars, chart, flow, tensor_memory
 
 FOLDER = Path(__file__).resolve().parent
+DECODE_RESULTS = FOLDER.parents[1] / "bench" / "results" / "decode-h200-2026-11-23.jsonl"
 
 SEESAW = Chart(
     "The seesaw schedule of dense decode: a pair of tiles",
@@ -258,7 +261,30 @@ MLA = Flow(
     note="Purple: what is cached, 576 numbers per token. Orange: weights moved to the queries and to the output.",
 )
 
+PEERS = {"flashmla": "FlashMLA", "fa3": "FlashAttention-3"}
+
+
+def _sizes(case: str) -> str:
+    """A benchmark's case in words."""
+    b, s_q, h_q, s_kv = (int(number) for number in re.findall(r"[a-z](\d+)", case))
+    queries = f", {s_q} queries" if s_q > 1 else ""
+    return f"{b} x {s_kv:,} tokens, {h_q} heads{queries}"
+
+
+def decode_ratios() -> Bars:
+    """Decode beside its peers, from the rows of a kept run."""
+    rows = [json.loads(line) for line in DECODE_RESULTS.read_text().splitlines()]
+    own = [row for row in rows if row["implementation"] == "mla_cupy" and row["timing"]]
+    return Bars(
+        "Dense decode: speed of mla_cupy divided by the speed of its peers",
+        {PEERS["flashmla"]: "mma", PEERS["fa3"]: "softmax"},
+        [(_sizes(row["case"]), [row["speed_vs"][peer] for peer in PEERS]) for row in own],
+        note="Bars start at 1x: equal speed. One H200 run, bfloat16, pages of 64. Left: sequences x cached tokens.",
+    )
+
+
 DRAWINGS = {
+    "decode-ratios": bars(decode_ratios()),
     "mla": flow(MLA),
     "seesaw": chart(SEESAW),
     "sparse-forward-small": chart(SMALL),

@@ -183,3 +183,37 @@ def tensor_memory(title: str, maps: Sequence[tuple[str, int, Sequence[Region]]])
             body += text(left + column * scale, y + 2 * half + 12, str(column), style=' font-size="11" fill="#495057"')
         y += 2 * half + 40
     return document(title, y - 8, body)
+
+
+class Bars(NamedTuple):
+    """Ratios of several peers for each case, drawn as horizontal bars that start at 1."""
+
+    title: str
+    peers: Mapping[str, str]
+    cases: Sequence[tuple[str, Sequence[float]]]
+    note: str = ""
+
+
+BAR, CASE_GAP, CASE_NAMES, RATIO_LABEL = 13, 9, 330, 44
+
+
+def bars(drawing: Bars) -> str:
+    """A bar per case and peer, a legend above and a note below."""
+    largest = max(ratio for _, ratios in drawing.cases for ratio in ratios)
+    left = MARGIN + CASE_NAMES
+    scale = (WIDTH - left - MARGIN - RATIO_LABEL) / (largest - 1)
+    body = text(MARGIN, MARGIN + 8, drawing.title, "start", ' font-size="15" font-weight="bold"')
+    for place, (peer, kind) in enumerate(drawing.peers.items()):
+        body += box(left + 150 * place, MARGIN + 26, BAR, BAR, "", kind)
+        body += text(left + 150 * place + 20, MARGIN + 26 + BAR / 2, peer, "start")
+    y = float(MARGIN + 52)
+    for name, ratios in drawing.cases:
+        body += text(left - 10, y + BAR * len(ratios) / 2, name, "end")
+        for ratio, kind in zip(ratios, drawing.peers.values(), strict=True):
+            width = (ratio - 1) * scale
+            body += box(left, y, width, BAR, "", kind)
+            body += text(left + width + 5, y + BAR / 2, f"{ratio:.2f}x", "start", ' font-size="11"')
+            y += BAR
+        y += CASE_GAP
+    body += text(MARGIN, y + 8, drawing.note, "start", ' font-size="12" fill="#495057"')
+    return document(drawing.title, y + 26, body)

@@ -14,7 +14,7 @@ from bench.core.implementation import Prepared
 from bench.ops.indexer_loss import LossCase, LossOutputs
 from mla_cupy import reference
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "log" / "claims.md"
+PAGE = Path(__file__).resolve().parents[2] / "bench" / "log" / "claims.md"
 
 
 def test_samples_by_hand():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+import mla_cupy
 from mla_cupy.kernels import KERNELS
 from mla_cupy.runtime import env
 
@@ -60,6 +62,12 @@ def test_names_in_prose_resolve(page: Path) -> None:
     missing += [name for name in _NAME.findall(text) if not resolves(name)]
     missing += [name for name in _VARIABLE.findall(text) if name.removeprefix("MLA_CUPY_") not in env.VARIABLES]
     assert missing == []
+
+
+def test_the_page_of_tasks_has_every_function() -> None:
+    text = (REPOSITORY / "docs" / "which-function.md").read_text()
+    functions = [name for name in mla_cupy.__all__ if inspect.isfunction(getattr(mla_cupy, name))]
+    assert [name for name in functions if name not in text] == []
 
 
 def test_missing_names_are_found() -> None:

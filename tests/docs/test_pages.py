@@ -30,6 +30,8 @@ def load(path: str) -> ModuleType:
 
 repository_pages = load("_ext/repository_pages.py")
 kernel_choice = load("_ext/kernel_choice.py")
+result_tables = load("_ext/result_tables.py")
+plain_pages = load("_ext/plain_pages.py") if importlib.util.find_spec("sphinx") else None
 draw = load("drawings/draw.py")
 
 
@@ -71,7 +73,8 @@ def test_every_page_is_in_a_toctree() -> None:
 def test_links_of_included_pages(tmp_path: Path) -> None:
     for name, text in {
         "src/a.md": (
-            "# A\n[b](deep/b.md#x) [c](c.cu) [d](deep) [web](https://example.org) [own](#a)\n```\n[b](deep/b.md)\n```\n"
+            "# A\n[b](deep/b.md#x) [c](c.cu) [log](log.md#y) [d](deep)\n[web](https://example.org) [own](#a)\n"
+            "```\n[b](deep/b.md)\n```\n"
         ),
         "src/deep/b.md": "# B\n",
         "src/c.cu": "",
@@ -82,8 +85,20 @@ def test_links_of_included_pages(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     pages = repository_pages.included(tmp_path / "docs")
     text = repository_pages.text_of(tmp_path / "src/a.md", tmp_path / "docs/one/a.md", pages)
-    assert "[b](../b.md#x) [c](../../src/c.cu) d [web](https://example.org) [own](#a)\n" in text
+    assert "[b](../b.md#x) [c](../../src/c.cu) [log](path:../../src/log.md) d\n" in text
+    assert "[web](https://example.org) [own](#a)\n" in text
     assert "```\n[b](deep/b.md)\n```" in text
+
+
+@pytest.mark.skipif(plain_pages is None, reason="needs Sphinx: the extra docs")
+def test_the_list_for_programs() -> None:
+    page = plain_pages.Page
+    index = page("index", "mla_cupy", "# mla_cupy\n\nKernels for [MLA](mla.md): fast. More.\n")
+    guide = page("guides/a", "A", "# A\n\n```text\nx\n```\n\n| a |\n|---|\n\nDo a\nthing. More.\n")
+    assert plain_pages.listing([guide, index]) == (
+        "# mla_cupy\n\n> Kernels for MLA\n\n## Start\n\n- [mla_cupy](index.md): Kernels for MLA\n"
+        "\n## Guides\n\n- [A](guides/a.md): Do a thing.\n"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(draw.DRAWINGS))
@@ -144,13 +159,20 @@ KERNEL_PAGES = sorted((REPOSITORY / "cuda_src").rglob("*.md"))
 
 @pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
 def test_kernel_pages_hold_the_present_design(page: Path) -> None:
-    """What was measured and tried belongs to docs/log."""
-    assert len(page.read_text().splitlines()) <= 250
+    """Measurements and experiments belong to bench/log."""
+    lines = page.read_text().splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > 120] == []
 
 
 def test_the_changelog_is_short() -> None:
     """Features, new names and fixes, no figures: 100 lines for a release."""
     assert len((REPOSITORY / "CHANGELOG.md").read_text().splitlines()) <= 100
+
+
+def test_the_page_of_rows_is_up_to_date() -> None:
+    """`python3 docs/_ext/result_tables.py` writes it."""
+    assert result_tables.PAGE.read_text() == result_tables.page()
 
 
 def test_every_kept_result_is_cited() -> None:

@@ -26,6 +26,6 @@ def piece_cost(rows: int) -> int:
     """Cost of storing and merging one partial result of `rows` query rows (of all heads), in tiles / PRICE_SCALE.
 
     6 (1 + rows / 64) / 256 tiles, from times on an H200 with 16, 64 and 128 rows: see "Small batches of many rows" in
-    `cuda_src/decode/README.md`.
+    `cuda_src/decode/small.md`.
     """
     return PRICE_SCALE // (256 * 64) * 6 * (64 + min(rows, _MAX_COUNTED_ROWS))

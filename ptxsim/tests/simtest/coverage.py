@@ -1,12 +1,12 @@
-# ruff: noqa: E501 (lines of the page are kept whole)
-"""The page of instructions that the simulator knows, with the evidence for each: ``python -m simtest.coverage``.
+"""The evidence for each instruction that the simulator models: ``python -m simtest.coverage`` prints it.
 
-Written into COVERAGE.md from the table of forms (``forms.txt``) and from the recordings of an H200 (``golden``).
+It also writes the summary, COVERAGE.md. Sources are the table of forms (``forms.txt``) and the recordings of an H200
+(``golden``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -19,17 +19,48 @@ from simtest.golden.cases import cases
 PAGE = Path(__file__).resolve().parents[2] / "COVERAGE.md"
 HEAD = """# Instructions, and the evidence for them
 
-The forms of PTX ISA 8.8 for sm_90a and sm_100a, as `tests/simtest/forms.txt` has them; `{a,b}` stands for one form each.
-Every form that is not refused is at least loaded, and its meaning written from the ISA's text and tested against a formula.
+ptxsim models PTX ISA 8.8 for sm_90a and sm_100a, form by form: `tests/simtest/forms.txt` lists every form, and
+`python -m simtest.coverage` in `ptxsim/tests` prints each with its evidence and writes this summary.
+`ptxsim check kernel.ptx` tells what of your own kernel is not modelled.
 
-- **H200**: how many of the line's forms are in a kernel whose outputs an H200 has recorded, and which the simulator
-  reproduces. The rest rests on formulas alone; so does everything that only sm_100a has, which could not be run here.
-- **refused**: a clear error when the kernel is loaded.
+- **recorded**: forms in a kernel with outputs recorded on an H200, which the simulator reproduces.
+- **by formula**: forms tested only against a formula written from the ISA's text, such as all of tcgen05.
+- **refused**: forms that raise a clear error when the kernel is loaded.
 
-`python -m simtest.golden` in `ptxsim/tests` builds the same kernels and their inputs for other GPUs and records what those
-compute; `python -m simtest.golden compare FOLDER` says where the simulator differs.
+`python -m simtest.golden` builds the recorded kernels for other Hopper GPUs; `python -m simtest.golden compare FOLDER`
+says where the simulator differs.
 
 """
+
+
+@dataclass
+class Section:
+    """The forms below one heading of the table: lines with their evidence, and how many forms have which."""
+
+    title: str
+    lines: list[str] = field(default_factory=list)
+    refused_lines: list[str] = field(default_factory=list)
+    forms: int = 0
+    recorded: int = 0
+    refused: int = 0
+
+    def add(self, form: Form, seen: set[str]) -> None:
+        """Count one line of the table."""
+        text = form.line.removeprefix("! ").removeprefix("@100 ")
+        hits = 0 if form.refused else sum(code in seen for code in opcodes(form))
+        self.forms += len(form.codes)
+        self.recorded += hits
+        self.refused += len(form.codes) if form.refused else 0
+        evidence = "refused" if form.refused else f"H200: {hits} of {len(form.codes)}" if hits else "formula"
+        self.lines.append(f"{text}  ({'sm_100a' if form.arch == 100 else 'both'}; {evidence})")
+        if form.refused:
+            self.refused_lines.append(text)
+
+    @property
+    def row(self) -> str:
+        """The row of the summary."""
+        formula = self.forms - self.recorded - self.refused
+        return f"| {self.title} | {self.forms} | {self.recorded} | {formula} | {self.refused} |"
 
 
 def recorded() -> set[str]:
@@ -49,30 +80,30 @@ def opcodes(form: Form) -> list[str]:
     return [ins.opcode for ins in parse(kernel(form.codes, form.arch)).functions["k"].instrs][: len(form.codes)]
 
 
-def rows() -> Iterator[str]:
-    """Yield the lines of the page below its head."""
+def sections() -> list[Section]:
+    """Return the sections of the table of forms, counted."""
     seen, lines = recorded(), iter(forms())
-    totals = [0, 0, 0]
-    body: list[str] = []
-    for raw in (Path(__file__).with_name("forms.txt")).read_text().splitlines():
+    found: list[Section] = []
+    for raw in Path(__file__).with_name("forms.txt").read_text().splitlines():
         if raw.startswith("#"):
-            body += ["", f"## {raw.lstrip('# ')}", "", "| form | for | evidence |", "|---|---|---|"]
+            found.append(Section(raw.lstrip("# ")))
         elif raw.strip():
-            form = next(lines)
-            codes = [] if form.refused else opcodes(form)
-            hits, count = sum(code in seen for code in codes), len(form.codes)
-            totals = [a + b for a, b in zip(totals, (count, hits, count if form.refused else 0), strict=True)]
-            evidence = "refused" if form.refused else f"H200: {hits} of {count}" if hits else "formula"
-            text = form.line.removeprefix("! ").removeprefix("@100 ").replace("|", "\\|")
-            body.append(f"| `{text}` | {'sm_100a' if form.arch == 100 else 'both'} | {evidence} |")
-    yield f"{totals[0]} forms: {totals[1]} also recorded on an H200, {totals[2]} refused."
-    yield from body
+            found[-1].add(next(lines), seen)
+    return found
 
 
-def page() -> str:
-    """Return the page."""
-    return HEAD + "\n".join(rows()) + "\n"
+def page(found: list[Section]) -> str:
+    """Return the page: a row per section, and the forms that are refused."""
+    total = Section("**all**", forms=sum(s.forms for s in found))
+    total.recorded, total.refused = sum(s.recorded for s in found), sum(s.refused for s in found)
+    rows = "\n".join(section.row for section in (*found, total))
+    refused = "\n".join(f"- `{text}`" for section in found for text in section.refused_lines)
+    table = f"| forms | all | recorded | by formula | refused |\n|---|---|---|---|---|\n{rows}"
+    return f"{HEAD}{table}\n\n## Refused\n\n`{{a,b}}` stands for one form each.\n\n{refused}\n"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    counted = sections()
+    for one in counted:
+        print(f"\n{one.title}\n", *one.lines, sep="\n")
+    PAGE.write_text(page(counted))
