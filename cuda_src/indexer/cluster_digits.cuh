@@ -2,12 +2,12 @@
 //
 //   count the keys' digits | send the histogram to every block | find the digit of T
 //
-// Each block adds up the histograms of all blocks, and so all find the same digit: it takes one way through distributed
-// shared memory, and no barrier of the cluster. What earlier blocks have above T says where a block writes. Digits have
-// buffers of their own, so nothing is used twice.
+// Each block adds up the histograms of all blocks, so all find the same digit after one trip through distributed shared
+// memory, without a barrier of the cluster. What earlier blocks have above T says where a block writes. Each digit has
+// its own buffers, so no memory is reused.
 //
-// The first digit is not the upper bits of the key, of which most are the same for logits: it tells eighths of the
-// powers of two apart, and where T lies outside of its windows, the digits begin anew with the upper bits.
+// The upper 8 bits of most logits are equal. So the first digit divides powers of two instead, and the search begins
+// again with the upper bits if T lies outside its windows.
 #pragma once
 #include "indexer/order.cuh"
 #include "ptx/cluster.cuh"
@@ -16,7 +16,7 @@
 #include "tile/warp.cuh"
 
 namespace mla::indexer {
-// Small: a block receives a histogram from each block.
+// Few bits: the bytes of the histograms that a block receives set the pace.
 constexpr i32 kClusterDigitBits = 8;
 constexpr i32 kClusterBins = 1 << kClusterDigitBits;
 constexpr i32 kClusterDigits = 5;  // the first one, and those of a whole key
@@ -25,22 +25,22 @@ constexpr i32 kBinBarrier = 5;  // of the threads that own a bin; warpgroups hav
 #if __CUDA_ARCH__ == 900
 constexpr i32 kSumsAtOnce = kBinWarps;
 #else
-constexpr i32 kSumsAtOnce = 1;  // more spill beside 32 keys of a thread
+constexpr i32 kSumsAtOnce = 1;  // more would spill next to a thread's 32 keys
 #endif
 
 // ---- Bins ------------------------------------------------------------------------------------------------------
 // The keys from `lowest` on that agree in all but the last `bits` bits.
-struct KeyRange32 {
+struct KeyInterval {
     u32 lowest;
     i32 bits;
 
     MLA_DEVICE i32 shift() const { return max(bits - kClusterDigitBits, 0); }
-    MLA_DEVICE KeyRange32 part(i32 digit) const { return KeyRange32{lowest + ((u32)digit << shift()), shift()}; }
+    MLA_DEVICE KeyInterval part(i32 digit) const { return KeyInterval{lowest + ((u32)digit << shift()), shift()}; }
     MLA_DEVICE u32 highest() const { return lowest + (bits == 32 ? ~0u : (1u << bits) - 1); }
 };
 
-// The first digit: windows of positive logits, from 2^-12 on, and of negative ones, from -2^8 on. The bins between and
-// around them have no range.
+// Windows of the first digit: eight bins for each power of two from 2^-12 on, four for each from -2^8 on. The bins
+// between and around the windows have no range.
 struct FirstDigit {
     static constexpr i32 kBits = 20, kNegativeBits = 21;
     static constexpr i32 kFirst = 64, kEnd = 255, kNegativeFirst = 1, kNegativeEnd = 61;
@@ -55,9 +55,9 @@ struct FirstDigit {
     MLA_DEVICE static bool has_range(i32 bin) {
         return (kFirst <= bin && bin < kEnd) || (kNegativeFirst <= bin && bin < kNegativeEnd);
     }
-    MLA_DEVICE static KeyRange32 range(i32 bin) {
-        if (bin < kFirst) return KeyRange32{(u32)(bin + kNegativeBase) << kNegativeBits, kNegativeBits};
-        return KeyRange32{(u32)(bin + kBase) << kBits, kBits};
+    MLA_DEVICE static KeyInterval range(i32 bin) {
+        if (bin < kFirst) return KeyInterval{(u32)(bin + kNegativeBase) << kNegativeBits, kNegativeBits};
+        return KeyInterval{(u32)(bin + kBase) << kBits, kBits};
     }
 };
 
@@ -95,7 +95,7 @@ struct ClusterDigitBarriers {
 
 // T lies in a range; of the keys there, the first `rank` are selected.
 struct ClusterThreshold {
-    KeyRange32 range;
+    KeyInterval range;
     i32 rank;
     bool takes_all;                  // of them
     i32 above_before, equal_before;  // in earlier blocks
@@ -131,7 +131,7 @@ struct ClusterDigits {
     // for_keys(visit) calls visit(key) for each key of the thread.
     template <class ForKeys>
     MLA_DEVICE ClusterThreshold find_threshold(i32 k, ForKeys for_keys) {
-        ClusterThreshold t{KeyRange32{0, 32}, k, false, 0, 0};
+        ClusterThreshold t{KeyInterval{0, 32}, k, false, 0, 0};
         const ClusterDigit first = find(0, k);
         if (FirstDigit::has_range(first.digit)) {
             narrow(t, first);
@@ -139,7 +139,7 @@ struct ClusterDigits {
         }
 #pragma unroll 1
         for (i32 digit = 1; t.range.bits > 0 && !t.takes_all; ++digit) {
-            const KeyRange32 range = t.range;
+            const KeyInterval range = t.range;
             const u32 end = 1u << (range.bits - range.shift());
             for_keys([&](u32 key) {
                 const u32 bin = (key - range.lowest) >> range.shift();
