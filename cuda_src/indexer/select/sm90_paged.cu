@@ -238,7 +238,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                                   const __grid_constant__ TensorMap scales_map) {
     extern __shared__ __align__(kSwizzleAtomBytes) u8 smem[];
     Storage& s = *static_cast<Storage*>(held_shared(smem));
-    griddepcontrol_launch_dependents();  // which find SMs: a few clusters take few
     const Maps maps{q_map, codes_map, scales_map};
     const i32 warp = uniform_warp(), thread = threadIdx.x, rank = (i32)blockIdx.x % kClusterBlocks;
     Token token(p, (i32)blockIdx.x / kClusterBlocks);
@@ -252,7 +251,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     cluster_arrive();
     if (thread == 0) maps.prefetch();
     prefetch_inputs(token, rank);
-    griddepcontrol_wait();  // before the first read of anything that an earlier kernel may have written
+    griddepcontrol_wait();               // before the first read of anything that an earlier kernel may have written
+    griddepcontrol_launch_dependents();  // the next kernel finds SMs: a few clusters leave most of them
     token.find_share(rank);
     if (rank == 0 && thread == 0) p.counts[token.row * p.counts_stride_elems] = min(token.end, p.k);
     const bool is_short = token.end <= p.k;
