@@ -42,13 +42,13 @@ struct KeyInterval {
 // Windows of the first digit: eight bins for each power of two from 2^-12 on, four for each from -2^8 on. The bins
 // between and around the windows have no range.
 struct FirstDigit {
-    static constexpr i32 kBits = 20, kNegativeBits = 21;
+    static constexpr i32 kPositiveBits = 20, kNegativeBits = 21;
     static constexpr i32 kFirst = 64, kEnd = 255, kNegativeFirst = 1, kNegativeEnd = 61;
     static constexpr i32 kBase = 0x800 + (127 - 12) * 8 - kFirst;
     static constexpr i32 kNegativeBase = 0x400 - (127 + 8) * 4 - kNegativeFirst;
 
     MLA_DEVICE static i32 of(u32 key) {
-        const i32 positive = min(max((i32)(key >> kBits) - kBase, kFirst - 1), kEnd);
+        const i32 positive = min(max((i32)(key >> kPositiveBits) - kBase, kFirst - 1), kEnd);
         const i32 negative = min(max((i32)(key >> kNegativeBits) - kNegativeBase, 0), kNegativeEnd);
         return key >> 31 ? positive : negative == kNegativeEnd ? kFirst - 1 : negative;
     }
@@ -57,7 +57,7 @@ struct FirstDigit {
     }
     MLA_DEVICE static KeyInterval range(i32 bin) {
         if (bin < kFirst) return KeyInterval{(u32)(bin + kNegativeBase) << kNegativeBits, kNegativeBits};
-        return KeyInterval{(u32)(bin + kBase) << kBits, kBits};
+        return KeyInterval{(u32)(bin + kBase) << kPositiveBits, kPositiveBits};
     }
 };
 
@@ -105,13 +105,13 @@ template <i32 kClusterBlocks, i32 kThreads, class Count>
 struct ClusterDigits {
     static_assert(kThreads >= kClusterBins && kThreads >= kClusterBlocks * kWarpThreads, "a thread per bin");
     static constexpr i32 kUnroll = sizeof(Count) == sizeof(u16) ? kClusterBlocks : 4;
-    using Storage = ClusterDigitStorage<kClusterBlocks, Count>;
+    using Counts = ClusterDigitStorage<kClusterBlocks, Count>;
 
-    Storage& s;
+    Counts& s;
     MBarrier (&arrived)[kClusterDigits];
     i32 own_rank;
 
-    MLA_DEVICE ClusterDigits(Storage& s, ClusterDigitBarriers& barriers, i32 own_rank)
+    MLA_DEVICE ClusterDigits(Counts& s, ClusterDigitBarriers& barriers, i32 own_rank)
         : s(s), arrived(barriers.arrived), own_rank(own_rank) {}
 
     // By all threads, before they arrive at a barrier of the cluster, which they pass before `find_threshold`.

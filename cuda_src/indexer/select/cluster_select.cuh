@@ -28,12 +28,12 @@ struct ClusterSelect {
     static constexpr i32 kWarps = kThreads / kWarpThreads;
     static_assert(kWarps <= kWarpThreads, "a lane per warp");
     static_assert(kMaxKeys < 1 << 16, "half a word holds a count of keys");
-    using Storage = ClusterSelectStorage<kClusterBlocks, kThreads, kMaxKeys>;
+    using Keys = ClusterSelectStorage<kClusterBlocks, kThreads, kMaxKeys>;
 
-    Storage& s;
+    Keys& s;
     ClusterDigits<kClusterBlocks, kThreads, u16> digits;
 
-    MLA_DEVICE ClusterSelect(Storage& s, i32 own_rank) : s(s), digits(s.digits, s.barriers, own_rank) {}
+    MLA_DEVICE ClusterSelect(Keys& s, i32 own_rank) : s(s), digits(s.digits, s.barriers, own_rank) {}
 
     // Keeps the block's key number `at`, and counts its first digit.
     MLA_DEVICE void put(i32 at, u32 key) {

@@ -75,7 +75,7 @@ struct Storage {
     alignas(kSwizzleAtomBytes) u8 k[kStages][kCodeBytes];
     u8 q[kQueryBytes];
     float scales[kStages][kPageKeys];
-    Select::Storage select;
+    Select::Keys select;
     float weights[kBlockHeads];
     i32 pages[kMaxPages];  // as they stand in the table
     MBarrier q_full, k_full[kStages];
