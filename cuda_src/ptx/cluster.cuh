@@ -93,6 +93,14 @@ MLA_DEVICE void st_async_v4(ClusterAddr to, float x, float y, float z, float w, 
         : "memory");
 }
 
+MLA_DEVICE void st_async_v4(ClusterAddr to, uint4 x, ClusterAddr barrier) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.u32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+            to.value),
+        "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(barrier.value)
+        : "memory");
+}
+
 // Copies `bytes`, a multiple of 16, to another block; they complete on a barrier of that block.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
 MLA_DEVICE void cp_async_bulk_to_cluster(ClusterAddr to, SmemAddr from, u32 bytes, ClusterAddr barrier) {

@@ -936,6 +936,30 @@ class PrepareParams(Params):
     norm_eps: F32
 
 
+class SelectParams(Params):
+    """Struct of `indexer/select/sm90_paged.cu`."""
+
+    weights: Address
+    ends: Address
+    block_table: Address
+    indices: Address
+    counts: Address
+    weights_stride_block_token_head_elems: tuple[I64, I64, I64]
+    ends_stride_block_token_elems: tuple[I64, I64]
+    table_stride_block_page_elems: tuple[I64, I64]
+    indices_stride_q_elems: I64
+    counts_stride_elems: I64
+    block_tokens: I32
+    num_keys: I32
+    end_of_last: I32
+    heads: I32
+    num_pages: I32
+    k: I32
+    in_cache: I32
+    keep_first: I32
+    keep_last: I32
+
+
 class TopkParams(Params):
     """Struct of `indexer/topk/select.cu`."""
 

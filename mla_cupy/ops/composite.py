@@ -306,9 +306,12 @@ class Composite(Operation):
     ----------
     divide : callable
         `divide(call)`: the stages of a call that has passed all checks.
+    joined : callable
+        `joined(call, device)`: the stages where a kernel of the device does the work of several; None where none does.
     """
 
     divide: Callable[[Call], Division] = lambda call: Division({}, ())
+    joined: Callable[[Call, DeviceInfo], Division | None] = lambda call, device: None
 
     @property
     def bound(self) -> bool:
@@ -320,7 +323,8 @@ class Composite(Operation):
 
     def configure(self, call: Call, problem: Any, kernel: str | None, device: DeviceInfo) -> CompositeConfig:
         """See `Operation.configure`."""
-        configured: CompositeConfig = self.pipeline.configure(self.divide(call), device, call.options.kernel)
+        division = self.joined(call, device) or self.divide(call)
+        configured: CompositeConfig = self.pipeline.configure(division, device, call.options.kernel)
         return configured
 
 

@@ -32,6 +32,8 @@ _REMEDIES = {
 _SINGLE = (1, 1, 1)
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
 """Values of `CUlaunchAttributeID`."""
+_PORTABLE_CLUSTER = 8
+"""The most blocks of a cluster that need no permission."""
 _NO_GUARD: AbstractContextManager[object] = nullcontext()
 
 
@@ -145,6 +147,8 @@ class CudaDriver:
                 function = raw.kernel
                 if smem > 0:
                     raw.max_dynamic_shared_size_bytes = smem
+                if int(build.facts.get("cluster", 1)) > _PORTABLE_CLUSTER:
+                    self._allow_large_clusters(function.ptr)
             except self._cupy.cuda.driver.CUDADriverError as error:
                 raise RuntimeError(_message(f"loading {entry} on device {device}", error.status, str(error))) from error
             # The function keeps its module; the raw kernel keeps the function. A bare handle would keep nothing.
@@ -212,6 +216,12 @@ class CudaDriver:
             return _NO_GUARD
         guard: AbstractContextManager[object] = self._cupy.cuda.Device(device)
         return guard
+
+    def _allow_large_clusters(self, function: int) -> None:
+        attribute = self._bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+        status = self._bindings.cuFuncSetAttribute(function, attribute, 1)[0]
+        if status:
+            raise RuntimeError(_message("cuFuncSetAttribute", int(status), status.name))
 
     def _have_context(self) -> None:
         """A new thread has a current device but no context until it calls the runtime, and the driver refuses it."""

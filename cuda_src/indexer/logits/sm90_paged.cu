@@ -30,6 +30,7 @@
 #include "common/limits.cuh"
 #include "indexer/e2m1_near.cuh"
 #include "indexer/logits/sm90.cuh"
+#include "indexer/sm90_key_rows.cuh"
 #include "ptx/load.cuh"
 #include "tile/product.cuh"
 #include "tile/sw64.cuh"
@@ -400,21 +401,6 @@ MLA_DEVICE void prefetch_share(const LogitsParams& p, i32 lane) {
 }
 
 // ---- Math role -------------------------------------------------------------------------------------------------
-// The four threads of a row share its heads. In the end each has a logit: thread c that of row g + 8 (c % 2) of its
-// warp's, and of two tokens that of token c / 2.
-struct RowThread {
-    i32 c, row;  // `row`: of the page
-
-    MLA_DEVICE explicit RowThread(i32 thread)
-        : c(thread % 4), row(thread / kWarpThreads * 16 + thread % kWarpThreads / 4 + 8 * (thread % 2)) {}
-};
-
-// Each thread of a pair has two numbers: the lower one gets the sum of the first ones, the upper one that of the
-// others.
-MLA_DEVICE float add_in_pair(float first, float second, i32 distance, bool is_upper) {
-    return (is_upper ? second : first) + __shfl_xor_sync(kFullWarp, is_upper ? first : second, distance);
-}
-
 // This thread's weights of one or two tokens: of two heads of every eight. The first of these pairs stay in registers.
 template <i32 kHeld>
 struct Weights {

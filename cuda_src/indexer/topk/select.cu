@@ -9,12 +9,11 @@
 //   histogram of the keys' upper 11 bits | digit of T | of the next 11 | digit | of the last 10 | digit | emit
 //
 // A pass counts only keys whose upper bits are those of T, so nothing is stored that could overflow. The passes end as
-// soon as all keys with the bits found so far are selected. The blocks of a cluster add each other's histograms and
-// find the same digits.
+// soon as all keys with the bits found so far are selected. The blocks of a cluster send each other the histograms of
+// shorter digits (indexer/cluster_digits.cuh).
 //
 // Bins: keys that differ in a few bits only would often share a bank of shared memory, which costs up to ten times
-// as much as any other set of digits; `place` leaves out a word after every 32. Blocks of a cluster read each other's
-// bins by lines of 128 bytes, so there it is the order within a line that differs.
+// as much as any other set of digits; `place` leaves out a word after every 32.
 //
 // Emission: in ascending order of the index, positions are prefix sums over items, warps and lanes. By value, the
 // selected keys are then sorted in shared memory.
@@ -23,7 +22,8 @@
 // differs: keys stay in registers, ties go to the lowest index, and there is no list of candidates.
 #include "common/facts.cuh"
 #include "common/types.cuh"
-#include "ptx/cluster.cuh"
+#include "indexer/cluster_digits.cuh"
+#include "indexer/order.cuh"
 #include "ptx/control.cuh"
 #include "ptx/element.cuh"
 #include "ptx/reduce.cuh"
@@ -44,10 +44,8 @@ constexpr i32 kDigitBits = 11, kPasses = 3;  // the last digit has 10
 constexpr i32 kBins = 1 << kDigitBits;
 constexpr i32 kCapacity = kItems * kThreads;
 constexpr i32 kBinsPerThread = kBins / kThreads;
-constexpr i32 kHistograms = kClusterBlocks == 1 ? 1 : kPasses;  // other blocks of a cluster read that of a pass
 constexpr i32 kMaxSorted = 8192;
 constexpr i32 kWarpEntries = 2 * kWarpThreads;  // that a warp sorts without the others
-constexpr u32 kNoKey = 0, kNanKey = 1, kKeptKey = 0xffffffffu;
 static_assert(kPasses * kDigitBits == 33, "the digits cover a key");
 static_assert(kWarps <= kWarpThreads && kItems * kWarps == kThreads, "a lane per warp's sum, a thread per word");
 static_assert(kCapacity < 1 << 16, "half a word holds a count of keys");
@@ -100,7 +98,6 @@ struct Before {
 struct Found {
     i32 digit;
     i32 rank, count;
-    i32 equal_before;  // of these, how many earlier blocks of the cluster hold
 };
 
 // Which of 32 neighbouring keys are above T, and not below it.
@@ -112,18 +109,30 @@ struct alignas(8) Word {
 
 // Where a bin lies: digits that agree in their lower bits are in different banks. The place of digit kBins is for keys
 // that do not count.
-MLA_DEVICE constexpr u32 place(u32 digit) {
-    return kClusterBlocks == 1 ? digit + (digit >> 5) : digit ^ (digit >> 5 & 31) ^ digit >> 10;
-}
-constexpr i32 kLineBins = 32;
-constexpr i32 kPlaces = (place(kBins) / kLineBins + 1) * kLineBins;
+MLA_DEVICE constexpr u32 place(u32 digit) { return digit + (digit >> 5); }
+constexpr i32 kPlaces = place(kBins) + 1;
+
+struct BlockDigits {
+    u32 histogram[kPlaces];
+    Found found;
+};
+
+using ClusterStorage = ClusterDigitStorage<kClusterBlocks, u32>;
+using InCluster = ClusterDigits<kClusterBlocks, kThreads, u32>;
+template <bool kInCluster>
+struct DigitsOf {
+    using Type = BlockDigits;
+};
+template <>
+struct DigitsOf<true> {
+    using Type = ClusterStorage;
+};
 
 struct Scratch {
-    alignas(4 * kLineBins) u32 histogram[kHistograms][kPlaces];
+    alignas(16) DigitsOf<(kClusterBlocks > 1)>::Type digits;
     Word words[kThreads];
     Before all;
     u32 warp_sums[kWarps];
-    Found found;
 };
 
 struct Storage {
@@ -131,6 +140,7 @@ struct Storage {
         Scratch scratch;
         Sorted sorted;
     };
+    ClusterDigitBarriers barriers;
 };
 MLA_FACT(smem_bytes, sizeof(Storage));
 
@@ -162,12 +172,6 @@ MLA_DEVICE Row resolve_row(const TopkParams& p, i32 t, i32 rank) {
     const i64 share = ((i64)end - begin + kClusterBlocks - 1) / kClusterBlocks;
     const i64 first = begin + rank * share;
     return Row{p, t, begin, end, (i32)min(first, (i64)end), (i32)min(first + share, (i64)end)};
-}
-
-MLA_DEVICE u32 order_key(float x) {
-    const u32 bits = __float_as_uint(x + 0.f);  // -0 becomes +0
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return kNanKey;
-    return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
 MLA_DEVICE u32 key_of(const Row& row, i32 s, float x) { return row.keeps(s) ? kKeptKey : order_key(x); }
@@ -213,15 +217,6 @@ struct Keys {
 
 // ---- The digits of T -------------------------------------------------------------------------------------------
 
-// All threads of all blocks that share a row.
-MLA_DEVICE void sync_row() {
-    if (kClusterBlocks == 1) {
-        __syncthreads();
-    } else {
-        cluster_sync();
-    }
-}
-
 // The sum of the threads before this one. Called by all threads, not again before another barrier.
 MLA_DEVICE u32 block_exclusive_sum(Scratch& s, u32 x) {
     const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
@@ -233,95 +228,26 @@ MLA_DEVICE u32 block_exclusive_sum(Scratch& s, u32 x) {
     return (warp == 0 ? 0 : before) + inclusive - x;
 }
 
-// The sum of all threads.
-MLA_DEVICE u32 block_sum(Scratch& s, u32 x) {
-    const i32 lane = threadIdx.x % kWarpThreads;
-    const u32 own = warp_inclusive_sum(x);
-    if (lane == kWarpThreads - 1) s.warp_sums[threadIdx.x / kWarpThreads] = own;
-    __syncthreads();
-    return __shfl_sync(kFullWarp, warp_inclusive_sum(lane < kWarps ? s.warp_sums[lane] : 0), kWarpThreads - 1);
-}
-
-// How many keys a bin has, in all blocks of the cluster and in those before this one.
-struct BinCount {
-    i32 all, before;
-};
-
-// A bin that no other block reads is emptied for the next pass.
-MLA_DEVICE BinCount take_bin(Scratch& s, i32 pass, i32 digit, i32 own_rank) {
-    u32& bin = s.histogram[pass % kHistograms][place(digit)];
-    if (kClusterBlocks == 1) {
-        const BinCount count{(i32)bin, 0};
-        bin = 0;
-        return count;
-    }
-    BinCount count{0, 0};
-#pragma unroll
-    for (i32 rank = 0; rank < kClusterBlocks; ++rank) {
-        const i32 theirs = (i32)ld_shared_cluster(map_to_rank(smem_addr(&bin), rank));
-        count.all += theirs;
-        if (rank < own_rank) count.before += theirs;
-    }
-    return count;
-}
-
-// The bins of a thread, downwards from `top`. In a cluster two neighbours come from each block by one load of 8 bytes,
-// in which the lower digit's place is even or odd; on Blackwell that spills. PERF(H200, 2026-11-22, -26 % of a call in
-// clusters): 8 loads from distributed shared memory instead of 16.
-MLA_DEVICE void take_bins(Scratch& s, i32 pass, i32 top, i32 own_rank, BinCount (&counts)[kBinsPerThread]) {
-#if __CUDA_ARCH__ == 900
-    constexpr bool kOneLoad = kClusterBlocks > 1;
-#else
-    constexpr bool kOneLoad = false;
-#endif
-    if constexpr (kOneLoad) {
-        static_assert(!kOneLoad || kBinsPerThread == 2, "one load has both");
-        const u32 first = place(top);
-        const SmemAddr pair = smem_addr(&s.histogram[pass % kHistograms][first & ~1u]);
-        counts[0] = counts[1] = BinCount{0, 0};
-#pragma unroll
-        for (i32 rank = 0; rank < kClusterBlocks; ++rank) {
-            const u64 both = ld_shared_cluster_u64(map_to_rank(pair, rank));
-            const i32 low = (i32)(u32)both, high = (i32)(both >> 32);
-            const i32 theirs[2] = {first & 1 ? high : low, first & 1 ? low : high};
-#pragma unroll
-            for (i32 n = 0; n < 2; ++n) {
-                counts[n].all += theirs[n];
-                if (rank < own_rank) counts[n].before += theirs[n];
-            }
-        }
-    } else {
-#pragma unroll
-        for (i32 n = 0; n < kBinsPerThread; ++n) counts[n] = take_bin(s, pass, top - n, own_rank);
-    }
-}
-
-// The digit of the key that is the rank-th largest of those counted. `above_before` grows by what earlier blocks of the
-// cluster have above the digit. Called by all threads.
-MLA_DEVICE Found find_digit(Scratch& s, i32 pass, i32 rank, i32 own_rank, i32& above_before) {
+// The digit of the key that is the rank-th largest of those counted; bins are emptied for the next pass. Called by all
+// threads.
+MLA_DEVICE Found find_digit(Scratch& s, BlockDigits& digits, i32 rank) {
     const i32 top = kBins - 1 - kBinsPerThread * (i32)threadIdx.x;
-    BinCount counts[kBinsPerThread];
-    take_bins(s, pass, top, own_rank, counts);
-    i32 sum = 0;
+    i32 counts[kBinsPerThread], sum = 0;
 #pragma unroll
-    for (i32 n = 0; n < kBinsPerThread; ++n) sum += counts[n].all;
+    for (i32 n = 0; n < kBinsPerThread; ++n) {
+        u32& bin = digits.histogram[place(top - n)];
+        counts[n] = (i32)bin;
+        bin = 0;
+        sum += counts[n];
+    }
     i32 above = (i32)block_exclusive_sum(s, (u32)sum);
 #pragma unroll
     for (i32 n = 0; n < kBinsPerThread; ++n) {
-        if (above < rank && rank <= above + counts[n].all) {
-            s.found = Found{top - n, rank - above, counts[n].all, counts[n].before};
-        }
-        above += counts[n].all;
+        if (above < rank && rank <= above + counts[n]) digits.found = Found{top - n, rank - above, counts[n]};
+        above += counts[n];
     }
     __syncthreads();
-    const Found found = s.found;
-    if (kClusterBlocks > 1) {
-        i32 earlier = 0;
-#pragma unroll
-        for (i32 n = 0; n < kBinsPerThread; ++n) earlier += top - n > found.digit ? counts[n].before : 0;
-        above_before += (i32)block_sum(s, (u32)earlier);
-    }
-    return found;
+    return digits.found;
 }
 
 // T lies in [lowest, highest]; of the keys there, the first `rank` are selected.
@@ -331,21 +257,26 @@ struct Threshold {
     bool takes_all;  // of them
 };
 
-// Counts the digits of the keys from `base` on. For a whole row, a branch costs more than the place of all others.
-// Items that begin at `left` keys or later are not there.
-MLA_DEVICE void count_digits(const Keys& keys, SmemAddr histogram, u32 base, i32 shift, i32 left) {
+// Calls visit(key) for this thread's keys of the share, kCapacity at a time; `loaded`: those that fit are in registers.
+// Some that are no keys follow the last one.
+template <class Visit>
+MLA_DEVICE void for_keys(const Row& row, Keys& keys, bool loaded, Visit visit) {
+    for (i32 start = row.first; start < row.last; start += kCapacity) {
+        if (!loaded || !fits(row)) keys.load(row, start);
 #pragma unroll
-    for (i32 i = 0; i < kItems; ++i) {
-        if (i % kChunk == 0 && i * kThreads >= left) break;
-        const u32 digit = min((keys.at[i] - base) >> shift, (u32)kBins);
-        if (kClusterBlocks > 1 && digit == kBins) continue;
-        red_shared_inc(histogram + 4 * place(digit));
+        for (i32 i = 0; i < kItems; ++i) {
+            if (i % kChunk == 0 && i * kThreads >= row.last - start) break;
+            visit(keys.at[i]);
+        }
+        if (fits(row)) break;
     }
 }
 
-// `before` is what earlier blocks of the cluster hold.
-MLA_DEVICE Threshold find_threshold(Scratch& s, const Row& row, Keys& keys, i32 own_rank, Before& before) {
-    Found found{0, row.p.k, -1, 0};
+// Counts all keys: for a whole row, a branch costs more than the place of those that do not have the bits so far.
+MLA_DEVICE Threshold find_threshold(Storage& storage, BlockDigits& digits, const Row& row, Keys& keys, i32, Before&) {
+    for (i32 n = threadIdx.x; n < kPlaces; n += kThreads) digits.histogram[n] = 0;
+    __syncthreads();
+    Found found{0, row.p.k, -1};
     u32 lowest = 0;
     i32 shift = 32;
     for (i32 pass = 0; pass < kPasses && found.rank != found.count; ++pass) {
@@ -355,18 +286,24 @@ MLA_DEVICE Threshold find_threshold(Scratch& s, const Row& row, Keys& keys, i32 
             shift = 0;
             base -= kBins / 2;
         }
-        const SmemAddr histogram = smem_addr(s.histogram[pass % kHistograms]);
-        for (i32 start = row.first; start < row.last; start += kCapacity) {
-            if (pass == 0 || !fits(row)) keys.load(row, start);
-            count_digits(keys, histogram, base, shift, row.last - start);
-            if (fits(row)) break;
-        }
-        sync_row();
-        found = find_digit(s, pass, found.rank, own_rank, before.above);
+        const SmemAddr histogram = smem_addr(digits.histogram);
+        for_keys(row, keys, pass > 0,
+                 [&](u32 key) { red_shared_inc(histogram + 4 * place(min((key - base) >> shift, (u32)kBins))); });
+        __syncthreads();
+        found = find_digit(storage.scratch, digits, found.rank);
         lowest = base + ((u32)found.digit << shift);
     }
-    before.equal = found.equal_before;
     return Threshold{lowest, lowest + ((1u << shift) - 1), found.rank, found.rank == found.count};
+}
+
+// `before` is what earlier blocks hold.
+MLA_DEVICE Threshold find_threshold(Storage& storage, ClusterStorage& counts, const Row& row, Keys& keys, i32 own_rank,
+                                    Before& before) {
+    InCluster digits(counts, storage.barriers, own_rank);
+    for_keys(row, keys, false, [&](u32 key) { digits.count_first(key); });
+    const ClusterThreshold t = digits.find_threshold(row.p.k, [&](auto visit) { for_keys(row, keys, true, visit); });
+    before = Before{t.above_before, t.equal_before};
+    return Threshold{t.range.lowest, t.range.highest(), t.rank, t.takes_all};
 }
 
 // ---- Emission --------------------------------------------------------------------------------------------------
@@ -443,8 +380,7 @@ struct Target {
         if (table == nullptr) return s;
         const i32 page = s / p.page_size;
         if (page >= p.max_pages) return -1;
-        const i64 place = (i64)table[page * p.table_stride_page_elems] * p.page_size + s % p.page_size;
-        return (u64)place <= 0x7fffffffu ? (i32)place : -1;  // whatever the table says, no place but the one meant
+        return place_in_cache(table[page * p.table_stride_page_elems], p.page_size, s % p.page_size);
     }
     MLA_DEVICE void put(i32 at, i32 s) const {
         indices[at] = index_of(s);
@@ -542,33 +478,46 @@ MLA_DEVICE void finish(const Target& to, i32 rank, i32 count) {
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------
+MLA_DEVICE void init_digits(Storage&, BlockDigits&, i32) {}
+MLA_DEVICE void init_digits(Storage& storage, ClusterStorage& counts, i32 rank) {
+    InCluster(counts, storage.barriers, rank).init();
+    cluster_sync();
+}
+
+// All threads of all blocks that share a row.
+MLA_DEVICE void sync_row() {
+    if (kClusterBlocks == 1) {
+        __syncthreads();
+    } else {
+        cluster_sync();
+    }
+}
 
 // Writes the indices of the selected logits in ascending order.
-MLA_DEVICE void select(Scratch& s, const Row& row, i32 rank) {
+MLA_DEVICE void select(Storage& storage, const Row& row, i32 rank) {
     if (row.length() <= row.p.k) {  // all of them: no logit is read
         for (i32 n = rank * kThreads + (i32)threadIdx.x; n < row.length(); n += kClusterBlocks * kThreads) {
             row.indices()[n] = row.begin + n;
         }
         return;
     }
-    for (i32 n = threadIdx.x; n < kHistograms * kPlaces; n += kThreads) s.histogram[0][n] = 0;
-    __syncthreads();
     Keys keys;
     Before before{0, 0};
-    const Threshold threshold = find_threshold(s, row, keys, rank, before);
-    emit(s, row, keys, threshold, before);
+    const Threshold threshold = find_threshold(storage, storage.scratch.digits, row, keys, rank, before);
+    emit(storage.scratch, row, keys, threshold, before);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMaxThreads / kThreads)
     mla_indexer_topk_select(const __grid_constant__ TopkParams p) {
-    extern __shared__ __align__(4 * kLineBins) u8 smem[];
+    extern __shared__ __align__(128) u8 smem[];
     Storage& storage = *reinterpret_cast<Storage*>(smem);
-    griddepcontrol_wait();
     const i32 rank = (i32)blockIdx.x % kClusterBlocks;
+    init_digits(storage, storage.scratch.digits, rank);
+    griddepcontrol_wait();
     const i32 t = p.s_q - 1 - (i32)(blockIdx.x / kClusterBlocks);
     const Row row = resolve_row(p, t, rank);
     const i32 count = min(p.k, row.length());
-    select(storage.scratch, row, rank);
+    select(storage, row, rank);
     sync_row();  // all is written, and no block reads another's memory any more
     const Target to{row, row.indices(), p.values == nullptr ? nullptr : p.values + t * p.values_stride_q_elems,
                     p.block_table == nullptr ? nullptr : p.block_table + t / p.rows_per_table * p.table_stride_b_elems};

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from mla_cupy.kernels.indexer import logits, loss, prepare, topk
+from mla_cupy.kernels.indexer import logits, loss, prepare, select, topk
 from mla_cupy.kernels.spec import KernelSpec
 
 __all__ = [
@@ -14,5 +14,6 @@ KERNELS: tuple[KernelSpec[Any], ...] = (
     *logits.KERNELS,
     *loss.KERNELS,
     *prepare.KERNELS,
+    *select.KERNELS,
     *topk.KERNELS,
 )

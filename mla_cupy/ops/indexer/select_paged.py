@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from mla_cupy.errors import ShapeError, explain
 from mla_cupy.kernels.indexer.logits.problem import PagedLogitsOptions
+from mla_cupy.kernels.indexer.select import SELECT
+from mla_cupy.kernels.indexer.select.problem import SelectOptions, SelectProblem
 from mla_cupy.kernels.pipeline import Call
 from mla_cupy.ops.call import call
 from mla_cupy.ops.checks import check_flag
@@ -23,7 +25,8 @@ from mla_cupy.ops.composite import (
 from mla_cupy.ops.indexer import logits_paged as logits_operation
 from mla_cupy.ops.indexer import topk as topk_operation
 from mla_cupy.ops.indexer.select import BUFFER_BYTES, MAX_SIZE, check_selection, int32, rows_of_buffer, topk_stage
-from mla_cupy.ops.operation import Examined, Input, Output, Views, present
+from mla_cupy.ops.operation import Examined, Input, Operation, Output, Views, present
+from mla_cupy.runtime.device import DeviceInfo
 
 
 def indexer_select_paged(
@@ -71,7 +74,8 @@ def indexer_select_paged(
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(indexer_select_paged, ...)` bytes.
     kernel : str or mapping, optional
-        Name of a kernel to run, see `mla-cupy list`; or a name for each of the stages "logits" and "topk".
+        Name of a kernel to run, see `mla-cupy list`; or a name for each of the stages "logits" and "topk", or for
+        "select", which does both.
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.
 
@@ -90,9 +94,9 @@ def indexer_select_paged(
     Notes
     -----
     Exact and deterministic, as `indexer_topk` is, and the same for any size of the buffer. Two or three launches per
-    chunk. With `indices`, `counts` and `workspace` given it can be captured in a CUDA graph, whose replays
-    follow the lengths and the block table. Not for JAX, whose arrays cannot be written: `mla_cupy.jax` has the two
-    operations.
+    chunk; on Hopper one, without a buffer, for up to seven tokens whose block tables hold up to 32,768 keys. With
+    `indices`, `counts` and `workspace` given it can be captured in a CUDA graph, whose replays follow the lengths and
+    the block table. Not for JAX, whose arrays cannot be written: `mla_cupy.jax` has the two operations.
 
     Examples
     --------
@@ -174,7 +178,45 @@ def _divide(call: Call) -> Division:
     return Division(sizes, steps)
 
 
-_PIPELINE = CompositePipeline(logits=logits_operation.OPERATION, topk=topk_operation.OPERATION)
+def _examine_joined(views: Views, options: SelectOptions) -> Examined:
+    logits = logits_operation.OPERATION.examine(views, _OF_LOGITS).problem
+    sizes = {"rows": logits.num_tokens, "topk": options.topk}
+    return Examined(SelectProblem(logits, options.order), options, sizes)
+
+
+def _join(call: Call, device: DeviceInfo) -> Division | None:
+    """One launch, where the caller names its kernel, or where it is preferred and no kernel is named."""
+    given: PagedSelectOptions = call.options
+    options = SelectOptions(given.topk, given.slots, given.order, given.keep_first, given.keep_last, None)
+    problem = _examine_joined(call.views, options).problem
+    named = given.kernel
+    if problem.logits.num_tokens == 0 or (named and "select" not in named):
+        return None
+    if not named and not SELECT.prefers(problem, device):
+        return None
+    parts = {name: Part(name, call.view(name)) for name in _JOINED.names}
+    parts |= {name: parts[name].flat() for name in ("indices", "counts")}
+    return Division({}, (Stage("select", _JOINED, parts, options),))
+
+
+def _joined() -> Operation:
+    """Logits and selection as one stage: it has no public function."""
+    logits = logits_operation.OPERATION
+    return Operation(
+        "indexer_select_joined",
+        inputs=logits.inputs,
+        outputs=(Output("indices", "rows topk", int32, layout="rows"), Output("counts", "rows", int32)),
+        sizes=logits.sizes,
+        min_sizes=logits.min_sizes,
+        options=SelectOptions,
+        examine=_examine_joined,
+        pipeline=SELECT,
+        internal=True,
+    )
+
+
+_JOINED = _joined()
+_PIPELINE = CompositePipeline(logits=logits_operation.OPERATION, topk=topk_operation.OPERATION, select=_JOINED)
 
 OPERATION = Composite(
     "indexer_select_paged",
@@ -192,5 +234,6 @@ OPERATION = Composite(
     examine=_examine,
     pipeline=_PIPELINE,
     divide=_divide,
+    joined=_join,
     keys={"kernel": hashable},
 )

@@ -33,9 +33,15 @@ test_cluster_is_caught, test_cluster_as_it_is = mutant_suite(
     SOURCE,
     [partial(run, CLUSTER, MIXED)],
     {
-        "bar.sync": (12, [0, 6]),
+        "bar.sync": (14, [0, 7]),
         "barrier.cluster.arrive": (2, [0, 1]),
         "barrier.cluster.wait": (2, [0, 1]),
+        "mbarrier.try_wait": (2, [0, 1]),
+        "mbarrier.arrive": (2, [0, 1]),
     },
-    [Mutant("every block takes the ties", SOURCE, "before.equal = found.equal_before;", "before.equal = 0;")],
+    [
+        Mutant(
+            "every block takes the ties", SOURCE, "Before{t.above_before, t.equal_before}", "Before{t.above_before, 0}"
+        )
+    ],
 )
