@@ -228,7 +228,7 @@ def _append(case: DecodeCase, cache: Array, slots: Array, tokens: Array) -> None
     latent = FORMATS[case.record].d_latent
     parts = (tokens[:, :latent], tokens[:, latent:])
     latent_part, rope = (part.astype(dtypes.numpy_dtype("bfloat16")) for part in parts)
-    options = {"kv_format": case.record, "scales": case.scales, "kv_scale": case.kv_scale}
+    options: dict[str, Any] = {"kv_format": case.record, "scales": case.scales, "kv_scale": case.kv_scale}
     reference.cache_append(latent_part, rope if rope.shape[1] else None, cache, slots, **options)
 
 
