@@ -70,7 +70,8 @@ MLA_DEVICE bool is_aligned(const CacheGatherParams& p) {
     const u64 rows = reinterpret_cast<u64>(p.rows) | p.rows_stride_bytes;
     const u64 pages = reinterpret_cast<u64>(p.cache) | p.page_stride_bytes | p.token_stride_bytes | p.rope_offset;
     const bool same = p.kind == p.element || (p.kind == kE4m3 && p.scale_kind != kScaleOfTensor);
-    return (rows | pages) % kPieceBytes == 0 && p.element != kFloat32 && same && (p.rope_kind == p.element || p.rope_chunks == 0);
+    return (rows | pages) % kPieceBytes == 0 && p.element != kFloat32 && same &&
+           (p.rope_kind == p.element || p.rope_chunks == 0);
 }
 
 // Where piece `piece` of a row of 16-bit elements lies in a token that keeps them as they are.

@@ -65,9 +65,7 @@ struct KeyFormats<fp8, Element> : KeyFormats<v32, Element> {};
 constexpr i32 kPieceBytes = 64;
 constexpr i32 kPieceLanes = kPieceBytes / 16;
 template <class Record>
-constexpr i32 kRopePieces = kRopeChunksOf<Record> == 0   ? 0
-                            : Record::kRopeKind == kE4m3 ? 1
-                                                         : 2;
+constexpr i32 kRopePieces = kRopeChunksOf<Record> / (Record::kRopeKind == kE4m3 ? kPieceLanes : kPieceLanes / 2);
 
 template <class Record>
 struct RecordTile : KeyTile<kKeyColumns<Record>> {
@@ -214,8 +212,8 @@ struct LaneScales {
     float scale;
 
     MLA_DEVICE static LaneScales load(const TokenBytes& token, i32 lane) {
-        constexpr i32 kScalesOffset =
-            Record::kLatentChunks * kRecordChunk;  // in the record: no register for token.scales
+        // In the record: no register for token.scales.
+        constexpr i32 kScalesOffset = Record::kLatentChunks * kRecordChunk;
         const float* scales = reinterpret_cast<const float*>(token.data + kScalesOffset);
         return {token.data == nullptr ? 0.f : scales[lane % kPieceLanes]};
     }
