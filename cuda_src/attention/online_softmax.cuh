@@ -7,7 +7,7 @@ namespace mla::attention {
 // The running maximum starts at a finite value, so that no infinities are subtracted, and at the lowest one, so that no
 // score is below it.
 constexpr float kLowestMax = -kMaxFloat;
-// It follows the true maximum only when that is more than 2^8 larger. After normalisation the result is the same,
+// It follows the true maximum only when that is more than 8 larger. After normalisation the result is the same,
 // accumulators are rarely rescaled, and P is at most 256, well within fp16.
 constexpr float kLazyMaxLog2 = 8.f;
 

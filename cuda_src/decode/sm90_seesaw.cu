@@ -22,7 +22,7 @@
 // Source: the two-warpgroup split of O and the shared maximum are FlashMLA's idea (its "seesaw" schedule, 2025).
 // Differences: separate loader warps and one mechanism for all page sizes; one running maximum instead of exchanged
 // scales; both warpgroups add tile 0 before tile 1, so P0 is written once and never rescaled; the maximum moves only by
-// more than 2^8, so O is almost never rescaled.
+// more than 8, so O is almost never rescaled.
 #include "attention/sm90/nonfinite_values.cuh"
 #include "attention/sm90/two_warpgroups.cuh"
 #include "common/limits.cuh"

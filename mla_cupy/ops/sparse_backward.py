@@ -122,8 +122,9 @@ def sparse_mla_backward(
     query adds to an element. The page of `cuda_src/sparse_backward` has c and the derivation. The bits are guaranteed
     only if `lse` is the forward's.
 
-    What `dlse` adds to dS is computed as P * exp(lse_total - lse) * dlse, with P in 16 bits. It is lost where a sink
-    takes so much of the weight that P underflows (float16: below 6e-8, bfloat16: below 1e-38).
+    What `dlse` adds to dS is computed as P * exp(lse_total - lse) * dlse. It is lost where a sink takes so much of the
+    weight that P underflows (bfloat16: below 1e-38; float16 on Hopper, where P has 16 bits: below 3e-8). The factor is
+    limited to 2^100: where a sink is more than 69 above `lse`, what `dlse` adds is too small.
 
     So are `dq` and `dkv` themselves there: P and dS, which includes `scale`, have 16 bits on the tensor cores. In
     float16 what is below 3e-8 becomes 0, and a dS above 65,504 becomes infinite. A row whose sink is 18 or more above
