@@ -173,7 +173,7 @@ MLA_DEVICE void run_generic_records(const DecodeParams& p, GenericStorage<C>& s)
 }
 }  // namespace mla::attention
 
-// What the host must know of a variant, beside the facts of its operation; in a namespace that uses this one.
+// Facts of a variant, in addition to the facts of its operation; for use in a namespace that uses this one.
 #define MLA_GENERIC_RECORDS_FACTS(Records)                                               \
     static_assert(sizeof(GenericStorage<Records>) <= 48 * 1024, "static shared memory"); \
     MLA_FACT(threads, kGenericThreads);                                                  \

@@ -1,5 +1,5 @@
-// What becomes of a tile's P^T and of a work item's O^T where heads are the columns of fragments: P for the product
-// with the values, statistics and results to the caller's arrays or to the workspace.
+// P^T of a tile and O^T of a work item where heads are the columns of fragments: P for the product with the values,
+// statistics and results for the caller's arrays or the workspace.
 #pragma once
 #include "attention/decode_output.cuh"
 #include "attention/head_softmax.cuh"
@@ -51,7 +51,7 @@ struct HeadStats {
     float factor[kHeads];                // what turns the sum of weighted values into the result
 };
 
-// By one thread per head: its factor and, if this warpgroup `reports`, the statistics of the result.
+// Called by one thread per head: its factor and, if this warpgroup `reports`, the statistics of the result.
 template <bool kWithRowMax, i32 kHeads, class Work>
 MLA_DEVICE void finish_head(const DecodeParams& p, const WorkItem& item, const BlockHeadsOf<Work>& block,
                             HeadStats<kHeads>& stats, const float (&warps)[kWarpgroupWarps][kHeads], bool reports,
@@ -69,7 +69,7 @@ MLA_DEVICE void finish_head(const DecodeParams& p, const WorkItem& item, const B
     if (kWithRowMax) store_row_max(p, item, block.kv_head, row, with_nan_of(sum, stats.row_max[head]));
 }
 
-// By a warpgroup, at the end of a work item: the heads' factors to `stats`, for all of its threads.
+// Called by a warpgroup at the end of a work item: writes the heads' factors to `stats`, for all of its threads.
 template <bool kWithRowMax, i32 kHeads, class Work>
 MLA_DEVICE void finish_heads(const DecodeParams& p, const WorkItem& item, const BlockHeadsOf<Work>& block,
                              const HeadState<kHeads>& heads, float (&warps)[kWarpgroupWarps][kHeads],

@@ -40,7 +40,7 @@ static_assert(is_head_dim_qk(kHeadDimQk), "with or without RoPE columns");
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kRows = 64, kRowTiles = kRows / kMmaRows;
 constexpr i32 kStepTokens = 16, kStepTiles = kStepTokens / kMmaColumns;
-constexpr i32 kQuarters = 4;  // of d: as many warps score the same rows
+constexpr i32 kQuarters = 4;  // of d; four warps score the same rows
 constexpr i32 kScoreRows = kRows / (kWarps / kQuarters), kScoreTiles = kScoreRows / kMmaRows;
 constexpr i32 kOwnRows = kRows / kWarps;                                    // of the softmax, a warp
 constexpr i32 kScoreSteps = kHeadDimQk * (i32)sizeof(u16) / kSegmentBytes;  // products along d: one in each segment
@@ -68,7 +68,7 @@ struct Storage {
     Items items;
     float factor[kRows], row_max[kRows];
     i64 query_rows[kRows], out_rows[kRows];  // where the block's rows lie in a request, in elements
-    i32 nonfinite_request;                   // whose values that not all rows see were not all finite
+    i32 nonfinite_request;                   // the request with non-finite values that not all rows see
 };
 static_assert(sizeof(Storage) <= kSmemBytes, "shared memory");
 
@@ -79,8 +79,8 @@ MLA_FACT(block_rows, kRows);
 
 using Rows = Block<kRows>;
 
-// The lane, in a register for good: what follows from it takes an instruction or two, where its special register would
-// be waited for several times a step.
+// The lane, pinned in a register. Values derived from it cost an instruction or two, while reading the special register
+// would stall several times per step.
 MLA_DEVICE i32 held_lane() {
     i32 lane = threadIdx.x % kWarpThreads;
     opaque(lane);
@@ -88,7 +88,7 @@ MLA_DEVICE i32 held_lane() {
     return lane;
 }
 
-// What a thread holds of a work item, beside the output.
+// A thread's state of a work item, except the output.
 struct Math {
     u32 q[kScoreSteps][kScoreTiles][4];
     float own[2 * kStepTiles];  // scores of its row, of the warp's 8, for four tokens: see token()
@@ -200,8 +200,8 @@ MLA_DEVICE float largest_score(const Rows& block, const Math& math) {
     return quad_max(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]))) * block.p.scale_log2;
 }
 
-// Moves the running maximum, lazily (attention/online_softmax.cuh); returns the factor for what came before. Without a
-// branch, which products could not be moved past.
+// Moves the running maximum lazily (attention/online_softmax.cuh); returns the factor for earlier sums. Branch-free, so
+// that the compiler can move products past it.
 MLA_DEVICE float move_max(Math& math, float largest) {
     const float next = is_far_above(largest, math.max) ? largest : math.max;
     const float factor = next == math.max ? 1.f : ex2_approx(math.max - next);
@@ -235,8 +235,7 @@ MLA_DEVICE void load_p(PFragments& p, const Storage& s, i32 buffer, i32 lane) {
     for (i32 tile = 0; tile < kRowTiles; ++tile) ldmatrix_x4(p[tile], from + tile * (i32)sizeof(s.p[0][0]));
 }
 
-// Where this lane reads V^T of the last step: the first 16 columns of the warp. The others are 32 bytes apart,
-// swizzled.
+// This lane's address of V^T of the last step: the warp's first 16 columns. The others are 32 bytes apart, swizzled.
 MLA_DEVICE SmemAddr value_addr(const Storage& s, const Math& math) {
     return math.first_values + (u32)math.keys.back(1) * (u32)sizeof(s.keys.octets[0]);
 }
@@ -333,7 +332,7 @@ MLA_DEVICE void run_step(const Rows& block, Storage& s, Math& math, Output<Eleme
     }
     if (copies.due) math.loader.finish(s.keys, free);
     math.phase ^= 1;
-    // What is seldom to be done at the end, known here: a branch on it has nothing to wait for there.
+    // Work that the end of a step rarely needs, decided here so that the branch there waits for nothing.
     i32 seldom = (step + 1 >= math.first_masked) | StepLoader<Ring>::looks_up(step);
     opaque(seldom);
     mbarrier_wait(s.sent[math.half()], math.phase);
@@ -430,7 +429,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mla_attention_mma(cons
     }
     griddepcontrol_wait();
     const Rows block(p, s.items);
-    // Where rows lie takes divisions: once, not at both ends of each item. `next` is a barrier.
+    // Row offsets take divisions: done once, not at both ends of each item. `next` is a barrier.
     if (threadIdx.x < kRows) {
         const i32 row = min(block.row0 + (i32)threadIdx.x, block.rows - 1), group = p.h_q / p.h_kv;
         s.query_rows[threadIdx.x] =

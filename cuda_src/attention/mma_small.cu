@@ -48,7 +48,7 @@ struct Storage {
     SoftmaxSlots<Few::Softmax> softmax;
     Items items;
     float factor[Few::kRows];
-    i32 nonfinite_request;  // whose values that not all rows see were not all finite
+    i32 nonfinite_request;  // the request with non-finite values that not all rows see
 };
 static_assert(sizeof(Storage) <= kSmemBytes, "shared memory");
 
@@ -59,7 +59,7 @@ MLA_FACT(block_rows, Few::kRows);
 
 using Out = Output<Element, Few::kRowTiles, Few::kColumns>;
 
-// What a thread holds.
+// A thread's state.
 struct Math {
     Few::Queries q;
     RingCursor<Ring> keys;
@@ -154,7 +154,7 @@ MLA_DEVICE void add_step(Storage& s, const Math& math, i32 first, Out& out) {
 }
 
 // ---- Steps -----------------------------------------------------------------------------------------------------
-// P of a step whose scores are there, and whose last one has been read by all.
+// P of a step whose scores are stored, once all threads have read the previous P.
 MLA_DEVICE void weigh(const Rows& block, Storage& s, Math& math, i32 token, bool asks) {
     SoftmaxRow<Few::Softmax>::Scores x;
     // A ring of parts of steps has few bytes on their way: its copies come first.
@@ -171,7 +171,7 @@ MLA_DEVICE void weigh(const Rows& block, Storage& s, Math& math, i32 token, bool
     }
 }
 
-// The values of a step whose P is there, and the scores of the next one.
+// Adds the values of a step whose P is stored, and computes the scores of the next one.
 MLA_DEVICE void multiply_step(Storage& s, Math& math, Out& out, bool is_last) {
     const i32 step = math.keys.first;
     math.keys.advance();

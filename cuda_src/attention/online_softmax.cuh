@@ -40,7 +40,7 @@ struct RowScale {
 };
 
 // A thread's two rows. `sum` is this thread's share: the four lanes of a quad hold a row. `row_max` is the true maximum
-// of what this warpgroup has scored; it is computed only where it is read.
+// of this warpgroup's scores; it is computed only where it is read.
 struct RowState {
     float max[kFragmentRows], sum[kFragmentRows], row_max[kFragmentRows];
 

@@ -1,9 +1,9 @@
-// Optional inputs of dense decode, for builds with MLA_FORMS: queries whose number varies from request to request, a
-// window of tokens, queries whose RoPE columns are an array of their own, and results that are turned back by RoPE.
+// Optional inputs of dense decode, for builds with MLA_FORMS: a varying number of queries per request, a sliding
+// window, queries whose RoPE columns are a separate array, and results that RoPE turns back.
 //
-// The queries of all requests come in groups, each of which is to the schedule what a request is otherwise: a group has
-// as many queries of one request as fill a thread block, or fewer, and the tokens that its window leaves.
-// decode/schedule_groups.cu writes the list of groups; without a list each request is a group.
+// The schedule sees groups of queries instead of requests. A group is at most as many queries of one request as fill a
+// thread block, and the tokens inside their window. decode/schedule_groups.cu writes the list of groups; without a list
+// each request is a group.
 #pragma once
 #include "attention/split_work.cuh"
 #include "ptx/control.cuh"
@@ -29,10 +29,10 @@ struct FormAddresses {
 
 // `b` are the groups that there may be, `s_q` the queries of a full one.
 struct DecodeFormParams : FormAddresses, DecodeParams {
-    i64 q_rope_stride_b_elems, q_rope_stride_s_elems, q_rope_stride_h_elems;  // those of q, if q has the columns
+    i64 q_rope_stride_b_elems, q_rope_stride_s_elems, q_rope_stride_h_elems;  // strides of q if q has the columns
     i64 out_cos_stride_elems, out_sin_stride_elems;
     i64 out_positions_stride_b_bytes, out_positions_stride_s_bytes;
-    i32 window;  // a query sees so many tokens, its own the last one; 0: all
+    i32 window;  // most recent tokens a query sees, itself included; 0: all
     i32 out_max_position, out_positions_are_64;
     i32 padding;
 };
@@ -43,7 +43,7 @@ MLA_DEVICE const DecodeFormParams& forms_of(const DecodeParams& p) { return stat
 // What a split holds of a group.
 struct GroupItem : WorkItem {
     i32 first_query;
-    i32 more_hidden;   // tokens at the end that rows do not see, beside those that the parameters say; or fewer
+    i32 more_hidden;   // hidden tokens at the end, in addition to the parameters' number; may be negative
     i32 lacking_rows;  // of the rows that the parameters say
     i32 first_token;   // that any row sees
     i32 seen_from;     // first token that no row's window leaves out
@@ -56,7 +56,7 @@ struct GroupedWork {
     // Roles pass on what they have as a WorkItem.
     MLA_DEVICE static const GroupItem& of(const WorkItem& item) { return static_cast<const GroupItem&>(item); }
 
-    // The same interface as ScheduledWork.
+    // Same interface as ScheduledWork.
     MLA_DEVICE static bool windows_reach(const WorkItem& item, i32 end) { return end > of(item).first_token; }
     MLA_DEVICE static i32 first_query(const WorkItem& item) { return of(item).first_query; }
     MLA_DEVICE static i32 lacking_rows(const WorkItem& item) { return of(item).lacking_rows; }
@@ -118,7 +118,7 @@ struct WorkIteratorOf<GroupedWork> {
         return true;
     }
 
-    // Whose queries an item has, once more: then that need not be known while its tiles are processed.
+    // Reads the item's queries a second time, so that they need not stay in registers while its tiles are processed.
     MLA_DEVICE void describe_again(const DecodeParams& p, GroupItem& item) const {
         i32 of = group - 1;
         opaque(of);
@@ -167,7 +167,7 @@ MLA_DEVICE SplitRow split_query_row(const DecodeParams& p, const GroupItem& item
 }
 }  // namespace mla::attention
 
-// What a kernel that takes DecodeFormParams tells the host, see MLA_DECODE_FACTS.
+// Facts that the host reads from the cubin, see MLA_DECODE_FACTS.
 #define MLA_DECODE_FORM_FACTS()                                                                                      \
     MLA_FACT_LIST(params_layout, MLA_FORM_OFFSET(q_stride_b_elems), MLA_FORM_OFFSET(b), MLA_FORM_OFFSET(scale_log2), \
                   MLA_FORM_OFFSET(q_rope_stride_b_elems), MLA_FORM_OFFSET(window),                                   \

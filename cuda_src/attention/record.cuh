@@ -30,7 +30,7 @@ struct RecordLayout {
 MLA_DEVICE bool is_code(i32 kind) { return kind == kE4m3 || kind == kE2m1; }
 MLA_DEVICE i32 chunk_bytes_of(i32 kind) { return kRecordChunk * (kind == kE2m1 ? 1 : kind == kE4m3 ? 2 : 4) / 2; }
 
-// Where a token lies: its bytes, and those of its scales.
+// Addresses of a token's bytes and of its scales.
 struct TokenBytes {
     u8* data;
     u8* scales;
@@ -110,7 +110,7 @@ MLA_DEVICE void load_record_chunk(float (&to)[kRecordChunk], const u8* from, i32
     }
 }
 
-// Chunk `chunk` of a token, dequantised: latent chunks first, then those of RoPE.
+// Dequantises chunk `chunk` of a token; latent chunks come first, then RoPE chunks.
 MLA_DEVICE void load_token_chunk(const RecordLayout& layout, const TokenBytes& token, i32 chunk,
                                  float (&to)[kRecordChunk]) {
     const bool latent = chunk < layout.latent_chunks;

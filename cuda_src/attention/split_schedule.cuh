@@ -33,7 +33,7 @@ namespace mla::attention {
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kScheduleThreads = 1024;  // of the block
 constexpr i32 kScheduleWarps = kScheduleThreads / kWarpThreads;
-// What a work item costs besides its tiles, in tiles: fetching Q, starting the pipeline, writing the result.
+// Overhead of a work item in tiles: fetching Q, starting the pipeline, writing the result.
 constexpr i32 kItemCost = 3;
 constexpr i32 kMaxTotal = 1 << 30;  // of units and item costs
 // Prices are in tiles / kPriceScale. Partial results are counted where no split needs more than kShortSplit tiles: with
@@ -141,7 +141,7 @@ MLA_DEVICE i32 warp_sum(i32 value) {
     return warp_reduce(value, [](i32 a, i32 b) { return a + b; });
 }
 
-// The sum over the warps before this one of what each passes, and over all of them. All threads call it.
+// Returns the sum of `warp_value` over the warps before this one; `total` is the sum over all. All threads call it.
 MLA_DEVICE i32 sum_of_warps_before(ScheduleStorage& s, i32 warp_value, i32& total) {
     const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
     __syncthreads();
@@ -193,8 +193,8 @@ MLA_DEVICE Cut snapped_cut(const ScheduleStorage& s, const Places& places, i32 s
 }
 
 // ---- Pieces ----------------------------------------------------------------------------------------------------
-// The smallest limit for which all requests together have at most num_splits pieces of at most so many units. Each warp
-// tries one of 32 limits at a time.
+// The smallest limit for which all requests together have at most num_splits pieces of at most `limit` units each. Each
+// warp tries one of 32 limits at a time.
 template <class Batch>
 MLA_DEVICE i32 min_limit(const Batch& batch, ScheduleStorage& s, i32 total) {
     const i32 lane = threadIdx.x % kWarpThreads, warp = threadIdx.x / kWarpThreads;
@@ -222,7 +222,7 @@ MLA_DEVICE i32 min_limit(const Batch& batch, ScheduleStorage& s, i32 total) {
     return high;
 }
 
-// What a schedule costs beside the price of its partial results, in tiles / kPriceScale.
+// Cost of a schedule without its partial results, in tiles / kPriceScale.
 MLA_DEVICE i32 price_of_tiles(i32 tiles, i32 total) {
     return max(tiles * kPriceScale, total * kPriceScale / kServedBlocks);
 }

@@ -17,7 +17,7 @@ struct WorkItem {
     i32 request;
     i32 tokens;           // of the whole request
     i32 behind_last;      // see RequestLength
-    i32 tokens_in_first;  // of a request whose tokens are in two places: those in the first one
+    i32 tokens_in_first;  // for a request in two places: tokens in the first one
     i32 seen_by_all;      // first token that not every row of the block sees (a division per tile would cost more)
     i32 tile_begin;       // tiles [tile_begin, tile_end) of the request; may be empty
     i32 tile_end;
@@ -26,8 +26,7 @@ struct WorkItem {
 
 constexpr i32 kNotSplit = -1;
 
-// Where split `split` begins. Without a schedule: of the requests' units in one line, `split` / num_splits are before
-// it.
+// Start of split `split`. Without a schedule, `split` / num_splits of all units, laid out in one line, come before it.
 MLA_DEVICE SchedulePoint split_begin(const DecodeParams& p, i32 split) {
     if (p.schedule != nullptr) return p.schedule[split];
     const i32 total = p.b * p.request_units, rest = total % p.num_splits;
@@ -132,7 +131,7 @@ struct RowBlock {
     // Work items for roles that do not mask.
     MLA_DEVICE WorkIteratorOf<Work> items() const { return WorkIteratorOf<Work>(p, split); }
 
-    // Rows of an item: those of the KV head, or fewer.
+    // Rows of an item: at most the rows of the KV head.
     MLA_DEVICE i32 rows_of(const WorkItem& item) const { return rows - Work::lacking_rows(item); }
 };
 }  // namespace mla::attention

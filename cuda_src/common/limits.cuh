@@ -1,4 +1,4 @@
-// What an SM has, and what a block may have of it, on sm_90 and sm_100.
+// Limits per SM and per block on sm_90 and sm_100.
 #pragma once
 #include "common/types.cuh"
 

@@ -1,5 +1,5 @@
-// Dense decode with joint products of a pair on Blackwell: the roles that load, masks, and values that not every row
-// sees. See decode/sm100_joint.cu; products, softmax and most barriers are those of attention/sm100/joint.cuh.
+// Dense decode with joint products of a pair on Blackwell: the load roles, masks, and values that not every row sees.
+// See decode/sm100_joint.cu; products, softmax and most barriers come from attention/sm100/joint.cuh.
 #pragma once
 #include "attention/sm100/joint.cuh"
 #include "attention/sm90/nonfinite_values.cuh"
@@ -54,7 +54,8 @@ MLA_DEVICE void init_storage(DecodeStorage<C>& s) {
     init_joint_storage(s, kQueryThreads);
 }
 
-// What every role knows. The pair's first row decides what every row sees: values are multiplied with all rows of both.
+// State shared by all roles. Values are multiplied with all rows of the pair, so the pair's first row decides which
+// tokens every row sees.
 template <class C>
 struct JointBlock : RowBlock<kJointHeads> {
     DecodeStorage<C>& s;
@@ -69,7 +70,8 @@ struct JointBlock : RowBlock<kJointHeads> {
     MLA_DEVICE WorkIterator items() const { return WorkIterator(p, split, hidden); }
 };
 
-// Whether some row of the pair does not see a key of the joint tile from tile `tile` on: its values are made finite.
+// Returns true if some row of the pair does not see a key of the joint tile from tile `tile` on: its values are then
+// made finite.
 MLA_DEVICE bool is_to_mend(const WorkItem& item, i32 tile) {
     return item.seen_by_all < min(tile + kHalves, item.tile_end) * kTileTokens;
 }
@@ -90,8 +92,8 @@ MLA_DEVICE void load_sw_tiles(const JointBlock<C>& block, const TileBoxes& boxes
     }
 }
 
-// Calls load(boxes, half, tile) for each half of the joint tiles, also for one behind the item's last tile, whose pages
-// are absent: it becomes zeros, which do not count.
+// Calls load(boxes, half, tile) for each half of the joint tiles. A half behind the item's last tile has absent pages
+// and becomes zeros, which do not count.
 template <class Load>
 MLA_DEVICE void for_halves(const TileBoxes& boxes, const WorkItem& item, i32 tile, Load load) {
     const i32 half = (tile - item.tile_begin) % kHalves;
@@ -104,7 +106,7 @@ MLA_DEVICE void for_halves(const TileBoxes& boxes, const WorkItem& item, i32 til
     }
 }
 
-// K, of which a block has half of the keys. It also says which keys of both halves there are.
+// Loads K: a block has half of the keys. Also records which keys of both halves exist.
 template <class C>
 struct KeysLoader {
     const JointBlock<C>& block;
@@ -140,7 +142,7 @@ struct KeysLoader {
     }
 };
 
-// V, of which a block has half of the columns.
+// Loads V: a block has half of the columns.
 template <class C>
 struct ValuesLoader {
     const JointBlock<C>& block;
@@ -247,7 +249,7 @@ struct DecodeSoftmax : JointSoftmax<C, DecodeStorage<C>> {
         }
         this->store(item, heads, item.tile_begin < item.tile_end);
         if (item.seen_by_all < min(item.tokens, item.tile_end * kTileTokens)) {
-            bar_sync(kAllSoftmax, kWarpgroupThreads);  // other threads add to what these have stored
+            bar_sync(kAllSoftmax, kWarpgroupThreads);  // other threads add to these threads' stores
             sm90::fixup_nonfinite<typename C::Element, kHeadDimV>(block, item, 0, thread);
         }
     }

@@ -5,9 +5,9 @@
 //   l = sum of P,  O^T = V^T P^T  (512 x 64) (64 x rows), in tensor memory; V is K's first 512 columns
 //   out = O / l,   lse = ln 2 (m + log2 l)
 //
-// Grid: x = blocks of 32 or 64 query rows, those of all s_q tokens, y = splits. One block per SM iterates over the work
-// items of its split (attention/split_work.cuh). Sparse decode's kernel (sparse_decode/sm100.cu), whose tokens are
-// those of a block table: its page has the schedule. The roles are in attention/sm100/records.cuh.
+// Grid: x = blocks of 32 or 64 query rows of all s_q tokens, y = splits. One block per SM iterates over the work items
+// of its split (attention/split_work.cuh). The kernel is sparse decode's (sparse_decode/sm100.cu) with tokens from a
+// block table; that page has the schedule. The roles are in attention/sm100/records.cuh.
 //
 // Source: as sparse_decode/sm100.cu.
 #include "attention/sm100/records.cuh"

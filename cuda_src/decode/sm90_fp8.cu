@@ -22,7 +22,7 @@
 #ifndef MLA_TREE_MASK
 #define MLA_TREE_MASK 0
 #endif
-// Terms in e4m3 whose sum is a weight, and a query that came in 16 bits: one, or two if a variant says so.
+// Number of e4m3 terms that sum to a weight, and to a query that came in 16 bits: one or two.
 #ifndef MLA_TERMS
 #define MLA_TERMS 1
 #endif
@@ -94,9 +94,9 @@ struct TileLoader {
 };
 
 // ---- Before the wait -------------------------------------------------------------------------------------------
-// `prefetch_inputs` of attention/prefetch_inputs.cuh, of queries in one byte or two: what roles read one after another
-// at their start comes into L2 all at once. PERF(H200, 2026-11-27: 16.15 to 15.97 us with one request, no change with
-// four, 58.2 to 58.6 with 16, of which the first blocks read a small share).
+// `prefetch_inputs` of attention/prefetch_inputs.cuh for 8-bit or 16-bit queries: brings the inputs that roles read one
+// after another at their start into L2 all at once. PERF(H200, 2026-11-27: 16.15 to 15.97 us with one request, no
+// change with four, 58.2 to 58.6 with 16, where the first blocks read a small share).
 MLA_DEVICE void prefetch_fp8_inputs(const DecodeParams& p) {
     constexpr i32 kMostRequests = 4;
     constexpr i32 kLineBytes = 128, kWords = kLineBytes / sizeof(i32), kPoints = kLineBytes / sizeof(SchedulePoint);

@@ -1,10 +1,9 @@
-// Rows with huge scores, for the seesaw: its loops over tiles have no instruction to spare for them, and run as if
-// there were none. Once all results are stored, the query warps, which have nothing left to do, attend to such rows
-// once more, in plain code.
+// Rows with huge scores, for the seesaw. Its loops over tiles have no instruction to spare for them and ignore them.
+// Once all results are stored, the query warps, which are idle by then, recompute such rows in plain code.
 //
-// A branch in the loops costs 3 to 6 %; code for huge rows in the math warpgroups changes the order of the loops'
-// instructions, which cost 4 to 7 % (decode of 128 heads on an H200). So does a division here, whose slow path is a
-// call.
+// A branch in the loops costs 3 to 6 %; code for huge rows in the math warpgroups changes the instruction order of the
+// loops, which costs 4 to 7 % (decode of 128 heads on an H200). A division here has the same effect, because its slow
+// path is a call.
 #pragma once
 #include "attention/decode_output.cuh"
 #include "attention/online_softmax.cuh"

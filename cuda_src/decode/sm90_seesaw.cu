@@ -46,9 +46,9 @@ namespace mla::decode {
 template <class Tile>
 struct BoxKeys;
 
-// What a variant changes: what its blocks work at and rows see (Work), how keys arrive (Keys, Layout), what comes with
-// the query rows (load), what is hidden of a tile's scores and values (mask, Hidden), and what becomes of the output
-// before it is stored (store).
+// A variant chooses: its work items and what rows see (Work), how keys arrive (Keys, Layout), data that comes with the
+// query rows (load), the mask on scores and values (mask, Hidden), and a final step before the output is stored
+// (store).
 struct PlainCall : PlainRows {
     using Work = ScheduledWork;
     using Hidden = HiddenTokens;
@@ -101,7 +101,7 @@ constexpr i32 kRegsLoad = 56;
 static_assert(2 * kRegsMath + kRegsLoad <= 3 * kRegsEntry, "what the block has at entry");
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
-// q, kv and p_buffers are 9 + 2 * 9 + 1 SW128 tiles of 8 KB, all but 3 KB of what a block may have: so P of the odd
+// q, kv and p_buffers are 9 + 2 * 9 + 1 SW128 tiles of 8 KB, all but 3 KB of a block's shared memory. So P of the odd
 // tile takes the place of Q's RoPE columns, which the math warpgroups keep in registers during a work item.
 //
 // barrier            arrives (count)      carries       waits          first phase
@@ -113,10 +113,11 @@ static_assert(2 * kRegsMath + kRegsLoad <= 3 * kRegsEntry, "what the block has a
 // q_empty            math warps (8)       -             query          free
 // sums_ready[side]   its threads (128)    -             the other side blocked
 //
-// A warpgroup waits for the tile that it scores; it knows of the other one's by P0Ready or P1Ready, once P is there.
+// A warpgroup waits for the tile that it scores; P0Ready or P1Ready tells it that the other tile and its P are ready.
 // The right one stores P1 over Q's last columns after MaxReady: the left one has them in registers by then.
 //
-// P needs no "free" barrier: it is overwritten only after the next tile has arrived in its stage, for which both
+// P needs no "free" barrier: it is overwritten only after the next tile has arrived in its stage. For that, both
+// warpgroups had to release the stage, and so had multiplied the previous P.
 // warpgroups had to release that stage, and so had multiplied the previous P.
 struct Notes {
     u32 huge_rows[2];          // a bit for each row that may have huge scores, see decode/sm90_huge_rows.cuh

@@ -21,8 +21,8 @@
 #include "attention/mma/scaled_rows.cuh"
 
 namespace mla::attention::mma {
-constexpr i32 kPlaceSteps = 8;       // whose tokens a warp looks up at once, a lane each
-constexpr i32 kKnownCodeSteps = 16;  // of which it is known which tokens are there
+constexpr i32 kPlaceSteps = 8;       // steps whose tokens a warp looks up at once, one lane each
+constexpr i32 kKnownCodeSteps = 16;  // steps for which the present tokens are recorded
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
 // A token: its latent codes, then its RoPE columns as stored; the scales lie apart. Within each 128 bytes chunk c lies
@@ -91,8 +91,8 @@ struct CodeLoader {
     static constexpr i32 kSteps = Shared::Budget::kSteps;
     static constexpr i32 kRounds = ceil_div(Raw::kChunks, kTokenLanes) + 1;  // of copies of a step; scales are the last
 
-    typename C::Tokens::Place place;  // of this lane's token among those of the next eight steps, read ahead
-    const u8* data;                   // of this lane's token among those of these eight steps; null: it is not there
+    typename C::Tokens::Place place;  // of this lane's token in the next eight steps, read ahead
+    const u8* data;                   // of this lane's token in these eight steps; null: absent
     i32 asked;                        // steps of the item
     i32 slot = 0;                     // of the next step to ask for
     u32 to = Token::offset((i32)threadIdx.x / kTokenLanes, (i32)threadIdx.x % kTokenLanes);
@@ -115,7 +115,7 @@ struct CodeLoader {
         if (due) finish(s, copies);
     }
 
-    // What `next` needs to know. It takes divisions and a load, but seldom.
+    // Prepares the lookup that `next` uses. Rare, but costs divisions and a load.
     MLA_DEVICE void look_up(const typename C::Rows& block) {
         const i32 at = asked % kPlaceSteps;
         if (at == 0 && asked > 0) data = data_of(block, asked);
@@ -210,7 +210,7 @@ MLA_DEVICE void load_code_queries(const typename C::Rows& block, typename C::Few
     }
 }
 
-// Where a lane reads and writes, in bytes: found once.
+// Byte offsets that a lane reads from and writes to, computed once.
 template <class C>
 struct CodePlaces {
     using Few = typename C::Few;
@@ -386,7 +386,7 @@ struct CodeValues {
     }
 };
 
-// A warp's share of the output, two accumulators of which have the even and the odd ones of 16 columns: a lane has four
+// A warp's share of the output. Two accumulators hold the even and the odd columns of 16, so a lane has four
 // neighbours.
 template <class Element, i32 kRowTiles>
 struct PartedOutput : Output<Element, kRowTiles> {
@@ -467,7 +467,7 @@ struct CodeMath {
     }
 };
 
-// What row `row` was divided by where its queries were not stored as they are, after QueryFactors::scale.
+// Divisor of row `row` where queries are stored scaled, after QueryFactors::scale.
 template <class C>
 MLA_DEVICE float row_factor(const CodeStorage<C>& s, i32 row) {
     if constexpr (C::kScaledQueries) {
@@ -629,7 +629,7 @@ MLA_DEVICE void run_records(const DecodeParams& p, u8* smem) {
 }
 }  // namespace mla::attention::mma
 
-// What such a kernel tells the host, besides the layout of its parameters.
+// Facts of such a kernel, in addition to the layout of its parameters.
 #define MLA_MMA_RECORDS_FACTS(C)                                                    \
     MLA_FACT(threads, mla::attention::mma::kThreads);                               \
     MLA_FACT(smem_bytes, sizeof(typename mla::attention::mma::StorageOf<C>::Type)); \

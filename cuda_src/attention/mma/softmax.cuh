@@ -5,7 +5,7 @@
 #include "attention/online_softmax.cuh"
 
 namespace mla::attention::mma {
-constexpr i32 kQuarters = 4;  // of d: as many warps score the same tokens
+constexpr i32 kQuarters = 4;  // of d; four warps score the same tokens
 
 template <i32 kRows_, i32 kStepTokens>
 struct SoftmaxLayout {
@@ -17,7 +17,7 @@ struct SoftmaxLayout {
     static_assert(kTokens == 2 || kTokens == 4, "within what one warp copies");
 };
 
-// What the warps exchange in shared memory.
+// Data that the warps exchange in shared memory.
 template <class Layout>
 struct SoftmaxSlots {
     alignas(16) float scores[kQuarters][Layout::kRows][Layout::kPitch];
@@ -78,7 +78,7 @@ struct SoftmaxRow {
         add_scores(element, block, s, x, token, masked, present, scale_log2);
     }
 
-    // The same of scores that have been loaded.
+    // add_scores for scores that are already loaded.
     template <class Element, class Block>
     MLA_DEVICE void add_scores(Element, const Block& block, SoftmaxSlots<Layout>& s, Scores& x, i32 token, bool masked,
                                u32 present, float scale_log2) {

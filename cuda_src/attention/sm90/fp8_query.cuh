@@ -5,7 +5,7 @@
 #include "ptx/copy.cuh"
 
 namespace mla::attention::sm90 {
-// Where chunk `at` of a row lies in the operand: RoPE columns are a half SW128 tile.
+// Place of chunk `at` of a row in the operand: RoPE columns are half an SW128 tile.
 struct Fp8QueryPlace {
     static constexpr u32 kTermBytes = kFp8QueryBytes;
 
@@ -31,7 +31,7 @@ struct Fp8QueryLoad {
 
     const Block& block;
     i32 first, lane;  // of the block's rows: the warp's first one
-    // Of row lane % kOfWarp of the warp: its memory, null if the block has no such row, and the factor of its scores.
+    // For row lane % kOfWarp of the warp: its memory, null if the block has no such row, and the factor of its scores.
     const Stored* from;
     float factor;
     bool aligned;

@@ -72,7 +72,7 @@ MLA_DEVICE void for_each_nonfinite(const RowBlock<kRows, Work>& block, const Wor
     }
 }
 
-// The same, added to the stored results.
+// Adds them to the results already stored.
 template <class Element, i32 kColumns, i32 kRows, class Work>
 MLA_DEVICE void fixup_nonfinite(const RowBlock<kRows, Work>& block, const WorkItem& item, i32 first_column,
                                 i32 thread) {

@@ -8,7 +8,7 @@
 
 namespace mla::attention::sm90 {
 constexpr i32 kRaisedWeightsLog2 = 7;
-// Of weights of this format: bf16 has no need of it.
+// log2 of the factor for weights of this format; bf16 needs none.
 template <class Weights>
 constexpr i32 kRaisedWeights = kSameFormat<Weights, float16> ? kRaisedWeightsLog2 : 0;
 }  // namespace mla::attention::sm90

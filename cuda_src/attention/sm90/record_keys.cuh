@@ -11,8 +11,8 @@
 
 namespace mla::attention::sm90 {
 // ---- Two records in one tile -----------------------------------------------------------------------------------
-// Sparse decode's second cache may have the compact record. The address of such a row, and that of its scales, which
-// are multiples of 16, have a one in the lowest bit.
+// Sparse decode's second cache may hold compact records. Addresses of rows and of scales are multiples of 16; the
+// lowest bit marks a compact row.
 struct v41_mixed : v41 {};
 
 template <class Record>
@@ -40,8 +40,8 @@ MLA_DEVICE uint4 unpacked_piece(const uint4& bytes, bool compact, i32 lane) {
 }
 
 // ---- Formats ---------------------------------------------------------------------------------------------------
-// Scales of v4 are powers of two: a latent is exact in either 16-bit format. Those of v32 may be any number, and f16
-// rounds the product eight times finer than bf16. RoPE columns have the format of the queries: bf16 as stored.
+// v4 scales are powers of two, so a latent is exact in either 16-bit format. v32 scales are arbitrary, and f16 rounds
+// the product eight times finer than bf16. RoPE columns use the format of the queries: bf16 as stored.
 template <class Record, class Element>
 struct KeyFormats {
     using Latent = Element;
@@ -96,14 +96,14 @@ struct TileWalk : Work::HeldItem {
         return true;
     }
 
-    // What `query_row` of Tokens knows the item by.
+    // The item's index for `query_row` of Tokens.
     MLA_DEVICE i32 queries() const {
         if constexpr (Work::kForms) return walk.group - 1;
         return this->request;
     }
 };
 
-// The same, with less to remember.
+// The walk with fewer registers.
 template <class Work>
 struct SlimTileWalk {
     SchedulePoint end;
@@ -163,8 +163,7 @@ struct SlimTileWalk {
 // ---- Rows ------------------------------------------------------------------------------------------------------
 // Lane 4 g + c of a warp has bytes [16 c, 16 c + 16) of each piece of row g.
 
-// Where those of a piece are. Odd rows have the halves of RoPE swapped: eight lanes then store to eight different
-// banks.
+// Address of a piece. Odd rows have the halves of RoPE swapped, so that eight lanes store to eight different banks.
 template <class Record>
 MLA_DEVICE const u8* piece_address(const u8* row, i32 piece, i32 lane) {
     if constexpr (kMixed<Record>) {
@@ -180,17 +179,17 @@ MLA_DEVICE const u8* piece_address(const u8* row, i32 piece, i32 lane) {
     return row + at + lane % kPieceLanes * 16;
 }
 
-// Those of a piece; zeros where there is no row.
+// The codes of a piece; zeros for an absent row.
 template <class Record>
 MLA_DEVICE uint4 load_piece(const TokenBytes& token, i32 piece, i32 lane) {
     return ld_global_16(piece_address<Record>(token.data, piece, lane), token.data != nullptr);
 }
 
-// Whether RoPE columns have scales, as the latent ones do.
+// RoPE columns have scales, like the latent columns.
 template <class Record>
 constexpr bool kScaledRope = kSame<Record, v41> || kMixed<Record>;
 
-// Whether the scales of a row lie elsewhere than the row.
+// The scales of a row lie apart from the row.
 template <class Record>
 constexpr bool kScalesApart = Record::kScale == kScaleE8m0;
 
@@ -239,7 +238,7 @@ struct LaneScales<v4> {
     MLA_DEVICE float of_lane(i32 number) const { return e8m0_value(codes >> 8 * number & 0xff); }
 };
 
-// Each lane has four of sixteen, those of two pieces: a piece's are of its first two and its last two lanes.
+// Each lane holds four of sixteen scales, two pieces' worth: a piece's scales are in its first two and last two lanes.
 template <>
 struct LaneScales<v41> {
     u32 codes;
@@ -258,13 +257,13 @@ struct LaneScales<v41> {
     }
 };
 
-// The same, or of a compact row eight of 32: four of each of two pieces, one for each lane.
+// Scales of a wide row, or eight of the 32 of a compact row: four of each of two pieces, one per lane.
 struct MixedRow {
     uint4 low, high;
 };
 template <>
 struct LaneScales<v41_mixed> {
-    u32 even, odd;  // of a compact row those of its two pieces; else all are in the first
+    u32 even, odd;  // a compact row's two pieces; a wide row uses only the first
     bool compact;
 
     MLA_DEVICE static LaneScales of_words(const u32* words, bool compact, i32 lane) {
@@ -289,7 +288,7 @@ struct LaneScales<fp8> {
     MLA_DEVICE static LaneScales load(const TokenBytes&, i32) { return {}; }
 };
 
-// The same as pairs of 16-bit elements, for packed products.
+// The scales as pairs of 16-bit elements, for packed products.
 template <class Record, class Latent>
 struct RowScales {
     static constexpr i32 kOfLane = Record::kScale == kScaleFloat32 ? 1 : 2;
@@ -304,14 +303,14 @@ struct RowScales {
         }
     }
 
-    // By all lanes of the warp.
+    // Called by all lanes of the warp.
     MLA_DEVICE u32 of_piece(i32 piece, i32 lane) const {
         const i32 group = piece / kGroupPieces, owner = (lane & ~(kPieceLanes - 1)) | group / kOfLane;
         return __shfl_sync(kFullWarp, pair[group % kOfLane], owner);
     }
 };
 
-// The same where each lane has all scales of its row: no shuffles.
+// Scales where each lane holds all of its row: no shuffles.
 template <class Record, class Latent>
 struct WholeRowScales {
     typename LaneScales<Record>::OfRow row;
@@ -377,7 +376,7 @@ MLA_DEVICE u32 e4m3_pair(bfloat16, u32 codes) {
     return cvt_x2(bfloat16{}, x.x, x.y);
 }
 
-// Those times their scale.
+// The codes times their scale.
 template <i32 kPair, bool kUnshifted, class Latent>
 MLA_DEVICE u32 dequantise(Latent, u32 codes, u32 scale) {
     return mul_x2(Latent{}, e4m3_pair<kPair, kUnshifted>(Latent{}, codes), scale);

@@ -28,7 +28,7 @@ namespace mla::attention::sm90 {
 struct FoundTile {
     static constexpr u32 kRows = 0xffff, kFirst = 1u << 16, kLast = 1u << 17;
     u32 bits;   // which of the warp's rows are there, and two more
-    i32 query;  // whose rows are stored after the tile, or kNoQuery
+    i32 query;  // the query to store after the tile, or kNoQuery
 
     MLA_DEVICE bool first() const { return bits & kFirst; }  // of its work item: in stage 0
     MLA_DEVICE bool last() const { return bits & kLast; }    // of the split
@@ -69,12 +69,12 @@ struct SeesawRecords : RecordTile<TokenRecord_> {
     static constexpr bool kFencedByConsumers = true;
     static constexpr i32 kResidentSwTile = kNothingResident;
 
-    // Queries beside keys of another format have been multiplied by a power of two each, see store_query_row of
-    // attention/sm90/record_query.cuh; the inverses are `q_factors`.
+    // Queries whose keys have another format are multiplied by a power of two each, see store_query_row of
+    // attention/sm90/record_query.cuh; `q_factors` holds the inverses.
     static constexpr bool kScaledQueries = !kSameFormat<Element, Latent>;
     static constexpr i32 kRaisedLog2 = kRaisedWeights<Latent>;
 
-    // Over pages, scouts walk on while scales come, and ask for those of "v4" a tile ahead. Over lists of slots its
+    // Over pages, scouts walk on while scales arrive, and request v4's scales a tile ahead. Over lists of slots that
     // build would spill 16 bytes.
     static constexpr bool kScoutsWalkOn = Tokens::kMasked;
 
@@ -248,7 +248,7 @@ struct Scout {
     }
 };
 
-// What a scout says about the tile that it has found, once it has the next one.
+// A scout's result for a tile, kept until it has found the next one.
 template <class Walk>
 struct TileBefore {
     u32 bits = 0;
@@ -333,7 +333,7 @@ struct PieceOrder {
     }
 };
 
-// Scales that stay in shared memory, where registers are short: those of one of two records.
+// Scales read from shared memory, for kernels short of registers: mixed records.
 template <class Latent>
 struct StoredScales {
     const u8* row;
@@ -374,7 +374,7 @@ struct Dequantiser {
     // A lane's first row of each tile.
     MLA_DEVICE i32 row0() const { return warp * kRowsOfWarp + lane / kPieceLanes; }
 
-    // Where the lane's bytes of its row r begin; tagged, of a compact row.
+    // Address of the lane's bytes of its row r; tagged if the row is compact.
     MLA_DEVICE const u8* bytes_of_row(i32 r) const {
         if constexpr (kOfTwo) {
             const u8* from = block.s.extra.rows[row0() + r * kRowStep];
@@ -471,9 +471,9 @@ struct Dequantiser {
         release(s.q_full, lane);
     }
 
-    // Stores pieces [begin, end) of a tile, and refills their registers with those of the next tile. The loads come
-    // after the warp's barrier, which keeps the compiler from moving them up: they would need other registers, and be
-    // waited for when they are copied back.
+    // Stores pieces [begin, end) of a tile, and refills their registers from the next tile. The loads come after the
+    // warp's barrier, which keeps the compiler from moving them up: there they would need other registers, and the copy
+    // back would wait for them.
     template <i32 kBegin, i32 kEnd>
     MLA_DEVICE void store_pieces(u8* tile, uint4 (&held)[Pieces::kOfTile], const Scales (&scales)[kRowsOfLane],
                                  const u8* const (&next)[kRowsOfLane]) const {
@@ -632,7 +632,7 @@ MLA_DEVICE void run_seesaw_records(const DecodeParams& p, u8* smem) {
 }
 }  // namespace mla::attention::sm90
 
-// What a kernel of these roles tells the host, beside the layout of its parameters.
+// Facts of a kernel with these roles, in addition to the layout of its parameters.
 #define MLA_SEESAW_RECORDS_FACTS(C)                                       \
     MLA_FACT(threads, mla::attention::sm90::kSeesawThreads);              \
     MLA_FACT(smem_bytes, sizeof(mla::attention::sm90::RecordStorage<C>)); \

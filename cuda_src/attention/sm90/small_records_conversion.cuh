@@ -53,7 +53,7 @@ struct DequantWarp {
         q_stage = (q_stage + 1) % C::kStagesQ;
     }
 
-    // Where a piece of the lane's row lies as it was loaded, if rows come through shared memory.
+    // Place of a raw piece of the lane's row, if rows come through shared memory.
     MLA_DEVICE u8* raw(i32 piece) const { return block.s.rows.bytes[warp][piece] + lane * 16; }
 
     template <class Scales>

@@ -35,7 +35,7 @@ MLA_DEVICE u64 score(SmallStorage<C>& s, SmallMath<C>& math, i32 thread) {
         }
     }
     wgmma_commit_group();
-    // What comes next is read while the products are on their way.
+    // Reads the next operands while the matmuls are in flight.
     constexpr bool kScaled = !kSameFormat<typename C::Element, typename C::Latent>;
     HeadValues<C::kBlockRows> factors;
 #pragma unroll
@@ -49,7 +49,7 @@ MLA_DEVICE u64 score(SmallStorage<C>& s, SmallMath<C>& math, i32 thread) {
     return present;
 }
 
-// What HeadState::move_max does, of raised weights.
+// HeadState::move_max for raised weights.
 template <i32 kRaisedLog2, i32 kHeads>
 MLA_DEVICE HeadValues<kHeads> move_raised_max(HeadState<kHeads>& heads, const float (&warps)[kWarpgroupWarps][kHeads],
                                               float scale_log2, i32 thread) {
@@ -67,7 +67,7 @@ MLA_DEVICE HeadValues<kHeads> move_raised_max(HeadState<kHeads>& heads, const fl
     return scale;
 }
 
-// The same steps as update_maxima's.
+// Same steps as update_maxima.
 template <class C>
 MLA_DEVICE void update_raised_maxima(SmallMath<C>& math, float (&warps)[kWarpgroupWarps][C::kBlockRows],
                                      float scale_log2, i32 barrier, i32 thread) {
@@ -184,9 +184,9 @@ MLA_DEVICE void process_tile(SmallBlock<C>& block, SmallMath<C>& math, const Wor
     if (C::kMathGroups == 1) math.stage ^= 1;
 }
 
-// Where the second math warpgroup leaves its part of a work item: in the memory of stage 1, whose last tile it has
-// therefore not released. A thread's maxima, sums and largest scores, then its columns; the thread of the first
-// warpgroup with the same number has the same heads and columns.
+// The second math warpgroup's part of a work item. It lies in the memory of stage 1, whose last tile that warpgroup has
+// therefore not released. Per thread: maxima, sums and largest scores, then its columns. The thread of the first
+// warpgroup with the same number holds the same heads and columns.
 template <class C>
 struct MathPart {
     static constexpr i32 kHeads = kHeadsOfThread<C::kBlockRows>;
@@ -249,7 +249,7 @@ MLA_DEVICE void add_part(SmallStorage<C>& s, SmallMath<C>& math, i32 thread) {
     }
 }
 
-// By both math warpgroups: the first one has the whole item afterwards. `has_part`: the second one had a tile.
+// Called by both math warpgroups; the first one holds the whole item afterwards. `has_part`: the second one had a tile.
 template <class C>
 MLA_DEVICE void merge_parts(SmallStorage<C>& s, SmallMath<C>& math, bool has_part, i32 thread) {
     if (math.group > 0 && has_part) leave_part(s, math, thread);

@@ -43,7 +43,7 @@ struct SmallRecords : RecordTile<TokenRecord_> {
     static_assert(kMathGroups * kRegsMath + 2 * kRegsDequant + (kScouted ? kRegsScout : 0) <=
                       kWarpgroups * kRegsAtEntry,
                   "registers of the block");
-    // Where rows are staged, there is room for 32 query rows once.
+    // Staged rows leave room for one stage of 32 query rows.
     static constexpr i32 kStagesQ = kStaged ? 1 : 2;
     // Tiles, and query rows with them, are written by ordinary stores and read by WGMMA. The fence between the two
     // makes a dequantising warp wait for its loads, so the mathematics have it where that is faster. PERF(H200,
@@ -90,7 +90,7 @@ struct RawRows {
 template <>
 struct RawRows<0> {};
 
-// What the scouts have found out about a tile.
+// A scout's results for a tile.
 constexpr i32 kScoutStages = 4;
 constexpr i32 kNoQuery = -1, kNoTile = -2;
 
@@ -125,7 +125,7 @@ struct SmallStorage {
     MBarrier q_empty[C::kStagesQ];
 };
 
-// What the dequantising warps know of a block on Blackwell, whose sums are in tensor memory.
+// State shared by the dequantising warps on Blackwell, whose sums are in tensor memory.
 template <class C>
 struct SmallStorage<C, true> {
     // The ninth SW128 tile of a stage has the RoPE columns of the wider record until they are scored, then P.
@@ -147,7 +147,7 @@ struct SmallBlock : RowBlock<C::kBlockRows, typename MaskedWork<C::kTree, typena
     MLA_DEVICE SmallBlock(const DecodeParams& p, SmallStorage<C>& s) : Rows(p), s(s) {}
 };
 
-// By one thread, before the block's first barrier.
+// Called by one thread, before the block's first barrier.
 template <class C>
 MLA_DEVICE void init_storage(SmallStorage<C>& s) {
     for (i32 stage = 0; stage < kStagesKV; ++stage) {
@@ -159,7 +159,7 @@ MLA_DEVICE void init_storage(SmallStorage<C>& s) {
 }
 
 // ---- Tiles of a split ------------------------------------------------------------------------------------------
-// A tile of whose tokens the places have been asked for.
+// A tile with requested token addresses.
 template <class C>
 struct ListedTile {
     bool exists;
