@@ -1,5 +1,5 @@
-// Masks of a tile whose products have swapped operands, S^T = K Q^T, in dense decode: a thread has the scores in the
-// fragments of attention/head_softmax.cuh.
+// Masks of a tile in dense decode with swapped operands, S^T = K Q^T: a thread's scores are in the fragments of
+// attention/head_softmax.cuh.
 #pragma once
 #include "attention/head_softmax.cuh"
 #include "attention/sm90/tile.cuh"

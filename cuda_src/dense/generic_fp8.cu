@@ -50,7 +50,7 @@ struct Sums {
     float out[kColumnsPerLane] = {};  // of columns lane, lane + 32, ...
 };
 
-// Of a query, which sees the first `seen` keys.
+// Attends with a query that sees the first `seen` keys.
 MLA_DEVICE Sums attend(const PrefillFp8Params& p, const QueryTile& tile, i32 seen, const float* query, i32 kv_head,
                        float scale_log2, i32 lane) {
     Sums sums;

@@ -1,7 +1,7 @@
-// Masks of dense attention: which of its sequence's keys a query sees. All heads share them.
+// Masks of dense attention: the keys of its sequence that a query sees. All heads share them.
 //
 // Bit j % 8 of byte j / 8 of a query's row is key j, counted from the first of its sequence; keys beyond the row are
-// hidden. Rows begin at multiples of 16 bytes, and have as many.
+// hidden. Rows begin at multiples of 16 bytes and are padded to such a multiple.
 #pragma once
 #include "dense/params.cuh"
 #include "ptx/load.cuh"

@@ -72,7 +72,7 @@ struct Keys {
     u8 v[kTileKeys][kPanelsV * kPanelBytes];
 };
 
-// What a thread of one group sends to the same thread of the other.
+// Sums that a thread of one group sends to the same thread of the other.
 struct Share {
     float4 out[kOut / 4][kThreads], rows[kThreads];
 };
@@ -123,7 +123,7 @@ struct Math {
     // Read anew: what follows from them is not worth registers across the loop.
     MLA_DEVICE static i32 lane() { return own_lane(); }
     MLA_DEVICE i32 thread() const { return warp * kWarpThreads + lane(); }  // of the group
-    // Of the block's queries, the first one of the thread in tile t of 16 rows; the other is eight further on.
+    // The thread's first query of the block in tile t of 16 rows; its other one is eight further on.
     MLA_DEVICE i32 row(i32 t, i32 lane) const { return warp * kWarpRows + t * kMmaRows + lane / 4; }
 };
 
@@ -135,7 +135,7 @@ struct Rows {
     i64 stride, last_stride;
 };
 
-// `rows` rows, zeros from `present` on, by as many threads as copy kStep rows at once.
+// Copies `rows` rows, zeros from `present` on; the threads copy kStep rows at once.
 template <i32 kPanels, i32 kCopiedPanels, i32 kStep, i32 kCount>
 MLA_DEVICE void copy_rows(SmemAddr to, const Rows& from, i32 row, i32 present) {
 #pragma unroll
@@ -150,7 +150,7 @@ MLA_DEVICE void copy_rows(SmemAddr to, const Rows& from, i32 row, i32 present) {
     }
 }
 
-// By all threads of the block. Rows past the last query are zeros.
+// Called by all threads of the block. Rows past the last query are zeros.
 MLA_DEVICE void load_queries(const PrefillParams& p, Storage& s) {
     constexpr i32 kStep = kThreads / kPanelChunks;
     const i32 row = threadIdx.x / kPanelChunks, chunk = threadIdx.x % kPanelChunks;

@@ -33,7 +33,7 @@ struct PrefillParams {
     i32 s_q, s_kv, h_q, h_kv;
     i32 q_rope_column, k_rope_column;  // where the last columns begin in their array: 0, or d_qk - kRopeColumns
     i32 k_rope_heads;                  // 1, or h_kv
-    i32 heads_at_once;                 // whose keys and values are walked together, so that they stay in L2
+    i32 heads_at_once;                 // heads whose keys and values are walked together, so that they stay in L2
     i32 state_is_fp32, out_is_fp32;
     i32 mask_bytes;  // of a row; keys beyond are hidden
     i32 causal;      // read where there is no schedule

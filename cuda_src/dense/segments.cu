@@ -1,10 +1,10 @@
-// Starts of packed sequences by the ids of their tokens: those of queries and of keys, for dense/schedule.cu.
+// Starts of packed sequences, from the segment ids of queries and keys, for dense/schedule.cu.
 //
-// Tokens of one id lie together; 0 and below is padding. Segment n of the queries is sequence 3 n + 2, with the keys of
-// the same id. Before it come the padding before its queries, which has no keys, and what lies before its keys, which
-// has no queries.
+// Tokens of one id are contiguous; ids of 0 and below are padding. Segment n of the queries is sequence 3 n + 2, with
+// the keys of the same id. The two sequences before it are the padding before its queries, without keys, and the keys
+// before its own, without queries.
 //
-// Grid: one block. Ids are hostile: whatever they are, starts never go down, and nothing is written elsewhere.
+// Grid: one block. Ids are hostile: whatever they are, starts never decrease, and all writes stay inside the arrays.
 #include "common/facts.cuh"
 #include "ptx/control.cuh"
 #include "tile/warp.cuh"
@@ -110,7 +110,7 @@ struct Starts {
     MLA_DEVICE void put(i32 at, i32 start) const { starts[at * stride] = start; }
 };
 
-// Where a segment begins and ends, once no earlier one ends behind it; by one warp, 32 segments at a time.
+// Start and end of a segment, at or after the end of every earlier one; by one warp, 32 segments at a time.
 struct Side {
     i32 before, begin, end;
 

@@ -5,18 +5,18 @@
 //   l = sum of P,  O = P V       P stays in registers
 //   out = O / l,   lse = ln 2 (m + log2 l),   merged with an earlier state
 //
-// Grid: one block per SM, which takes work items, tiles of 128 queries of a head, in the order of dense/tiles.cuh.
-// Each math warpgroup has 64 of the queries and all keys, from the last tile to the first, so that the tiles that need
-// a mask come first. The scores of a tile are computed beside the product of the tile before with its values:
+// Grid: one block per SM, which takes work items, tiles of 128 queries of a head, in the order of dense/tiles.cuh. Each
+// math warpgroup has 64 of the queries and all keys, from the last tile to the first, so that the tiles that need a
+// mask come first. The scores of a tile overlap with the previous tile's product with its values:
 //
 //   math_0  | Q K2 | softmax 2 | Q K1, P2 V2 | softmax 1 | Q K0, P1 V1 | softmax 0 | P0 V0 | store, next Q ...
 //   math_1         | Q K2 | softmax 2  | Q K1, P2 V2 | softmax 1   | Q K0, P1 V1 | softmax 0 | P0 V0 | ...
 //   load    K2 V2 Q  K1                  K0 V1                V0      next item: K V Q ...
-//   clean   V2: what not every query sees becomes finite
+//   clean   V2: values that not every query sees become finite
 //
-// The warpgroups take turns with issuing their products, so that one has its exponentials while the other has the
-// tensor cores. Operands come as they lie: the last 64 columns of queries and keys have tensor maps of their own, and
-// rows may be apart as in the output of a projection that makes keys and values at once.
+// The warpgroups take turns issuing their matmuls, so that one computes exponentials while the other uses the tensor
+// cores. Operands need no copies: the last 64 columns of queries and keys have tensor maps of their own, and rows may
+// have the stride of a projection that makes keys and values at once.
 //
 // Source: FlashAttention-3's schedule (2024). Here: operands in pieces, tiles that end with their sequence, the merge.
 #include "attention/online_softmax.cuh"
@@ -45,7 +45,7 @@ namespace mla::dense {
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = MLA_DTYPE;
 constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK, kHeadDimV = MLA_HEAD_DIM_V;
-constexpr i32 kTileKeys = MLA_TILE_KEYS;  // as many as fit twice
+constexpr i32 kTileKeys = MLA_TILE_KEYS;  // the largest size that fits twice
 constexpr bool kHasMask = MLA_HAS_MASK;
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
@@ -68,8 +68,8 @@ constexpr i32 kPanelsQk = kHeadDimQk / kSw128Columns, kPanelsV = kHeadDimV / kSw
 constexpr u32 kQueryPanelBytes = kTileQueries * kSw128RowBytes, kKeyPanelBytes = kTileKeys * kSw128RowBytes;
 constexpr i32 kScores = kTileKeys / 2, kOut = kHeadDimV / 2;  // of a thread
 constexpr i32 kKeySteps = kTileKeys / kMmaK;
-// Whether math threads hold the queries' last panel in registers, if those suffice: its products then read nothing but
-// keys from shared memory.
+// With enough registers, math threads hold the queries' last panel: its products then read only keys from shared
+// memory.
 constexpr bool kHoldsPanel = kHeadDimV <= 128 && !kHasMask;
 constexpr i32 kSharedPanels = kPanelsQk - kHoldsPanel;
 static_assert(kTileQueries == kMathWarpgroups * kSw128Rows, "64 queries per warpgroup");
@@ -98,12 +98,12 @@ struct WorkSlot {
     i32 nonfinite;
 };
 
-// Of builds with a mask, for each slot: ...
+// In builds with a mask, for each slot: ...
 struct Repeats {
     alignas(u64) u8 wanted[kWorkSlots][kMathWarps];  // ... whether a warp wants its item again, ...
     bool again[kWorkSlots];                          // ... and whether it comes again
 
-    // By all warps.
+    // All warps' flags of a slot, as one word.
     MLA_DEVICE u64& wanted_by_any(i32 slot) { return *reinterpret_cast<u64*>(wanted[slot]); }
 };
 
@@ -154,7 +154,7 @@ struct Maps {
     RowSource q, k, v;
 };
 
-// As that of a schedule.
+// Work item from the tile order, without a schedule.
 MLA_DEVICE i32 find_item(const PrefillParams& p, i32 index, const OneSequence& one, QueryTile& tile, QueryTile& slot) {
     if (index >= one.all_tiles * p.h_q) return -1;
     const WorkItem item = work_item(p, index, one.all_tiles);
@@ -173,8 +173,8 @@ struct Loader {
 
     MLA_DEVICE bool wants_repeat(i32 slot) { return s.repeats.wanted_by_any(slot) != 0 && !s.repeats.again[slot]; }
 
-    // Whether the next slot has an item that must come again; or, with no other work left, the slot before it, whose
-    // item then moves.
+    // Returns true if the next slot has an item that must come again; or, with no other work left, the slot before it,
+    // whose item then moves.
     MLA_DEVICE bool repeats(bool no_work) {
         const i32 slot = work.stage, other = work.before();
         static_assert(kWorkSlots == 2, "there is one other slot");
@@ -212,7 +212,8 @@ struct Loader {
         return head;
     }
 
-    // Each warpgroup's on their own: those of the first come while the second is busy with the item before.
+    // Loads each warpgroup's queries separately: the first ones arrive while the second warpgroup works on the last
+    // item.
     MLA_DEVICE void load_queries(const QueryTile& tile, i32 head) {
 #pragma unroll
         for (i32 half = 0; half < kMathWarpgroups; ++half) {
@@ -257,7 +258,7 @@ struct Loader {
     }
 };
 
-// By one thread.
+// Called by one thread.
 MLA_DEVICE void run_load_role(const PrefillParams& p, Storage& s, const Maps& maps) {
     Loader loader{p, s, maps, {}, {}, {}, {}};
     const bool scheduled = p.schedule != nullptr;
@@ -387,7 +388,7 @@ struct Cleaner {
         stage = (stage + 1) % kStages;
     }
 
-    // Of the item before.
+    // Recomputes rows of the last item with huge scores.
     MLA_DEVICE void redo_huge_rows() {
         const i32 before = work.before();
         mbarrier_wait(s.work_done[before], work.ring.empty_parity(before));
@@ -405,7 +406,7 @@ struct Cleaner {
         for (i32 i = keys.count - 1; i >= keys.whole; --i) clean(slot, i, trusted);
     }
 
-    // Of tiles whose values need no care.
+    // Passes on tiles whose values need no cleaning.
     MLA_DEVICE void pass_whole_tiles(const WorkSlot& slot) {
         const KeyTiles<kTileKeys> keys(slot.tile, comes_again(s, work.stage));
 #pragma unroll 1
@@ -569,7 +570,7 @@ MLA_DEVICE void first_step(const PrefillParams& p, Storage& s, Math& math, const
     pack_weights(math);
 }
 
-// The scores of a tile of keys, beside the values of the tile before it.
+// Computes the scores of a tile of keys, and overlaps the values of the previous one.
 template <bool kEnds>
 MLA_DEVICE void step(const PrefillParams& p, Storage& s, Math& math, const QueryTile& tile, i32 keys) {
     math.k.wait_full(s.k_full);
@@ -591,7 +592,7 @@ MLA_DEVICE void step(const PrefillParams& p, Storage& s, Math& math, const Query
     attention::rescale(math.out, scale);
 }
 
-// Of a tile that only the other warpgroup sees.
+// Skips a tile that only the other warpgroup sees.
 MLA_DEVICE void skip_keys(Storage& s, Math& math) {
     math.k.wait_full(s.k_full);
     take_turn<Turn0>(math.warpgroup);
@@ -655,8 +656,8 @@ MLA_DEVICE void add_nonfinite(const PrefillParams& p, Storage& s, Math& math, co
     }
 }
 
-// Of builds with a mask: whether the warp stores no result now. The first time that is where a sum is not finite: then
-// it wants the item again, and stores the second time.
+// In builds with a mask: true if the warp stores no result now. On the first pass that happens if a sum is not finite;
+// the warp then asks for the item again, and stores on the second pass.
 MLA_DEVICE bool stores_nothing(Storage& s, const Math& math, const QueryTile& tile) {
     u8& wanted = s.repeats.wanted[math.work.stage][math.warpgroup * kWarpgroupWarps + math.thread / kWarpThreads];
     if (__any_sync(kFullWarp, s.repeats.again[math.work.stage])) return !__any_sync(kFullWarp, wanted);

@@ -39,7 +39,7 @@ static_assert(!kWeightStationary || kElementBytes == 2, "no kernel multiplies e4
 // issue   4..7     40    warp 4: allocates; one thread of it multiplies
 constexpr i32 kThreads = 2 * kWarpgroupThreads;
 constexpr i32 kRegistersAtLaunch = 128;
-// So many blocks per SM that setmaxnreg has something to do.
+// Enough blocks per SM for setmaxnreg to have an effect.
 constexpr i32 kBlocksForRegisters = kRegsOfSm / kRegistersAtLaunch / kThreads;
 constexpr i32 kIssueWarp = 4;
 constexpr i32 kRegsRead = 152, kRegsIssue = 40;

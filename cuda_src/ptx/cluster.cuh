@@ -16,7 +16,7 @@ MLA_DEVICE u32 cluster_rank() {
     return rank;
 }
 
-// The same address in the block of that rank.
+// The address `here` in the block of that rank.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-mapa
 MLA_DEVICE ClusterAddr map_to_rank(SmemAddr here, u32 rank) {
     ClusterAddr remote;

@@ -67,8 +67,8 @@ MLA_DEVICE SmemAddr held(SmemAddr address) {
     return SmemAddr{(u32)value};
 }
 
-// The same shared memory, with its address in a register for good: the compiler would read where the block's window
-// begins from a special register again and again, in the loops, too, and wait for it.
+// Shared memory with its address pinned in a register. Otherwise the compiler rereads the start of the block's window
+// from a special register, in the loops, too, and waits for it.
 MLA_DEVICE void* held_shared(void* memory) {
     i32 address = (i32)__cvta_generic_to_shared(memory);
     opaque(address);

@@ -62,7 +62,7 @@ MLA_DEVICE u32 max_x2(float16, u32 a, u32 b) {
     return larger;
 }
 
-// The larger magnitude of each half, NaN if one of the two is; the sign is that of their product (sm_86 and later).
+// The larger magnitude of each half, NaN if one of the two is; the sign is the sign of their product (sm_86 and later).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#half-precision-floating-point-instructions-max
 MLA_DEVICE u32 max_abs_x2(float16, u32 a, u32 b) {
     u32 larger;

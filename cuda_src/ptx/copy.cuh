@@ -85,7 +85,7 @@ MLA_DEVICE void cp_async_16(SmemAddr to, const void* from, bool present) {
                  : "memory");
 }
 
-// The same if `due`, without a branch, which products could not be moved past.
+// Copies if `due`. Branch-free, so that the compiler can move products past it.
 MLA_DEVICE void cp_async_16_if(bool due, SmemAddr to, const void* from, bool present) {
     asm volatile(
         "{\n .reg .pred due;\n"
@@ -95,7 +95,7 @@ MLA_DEVICE void cp_async_16_if(bool due, SmemAddr to, const void* from, bool pre
         : "memory");
 }
 
-// The same of 4 or 8 bytes.
+// Copies 4, 8 or 16 bytes.
 template <i32 kBytes>
 MLA_DEVICE void cp_async(SmemAddr to, const void* from, bool present) {
     if constexpr (kBytes == 16) return cp_async_16(to, from, present);
@@ -104,7 +104,7 @@ MLA_DEVICE void cp_async(SmemAddr to, const void* from, bool present) {
                  : "memory");
 }
 
-// The same with an L2 policy; an L2 miss fetches kFetchBytes.
+// Copies with an L2 policy; an L2 miss fetches kFetchBytes.
 template <i32 kFetchBytes>
 MLA_DEVICE void cp_async_16(SmemAddr to, const void* from, bool present, u64 l2_policy) {
     static_assert(kFetchBytes == 128 || kFetchBytes == 256, "128 or 256 bytes");

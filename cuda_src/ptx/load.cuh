@@ -23,7 +23,7 @@ MLA_DEVICE uint4 ld_global_16(const void* from, bool present) {
     return x;
 }
 
-// The same of 8 bytes.
+// Loads 8 bytes.
 MLA_DEVICE uint2 ld_global_8(const void* from, bool present) {
     uint2 x = make_uint2(0, 0);
     asm volatile(
@@ -34,7 +34,7 @@ MLA_DEVICE uint2 ld_global_8(const void* from, bool present) {
     return x;
 }
 
-// The same of 4 bytes.
+// Loads 4 bytes.
 MLA_DEVICE u32 ld_global_4(const void* from, bool present) {
     u32 x = 0;
     asm volatile(
@@ -45,7 +45,7 @@ MLA_DEVICE u32 ld_global_4(const void* from, bool present) {
     return x;
 }
 
-// The same, from L2 past L1, which would keep what an earlier kernel is yet to change.
+// Loads 4 bytes from L2. L1 might hold data that an earlier kernel has yet to change.
 MLA_DEVICE u32 ld_global_l2_4(const void* from, bool present) {
     u32 x = 0;
     asm volatile(

@@ -17,10 +17,10 @@ MLA_DEVICE u32 next_record() {
     return index;
 }
 
-// A record of 16 bytes at the register's index, if that is below `limit`: the clock now, that of before, and a number.
-// Then adds `step` to the index, up to `kMost`. No branches: predicates, also where lanes differ. Nothing is computed
-// of clocks: of a difference ptxas reads the first one by S2UR, which takes longer. Two stores want two registers
-// beside each other, one would want four.
+// Stores a record of 16 bytes at the register's index, if that is below `limit`: the clock now, the earlier clock, and
+// a number. Then adds `step` to the index, up to `kMost`. Predicates instead of branches, also where lanes differ.
+// Clocks are not subtracted: ptxas would read the first one by S2UR, which is slower. Two stores need two adjacent
+// registers, one store would need four.
 template <u32 kMost>
 MLA_DEVICE void store_record(void* records, u32 begin, u32 number, u32 limit, u32 step) {
     asm volatile(
@@ -42,8 +42,8 @@ MLA_DEVICE void store_record(void* records, u32 begin, u32 number, u32 limit, u3
         : "memory");
 }
 
-// The same record in two steps, before and after a wait: no register holds a clock meanwhile. Where math roles have
-// none left, WGMMA would be serialised otherwise.
+// Stores the record in two steps, before and after a wait: no register holds a clock meanwhile. Math roles have none
+// left, and WGMMA would be serialised.
 MLA_DEVICE void store_begin(void* records, u32 number, u32 limit) {
     asm volatile(
         "{\n"

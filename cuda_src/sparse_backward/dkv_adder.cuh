@@ -36,7 +36,7 @@ struct DkvAdder {
         }
     }
 
-    // The same without a condition; pairs on any GPU.
+    // Unconditional; pairs on any GPU.
     template <i32 kCount>
     MLA_DEVICE void add(float* to, i32 extractor, float (&x)[kCount]) const {
         static_assert(kCount == 2 || kCount == 4, "8 or 16 bytes");

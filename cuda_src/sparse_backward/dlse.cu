@@ -18,7 +18,7 @@ namespace mla::sparse_backward {
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 256;
-// log2 of the largest exp(total - lse) that is told apart. Little more and P is 0 in float32: no infinity may meet it.
+// log2 of the largest distinguishable exp(total - lse). Slightly more and P is 0 in float32: no infinity may meet it.
 constexpr float kMostShareLog2 = 100.f;
 
 // ---- Params ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// dQ of the queries whose lists were split: the sum of what the pieces have added up, in their order.
+// dQ of queries with split lists: the sum of the pieces' sums, in their order.
 //
 // Grid: x = heads of these queries. A thread has four neighbouring dims.
 #include "ptx/control.cuh"
@@ -12,7 +12,7 @@ using Element = MLA_DTYPE;
 constexpr i32 kThreadDims = 4;
 constexpr i32 kThreads =
     ceil_div(kMaxHeadDimQk / kThreadDims, kWarpThreads) * kWarpThreads;  // 160, of whom 16 are idle
-constexpr i32 kBatch = 8;                                                // pieces whose loads are in flight at once
+constexpr i32 kBatch = 8;                                                // pieces loaded at once
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct DqPiecesParams {

@@ -10,11 +10,11 @@
 //   weights  thread = pairs of (head, key)                                 P, dS -> shared memory
 //   dq       warp = all heads, 64 columns and 8 of RoPE                    sums stay in registers
 //   dkv      warp = all keys of the step, the same columns                 added to memory
-//   copies   one stage:  the next keys, once dq has read these, beside dkv
+//   copies   one stage:  the next keys, once dq has read these, during dkv
 //            two stages: the next keys, from the scores on
 //
-// A barrier of the block lies between the phases. P and dS are rounded to 16 bits; what 32 heads contribute to a key is
-// added to memory once.
+// A barrier of the block lies between the phases. P and dS are rounded to 16 bits; the contributions of 32 heads to a
+// key are added to memory once.
 #include "attention/shapes.cuh"
 #include "ptx/control.cuh"
 #include "ptx/copy.cuh"
@@ -80,9 +80,8 @@ struct Block {
     i32 head0, heads;  // of the call; `heads` of them are the block's
     i32 warp = uniform_warp(), lane = threadIdx.x % kWarpThreads;
 
-    // A head has no gradient if its lse is infinite, whatever its rows contain.
-    // The lane, of which the compiler does not know that it was the same in the phase before: addresses are made anew,
-    // since none is worth a register across the loop.
+    // The lane as a value that the compiler cannot match with the previous phase's: addresses are recomputed, since
+    // none is worth a register across the loop.
     MLA_DEVICE i32 opaque_lane() const {
         i32 same = lane;
         opaque(same);
@@ -161,7 +160,7 @@ struct KeyCopy {
 // ---- Scores ----------------------------------------------------------------------------------------------------
 template <i32 kColumns>
 constexpr i32 kPartSteps = kColumns / kMmaDepth / kHalves;
-// Fragments of q and dO that stay in registers: as many as there is room for.
+// Fragments of q and dO kept in registers, up to the number that fits.
 #if __CUDA_ARCH__ == 900
 constexpr i32 kMostHeldSteps = kDeterministic ? 16 : 18;
 #else
@@ -302,8 +301,8 @@ struct Dq {
     }
 };
 
-// Where a lane reads the first 16 of a warp's columns, transposed, of the first 16 rows. Further columns of the segment
-// are at the same address but for some bits.
+// Address of the first 16 of a warp's columns, transposed, of the first 16 rows. Further columns of the segment differ
+// in a few address bits.
 template <i32 kColumns>
 MLA_DEVICE SmemAddr columns_of(const Block& block, const u8* rows, i32 lane) {
     return smem_addr(rows) + offset<kColumns>(lane % 16, block.warp * kSegmentChunks + lane / 16);
@@ -327,7 +326,7 @@ MLA_DEVICE void load_weights(u32 (&a)[4], const u8* weights, i32 head, i32 key_s
     ldmatrix_x4(a, smem_addr(weights) + (u32)((head + lane % 16) * kWeightBytes + (2 * key_step + lane / 16) * 16));
 }
 
-// The same transposed: rows are keys.
+// Loads them transposed: rows are keys.
 MLA_DEVICE void load_weights_trans(u32 (&a)[4], const u8* weights, i32 head, i32 key_step, i32 lane) {
     const i32 row = head + lane / 16 * 8 + lane % 8, chunk = 2 * key_step + lane / 8 % 2;
     ldmatrix_x4_trans(a, smem_addr(weights) + (u32)(row * kWeightBytes + chunk * kChunkBytes));
@@ -446,8 +445,8 @@ MLA_DEVICE void add_heads(Group (&sums)[kKeySteps], i32 n, const u32 (&weights)[
     }
 }
 
-// Of 16 keys and 16 RoPE columns, so that a thread has four numbers of a row, as of the other columns. Of two warps one
-// has the first 16 of 32 keys, and the other one the second; or they take turns at 16.
+// 16 keys and 16 RoPE columns, so that a thread has four numbers of a row, as in the other columns. Two warps have the
+// first and the second 16 of 32 keys; with 16 keys they take turns.
 MLA_DEVICE void run_dkv_rope(const Block& block, const Adder& adder, i32 step, i32 lane) {
     const i32 key_step = (block.warp + step * (2 - kKeySteps)) % 2;
     if (key_step >= kKeySteps) return;

@@ -37,8 +37,8 @@ struct BackwardParams {
 // so that the quad's additions cover 64 bytes.
 MLA_DEVICE constexpr i32 dkv_position(i32 dim) { return dim / 16 * 16 + dim % 8 / 2 * 4 + dim % 16 / 8 * 2 + dim % 2; }
 
-// The same for the Blackwell kernel with transposed sums (sparse_backward/sm100.cu): a thread holds dims 8 apart, four
-// of them of 32, or two of 16 among the RoPE dims, and eight lanes cover 128 or 64 bytes of a row.
+// dkv_position for the Blackwell kernel with transposed sums (sparse_backward/sm100.cu): a thread holds dims 8 apart,
+// four of each 32, or two of 16 among the RoPE dims, and eight lanes cover 128 or 64 bytes of a row.
 MLA_DEVICE constexpr i32 dkv_position_sm100(i32 dim) {
     return dim < 512 ? dim / 32 * 32 + dim % 8 * 4 + dim % 32 / 8 : dim / 16 * 16 + dim % 8 * 2 + dim % 16 / 8;
 }

@@ -1,10 +1,10 @@
-// The roles of the sparse MLA backward on Blackwell: barriers, gather, order of the products, softmax. What lies where
-// in tensor memory, and hence which products there are and how their results are read, is a kernel's plan.
+// The roles of the sparse MLA backward on Blackwell: barriers, gather, order of the products, softmax. A kernel's plan
+// lays out tensor memory, and hence determines the products and how their results are read.
 //
 // A plan is a struct of constants and static functions, in the words of this file:
-//   Config                    what the kernel chooses
-//   kTiles                    dKV is made in so many tiles of its dims, each with its own columns of tensor memory
-//   kScores, key              how many elements of S, later of dP, a softmax thread holds; and the key of each
+//   Config                    configuration of the kernel
+//   kTiles                    number of dKV's tiles of dims, each with its own columns of tensor memory
+//   kScores, key              elements of S, later of dP, that a softmax thread holds; and the key of each
 //   Heads                     lse2 and delta of a thread's heads
 //   issue_*                   products, issued by one thread; issue_s calls back before it reads an SW128 tile of K,
 //                             issue_dq after the last product that reads a group of them
@@ -51,7 +51,7 @@ constexpr i32 kStagesK = 2;  // what fits
 constexpr i32 kGroupSwTiles = 2;
 constexpr i32 kRopeGroup = kRopeSwTile / kGroupSwTiles;
 
-// What a kernel chooses, and the sizes that follow.
+// Configuration of a kernel, and the sizes that follow.
 template <class Element_, i32 kHeadDimQk_, bool kDeterministic_>
 struct Config {
     using Element = Element_;

@@ -12,10 +12,10 @@
 //   values  | dP = dO V^T   |     | dS        | dQ[:, 256:512]  | gather the next tile
 //   reduce  | dKV of the tile before ...      | dQ[:, 512:]     | dKV, 64 dims at a time, added immediately ...
 //
-// Source: the five products and the recomputed P are FlashAttention's backward (Dao, 2022); the gather of selected
-// rows is DeepSeek's sparse attention (2025). What differs: dKV is added directly from the accumulators to a workspace
-// whose dims are permuted (sparse_backward/params.cuh) so that a quad's addition covers 64 bytes of a row; P^T is read
-// into registers first, so that dS can overwrite P, two stages fit, and the next tile need not wait for the additions.
+// Source: the five products and the recomputed P are FlashAttention's backward (Dao, 2022); the gather of selected rows
+// is DeepSeek's sparse attention (2025). Here dKV is added directly from the accumulators to a workspace with permuted
+// dims (sparse_backward/params.cuh), so that a quad's addition covers 64 bytes of a row; P^T is read into registers
+// first, so that dS can overwrite P, two stages fit, and the next tile need not wait for the additions.
 #include "common/limits.cuh"
 #include "sparse_backward/delta.cuh"
 #include "sparse_backward/dkv_adder.cuh"
@@ -96,7 +96,7 @@ MLA_DEVICE void init_storage(Storage& s) {
     fence_mbarrier_init();
 }
 
-// A role's position in the pipeline. The barriers complete one phase per tile, those of P's stages one per two tiles.
+// A role's position in the pipeline. The barriers complete one phase per tile, P's stages one per two tiles.
 struct PipelineState {
     u32 tiles = 0, items = 0;
 
@@ -140,7 +140,7 @@ struct Block {
         if constexpr (kPieces) return item(at) % p.pieces * p.piece_keys;
         return 0;
     }
-    // Where pieces make it, each has a place of its own.
+    // With pieces, each piece that computes delta has a place of its own.
     MLA_DEVICE float* delta(const Cursor& at, i32 row) const {
         const i64 place = kPieces && p.out != nullptr ? item(at) : query(at);
         return p.delta + (place * p.h_q + head0(at) + row);
@@ -295,7 +295,7 @@ MLA_DEVICE void store_dq(const Block& block, const Cursor& at, const float (&dq)
     }
 }
 
-// dQ of an item without a key. Nobody reads that of a piece.
+// dQ of an item without a key. Nobody reads a piece's.
 struct StoreZeros {
     const Block& block;
     i32 thread;
@@ -330,7 +330,7 @@ MLA_DEVICE void load_rows(float (&to)[kFragmentRows], const Block& block, const 
 // main kernel has bandwidth to spare for out, and finds dO in the L2 when the item begins.
 constexpr bool kMayMakeDelta = !kDeterministic;
 
-// Of a head, by a warp.
+// One head's delta, computed by a warp.
 struct HeadDelta {
     DeltaLoads loads;
     float lse2;
@@ -355,7 +355,7 @@ MLA_DEVICE void make_delta(const Block& block, const Cursor& at, i32 row, i32 la
     delta.finish(block, at, row, lane);
 }
 
-// Of the block's first item, by all warps.
+// Called by all warps: the deltas of the block's first item.
 MLA_DEVICE void make_first_deltas(const Block& block) {
     const Cursor at = seek(block, 0, Nothing{});
     if (!block.valid(at)) return;
@@ -477,8 +477,8 @@ MLA_DEVICE void make_dkv(Reduce& reduce, SmemDesc ds, SmemDesc q, SmemDesc dout)
 
 using Adder = DkvAdder<kDeterministic, kHeadDimQk>;
 
-// Where a thread adds. The four threads of a quad hold 64 bytes of a key at a time. Two quads exchange halves, so that
-// one instruction adds 128 bytes to each of four rows: the L2 processes wider pieces faster.
+// Destination of a thread's additions. The four threads of a quad hold 64 bytes of a key at a time. Two quads exchange
+// halves, so that one instruction adds 128 bytes to each of four rows: the L2 processes wider pieces faster.
 struct Places {
     Adder adder;
     float* base;  // this thread's position in the first 32 dims of row 0
@@ -498,7 +498,7 @@ struct Places {
     MLA_DEVICE float* at(i32 row, i32 dim) const { return base + (i64)row * kHeadDimQk + dim; }
 };
 
-// The usual additions, of which each four numbers have a bin of their own.
+// The usual additions; each four numbers have a bin of their own.
 struct Targets : Places {
     i32 extractors[kFragmentRows][2];
 
@@ -515,7 +515,7 @@ struct Targets : Places {
     // Adds four numbers to the row, from dim `dim` of this thread's position on.
     MLA_DEVICE void add(i32 r, i32 i, i32 dim, float (&x)[4]) const {
         i32 row = rows[r][i];
-        opaque(row);  // four pointers and as many flags would be four registers more
+        opaque(row);  // four pointers and four flags would cost four more registers
         adder.add(at(row, dim), extractors[r][i], x, row - kNoRow);
     }
 };
@@ -546,7 +546,7 @@ struct WideTargets : Places {
         }
     }
 
-    // Of 64 dims: `dkv` is the accumulator before quads exchange halves.
+    // Chooses bins for 64 dims: `dkv` is the accumulator before quads exchange halves.
     MLA_DEVICE void choose_bins(const float (&dkv)[32], i32 thread) {
         const bool odd = thread & 4;
         bins.packed = 0;

@@ -536,7 +536,7 @@ MLA_DEVICE void multiply_dkv_rope(float (&dkv)[16], Storage& s) {
 
 using Adder = DkvAdder<kDeterministic, kHeadDimQk>;
 
-// The rows that a thread adds to: of an even quad, and of the odd one beside it.
+// Rows that a thread adds to: an even quad's, and its odd neighbour's.
 struct Targets {
     i32 rows[kFragmentRows][2];
     i32 extractors[kFragmentRows][2];

@@ -77,7 +77,7 @@ struct Block {
     i32 split, head0;
 };
 
-// By one thread, before the block's first barrier.
+// Called by one thread, before the block's first barrier.
 MLA_DEVICE void init_storage(Storage& s) {
     for (i32 stage = 0; stage < kStagesKV; ++stage) {
         mbarrier_init(s.kv_full[stage].left, kGatherArrivals);

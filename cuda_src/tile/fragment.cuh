@@ -40,11 +40,11 @@ MLA_DEVICE void transpose_lanes(u32 (&w)[4], i32 lane) {
     }
 }
 
-// The same within a quad.
+// Transposes within a quad.
 MLA_DEVICE void quad_transpose(u32 (&w)[4], i32 lane) { transpose_lanes<1>(w, lane); }
 
 // Stores the thread's row `r` of an accumulator, times `factor`, in 16 bits, 64 bytes per quad at a time. All lanes
-// take part, even those whose row is not `stored`; the first column goes to `to`.
+// take part, also lanes with a row that is not `stored`; the first column goes to `to`.
 template <class Element, i32 kCount>
 MLA_DEVICE void store_row(Element, u16* to, const float (&d)[kCount], i32 r, float factor, bool stored, i32 thread) {
 #pragma unroll

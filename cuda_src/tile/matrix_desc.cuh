@@ -50,7 +50,7 @@ MLA_DEVICE constexpr InstructionDesc make_instruction_desc(u32 m, u32 n, Major a
                            (u32)b << 16 | n / 8 << 17 | m / 16 << 24};
 }
 
-// The same of operands of e4m3, whose number in `kind::f8f6f4` is float16's in `kind::f16`.
+// e4m3 operands: their number in `kind::f8f6f4` equals float16's in `kind::f16`.
 MLA_DEVICE constexpr InstructionDesc make_e4m3_instruction_desc(u32 m, u32 n, Major a = Major::K, Major b = Major::K) {
     return make_instruction_desc<float16>(m, n, a, b);
 }

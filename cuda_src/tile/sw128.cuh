@@ -46,7 +46,7 @@ MLA_DEVICE SmemDesc mn_major_desc(SmemAddr sw_tile, u32 next_tile = kSw128Bytes,
     return make_desc(sw_tile, next_tile, next_rows);
 }
 
-// The same with another distance of the next 8 rows; the start is not touched.
+// Changes the distance of the next 8 rows; the start is not touched.
 MLA_DEVICE SmemDesc with_next_rows(SmemDesc desc, u32 next_rows) {
     constexpr u64 kField = 0x3fffull << 32;
     return SmemDesc{(desc.bits & ~kField) | (u64)(next_rows >> 4) << 32};

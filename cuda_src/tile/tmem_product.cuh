@@ -50,7 +50,7 @@ MLA_DEVICE void multiply_columns(MatrixDesc a, u32 a_sw_tile_bytes, MatrixDesc b
     }
 }
 
-// In `steps` equal steps of each operand; the first adds to what is there if `accumulate`.
+// Multiplies in `steps` equal steps of each operand; the first one adds to the accumulator if `accumulate`.
 template <class Multiply>
 MLA_DEVICE void multiply_steps(MatrixDesc a, u32 a_step_bytes, MatrixDesc b, u32 b_step_bytes, i32 steps,
                                bool accumulate, Multiply multiply) {

@@ -31,7 +31,7 @@ MLA_DEVICE bool copy_elements(const LossParams& p, i32 first_key, i32 keys) {
     return found;
 }
 
-// The same, 16 bytes at a time.
+// Copies 16 bytes at a time.
 MLA_DEVICE bool copy_chunks(const LossParams& p, i32 first_key, i32 keys) {
     const i32 chunks = p.value_dim / kChunkElems;
     bool found = false;

@@ -1,4 +1,4 @@
-// The main attention beside the warm-up loss, on any GPU, in fp32: its log-sum-exps and its output.
+// The main attention next to the warm-up loss, on any GPU, in fp32: its log-sum-exps and its output.
 //
 //   lse = log(sum_s exp(scale * q . k_s)),   out = sum_s exp(scale * q . k_s - lse) v_s
 //

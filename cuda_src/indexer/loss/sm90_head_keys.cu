@@ -39,7 +39,7 @@ constexpr i32 kMathBarrier = 1;
 constexpr u32 kHalfBytes = kHalfTokens * kSw128RowBytes;
 constexpr i32 kSums = kIndexPieces * kSw128Columns / 2;  // of a thread
 
-// What the exponents of a token and head need, in base 2, and the factor of its gradient.
+// Constants of a token and head: terms of the exponents, in base 2, and the factor of its gradient.
 struct TokenNumbers {
     float weight_log2, minus_mass, minus_index_lse, factor;
 };
@@ -96,7 +96,7 @@ struct Maps {
 };
 
 // ---- The share -------------------------------------------------------------------------------------------------
-// Steps [begin, end): `heads` to a tile of tokens, the first of which is `first_token`.
+// Steps [begin, end), `heads` steps per tile of tokens; the first tile begins at `first_token`.
 struct Share {
     i32 first_key, split, first_token;
     i64 begin, end;
@@ -126,7 +126,7 @@ MLA_DEVICE StepKind tile_kind(const LossParams& p, const Share& share, i32 first
     return __all_sync(kFullWarp, all) ? kInside : kEdge;
 }
 
-// By all warps of the role, a thread per token.
+// Called by all warps of the role, a thread per token.
 MLA_DEVICE void load_step(const LossParams& p, Storage& s, const Maps& maps, const Share& share, Steps& steps,
                           StepKind kind, i32 first_token, i32 head, i32 thread) {
     const i32 token = first_token + thread, stage = steps.stage;

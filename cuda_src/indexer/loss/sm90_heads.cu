@@ -78,14 +78,14 @@ MLA_DEVICE void run_load_role(Storage& s, const Maps& maps, const RowTile& tile)
 }
 
 // ---- Rows ------------------------------------------------------------------------------------------------------
-constexpr float kLowestLog = -1e4f;  // of what has no part in a sum
+constexpr float kLowestLog = -1e4f;  // log of terms excluded from a sum
 
 MLA_DEVICE float unseen_score() { return -1e30f; }  // in base 2; finite, as it is multiplied by 0
 
 MLA_DEVICE float finite_shift(float x) { return fmaxf(x, -kMaxFloat); }  // -inf less itself were NaN
 
-// Sums of a row, in base 2. Maxima and shifts of the attention and of the target are those of the whole row, as it is
-// shared by a quad; all else is that of a thread's share.
+// Sums of a row, in base 2. Maxima and shifts of the attention and of the target cover the whole row, which a quad
+// shares; everything else covers the thread's share.
 struct RowSums {
     float max_product = negative_infinity(), max_score = negative_infinity();
     float attention = 0.f, target = 0.f, score = 0.f;  // of exponentials
@@ -169,7 +169,7 @@ MLA_DEVICE void add_pair(float product, float score, const Factors& factors, flo
     row.divergence = fmaf(weight, fmaxf(x, kLowestLog) - y, row.divergence);
 }
 
-// Those of half a tile's keys.
+// Adds the pairs of half a tile's keys.
 template <i32 kFirst>
 MLA_DEVICE void add_pairs(const Factors& factors, const float (&d)[kAccumulators], const float (&a)[kHalf],
                           RowSums (&rows)[kFragmentRows]) {
@@ -208,7 +208,7 @@ MLA_DEVICE float log_sum(float shift, float sum) {
     return sum == 0.f ? negative_infinity() : (shift + lg2_approx(sum)) * kLn2;
 }
 
-// By all lanes of a quad; one of them stores.
+// Called by all lanes of a quad; one of them stores.
 MLA_DEVICE void store_divergence(const LossParams& p, const RowTile& tile, const Math& math, const Factors& factors,
                                  i32 r, RowSums row) {
     row.raise_score(quad_max(row.max_score));
@@ -288,7 +288,7 @@ MLA_DEVICE Factors factors_of(const LossParams& p, const RowTile& tile, const Ma
     return factors;
 }
 
-// What half a tile's index keys add, once their products are there.
+// Adds half a tile's index keys, once their products are ready.
 template <i32 kFirst>
 MLA_DEVICE void add_scores(const LossParams& p, const Math& math, const Factors& factors, bool edge, i32 first_key,
                            const float (&d)[kAccumulators], float (&a)[kHalf], RowSums (&rows)[kFragmentRows]) {

@@ -2,17 +2,17 @@
 //
 //   a = IK IQ_t^T,   M = [a > 0] (G_t W_t),   dk += M IQ_t        for the tokens t of the split, in order
 //
-// The gradients G by the scores contain the scales of the keys, which are taken out at the end.
+// The gradients G by the scores contain the scales of the keys, which are divided out at the end.
 //
-// A block has 128 keys, which stay in shared memory and are the rows of an m64 tile per warpgroup. Tokens come one
+// A block has 128 keys, which stay in shared memory and are the rows of an m64 tile per warpgroup. Tokens arrive one
 // after the other, 64 index heads at a time, with their weights and the gradients by their scores. M, rounded to bf16,
 // goes from the accumulators of the first product to the registers of the second.
 //
 //   load     IK | token, heads | token, heads | ...
 //   math_w        a | M | dk += M IQ | a ...                      | stores
 //
-// Nothing is added atomically: a split has its own sums, to which it adds those of each chunk. The splits of a tile of
-// keys divide the tokens from the first to the last that sees a key of it; those in between that see none are left out.
+// Nothing is added atomically: a split owns its sums and adds each chunk to them. The splits of a tile of keys divide
+// the tokens from the first to the last that sees a key of it; tokens in between that see none are skipped.
 //
 // Grid: one block per tile of keys and split of its tokens, the splits of a tile side by side. Under a causal limit a
 // sequence's first keys are seen by the most tokens: so long blocks start before short ones.
@@ -156,7 +156,7 @@ MLA_DEVICE void run_load_role(const LossParams& p, Storage& s, const TensorMap& 
 }
 
 // ---- Math role -------------------------------------------------------------------------------------------------
-// Issues the products of the warpgroup's keys with the next heads, unless there are none.
+// Issues the products of the warpgroup's keys with the next heads; false if there are no more heads.
 MLA_DEVICE bool issue_next(Storage& s, Steps& ahead, i32 warpgroup, float (&a)[kProducts]) {
     const i32 stage = ahead.stage;
     ahead.wait_full(s.q_full);
@@ -207,7 +207,7 @@ MLA_DEVICE bool take_step(Storage& s, Steps& steps, Steps& ahead, i32 warpgroup,
     return more;
 }
 
-// To the sums of the split, which hold those of earlier chunks.
+// Adds to the sums of the split, which hold the earlier chunks.
 MLA_DEVICE void store_sums(const LossParams& p, const Share& share, i32 warpgroup, i32 thread,
                            const float (&sums)[kSums]) {
 #pragma unroll

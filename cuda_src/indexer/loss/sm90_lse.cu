@@ -69,7 +69,7 @@ struct Tile {
     TileRange keys;  // in tiles
 };
 
-// By a whole warp.
+// Called by a whole warp.
 MLA_DEVICE Tile tile_of(const LossParams& p, i32 lane) {
     const i32 first = (gridDim.y - 1 - blockIdx.y) * kTileTokens;
     Tile tile{(i32)blockIdx.x, first, min(kTileTokens, p.s_q - first), {}};
@@ -134,7 +134,7 @@ MLA_DEVICE void scale_and_mask(const Math& math, float scale_log2, i32 first_key
     }
 }
 
-// By all lanes of a quad; one of them stores.
+// Called by all lanes of a quad; one of them stores.
 MLA_DEVICE void store(const LossParams& p, const Tile& tile, const Math& math, RunningSum (&rows)[kFragmentRows]) {
 #pragma unroll
     for (i32 r = 0; r < kFragmentRows; ++r) {

@@ -1,8 +1,8 @@
-// What the loss's kernels have in common on Hopper whose rows are the tokens of one head: the attention's output, the
-// divergences per head, and the gradients by their index queries.
+// Shared by the loss's Hopper kernels with the tokens of one head as rows: the attention's output, the divergences per
+// head, and the gradients by their index queries.
 //
-// A block has 128 tokens of a head, which stay in shared memory; keys come in tiles of 128. Keys, index keys and values
-// of a tile are units of up to 128 columns, which pass through one ring.
+// A block has 128 tokens of a head, which stay in shared memory; keys arrive in tiles of 128. Keys, index keys and
+// values of a tile are units of up to 128 columns, which pass through one ring.
 #pragma once
 #include "common/limits.cuh"
 #include "indexer/loss/params.cuh"
@@ -33,7 +33,7 @@ struct RowTile {
     TileRange keys;  // in tiles
 };
 
-// By a whole warp. The last tokens first: with a causal limit, their rows are the longest.
+// Called by a whole warp. The last tokens come first: under a causal limit their rows are the longest.
 MLA_DEVICE RowTile row_tile(const LossParams& p, i32 lane) {
     const i32 first = (gridDim.y - 1 - blockIdx.y) * kTileTokens;
     RowTile tile{(i32)blockIdx.x, first, {}};
