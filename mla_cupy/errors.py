@@ -19,7 +19,7 @@ class MlaError(Exception):
 
 
 class ArgumentError(MlaError, ValueError):
-    """An argument has a value that the call cannot take."""
+    """An argument has a value that the call does not support."""
 
 
 class ShapeError(ArgumentError):
@@ -27,7 +27,7 @@ class ShapeError(ArgumentError):
 
 
 class DTypeError(MlaError, TypeError):
-    """An array has the wrong dtype, or is of a kind that the call cannot take."""
+    """An array has the wrong dtype, or comes from a library that the call does not support."""
 
 
 class DeviceError(ArgumentError):

@@ -26,51 +26,52 @@ _WRITTEN = "those that have been written: the last sampled token is not yet"
 
 
 class PagedKVCache:
-    """Pages for the tokens of many sequences, in all layers, on a GPU or in the host's memory.
+    """Paged cache for the tokens of many sequences, in all layers, on a GPU or in host memory.
 
-    Several pools, such as latent records and indexer keys, share one block table: what happens to a sequence
-    happens in all of them. Sequences may share pages, by `fork` or because they begin with the same tokens. A shared
-    page is copied when one of its sequences writes to it, in all layers of a pool by one launch.
+    Several pools, such as latents and indexer keys, share one block table: every change of a sequence applies to all of
+    them. Sequences may share pages, by `fork` or because they begin with the same tokens. When a sequence writes to a
+    shared page, the page is copied first, in all layers of a pool by one launch.
 
     Parameters
     ----------
     pools : str, CacheFormat or mapping
-        The record of the pool "kv", or the record of each pool by name; `mla-cupy formats` lists the records.
+        Format of the pool "kv", or a mapping from pool names to formats; `mla-cupy formats` lists them.
     num_pages, page_size : int
-        Pages of each layer, and tokens of a page.
+        Number of pages per layer, and of tokens per page.
     num_layers : int
     max_seqs : int
-        Sequences at a time.
+        Largest number of sequences at a time.
     max_pages : int
-        Pages of a sequence.
+        Largest number of pages of a sequence.
     max_tokens : int, optional
-        Tokens that one `extend` can add, all sequences together. Default: 8192, or max_seqs if that is more.
+        Largest number of tokens that one `extend` adds, all sequences together. Default: 8192, or max_seqs if that is
+        more.
     device : int, str or None
-        CUDA ordinal, "cuda:N" or "cpu", where the oracle changes the arrays. Default: the library's current GPU, else
+        CUDA ordinal, "cuda:N", or "cpu", where the oracle does the work. Default: the library's current GPU, else
         "cpu".
     library : {"numpy", "cupy", "torch", "jax"} or None
-        Whose arrays the cache holds, returns and takes. Default: CuPy's on a GPU, NumPy's on the host.
+        Library of the arrays that the cache holds, returns and accepts. Default: CuPy on a GPU, NumPy in host memory.
 
     Attributes
     ----------
     block_table : array, (max_seqs, max_pages), int32
     seqlens : array, (max_seqs,), int32
-        Of all sequences, by `row`, after the latest step; for CUDA graphs of a fixed batch. Rows without a sequence
-        have length 0.
+        Lengths of all sequences, indexed by `row`, after the latest step; for CUDA graphs of a fixed batch. Rows
+        without a sequence have length 0.
     lock : context manager
-        Each method holds it while it runs. A thread that holds it keeps other threads from making steps.
+        Held by each method while it runs. A thread that holds it keeps other threads from making steps.
 
     Raises
     ------
     ArgumentError
-        If a size does not fit.
+        If a size is out of range.
     UnsupportedDeviceError
         If there is no such GPU.
 
     Notes
     -----
-    Each method may be called from several threads. The next step, of any thread, overwrites a step's arrays. So where
-    several threads make steps, each holds `lock` from `extend` to the last call that uses the step, and all use one
+    All methods are thread-safe. The next step, of any thread, overwrites a step's arrays. Where several threads make
+    steps, each must therefore hold `lock` from `extend` to the last call that uses the step, and all must use one
     stream::
 
         with cache.lock:
@@ -78,17 +79,18 @@ class PagedKVCache:
             cache.append(step, 0, latent, rope)
             out, lse = mla_cupy.mla_decode(q, cache.layer(0), step.block_table, step.seqlens, scale=192**-0.5)
 
-    Without it, `append` and `append_keys` refuse a step that another thread has overtaken; `mla_decode` cannot tell.
+    Without the lock, `append` and `append_keys` raise an error for a step that another thread has overtaken;
+    `mla_decode` cannot detect it.
 
-    Work on a GPU is enqueued on the library's current stream, or on `stream` where a method has it. Steps and the calls
-    that use them belong on one stream. Pages and the arrays of steps keep their addresses, so that CUDA graphs may hold
-    them; JAX's do not.
+    GPU work is enqueued on the library's current stream, or on `stream` where a method accepts it. Steps and the calls
+    that use them belong on one stream. Pages and the arrays of steps keep their addresses, so CUDA graphs may hold
+    them, except for JAX arrays.
 
-    JAX's arrays cannot be written. There a step returns new arrays, and `append` replaces the layer's pages. A function
-    under `jax.jit` takes `layer(...)`, donated, and returns pages for `set_layer`.
+    JAX arrays are immutable: each step returns new arrays, and `append` replaces the layer's pages. Pass `layer(...)`,
+    donated, to a function under `jax.jit`, and give the pages that it returns to `set_layer`.
 
-    Sequences are numbers; those of sequences that have been freed are refused. Host memory: 4 bytes per entry of the
-    block table, some 20 per page.
+    Sequences are numbers; the number of a freed sequence is rejected. Host memory: 4 bytes per entry of the block table
+    and about 20 per page.
 
     Examples
     --------

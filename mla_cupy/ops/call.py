@@ -539,7 +539,7 @@ def _check_values(call: Invocation, request: Request, to_numpy: Callable[[Any], 
 
 
 def workspace_bytes(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
-    """Size of the workspace that a call would need. Nothing is allocated or launched.
+    """Return the size of the workspace that a call needs. Nothing is allocated or launched.
 
     Parameters
     ----------
@@ -551,12 +551,12 @@ def workspace_bytes(operation: Callable[..., Any], *args: Any, **kwargs: Any) ->
     Returns
     -------
     int
-        Bytes; 0 for arrays in the host's memory.
+        Bytes; 0 for arrays in host memory.
 
     Raises
     ------
     ArgumentError
-        If it is no operation, or as the call itself would raise.
+        If `operation` is not one, or for any reason that the call itself would raise it.
 
     Examples
     --------

@@ -155,12 +155,12 @@ class _Batch:
 class CascadePlan(Plan):
     """Schedules and memory for `cascade_decode`. Made by `plan_cascade`.
 
-    It is in flight on one stream at a time, like a `DecodePlan`.
+    Use it on one stream at a time, like a `DecodePlan`.
 
     Attributes
     ----------
     groups : tuple of PrefixGroup
-        Those of the calls.
+        Groups of the calls.
     device : int
         CUDA ordinal; -1 for a plan of the NumPy backend.
     """
@@ -280,7 +280,7 @@ def plan_cascade(
     Parameters
     ----------
     groups : sequence of PrefixGroup
-        Those of the calls; another batch, or other prefixes, need another plan.
+        Groups of the calls. Another batch, or other prefixes, need another plan.
     b : int
         Sequences of the batch.
     s_q, h_q, d_qk, kv_format, fp8, max_pages, page_size, dtype, device
@@ -299,8 +299,8 @@ def plan_cascade(
 
     Notes
     -----
-    Workspace: 4 KB per query row of the largest group, the workspaces of two plans for each group, and that of one for
-    the sequences between groups.
+    Workspace: 4 KB per query row of the largest group, the workspaces of two plans per group, and the workspace of one
+    plan for the sequences between groups.
 
     Examples
     --------

@@ -44,18 +44,18 @@ class KernelLaunch:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Answer of `which`.
+    """Result of `which`.
 
     Attributes
     ----------
     operation, gpu, arch, kernel : str
         Names; `kernel` is the main one.
     has_run : bool
-        Whether this project has run the kernel on such a GPU. Others are compiled and simulated in the tests.
+        True if this project has run the kernel on such a GPU. Other kernels are compiled and simulated in the tests.
     launches : tuple of KernelLaunch
-        All of the call, in order.
+        The call's launches, in order.
     passed_over : dict
-        Each other kernel of the operation, and why it does not run.
+        The operation's other kernels, each with the reason why it does not run.
     """
 
     operation: str
@@ -72,7 +72,7 @@ class KernelChoice:
 
 
 def which(operation: Callable[..., Any], *args: Any, arch: str | None = None, **kwargs: Any) -> KernelChoice:
-    """Tell which kernels a call runs, and why no others. Nothing is allocated, compiled or launched.
+    """Report which kernels a call runs, and why other kernels do not run. Nothing is allocated, compiled or launched.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ def which(operation: Callable[..., Any], *args: Any, arch: str | None = None, **
     *args, **kwargs
         The call's own arguments. Their values are not read: `np.empty` of the right shapes is enough.
     arch : str, optional
-        A target such as "sm_89"; by default that of the arrays' GPU, else of this machine's, else "sm_90a".
+        Target such as "sm_89". Default: the target of the arrays' GPU, else of this machine's GPU, else "sm_90a".
 
     Returns
     -------
@@ -90,7 +90,7 @@ def which(operation: Callable[..., Any], *args: Any, arch: str | None = None, **
     Raises
     ------
     ArgumentError
-        If it is no operation, or as the call itself would raise.
+        If `operation` is not one, or for any reason that the call itself would raise it.
     UnsupportedDeviceError
         If no kernel runs such a call on the GPU.
 

@@ -77,13 +77,13 @@ class _Updates(threading.local):
 class DecodePlan(Plan):
     """Buffers and launch configurations for decode of up to `max_b` sequences on one device.
 
-    Made by `plan_decode`. A plan is in flight on one stream at a time: between `update` and the last call that uses
-    it, no other stream may use it. Smaller batches are fine.
+    Made by `plan_decode`. Use a plan on one stream at a time: between `update` and the last call that uses the plan, no
+    other stream may use it. Batches may be smaller than `max_b`.
 
     Attributes
     ----------
     workspace_bytes : int
-        Size of its workspace.
+        Size of the plan's workspace.
     device : int
         CUDA ordinal; -1 for a plan of the NumPy backend, which needs no buffers.
     """
@@ -358,13 +358,13 @@ def plan_decode(
     max_b : int
         Largest batch.
     s_q, h_q : int
-        Query tokens and query heads, as in the calls. With `packed`, s_q is the number of query tokens that most
-        sequences have; calls have up to max_b * s_q in all.
+        Query tokens and query heads, as in the calls. With `packed`, s_q is the usual number of query tokens per
+        sequence; calls accept up to max_b * s_q in all.
     d_qk : int
         Width of the keys: 576, or 512; or 320 or 288.
     kv_format : str, optional
-        "v32", "v4", "v41" or "fp8" for a cache in this FP8 format; "v4" and "v41" require a d_qk of 512. Default: rows
-        of 16 bits.
+        FP8 format of the cache: "v32", "v4", "v41" or "fp8"; "v4" and "v41" require a d_qk of 512. Default: rows of
+        16-bit elements.
     max_pages, page_size : int
         As in the calls' `block_table` and `kv_cache`.
     dtype : str or dtype
@@ -379,20 +379,21 @@ def plan_decode(
         As in the calls; the plan does not depend on scales.
     batch_invariant : bool
         Give `out` and `lse` of a sequence the same bits whatever else is in the batch, and wherever in the batch the
-        sequence is. Every sequence is then cut alone, into pieces of `split_tokens`, each for one thread block, and the
-        workspace holds a partial result of each piece that `max_b` sequences may have. The bits depend on the sequence,
-        on the arguments of this function other than `max_b` and `max_pages`, and on the GPU's architecture.
+        sequence is. Every sequence is then split on its own into pieces of `split_tokens`, one thread block per piece,
+        and the workspace holds partial results for the most pieces that `max_b` sequences can have. The bits depend on
+        the sequence, on the arguments of this function other than `max_b` and `max_pages`, and on the GPU's
+        architecture.
     split_tokens : int
         A multiple of 64, and at least 1/256 of max_pages * page_size. Has no effect without `batch_invariant`.
     device : int or "cpu", optional
-        CUDA ordinal. Default: CuPy's current device; without a GPU, the NumPy backend. "cpu": for arrays in the host's
-        memory, which a GPU computes if there is one.
+        CUDA ordinal. Default: CuPy's current device; without a GPU, the NumPy backend. "cpu": for arrays in host
+        memory, which are computed on a GPU if there is one.
     workspace : array, uint8, or function, optional
-        Memory of the caller's for the plan, of at least `workspace_bytes`, 256-byte aligned, on `device`; or a function
-        that allocates it, `workspace(nbytes)`, called once. The NumPy backend uses neither.
+        Memory for the plan: at least `workspace_bytes` bytes, 256-byte aligned, on `device`; or a function that
+        allocates it, `workspace(nbytes)`, called once. The NumPy backend uses neither.
     kernel : str, optional
-        Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits; the choice depends on `max_b`
-        and on max_pages * page_size, too: there are kernels for short sequences in small batches.
+        Name of the kernel to run, see `mla-cupy list`. Default: the fastest that fits. The choice also depends on
+        `max_b` and on max_pages * page_size: some kernels serve short sequences in small batches.
 
     Returns
     -------

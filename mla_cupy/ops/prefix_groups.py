@@ -31,7 +31,7 @@ _ASSUMED_SMS = 132
 
 
 class PrefixGroup(NamedTuple):
-    """Sequences [first, first + sequences) of a batch, whose first `pages` pages are the same."""
+    """Sequences [first, first + sequences) of a batch that share their first `pages` pages."""
 
     first: int
     sequences: int
@@ -48,7 +48,7 @@ def shared_prefixes(
     always: bool = False,
     device: int | None = None,
 ) -> tuple[PrefixGroup, ...]:
-    """Find the neighbours in a batch whose prefixes are worth a call of their own.
+    """Find neighbours in a batch with shared prefixes that are worth a separate call.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def shared_prefixes(
     Returns
     -------
     tuple of PrefixGroup
-        Disjoint, in the order of the batch; empty if there is nothing to gain.
+        Disjoint, in the order of the batch; empty if no group pays off.
 
     Raises
     ------
@@ -75,8 +75,8 @@ def shared_prefixes(
 
     Notes
     -----
-    Only whole pages that every query token sees count. Where a few neighbours share more than all do, the groups are
-    those that save the most, each with one prefix.
+    Only whole pages that every query token sees count. Where some neighbours share more pages than all of them do, the
+    groups with the largest savings are chosen, each with one prefix.
 
     Examples
     --------

@@ -45,7 +45,7 @@ GRADIENTS = (
 
 
 class SparseLoss(NamedTuple):
-    """Results of `indexer_sparse_loss`; the gradients are None without `gradients`."""
+    """Results of `indexer_sparse_loss`; gradients are None with `gradients=False`."""
 
     kl: Any
     mass: Any
@@ -56,7 +56,7 @@ class SparseLoss(NamedTuple):
 
 
 class WarmupLoss(NamedTuple):
-    """Results of `indexer_warmup_loss`; the gradients are None without `gradients`, the last two without `v`."""
+    """Results of `indexer_warmup_loss`; gradients are None with `gradients=False`, the last two results without `v`."""
 
     kl: Any
     mass: Any

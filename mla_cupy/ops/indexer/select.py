@@ -54,7 +54,7 @@ def indexer_select(
     kernel: Any = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
-    """Select each query's keys: `indexer_topk` of `indexer_logits`, without the logits of all queries at once.
+    """Select each query's keys: `indexer_topk` of `indexer_logits`, without storing the logits of all queries at once.
 
     Parameters
     ----------
@@ -67,14 +67,14 @@ def indexer_select(
     relative : bool
         Count keys from `ks`, as sparse attention reads the rows of packed sequences. False: from the first key.
     buffer_bytes : int
-        The queries are processed in chunks whose logits fit, whatever `topk` is; a chunk has at least one query.
+        Size of the logits buffer. Queries are processed in chunks that fit, whatever `topk` is; a chunk has at least
+        one query.
     logits : array, (rows, s_kv), float32, optional
-        The buffer, whose rows are a chunk; the last axis is contiguous. Default: a part of the workspace, of
-        `buffer_bytes`.
+        The buffer, one row per query of a chunk; the last axis is contiguous. Default: `buffer_bytes` of the workspace.
     indices : array, (s_q, topk), int32, optional
-        Where the result goes; the last axis is contiguous.
+        Memory for the result; the last axis is contiguous.
     counts : array, (s_q,), int32, optional
-        Where the numbers of selected keys go.
+        Memory for the numbers of selected keys.
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(indexer_select, ...)` bytes.
     kernel : str or mapping, optional
@@ -95,8 +95,8 @@ def indexer_select(
 
     Notes
     -----
-    Exact and deterministic, as `indexer_topk` is, and the same for any size of the buffer. Two or three launches per
-    chunk. With `indices`, `counts` and `workspace` given it can be captured in a CUDA graph.
+    Exact and deterministic, like `indexer_topk`, for any size of the buffer. Two or three launches per chunk. With
+    `indices`, `counts` and `workspace` the call can be captured in a CUDA graph.
 
     Examples
     --------

@@ -55,19 +55,19 @@ def indexer_select_paged(
     topk : int
         Number of keys to select: 1 to 8192.
     slots : bool
-        Return places in the cache, page * page_size + token, which `sparse_mla_decode` takes as `indices` of a cache
-        with the same block table; if False, positions in the sequences.
+        Return slots of the cache, page * page_size + token, the `indices` of `sparse_mla_decode` for a cache with the
+        same block table. If False, return positions in the sequences.
     order, keep_first, keep_last
-        As for `indexer_topk`; "index" is the order of positions, whatever `slots`.
+        As for `indexer_topk`; "index" sorts by position, whatever `slots` is.
     buffer_bytes : int
-        The sequences are processed in chunks whose logits fit; a chunk has at least one sequence.
+        Size of the logits buffer. Sequences are processed in chunks that fit; a chunk has at least one sequence.
     logits : array, (rows, max_pages * page_size), float32, optional
-        The buffer; a chunk is as many sequences as there are s_q rows for; the last axis is contiguous. Default: a part
-        of the workspace, of `buffer_bytes`.
+        The buffer; a chunk has rows // s_q sequences; the last axis is contiguous. Default: `buffer_bytes` of the
+        workspace.
     indices : array, (b, s_q, topk), int32, optional
-        Where the result goes; the first two axes step evenly, the last one is contiguous.
+        Memory for the result; the first two axes step evenly, the last one is contiguous.
     counts : array, (b, s_q), int32, optional
-        Where the numbers of selected keys go; the axes step evenly.
+        Memory for the numbers of selected keys; the axes step evenly.
     workspace : array, (n,), uint8, optional
         Memory for the call, 256-byte aligned, of at least `workspace_bytes(indexer_select_paged, ...)` bytes.
     kernel : str or mapping, optional
@@ -89,10 +89,9 @@ def indexer_select_paged(
 
     Notes
     -----
-    Exact and deterministic, as `indexer_topk` is, and the same for any size of the buffer. Two or three launches per
-    chunk. With `indices`, `counts` and `workspace` given it can be captured in a CUDA graph, whose replays
-    follow the lengths and the block table. Not for JAX, whose arrays cannot be written: `mla_cupy.jax` has the two
-    operations.
+    Exact and deterministic, like `indexer_topk`, for any size of the buffer. Two or three launches per chunk. With
+    `indices`, `counts` and `workspace` the call can be captured in a CUDA graph; replays follow the lengths and the
+    block table. Not for JAX, whose arrays cannot be written: `mla_cupy.jax` has the two operations.
 
     Examples
     --------
