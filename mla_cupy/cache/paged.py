@@ -151,7 +151,7 @@ class PagedKVCache:
         return self._memory.tables.seqlens
 
     def layer(self, layer: int, pool: str = "kv") -> Any:
-        """The pages of a layer.
+        """Return the pages of a layer.
 
         Parameters
         ----------
@@ -161,13 +161,13 @@ class PagedKVCache:
         Returns
         -------
         array, (num_pages, page_size, width)
-            A view, of uint8 or of the record's 16-bit dtype: what `mla_decode` and `cache_append` take.
+            A view, uint8 or the format's 16-bit dtype, for `mla_decode` and `cache_append`.
         """
         self._check_layer(layer, pool)
         return self._memory.layer(pool, layer)
 
     def set_layer(self, layer: int, pages: Any, pool: str = "kv") -> None:
-        """Replace the pages of a layer by those that a function of JAX has made of them.
+        """Replace the pages of a layer by pages that a function of JAX returned.
 
         Parameters
         ----------
@@ -178,7 +178,7 @@ class PagedKVCache:
         Raises
         ------
         ArgumentError
-            If the arrays are not JAX's: those of other libraries are written in place.
+            If the arrays are not JAX's: other libraries write pages in place.
         ShapeError, DTypeError
             If the pages do not fit.
         """
@@ -189,13 +189,13 @@ class PagedKVCache:
             self._memory.set_layer(pool, layer, pages)
 
     def allocate(self, tokens: Any = None, *, key: bytes = b"") -> tuple[int, int]:
-        """Begin a sequence, with the pages of its longest cached prefix.
+        """Begin a sequence, and reuse the pages of its longest cached prefix.
 
         Parameters
         ----------
         tokens : array of int, optional
-            All tokens of the prompt. Pages are found by the tokens that `commit` got for earlier sequences.
-            Token ids are integers of up to 64 bits, with a sign, so that hashes of images may stand for their tokens.
+            All tokens of the prompt. Pages are found by the tokens that earlier sequences passed to `commit`. Token ids
+            are signed integers of up to 64 bits, so that hashes of images may stand for their tokens.
         key : bytes
             Anything else that the cached numbers depend on, such as a LoRA adapter: only sequences with equal keys
             share pages.
@@ -203,9 +203,9 @@ class PagedKVCache:
         Returns
         -------
         sequence : int
-            For all other calls.
+            The sequence's number, for all other calls.
         cached : int
-            Number of tokens that are in the cache already: whole pages, and never all tokens. `extend` the sequence by
+            Number of tokens that are already in the cache: whole pages, and never all tokens. `extend` the sequence by
             the rest.
 
         Raises
@@ -228,11 +228,11 @@ class PagedKVCache:
         Parameters
         ----------
         sequences : sequence of int
-            Each once.
+            Sequences to extend, each once.
         counts : int or array, (b,)
             Tokens to add to each sequence; 0 is allowed, and returns the arrays for a call without new tokens.
         stream : int or stream object, optional
-            Where to enqueue. Default: the library's current stream. Not used with JAX.
+            Stream to enqueue on. Default: the library's current stream. Ignored with JAX.
 
         Returns
         -------
@@ -272,18 +272,18 @@ class PagedKVCache:
         Parameters
         ----------
         step : CacheStep
-            The cache's newest: the slots of earlier ones have been overwritten.
+            The cache's newest step: the slots of earlier steps have been overwritten.
         layer : int
         latent, rope : array
             In the order of the step's slots.
         pool : str
         **options
-            Of `cache_append`. With `cos` and `sin` and without `positions`, the positions are the step's.
+            Options of `cache_append`. With `cos` and `sin` and without `positions`, the step's positions are used.
 
         Raises
         ------
         ArgumentError
-            If there has been a later step, also one that failed while it ran; nothing has been written.
+            If there has been a later step, even one that failed; nothing has been written.
         """
         with self.lock:
             self._check_newest(step)
@@ -306,9 +306,10 @@ class PagedKVCache:
         k : array
             In the order of the step's slots.
         pool : str
-            Of the record "indexer".
+            A pool in the format "indexer".
         **options
-            Of `indexer_cache_append`. With `cos` and `sin` and without `positions`, the positions are the step's.
+            Options of `indexer_cache_append`. With `cos` and `sin` and without `positions`, the step's positions are
+            used.
 
         Raises
         ------
@@ -327,7 +328,7 @@ class PagedKVCache:
                 raise
 
     def fork(self, sequence: int, count: int = 1) -> list[int]:
-        """Sequences with the same tokens so far, which share all pages.
+        """Begin `count` sequences with the same tokens; they share all pages.
 
         Parameters
         ----------
@@ -341,7 +342,7 @@ class PagedKVCache:
         Raises
         ------
         CacheFullError
-            If the cache has no room for so many sequences; nothing has changed.
+            If the cache has no room for `count` more sequences; nothing has changed.
         """
         count = check_count("count", count, 0, MAX_SLOTS)
         with self.lock:
@@ -350,13 +351,13 @@ class PagedKVCache:
             return [self._book.handle(self._book.fork(row)) for _ in range(count)]
 
     def truncate(self, sequences: Sequence[int] | Array, lengths: Any) -> None:
-        """Drop tokens from the ends of sequences, as after speculative decoding, and pages that are only reserved.
+        """Drop tokens from the ends of sequences, as after speculative decoding, and drop reserved pages.
 
         Parameters
         ----------
         sequences : sequence of int
         lengths : int or array, (b,)
-            At most the present ones.
+            New lengths, at most the present ones.
 
         Raises
         ------
@@ -374,7 +375,7 @@ class PagedKVCache:
                 self._book.truncate(row, length)
 
     def free(self, sequences: Sequence[int] | Array) -> None:
-        """End sequences. Pages that can be found by their hash stay until they are evicted for others.
+        """End sequences. Committed pages stay cached until they are evicted.
 
         Parameters
         ----------
@@ -391,7 +392,7 @@ class PagedKVCache:
         ----------
         sequence : int
         tokens : array of int
-            All its tokens from the first one on, as far as they have been written.
+            The sequence's tokens from the first one on, as far as they have been written.
 
         Raises
         ------
@@ -408,7 +409,7 @@ class PagedKVCache:
             self._book.commit(row, given)
 
     def reserve(self, sequence: int, tokens: int) -> None:
-        """Take pages ahead, so that the sequence can be extended by as many tokens.
+        """Reserve pages, so that the sequence can be extended by `tokens` tokens.
 
         Parameters
         ----------
@@ -422,7 +423,7 @@ class PagedKVCache:
 
         Notes
         -----
-        A page that has to be copied, because its last, partly filled page is shared, is not included.
+        The reservation does not include a copy of a shared, partly filled last page.
         """
         tokens = check_count("tokens", tokens, 0, MAX_SLOTS)
         with self.lock:
@@ -430,24 +431,24 @@ class PagedKVCache:
             self._book.reserve(row, self._book.plan_reserve(row, tokens))
 
     def row(self, sequence: int) -> int:
-        """The sequence's row in `block_table` and `seqlens`; it does not change."""
+        """Return the sequence's row in `block_table` and `seqlens`; it does not change."""
         with self.lock:
             return self._book.row_of(sequence)
 
     def length(self, sequence: int) -> int:
-        """Tokens of a sequence."""
+        """Return the number of tokens of a sequence."""
         with self.lock:
             return int(self._book.length[self._book.row_of(sequence)])
 
     def pages(self, sequence: int) -> Any:
-        """The pages of a sequence, in order, without those that are only reserved."""
+        """Return the pages of a sequence, in order, without reserved pages."""
         with self.lock:
             row = self._book.row_of(sequence)
             held: Array = self._book.table[row, : self._book.pages_for(int(self._book.length[row]))].copy()
             return self._memory.lend(held)
 
     def stats(self) -> CacheStats:
-        """Statistics of the pages."""
+        """Return statistics of the pages."""
         with self.lock:
             book = self._book
             free, cached = book.available
@@ -466,13 +467,13 @@ class PagedKVCache:
         Parameters
         ----------
         device : bool
-            Check `block_table` and `seqlens` on the device, too, wherever they must agree with the host. This waits for
-            all work on the device. Lengths that a model has lowered in `seqlens` are reported, too.
+            Also check `block_table` and `seqlens` on the device, wherever they must agree with the host. This waits for
+            all work on the device. It reports lengths that a model has lowered in `seqlens` as well.
 
         Raises
         ------
         AssertionError
-            If there is a bug in the package. The message has the row, and the column of the block table.
+            If there is a bug in the package. The message names the row, and the column of the block table.
         """
         with self.lock:
             wrong = self._book.verify()
@@ -520,7 +521,7 @@ class PagedKVCache:
 
 
 def _check_tokens(argument: str, x: Any, step: CacheStep) -> None:
-    """Raise ShapeError if an array of a step's tokens has another number of them."""
+    """Raise ShapeError if an array does not have one row per token of the step."""
     expected, shape = step.slots.shape[0], tuple(x.shape)
     if len(shape) == 2 and shape[0] != expected:
         remedy = "rows of a padded batch: cache_append with slots of your own, -1 for those without a token"

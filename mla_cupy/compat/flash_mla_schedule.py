@@ -1,4 +1,4 @@
-"""The schedule object of `mla_cupy.compat.flash_mla`: a plan, and the form of the calls that it serves."""
+"""The schedule object of `mla_cupy.compat.flash_mla`: a plan, and the shapes and options that it serves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mla_cupy.ops.schema import steps_by_16_bytes
 
 
 class Form(NamedTuple):
-    """Properties that all calls with one schedule share. `max_pages` is 0 with indices, `topk` is None without.
+    """Shapes and options that all calls with one schedule share. `max_pages` is 0 with indices, `topk` is None without.
 
     `record` is "" for a cache of 16-bit rows. The last two are None without a second cache.
     """
@@ -113,7 +113,7 @@ def view_of(x: Any, argument: str) -> View:
 
 
 class FlashMLASchedMeta:
-    """The schedule of a decode step, made by the first call that it is passed to.
+    """The schedule of a decode step, made by the first call that receives it.
 
     It serves calls of equal shapes with equal values of `cache_seqlens`: the layers of one step. For the lengths of the
     next step call `update`, or start from a new object.
@@ -130,10 +130,10 @@ class FlashMLASchedMeta:
         self._plan: DecodePlan | None = None
 
     def update(self, cache_seqlens: Any) -> None:
-        """Enqueue the schedule for other lengths in the same memory: no synchronisation, can be captured.
+        """Enqueue the schedule for other lengths in the same memory. Does not synchronise, and can be captured.
 
-        FlashMLA has no counterpart. A CUDA graph that holds decode calls follows the lengths of each step if this runs
-        before its replay, or is captured in it.
+        FlashMLA has no counterpart. A CUDA graph with decode calls follows the lengths of each step if `update` runs
+        before each replay, or is captured with them.
 
         Parameters
         ----------
@@ -179,7 +179,7 @@ class FlashMLASchedMeta:
 
 
 def _make_plan(form: Form, family: Family, view: View) -> DecodePlan:
-    """A plan in memory of the caller's library: from PyTorch's allocator, it can be had during a capture, too."""
+    """Make a plan in memory of the caller's library; PyTorch's allocator also works during a capture."""
     names = ("s_q", "h_q", "d_qk", "max_pages", "page_size")
     sizes: dict[str, Any] = {name: getattr(form, name) for name in names}
     sizes |= {"kv_format": form.record or None, "fp8": Fp8(form.math)}

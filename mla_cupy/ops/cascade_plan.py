@@ -28,7 +28,7 @@ __all__ = ["CascadePlan", "plan_cascade"]
 
 
 class Section(NamedTuple):
-    """Sequences of a batch that one call serves, or a group: then `plan` is that of its prefix."""
+    """Sequences of a batch that one call serves, or a group with the `plan` of its prefix."""
 
     part: slice
     group: PrefixGroup | None
@@ -185,12 +185,12 @@ class CascadePlan(Plan):
     def update(self, seqlens: Any) -> None:
         """Enqueue the schedules for the lengths of this step, on the caller's library's current stream.
 
-        No synchronisation; can be captured in a CUDA graph, after an earlier call outside of the capture.
+        Does not synchronise. Can be captured in a CUDA graph, after an earlier call outside the capture.
 
         Parameters
         ----------
         seqlens : array, (b,), int32
-            Of all sequences, prefixes included.
+            Lengths of all sequences, prefixes included.
 
         Raises
         ------

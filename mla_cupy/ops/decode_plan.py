@@ -113,7 +113,7 @@ class DecodePlan(Plan):
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel that it runs."""
+        """Name of the kernel that the plan runs."""
         return self._config.kernel.name if self._config else "numpy"
 
     @property
@@ -137,18 +137,18 @@ class DecodePlan(Plan):
         raise PlanError(explain("plan", "a copy or a pickle of it", "the plan itself", remedy))
 
     def update(self, seqlens: Any, *, cu_seqlens_q: Any = None, total_q: int | None = None, stream: Any = None) -> None:
-        """Enqueue the schedule for the lengths of this step; no synchronisation, can be captured in a CUDA graph.
+        """Enqueue the schedule for the lengths of this step. Does not synchronise, and can be captured in a CUDA graph.
 
         Parameters
         ----------
         seqlens : array, (b,), int32
-            As for the calls that follow, with b <= max_b. Its values are read on the device, when the work runs.
+            As in the following calls, with b <= max_b. The values are read on the device, when the work runs.
         cu_seqlens_q : array, (b + 1,), int32, optional
-            As for the calls that follow, if the plan is for calls with one.
+            As in the following calls, if they are packed.
         total_q : int, optional
-            With `cu_seqlens_q`: the queries of the calls that follow, all of them, at most max_b * s_q.
+            With `cu_seqlens_q`: total number of queries in the following calls, at most max_b * s_q.
         stream : int or stream object, optional
-            The one of the calls that follow. Default: the caller's library's current stream.
+            Stream of the following calls. Default: the caller's library's current stream.
 
         Raises
         ------

@@ -31,7 +31,7 @@ _SPARSE_CHUNK = 4096
 
 
 class UnfitError(Exception):
-    """The reason why a call is left to the stock code."""
+    """Reason why the stock code runs a call."""
 
 
 class Served:
@@ -42,7 +42,7 @@ class Served:
     module : nn.Module
     family : Family
     group : Group
-        The attention modules of the same model.
+        Attention modules of the same model.
     original : callable
         The stock forward method, for calls that do not fit.
     """
@@ -153,7 +153,7 @@ class Call:
 
     @property
     def _reads_mask(self) -> bool:
-        """One new token a sequence is a real one: looking at the mask would wait for the GPU."""
+        """False for one new token per sequence, which is always real: reading the mask would wait for the GPU."""
         return not (self.past and self.s == 1)
 
     def _check_sizes(self) -> None:
@@ -264,7 +264,7 @@ class Call:
         keys: tuple[torch.Tensor, torch.Tensor],
         lse: torch.Tensor,
     ) -> None:
-        """Measure what the indexer's selection covers, over queries with more keys than it selects."""
+        """Measure the share that the indexer's selection covers, over queries with more keys than it selects."""
         assert self.learning is not None
         new, topk = self.new, self.module.indexer.index_topk
         w_uk, _ = self.served.halves.of(self.module.kv_b_proj, self.x.dtype)

@@ -28,9 +28,9 @@ class Options:
     Attributes
     ----------
     kv_format : str
-        "auto" for rows of the model's dtype, or "v32".
+        "auto" (rows of the model's dtype) or "v32".
     max_length : int, optional
-        Tokens of each sequence that pages are allocated for at once. Default: the prompt's, and more as they come.
+        Tokens of each sequence to allocate pages for at once. Default: the prompt's, and more as they come.
     """
 
     kv_format: str = "auto"
@@ -40,31 +40,31 @@ class Options:
 class LatentCache(DynamicCache):
     """A transformers `Cache` that stores each token's latent once, for all heads: 1,152 bytes a layer in bfloat16.
 
-    Pass it as `past_key_values`, to `generate` too. Without it a patched model makes one of these options' defaults of
-    any `DynamicCache` that it gets.
+    Pass it as `past_key_values`, also to `generate`. A patched model converts any `DynamicCache` to one with the
+    default options.
 
     Parameters
     ----------
     config : PreTrainedConfig
-        The model's.
+        Configuration of the model.
     kv_format : {"auto", "v32"}
-        "auto" stores rows of the model's dtype. "v32" stores 656 bytes a token: latents in e4m3, a scale for each 128;
-        it requires latents of 512 + 64 columns.
+        "auto" stores rows of the model's dtype. "v32" stores 656 bytes per token: latents in e4m3 with a scale per 128
+        columns; it requires latents of 512 + 64 columns.
     max_length : int, optional
-        Tokens of a sequence to allocate at once, so that addresses never change, as CUDA graphs require. Longer
-        sequences, and those of a cache without it, make the cache grow: by a quarter, and its pages are copied.
+        Tokens of a sequence to allocate at once, so that addresses never change, as CUDA graphs require. The cache
+        grows for longer sequences, or without `max_length`: by a quarter, and its pages are copied.
 
     Raises
     ------
     ArgumentError
-        If an option does not fit.
+        If an option is invalid.
 
     Notes
     -----
-    A model that is not patched uses it as any `DynamicCache`. Padding takes no memory. `reorder_cache` and
+    Works with unpatched models like any `DynamicCache`. Padding uses no memory. `reorder_cache` and
     `batch_repeat_interleave` share pages, and a page is copied when one of its sequences writes to it. `crop`,
-    `batch_select_indices` and `reset` free pages. Indexer keys of DeepSeek sparse attention stand in the same pages, in
-    the model's dtype. Cached tokens have no gradient.
+    `batch_select_indices` and `reset` free pages. Indexer keys of DeepSeek sparse attention are stored in the same
+    pages, in the model's dtype. Cached tokens have no gradient.
     """
 
     def __init__(self, config: Any, *, kv_format: str = "auto", max_length: int | None = None) -> None:

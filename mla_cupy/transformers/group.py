@@ -30,9 +30,9 @@ class Group:
         layer_idx -> module.
     family : Family
     reference : bool
-        Serve tensors on the CPU, too, by the NumPy reference.
+        Also serve tensors on the CPU, with the NumPy reference.
     sparse : bool
-        Attend to what the indexers select.
+        Attend to the tokens that the indexers select.
     learning : Learning, optional
         Collects the indexers' losses; gradient checkpointing needs it after the forward pass, too.
     """
@@ -46,7 +46,7 @@ class Group:
 
     @property
     def learns_now(self) -> Learning | None:
-        """`learning`, in the forward pass that it was made for, and where a backward pass computes layers again."""
+        """`learning` during its forward pass, and where a backward pass recomputes layers."""
         is_backward = torch._C._current_graph_task_id() != -1
         return self.learning if self.learning and (self.learning.is_open or is_backward) else None
 

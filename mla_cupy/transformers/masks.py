@@ -22,7 +22,7 @@ NAME = "mla_cupy"
 
 
 def register(family_of: Callable[[Any], Family | None], attach: Callable[[torch.nn.Module], object]) -> None:
-    """Make "mla_cupy" an attention implementation of transformers.
+    """Register "mla_cupy" as an attention implementation of transformers.
 
     Parameters
     ----------
