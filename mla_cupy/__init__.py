@@ -83,7 +83,7 @@ if TYPE_CHECKING:
         which,
         workspace_bytes,
     )
-    # ---- End of what is written
+    # ---- End of the generated part
 
 # ---- Written by `python -m tools.generate`: public names
 __all__ = [
@@ -217,7 +217,7 @@ _HOMES = {
     "which": "ops",
     "workspace_bytes": "ops",
 }
-# ---- End of what is written
+# ---- End of the generated part
 
 
 def __getattr__(name: str) -> Any:

@@ -243,7 +243,7 @@ FORMATS: dict[str, CacheFormat] = {record.name: record for record in (*LATENT_FO
 #: Dtypes of arrays of bytes: 8-bit floats travel as bytes, whatever a library calls them.
 BYTE_DTYPES = ("uint8", "float8_e4m3fn")
 
-#: Pages begin at, and step by, multiples of so many bytes.
+#: Alignment of a page's start and strides, in bytes.
 PAGE_ALIGNMENT = 16
 
 _RULES = {
@@ -294,7 +294,7 @@ def words_before_changes(max_rows: int) -> int:
     return HEADER_WORDS + 4 * max_rows + 2
 
 
-#: The quantisers' constants: largest e4m3 value, and FlashMLA's least ratio to it, whose power of two is 2^-13.
+#: The quantisers' constants: largest e4m3 value, and FlashMLA's least ratio to it, with a power of two of 2^-13.
 MAX_E4M3 = 448.0
 MIN_RATIO = 1e-4
 #: Largest e2m1 value, and the least scale of such a group: the smallest e4m3 number above 0.
@@ -317,7 +317,7 @@ def head_axis(shape: Sequence[int], argument: str = "cache") -> int:
         if shape[axis] == 1:
             return axis
     expected = "(num_pages, page_size, 1, width) or (num_pages, 1, page_size, width)"
-    remedy = "pass the one KV head of MLA, or leave its axis out"
+    remedy = "pass one KV head, or leave its axis out"
     raise ShapeError(explain(f"{argument}.shape", tuple(shape), expected, remedy))
 
 

@@ -24,7 +24,7 @@ FRAMEWORKS = {"torch": (2, 4), "jax": (0, 5), "transformers": (5,)}
 OLDEST_CUPY = (14,)
 _CUPY_WHEELS = ("cupy-cuda12x", "cupy-cuda13x")
 _DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")
-"""The second is that of WSL."""
+"""The second exists on WSL."""
 _DEFAULT_ARCH = "sm_90a"
 _DIFFERS = "run, and its result differs from NumPy's"
 _REPORT = "if the lines above do not explain it, report it with the output of `mla-cupy info --check --json`"

@@ -1,6 +1,6 @@
 """A driver that runs the PTX simulator, and NumPy arrays in place of a GPU's, so that whole public calls run.
 
-Launchers, argument packing, tensor maps, grids and workspaces are those of a GPU; only the instructions are simulated.
+Launchers, argument packing, tensor maps, grids and workspaces are as on a GPU; only instructions are simulated.
 The self-test and the tests run kernels so where there is no GPU for them. It is about a million times slower than a
 GPU.
 """
@@ -52,7 +52,7 @@ class SimDriver:
     mode, seed
         When asynchronous work completes: "early", "late" or "random", see ptxsim.
     resident
-        How many blocks run interleaved: as many as wait for each other.
+        Number of interleaved blocks: at least the blocks that wait for each other.
     race_global
         Look for races in global memory, too.
     race_lanes
@@ -236,7 +236,7 @@ def simulated(
         stack.enter_context(driver.use(target))
         stack.enter_context(_replaced(devices, "describe", lambda ordinal: gpu))
         stack.enter_context(_replaced(arrays, "NUMPY", family))
-        # Where plans take their memory from:
+        # Plans allocate from this family:
         stack.enter_context(_replaced(arrays, "cupy_family", lambda: family))
         forget()
         stack.callback(forget)

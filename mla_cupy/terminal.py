@@ -176,7 +176,7 @@ def _bar(what: str, total: int) -> Iterator[Callable[[str, bool], None]]:
 
     text = TextColumn("{task.description}", markup=False)
     columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # What is printed meanwhile goes above the bar, but only if it goes to the terminal at all.
+    # Output meanwhile goes above the bar, but only if it goes to the terminal at all.
     above = sys.stdout.isatty()
     with Progress(*columns, console=console(stderr=True), transient=True, redirect_stdout=above) as shown:
         bar = shown.add_task(plain(what), total=total)

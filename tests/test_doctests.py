@@ -23,7 +23,7 @@ MODULES = sorted(
     for path in PACKAGE.rglob("*.py")
     if path.name != "__main__.py" and path.relative_to(PACKAGE).parts[0] not in (*BINDINGS, "bench", "cuda_src")
 )
-#: Public calls whose docstring must have an example.
+#: Public calls; their docstrings must have an example.
 PUBLIC = [name for name in mla_cupy.__all__ if inspect.isfunction(getattr(mla_cupy, name))]
 
 

@@ -187,7 +187,7 @@ class Forecast:
 def forecast(plan: Plan, work: Work, machine: Machine, rates: ForwardRates) -> Forecast:
     """The time of a call: the longest of SMs, memory and power, and what each of its kernels costs to start and end."""
     groups = machine.multiprocessors // plan.blocks
-    passes = -(-work.rows // plan.rows)  # groups of rows, each of which goes through all keys
+    passes = -(-work.rows // plan.rows)  # groups of rows; each goes through all keys
     items, tiles = work.items * passes, -(-work.keys // plan.keys)
     cut = work.balanced and items % groups != 0
     if work.balanced:

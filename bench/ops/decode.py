@@ -95,8 +95,8 @@ def shuffled_table(case: DecodeCase, seed: int) -> npt.NDArray[np.int32]:
 LAYERS = (1, 61)
 """Layers that share an update of the plan: the worst case, and DeepSeek-V3's."""
 GENERIC = "attention_generic"  # without tensor cores
-#: Kernels to be compared with the one that is chosen: those among which the size of a batch or of pages decides, and
-#: those of GPUs without WGMMA.
+#: Kernels to compare with the chosen one: alternatives by the size of a batch or of pages, and
+#: kernels of GPUs without WGMMA.
 NAMED = (
     *("decode_sm90_seesaw", "decode_sm90_small", "decode_sm90_small_cluster8"),
     *("attention_mma", "attention_mma_small"),
@@ -104,7 +104,7 @@ NAMED = (
 #: Batch-invariant plans, and the `split_tokens` of each.
 INVARIANT = {"batch_invariant": 4096, "batch_invariant_512": 512}
 TREE = "tree_mask"
-#: Forms of a call, beside the plain one: see `kernels/decode/problem.py`.
+#: Optional inputs of a call: see `kernels/decode/problem.py`.
 IN_PARTS, SINK, TURNED, PACKED, VARYING = "q_rope", "attn_sink", "out_rope", "packed", "varying"
 
 

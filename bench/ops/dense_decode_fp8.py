@@ -112,7 +112,8 @@ CASES = (
         for b, h_q in ((128, 16), (128, 128), (16, 128))
     ),
 )
-# What the forms of decode cost over records, by `--peers`; and windows, beside plain calls that read as many keys.
+# The cost of decode's optional inputs over FP8 tokens, by `--peers`; and windows, next to plain calls with equally
+# many keys.
 FORMS = (
     *(
         Fp8DecodeCase(128, s_q, h_q, s_kv, one_scale=one_scale)

@@ -104,7 +104,7 @@ DENSE = (
     LossCase(16, 2048, 64, 128, 64, 64),
     LossCase(1, 32768, 64, 128, 32, 128),
 )
-# The same attention as of 128 x 576, un-absorbed; and training in FP8.
+# The attention of 128 x 576, un-absorbed; and training in FP8.
 UNABSORBED = (
     LossCase(1, 8192, 128, 192, 64, 128, mha=True, target_us=8500),
     LossCase(1, 8192, 128, 192, 64, 128, mha=True, fp8=True),

@@ -139,7 +139,7 @@ _LENGTHS = {
     128: (4096, 8192, 16384),
 }
 MASKED = tuple(PrefillCase(1, s, s, h, topk=2048) for h, lengths in _LENGTHS.items() for s in lengths)
-# Queries, keys and values in e4m3, beside the same in 16 bits: `targets` has those.
+# Queries, keys and values in e4m3; `targets` has the same shapes in 16 bits.
 CODED = (
     PrefillCase(1, 8192, 8192, 128, fp8=True),
     PrefillCase(1, 8192, 8192, 128, causal=False, fp8=True),
@@ -189,7 +189,7 @@ class PrefillInputs:
     state_out: Any  # (b s_q, h_q, d_v) float32; None without a state
     state_lse: Any  # (b s_q, h_q)
     indices: Any  # (b s_q, topk) int32, ascending, of the query's sequence; None without a selection
-    mask: Any  # (b s_q, mask_bytes) uint8, for what indices are made into
+    mask: Any  # (b s_q, mask_bytes) uint8, the mask made from indices
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ..ops.indexer_logits import PAGE_SIZE, LogitsCase, LogitsInputs, outputs_of
 from .torch_ops import recorder_for
 
 HEADS = (32, 64)  # its kernels' head counts
-TOKENS_OF_A_PAIR = 4  # next tokens for which thread blocks work in pairs, in versions that take so many on Hopper
+TOKENS_OF_A_PAIR = 4  # next tokens for which thread blocks work in pairs, in versions that support 4 on Hopper
 
 
 class DeepGemm:

@@ -37,7 +37,7 @@ class CupyFamily(NativeFamily):
         return view_of(argument, data.ptr, x.shape, x.strides, dtype.itemsize, name_of(dtype), data.device_id)
 
     def signature(self, arrays: Sequence[Any]) -> tuple[list[int], Signature] | None:
-        # Most of what a repeated call does in Python: no function is called per array, and most arrays are None.
+        # The hot path of a repeated call: it calls no function per array. Most arrays are None.
         kind = self.kind
         addresses = [0] * (len(arrays) + 1)
         key: list[Any] = []

@@ -105,7 +105,7 @@ class TorchFamily(NativeFamily):
         address_of = self._kind.data_ptr
         place = {index: at for at, index in enumerate(present, 1)}
         spread = operator.itemgetter(0, *[place.get(index, 0) for index in range(len(arrays))])
-        latest: tuple[list[int], list[int]] = [], []  # aligned ones, without and with zeros for what is not given
+        latest: tuple[list[int], list[int]] = [], []  # aligned ones, without and with zeros for absent arrays
 
         def match(others: Sequence[Any]) -> list[int] | None:
             nonlocal latest
@@ -294,7 +294,7 @@ def _has_memory(x: Any) -> bool:
 def check_plain(x: Any, argument: str) -> None:
     """Check that a tensor is dense, and that its memory holds its values as they are."""
     if x.is_nested:
-        remedy = "pass its values(), and where sequences begin"
+        remedy = "pass its values() and the starts of sequences"
         raise DTypeError(explain(argument, "a nested tensor", "a dense one", remedy))
     if str(x.layout) != "torch.strided":
         raise DTypeError(explain(argument, f"a tensor of layout {x.layout}", "a dense one", "call its to_dense()"))

@@ -23,7 +23,9 @@ def check_sizes(given: Mapping[str, Any]) -> dict[str, int]:
     sizes = {argument: check_count(argument, value, 1, MAX_SLOTS) for argument, value in given.items()}
     got = sizes["num_pages"] * sizes["page_size"]
     if got > MAX_SLOTS:
-        raise ArgumentError(explain("num_pages * page_size", got, f"at most {MAX_SLOTS}", "slots are int32"))
+        raise ArgumentError(
+            explain("num_pages * page_size", got, f"at most {MAX_SLOTS}", "make it smaller: slots are int32")
+        )
     return sizes
 
 
@@ -46,7 +48,7 @@ def whole_numbers(argument: str, given: Any, expected: str) -> npt.NDArray[np.in
         If they are no integers, or one is beyond 64 bits with a sign.
     """
     if isinstance(given, np.ma.MaskedArray):
-        raise DTypeError(explain(argument, "a masked array", expected, "fill it, or take what is not masked"))
+        raise DTypeError(explain(argument, "a masked array", expected, "fill it, or pass its unmasked elements"))
     try:
         values = np.asarray(given)
     except Exception as error:  # whatever arrays of other libraries, and nested lists, raise

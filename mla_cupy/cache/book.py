@@ -81,7 +81,7 @@ class Book:
     length, owned, synced : array, (max_seqs,)
         Tokens of each sequence; pages that it has, those reserved included; leading pages that the device knows.
     dirty : array, (max_seqs,), bool
-        Rows whose length or pages the device does not know.
+        Rows with a length or pages that the device does not know.
     changed : bool
         Whether there are any. Of all other rows the device knows every page: `synced` is `owned`.
     refs : array, (num_pages,), int32
@@ -153,7 +153,7 @@ class Book:
     def _dead(self, argument: str, handle: int) -> ArgumentError:
         generation, row = divmod(handle, self.max_seqs)
         if 0 <= generation < self.generation[row]:
-            return ArgumentError(explain(argument, handle, "one that is alive", "it has been freed"))
+            return ArgumentError(explain(argument, handle, "a live sequence", "it has been freed"))
         return ArgumentError(explain(argument, handle, "one that `allocate` or `fork` returned"))
 
     def handle(self, row: int) -> int:
@@ -161,7 +161,7 @@ class Book:
         return int(self.generation[row]) * self.max_seqs + row
 
     def check_rows(self, count: int) -> None:
-        """Raise CacheFullError if there is no room for as many sequences."""
+        """Raise CacheFullError if there is no room for `count` more sequences."""
         if count > len(self._rows):
             remedy = "free sequences, or make the cache with a larger max_seqs"
             raise CacheFullError(explain("sequences", f"{count} more", f"at most {len(self._rows)}", remedy))
@@ -210,7 +210,7 @@ class Book:
     # ---- Extension --------------------------------------------------------------------------------------------
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold as many tokens."""
+        """Number of pages for `tokens` tokens."""
         return -(-tokens // self.page_size)
 
     def plan_extend(self, rows: Array, counts: Array | int) -> Extension:
@@ -251,7 +251,7 @@ class Book:
         if longest > most:
             at = int(((lengths - 1) // self.page_size).argmax())
             got = f"{lengths[at]} tokens in all"
-            raise ArgumentError(explain(f"counts[{at}]", got, f"at most {most} of a sequence: max_pages * page_size"))
+            raise ArgumentError(explain(f"counts[{at}]", got, f"at most {most} per sequence: max_pages * page_size"))
         return max(longest, int(self.length.max()))
 
     def extend(self, plan: Extension) -> None:
@@ -308,9 +308,7 @@ class Book:
         needed = self.pages_for(int(self.length[row]) + tokens)
         if needed > self.max_pages:
             most = self.max_pages * self.page_size
-            raise ArgumentError(
-                explain("tokens", tokens, f"at most {most} in all of a sequence: max_pages * page_size")
-            )
+            raise ArgumentError(explain("tokens", tokens, f"at most {most} per sequence: max_pages * page_size"))
         missing = max(0, needed - int(self.owned[row]))
         self._check_pages(missing)
         return missing
@@ -471,7 +469,7 @@ def _spread(begin: Array, end: Array) -> tuple[Array, Array]:
 
 def _handles(given: Any) -> Array:
     """A list of sequences as an array."""
-    expected = "a list, such as [sequence], of those that `allocate` or `fork` returned"
+    expected = "a list, such as [sequence], of numbers from `allocate` or `fork`"
     if isinstance(given, np.ndarray):
         values = whole_numbers("sequences", given, expected)
         if values.ndim == 1:

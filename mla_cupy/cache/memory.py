@@ -28,7 +28,7 @@ class Layout(NamedTuple):
     Attributes
     ----------
     words : Words
-        Those of a step's upload.
+        The words of a step's upload.
     formats : mapping
         Name of a pool -> its record.
     max_tokens : int
@@ -64,7 +64,7 @@ class Layout(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Arrays that a step changes, int32; see `PagedKVCache` and `CacheStep`. Those of a step have room for any."""
+    """Arrays that a step changes, int32; see `PagedKVCache` and `CacheStep`. A step's arrays have room for any step."""
 
     table: Any
     seqlens: Any
@@ -98,7 +98,7 @@ class Memory(Protocol):
         """True if a step overwrites the arrays of the one before, and False if it makes new ones."""
 
     def step(self, b: int, tokens: int) -> tuple[Any, Any, Any, Any]:
-        """Slots, positions, block table and lengths of the latest step, of `b` sequences and so many tokens."""
+        """Slots, positions, block table and lengths of the latest step, of `b` sequences and `tokens` tokens."""
 
     def staging(self) -> Sheet:
         """Host memory to write the next step to."""

@@ -1,4 +1,4 @@
-"""A paged latent cache whose pages sequences can share."""
+"""A paged latent cache; sequences can share pages."""
 
 from __future__ import annotations
 
@@ -133,11 +133,11 @@ class PagedKVCache:
         self._book = Book(num_pages, page_size, max_seqs, max_pages)
         self._memory: Memory = memory_of(library, device, Layout(self._words, self.formats, *sizes), memory)
         self.lock = threading.RLock()
-        self._steps: dict[tuple[int, int, int], CacheStep] = {}  # those of equal sizes are alike but for their numbers
+        self._steps: dict[tuple[int, int, int], CacheStep] = {}  # by sizes; equal ones differ in their number alone
         self._newest: int | None = None  # the number of the step that the arrays hold
 
     def __reduce__(self) -> NoReturn:
-        remedy = "it owns its pages: make another one, `fork` sequences, or copy what `cache_gather` returns"
+        remedy = "it owns its pages: make another cache, `fork` sequences, or copy the result of `cache_gather`"
         raise ArgumentError(explain("cache", "a copy or a pickle of it", "the cache itself", remedy))
 
     @property
@@ -185,7 +185,7 @@ class PagedKVCache:
         with self.lock:
             self._check_layer(layer, pool)
             if not isinstance(self._memory, JaxMemory):
-                raise ArgumentError(explain("library", "a cache whose pages are written in place", "library='jax'"))
+                raise ArgumentError(explain("library", "a cache with pages that are written in place", "library='jax'"))
             self._memory.set_layer(pool, layer, pages)
 
     def allocate(self, tokens: Any = None, *, key: bytes = b"") -> tuple[int, int]:
@@ -498,7 +498,7 @@ class PagedKVCache:
             raise ArgumentError(explain("step", kind_of(step), "the CacheStep that `extend` returned"))
         if step.number != self._newest:
             newest = f"number {self._newest}, its newest" if self._newest else "one that `extend` has yet to return"
-            remedy = "append before the next `extend`; threads hold `cache.lock` from one to the other"
+            remedy = "append before the next `extend`; hold `cache.lock` from `extend` to `append` in each thread"
             raise ArgumentError(explain("step", f"number {step.number}", f"a step of this cache: {newest}", remedy))
 
     def _check_layer(self, layer: Any, pool: Any) -> None:
@@ -524,5 +524,5 @@ def _check_tokens(argument: str, x: Any, step: CacheStep) -> None:
     """Raise ShapeError if an array does not have one row per token of the step."""
     expected, shape = step.slots.shape[0], tuple(x.shape)
     if len(shape) == 2 and shape[0] != expected:
-        remedy = "rows of a padded batch: cache_append with slots of your own, -1 for those without a token"
+        remedy = "for rows of a padded batch call cache_append with your own slots, -1 for padding"
         raise ShapeError(explain(f"{argument}.shape[0]", shape[0], f"{expected}, the tokens of the step", remedy))

@@ -58,7 +58,7 @@ class Words:
 class Sheet:
     """The parts of the words, as arrays of their own.
 
-    `rows_of` are the rows that `rows` and `first_tokens` hold, if they are those of a step of one token each.
+    `rows_of` are the rows that `rows` and `first_tokens` hold, if they belong to a step of one token each.
     """
 
     pairs: Array

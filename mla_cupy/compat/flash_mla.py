@@ -292,7 +292,7 @@ def _decode(
     schedule.check(form)
     if indices is not None:
         if causal:
-            raise ArgumentError(explain("causal", causal, "False", "indices say what a query sees"))
+            raise ArgumentError(explain("causal", causal, "False", "drop it: indices select the keys"))
         selection = (q, k_cache, indices, topk_length, attn_sink)
         scale = default_scale(form) if scale is None else scale
         if form.record:
@@ -340,7 +340,7 @@ def _sparse_decode_fp8(
     extra_topk_length: Any,
     scale: float,
 ) -> tuple[Any, Any]:
-    """One call; queries whose sequences do not step evenly are copied by their library."""
+    """One call; queries with unevenly spaced sequences are copied by their library."""
     b, s_q, h_q, d_qk = form.b, form.s_q, form.h_q, form.d_qk
     out, lse = sparse_mla_decode(
         *(q.reshape(b * s_q, h_q, d_qk).reshape(b, s_q, h_q, d_qk), k_cache, indices),
@@ -366,7 +366,7 @@ def _sparse_decode(
     pages, row_stride = k_cache.shape[0], strides[2 - head_axis(k_cache.shape, "k_cache")]
     if pages > 1 and page_stride != form.page_size * row_stride:
         expected = f"{form.page_size * row_stride}, page_size rows"
-        remedy = "with indices, pages may have no gaps between them"
+        remedy = "copy the cache to pages without gaps"
         raise ShapeError(explain("k_cache's stride of pages", page_stride, expected, remedy))
     if k_cache.shape[3] != form.d_qk:
         raise ShapeError(explain("k_cache.shape[3]", k_cache.shape[3], f"d_qk={form.d_qk}, as in q"))
@@ -404,7 +404,9 @@ def check_decode(schedule: Any, num_splits: Any, head_dim_v: int) -> None:
         remedy = "pass get_mla_metadata()[0] of this module"
         raise PlanError(explain("tile_scheduler_metadata", type(schedule).__name__, "a FlashMLASchedMeta", remedy))
     if num_splits is not None:
-        raise ArgumentError(explain("num_splits", kind_of(num_splits), "None", "the schedule holds all"))
+        raise ArgumentError(
+            explain("num_splits", kind_of(num_splits), "None", "pass None: the schedule holds the splits")
+        )
     _check_head_dim_v("head_dim_v", head_dim_v)
 
 
@@ -413,9 +415,7 @@ def _check_extra(cache: Any, indices: Any, length: Any, possible: bool) -> None:
     names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
     given = [name for name, x in zip(names, (cache, indices, length), strict=True) if x is not None]
     if given and not possible:
-        raise ArgumentError(
-            explain(given[0], "an array", "None", "only sparse decode from an FP8 cache has a second one")
-        )
+        raise ArgumentError(explain(given[0], "an array", "None", "pass it with indices and an FP8 cache"))
     if given and (cache is None or indices is None):
         missing = names[0] if cache is None else names[1]
         raise ArgumentError(explain(missing, None, f"an array, as {given[0]} is given"))

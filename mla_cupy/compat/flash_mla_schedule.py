@@ -68,7 +68,7 @@ def form_of(
     record = _record_of(dtype, width) if fp8 else ""
     queries = dtypes.name_of(q.dtype)
     if math == "exact" and queries in BYTE_DTYPES:
-        remedy = "flash_mla_with_kvcache_fp8 takes queries in e4m3"
+        remedy = "call flash_mla_with_kvcache_fp8 for queries in e4m3"
         raise DTypeError(explain("q.dtype", queries, "bfloat16 or float16", remedy))
     sizes = (b, s_q, h_q, page_size, d_qk, max_pages)
     return Form(*sizes, bool(causal), topk, record, extra_page_size, extra_topk, math)
@@ -145,7 +145,7 @@ class FlashMLASchedMeta:
             If no dense call has made the schedule.
         """
         if self._plan is None:
-            raise PlanError(explain("tile_scheduler_metadata", "no schedule", "one that a dense call has made"))
+            raise PlanError(explain("tile_scheduler_metadata", "no schedule", "a schedule made by a dense call"))
         self._plan.update(cache_seqlens)
 
     def check(self, form: Form) -> None:

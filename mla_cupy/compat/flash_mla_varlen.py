@@ -86,7 +86,7 @@ def flash_attn_varlen_func(
     ((5, 4, 128), [13.856, 14.55, 13.856, 14.55, 14.955])
     """
     if not is_number(dropout_p) or dropout_p != 0:
-        raise ArgumentError(explain("dropout_p", repr(dropout_p), "0", "there is no dropout"))
+        raise ArgumentError(explain("dropout_p", repr(dropout_p), "0", "pass 0: dropout is not supported"))
     check_flag("is_varlen", is_varlen)
     exactly = check_flag("deterministic", deterministic)
     packed = Packed(cu_seqlens_qo, cu_seqlens_kv)
@@ -200,7 +200,7 @@ def _of_torch(torch: Any, arrays: tuple[Any, Any, Any], options: dict[str, Any],
 
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in arrays):
         if exactly and not torch.are_deterministic_algorithms_enabled():
-            remedy = "call torch.use_deterministic_algorithms(True), which backward passes go by"
+            remedy = "call torch.use_deterministic_algorithms(True), which backward passes follow"
             raise ArgumentError(explain("deterministic", True, "False, with gradients", remedy))
         out, lse = differentiable(*arrays, **options)
         return out, lse.T.contiguous().T

@@ -34,7 +34,7 @@ def lanes(spans: Sequence[Any], block: Block, width: int) -> dict[str, str]:
     Parameters
     ----------
     spans : sequence of ptxsim spans
-        Those of one launch whose blocks ran one after another, so that what was in flight meanwhile is the block's.
+        Spans of one launch with blocks run one after another, so that everything in flight belongs to the block.
     block : tuple of int
     width : int
     """

@@ -95,8 +95,8 @@ def _show(device: Any, limits: Any, rows: Sequence[Row]) -> None:
     print(f"{device.name} ({device.arch})")
     show(table("checked against the float64 oracle, then timed", heads, map(_cells, rows)))
     rates = f"copy {_rate(limits.copy_tbps, 'TB/s')}, GEMM {_rate(limits.gemm_tflops, 'TFLOP/s')}"
-    say(f"\nThe roofline is that of the limits measured just now: {rates}.")
-    say("More cases, and other libraries beside them: mla-cupy bench run decode --help")
+    say(f"\nThe roofline uses the limits measured just now: {rates}.")
+    say("More cases, and other libraries for comparison: mla-cupy bench run decode --help")
 
 
 def _cells(row: Row) -> list[str]:

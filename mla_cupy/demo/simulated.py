@@ -193,7 +193,7 @@ def _describe(dtype: str) -> None:
 
 
 def _without_compiler(inputs: Inputs, error: KernelCompileError, *, as_json: bool) -> int:
-    """Let the oracle compute; that there is no compiler is no failure."""
+    """Fall back to the oracle when no compiler is available."""
     out, lse = mla_cupy.mla_decode(*inputs, scale=SCALE)
     if as_json:
         print(json.dumps({"place": "numpy", "reason": str(error)}, indent=1))

@@ -28,7 +28,7 @@ _REGISTRY = "sglang.srt.layers.attention.attention_registry"
 _HOOKS = "sglang.srt.plugins.hook_registry"
 _DISPATCH = "sglang.srt.models.deepseek_common.attention_backend_handler"
 _IN_PARTS = "sglang.srt.models.deepseek_common.utils", "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS"
-"""Names of the backends whose layers get queries and keys in two arrays, which are not joined before."""
+"""Names of the backends that get queries and keys in two arrays, without a concatenation."""
 
 
 def register() -> None:
@@ -106,7 +106,7 @@ def _register() -> None:
         arguments.add_attention_backend_choices([BACKEND])
         hooks: Any = importlib.import_module(_HOOKS)
         hooks.HookRegistry.register(_resolution(arguments), set_defaults, hooks.HookType.BEFORE)
-        # Where SGLang lets others say so here: the base class reads prefixes in chunks.
+        # SGLang has a hook here; the base class reads prefixes in chunks.
         chunked = getattr(arguments, "add_chunked_prefix_cache_attention_backend", None)
         if chunked is not None:
             chunked(BACKEND)

@@ -151,7 +151,7 @@ def _sizes(
 
 
 def _planned_lengths(config: Any) -> tuple[int, ...]:
-    """Query tokens per sequence of the steps that come again and again: one, and those of drafts."""
+    """Query tokens per sequence of recurring steps: one, and one plus drafts."""
     drafts = getattr(config.speculative_config, "num_speculative_tokens", None) or 0
     return tuple({1: None, 1 + drafts: None})
 
@@ -169,7 +169,7 @@ class MlaCupyMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
         if not _wants_batch_invariance():  # which has a plan for every step, and each takes memory
             self.reorder_batch_threshold = _LONGEST_QUERY  # the base class lowers it again where ranks share the cache
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, MLACommonMetadata)
-        # Where ranks share the cache the queries of all of them are gathered.
+        # Ranks that share the cache gather the queries of all ranks.
         self._heads = self.num_heads * self.dcp_world_size
         self._max_b = vllm_config.scheduler_config.max_num_seqs
         self._planned = set(_planned_lengths(vllm_config))

@@ -91,7 +91,7 @@ def select(
     step = steps[stock._resolve_layer_name(name)] if isinstance(steps, dict) else None
     if step is None or (step.num_decodes and step.decode.requires_padding):
         sizes = (block, scale_format, count, head_dim, max_model_len, max_tokens)
-        # None: vLLM measures how much memory a step takes. Our scores take no more than its own.
+        # None: vLLM measures a step's memory here. Our scores need no more than its own.
         return stock.sparse_attn_indexer(
             hidden_states, name, cache, q, None, k, weights, *sizes, selected, skip_insert, False
         )

@@ -37,7 +37,7 @@ class Chunk(NamedTuple):
     Attributes
     ----------
     tokens, requests : slice
-        Those of the step's prefills that attend to it.
+        Parts of the step's prefills that attend to it.
     queries, keys : tensor, (b + 1,), int32
         Where their tokens, and their rows of the prefixes, begin.
     starts : tensor, (b,), int32

@@ -70,7 +70,7 @@ class ExportedCall:
         Raises
         ------
         ShapeError, DTypeError
-            If the arrays are not those of the module.
+            If the arrays do not match the module.
         ArgumentError
             If an option is none of the module's.
         """
@@ -84,7 +84,7 @@ class ExportedCall:
         return part(*operands) if divided is None else tuple(divided)
 
     def _parts(self, operands: Sequence[jax.Array]) -> Parts | None:
-        """Axes along which devices may divide the call; None if the operands are not those of the module."""
+        """Axes along which devices may divide the call; None if the operands do not match the module."""
         told = self._manifest.data
         axes = {array["name"]: array["axes"] for array in told["arrays"]}
         given = [(axes[name], x.shape) for name, x in zip(xla.operands(told), operands, strict=True)]

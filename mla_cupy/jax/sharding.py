@@ -70,7 +70,7 @@ class Parts:
         return found
 
     def specs(self, taken: Mapping[str, Names]) -> tuple[tuple[P, ...], tuple[P, ...]]:
-        """Specs of the operands then, and those of the results."""
+        """Specs of the operands, and of the results."""
         found = tuple(P(*(taken.get(name) for name in names)) for names in self.names)
         return found[: -self.results], found[-self.results :]
 

@@ -35,7 +35,7 @@ FAMILIES = (
     sparse_decode,
     sparse_forward,
 )
-# ---- End of what is written
+# ---- End of the generated part
 
 #: Every kernel of the package, by name.
 KERNELS: dict[str, KernelSpec[Any]] = {kernel.name: kernel for family in FAMILIES for kernel in family.KERNELS}

@@ -22,7 +22,7 @@ KernelT = TypeVar("KernelT", bound=KernelSpec)  # type: ignore[type-arg]
 
 
 def check_kernel(kernels: Sequence[KernelSpec[ProblemT]], name: object) -> None:
-    """Raise ArgumentError unless `name` is that of one of the kernels, or None."""
+    """Raise ArgumentError unless `name` is one of the kernels' names, or None."""
     names = [kernel.name for kernel in kernels]
     if name is not None and not (isinstance(name, str) and name in names):
         remedy = nearest(str(name), names, "see `mla-cupy list`")
@@ -53,7 +53,7 @@ def check_somewhere(operation: str, name: object, configure: Callable[[DeviceInf
 
 
 def of_math(kernels: Sequence[KernelT], math: str, name: str | None) -> tuple[KernelT, ...]:
-    """The attention kernels whose products have this arithmetic; `name`, if given, must be of one of them."""
+    """The attention kernels with this arithmetic; `name`, unless None, must be one of them."""
     check_kernel(kernels, name)
     found = tuple(kernel for kernel in kernels if math in _maths(kernel))
     names = [kernel.name for kernel in found]

@@ -54,7 +54,7 @@ class Variant:
 
 
 def variants(**macros: Iterable[str | int]) -> tuple[Variant, ...]:
-    """Every combination of the macros' values; those of the last change fastest."""
+    """Every combination of the macros' values; the last macro changes fastest."""
     return tuple(Variant(**dict(zip(macros, values, strict=True))) for values in product(*macros.values()))
 
 
@@ -82,7 +82,7 @@ def takes_all(problem: Any, device: DeviceInfo) -> Reason | None:
 
 
 def always(problem: Any, device: DeviceInfo) -> bool:
-    """The `preferred` of kernels that nothing but their place in the pipeline's list decides about."""
+    """Default `preferred`: the order of the pipeline's list decides."""
     return True
 
 
@@ -110,7 +110,7 @@ class KernelSpec(Generic[ProblemT]):
     archs : tuple of str
         Targets such as "sm_90a"; empty for any.
     variants, core : tuple of Variant
-        All of its builds, and those of the defaults that are compiled on import.
+        All of its builds, and the default builds that are compiled on import.
     runs_on : callable
         `runs_on(variant, arch)`: whether GPUs of a target can run a build.
     is_default : callable

@@ -159,7 +159,7 @@ _DESCRIBED: tuple[Operation, ...] = (
     topk.OPERATION,
     warmup_loss.OPERATION,
 )
-# ---- End of what is written
+# ---- End of the generated part
 
 _COMPOSITES = tuple(one for one in _DESCRIBED if isinstance(one, Composite))
 _SINGLE = tuple(one for one in _DESCRIBED if one not in _COMPOSITES)

@@ -110,7 +110,7 @@ class Signature:
 
     @property
     def result_names(self) -> tuple[str, ...]:
-        """The arrays that it returns: outputs, then inputs that it changes, whose memory the results take over."""
+        """The arrays that it returns: outputs, then changed inputs; these results reuse the inputs' memory."""
         return self.record.written
 
     @property
@@ -180,7 +180,7 @@ class Launcher:
             for ordinal in ordinals
         }
         self.nbytes = max(pipeline.workspace(config).nbytes for config in self._configs.values())
-        # Those that no thread is using. A list's pop and append are atomic.
+        # Unused by any thread. A list's pop and append are atomic.
         self._idle = {ordinal: [self._prepare(ordinal)] for ordinal in ordinals}
         given = [name for name, array in zip(operation.names, signature.arrays, strict=True) if array is not None]
         made = [name for name, x in zip(signature.result_names, signature.results, strict=True) if x is not None]

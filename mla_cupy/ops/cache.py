@@ -242,7 +242,7 @@ def _examine_gather(views: Views, given: GatherOptions) -> Examined:
 
 
 def _row_dtypes(first: str) -> tuple[str, ...]:
-    """Dtypes of rows: that of a 16-bit cache first, else bfloat16."""
+    """Dtypes of rows: first a 16-bit cache's, else bfloat16."""
     return (first, *(dtype for dtype in FLOATS if dtype != first)) if first in HALF else FLOATS
 
 

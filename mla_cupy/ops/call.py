@@ -246,7 +246,7 @@ def _known(call: Invocation) -> tuple[Entry, list[int]] | None:
             addresses, signature = signed
             if not similar or entry.signature != signature:
                 entry = recent.last[operation] = recent.entries[operation, signature, options, (*kinds,), state]
-    # New, of a subclass, or with a plan or an option that is none: the checks see to it.
+    # Cache miss or invalid argument: fall through to the full checks.
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return None
     if checks_are_asked() or entry.prepared.driver is not driver.active:

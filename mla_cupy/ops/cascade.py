@@ -117,7 +117,7 @@ def _is_row(group: Any) -> bool:
 
 
 _OF_DECODE = "scale", "causal", "q_scale", "math", "lse_base", "empty_lse"
-"""Options that are examined as those of decode."""
+"""Options that are examined like decode's."""
 
 
 def _examine(views: Views, options: CascadeOptions) -> Examined:

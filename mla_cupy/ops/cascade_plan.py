@@ -74,7 +74,7 @@ def divided(call: Call, planned: Sequence[Section]) -> Division:
 
 
 class _Batch:
-    """The arrays of a call, from which those of stages are cut."""
+    """The arrays of a call; stages use parts of them."""
 
     def __init__(self, call: Call) -> None:
         names = ("q", "kv_cache", "block_table", "seqlens", "out", "lse")

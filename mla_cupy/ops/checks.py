@@ -60,7 +60,7 @@ def resolve_scale(scale: Any, d_qk: int) -> float:
 
 
 def check_scale(scale: Any) -> float:
-    """Check the factor of the scores of absorbed queries, whose width does not say what it is."""
+    """Check the factor of the scores of absorbed queries; their width does not determine it."""
     if scale is None:
         raise ArgumentError(explain("scale", None, MODEL_SCALES, "pass scale=..."))
     return check_factor("scale", scale)
@@ -171,7 +171,7 @@ def check_shard(cp_world: Any, cp_rank: Any) -> tuple[int, int]:
 def check_drafts(tree_mask: bool, s_q: int) -> None:
     """Check the number of query tokens of a call with a mask of drafts, if there is one."""
     if tree_mask and s_q > MAX_DRAFTS:
-        raise ShapeError(explain("s_q", s_q, f"at most {MAX_DRAFTS} with a tree_mask", "each draft is a bit of 64"))
+        raise ShapeError(explain("s_q", s_q, f"at most {MAX_DRAFTS} with a tree_mask", "each draft is one of 64 bits"))
 
 
 def check_terms(problem: DecodeProblem) -> None:
@@ -255,12 +255,12 @@ def check_kv_heads(views: Views, heads: int, kv_heads: int) -> None:
     ShapeError
     """
     if heads % kv_heads:
-        remedy = "each KV head serves as many heads"
+        remedy = "each KV head serves h_q / h_kv heads"
         raise ShapeError(explain("q.shape[1]", heads, f"a multiple of h_kv={kv_heads}", remedy))
     k_rope = views["k_rope"]
     if k_rope is not None and k_rope.shape[1] not in (1, kv_heads):
         expected = f"1 or h_kv={kv_heads}" if kv_heads > 1 else "1, as k has no more heads"
-        raise ShapeError(explain("k_rope.shape[1]", k_rope.shape[1], expected, "one for all heads, or each"))
+        raise ShapeError(explain("k_rope.shape[1]", k_rope.shape[1], expected, "pass one head, or one per KV head"))
 
 
 def check_starts(views: Views) -> None:
@@ -341,7 +341,7 @@ def check_memory(view: View, nbytes: int, device: int) -> None:
     if view.dtype != "uint8" or len(view.shape) != 1 or (view.strides != (1,) and view.shape[0] > 1):
         raise ShapeError(explain("workspace", f"{view.dtype} {view.shape}", "a contiguous vector of uint8"))
     if view.shape[0] < nbytes:
-        remedy = "`mla_cupy.workspace_bytes` tells how many"
+        remedy = "call mla_cupy.workspace_bytes for the size"
         raise ShapeError(explain("workspace.shape[0]", view.shape[0], f"at least {nbytes} bytes", remedy))
     if view.ptr % WORKSPACE_ALIGNMENT:
         raise ShapeError(explain("workspace's address", hex(view.ptr), f"a multiple of {WORKSPACE_ALIGNMENT}"))

@@ -145,6 +145,6 @@ def _resources(launch: Launch, arch: str) -> tuple[int | None, int | None]:
     """Registers of a thread and shared memory of a block, if the build is in the cache."""
     try:
         build = worker.cached(launch.kernel.request(launch.variant, arch))
-    except KernelCompileError:  # no NVRTC: what it would have built cannot be told
+    except KernelCompileError:  # no NVRTC: its version, and so the image, is unknown
         build = None
     return (None, None) if build is None else (build.info["registers"], build.smem_bytes)

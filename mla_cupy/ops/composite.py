@@ -34,7 +34,7 @@ class Part(NamedTuple):
     Attributes
     ----------
     name : str
-        The array's, or that of the part of the workspace; "" for memory of a plan, whose address is known.
+        Name of the array, or of the part of the workspace; "" for memory of a plan, at a known address.
     view : View
         Its pointer is as far from the array's own as the part is; parts of the workspace begin at 0.
     """
@@ -54,7 +54,7 @@ class Part(NamedTuple):
         return self._moved(0, (first * second, *rest), (outer if second == 1 else inner, *strides))
 
     def split(self, size: int) -> Part:
-        """View with the first axis as two, of which the second has this size."""
+        """View with the first axis split in two; the second has this size."""
         (first, *rest), (step, *strides) = self.view.shape, self.view.strides
         return self._moved(0, (first // size, size, *rest), (size * step, step, *strides))
 
@@ -141,7 +141,7 @@ class _Configured(NamedTuple):
 
 @dataclass(frozen=True)
 class CompositeConfig:
-    """The steps of a call, those of stages with what they have in common with others of their kind."""
+    """The steps of a call; stages of one kind share their configuration."""
 
     layout: Layout
     steps: tuple[tuple[Stage, _Configured] | Assignment, ...]
@@ -208,7 +208,7 @@ class CompositePipeline(Pipeline[CompositeConfig]):
 
 
 def configure(division: Division, device: DeviceInfo | None, kernels: Kernels) -> CompositeConfig:
-    """Check and configure the stages of a call on a device, those of the same kind once.
+    """Check and configure the stages of a call on a device, each kind once.
 
     Without a device there is nothing to configure but what a plan has to say.
     """
@@ -248,7 +248,7 @@ def _configure(stage: Stage, device: DeviceInfo | None, kernel: str | None) -> _
 
 
 def _relative(step: Assignment, bases: Mapping[str, int]) -> Assignment:
-    """Assignment with pointers relative to those of the arrays."""
+    """Assignment with pointers relative to the arrays' pointers."""
     source, out = (
         part._replace(view=part.view._replace(ptr=part.view.ptr - bases.get(part.name, 0)))
         for part in (step.source, step.out)
@@ -272,7 +272,7 @@ class PreparedStages:
 
 
 class _Launches:
-    """The launches of a stage; its addresses are so far from those of a list of places."""
+    """The launches of a stage, with addresses as offsets from a list of places."""
 
     __slots__ = ("_memory", "_moves", "_prepared")
 

@@ -184,7 +184,9 @@ def _examine(views: Views, given: DecodeOptions) -> Examined:
     )
     turns = check_all_or_none(views, *OutRope.absent, group="out_rope=OutRope(cos, sin, positions)")
     if turns and d_qk != D_V:
-        raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_V} with out_rope", "other values have no RoPE columns"))
+        raise ShapeError(
+            explain("q.shape[-1]", d_qk, f"{D_V} with out_rope", "drop out_rope: other values have no RoPE columns")
+        )
     record = _record(kv_cache, d_qk)
     tree_mask = views["tree_mask"] is not None
     check_drafts(tree_mask, s_q)
@@ -217,7 +219,7 @@ def _queries(views: Views) -> tuple[int, int, int, int]:
     if rope is None:
         return b, axes[-1], h_q, d_qk
     if d_qk != D_V:
-        raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_V} with q_rope", "pass whole queries, or their two parts"))
+        raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_V} with q_rope", "pass whole queries, or q and q_rope"))
     return b, axes[-1], h_q, d_qk + rope.shape[-1]
 
 
@@ -260,7 +262,7 @@ def _is_aligned(views: Views, record: str, forms: Forms) -> bool:
 
 
 def _record(kv_cache: View, d_qk: int) -> str:
-    """The FP8 record of a cache of bytes, "" for 16-bit rows; checks the width, which is not that of the queries."""
+    """The FP8 format of a cache of bytes, "" for 16-bit rows; checks the width, not the queries'."""
     width = kv_cache.shape[-1]
     if kv_cache.dtype not in BYTE_DTYPES:
         if width != d_qk:

@@ -102,8 +102,8 @@ class DecodePlan(Plan):
         self._scheduled_b: int | None = None
         self._scheduled_q = 0  # packed queries of all sequences
         self._updates = _Updates()
-        self._identity = object()  # unlike `id`, never that of a later plan
-        # What decides whether the plan goes on serving a call that it has served: see `ops.call`.
+        self._identity = object()  # unlike `id`, never reused by a later plan
+        # Changes when the plan must no longer serve a cached call: see `ops.call`.
         self.state: Hashable = (self._identity, None)
 
     @property
@@ -133,7 +133,7 @@ class DecodePlan(Plan):
         return f"DecodePlan({limits}, {sizes}, {self.kernel}, {place}, {self.workspace_bytes} bytes)"
 
     def __reduce__(self) -> NoReturn:
-        remedy = "it owns memory on a device: make another one with plan_decode"
+        remedy = "make another plan with plan_decode: a plan owns device memory"
         raise PlanError(explain("plan", "a copy or a pickle of it", "the plan itself", remedy))
 
     def update(self, seqlens: Any, *, cu_seqlens_q: Any = None, total_q: int | None = None, stream: Any = None) -> None:
@@ -215,7 +215,7 @@ class DecodePlan(Plan):
         return b
 
     def mark_scheduled(self, b: int | None, total_q: int = 0) -> None:
-        """Serve calls with `b` sequences from now on, of so many packed queries."""
+        """Serve calls with `b` sequences and `total_q` packed queries from now on."""
         self._scheduled_b, self._scheduled_q = b, total_q
         self.state = (self._identity, b, total_q)
 
@@ -453,7 +453,7 @@ def plan_decode(
     config = DECODE.configure(problem, info, kernel)
     if pieces:
         if not isinstance(config, (InSplits, InGroups)):
-            expected = "a kernel that takes a schedule: clusters divide the batch by all of its lengths"
+            expected = "a kernel with a schedule: clusters divide the batch by all lengths"
             raise ArgumentError(explain("kernel", repr(kernel), expected, "leave kernel or batch_invariant out"))
         config = DECODE.in_pieces(config, pieces, info)
     load(DECODE.builds(config), info, arrays.cupy_family().current_stream(ordinal))
@@ -491,7 +491,7 @@ def examine_plan(
     sizes = {"max_b": max_b, "s_q": s_q, "h_q": h_q, "max_pages": max_pages, "page_size": page_size}
     for argument, value in sizes.items():
         if not is_integer(value) or not 1 <= value <= MAX_INT32:
-            raise ArgumentError(explain(argument, value, f"an integer of at least 1, and at most {MAX_INT32}"))
+            raise ArgumentError(explain(argument, value, f"an integer from 1 to {MAX_INT32}"))
     max_b, s_q, h_q, max_pages, page_size = map(int, sizes.values())  # of NumPy's, which overflow
     if not (is_integer(d_qk) and d_qk in VALUE_WIDTHS):
         raise ArgumentError(explain("d_qk", repr(d_qk), either([str(width) for width in VALUE_WIDTHS])))

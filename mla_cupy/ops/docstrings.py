@@ -115,7 +115,7 @@ class Words:
     donated: bool = False
 
 
-_DONATED = ("Whose memory the result takes over.", "Whose memory the results take over.")
+_DONATED = ("Donated: the result takes over its memory.", "Donated: the results take over their memory.")
 _NOT_HERE = (
     re.compile(r"\s*Not for JAX, whose arrays cannot be written(?:: [^.]*`[\w.]+`[^.]*)?\."),
     re.compile(r"Of the caller's library(?:\.|; )"),
@@ -221,13 +221,13 @@ NO_GRADIENT_OF_HEAD_SUMS = "It has no gradient: nothing flows to the main attent
 _OBJECTIVE = {
     "indexer_sparse_objective": (
         "Compute sum(row_weights * kl) of the loss over selected keys, differentiable by indexer and weights.",
-        "The loss is that of `indexer_sparse_loss`. Its gradients by index_q, index_k and weights are made with it; "
+        "`indexer_sparse_loss` with gradients by index_q, index_k and weights, computed in the same call; "
         "the backward multiplies them by the cotangent, in the dtypes of the arrays. Everything else counts as a "
         "constant.",
     ),
     "indexer_warmup_objective": (
         "Compute sum(row_weights * kl) of the warm-up loss, differentiable by indexer and weights.",
-        "The loss is that of `indexer_warmup_loss`. Its gradients by index_q, index_k and weights are made with it: "
+        "`indexer_warmup_loss` with gradients by index_q, index_k and weights, computed in the same call: "
         "its larger part, the scores of the main attention, is not repeated. The backward multiplies them by the "
         "cotangent, in the dtypes of the arrays. Everything else counts as a constant.",
     ),

@@ -100,7 +100,7 @@ class Entry:
         Pairs of addresses that may be near each other at a certain distance: 0 for a result that is laid out as the
         array in its place, others for rows that lie between the other's rows.
     apart : list of int
-        Addresses at which the arrays have been found not to overlap: those of the call before.
+        Addresses at which the arrays do not overlap, from the last call.
     known : set
         More of these, such as each layer of a model has its own.
     """

@@ -78,7 +78,7 @@ class Input:
 
 
 def like_first_or_float32(first: str) -> tuple[str, ...]:
-    """The dtypes of most results: that of the first input, or float32."""
+    """Dtypes of most results: the first input's, or float32."""
     return (first, "float32") if first != "float32" else (first,)
 
 
@@ -88,12 +88,12 @@ def like_queries_or_float32(first: str) -> tuple[str, ...]:
 
 
 def like_first_or_wider(first: str) -> tuple[str, ...]:
-    """The dtypes of results: that of the first input, or float32; of e4m3 codes bfloat16, float16 or float32."""
+    """Dtypes of results: the first input's, or float32; for e4m3 codes bfloat16, float16 or float32."""
     return FLOATS if first in BYTE_DTYPES else like_first_or_float32(first)
 
 
 def only_like_first(first: str) -> tuple[str, ...]:
-    """The dtype of results that are never anything but that of the first input."""
+    """Dtype of results that always have the first input's dtype."""
     return (first,)
 
 
@@ -126,7 +126,7 @@ class Output:
     wide_with : str
         An optional input with which its layout is "wide".
     like : str
-        An input whose shape, with the axes that may be missing, it has.
+        An input with the same shape, optional axes included.
     needs : str
         An optional input without which there is no such result.
     even : bool
@@ -134,9 +134,9 @@ class Output:
     when : str
         An option that must be true, or there is no such result.
     may_be : str
-        An input in whose place it may be: the same memory, laid out alike.
+        An input that it may overwrite: the same memory and layout.
     dtype_of : str
-        The input whose dtype says what it may be, where that is not the first one.
+        The input that determines its dtype, where that is not the first one.
     coded : str
         An option that, if true, makes its elements e4m3 codes, in bytes by default.
     packed : str
@@ -288,7 +288,7 @@ class Operation:
 
     @functools.cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """The public function's parameters, those of groups in place of the groups."""
+        """The public function's parameters; a group's members replace the group."""
         found: dict[str, inspect.Parameter] = {}
         for name, parameter in inspect.signature(self.function).parameters.items():
             for member in self.members(name):

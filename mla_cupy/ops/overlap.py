@@ -34,7 +34,7 @@ def check_apart(
     """
     for name in written:
         if name in views and _overlaps_itself(views[name]):
-            remedy = "pass an array of its own for each result"
+            remedy = "pass a separate array for each result"
             got = f"{views[name].strides} for {views[name].shape}"
             raise ShapeError(explain(f"{name}.strides", got, "elements that do not overlap each other", remedy))
     for (name, view), (other, theirs) in combinations(views.items(), 2):
@@ -42,7 +42,7 @@ def check_apart(
             if in_place.get(other) == name and view == theirs:
                 continue
             result, array = (name, other) if name in written else (other, name)
-            remedy = "pass memory of its own for each result"
+            remedy = "pass separate memory for each result"
             raise ShapeError(explain(result, f"memory that overlaps {array}", "memory of its own", remedy))
 
 

@@ -178,12 +178,12 @@ def _check_codes(views: Views, sizes: Sizes) -> None:
         return
     if (sizes.d_qk, sizes.d_v) != FP8_GEOMETRY:
         given = sizes.d_qk, sizes.d_v
-        remedy = "only these are built for e4m3; convert to bfloat16"
+        remedy = "convert to bfloat16"
         raise ShapeError(explain("q.shape[-1], v.shape[-1]", given, f"{FP8_GEOMETRY} for queries in {dtype}", remedy))
     for name in scales:
         count = present(views, name).shape[0]
         if count != sizes.sequences:
-            remedy = "one row for each sequence"
+            remedy = "pass one row per sequence"
             raise ShapeError(explain(f"{name}.shape[0]", count, f"b={sizes.sequences}, as in cu_seqlens_q", remedy))
 
 

@@ -19,7 +19,7 @@ Array = npt.NDArray[np.integer[Any]]
 _THRESHOLDS = 16
 """Number of lengths of shared prefixes that are tried as the shortest of a group."""
 
-# What the model counts with, in microseconds of an H200. See docs/guides/paged-cache.md for where they are from.
+# Costs of the model, in microseconds on an H200. docs/guides/paged-cache.md has the measurements.
 _TILE_US = 1.6
 """A tile of 64 tokens for 64 query rows."""
 _SMALL_TILE_US, _SMALL_ROW_US = 1.0, 0.018
@@ -134,7 +134,7 @@ def _common_pages(table: Array, limits: Array) -> Array:
 
 
 def _runs(common: Array, least: int) -> list[PrefixGroup]:
-    """The longest runs of neighbours that share at least so many pages, and what all of a run share."""
+    """The longest runs of neighbours that share at least `least` pages, and the pages that a whole run shares."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], (common >= least).astype(int), [0]])))
     return [
         PrefixGroup(int(first), int(end - first) + 1, int(common[first:end].min()))
@@ -152,7 +152,7 @@ def _saved_us(group: PrefixGroup, rows: int, page_size: int, sms: int) -> float:
 
 
 def check_groups(groups: Any, b: int, max_pages: int) -> tuple[PrefixGroup, ...]:
-    """Check that groups are disjoint, in the order of a batch, and have so many pages at most.
+    """Check that groups are disjoint, in the order of a batch, and have at most `max_pages` pages.
 
     Raises
     ------

@@ -166,7 +166,7 @@ def _examine(views: Views, given: MlaPrepareOptions) -> Examined:
 
 
 def _check_absorbed(views: Views, d_nope: int, given: MlaPrepareOptions) -> None:
-    """Check the width of queries before W_UK, of which d_nope columns are no RoPE part, and where they lie."""
+    """Check the width of queries before W_UK, with d_nope columns before the RoPE part, and their alignment."""
     own = views["q_rope"] is None
     if d_nope not in D_HEADS:
         allowed = " or ".join(str(width + own * D_ROPE) for width in sorted(D_HEADS))
@@ -176,7 +176,11 @@ def _check_absorbed(views: Views, d_nope: int, given: MlaPrepareOptions) -> None
     if w_uk.shape[1] != d_nope:
         raise ShapeError(explain("w_uk.shape[1]", w_uk.shape[1], f"{d_nope}, as q has beside its RoPE part"))
     if given.quantise:
-        raise ArgumentError(explain("quantise", True, "False with w_uk", "absorbed queries stay in 16 bits"))
+        raise ArgumentError(
+            explain(
+                "quantise", True, "False with w_uk", "quantise in a separate call: absorbed queries stay in 16 bits"
+            )
+        )
     for name in ("q", "q_rope"):
         if (view := views[name]) is not None:
             check_wide(name, view)
@@ -186,16 +190,16 @@ def _check_angles(views: Views, options: MlaPrepareOptions) -> None:
     """Check that positions come with tables or a base, and nothing of these without positions."""
     tables = check_all_or_none(views, "cos", "sin")
     if views["positions"] is None and (tables or options.theta is not None):
-        raise ArgumentError(explain("positions", None, "an array", "cos and sin, or theta, turn by positions"))
+        raise ArgumentError(explain("positions", None, "an array", "pass positions with cos/sin or theta"))
     if views["positions"] is not None and tables == (options.theta is not None):
         got = "both cos and theta" if tables else "neither cos nor theta"
-        raise ArgumentError(explain("theta", got, "cos and sin, or theta", "give one of them with positions"))
+        raise ArgumentError(explain("theta", got, "cos and sin, or theta", "pass one of them with positions"))
     if tables:
         check_pairs(views, D_ROPE)
 
 
 def _with_record(views: Views, options: MlaPrepareOptions) -> MlaPrepareOptions:
-    """The options with those of the record resolved."""
+    """The options, with the format's options resolved."""
     if options.return_rope and views["rope"] is None:
         raise ArgumentError(explain("rope", None, "an array with return_rope"))
     if check_all_or_none(views, "latent", "cache", "slots"):
@@ -210,7 +214,7 @@ def _with_record(views: Views, options: MlaPrepareOptions) -> MlaPrepareOptions:
     if kv_scale != 1:
         raise ArgumentError(explain("kv_scale", kv_scale, "1 without a cache"))
     if views["rope"] is not None and not options.return_rope:
-        remedy = "give latent, cache and slots, or set return_rope"
+        remedy = "pass latent, cache and slots, or return_rope=True"
         raise ArgumentError(explain("rope", "an array", "None without a cache", remedy))
     return options._replace(kv_scale=kv_scale)
 

@@ -157,7 +157,7 @@ def merge_project(
 
 
 def check_projection(views: Views, dtype: str) -> int:
-    """Check `w_uv` and `gate` of an attention whose results have this 16-bit dtype; the width of a head, 0 without.
+    """Check `w_uv` and `gate` of an attention with results of this 16-bit dtype; the width of a head, 0 without.
 
     Raises
     ------
@@ -185,13 +185,13 @@ def _examine_merge(views: Views, given: MergeProjectOptions) -> Examined:
     n, b, s_q, h_q, _ = outs.shape
     check_projection(views, w_uv.dtype)
     if n > MAX_STATES:
-        raise ShapeError(explain("outs.shape[0]", n, f"at most {MAX_STATES}", "merge some with merge_states before"))
+        raise ShapeError(explain("outs.shape[0]", n, f"at most {MAX_STATES}", "merge some with merge_states first"))
     if b * s_q > MAX_INT32:
         raise ShapeError(explain("outs.shape", outs.shape, f"at most {MAX_INT32} tokens"))
     if outs.dtype in HALF and outs.dtype != w_uv.dtype:
         raise DTypeError(explain("w_uv.dtype", w_uv.dtype, f"{outs.dtype}, like outs", "convert w_uv"))
     if views["lses"] is None and n != 1:
-        raise ArgumentError(explain("lses", None, f"an array, with n={n} states", "only one state needs none"))
+        raise ArgumentError(explain("lses", None, f"an array, with n={n} states", "lses may be omitted only for n = 1"))
     return Examined(ProjectProblem(h_q, w_uv.shape[1], w_uv.dtype, b * s_q), options)
 
 

@@ -236,7 +236,7 @@ def _check_dtype(array: Input, view: View, given: Views) -> None:
 def _bind(
     operation: Operation, array: Input, view: View, sizes: dict[str, int], owners: dict[str, str], given: Views
 ) -> View:
-    """Compare the axes with those of the arrays before; returns the view with the axes of the record."""
+    """Compare the axes with the earlier arrays' axes; returns the view with the axes of the description."""
     names, places = axes_of(array, given), list(range(len(view.shape)))
     if "1?" in names:
         if len(places) == len(names):
@@ -259,7 +259,7 @@ def _head_axis(argument: str, names: list[str], shape: tuple[int, ...]) -> int:
     if names[axis - 1].endswith("page_size"):
         return head_axis(shape, argument)
     if shape[axis] != 1:
-        remedy = "all query heads share the rows, and what selects them"
+        remedy = "pass one head: all query heads share the rows and their selection"
         raise ShapeError(explain(f"{argument}.shape[{axis}]", shape[axis], "1 head", remedy))
     return axis
 
@@ -299,7 +299,7 @@ def _instead_of_rows(operation: str, where: str, size: int, d: int) -> str:
     """Remedy for index keys in e2m1, of half a byte an element and four of scales, that lie side by side."""
     if operation != "indexer_logits" or where != "k.shape[-1]" or size != d // 2 + 4:
         return ""
-    return "keys in e2m1 are those of pages: indexer_cache_append, then indexer_logits_paged"
+    return "e2m1 keys must be paged: call indexer_cache_append, then indexer_logits_paged"
 
 
 def _shape(operation: Operation, output: Output, given: Views, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -352,7 +352,7 @@ def _check_output(operation: Operation, output: Output, view: View, shape: tuple
 def check_wide(argument: str, view: View) -> None:
     """Check that the last axis is contiguous, and that start and other strides are multiples of 16 bytes."""
     if not (contiguous_along_last(view) and steps_by_16_bytes(view)):
-        expected = "a contiguous last axis, and a start and further strides that are positive multiples of 16 bytes"
+        expected = "a contiguous last axis, and a start and other strides that are positive multiples of 16 bytes"
         raise ShapeError(explain(f"{argument}.strides", view.strides, expected, "pass a contiguous array"))
 
 

@@ -98,7 +98,7 @@ def _check_values(arrays: Arrays, options: SegmentsOptions) -> None:
         for at in begins.tolist():
             if int(ids[at]) in found:
                 earlier = f"an id that does not come again: it has begun at {found[int(ids[at])]}"
-                raise ArgumentError(explain(f"{name}[{at}]", int(ids[at]), earlier, "give each segment its own"))
+                raise ArgumentError(explain(f"{name}[{at}]", int(ids[at]), earlier, "give each segment its own id"))
             found[int(ids[at])] = at
         further = np.zeros(len(ids), bool)
         further[begins[options.max_segments :]] = True

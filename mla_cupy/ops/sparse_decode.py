@@ -221,7 +221,9 @@ def _examine(views: Views, given: SparseDecodeOptions) -> Examined:
     tables = ("out_cos", "out_sin", "out_positions")
     turns = check_all_or_none(views, *tables, group="out_rope=OutRope(cos, sin, positions)")
     if turns and d_qk != D_V:
-        raise ShapeError(explain("q.shape[-1]", d_qk, f"{D_V} with out_rope", "other values have no RoPE columns"))
+        raise ShapeError(
+            explain("q.shape[-1]", d_qk, f"{D_V} with out_rope", "drop out_rope: other values have no RoPE columns")
+        )
     tiles = check_pieces(given.batch_invariant, given.split_tokens, ("topk", topk), (f"{b * s_q} queries", b * s_q))
     sizes = (b * s_q, h_q, topk, q.dtype, _DECODED.get(record.name, record.name))
     problem = SparseDecodeProblem(*sizes, steps_by_16_bytes(q), ragged, d_head, compact, options.math, tiles)

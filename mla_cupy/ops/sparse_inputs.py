@@ -59,7 +59,7 @@ def check_rows_or_pages(views: Views, read: Sequence[str] = SPARSE_RECORDS) -> s
     d_qk, (_, page_size, width) = q.shape[2], kv.shape
     if kv.dtype not in BYTE_DTYPES:
         if page_size != 1:
-            remedy = "all query heads share the rows, and what selects them"
+            remedy = "pass one head: all query heads share the rows and their selection"
             raise ShapeError(explain("kv.shape[1]", page_size, "1 head", remedy))
         if width != d_qk:
             raise ShapeError(explain("kv.shape[-1]", width, f"d_qk={d_qk}, as in q"))

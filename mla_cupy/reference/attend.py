@@ -17,10 +17,10 @@ BLOCK_TOKENS = 64
 LAZY_MAX_LOG2 = np.float32(8.0)
 
 
-#: Rounding of weights to sums of two numbers in e4m3: of what is nearest in float16, and of what that leaves.
+#: Rounds weights to sums of two e4m3 numbers: of the float16 value, and of the remainder.
 E4M3_PAIRS = "float8_e4m3fn x 2"
 
-#: Columns of a score whose sum is the tensor cores' own, of products of e4m3 numbers.
+#: Columns of a score that the tensor cores sum, for products of e4m3 numbers.
 _FP8_SUM_COLUMNS = 192
 
 
@@ -33,7 +33,7 @@ class Attended(NamedTuple):
 
 
 def attend(rows: Array, keys: Array, d_v: int, scale: float, rounding: str | None) -> Attended:
-    """Attention of `rows` (rows, d_qk) to `keys` (n, d_qk), whose values are their first `d_v` elements."""
+    """Attention of `rows` (rows, d_qk) to `keys` (n, d_qk); values are the keys' first `d_v` elements."""
     return attend_values(rows, keys, keys[:, :d_v], scale, rounding)
 
 
@@ -81,7 +81,7 @@ def _attend_rounded(rows: Array, keys: Array, values: Array, scale: float, round
 
 
 def _attend_fp8(rows: Array, keys: Array, values: Array, scale: float, block_tokens: int, pairs: bool) -> Attended:
-    """Attention with weights in e4m3, or `pairs` of it, of which the largest of each `block_tokens` is 2^8.
+    """Attention with weights in e4m3, or `pairs` of it; the largest of each `block_tokens` is 2^8.
 
     `out` is divided by the sum of the rounded weights; the log-sum-exp is of the weights before that.
     """

@@ -49,11 +49,11 @@ def quantise_query_terms(q: npt.ArrayLike) -> tuple[Array, Array, Array]:
     Returns
     -------
     codes : array of uint8, (..., d)
-        Those of `quantise_queries`.
+        From `quantise_queries`.
     remainders : array of uint8, (..., d)
         What the numbers of these leave of the elements, in the same units, rounded in the same way.
     scales : array of float64, (...)
-        Those of `quantise_queries`.
+        From `quantise_queries`.
     """
     scaled, scales = _scaled(q)
     codes = _codes(scaled)

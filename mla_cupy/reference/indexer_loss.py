@@ -92,7 +92,7 @@ def indexer_warmup_loss(
     "head_sum": p = sum_h A_h / ||sum_h A_h||_1 with A_h = exp(scale * q_h . k - lse_h), and I[t, s] = sum_j W[t, j] *
     max(index_q[t, j] . index_k[s], 0) with W = weights * h_i**-0.5 * d_i**-0.5; one loss per row.
 
-    "per_head": of as many indexer heads as attention heads, p_h = softmax(target_scale * q_h . k) and I_h =
+    "per_head": with equally many indexer and attention heads, p_h = softmax(target_scale * q_h . k) and I_h =
     weights[t, h] * max(index_q[t, h] . index_k[s], 0); one loss per row and head.
 
     Parameters
@@ -123,7 +123,7 @@ def indexer_warmup_loss(
         normalised again. A head whose lse is infinite, or 1.2e7 or more in magnitude, has no part in the target.
         Default: over the keys that are seen.
     head_sums : array, (s_q, s_kv), optional
-        sum_h A_h, as of `indexer_head_sums`, in place of that of q, k and lse.
+        sum_h A_h, as of `indexer_head_sums`, in place of q, k and lse.
     row_weights : array, (s_q,), optional
         Factors of the losses in the gradients. Default: 1.
     target : str
@@ -192,7 +192,7 @@ def indexer_sparse_loss(
     q, k, index_q, index_k, weights, k_scale, q_scale, lse, row_weights, scale
         As for `indexer_warmup_loss`, with keys that all heads share; by default, `lse` is over the selected keys.
     head_sums : array, (s_q, topk), optional
-        sum_h A_h, as of `indexer_head_sums`: a row's n-th number is that of the n-th of the indices that count.
+        sum_h A_h, as of `indexer_head_sums`: a row's n-th number belongs to its n-th valid index.
     gradients : bool
         Compute the gradients.
 

@@ -60,7 +60,7 @@ class Conditions:
 
     @classmethod
     def here(cls, gpu: str, target: str) -> Conditions:
-        """Make those of this process, for a GPU of this machine."""
+        """Make this process's conditions, for a GPU of this machine."""
         return cls(gpu, target, nvml_driver(), __version__, _compiler())
 
     @property

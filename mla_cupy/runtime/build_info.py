@@ -38,7 +38,7 @@ _FIELDS: Mapping[str, Callable[[object], bool]] = {
 
 
 def problem(info: dict[str, Any], cubin: bytes, ptx: bytes) -> str:
-    """Explain why `info` is not that of `cubin`, or of `ptx` where that is all that a virtual target has, or "".
+    """Explain why `info` does not describe `cubin`, or `ptx` for a virtual target; "" if it does.
 
     A field is missing or of another type than `build` writes, or it says something else than the cubin itself does:
     a kernel that is launched with wrong facts computes wrong numbers.

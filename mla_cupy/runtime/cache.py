@@ -34,7 +34,7 @@ LAYOUT = "kernels-v1"
 
 _CUBIN, _PTX, _INFO = "kernel.cubin", "kernel.ptx", "info.json"
 _MAX_RECORD_BYTES, _MAX_IMAGE_BYTES = 1 << 20, 1 << 28
-_UNTRUSTED_REMEDY = "they are built again; delete the others with `mla-cupy clear-cache`"
+_UNTRUSTED_REMEDY = "they are rebuilt; delete the old ones with `mla-cupy clear-cache`"
 _warned: set[str] = set()
 
 
@@ -117,7 +117,7 @@ def read(entry: Path, owners: frozenset[int] | None = None) -> Build | None:
         problem = "a file is missing"
     except trust.UntrustedError as error:
         problem = str(error)
-        warn_once(f"kernels in {entry.parent} are not used, since what is there {error.strerror}: {_UNTRUSTED_REMEDY}")
+        warn_once(f"kernels in {entry.parent} are ignored, since a path {error.strerror}: {_UNTRUSTED_REMEDY}")
     except (OSError, ValueError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
     logger.info("cache entry %s is damaged: %s", entry, problem)

@@ -156,7 +156,7 @@ class CudaDriver:
         return tensormap.encode(spec)
 
     def memset(self, ptr: int, value: int, nbytes: int, stream: int) -> None:
-        """Enqueue a fill on `stream`, whose device must be current."""
+        """Enqueue a fill on `stream`; its device must be current."""
         status = self._bindings.cuMemsetD8Async(ptr, value, nbytes, stream)[0]
         if status:
             raise RuntimeError(_message("cuMemsetD8Async", int(status), status.name))

@@ -39,7 +39,7 @@ def smem_on(arch: str) -> int:
 
 
 def usable_smem(nbytes: int) -> int:
-    """The bytes of a block's shared memory that kernels may use where the GPU has so many: see MLA_CUPY_SMEM_KB."""
+    """The bytes of shared memory per block that kernels may use, of `nbytes` on the GPU: see MLA_CUPY_SMEM_KB."""
     most = env.get("SMEM_KB")
     return nbytes if most == "all" else min(nbytes, int(most) * 1024)
 

@@ -11,7 +11,7 @@ _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
 _SYMBOL = struct.Struct("<IBBHQQ")
 _NOTE = struct.Struct("<III")
-_ATTRIBUTE = struct.Struct("<BBH")  # format, attribute, value or size of what follows
+_ATTRIBUTE = struct.Struct("<BBH")  # format, attribute, value or size of the data
 _PER_SYMBOL = struct.Struct("<II")
 
 _SYMTAB, _NOTES, _NO_BITS, _CUDA_INFO = 2, 7, 8, 0x70000000

@@ -165,7 +165,7 @@ def _obtain(request: BuildRequest) -> Build:
 def _cached_or_refuse(request: BuildRequest) -> Build:
     try:
         found = worker.cached(request)
-    except KernelCompileError:  # no NVRTC: what it would have built cannot be told
+    except KernelCompileError:  # no NVRTC: its version, and so the image, is unknown
         found = None
     if found is None:
         command = f"mla-cupy compile --arch {request.arch} --kernels {request.entry.removeprefix('mla_')}"

@@ -34,7 +34,7 @@ def trusted_owners(*more: int) -> frozenset[int]:
 
 
 def check_directory(path: Path, owners: frozenset[int]) -> os.stat_result:
-    """Check that `path` is a directory, no link, and whose contents only `owners` could have put there.
+    """Check that `path` is a directory, not a link, with contents that only `owners` could have written.
 
     In a directory with the sticky bit others can add files, but they own those.
 

@@ -41,7 +41,7 @@ main()
 """
 _EXIT_SECONDS = 10.0
 """Time to wait for a child that was killed: one that waits for a dead disk cannot end."""
-_CACHE_REMEDY = "set MLA_CUPY_CACHE_DIR to a directory with room that you can write"
+_CACHE_REMEDY = "set MLA_CUPY_CACHE_DIR to a writable directory with free space"
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Worker:
 
 
 def start(requests: Sequence[BuildRequest]) -> None:
-    """Compile those of `requests` that are not cached, in the background. Never raises: the first call will say it."""
+    """Compile uncached `requests` in the background. Never raises; errors surface on the first call."""
     try:
         missing = [request for request in requests if cached(request) is None]
         if missing and cache.cache_dir() is not None:

@@ -69,7 +69,7 @@ class CallProbe:
     d_qk: int = D_QK
 
     def requests(self, arch: str) -> list[BuildRequest]:
-        """Nothing: the call knows best what it takes, and compiles it."""
+        """Empty: the call compiles what it needs."""
         return []
 
     def run(self, machine: Machine) -> Finding:

@@ -57,7 +57,7 @@ class Product:
     def __str__(self) -> str:
         majors = "MN" if self.a_mn else "K", "MN" if self.b_mn else "K"
         text = f"M {self.m} N {self.n} K {self.k}, A {majors[0]}-major, B {majors[1]}-major, lane {self.lane}"
-        return text + (", added to what is there" if self.accumulate else "")
+        return text + (", accumulated" if self.accumulate else "")
 
 
 KERNEL: KernelSpec[object] = KernelSpec(

@@ -85,7 +85,7 @@ class Probe(Protocol):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Names (with wildcards) of the probes without whose success this one says nothing."""
+        """Names (with wildcards) of the probes that must pass for this one to mean anything."""
 
     @property
     def seconds(self) -> float:

@@ -40,7 +40,7 @@ def call(
     ----------
     operators : Operators
     arrays, options : tuple
-        Those of the operation, in its order.
+        The operation's arrays and options, in its order.
     workspace : tensor, optional
     gradient : callable, optional
         The operation under transforms of torch.func, if it has a gradient.
@@ -61,7 +61,7 @@ def call(
     if given or operators.write is operators.make:
         refuse_batches(operators.operation.name, {**arguments, **given})
     if not given and workspace is not None:
-        raise ArgumentError(explain("workspace", "a tensor", "None, unless tensors for the results are given, too"))
+        raise ArgumentError(explain("workspace", "a tensor", "None, unless tensors for the results are passed"))
     arguments, by_transform = _differentiable(operators, arguments, bool(given), gradient)
     arguments = with_dtypes(operators, arguments)
     if given:
@@ -118,7 +118,7 @@ def targets(given: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]
     there = {name: x for name, x in given.items() if x is not None}
     if 0 < len(there) < len(given):
         missing = next(name for name in given if name not in there)
-        raise ArgumentError(explain(missing, None, f"a tensor, like {next(iter(there))}", "give all results or none"))
+        raise ArgumentError(explain(missing, None, f"a tensor, like {next(iter(there))}", "pass all results or none"))
     return there
 
 

@@ -71,7 +71,7 @@ def refuse_batches(operation: str, given: Mapping[str, Any]) -> None:
         return
     for name, x in given.items():
         if isinstance(x, torch.Tensor) and any(map(_FUNCTORCH.is_batchedtensor, _layers(x))):
-            remedy = "call it without tensors for results, or in a loop"
+            remedy = "call it without tensors for results, or loop over the batch"
             expected = f"one without a batch: {operation} writes to its arguments here"
             raise DTypeError(explain(name, "a tensor under vmap", expected, remedy))
 
@@ -110,7 +110,7 @@ def _layers(x: torch.Tensor) -> Iterable[torch.Tensor]:
 
 
 def _look_outside() -> None:
-    """Make a compiler that meets derivatives break its graph: whose they are can only be seen outside of it."""
+    """Make a compiler that meets derivatives break its graph: only code outside can see whose derivatives they are."""
     if _is_compiling() and _differentiating():
         _leave_the_graph()
 

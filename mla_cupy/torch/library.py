@@ -36,7 +36,7 @@ _has_transforms = torch._C._are_functorch_transforms_active
 def is_plain_call(arrays: Sequence[Any]) -> bool:
     """Tell whether nothing has to see an operator: no compiler, mode, transform or subclass is at work, nor "meta".
 
-    The dispatcher costs several microseconds for operators of so many arguments.
+    The dispatcher costs several microseconds for operators with this number of arguments.
     """
     if _is_compiling() or _count_modes() or _has_transforms():
         return False

@@ -89,7 +89,7 @@ def _leaves(
     if straight_through is None:
         for name, x in zip(_TENSORS, scored[:2], strict=False):
             if _holds_codes(x) and is_recorded(x):
-                remedy = "detach it, and give what it stands for as straight_through"
+                remedy = "detach it, and pass its dequantised value as straight_through"
                 raise DTypeError(explain(name, "codes that require grad", "a constant", remedy))
         return scored
     if not isinstance(straight_through, (tuple, list)) or len(straight_through) != 2:
@@ -104,7 +104,7 @@ def _leaves(
     return (*straight_through, scored[2])
 
 
-# ---- The operator of a scalar whose gradients are there already, and are multiplied by the cotangent ------------
+# ---- The operator of a scalar with precomputed gradients, which the backward multiplies by the cotangent --------
 
 
 def _value(*tensors: torch.Tensor) -> torch.Tensor:

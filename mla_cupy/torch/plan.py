@@ -1,4 +1,4 @@
-"""Plans of dense decode whose workspace is a tensor, so that PyTorch knows what is written and read when."""
+"""Plans of dense decode with a tensor as workspace, so that PyTorch tracks its reads and writes."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class _Placed(Plan):
 def _plan(number: int) -> DecodePlan:
     found = _plans.get(number)
     if found is None:
-        raise PlanError(explain("plan", f"number {number}", "a plan that is still there", "keep the plan alive"))
+        raise PlanError(explain("plan", f"number {number}", "a live plan", "keep the plan alive"))
     return found.plan
 
 

@@ -64,7 +64,7 @@ class Served:
             return Call(self, call).run()
         except UnfitError as reason:
             if self.group.learns_now or (self.group.sparse and not self.family.indexer):
-                expected = "a call that these kernels compute, as the stock code has no such indexer"
+                expected = "a call that these kernels compute, as the stock code lacks this indexer"
                 raise ArgumentError(explain("model", str(reason), expected)) from None
             self.group.say(self.module.layer_idx, str(reason))
         return self._stock(call)

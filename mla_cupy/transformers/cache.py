@@ -407,7 +407,7 @@ class LatentLayer(CacheLayerMixin):
         return latent, rope
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Store indexer keys [b, s, width] of the step that `update` began; returns those of all tokens."""
+        """Store indexer keys [b, s, width] of the step that `update` began; returns the keys of all tokens."""
         store = self.store
         b, s, _ = indexer_key_states.shape
         new = Ragged.of(self.next_padding, b, s, self.device)
@@ -420,7 +420,7 @@ class LatentLayer(CacheLayerMixin):
         return self.store.length_before(self.layer)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that a step of so many queries sees, and 0."""
+        """Number of keys that a step of `query_length` queries sees, and 0."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -436,7 +436,7 @@ class LatentLayer(CacheLayerMixin):
         return self.layer == self.store.layers[0]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop so many tokens, a negative number; the first layer does it for all."""
+        """Keep a positive number of tokens, or drop a negative one; the first layer does it for all."""
         if self._is_first:
             length, wanted = self.store.length, int(tokens_to_remove)
             kept = wanted if wanted > 0 else length + wanted
@@ -453,7 +453,7 @@ class LatentLayer(CacheLayerMixin):
             self.store.select([int(i) for i in rows.tolist()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Continue with each row of the batch so many times, which share pages."""
+        """Repeat each row of the batch `repeats` times; the copies share pages."""
         if self._is_first and self.store.counts:
             self.store.select([i for i in range(len(self.store.counts)) for _ in range(repeats)])
 

@@ -36,13 +36,13 @@ Array = npt.NDArray[Any]
 PAGE = 64
 #: A scale with many bits, so that products with it are rounded.
 SCALE = 0.7213
-#: log2 of what the heads' queries hold.
+#: log2 of the heads' query elements.
 EXPONENTS = {
     "bfloat16": (0, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 40, 60, 90, 119),
     "float16": (-12, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10),
     "float8_e4m3fn": (-6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 8),
 }
-#: log2 of what the scale is multiplied by: of float16 and e4m3, 2^31 is in the middle of the first.
+#: log2 of factors of the scale; for float16 and e4m3, 2^31 is in the middle of the first one's range.
 SHIFTS = {"bfloat16": (0,), "float16": (28, 12, 60), "float8_e4m3fn": (28, 6, 60)}
 
 

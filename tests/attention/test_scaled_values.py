@@ -25,7 +25,7 @@ GPUS = (DENSE[0], DENSE[1], SPARSE[0], SPARSE[2])
 PAGE = 64
 #: Largest error in the root mean square; rounding products to float16 leaves 2e-4.
 LIMIT = 5e-4
-#: The RoPE columns are 0, but for the first one: the logit of a token, beside its latent's.
+#: The only RoPE column other than 0: it adds to a token's logit.
 LOGIT = 512
 
 

@@ -336,9 +336,9 @@ def test_a_part_that_is_refused_is_halved(
     [
         # The first half is too dear, and its halves are not; the other one is at the aim.
         (100.0, ["", "1 of 2", "1 of 4", "3 of 4", "2 of 2"], ["1 of 4", "3 of 4", "2 of 2"]),
-        # As near to what no place costs as fewer places can bring it.
+        # As close to the cost without places as fewer places allow.
         (107.5, [""], [""]),
-        # Nobody knows what no place costs: its build is refused.
+        # The cost without places is unknown: its build is refused.
         (None, ["", "1 of 2", "1 of 4", "3 of 4", "2 of 2"], ["1 of 4", "3 of 4", "2 of 2"]),
     ],
 )

@@ -19,7 +19,7 @@ from tests.support.flat import flat, mla_decode
 
 pytestmark = [
     pytest.mark.usefixtures("_numpy_backend"),
-    pytest.mark.filterwarnings("ignore:`torch.jit"),  # of what PyTorch's forward mode uses itself
+    pytest.mark.filterwarnings("ignore:`torch.jit"),  # from PyTorch's own forward mode
     pytest.mark.filterwarnings("ignore:There is a performance drop"),
 ]
 
@@ -162,7 +162,7 @@ def test_jax_constants(jax: Any, of_jax: Any) -> None:
     assert (gradient == 1).all()
 
 
-# ---- torch.func of what has a gradient ---------------------------------------------------------------------------
+# ---- torch.func of functions with a gradient ---------------------------------------------------------------------
 
 
 def attention(torch: Any, of_torch: Any, **changes: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:

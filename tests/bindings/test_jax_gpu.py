@@ -168,7 +168,7 @@ def test_graph_replay_without_python(
     assert sum(per_step[-SETTLED:]) == 0, f"Python was entered in the last {SETTLED} steps: {per_step}"
     for out, lse in state:
         check((np.asarray(out), np.asarray(lse)), inputs.exact, inputs.rounded, "bfloat16")
-    # A replay reads what is there now.
+    # A replay reads the current values.
     shorter = np.minimum(inputs.seqlens, 64)
     (fewer,) = put(jax, (shorter,), "gpu")
     state = step(q, kv_cache, table, fewer, state)

@@ -262,7 +262,7 @@ def test_ids_that_do_not_fit(jax: Any, of_jax: Any) -> None:
         ({**both, "max_segments": True}, ArgumentError, "max_segments: got True"),
         ({**both, "cu_seqlens_q": starts}, ArgumentError, "cu_seqlens_q: got an array, with segment_ids_q, expected"),
         ({**both, "segment_ids_q": ids[:2]}, ShapeError, "segment_ids_q.shape: got (2,), expected (3,), as q has"),
-        ({**both, "segment_ids_q": ids[None]}, ShapeError, "rows of ids are for segment_starts"),
+        ({**both, "segment_ids_q": ids[None]}, ShapeError, "pass rows of ids to segment_starts"),
         ({**both, "segment_ids_kv": ids[:1]}, ShapeError, "segment_ids_kv.shape: got (1,), expected (3,), as k has"),
         ({**both, "segment_ids_q": ids > 1}, DTypeError, "segment_ids_q.dtype: got bool"),
         ({**both, "segment_ids_kv": [1, 1, 2]}, DTypeError, "segment_ids_kv: got "),

@@ -78,7 +78,7 @@ def test_gradients(jax: Any, of_jax: Any, mesh: Any, call: BoundCall, leaves: tu
     def loss(x: Any, others: dict[str, Any]) -> Any:
         if not steps:
             return once(x, others)
-        start = jnp.zeros(()) + 0 * x.astype(jnp.float32).sum()  # which varies as what is added does
+        start = jnp.zeros(()) + 0 * x.astype(jnp.float32).sum()  # varies like the added value
         return jax.lax.scan(lambda total, _: (total + once(x, others), None), start, length=steps)[0]
 
     def over_devices(parts: Any, others: dict[str, Any]) -> Any:

@@ -278,7 +278,7 @@ def test_jax_heads_over_devices(jax: Any, of_jax: Any, exportable: bool) -> None
     assert gap < 0.01 * np.linalg.norm(expected["k_rope"].astype(np.float64))  # a sum of two rounded ones
 
 
-# ---- With a mask there is none ------------------------------------------------------------------------------------
+# ---- No gradient with a mask --------------------------------------------------------------------------------------
 
 
 def test_torch_with_a_mask(torch: Any, of_torch: Any) -> None:

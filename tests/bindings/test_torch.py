@@ -129,7 +129,7 @@ def test_functions_that_write(torch: Any, of_torch: Any) -> None:
     got = of_torch.sparse_mla_backward(**given, dq=dq, dkv=dkv, d_sink=d_sink, scale=SCALE)
     assert [x is y for x, y in zip(got, (dq, dkv, d_sink), strict=True)] == [True] * 3
     check(torch, got, wanted)
-    with pytest.raises(ArgumentError, match="dkv: got None, expected a tensor, like dq; give all results or none"):
+    with pytest.raises(ArgumentError, match="dkv: got None, expected a tensor, like dq; pass all results or none"):
         of_torch.sparse_mla_backward(**given, dq=dq, scale=SCALE)
     for name, results in (("merge_states", ("out", "lse")), ("mla_decode", ("out", "lse"))):
         call = merge() if name == "merge_states" else decode()

@@ -165,7 +165,7 @@ class Session:
         return sequence
 
     def sequences(self, given: Any) -> list[int]:
-        if isinstance(given, list):  # the cache knows the latest one again by what it is equal to
+        if isinstance(given, list):  # the cache recognises the latest one by equality
             given = [int(x) if isinstance(x, (float, bool)) and x in self.ledger.held else x for x in given]
         made = [self.sequence(x) for x in wholes(given)]
         if len(set(made)) != len(made):
@@ -248,7 +248,7 @@ class Session:
             )
             held = self.ledger.held[sequence].tokens
             in_range(len(told), 0, len(held))
-            if told != held[: len(told)]:  # a lie that nobody can see through: told the truth instead
+            if told != held[: len(told)]:  # a lie that the cache cannot detect: pass the truth instead
                 given["tokens"] = told = held[: len(told)]
             return lambda: self.ledger.commit(sequence, len(told))
 

@@ -48,7 +48,7 @@ def copy_microseconds(moved: int) -> float:
     return microseconds(lambda stream: target.data.copy_from_device_async(source.data, moved // 2, stream))
 
 
-# Of a copy's rate, an H200's append has 0.69 and 0.88, its gather 0.70 and 0.92: the least that no noise explains.
+# Share of a copy's rate, H200: append 0.69 and 0.88, gather 0.70 and 0.92. Less than the limits is not noise.
 @pytest.mark.parametrize(("n", "share"), [(8192, 0.65), (65536, 0.85)])
 @pytest.mark.parametrize("kernel", ["append", "gather"])
 def test_share_of_the_copy_rate(kernel: str, n: int, share: float, gpu: object) -> None:

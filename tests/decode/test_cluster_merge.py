@@ -174,7 +174,7 @@ def _problem(h_q: int = 16, d_qk: int = 576, batch: Batch | None = None) -> Deco
     [
         (16, Batch(1, 1024), True),
         (16, Batch(1, 1), True),
-        (16, Batch(15, 1024), True),  # as many clusters as are resident at once
+        (16, Batch(15, 1024), True),  # all clusters that are resident at once
         (16, Batch(16, 1024), False),
         (16, Batch(1, 1025), False),  # more than two tiles per block
         (16, None, False),  # who knows

@@ -255,14 +255,14 @@ MANY = DecodeCase(b=2, seqlens=(130, 3), s_q=3, h_q=24, page_size=16, missing_pa
 V4 = replace(SINGLE, record="v4", d_qk=512)
 FP8 = replace(SINGLE, record="fp8", kv_scale=0.5)
 RECORDS = (
-    # Blocks of 16 and 32 rows: those of one query, of several, of fewer than there is room for.
+    # Blocks of 16 and 32 rows: of one query, of several, and partly empty.
     (FormCase(replace(SINGLE, record="v32", dtype="float16"), pair=True), FEW_RECORDS),
     (FormCase(replace(FP8, b=4, seqlens=(70, 130, 9, 200), strides="odd"), queries=(1, 3, 0, 2), around=(1, 2)),
      FEW_RECORDS),
     (FormCase(replace(FP8, h_q=8, seqlens=(130, 2, 66)), queries=(5, 4, 1), pair=True, sink=True), FEW_RECORDS),
     (FormCase(replace(V4, seqlens=(200, 5, 129), s_q=3, h_q=7), window=66, turned=True), FEW_RECORDS),
     (FormCase(replace(V4, s_q=2, cp_world=3, cp_rank=1, dtype="float16"), turned=True), FEW_RECORDS),
-    # Blocks of 64 rows: of one query each, of which there are several in groups or side by side.
+    # Blocks of 64 rows of one query each, several in groups or side by side.
     (FormCase(replace(SINGLE, record="v32", h_q=64, s_q=2), pair=True), MANY_RECORDS),
     (FormCase(replace(FP8, h_q=48, seqlens=(300, 66, 1), page_size=48), queries=(2, 3, 1), around=(1, 1), window=150,
               pair=True, sink=True), MANY_RECORDS),

@@ -114,7 +114,7 @@ def test_the_oracle_attends_with_these_queries(case: DecodeCase) -> None:
         np.testing.assert_array_equal(mine, other)
 
 
-# ---- Refusals beside those of math="fp8" -------------------------------------------------------------------------
+# ---- Further refusals than with math="fp8" -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def whole(item: WorkItem, tokens: int) -> bool:
     ("b", "pattern", "of_group", "num_splits"),
     [
         (128, (2,), 1, 66),  # two queries of 128 heads
-        (128, (3, 1), 1, 66),  # as many in all: a row of 64 groups is no whole number of splits
+        (128, (3, 1), 1, 66),  # an equal total: a row of 64 groups is not a whole number of splits
         (128, (4,), 1, 66),
         (100, (2, 1, 2), 1, 66),
         (128, (7, 1), 4, 132),  # of 16 heads

@@ -166,7 +166,7 @@ def test_model_covers_other_lengths_than_planned(seqlens: list[int], num_splits:
         (16, 8192, 66, 8, 32, 16),
         (4, 8192, 66, 8, 8, 4),
         (1, 8192, 66, 8, 2, 1),
-        (1, 1024, 132, 2, 1, 1),  # as many pieces as tiles
+        (1, 1024, 132, 2, 1, 1),  # one piece per tile
         (1, 131072, 66, 8, 32, 1),
     ],
 )
@@ -187,7 +187,7 @@ def test_many_selections_are_cut_evenly(num_splits: int, longest: int, cut_queri
     assert -(-4096 // num_splits) * (32 + ITEM_COST) > longest + heuristics.merge_cost(64)
 
 
-# Sequences, tokens of each, splits, query rows of all heads, those of a block; pieces with what a partial costs.
+# Sequences, tokens of each, splits, query rows of all heads, rows of a block; pieces, with the cost of a partial.
 FEWER_PIECES = [
     (1, 4096, 132, 16, 16, 64),  # a tile each
     (1, 8192, 132, 16, 16, 64),  # 128 without

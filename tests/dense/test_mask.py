@@ -17,7 +17,7 @@ from tests.support.sim_driver import simulated
 ENDS = DenseCase(((3, 5), (4, 4)), mask=0.5, h_q=2)
 #: One tile that all queries see as a whole, and the end.
 LONG = DenseCase(((3, 140),), mask=0.5, state="float32")
-#: A second tile whose bits are none of whole words.
+#: A second tile with bits that fill no whole words.
 WIDE = DenseCase(((2, 90),), d_qk=256, d_v=256, mask=0.5)
 
 

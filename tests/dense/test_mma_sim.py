@@ -15,7 +15,7 @@ from tests.support.dense_cases import DenseCase, make
 from tests.support.flat import flat
 from tests.support.sim_driver import simulated
 
-#: That it takes: wider values have no room in the registers.
+#: Cases that it supports: wider values do not fit into the registers.
 NARROW = [case for case in CASES if case.d_v == 128]
 #: Two tiles of each group, so that a slot is used again; a group without a tile; one warp of a tile without a query.
 HARD = DenseCase(((40, 270), (97, 60), (2, 0)), h_q=2, h_kv=1, around=(1, 2), state="float32", q_pair=True)

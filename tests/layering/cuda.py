@@ -11,7 +11,7 @@ from mla_cupy.selftest import catalog
 
 #: From the bottom up: a header may include headers of its own folder and of those before it.
 HEADERS = ("common", "ptx", "tile", "trace", "attention")
-#: The folders with kernels: one per family of operations, the probes', and `attention`, whose kernels families share.
+#: The folders with kernels: one per family of operations, the probes', and `attention`, shared by families.
 FAMILIES = tuple(
     dict.fromkeys(kernel.source.partition("/")[0] for kernel in (*KERNELS.values(), *catalog.KERNELS.values()))
 )

@@ -218,7 +218,7 @@ def test_groups(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         if not isinstance(context, Refused) and context.world == 1:
             taken = inspect.signature(context.decode).parameters
             good = {name: x for name, x in good_call(OPERATIONS["mla_decode"]).items() if name in taken}
-            del good["out"]  # as wide as what W_UV gives
+            del good["out"]  # as wide as W_UV's result
             attempt(lambda: context.decode(**good, scale=0.1), ["out_dtype"], (), f"seed {seed}")  # noqa: B023
 
 

@@ -41,7 +41,7 @@ def test_indices_out_of_range_are_no_rows(run: SparseRun, index: int) -> None:
     inputs.indices[0, :] = index  # nothing is left
     inputs.indices[2, 3:70] = index
     inputs.indices[3, -1] = index
-    inputs.indices[4, :-1] = index  # one is left, unless it is none itself
+    inputs.indices[4, :-1] = index  # one valid entry is left, unless `index` is invalid
     run.check(inputs)
 
 

@@ -22,8 +22,8 @@ def test_the_remedy_is_the_extra(extra: str) -> None:
         assert f'"{requirement}"' in remedies.INSTALL_CUPY
 
 
-#: The package or the simulator as an index would know it: an installer's argument, or a name with extras. Paths to a
-#: checkout or a wheel file are none.
+#: The package or the simulator by its name in an index: an installer's argument, or a name with extras. Paths to a
+#: checkout or a wheel file do not match.
 NAMED = re.compile(
     r"\b(?:pipx? (?:install|download|wheel|run)|uv (?:add|(?:pip|tool) install)|uvx|(?:conda|mamba) install|poetry add)"
     r"\b[^`\n&;]*(?<![\w./-])(?:mla[_-]cupy|ptxsim)(?![\w/-])"

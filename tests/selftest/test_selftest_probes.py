@@ -138,7 +138,7 @@ def test_what_there_must_be() -> None:
             "M 64 N 32 K 64, A MN-major, B K-major, lane 16",
             "M 64 N 64 K 64, A MN-major, B K-major, lane 16",
         ):
-            for more in ("", ", added to what is there"):
+            for more in ("", ", accumulated"):
                 assert [x for x in about if dtype in x and about[x] == f"tcgen05.mma: {text}{more}"], (dtype, text)
         for m, n in ((32, 64), (32, 256), (64, 64), (64, 256)):
             assert [x for x in about if dtype in x and f"mma.ws: M {m} N {n} " in about[x]], (dtype, m, n)

@@ -31,7 +31,7 @@ HOPPER = on_hopper(BACKWARD_KERNELS)
 GENERIC = "sparse_backward_generic"
 MMA = mma.KERNEL.name
 ALL = (GENERIC, *HOPPER, *BLACKWELL, MMA)
-#: One of each source, but for what runs on request only: the others are as long, and test_kernels has them.
+#: One kernel per source, except those that run on request: the others take equally long, and test_kernels has them.
 EACH_SOURCE = [
     *(pytest.param(kernel, marks=[pytest.mark.slow] if kernel in BLACKWELL[1:] else []) for kernel in ALL),
     pytest.param(MMA, id=f"{MMA}-99kb", marks=[pytest.mark.slow, pytest.mark.in_99kb]),

@@ -58,7 +58,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         # Modes and determinism take turns; the first three modes come most often.
         turns = [MODES[i % 3] if i % 2 else MODES[2 + i // 2 % 20] for i in range(len(pairs))]
         chosen = [(*pair, mode, i % 5 == 2) for i, (pair, mode) in enumerate(zip(pairs, turns, strict=True))]
-        # With one head, rows with next to no weight have gradients below what exact additions keep beside the largest.
+        # With one head, rows of tiny weight have gradients below the precision of exact additions.
         chosen = [(case, *rest, exact and case.h_q > 1) for case, *rest, exact in chosen]
         ids = [
             f"{case.id}-{kernel}-{mode}{seed}{'-deterministic' if deterministic else ''}"

@@ -52,7 +52,7 @@ def test_tensor_cores_are_as_exact_as_their_formats(case: SparseDecodeCase, kern
         check(case, lambda x: x, np.asarray, kernel, case.dtype if case.s_q > 1 else "float32")
 
 
-#: Those of V4.1: each in one mode. More of the seesaw, which takes longer, are slow.
+#: V4.1's runs, each in one mode. Further runs of the seesaw take longer and are marked slow.
 V41_RUNS = [
     (kernel, case)
     for kernel in ON_HOPPER

@@ -22,7 +22,7 @@ LEFT_OUT = {
     "merge_exchange": "ranks wait for each other, each in a process of its own: tests/parallel runs them",
 }
 """Kernels without a call, and why."""
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # sums of what nobody has computed
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # sums of uncomputed memory
 
 
 class ReadError(Exception):

@@ -112,7 +112,7 @@ def terms(inputs: SparseInputs) -> tuple[Array, Array]:
             d_keys = d_scores.T @ np.abs(queries)
             d_keys[:, :512] += weights.T @ np.abs(dout)
             np.add.at(of_dkv, rows, d_keys)
-    # Nothing can be said about a row that is not finite.
+    # Non-finite rows are not compared.
     both = (of_dq, of_dkv.reshape(inputs.kv.shape))
     return tuple(np.nan_to_num(x, nan=0, posinf=0).max(axis=-1, keepdims=True) for x in both)
 

@@ -37,14 +37,14 @@ def on_blackwell(kernels: dict[str, Any]) -> tuple[str, ...]:
 
 
 _OF_ROWS = {k: v for k, v in by_name(DECODE).items() if "records" not in k and v.math == "exact"}
-#: Those of dense decode that read 16-bit rows with values of 512 columns, and those that read FP8 records.
+#: Dense decode's kernels for 16-bit rows with values of 512 columns, and for FP8 tokens.
 DECODE_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in _OF_ROWS.items() if D_V in v.value_widths}
-#: Those that read narrower values, which have tests of their own.
+#: Kernels for narrower values, which have separate tests.
 NARROW_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in _OF_ROWS.items() if min(v.value_widths) < D_V}
 RECORD_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in by_name(DECODE).items() if "records" in k}
-#: Those whose products are in FP8.
+#: Kernels with FP8 matmuls.
 FP8_KERNELS: dict[str, AttentionKernel[Any]] = {k: v for k, v in by_name(DECODE).items() if v.math == "fp8"}
-#: Those that need no schedule; they have tests of their own.
+#: Kernels that need no schedule; they have separate tests.
 CLUSTER_KERNELS = tuple(name for name, kernel in DECODE_KERNELS.items() if kernel.cluster_blocks > 1)
 SCHEDULED_KERNELS = {name: kernel for name, kernel in DECODE_KERNELS.items() if name not in CLUSTER_KERNELS}
 FORWARD_KERNELS: dict[str, AttentionKernel[Any]] = {

@@ -18,7 +18,7 @@ Texts = dict[Path, str]
 BEGIN = "# ---- Written by `python -m tools.generate`: "
 FIRST_PARTY = ("--config", 'lint.isort.known-first-party = ["mla_cupy"]')
 """Ruff sees by the folders which imports are the package's own: those are not all in a copy of a few files."""
-END = "# ---- End of what is written\n"
+END = "# ---- End of the generated part\n"
 
 
 class RuffError(Exception):

@@ -37,7 +37,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
 
 
 def blocks(num_splits: int, device: DeviceInfo) -> int:
-    """Blocks of the combine: as many as are resident at once, which share the rows to merge; 0 for a single split."""
+    """Blocks of the combine: all that are resident at once, to share the rows to merge; 0 for a single split."""
     return COMBINE_BLOCKS_PER_SM * device.sm_count if num_splits > 1 else 0
 
 

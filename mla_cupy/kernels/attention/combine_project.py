@@ -21,7 +21,7 @@ where the product has a launch of its own."""
 
 
 def latents_nbytes(rows: int, apart: bool) -> int:
-    """Size of that part, for so many rows of all heads."""
+    """Size of the latents' part of the workspace, for `rows` rows of all heads."""
     return (2 if apart else 4) * D_V * rows
 
 

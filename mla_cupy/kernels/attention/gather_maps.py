@@ -14,7 +14,7 @@ _BOX_COLUMNS = 64
 
 
 def rows_map(call: Call, name: str, dtype: str, rows: int, columns: int) -> TensorMapSpec:
-    """(rows, columns), of which `tile::gather4` takes 64 columns of four rows at a time.
+    """(rows, columns); `tile::gather4` fetches 64 columns of four rows at a time.
 
     Without a row nothing is fetched, but the map has one: the driver refuses empty ones.
     """

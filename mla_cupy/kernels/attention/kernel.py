@@ -1,4 +1,4 @@
-"""Host side that the attention kernels share: those of dense decode, of the sparse forward and of sparse decode."""
+"""Host side that the attention kernels share: dense decode, the sparse forward and sparse decode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_TREE = Reason("takes no tree_mask")
 NO_NARROW_FORMS = Reason(f"takes values of {D_V} columns only with optional inputs other than attn_sink")
 NO_TREE_WITH_FORMS = Reason("takes no tree_mask with optional inputs other than attn_sink")
 SINK = ("attn_sink",)
-"""The forms of kernels whose results have a sink, and that know no others."""
+"""The only optional input of some kernels: a sink."""
 FORMS = (*SINK, "q_rope", "packed", "out_rope", "window")
 """The forms of kernels that know all."""
 FORM_PARAMS: dict[str, type[Params]] = {"forms": DecodeFormParams}
@@ -39,12 +39,12 @@ class SplitGrid:
 
 
 def narrowest(builds: Sequence[int], rows: int) -> int:
-    """The rows of the narrowest blocks that hold so many; else several of the widest do."""
+    """The rows of the narrowest block that holds `rows`, or of the widest one, several of which do."""
     return next((block for block in builds if rows <= block), builds[-1])
 
 
 def key_variant(problem: Any, device: DeviceInfo) -> Variant:
-    """The build for a problem's `dtype` and `d_qk`, of kernels whose keys are 576 wide by default."""
+    """The build for a problem's `dtype` and `d_qk`, for kernels with a default key width of 576."""
     if problem.d_qk == D_QK:
         return Variant(dtype=problem.dtype)
     return Variant(dtype=problem.dtype, head_dim_qk=problem.d_qk)
@@ -53,7 +53,7 @@ def key_variant(problem: Any, device: DeviceInfo) -> Variant:
 KEY_VARIANTS = (*DTYPE_VARIANTS, *variants(dtype=HALF, head_dim_qk=(D_V,)))
 """All that `key_variant` may ask for."""
 NARROW_WIDTHS = tuple(d_qk for d_qk, d_v in VALUE_WIDTHS.items() if d_v != D_V)
-"""Widths of keys whose values are narrower than DeepSeek's."""
+"""Widths of keys with values narrower than DeepSeek's."""
 NARROW_VALUES = tuple(dict.fromkeys(VALUE_WIDTHS[d_qk] for d_qk in NARROW_WIDTHS))
 """Widths of these values."""
 NARROW_VARIANTS = variants(dtype=HALF, head_dim_qk=NARROW_WIDTHS)
@@ -63,7 +63,7 @@ TREE_VARIANTS = variants(dtype=HALF, head_dim_qk=(D_QK, D_V), tree_mask=(1,))
 
 
 def with_forms(*builds: Variant) -> tuple[Variant, ...]:
-    """Builds with all optional inputs, whose parameters are `DecodeFormParams`."""
+    """Builds with all optional inputs; their parameters are `DecodeFormParams`."""
     return tuple(build.extended(forms="forms") for build in builds)
 
 
@@ -73,24 +73,24 @@ def form_variant(plain: Variant, problem: Any) -> Variant:
 
 
 def wants_forms(problem: Any) -> bool:
-    """True if a problem has optional inputs other than a sink; those of sparse attention have none."""
+    """True if a problem has optional inputs other than a sink; problems of sparse attention have none."""
     forms = getattr(problem, "forms", None)
     return forms is not None and forms.beyond_sink
 
 
 def tree_or_forms(problem: Any) -> Reason | None:
-    """Reason that a kernel whose builds have a tree or optional inputs, never both, cannot take the problem."""
+    """Reason against a kernel with builds for a tree or for optional inputs, never both."""
     return NO_TREE_WITH_FORMS if problem.tree_mask and wants_forms(problem) else None
 
 
 def narrow_or_forms(problem: Any) -> Reason | None:
-    """Reason that a kernel whose builds have narrow values or optional inputs, never both, cannot take the problem."""
+    """Reason against a kernel with builds for narrow values or for optional inputs, never both."""
     return NO_NARROW_FORMS if problem.d_qk in NARROW_WIDTHS and wants_forms(problem) else None
 
 
 @dataclass(frozen=True)
 class AttentionKernel(KernelSpec[ProblemT]):
-    """An attention kernel over a schedule of splits: those of dense decode and of the sparse forward.
+    """An attention kernel over a schedule of splits, of dense decode or the sparse forward.
 
     Attributes
     ----------
@@ -106,7 +106,7 @@ class AttentionKernel(KernelSpec[ProblemT]):
         Blocks of a cluster, where these share the tokens of a request and merge their results: such a kernel needs
         neither a schedule nor a combine.
     math : str
-        Arithmetic of its products: "exact" for those of 16-bit elements, or "fp8".
+        Arithmetic of its matmuls: "exact" for 16-bit elements, or "fp8".
     other_math : tuple of str
         Further arithmetic, of some of its builds: "fp8x2".
     counts_partials : bool

@@ -34,7 +34,7 @@ SMEM_KB = LEAST_KB, MORE_KB = 99, 163
 
 
 def _fitting(smem_bytes: int) -> int:
-    """The KB of the builds for GPUs whose blocks may have so much shared memory."""
+    """The KB of the builds for GPUs with this much shared memory per block."""
     return MORE_KB if smem_bytes >= MORE_KB * 1024 else LEAST_KB
 
 

@@ -27,7 +27,7 @@ SHARES = 2, 4, 8
 
 
 LEAST_TOKENS = 8
-"""Tokens that a block has at least, where there are as many: a warp merges one at a time."""
+"""Least tokens of a block, if there are enough: a warp merges one at a time."""
 
 
 class Build(NamedTuple):
@@ -44,7 +44,7 @@ class ProjectionKernel(KernelSpec[object]):
     """A kernel that projects: blocks alone, or in clusters on GPUs that have them."""
 
     def build(self, dtype: str, h_q: int, d_head: int, tokens: int, device: DeviceInfo) -> Build:
-        """The build for so many heads of this width, and tokens. Bits do not depend on it."""
+        """The build for `h_q` heads of this width, and `tokens`. Bits do not depend on it."""
         blocks = share(h_q, d_head, tokens, device) if device.arch in _CLUSTERS else 1
         return Build(self, Variant(dtype=dtype, share=blocks), PROJECTION_BLOCKS_PER_SM * device.sm_count)
 
@@ -81,7 +81,7 @@ def is_apart(h_q: int, d_head: int, tokens: int) -> bool:
 
 
 def token_shares(tokens: int, least: int, blocks: int, resident: int) -> int:
-    """Shares of the tokens, each by its own blocks: as many as are resident at once, of at least so many tokens."""
+    """Shares of the tokens, each with its own blocks: all that are resident at once, of at least `least` tokens."""
     return max(1, min(-(-tokens // least), resident // blocks))
 
 

@@ -1,4 +1,4 @@
-"""Host side that the kernels reading FP8 records share, those of dense and of sparse decode."""
+"""Host side that the kernels reading FP8 records share, in dense and sparse decode."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def record_variant(problem: Any, device: DeviceInfo) -> Variant:
 
 
 def rows_variant(problem: Any, block_rows: int) -> Variant:
-    """The build for blocks of so many rows."""
+    """The build for blocks of `block_rows` rows."""
     return Variant(dtype=problem.dtype, record=problem.record, block_rows=block_rows)
 
 
 def small_record_variant(problem: Any, rows: int) -> Variant:
-    """The build for so many rows: the narrowest that holds them, or several blocks of the widest."""
+    """The build for `rows` rows: the narrowest block that holds them, or several of the widest."""
     return rows_variant(problem, narrowest(BLOCK_ROWS, rows))

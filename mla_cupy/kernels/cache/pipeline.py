@@ -54,7 +54,7 @@ class UpdateOptions(NamedTuple):
 
 
 class SlotsOptions(NamedTuple):
-    """The options of `cache_slots`: the caller's, then with as many pages as slots of 32 bits can name."""
+    """The options of `cache_slots`: the caller's, then with the most pages that 32-bit slots can address."""
 
     page_size: int
     max_tokens: int

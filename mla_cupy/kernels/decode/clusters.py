@@ -1,4 +1,4 @@
-"""Decode kernels whose blocks share a request in clusters: how many clusters, and what they keep in the workspace.
+"""Decode kernels whose blocks share a request in clusters: their number, and their part of the workspace.
 
 The clusters find their shares of the batch themselves (`decode/cluster_work.cuh`). Only where several of them share a
 request do they need memory: for their partial results, and for the tickets by which the last one knows that it is.
@@ -22,7 +22,7 @@ class ClusterKernel(AttentionKernel[DecodeProblem]):
     """A kernel that clusters of `cluster_blocks` blocks run, in one launch."""
 
     def splits(self, rows: int, device: DeviceInfo) -> SplitGrid:
-        """`num_splits` clusters for each of the row blocks, as many as are resident at once."""
+        """`num_splits` clusters per row block: all that are resident at once."""
         row_blocks = -(-rows // self.block_rows)
         return SplitGrid(row_blocks, min(MAX_CLUSTERS, max(1, self.resident(device) // row_blocks)))
 

@@ -36,7 +36,7 @@ class _Unprojected:
         return call.view(self.out).dtype == "float32"
 
     def blocks(self, resident: int) -> int:
-        """Blocks of the combine, of so many that are resident at once."""
+        """Blocks of the combine, at most `resident`."""
         return resident
 
     def workspace(self, problem: DecodeProblem, b: int | None) -> dict[str, int]:

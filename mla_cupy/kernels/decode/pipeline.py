@@ -104,7 +104,7 @@ class DecodePipeline(Pipeline[DecodeConfig]):
 
 
 def _in_groups(problem: DecodeProblem, kernel: AttentionKernel[DecodeProblem], device: DeviceInfo) -> InGroups:
-    """Groups of as many queries as fill a block of the kernel, or as most sequences have."""
+    """Groups of the queries that fill a block of the kernel, or that most sequences have."""
     queries = max(1, min(problem.s_q, kernel.block_rows // problem.h_q))
     groups = Groups(queries, problem.forms.packed, problem.forms.window)
     splits = kernel.splits(queries * problem.h_q, device)

@@ -16,7 +16,7 @@ from mla_cupy.shapes import D_QK, TILE_TOKENS, VALUE_WIDTHS
 class Forms(NamedTuple):
     """Forms of a call: what it has beside queries of one length, in one array, that see all tokens.
 
-    Each kernel says which of these it takes, by their names: those of the arguments of a call.
+    Each kernel lists the ones that it supports, by the names of the call's arguments.
     """
 
     attn_sink: bool = False
@@ -44,7 +44,7 @@ class Forms(NamedTuple):
 class Batch(NamedTuple):
     """The largest batch that a configuration serves: sequences, the tokens that each may have, all query tokens.
 
-    The last is 0 where each sequence has as many as the problem says.
+    The last is 0 where each sequence has the problem's number of queries.
     """
 
     b: int
@@ -78,7 +78,7 @@ NO_FORMS = Forms()
 
 @dataclass(frozen=True)
 class DecodeProblem:
-    """Sizes and dtypes that decide which kernels run and how: no pointers, no device. `dtype` is that of the queries.
+    """Sizes and dtypes that decide which kernels run and how: no pointers, no device. `dtype` is the queries'.
 
     `aligned` says that q and the cache start at, and step by, multiples of 16 bytes, which TMA demands; beside records,
     of which no kernel demands that of calls without forms, that the queries of a call with forms do. `record` is the
@@ -116,7 +116,7 @@ class DecodeProblem:
 
     @property
     def half(self) -> str:
-        """The 16-bit dtype of results: that of the queries, or bfloat16 of queries in e4m3."""
+        """The 16-bit dtype of results: the queries', or bfloat16 for e4m3 queries."""
         return self.dtype if self.dtype in HALF else "bfloat16"
 
     @property

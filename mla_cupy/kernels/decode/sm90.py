@@ -26,7 +26,7 @@ BLOCK_M = 64
 BOX_COLUMNS = 64
 """Columns of one TMA box: 128 bytes, the span of the swizzle."""
 BOX_ROWS = 8
-"""Rows that the swizzle repeats after: those of several boxes of columns lie in turn, see `box_maps`."""
+"""Period of the swizzle in rows: rows of several boxes of columns alternate, see `box_maps`."""
 
 
 def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:

@@ -20,7 +20,7 @@ QUERIES = (*HALF, "float8_e4m3fn")
 BLOCK_ROWS = (16, 32, 64)
 """Rows of the builds; with a tree of drafts, which has rows enough, the widest alone."""
 TERMS = "fp8x2"
-"""The arithmetic of the builds whose weights, and queries in 16 bits, are sums of two numbers in e4m3."""
+"""Arithmetic of the builds that represent weights, and 16-bit queries, as sums of two e4m3 numbers."""
 LEAST_ROWS_OF_TERMS = 17
 """Query rows from which these are used: their blocks have 64, and with fewer rows conversion is faster."""
 SMALL_BLOCKS = 32
@@ -87,7 +87,7 @@ def kv_maps(kv_cache: View, variant: Variant) -> tuple[TensorMapSpec, TensorMapS
 
 
 def _sized(problem: DecodeProblem, device: DeviceInfo) -> AttentionKernel[DecodeProblem] | None:
-    """The kernel in blocks of 32 rows where these get few tiles each: half as many partial results per row."""
+    """The kernel in blocks of 32 rows where these get few tiles each: half the partial results per row."""
     if problem.batch is None or problem.tree_mask or problem.rows <= SMALL_BLOCKS:
         return None
     if problem.math == TERMS:

@@ -1,4 +1,4 @@
-"""The kernels of the backward of dense attention for Hopper: the gradients of keys and values, those of queries."""
+"""The Hopper kernels of dense attention's backward: gradients of keys and values, and of queries."""
 
 from __future__ import annotations
 

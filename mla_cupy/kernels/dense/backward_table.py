@@ -46,7 +46,7 @@ class KeysKernel(QueriesKernel):
     Attributes
     ----------
     queries : QueriesKernel
-        Makes that of the queries, where this one does not.
+        Computes the queries' gradient, where this kernel does not.
     sums_dq : callable
         `sums_dq(problem)`: whether it adds the gradients of the queries and the shared last columns of the keys up in
         float32, in an order that varies.

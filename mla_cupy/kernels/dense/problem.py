@@ -17,7 +17,7 @@ TILE_QUERIES = TILE_KEYS = 128
 FP8_GEOMETRY = (192, 128)
 """Widths of keys and values that are built for e4m3 codes."""
 ROW_GROUP = 16
-"""Rows of the workspace at whose multiples sequences begin."""
+"""Alignment of sequences in the workspace, in rows."""
 SCHEDULE_BYTES, SEQUENCE_BYTES, TILE_BYTES = 8, 28, 32
 """Sizes of what the schedule writes: the head of a list, a sequence, a tile."""
 MASK_ROW_BYTES = 16
@@ -27,7 +27,7 @@ VARIANTS = tuple(Variant(dtype=dtype, head_dim_qk=d_qk, head_dim_v=d_v) for dtyp
 
 
 def _most_tiles(tokens: int, tile: int, sequences: int) -> int:
-    """Most tiles: those of the caller's sequences, and of what comes before and after them."""
+    """Most tiles, in the caller's sequences and in the tokens before and after them."""
     return min(tokens, tokens // tile + sequences + 2)
 
 
@@ -78,7 +78,7 @@ class PrefillOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class DenseBackwardProblem(DenseProblem):
-    """Problem of the backward, whose results are among the rows that are `aligned`.
+    """Problem of the backward; `aligned` includes the rows of its results.
 
     `shared_rope` says that several KV heads share the keys' last columns.
     """

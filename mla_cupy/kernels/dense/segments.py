@@ -32,7 +32,7 @@ class SegmentsOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class SegmentsProblem:
-    """Numbers of tokens; `keys_have_ids` where those of the keys are not those of the queries."""
+    """Numbers of tokens; `keys_have_ids` unless keys share the queries' ids."""
 
     s_q: int
     s_kv: int

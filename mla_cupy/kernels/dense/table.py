@@ -70,7 +70,7 @@ class DenseKernel(KernelSpec[DenseProblem]):
 
 
 def tile_keys(d_v: int) -> int:
-    """Keys of a tile: as many as fit into shared memory twice."""
+    """Keys of a tile: the most that fit into shared memory twice."""
     return 80 if d_v > 128 else 128
 
 
@@ -100,7 +100,7 @@ def needs_hopper(problem: DenseProblem, device: DeviceInfo) -> Reason | None:
 
 
 def persistent_grid(problem: DenseProblem, device: DeviceInfo) -> Dim3:
-    """A block per SM, if there is work for as many."""
+    """A block per SM, unless there are fewer work items."""
     return min(device.sm_count, problem.most_tiles * problem.h_q), 1, 1
 
 

@@ -166,7 +166,7 @@ def launch(
     splits: Splits = UNSPLIT,
     split_strides: tuple[int, int] = (0, 0),
 ) -> Launch:
-    """One launch for `ranks` ranks from `rank` on; the views' first axis is that of those ranks.
+    """One launch for `ranks` ranks from `rank` on, the views' first axis.
 
     `slab` is the room of a slab in bytes, `options` say what the resulting lse is like. Of `splits` the numbers count,
     not the addresses; `split_strides` are those from rank to rank, of the schedule and of rows of partial results.

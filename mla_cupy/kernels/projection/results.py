@@ -39,7 +39,7 @@ RESULTS: KernelSpec[object] = KernelSpec(
 
 
 def build(dtype: str, h_q: int, d_head: int, tokens: int, device: DeviceInfo) -> Build:
-    """The kernel and the build for so many heads of this width, and tokens."""
+    """The kernel and the build for `h_q` heads of this width, and `tokens`."""
     if RESULTS.supports_arch(device.arch):
         return Build(RESULTS, Variant(dtype=dtype), device.sm_count)
     return STATES.build(dtype, h_q, d_head, tokens, device)

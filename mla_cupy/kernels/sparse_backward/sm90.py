@@ -19,7 +19,7 @@ from mla_cupy.shapes import D_QK
 
 BLOCK_HEADS = 64
 _FEW, _FEWEST = 32, 16
-"""Up to as many heads dkv takes fewer products: up to 32 in a build of its own, up to 16 in that of 64."""
+"""Up to this many heads dkv needs fewer products: 32 in a separate build, 16 in the build for 64."""
 
 
 def variant(problem: SparseBackwardProblem, device: DeviceInfo) -> Variant:

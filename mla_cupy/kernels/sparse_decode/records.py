@@ -146,7 +146,7 @@ GENERIC = from_records(
 )
 
 
-#: The sparse forward's, over lists of the tokens that are there.
+#: The sparse forward's kernel, over lists of the valid slots.
 FP8 = cast("AttentionKernel[SparseDecodeProblem]", sm90_fp8.KERNEL)
 
 KERNELS = (SEESAW, SMALL, SM100, MMA, GENERIC, FP8)

@@ -28,7 +28,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
 
 
 def launch(call: Call, problem: SparseDecodeProblem, num_splits: int, merge_cost: int) -> Launch:
-    """Write the schedule to the workspace; that of a problem in pieces is `schedule_pieces`'s."""
+    """Write the schedule to the workspace; `schedule_pieces` does it for a problem in pieces."""
     _, s_q, topk = call.view("indices").shape
     params = SparseDecodeScheduleParams(
         topk_length=call.name("topk_length"),

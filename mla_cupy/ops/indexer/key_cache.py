@@ -153,7 +153,7 @@ def indexer_cache_gather(
 
 
 def holds_e2m1(cache: View, d: int) -> bool:
-    """True of a cache whose records are as large as those of keys of d elements in e2m1."""
+    """True for a cache with the token size of e2m1 keys of d elements."""
     return d == E2M1_WIDTH and cache.shape[2] == d // 2 + SCALE_BYTES
 
 
@@ -200,7 +200,9 @@ def check_e2m1_scales(cache: View, d: int, scales: str) -> None:
     """
     if holds_e2m1(cache, d) and scales != "power_of_2":
         raise ArgumentError(
-            explain("scales", repr(scales), '"power_of_2" for keys in e2m1', "their scales are exponents")
+            explain(
+                "scales", repr(scales), '"power_of_2" for keys in e2m1', "use power_of_2: their scales are exponents"
+            )
         )
 
 

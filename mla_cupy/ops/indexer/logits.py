@@ -142,7 +142,7 @@ def _examine(views: Views, given: LogitsOptions) -> Examined:
     aligned = steps_by_16_bytes(q) and steps_by_16_bytes(k)
     dtype, accumulate = kernel_dtype(q.dtype), check_accumulate(given.accumulate)
     if accumulate == "float16" and dtype not in CODES:
-        remedy = "products of bfloat16 need float32"
+        remedy = "pass accumulate='float32' for bfloat16"
         raise ArgumentError(explain("accumulate", repr(accumulate), f'"float32" for q of {q.dtype}', remedy))
     problem = LogitsProblem(s_q, s_kv, heads, d, dtype, aligned=aligned, accumulate=accumulate)
     return Examined(problem, given._replace(accumulate=accumulate, clean=check_flag("clean", given.clean)))

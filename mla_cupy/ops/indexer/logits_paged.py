@@ -1,4 +1,4 @@
-"""Scores of the lightning indexer for the next tokens of sequences, whose index keys lie in pages."""
+"""Scores of the lightning indexer for the next tokens of sequences with paged index keys."""
 
 from __future__ import annotations
 

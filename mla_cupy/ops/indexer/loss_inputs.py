@@ -113,7 +113,7 @@ def check_main(views: Views) -> dict[str, Any]:
     check_kv_heads(views, present(views, "q").shape[1], k.shape[1])
     pairs = any(views[array.name] is not None for array in LAST_COLUMNS)
     if pairs and width <= D_ROPE:
-        raise ShapeError(explain("the width of q", width, f"more than {D_ROPE}, with last columns of their own"))
+        raise ShapeError(explain("the width of q", width, f"more than {D_ROPE}, if q_rope or k_rope is separate"))
     return {"head_dim": width, "kv_heads": k.shape[1], "pairs": pairs}
 
 

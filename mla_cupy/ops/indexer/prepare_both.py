@@ -117,7 +117,7 @@ def _examine(views: Views, given: PrepareBothOptions) -> Examined:
     check_all_or_none(views, "norm_weight", "norm_bias")
     if check_all_or_none(views, "cache", "slots") == options.return_k:
         got = "True, with a cache" if options.return_k else "False, without a cache"
-        raise ArgumentError(explain("return_k", got, "a cache, or return_k", "the keys go to one place"))
+        raise ArgumentError(explain("return_k", got, "a cache, or return_k", "pass either a cache or return_k=True"))
     q, k = present(views, "q"), present(views, "k")
     if views["cache"] is not None:
         check_pages(present(views, "cache"), k.shape[1])

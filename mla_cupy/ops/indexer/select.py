@@ -170,13 +170,13 @@ def _examine(views: Views, options: SelectOptions) -> Examined:
     logits_operation.OPERATION.examine(views, _of_logits(options))
     keys = present(views, "k").shape[0]
     if keys > MAX_SIZE:
-        raise ShapeError(explain("k.shape[0]", keys, f"at most {MAX_SIZE}", "the top-k takes no more"))
+        raise ShapeError(explain("k.shape[0]", keys, f"at most {MAX_SIZE}", "split the call: top-k supports no more"))
     resolved = options._replace(kernel=check_kernels(_PIPELINE, options.kernel))
     return Examined(None, resolved, sizes={"topk": options.topk})
 
 
 def _divide(call: Call) -> Division:
-    """Chunks of as many queries as the buffer has rows for."""
+    """Chunks of queries, one per row of the buffer."""
     options: SelectOptions = call.options
     parts = {name: None if view is None else Part(name, view) for name, view in call.views.items()}
     q, k = call.view("q"), call.view("k")

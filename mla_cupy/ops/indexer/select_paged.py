@@ -131,7 +131,9 @@ def _examine(views: Views, options: PagedSelectOptions) -> Examined:
     s_q, keys = q.shape[1], table.shape[1] * cache.shape[1]
     if s_q > MAX_SIZE or keys > MAX_SIZE:
         got = f"s_q={s_q}, max_pages * page_size={keys}"
-        raise ShapeError(explain("q and block_table", got, f"at most {MAX_SIZE}", "the top-k takes no more"))
+        raise ShapeError(
+            explain("q and block_table", got, f"at most {MAX_SIZE}", "split the call: top-k supports no more")
+        )
     buffer = views["logits"]
     if buffer is not None and buffer.shape[0] < max(1, s_q):
         raise ShapeError(explain("logits.shape[0]", buffer.shape[0], f"at least s_q={s_q} rows, of a sequence"))
@@ -140,7 +142,7 @@ def _examine(views: Views, options: PagedSelectOptions) -> Examined:
 
 
 def _divide(call: Call) -> Division:
-    """Chunks of as many sequences as the buffer has s_q rows for."""
+    """Chunks of sequences, s_q rows of the buffer each."""
     options: PagedSelectOptions = call.options
     parts = {name: None if view is None else Part(name, view) for name, view in call.views.items()}
     (b, s_q, _, _), page_size = call.view("q").shape, call.view("cache").shape[1]

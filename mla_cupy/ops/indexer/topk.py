@@ -144,7 +144,7 @@ def _examine(views: Views, given: TopkOptions) -> Examined:
     if table is not None and s_q % table.shape[0]:
         raise ShapeError(explain("logits.shape[0]", s_q, f"a multiple of {table.shape[0]}, the rows of block_table"))
     if table is not None and options.relative:
-        raise ArgumentError(explain("relative", "True, with a block_table", "False: pages count from the beginning"))
+        raise ArgumentError(explain("relative", "True, with a block_table", "False: pages count from the first token"))
     return Examined(TopkProblem(s_q, s_kv, options.k), options, {"k": options.k})
 
 

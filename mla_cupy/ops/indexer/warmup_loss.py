@@ -207,11 +207,11 @@ def _check_target(target: Any, views: Views, heads: int, index_heads: int) -> st
         raise ArgumentError(explain("target", repr(target), " or ".join(map(repr, TARGETS))))
     if target == "per_head":
         if index_heads != heads:
-            remedy = "each index head has its own attention head"
+            remedy = "pass one index head per attention head"
             raise ShapeError(explain("index_q.shape[1]", f"h_i={index_heads}", f"h={heads}, per head", remedy))
         for name in ("lse", "head_sums"):
             if views[name] is not None:
-                raise ArgumentError(explain(name, "an array", "None: targets per head are normalised by their own"))
+                raise ArgumentError(explain(name, "an array", "None: targets per head are normalised per head"))
     return target
 
 
@@ -255,7 +255,7 @@ def _check_values(views: Views, kv_heads: int) -> int:
     if (v := views["v"]) is None:
         return 0
     if v.shape[1] != kv_heads:
-        remedy = "values have a head axis where keys have one"
+        remedy = "pass values with the keys' head axis"
         raise ShapeError(explain("v.shape[1]", v.shape[1], f"h_kv={kv_heads}, like k", remedy))
     check_sizes(d_v=(v.shape[2], MAX_VALUE_DIM))
     return v.shape[2]

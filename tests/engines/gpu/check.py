@@ -381,6 +381,6 @@ def main(given: list[str]) -> int:
 if __name__ == "__main__":
     for name, value in (("VLLM_ENABLE_V1_MULTIPROCESSING", "0"), ("VLLM_NO_USAGE_STATS", "1"), ("HF_HUB_OFFLINE", "1")):
         os.environ.setdefault(name, value)
-    # Where FlashInfer is missing, vLLM's sampler imports it all the same.
+    # vLLM's sampler imports FlashInfer even where it is missing.
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     sys.exit(main(sys.argv[1:]))

@@ -41,7 +41,7 @@ def huge_inputs(case: LossCase) -> dict[str, Array]:
     inputs["q"][..., 0] = np.ldexp(1.0, SIZES)
     inputs["k"][...] = 0
     inputs["k"][:, 0] = integers
-    if case.target == "per_head":  # the last ordinary target beside huge scores of the indexer
+    if case.target == "per_head":  # the last ordinary target, with huge scores of the indexer
         inputs["weights"][:, 1] = 2.0**40
     if case.lse:
         inputs["lse"] = attention_of(case, inputs).attention_lse.astype(np.float32)

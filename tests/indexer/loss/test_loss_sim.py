@@ -95,7 +95,7 @@ HEAD_CASES = [
         sequences=((4, 2), (0, 3), (4, 6)),
         weights="bfloat16",
     ),
-    LossCase(s_q=2, s_kv=4, h=2, h_i=1, d=64, d_i=32, d_v=20),  # attention alone, beside sums over heads
+    LossCase(s_q=2, s_kv=4, h=2, h_i=1, d=64, d_i=32, d_v=20),  # attention alone, with sums over heads
 ]
 LARGE_HEAD_CASES = [
     LossCase(s_q=130, s_kv=140, h=1, h_i=1, d=64, d_i=32, d_v=20, target="per_head", target_scale=0.3),

@@ -92,7 +92,7 @@ class LogitsKernel(KernelSpec[LogitsProblem]):
         `tile_keys(problem)`: keys of the tiles that the schedule cuts into shares, one for each block of the grid; 0:
         it needs none.
     short_line : int
-        For so many blocks of tokens the kernel needs no schedule: it cuts their tiles into shares itself.
+        Up to this many blocks of tokens the kernel needs no schedule: it cuts their tiles into shares itself.
     maps : callable
         `maps(call)`: its tensor maps, by the names of the arrays.
     """

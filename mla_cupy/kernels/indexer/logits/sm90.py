@@ -48,12 +48,12 @@ def variant(problem: LogitsProblem) -> Variant:
 
 
 def tile_keys(accumulator: str) -> int:
-    """Keys of a tile: twice as many where sums take half the registers."""
+    """Keys of a tile: twice the number where sums take half the registers."""
     return 2 * TILE_KEYS if accumulator == "float16" else TILE_KEYS
 
 
 def max_heads(of: LogitsProblem | Variant) -> int:
-    """Most heads whose queries of a block of tokens fit into shared memory."""
+    """Most heads with a block of tokens' queries in shared memory."""
     return MAX_HEADS if TABLE[of.dtype].nbytes * of.head_dim <= PIECE_BYTES else _WIDE_MAX_HEADS
 
 

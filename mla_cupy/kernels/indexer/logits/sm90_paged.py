@@ -33,7 +33,7 @@ _VARIANTS = (
     Variant(block_heads=128, query_tiles=_QUERY_STAGES),
     Variant(block_heads=128, query_tiles=BLOCK_TOKENS),
 )
-"""Builds for as many tokens as are multiplied at once, one per number of heads: weights may stay in registers."""
+"""Builds for the tokens that are multiplied at once, one per number of heads: weights may stay in registers."""
 _E2M1_VARIANTS = (
     Variant(block_heads=_E2M1_HEADS, query_tiles=_QUERY_STAGES * 2, e2m1=1),
     Variant(block_heads=_E2M1_HEADS, query_tiles=_QUERY_STAGES * BLOCK_TOKENS, e2m1=1),
@@ -83,7 +83,7 @@ def q_map(q: View, heads_at_once: int) -> TensorMapSpec:
 
 
 def cache_maps(cache: View) -> tuple[TensorMapSpec, TensorMapSpec]:
-    """The codes of whole pages; and pages as rows of 256 bytes, of which the last has the scales."""
+    """The codes of whole pages; and pages as rows of 256 bytes, the last with the scales."""
     pages, key_bytes = cache.shape[0], cache.shape[-1] - _SCALE_BYTES // PAGE_KEYS
     own_bytes = PAGE_KEYS * key_bytes + _SCALE_BYTES
     page_bytes = cache.strides[0] if pages > 1 else own_bytes

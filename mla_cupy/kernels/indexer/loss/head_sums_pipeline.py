@@ -25,7 +25,7 @@ from mla_cupy.runtime.device import DeviceInfo
 
 
 class HeadSumsConfig(LossConfig):
-    """Configuration of the head sums: that of a loss, without scores."""
+    """Configuration of the head sums: a loss without scores."""
 
     @property
     def parts(self) -> Parts:

@@ -1,7 +1,7 @@
 """The indexer's loss of the sparse stage: lists of keys, then what the warm-up loss does, over the places of the lists.
 
-Only the gradients by keys differ: each token adds to those of its list. A deterministic call adds to bins, as the
-sparse backward does, whose kernels make the bins and add them up: `tile/binned_sum.cuh`.
+Only the gradients by keys differ: each token adds to the keys of its list. A deterministic call adds to bins, as the
+sparse backward does; its kernels make the bins and add them up: `tile/binned_sum.cuh`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FIRST_ZEROED = "selected"
 
 @dataclass(frozen=True)
 class SparseLossConfig(LossConfig):
-    """Configuration of the sparse loss: that of the warm-up loss, with sums of bins."""
+    """Configuration of the sparse loss: the warm-up loss's, with sums of bins."""
 
     @property
     def on_tensor_cores(self) -> bool:

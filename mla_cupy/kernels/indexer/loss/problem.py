@@ -68,7 +68,7 @@ class LossProblem:
 
     @property
     def score_unit(self) -> float:
-        """Factor of the indexer's weights. Those of codes contain it."""
+        """Factor of the indexer's weights. Weights for codes include it."""
         if self.per_head or self.codes:
             return 1.0
         return float(max(1, self.index_heads * self.index_dim) ** -0.5)

@@ -58,7 +58,7 @@ def _all_keys(problem: LossProblem, device: DeviceInfo) -> Reason | None:
 
 
 def _rows_of_heads(problem: LossProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that kernels whose rows are the tokens of one head cannot take the problem."""
+    """Reason against kernels with the tokens of one head as rows."""
     widest = FEW_PIECES * PIECE_COLUMNS
     too_wide = Reason(f"takes d up to {widest}") if problem.head_dim > widest else None
     return _all_keys(problem, device) or _own_keys(problem) or too_wide
@@ -120,7 +120,7 @@ def _main_pieces(problem: LossProblem) -> int:
 
 
 def _pieces_of_rows(problem: LossProblem) -> Variant:
-    """Build for as many pieces of the attention as there are, or the next larger number."""
+    """Build for the attention's number of pieces, or the next larger one."""
     return Variant(pieces=min(count for count in ROW_PIECES if count >= pieces(problem.head_dim)))
 
 

@@ -15,7 +15,7 @@ PIECE_COLUMNS = PIECE_BYTES // 2
 FINITE_KEYS = "finite_keys"
 """The part of the workspace that the gradients take the index keys from."""
 DECODED_QUERIES = "decoded_queries"
-"""Name of the workspace's decoded index queries, where these are codes: those of a chunk's tokens."""
+"""Name of the workspace's decoded index queries of a chunk's tokens, where queries are codes."""
 FINITE_VALUES, NONFINITE_TILES = "finite_values", "nonfinite_tiles"
 """Names of the workspace's copy of the values, and of its flags of tiles of keys with NaN or infinities."""
 
@@ -55,7 +55,7 @@ def finite_key_map(call: Call) -> tuple[str, TensorMapSpec]:
 
 
 def gradient_query_map(call: Call, tokens: int, box: tuple[int, int]) -> tuple[str, TensorMapSpec]:
-    """Index queries, or the contiguous copy of those of a chunk."""
+    """Index queries, or the contiguous copy of a chunk's."""
     q = call.view("index_q")
     if q.dtype == "bfloat16":
         return "index_q", query_map(q, box)

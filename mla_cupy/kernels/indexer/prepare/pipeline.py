@@ -159,7 +159,7 @@ def _tables_are_aligned(call: Call) -> bool:
 
 
 def holds_e2m1(cache: View, head_dim: int) -> bool:
-    """True of a cache of index keys in e2m1, which have half as many bytes of codes as elements."""
+    """True for a cache of index keys in e2m1: half a byte per element."""
     return cache.shape[-1] - quantize.SCALE_BYTES < head_dim
 
 
