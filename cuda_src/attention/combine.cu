@@ -136,7 +136,7 @@ MLA_DEVICE i32 count_units(const DecodeParams& p, CombineStorage& s) {
 
 // Called by the block: finds the units from `first` on, one per team. Each thread checks whether its split has one.
 MLA_DEVICE FoundUnit find_unit(CombineStorage& s, i32 first) {
-    __syncthreads();  // those before have been read
+    __syncthreads();  // the last units have been read
     const i32 split = threadIdx.x, before = s.units_before[split], through = s.units_before[split + 1];
 #pragma unroll
     for (i32 i = 0; i < kCombineTeams; ++i) {
@@ -164,8 +164,8 @@ MLA_DEVICE void prepare_units(const DecodeParams& p, CombineStorage& s, i32 firs
                        found.number >> shape.group_shift << shape.row_shift, found.number & (shape.groups() - 1));
 }
 
-// PERF(H200, 2026-11-27, -2 % of a layer of 64 sequences): what multiplies by W_UV may start at once whatever the rows
-// are, as it asks for its weights first.
+// PERF(H200, 2026-11-27, -2 % of a layer of 64 sequences): a W_UV projection may start at once whatever the rows are,
+// since it first requests its weights.
 MLA_DEVICE bool next_may_start(const DecodeParams& p) {
     const i32 rows = query_rows(p);
     const bool projects = p.schedule != nullptr && p.unit_tiles > 0;

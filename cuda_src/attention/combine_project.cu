@@ -1,8 +1,8 @@
-// Merges the partial results of decode, and multiplies them by W_UV: in the place of a combine, where the caller wants
+// Merges the partial results of decode and multiplies them by W_UV, in place of a combine, for callers that want
 // results of the width of a head. The mathematics and the grid are in attention/projection.cuh.
 //
-// The attention kernel leaves the results of requests that were not split in the workspace, in fp32, where `out` of its
-// parameters is; the others are in pieces, as for attention_combine.
+// The attention kernel leaves the results of unsplit requests in fp32 in the workspace, at its `out` parameter; split
+// requests are in pieces, as for attention_combine.
 #include "attention/decode_output.cuh"
 #include "attention/pieces.cuh"
 #include "attention/projection.cuh"
@@ -13,7 +13,7 @@ using Projected = ProjectionConfig<MLA_DTYPE, MLA_SHARE, (MLA_SHARE == 1 ? 1 : 2
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct CombineProjectParams : ProjectionAddresses, DecodeParams, ProjectionSizes {
-    i32 has_pieces;  // whether the schedule is one in pieces (attention/pieces.cuh)
+    i32 has_pieces;  // 1: the schedule is one in pieces (attention/pieces.cuh)
     i32 padding;
 };
 
@@ -94,7 +94,7 @@ struct SplitRows {
             for (i32 i = 0; i < kLaneCuts; ++i) {
                 if (i * kWarpThreads < p.num_splits) count(i, points[i]);
             }
-        } else if (p.request_units > 0) {  // else the attention kernel has merged what it has split
+        } else if (p.request_units > 0) {  // else the attention kernel has merged its splits
 #pragma unroll 1
             for (i32 i = 0; i * kWarpThreads < p.num_splits; ++i) {
                 const i32 at = lane + i * kWarpThreads;

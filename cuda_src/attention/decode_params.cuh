@@ -9,7 +9,7 @@
 #include "common/lse.cuh"
 
 namespace mla::attention {
-constexpr i32 kMaxSplits = 256;  // of a schedule, and so pieces of a request
+constexpr i32 kMaxSplits = 256;  // splits of a schedule, and pieces of a request
 
 // A position in the work of a batch: before tile `tile` of request `request`.
 struct SchedulePoint {

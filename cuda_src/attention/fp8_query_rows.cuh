@@ -87,7 +87,7 @@ struct Fp8CodedRow {
         }
     }
 
-    // Stores the row as row `row` of the operand; the codes themselves give its scores no factor.
+    // Stores the row as row `row` of the operand. e4m3 codes need no factor for its scores.
     template <class Query, i32 kTerms = 1>
     MLA_DEVICE float store(u8* q, i32 row, i32 lane) const {
         static_assert(kTerms == 1, "codes need no second term");

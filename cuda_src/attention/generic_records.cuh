@@ -28,7 +28,7 @@ struct GenericRecords {
 constexpr i32 kGenericThreads = 256;
 constexpr i32 kGenericWarps = kGenericThreads / kWarpThreads;
 constexpr i32 kGenericRows = kGenericWarps;  // query rows: one per warp
-constexpr i32 kGenericTokens = 16;           // of one step
+constexpr i32 kGenericTokens = 16;           // tokens per step
 constexpr i32 kLanesPerToken = kWarpThreads / kGenericTokens;
 static_assert(kTileTokens % kGenericTokens == 0, "a tile is a whole number of steps");
 static_assert(kHeadDimV == 2 * kGenericThreads, "a thread has two columns of the output");
@@ -39,9 +39,9 @@ struct GenericStorage {
     alignas(16) u16 q[kGenericRows][C::kHeadDimQk];
     float k[kGenericTokens][C::kKeyFloats];
     float p[kGenericRows][kGenericTokens];
-    bool present[kGenericTokens];  // whether the token is there
+    bool present[kGenericTokens];  // false: no such token
     float scale[kGenericRows];     // by which the step's new maximum rescales the output so far
-    float factor[kGenericRows];    // what the result is multiplied by
+    float factor[kGenericRows];    // factor of the result
 };
 
 template <class C>

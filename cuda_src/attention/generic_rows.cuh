@@ -32,7 +32,7 @@ MLA_DEVICE bool sees(const DecodeParams& p, const WorkItem& item, const SeenToke
     return seen.contain(token);
 }
 
-// Two columns of a row's result, turned back where a call asks for that.
+// Two columns of a row's result, turned back if the call requests it.
 template <class Element, class Work>
 MLA_DEVICE void store_turned_columns(const DecodeParams& p, const WorkItem& item, i32 kv_head, i32 row, i32 column,
                                      float2 x) {

@@ -33,10 +33,10 @@ MLA_DEVICE void store_p(Element, HeadState<kHeads>& heads, const float (&scores)
 }
 
 // ---- Epilogue --------------------------------------------------------------------------------------------------
-// It runs once per work item, so its instructions are rarely in the cache: whatever takes divisions is computed by one
-// thread per head and shared.
+// It runs once per work item, so its instructions are rarely in the cache: one thread per head computes everything that
+// needs divisions, and shares it.
 
-// The heads of a thread block: rows [row0, row0 + kHeads) of a KV head, those below `rows`; and what a split holds.
+// The heads of a thread block, rows [row0, row0 + kHeads) of a KV head and below `rows`; and its share of the work.
 template <class Work_>
 struct BlockHeadsOf {
     using Work = Work_;
@@ -48,7 +48,7 @@ using BlockHeads = BlockHeadsOf<ScheduledWork>;
 template <i32 kHeads>
 struct HeadStats {
     float max[kHeads], row_max[kHeads];  // see HeadState
-    float factor[kHeads];                // what turns the sum of weighted values into the result
+    float factor[kHeads];                // factor from the sum of weighted values to the result
 };
 
 // Called by one thread per head: its factor and, if this warpgroup `reports`, the statistics of the result.
@@ -75,7 +75,7 @@ MLA_DEVICE void finish_heads(const DecodeParams& p, const WorkItem& item, const 
                              const HeadState<kHeads>& heads, float (&warps)[kWarpgroupWarps][kHeads],
                              HeadStats<kHeads>& stats, bool reports, i32 barrier, i32 thread) {
     store_warp_sums<kHeads>(warps[thread / kWarpThreads], heads.sum, thread);
-    if (thread < 4) {  // which hold every head
+    if (thread < 4) {  // these threads hold every head
 #pragma unroll
         for (i32 k = 0; k < kHeadsOfThread<kHeads>; ++k) {
             stats.max[kth_head(k, thread)] = heads.max.value[k];

@@ -53,7 +53,7 @@ MLA_DEVICE void mask_rows(float (&scores)[kCount], i32 visible, i32 thread) {
     }
 }
 
-// Masks the rows of the tile that are not there (bit = key).
+// Masks absent rows of the tile (bit = key).
 template <i32 kCount>
 MLA_DEVICE void mask_absent(float (&scores)[kCount], u64 present, i32 thread) {
     if (present == ~0ull) return;
@@ -90,7 +90,7 @@ MLA_DEVICE void mask_keys_before(float (&scores)[kCount], i32 k, i32 first, i32 
     }
 }
 
-// Masks what is not in `seen` of the k-th of a thread's heads (bit = key).
+// Masks the keys outside `seen` for the k-th of a thread's heads (bit = key).
 template <i32 kCount>
 MLA_DEVICE void mask_head(float (&scores)[kCount], i32 k, u64 seen, i32 thread) {
 #pragma unroll

@@ -29,8 +29,8 @@ constexpr i32 kMaxPartials = 256;           // of a request
 constexpr i32 kRowVectors = kHeadDimV / 4;  // 16 bytes of fp32 each
 constexpr i32 kSlotShift = 3;
 constexpr i32 kSlots = 1 << kSlotShift;  // of a group
-constexpr i32 kSlotLanes = kSlots / 2;   // that know them all, two each
-constexpr i32 kMaxRows = kSlots / 2;     // of a unit: a request that was split has at least two pieces
+constexpr i32 kSlotLanes = kSlots / 2;   // lanes that hold them all, two each
+constexpr i32 kMaxRows = kSlots / 2;     // rows of a unit: a split request has at least two pieces
 constexpr i32 kMaxGroups = kMaxPartials / kSlots;
 static_assert(kRowVectors == kTeamThreads, "one group covers a row");
 static_assert(kTeamThreads == 1 << kTeamShift && kTeamThreads / kMaxGroups >= kSlotLanes, "lanes for a group's slots");
@@ -78,7 +78,7 @@ template <class Work = ScheduledWork>
 MLA_DEVICE void prepare_unit(const DecodeParams& p, Team& team, const UnitShape& shape, i32 split, i32 num_partials,
                              i32 request, i32 first_row, i32 column) {
     i32 thread = threadIdx.x % kTeamThreads, s_q = p.s_q, h_kv = p.h_kv;
-    opaque(thread);  // what follows from these is not to stay in registers while units are merged
+    opaque(thread);  // values derived from these must not stay in registers while units are merged
     opaque(s_q);
     opaque(h_kv);
     const i32 total_rows = s_q * p.h_q;
@@ -273,7 +273,7 @@ MLA_DEVICE void merge_unit(const DecodeParams& p, Team& team) {
     }
     if ((thread & -kWarpThreads) >= shape.threads()) return;
 
-    // Lane i knows the factor of row i.
+    // Lane i holds the factor of row i.
     const i32 my_row = lane & (shape.rows() - 1);
     const float row_max = max.any(my_row << shape.slot_shift()), row_sum = sum.any(my_row << shape.slot_shift());
     const float my_factor = final_factor(p, team.heads[my_row], row_max, row_sum);

@@ -14,11 +14,11 @@
 //   values   warp = all rows, 64 columns                        O += P(i) V(i), first half     | second half
 //   softmax  warp = 8 rows                                                      S(i+1) is there | P(i+1), written ->
 //
-// So the products with values hide the way of the scores through shared memory. Two barriers a step, arrived at early
-// and waited for late: `sent`, every warp's partial scores, and `written`, P.
+// The value products thus hide the exchange of scores through shared memory. Each step has two barriers, arrived at
+// early and waited for late: `sent` for every warp's partial scores, and `written` for P.
 //
 // Queries stay in registers as A fragments, a quarter of d in each warp: 64 rows of them would not fit into 99 KB. The
-// rows of a fragment are permuted, so that a warp's first fragment row is its own 8 rows: it sends the others only.
+// rows of a fragment are permuted, so that a warp's first fragment row is its own 8 rows: it sends only the others.
 #include "attention/mma/step_loader.cuh"
 #include "attention/online_softmax.cuh"
 #include "ptx/control.cuh"
@@ -34,7 +34,7 @@ namespace mla::attention::mma {
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = MLA_DTYPE;
 constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK;
-constexpr i32 kSmemBytes = MLA_SMEM_KB * 1024;  // what a block may have
+constexpr i32 kSmemBytes = MLA_SMEM_KB * 1024;  // shared memory of a block
 static_assert(is_head_dim_qk(kHeadDimQk), "with or without RoPE columns");
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
@@ -59,8 +59,8 @@ struct Storage {
     TokenRows rows;
     float4 partial[kWarps][kQuarters - 1][kWarpThreads];  // scores for a warp from each other one
     alignas(16) u32 p[2][kRowTiles][4][kWarpThreads];     // as A fragments; steps take turns
-    float scale[2][kRows];                                // by which a step's new maximum rescales what came before
-    alignas(8) u8 rescales[2][kWarps];                    // whether a warp's rows have such a factor
+    float scale[2][kRows];                                // factor of earlier sums under a step's new maximum
+    alignas(8) u8 rescales[2][kWarps];                    // 1: a warp's rows have such a factor
     // barrier   arrives (count)   waits       first phase
     // sent      half's warps (4)  the same    blocked
     // written   all warps (8)     all warps   blocked
@@ -93,12 +93,12 @@ struct Math {
     u32 q[kScoreSteps][kScoreTiles][4];
     float own[2 * kStepTiles];  // scores of its row, of the warp's 8, for four tokens: see token()
     float max, sum;             // of that row: running maximum; the thread's share of the sum
-    i32 first_masked;           // of the item's steps, the first one that not every row sees all of
+    i32 first_masked;           // first of the item's steps with tokens that some row does not see
     StepCursor<Ring> keys;      // of the step that is scored next
     StepLoader<Ring> loader;
     u32 phase = 0;  // of `sent` and `written`, which complete in turn, once a step
     i32 warp = uniform_warp(), lane = held_lane();
-    SmemAddr first_keys, first_values;  // where this lane reads a step at the start of the ring, for ldmatrix
+    SmemAddr first_keys, first_values;  // this lane's ldmatrix addresses of a step at the start of the ring
 
     MLA_DEVICE explicit Math(const Storage& s) {
         const i32 row = lane % 8;
@@ -141,7 +141,7 @@ MLA_DEVICE void load_queries(const Rows& block, const Storage& s, Math& math) {
 
 using Scores = float[kScoreTiles][kStepTiles][4];
 
-// S of the next step, over the warp's quarter of d: to be sent, but for the warp's own rows.
+// S of the next step over the warp's quarter of d. All rows except the warp's own are sent.
 MLA_DEVICE void score(Storage& s, Math& math, Scores& scores) {
     const SmemAddr keys = math.first_keys + (u32)math.keys.first * (u32)sizeof(s.keys.octets[0]);
 #pragma unroll

@@ -15,7 +15,7 @@
 //   values   warp = 64 columns, or 32 of 256   |        |         | O += P V |
 //   loads    all threads, cp.async             |        | the step that takes the place of the last one ->
 //
-// Queries stay in registers as A fragments: a warp needs its quarter of d only, so shared memory is left to the keys,
+// Queries stay in registers as A fragments: a warp needs only its quarter of d, so shared memory is left to the keys,
 // and a block of 99 KB has most of it in flight. Keys are values, too, read by ldmatrix.trans. Rows of 288 columns are
 // padded to whole segments of 64.
 #include "attention/mma/few_rows.cuh"
@@ -32,7 +32,7 @@ namespace mla::attention::mma {
 // ---- Variant ---------------------------------------------------------------------------------------------------
 using Element = MLA_DTYPE;
 constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK;
-constexpr i32 kSmemBytes = MLA_SMEM_KB * 1024;  // what a block may have
+constexpr i32 kSmemBytes = MLA_SMEM_KB * 1024;  // shared memory of a block
 static_assert(is_head_dim_qk(kHeadDimQk) || is_narrow_head_dim_qk(kHeadDimQk), "with or without RoPE columns");
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
@@ -196,10 +196,10 @@ MLA_DEVICE void run_item(const Rows& block, Storage& s, Math& math) {
     }
 #pragma unroll 1
     for (i32 step = 0; step < steps; ++step) {
-        __syncthreads();  // the scores are there; the values of the last step have been read
+        __syncthreads();  // scores are stored; the last step's values have been read
         const bool asks = math.loader.may_ask(steps, step);
         weigh(block, s, math, begin + step * Few::kStepTokens, asks);
-        __syncthreads();  // P is there
+        __syncthreads();  // P is stored
         if (asks) math.loader.look_up();
         multiply_step(s, math, out, step + 1 == steps);
     }

@@ -37,9 +37,9 @@ namespace mla::attention {
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kProjectionThreads = 256;
 constexpr i32 kProjectionWarps = kProjectionThreads / kWarpThreads;
-constexpr i32 kFewPieces = kWarpThreads;  // of a row that a warp merges alone
+constexpr i32 kFewPieces = kWarpThreads;  // pieces of a row that one warp merges alone
 constexpr i32 kMaxRowPieces = kProjectionThreads;
-constexpr i32 kPitch = kHeadDimV + 8;           // of rows in shared memory: ldmatrix then meets every bank
+constexpr i32 kPitch = kHeadDimV + 8;           // of rows in shared memory: ldmatrix then uses every bank
 constexpr i32 kTile = 16;                       // tokens of a product
 constexpr u32 kWeightRowBytes = 2 * kHeadDimV;  // of W_UV
 
@@ -61,7 +61,7 @@ struct ProjectionConfig {
     // Loads of a thread that are on their way while it weighs a row, and afterwards.
     static constexpr i32 kRowsAtOnce = kRowsAtOnce_;
     static constexpr i32 kFirstLoads = 8 / kRowsAtOnce, kLoads = 8;
-    static constexpr i32 kSumWarps = kShare == 1 ? kProjectionWarps / 2 : kProjectionWarps;  // that meet at a time
+    static constexpr i32 kSumWarps = kShare == 1 ? kProjectionWarps / 2 : kProjectionWarps;  // per exchange of sums
     static constexpr i32 kStages = kTokens / kTile;  // of single results of 16 bits
     static_assert(kTokens % kProjectionWarps == 0, "a warp has as many rows as the others");
     static_assert(kAtOnce <= 2, "lanes know the parity of their pieces");
@@ -126,7 +126,7 @@ struct ProjectionBlock {
     MLA_DEVICE i32 first_vector() const { return C::kShare == 1 ? 0 : part * C::kSliceVectors; }
 };
 
-// On clusters after thread 0 has said how many bytes come.
+// In clusters: called after thread 0 has announced the number of bytes.
 template <class C>
 MLA_DEVICE void fetch_w_uv(const ProjectionBlock<C>& block) {
     if constexpr (C::kShare > 1) {  // each warp a few rows: a lane issues after the other
@@ -286,7 +286,7 @@ template <class C, class Source>
 MLA_DEVICE void merge_few(const ProjectionBlock<C>& block, const Source& source, i32 from, i32 count) {
     const i32 lane = threadIdx.x % kWarpThreads;
     if (warp_agrees(from >= count)) return;
-    // A row that is not there, or has many pieces, has none here.
+    // An absent row, or one with many pieces, has no pieces here.
     const auto row_of = [&](i32 i) -> const RowPieces& {
         const i32 token = from + i * kProjectionWarps;
         return block.s.rows[token < count ? token : from];
@@ -477,7 +477,7 @@ MLA_DEVICE void project_tile(const ProjectionBlock<C>& block, const Weights& w, 
     const i32 lane = threadIdx.x % kWarpThreads;
     float total[8];  // of the left eight columns, then of the right ones
     if (w.works(block)) {
-        // The last row takes the place of those that are missing.
+        // The last row stands in for missing ones.
         const i32 token = row + min(lane % kTile, count - 1);
         const SmemAddr from = smem_addr(&block.s.latents[token][w.half * w.kHalf + lane / 16 * 8]);
         float sums[2][2][4] = {};  // independent of each other, so that products need not wait for each other
@@ -543,7 +543,7 @@ MLA_DEVICE void project_tile(const ProjectionBlock<C>& block, const WarpWeights<
 #endif
 
 // ---- Block -----------------------------------------------------------------------------------------------------
-// From here on, what the kernel before this one has written may be read.
+// From here on the previous kernel's output may be read.
 template <class C, class Source>
 MLA_DEVICE void wait_for_inputs(const ProjectionBlock<C>& block, const Source&) {
     griddepcontrol_wait();
@@ -617,8 +617,8 @@ MLA_DEVICE void copy_and_project(const ProjectionBlock<C>& block, const Source& 
     }
 }
 
-// `source` says what the rows are made of, and may read for that what is older than the kernel before this one: each
-// warp finds its rows, before the latents are overwritten. W_UV is as old where kWeightsAreOlder.
+// `source` describes the rows. To find them it may read data older than the previous kernel: each warp finds its rows
+// before the latents are overwritten. W_UV is as old where kWeightsAreOlder.
 template <class C, class Source>
 MLA_DEVICE void run_projection(const ProjectionBlock<C>& block, const Source& source) {
     const bool merges = !source.are_results();

@@ -11,12 +11,12 @@
 namespace mla::attention {
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct QueryGroup {
-    i32 request;      // of the block table
+    i32 request;      // row of the block table
     i32 first_query;  // along the axis s_q of q and out: in packed arrays of all queries, or of the request's
     i32 queries;
-    i32 later_queries;  // of the request, after these
-    i32 tokens;         // of the request
-    i32 first_token;    // that any of the queries sees
+    i32 later_queries;  // queries of the request after these
+    i32 tokens;         // tokens of the request
+    i32 first_token;    // first token that any of the queries sees
 };
 
 struct FormAddresses {
@@ -44,8 +44,8 @@ MLA_DEVICE const DecodeFormParams& forms_of(const DecodeParams& p) { return stat
 struct GroupItem : WorkItem {
     i32 first_query;
     i32 more_hidden;   // hidden tokens at the end, in addition to the parameters' number; may be negative
-    i32 lacking_rows;  // of the rows that the parameters say
-    i32 first_token;   // that any row sees
+    i32 lacking_rows;  // missing rows, compared with the parameters
+    i32 first_token;   // first token that any row sees
     i32 seen_from;     // first token that no row's window leaves out
 };
 
@@ -53,7 +53,7 @@ struct GroupedWork {
     enum : bool { kForms = true };
     using HeldItem = GroupItem;
 
-    // Roles pass on what they have as a WorkItem.
+    // Roles pass an item on as a WorkItem.
     MLA_DEVICE static const GroupItem& of(const WorkItem& item) { return static_cast<const GroupItem&>(item); }
 
     // Same interface as ScheduledWork.
@@ -72,7 +72,7 @@ struct GroupedWork {
     MLA_DEVICE static bool sees(const DecodeParams& p, const WorkItem& item, i32 row, i32 token) {
         return window_begin(p, item, row) <= token && token < visible(p, item, row);
     }
-    // [seen_from, seen_by_all) are what every row sees.
+    // Every row sees the tokens [seen_from, seen_by_all).
     MLA_DEVICE static bool all_rows_see(const WorkItem& item, i32 tile) {
         return of(item).seen_from <= tile * kTileTokens && (tile + 1) * kTileTokens <= item.seen_by_all;
     }
@@ -98,7 +98,7 @@ template <>
 struct WorkIteratorOf<GroupedWork> {
     SchedulePoint begin, end;
     i32 split, group;
-    i32 hidden;  // as in the other one, of a full group
+    i32 hidden;  // as in ScheduledWork, for a full group
 
     MLA_DEVICE WorkIteratorOf(const DecodeParams& p, i32 split, i32 hidden = 0)
         : begin(p.schedule[split]), end(p.schedule[split + 1]), split(split), group(begin.request), hidden(hidden) {}

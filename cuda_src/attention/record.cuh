@@ -1,8 +1,8 @@
-// The record of a token in a paged cache, as the host describes it (mla_cupy/cache_formats.py), and reading its
+// The record of a token in a paged cache, in the host's description (mla_cupy/cache_formats.py), and how to read its
 // numbers.
 //
-// A token is chunks of 16 elements: `latent_chunks`, then `rope_chunks`. The kinds say how they are stored. Chunks of
-// e4m3 or e2m1 share a scale in groups of `group_chunks`, or all have the scale that the caller gives.
+// A token is chunks of 16 elements: `latent_chunks`, then `rope_chunks`. The kinds give their encoding. Chunks of e4m3
+// or e2m1 share a scale in groups of `group_chunks`, or all have the caller's scale.
 #pragma once
 #include "ptx/fp4.cuh"
 #include "ptx/fp8.cuh"
@@ -66,7 +66,7 @@ MLA_DEVICE float chunk_scale(const RecordLayout& layout, const TokenBytes& token
     return layout.kv_scale;
 }
 
-// The scale of a group as it is stored, and what it is: loads that are in flight together stay together.
+// The stored scale of a group, separate from its conversion: loads in flight together stay together.
 MLA_DEVICE u32 load_scale(const RecordLayout& layout, const TokenBytes& token, i32 group) {
     return layout.scale_kind == kScaleFloat32 ? reinterpret_cast<const u32*>(token.scales)[group] : token.scales[group];
 }

@@ -31,7 +31,7 @@ constexpr i32 kBucketsPerThread = kBuckets / kThreads;
 constexpr i32 kFirstBucket = kWarpThreads;  // kNoRow is in bucket -1, which has a count, too
 constexpr i32 kUnorderedShift = 31;         // every row is in bucket 0
 constexpr i32 kItems = 16;                  // entries of a lane that are in registers at once
-constexpr i32 kBatch = 4;                   // of these, how many are matched before the first is counted
+constexpr i32 kBatch = 4;                   // of these, rows matched before the first is counted
 constexpr i32 kStagedRows = 4096;           // longer lists are scattered straight to global memory
 constexpr i32 kBlocksPerSM = 6;
 
@@ -216,8 +216,8 @@ MLA_DEVICE i32 place_buckets(Storage& storage) {
 MLA_DEVICE void make_list(const SparseRowsParams& p, Storage& storage, i32 i, i32 shift) {
     const Query query = resolve_query(p, storage, i);
     const i32 warp = threadIdx.x / kWarpThreads, lane = threadIdx.x % kWarpThreads;
-    // Runs are whole steps of a warp, and equally many for any length: for branches that the compiler knows to be
-    // uniform it emits no reconvergence code.
+    // Runs are whole steps of a warp, and equally many for any length: the compiler then knows the branches to be
+    // uniform and emits no reconvergence code.
     const i32 steps = ((u32)p.topk + kThreads - 1) / kThreads;
     const u32 first = (u32)warp * steps * kWarpThreads + lane;
     const i32 sequence = i / p.queries_of_length, in_sequence = i - sequence * p.queries_of_length;

@@ -55,7 +55,7 @@ struct ScheduledWork {
     MLA_DEVICE static i32 first_query(const WorkItem&) { return 0; }
     MLA_DEVICE static i32 lacking_rows(const WorkItem&) { return 0; }
 
-    // Mask: the tokens at a sequence's end that the block's first row does not see, and what a row sees.
+    // Mask: the tokens at a sequence's end hidden from the block's first row, and the tokens that a row sees.
     MLA_DEVICE static i32 hidden(const DecodeParams& p, i32 row0) { return hidden_from(p, row0); }
     MLA_DEVICE static i32 visible(const DecodeParams& p, const WorkItem& item, i32 row) {
         return visible_tokens(p, item, row);
@@ -109,7 +109,7 @@ using WorkIterator = WorkIteratorOf<ScheduledWork>;
 
 // ---- Rows ------------------------------------------------------------------------------------------------------
 // The work of a thread block: up to kRows query rows of one KV head, in one split of the schedule. Grid: x = row blocks
-// of all KV heads, y = splits; a kernel with another grid says which row block it is.
+// of all KV heads, y = splits; a kernel with another grid passes its row block.
 template <i32 kRows_, class Work_ = ScheduledWork>
 struct RowBlock {
     using Work = Work_;

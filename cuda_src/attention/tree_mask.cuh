@@ -9,7 +9,7 @@
 namespace mla::attention {
 constexpr i32 kWordBits = 64;
 
-// A row sees the tokens before `first`, and of those from there on what `seen` says.
+// A row sees the tokens before `first`, and the later ones that `seen` selects.
 struct SeenTokens {
     i32 first;  // below 0 where the sequence is shorter than s_q
     u64 seen;   // bit k: token first + k
@@ -45,7 +45,7 @@ MLA_DEVICE SeenTokens seen_of_tree(const DecodeParams& p, const WorkItem& item, 
     return {item.tokens - here, seen};
 }
 
-// Masks what is not in `seen` of row r of a thread (bit = column).
+// Masks the columns outside `seen` for row r of a thread (bit = column).
 template <i32 kCount>
 MLA_DEVICE void mask_row(float (&scores)[kCount], i32 r, u64 seen, i32 thread) {
 #pragma unroll

@@ -33,11 +33,11 @@ constexpr i32 kWarps = kThreads / kWarpThreads;
 constexpr i32 kMaxDNope = MLA_MAX_D_NOPE;                                   // rows of W_UK
 constexpr i32 kWarpColumns = 32;                                            // columns whose weights a warp keeps
 constexpr i32 kMaxColumns = kMaxDNope <= 128 ? 128 : 64;                    // of a block
-constexpr i32 kMinColumns = 64;                                             // where there are few heads
+constexpr i32 kMinColumns = 64;                                             // for few heads
 constexpr i32 kTile = 16;                                                   // tokens of a product
 constexpr i32 kStep = __CUDA_ARCH__ >= 800 ? 2 * kTile : kTile;             // tokens at a time
 constexpr i32 kStages = 2;                                                  // tokens at work, and the next ones
-constexpr i32 kColumnsPitch = kMaxColumns + 8, kNopePitch = kMaxDNope + 8;  // ldmatrix then meets every bank
+constexpr i32 kColumnsPitch = kMaxColumns + 8, kNopePitch = kMaxDNope + 8;  // ldmatrix then uses every bank
 constexpr i32 kSlice = 64;                                                  // d_nope is a multiple of it
 constexpr i32 kBlocksPerSm = kMaxDNope <= 128 ? 4 : 2;
 static_assert(kMaxColumns <= kWarpColumns * kWarps, "a warp has its columns");
@@ -57,7 +57,7 @@ struct AbsorbSizes {
     i32 share_tokens;  // a multiple of kTile
 };
 struct AbsorbParams : AbsorbAddresses, CachePrepareParams, AbsorbSizes {
-    i32 has_rope;  // whether queries have a RoPE part, as in CachePrepareParams; `out` is `absorbed`
+    i32 has_rope;  // 1: queries have a RoPE part, as in CachePrepareParams; `out` is `absorbed`
     i32 padding;
 };
 
@@ -188,7 +188,7 @@ MLA_DEVICE void transpose_quad(u32 (&x)[4]) {
     }
 }
 
-// A warp's part of W_UK, by 16 rows and by pairs of 8 columns, as mma.sync takes it.
+// A warp's part of W_UK, by 16 rows and by pairs of 8 columns, in mma.sync's layout.
 struct Weights {
     u32 of[kMaxDNope / 16][kWarpColumns / 16][4];
     i32 column;           // the first one, of the block's
@@ -296,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     fetch_queries(block, block.first + kStep);
     commit_copies();
     prepare_rope(block);
-    wait_for_copies<1>();  // but for the next queries
+    wait_for_copies<1>();  // except the next queries
     __syncthreads();
     const Weights weights(block);
     for (i32 first = block.first; first < block.end; first += kStep) {

@@ -81,7 +81,7 @@ MLA_DEVICE Scale e4m3_scale(float ratio) {
 // x / scale, rounded to nearest unless it is so small that its code is 0, or infinite. The correction step makes NaN of
 // infinite numbers and of numbers divided by infinity; there the first product is right.
 MLA_DEVICE float quotient(float x, const Scale& scale) {
-    if (__CUDA_ARCH__ < 800) return x / scale.value;  // where the reciprocal spills
+    if (__CUDA_ARCH__ < 800) return x / scale.value;  // the reciprocal spills there
     const float lifted = x * scale.lift, first = lifted * scale.inverse;
     const float corrected = fmaf(fmaf(-first, scale.value * scale.lift, lifted), scale.inverse, first);
     return corrected == corrected ? copysignf(corrected, first) : first;
@@ -347,7 +347,7 @@ MLA_DEVICE void append_any(const Params& p, const Rotation& rotation, const Reco
 // ---- The usual tokens --------------------------------------------------------------------------------------------
 template <class Params>
 MLA_DEVICE bool is_usual(const Params& p) {
-    if (__CUDA_ARCH__ < 900) return false;  // which lack the products of bf16
+    if (__CUDA_ARCH__ < 900) return false;  // older GPUs lack products of bf16
     const u64 pages = reinterpret_cast<u64>(p.cache) | p.page_stride_bytes | p.token_stride_bytes;
     const bool groups = p.kind == kE4m3 && p.power_of_2 && (p.group_chunks == 4 || p.group_chunks == 8);
     const bool all_codes = p.scale_kind == kScaleOfTensor && p.rope_kind == kE4m3;
@@ -375,7 +375,7 @@ MLA_DEVICE Scale scale_of_amax(float amax) {
     return Scale{__uint_as_float(exponent << 23), __uint_as_float((254 - exponent) << 23), 1.f};
 }
 
-// Eight codes. Products with a power of 2 are exact in 16 bits, but for those that are too small to have a code.
+// Eight codes. Products with a power of 2 are exact in 16 bits, unless the result is too small for a code.
 template <class Element>
 MLA_DEVICE uint2 scaled_codes(const uint4& piece, u32 inverse_x2) {
     const Element element;
@@ -386,7 +386,7 @@ MLA_DEVICE uint2 scaled_codes(const uint4& piece, u32 inverse_x2) {
     return codes_of(x);
 }
 
-// Sixteen elements of each lane, zeros in those that have none.
+// Sixteen elements per lane, zeros in lanes without any.
 template <class Element, class Params>
 MLA_DEVICE void store_codes(const Params& p, const TokenBytes& token, const uint4 (&pieces)[2], i32 lane) {
     u32 amax = amax_bits<Element>(pieces[0], pieces[1]);
@@ -425,7 +425,7 @@ MLA_DEVICE void store_codes_of_tensor(const Params& p, const TokenBytes& token, 
     reinterpret_cast<uint4*>(token.data)[lane] = make_uint4(codes[0].x, codes[0].y, codes[1].x, codes[1].y);
 }
 
-// How the latent part is kept: as it is, with a scale for each group, or with the caller's.
+// Storage of the latent part: unquantised, with a scale per group, or with the caller's scale.
 enum class Kept { AsItIs, Groups, Tensor };
 
 // Called by whole warps. Elements that are quantised have 32 bytes in a lane; others are stored as adjacent pieces.

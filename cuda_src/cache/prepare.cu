@@ -5,9 +5,8 @@
 //   caller's cache[slot] = record of (latent, rope)          cache/append.cuh
 //
 // Grid: x = blocks for tokens, eight each, then blocks for rows of queries, 16 each. Eight lanes share a row: a lane
-// has 16 bytes of every 128, so that the RoPE part, the row's last 128 bytes, is a piece of each lane, and all loads of
-// a row are in flight together. Where the result takes the place of the queries, only the RoPE part is read and
-// written.
+// has 16 bytes of every 128, so that the RoPE part, the row's last 128 bytes, is one piece per lane, and all loads of a
+// row are in flight together. If the result overwrites the queries, only the RoPE part is read and written.
 //
 //   position | angles | load row | turn | largest of the row | round | store
 #include "attention/query_codes.cuh"

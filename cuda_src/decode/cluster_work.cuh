@@ -1,4 +1,4 @@
-// How the clusters of a launch divide a batch among themselves: each finds its share in the lengths, so no schedule is
+// Divides a batch among the clusters of a launch: each cluster derives its share from the lengths, so no schedule is
 // launched before.
 //
 // Clusters are assigned to requests so that the longest share is as short as possible. No share has fewer than
@@ -10,7 +10,7 @@
 namespace mla::decode {
 using namespace attention;
 
-constexpr i32 kMaxClusters = kWarpThreads;  // that may share requests: a lane knows a request
+constexpr i32 kMaxClusters = kWarpThreads;  // clusters that may share requests: one request per lane
 constexpr i32 kMinTilesPerBlock = 2;
 
 struct ClusterShare {

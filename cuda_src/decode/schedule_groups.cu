@@ -53,8 +53,8 @@ struct QueryRange {
 };
 
 // Whatever `cu_seqlens_q` claims, the ranges of all sequences follow one another within [0, s_q]: each begin is the
-// largest of those so far. With packed queries sequence 0 is what comes before the first one of the batch, and sequence
-// b + 1 what comes after the last one.
+// largest one so far. With packed queries sequence 0 holds the queries before the batch's first sequence, and sequence
+// b + 1 the queries after the last.
 struct Sequences {
     const DecodeScheduleGroupsParams& p;
 
@@ -86,7 +86,7 @@ MLA_DEVICE i32 visit_sequences(const Sequences& all, i32 first, i32 last, i32 re
 }
 
 // ---- Steps -----------------------------------------------------------------------------------------------------
-constexpr i32 kMostRows = 4;  // of groups: sequences with more of them, or with one, are listed one after another
+constexpr i32 kMostRows = 4;  // rows of groups: sequences with more groups, or with one, are listed one after another
 
 // Numbers of sequences with 2, 3 and 4 groups, 21 bits each.
 constexpr i32 kCountBits = 21, kMostCounted = (1 << kCountBits) - 1;

@@ -24,8 +24,8 @@ static_assert(kScoresWarp == kQueryWarp + kQueryThreads / kWarpThreads, "one war
 static_assert(kTileTokens == kSw128Rows, "a tile is 64 tokens");
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
-// A tile arrives in groups, each scored as soon as it is there: the RoPE columns, if any, then 128 columns at a time.
-// Of the values each group is a product of its own, after which it is released.
+// A tile arrives in groups, each scored on arrival: the RoPE columns, if any, then 128 columns at a time. Each group of
+// values is a separate product and is released after it.
 constexpr i32 kTileDims = 128;  // of the values: the rows of a product
 constexpr i32 kDimTiles = kHeadDimV / kTileDims;
 
@@ -37,7 +37,7 @@ struct ConfigOf : Tile_ {
     using Tile = Tile_;
     static constexpr i32 kBlockRows = kBlockRows_;
     static constexpr bool kTree = kTree_;
-    static constexpr i32 kStagesQ = kBlockRows <= 32 ? 2 : 1;  // what fits
+    static constexpr i32 kStagesQ = kBlockRows <= 32 ? 2 : 1;  // two fit for few rows
     static constexpr u32 kQSwTileBytes = kHeadSwTileBytes<kBlockRows>;
     static constexpr i32 kSwTilesPerDimTile = kTileDims / Tile::kSwTileColumns;
     static constexpr i32 kRopeGroups = Tile::kSwTilesRope;
@@ -382,8 +382,8 @@ MLA_DEVICE void run_values_role(const Block<C>& block, TmemAddr tmem) {
 }
 
 // ---- Softmax role ----------------------------------------------------------------------------------------------
-// A thread's share of a tile, and where the role is. A thread has two keys, eight apart, and two of every eight rows:
-// what it would have of a product of WGMMA.
+// A thread's share of a tile, and its role's position. A thread has two keys, eight apart, and two of every eight rows,
+// as in a WGMMA accumulator.
 template <class C>
 struct Math {
     static constexpr i32 kRows = C::kBlockRows;
@@ -545,7 +545,7 @@ MLA_DEVICE void store_dims(Element, u16* to, const float (&x)[2][kRows / 2], con
     }
 }
 
-// The result of a work item. A row's statistics are finished by one thread, since that takes divisions.
+// The result of a work item. One thread finishes a row's statistics, since that needs divisions.
 template <class C>
 MLA_DEVICE void store_result(const Block<C>& block, const Math<C>& math, const WorkItem& item, TmemAddr lanes,
                              i32 thread) {
@@ -557,7 +557,7 @@ MLA_DEVICE void store_result(const Block<C>& block, const Math<C>& math, const W
     if constexpr (C::kCodes) {
         store_warp_sums<kRows>(s.rounded_sums[thread / kWarpThreads], math.codes.rounded_sum, thread);
     }
-    if (thread < 4) {  // which hold every row
+    if (thread < 4) {  // these threads hold every row
 #pragma unroll
         for (i32 k = 0; k < kHeadsOfThread<kRows>; ++k) s.stats.max[kth_head(k, thread)] = math.heads.max.value[k];
     }

@@ -36,7 +36,7 @@ template <class C, bool kCodes = C::kCodes>
 struct CodeRows {};
 template <class C>
 struct CodeRows<C, true> {
-    float q_factors[C::kStagesQ][C::kBlockRows];  // what scores of a row of Q's codes are multiplied by
+    float q_factors[C::kStagesQ][C::kBlockRows];  // factors of the scores of Q's rows
     float rounded_sums[kWarpgroupWarps][C::kBlockRows];
 };
 
@@ -46,7 +46,7 @@ struct CodeState {};
 template <class C>
 struct CodeState<C, true> {
     RingPosition<C::kStagesQ> q_at;
-    HeadValues<C::kBlockRows> rounded_sum;  // of the weights as P has them, by which O is divided
+    HeadValues<C::kBlockRows> rounded_sum;  // of the rounded weights in P; the divisor of O
 };
 
 // ---- Query role ------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ struct JointConfig {
 // present_empty[s]  softmax warps (4)      -                    keys           free, the same
 // v_own             values (1)             V of the block       softmax        blocked, a phase per tile to mend
 //
-// v_full of a tile to mend carries nothing: its values are there once p_full is.
+// v_full of a tile to mend carries nothing: p_full covers its values.
 template <class C>
 struct DecodeStorage : JointStorage<C> {
     u64 present[kStages][kHalves];  // bit t: the page of key t is in the pool
@@ -172,7 +172,7 @@ struct ValuesLoader {
     }
 };
 
-// In the block that issues nothing: tells the leader that Q of each work item is there.
+// In the block that issues nothing: tells the leader that Q of each work item has arrived.
 template <class C>
 MLA_DEVICE void pass_on_queries(const JointBlock<C>& block) {
     if (!elect_one()) return;
@@ -187,7 +187,7 @@ MLA_DEVICE void pass_on_queries(const JointBlock<C>& block) {
 }
 
 // ---- Softmax ---------------------------------------------------------------------------------------------------
-// Masks keys that are not there (bit = key).
+// Masks absent keys (bit = key).
 MLA_DEVICE void mask_keys_absent(float (&scores)[kTileKeys], u64 present) {
     if (present == ~0ull) return;
 #pragma unroll
@@ -229,7 +229,7 @@ struct DecodeSoftmax : JointSoftmax<C, DecodeStorage<C>> {
         for (i32 group = 0; group < kValueGroups; ++group) {
             const i32 first = (tile + group % kHalves) * kTileTokens;
             if (item.seen_by_all >= first + kTileTokens) continue;
-            i32 ignored;  // whether there were others: all that rows see is looked at again
+            i32 ignored;  // fixup_nonfinite checks all visible tokens again
             sm90::sanitize_rows<typename C::Element, kJointGroupSwTiles>(s.v[group * kJointGroupSwTiles],
                                                                          max(item.seen_by_all - first, 0),
                                                                          item.tokens - first, ignored, 0, thread);

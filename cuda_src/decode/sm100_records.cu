@@ -26,10 +26,10 @@ MLA_RECORDS_SM100_FACTS(C);
 
 // ---- Masks -----------------------------------------------------------------------------------------------------
 // Makes V finite where not every row of the block sees the token: the proxy fence after P covers these writes, too. A
-// row that does see NaN in a latent has a score of NaN, and so is NaN as a whole: nothing has to be given back.
+// row that does see NaN in a latent has a score of NaN, and so is NaN as a whole: nothing needs to be restored.
 MLA_DEVICE void sanitize_values(u8* keys, const WorkItem& item, i32 tile, i32 thread) {
     const i32 first = tile * kTileTokens;
-    if (item.seen_by_all >= min(first + kTileTokens, item.tokens)) return;  // what is not there is zeros
+    if (item.seen_by_all >= min(first + kTileTokens, item.tokens)) return;  // absent rows are zeros
     i32 found;
     sanitize_rows<C::Latent, attention::sm100::kSwTilesV>(keys, max(item.seen_by_all - first, 0), item.tokens - first,
                                                           found, item.request, thread);

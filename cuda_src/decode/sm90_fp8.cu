@@ -10,8 +10,8 @@
 // that loads tiles by TMA, see attention/sm90/fp8.cuh.
 //
 // Source: two warpgroups that each own half of the output are FlashMLA's idea; sums that leave the tensor cores before
-// they lose bits, DeepGEMM's. What differs: no pass transposes values, and each tile's weights have a maximum of their
-// own (cuda_src/decode/fp8.md).
+// they lose bits, DeepGEMM's. Here no pass transposes values, and each tile's weights have their own maximum
+// (cuda_src/decode/fp8.md).
 #include "attention/prefetch_inputs.cuh"
 #include "attention/sm90/fp8.cuh"
 #include "attention/token_record.cuh"

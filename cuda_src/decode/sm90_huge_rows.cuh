@@ -12,7 +12,7 @@
 #include "tile/warp.cuh"
 
 namespace mla::decode {
-constexpr i32 kPairs = 4;  // of columns that a lane has at once: the query warps have few registers
+constexpr i32 kPairs = 4;  // pairs of columns per lane: the query warps have few registers
 constexpr i32 kColumnsAtOnce = 2 * kPairs * kWarpThreads;
 
 // How a row is computed again: its score with a key, by one thread, rounded as a product; and what becomes of two
@@ -40,7 +40,7 @@ MLA_DEVICE void redo_columns(const Block& block, const WorkItem& item, i32 row, 
 #pragma unroll 1
     for (i32 first = item.tile_begin * kTileTokens; first < end; first += kWarpThreads) {
         const i32 token = first + lane;
-        opaque(row);  // what follows from it is not worth registers
+        opaque(row);  // values derived from it are not worth registers
         const u16* const key = token < end ? cached_row(p, item.request, block.kv_head, token) : nullptr;
         float score = negative_infinity();
         if (key != nullptr && Work::sees(p, item, row, token)) {

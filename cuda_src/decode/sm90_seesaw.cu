@@ -118,7 +118,6 @@ static_assert(2 * kRegsMath + kRegsLoad <= 3 * kRegsEntry, "what the block has a
 //
 // P needs no "free" barrier: it is overwritten only after the next tile has arrived in its stage. For that, both
 // warpgroups had to release the stage, and so had multiplied the previous P.
-// warpgroups had to release that stage, and so had multiplied the previous P.
 struct Notes {
     u32 huge_rows[2];          // a bit for each row that may have huge scores, see decode/sm90_huge_rows.cuh
     u64 present[kStagesKV];    // bit t: the page of token t of the tile was looked up, and is in the pool
@@ -378,8 +377,8 @@ MLA_DEVICE bool find_item(const Block& block, i32 number, Work::HeldItem& item) 
     return found;
 }
 
-// At the end, on the query warps. All the block waits for them: so one look says that no row was huge. A row that was
-// huge in one of the block's work items is checked in all of them.
+// At the end, on the query warps. The whole block waits for them, so usually one look shows that no row was huge. A row
+// that was huge in one of the block's work items is checked in all of them.
 MLA_DEVICE void redo_huge_rows(const Block& block, i32 thread) {
     const u32(&huge_rows)[2] = block.s.notes.huge_rows;
     if ((huge_rows[0] | huge_rows[1]) == 0) return;
@@ -430,7 +429,7 @@ MLA_DEVICE void run_math_role(Block& block, i32 thread) {
             total_sums<kRight>(sums, s, math, thread);
             if constexpr (!kRight) note_huge_rows(s, math.rows, thread);
             has_nonfinite = s.notes.nonfinite_request[kRight] == item.request;
-            release(s.q_empty, thread);  // only now: the next work item may overwrite what was read above
+            release(s.q_empty, thread);  // not earlier: the next work item may overwrite data that was read above
         }
         if constexpr (kRight) Call::store(block, item, math, thread);
         store_result<kRight>(block, item, math, sums, block.row0, thread);

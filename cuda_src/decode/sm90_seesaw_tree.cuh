@@ -1,5 +1,4 @@
-// The variant of decode/sm90_seesaw.cu where a mask says which of the last tokens, drafts that form a tree, a query
-// sees.
+// The variant of decode/sm90_seesaw.cu with a mask over the last tokens, which are drafts of a tree.
 #pragma once
 #include "attention/sm90/nonfinite_values.cuh"
 #include "attention/sm90/two_warpgroups.cuh"

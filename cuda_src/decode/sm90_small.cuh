@@ -1,5 +1,5 @@
-// Decode on Hopper for few query rows: what a tile goes through, for the kernels that differ in how they divide the
-// tokens and in where the result of a work item goes. See decode/sm90_small.cu.
+// Decode on Hopper for few query rows: the processing of a tile, for the kernels that differ in how they divide the
+// tokens and in the destination of a work item's result. See decode/sm90_small.cu.
 #pragma once
 #include "attention/prefetch_inputs.cuh"
 #include "attention/sm90/swapped.cuh"

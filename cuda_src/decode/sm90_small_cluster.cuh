@@ -119,7 +119,7 @@ template <class C>
 MLA_DEVICE void keep_result(ClusterBlock<C>& block, Math<C>& math, i32 thread) {
     Storage<C>& s = block.s;
     store_warp_sums<C::kBlockRows>(s.warp_values[thread / kWarpThreads], math.heads.sum, thread);
-    bar_sync(MathOnly, kWarpgroupThreads);  // also: every warp's last product has been computed
+    bar_sync(MathOnly, kWarpgroupThreads);  // every warp's last product has also been computed
     Merge<C>& merge = merge_storage(s);
 #pragma unroll
     for (i32 sw_tile = 0; sw_tile < kSwTilesV; ++sw_tile) {
@@ -129,7 +129,7 @@ MLA_DEVICE void keep_result(ClusterBlock<C>& block, Math<C>& math, i32 thread) {
             merge.out[sw_tile][v][thread] = make_float4(x[0], x[1], x[2], x[3]);
         }
     }
-    if (thread < 4) {  // which hold every head
+    if (thread < 4) {  // these threads hold every head
 #pragma unroll
         for (i32 k = 0; k < kHeadsOfThread<C::kBlockRows>; ++k) {
             merge.max[kth_head(k, thread)] = math.heads.max.value[k];
@@ -359,7 +359,7 @@ MLA_DEVICE void weigh_clusters(Merge<C>& merge, i32 count, i32 head) {
 #pragma unroll 1
     for (i32 g = 0; g < count; ++g) {
         float& weight = merge.cluster_weights[g][head];
-        weight = weight == negative_infinity() ? 0.f : exp2f(weight - max);  // nothing weighs nothing; a NaN stays one
+        weight = weight == negative_infinity() ? 0.f : exp2f(weight - max);  // empty: weight 0; NaN stays NaN
         sum += weight;
     }
     const float factor = sum == 0.f ? 0.f : 1.f / sum;

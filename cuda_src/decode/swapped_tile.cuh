@@ -11,7 +11,7 @@ namespace mla::decode {
 using namespace attention;
 using namespace attention::sm90;
 
-// Most tiles hide nothing. `present`: bit t says that the page of token t of the tile is in the pool.
+// Most tiles hide nothing. `present`: bit t is set if the page of token t of the tile is in the pool.
 template <class C, class Block>
 MLA_DEVICE void mask_tile(const Block& block, float (&scores)[C::kBlockRows / 2], u64 present, const WorkItem& item,
                           i32 tile, i32 thread) {

@@ -119,7 +119,7 @@ struct Output {
               [&](i32 row) { return out_offset(block.p, block.item().request, block.kv_head, block.row0 + row); });
     }
 
-    // `out_at` says where a row of the block lies in the output.
+    // `out_at` maps a row of the block to its place in the output.
     template <class Block, class OutAt>
     MLA_DEVICE void store(const Block& block, const float* factors, i32 warp, i32 lane, const OutAt& out_at) {
 #pragma unroll

@@ -1,20 +1,20 @@
-// Attention of up to 32 query rows to records of e4m3 codes, 512 latent ones, with mma.sync: codes become numbers in
-// registers, each once as part of a key and once as part of a value. So nothing is written back to shared memory, which
-// holds the codes of all steps that are on their way.
+// Attention of up to 32 query rows to records of 512 e4m3 latent codes, with mma.sync. Codes become numbers in
+// registers, once as part of a key and once as part of a value, and are never written back: shared memory holds the
+// codes of all steps in flight.
 //
 //   scores   warp = 16 tokens, 128 + 16 columns  |        | Q K^T of the next step, sent
 //   values   warp = 64 columns                   |        | O += P V
 //   loads    all threads, cp.async               |        | the step that takes the place of the last one ->
 //   softmax  thread = 2 or 4 tokens of a row     | max, P |
 //
-// Two barriers of the block a step, one behind each of the two columns. What has values and scores has no branch in
-// between: products with the one hide what the other waits for, and copies are among them.
+// Each step has two barriers of the block, one after each column of the table. Values and scores are interleaved
+// without a branch: the products of one hide the latency of the other, and the copies are among them.
 //
-// Keys: the order of columns within a product is free. A lane reads 16 codes of its token at once, and has four of them
-// in each of four products; queries are loaded to match. A warp has 128 neighbouring latent columns, which have one
-// scale per token, if any: scores are multiplied by it. It also has 16 RoPE columns.
+// Keys: the order of columns within a product is free. A lane reads 16 codes of its token at once and has four of them
+// in each of four products; queries are loaded to match. A warp has 128 neighbouring latent columns with at most one
+// scale per token, which multiplies the scores. It also has 16 RoPE columns.
 //
-// Values: ldmatrix.trans moves pairs of codes, neighbouring columns of a token. A byte permute parts them; the two
+// Values: ldmatrix.trans moves pairs of codes, neighbouring columns of a token. A byte permute separates them; the two
 // products have even and odd columns. P is multiplied by the scale of the warp's columns (mma/scaled_rows.cuh).
 #pragma once
 #include "attention/mma/records.cuh"
@@ -66,7 +66,7 @@ struct CodeStorage {
     alignas(16) u16 rests[Token::kScaled ? Budget::kSteps : 1][Token::kGroups][Token::kStepTokens];
     alignas(16) float powers[Token::kStepTokens];
     MBarrier full[Budget::kSteps];        // all threads arrive, with their copies; the first phase blocks
-    u8 present[kKnownCodeSteps][kWarps];  // bit = token of a warp: whether it is there
+    u8 present[kKnownCodeSteps][kWarps];  // bit = token of a warp: present
     u32 largest[kQuarters][C::Few::kRows];
     ItemsOf<typename C::Tokens::Work> items;
     float factor[C::Few::kRows];
@@ -454,7 +454,7 @@ struct CodeMath {
     typename C::Few::Queries q;
     CodeLoader<C> loader;
     typename CodeRow<typename C::Few::Softmax, CodedToken<typename C::TokenRecord>::kScaled>::Type row;
-    float scale_log2;  // of that row: times what its queries were divided by
+    float scale_log2;  // of that row, times the divisor of its queries
     i32 slot = 0;      // of the step that is scored next
     u32 parity = 0;
     i32 warp = uniform_warp(), lane = threadIdx.x % kWarpThreads;
@@ -505,8 +505,8 @@ MLA_DEVICE void first_scores(CodeStorage<C>& s, CodeMath<C>& math) {
     math.advance();
 }
 
-// The values of a step, and the scores of the next one, which comes in meanwhile: each hides what the other waits for.
-// Together they hide the copies of a later step, too.
+// The values of a step interleaved with the scores of the next one, which arrives meanwhile: each hides the latency of
+// the other. Together they also hide the copies of a later step.
 template <class C, class Out>
 MLA_DEVICE void values_and_scores(const typename C::Rows& block, CodeStorage<C>& s, CodeMath<C>& math, Out& out,
                                   bool due) {
@@ -579,7 +579,7 @@ MLA_DEVICE void run_item(const typename C::Rows& block, CodeStorage<C>& s, CodeM
 #pragma unroll 1
     for (i32 step = 0; step < steps; ++step) {
         const i32 token = begin + step * Few::kStepTokens;
-        __syncthreads();  // the scores are there; the values of the last step have been read
+        __syncthreads();  // scores are stored; the last step's values have been read
         const bool masked = C::Tokens::kMasked && token + Few::kStepTokens > seen_by_all;
         const i32 mine = math.row.first_token();
         const u32 present = s.present[step % kKnownCodeSteps][mine / kLaneTokens] >> mine % kLaneTokens;
@@ -587,7 +587,7 @@ MLA_DEVICE void run_item(const typename C::Rows& block, CodeStorage<C>& s, CodeM
         if constexpr (C::Tokens::kMasked) {
             if (masked) clean_codes(s, math.last_slot(), token, seen_by_all);
         }
-        __syncthreads();  // P is there; the scores have been read
+        __syncthreads();  // P is stored; the scores have been read
         if (step + 1 < steps) values_and_scores(block, s, math, out, (step > 0) & (math.loader.asked < steps));
     }
     if (steps > 0) last_values(s, math, out);

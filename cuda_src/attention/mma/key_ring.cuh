@@ -25,11 +25,11 @@ template <i32 kHeadDim, i32 kOctets_, i32 kStepTokens_>
 struct KeyRing {
     static constexpr i32 kOctets = kOctets_, kStepTokens = kStepTokens_;
     static constexpr i32 kRowBytes = padded_row_bytes(kHeadDim);
-    static constexpr i32 kRowChunks = kHeadDim * (i32)sizeof(u16) / kChunkBytes;  // that are copied
+    static constexpr i32 kRowChunks = kHeadDim * (i32)sizeof(u16) / kChunkBytes;  // copied chunks of a row
     static constexpr i32 kPaddingChunks = kRowBytes / kChunkBytes - kRowChunks;
     static constexpr i32 kStepOctets = kStepTokens / kOctetTokens;
-    static constexpr i32 kTokenThreads = kThreads / kStepTokens;      // that copy one token
-    static constexpr i32 kWarpTokens = kWarpThreads / kTokenThreads;  // that a warp copies of a step
+    static constexpr i32 kTokenThreads = kThreads / kStepTokens;      // threads that copy one token
+    static constexpr i32 kWarpTokens = kWarpThreads / kTokenThreads;  // tokens of a step copied by a warp
     static constexpr i32 kOctetWarps = kOctetTokens / kWarpTokens;
     // The steps that the ring holds, if it is whole steps; otherwise parts of one more, and one that is read.
     static constexpr bool kWholeSteps = kOctets % kStepOctets == 0;
@@ -65,7 +65,7 @@ MLA_DEVICE void init_keys(KeySlots<Ring>& keys) {
     for (i32 i = 0; i < Ring::kBarriers; ++i) mbarrier_init(keys.full[i], kThreads);
 }
 
-// Called once by all threads. Padding columns meet zeros of the queries in the products, so they must be finite.
+// Called once by all threads. Padding columns are multiplied by zeros of the queries, so they must be finite.
 template <class Ring>
 MLA_DEVICE void clear_padding(KeySlots<Ring>& keys) {
     constexpr i32 kChunks = Ring::kPaddingChunks;

@@ -56,7 +56,7 @@ struct MmaRecords {
     using Tokens = Tokens_;
     using Latent = typename RecordFormats<TokenRecord, Element>::Latent;
     using Rope = typename RecordFormats<TokenRecord, Element>::Rope;
-    static constexpr i32 kSmemBytes = kSmemBytes_;  // what a block may have
+    static constexpr i32 kSmemBytes = kSmemBytes_;  // shared memory of a block
     static constexpr i32 kHeadDimQk = kKeyColumns<TokenRecord>;
     static constexpr i32 kLatentSegments = TokenRecord::kLatentChunks * kRecordChunk * 2 / kSegmentBytes;
     using Few = FewRows<Latent, Rope, kBlockRows, kHeadDimQk, kLatentSegments>;
@@ -67,9 +67,9 @@ struct MmaRecords {
 };
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
-constexpr i32 kTokenLanes = 8;  // that have one token
+constexpr i32 kTokenLanes = 8;  // lanes per token
 constexpr i32 kLaneTokens = kWarpThreads / kTokenLanes;
-constexpr i32 kPieceCodes = 8;  // that a lane converts at a time, to one chunk
+constexpr i32 kPieceCodes = 8;  // codes that a lane converts at a time, to one chunk
 
 // A token's bytes in shared memory: its elements as in the record, without the scales, which lie apart.
 template <class Record>
@@ -150,7 +150,7 @@ struct RecordStorage {
     } keys;
     RawStep<typename C::TokenRecord> raw[Budget::kRawSteps];
     SoftmaxSlots<typename C::Few::Softmax> softmax;
-    u8 present[kKnownSteps][kWarps];  // bit = token of a warp: whether it is there
+    u8 present[kKnownSteps][kWarps];  // bit = token of a warp: present
     u32 largest[kQuarters][C::Few::kRows];
     ItemsOf<typename C::Tokens::Work> items;
     float factor[C::Few::kRows];
@@ -181,7 +181,7 @@ struct QueryFactors<C, true> {
     MLA_DEVICE void scale(Shared& s, typename C::Few::Queries& q, i32 warp, i32 lane) {
 #pragma unroll
         for (i32 i = 0; i < kHalves; ++i) {
-            u32 largest = 0;  // signs are shifted out; what follows an exponent does not matter
+            u32 largest = 0;  // signs are shifted out; the bits after an exponent do not matter
 #pragma unroll
             for (i32 j = 0; j < 2 * C::Few::kScoreSteps; ++j) {
                 const u32 word = q[j / 2][i / 2][i % 2 + 2 * (j % 2)];
@@ -337,8 +337,8 @@ struct RawShare : ShareKind<kHasCompact<typename C::TokenRecord>> {
     }
 };
 
-// One lane's share of loading and converting: an eighth of token `threadIdx.x / 8` of each step. Nobody but its warp
-// reads what it has loaded.
+// One lane's share of loading and converting: an eighth of token `threadIdx.x / 8` of each step. Only its own warp
+// reads the bytes that it has loaded.
 template <class C>
 struct RecordLoader {
     using Record = typename C::TokenRecord;
@@ -348,7 +348,7 @@ struct RecordLoader {
     static constexpr i32 kRawSteps = Shared::Budget::kRawSteps;
     static constexpr i32 kStepTokens = C::Few::kStepTokens;
 
-    typename C::Tokens::Place place;  // of the lane's token of the step that is asked for next, read ahead
+    typename C::Tokens::Place place;  // of the lane's token of the next step to request, read ahead
     i32 asked, slot;                  // steps of the item; the place of the step that is converted next
 
     MLA_DEVICE static i32 token() { return (i32)threadIdx.x / kTokenLanes; }
@@ -371,8 +371,8 @@ struct RecordLoader {
         place = asked < steps ? C::Tokens::place(block.p, block.item(), next_token(block)) : C::Tokens::nowhere();
     }
 
-    // The lane's share of the step that is converted next. Then asks for the step that takes its place: past the last
-    // of the steps there is nothing to ask for, but a group of copies all the same, so that all waits are alike.
+    // The lane's share of the next step to convert. Then requests the step that takes its place. Past the last step
+    // there is nothing to request, but an empty group of copies is committed all the same, so that all waits are alike.
     MLA_DEVICE RawShare<C> fetch(const typename C::Rows& block, Shared& s, i32 steps, i32 warp) {
         cp_async_wait_group<kRawSteps - 1>();
         __syncwarp();
@@ -488,12 +488,12 @@ MLA_DEVICE void run_item(const typename C::Rows& block, RecordStorage<C>& s, Rec
         const i32 tile = step % kTiles, first = tile * KeyTiles<C>::kOctets;
         const bool more = step + 1 < steps;
         score<Few, KeyTiles<C>>(s.softmax, s.keys, first, math.q, math.factors, math.warp, math.lane);
-        __syncthreads();  // the scores are there; the values of the last step have been read
+        __syncthreads();  // scores are stored; the last step's values have been read
         if (kTiles > 1 && more) {
             math.loader.store(s, math.loader.fetch(block, s, steps, math.warp), tile ^ 1);
         }
         weigh(block, s, math, step, first);
-        __syncthreads();  // P is there; with two tiles, the keys of the next step, too
+        __syncthreads();  // P is stored; with two tiles, the next step's keys, too
         if (kTiles > 1 || !more) {
             add_values<Few, KeyTiles<C>>(s.softmax, s.keys, first, out, math.warp, math.lane);
         } else {
@@ -501,7 +501,7 @@ MLA_DEVICE void run_item(const typename C::Rows& block, RecordStorage<C>& s, Rec
             add_values<Few, KeyTiles<C>>(s.softmax, s.keys, first, out, math.warp, math.lane);
             __syncthreads();  // the values have been read
             math.loader.store(s, share, 0);
-            __syncthreads();  // the keys of the next step are there
+            __syncthreads();  // the next step's keys are stored
         }
         math.loader.look_up(block, steps);
     }

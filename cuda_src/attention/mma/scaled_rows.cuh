@@ -19,7 +19,7 @@ constexpr float kMostWeight = 0x1p80f;
 // Scales beyond these count as they do where the power of two is chosen.
 constexpr float kLeastScale = 0x1p-60f, kMostScale = 0x1p100f;
 
-// The power of two that P takes of a token's scales.
+// The power of two by which P is multiplied, from a token's scales.
 MLA_DEVICE float scale_power(const float4& scales) {
     const float largest = fmaxf(fmaxf(fabsf(scales.x), fabsf(scales.y)), fmaxf(fabsf(scales.z), fabsf(scales.w)));
     const u32 exponent = __float_as_uint(fminf(fmaxf(largest, kLeastScale), kMostScale)) & 0x7f800000;
@@ -47,7 +47,7 @@ struct ScaledRow : SoftmaxRow<Layout, true> {
     // Exponent that `sum` is relative to, in base 2.
     MLA_DEVICE float reference() const { return this->max + shift; }
 
-    // Takes the step's scores and what P takes of its tokens' scales, leaves P; as SoftmaxRow::add_step.
+    // Like SoftmaxRow::add_step: turns the step's scores and its tokens' powers into P.
     template <class Block>
     MLA_DEVICE void add_step(const Block& block, SoftmaxSlots<Layout>& s, const float* of_step, i32 token, bool masked,
                              u32 present, float scale_log2) {
@@ -64,7 +64,7 @@ struct ScaledRow : SoftmaxRow<Layout, true> {
     }
 
    private:
-    // P is stored before it is known to fit, so that nobody waits for the vote.
+    // P is stored before the vote whether it fits, so that nothing waits for the vote.
     MLA_DEVICE void add_scores(SoftmaxSlots<Layout>& s, const Scores& x, const Powers& powers) {
         float weights, factor = 1.f;
         bool fits = weigh(weights, s, x, powers);

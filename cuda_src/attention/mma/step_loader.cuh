@@ -1,4 +1,4 @@
-// Loads of the kernel for many rows, whose ring is whole steps of 16 tokens.
+// Loads for the kernel for many rows, with a ring of whole steps of 16 tokens.
 //
 // Finding a token's row takes a division and a load from the block table. A warp copies two tokens per step and looks
 // up its tokens of 16 steps at once, one per lane. The lookup has two halves, one step apart, so that the warp never
@@ -9,7 +9,7 @@
 
 namespace mla::attention::mma {
 constexpr i32 kRowSteps = 16;  // steps whose rows a warp looks up at once
-constexpr i32 kRowTables = 2;  // that are kept: of the steps that are asked for, and of the next ones
+constexpr i32 kRowTables = 2;  // tables: one for the steps being requested, one for the next ones
 
 struct TokenRows {
     // One row per lane. Null: the token's page is outside the pool, or the token is past the end.
@@ -53,7 +53,7 @@ struct StepCopies {
 template <class Ring>
 struct StepLoader {
     static constexpr i32 kSteps = Ring::kOctets / Ring::kStepOctets;  // of the ring
-    static constexpr i32 kLookUp = kRowSteps / 2;  // of a table's steps, the one that looks up the next table
+    static constexpr i32 kLookUp = kRowSteps / 2;                     // step of a table that looks up the next table
     static constexpr i32 kRounds = ceil_div(Ring::kRowChunks, Ring::kTokenThreads);  // of copies of a step
     static_assert(Ring::kWholeSteps && Ring::kWarpTokens * kRowSteps == kWarpThreads, "a lane for each token");
     static_assert(Ring::kTokenThreads == 2 * kSegmentChunks, "chunks of a round keep their segment when swizzled");
@@ -75,7 +75,7 @@ struct StepLoader {
             finish(s, at.first);
             at.advance();
         }
-        __syncthreads();  // all know which tokens are there
+        __syncthreads();  // all threads know the present tokens
     }
 
     // The step that takes the place of step `done` - 1, at octet `first`, which all threads have read.
@@ -149,7 +149,7 @@ struct StepLoader {
     template <class Block>
     MLA_DEVICE static StepCopies next(const Block& block, KeySlots<Ring>& s, const TokenRows& table, i32 opaque_thread,
                                       i32 first, i32 step, bool due) {
-        opaque(opaque_thread);  // what follows from it is not worth registers across the loop
+        opaque(opaque_thread);  // values derived from it are not worth registers across the loop
         const u32 thread = opaque_thread, mine = thread / Ring::kTokenThreads, chunk = thread % Ring::kTokenThreads;
         const u32 lane = (u32)step * Ring::kWarpTokens % (kRowTables * kWarpThreads) + mine % Ring::kWarpTokens;
         const u16* row = table.rows[thread / kWarpThreads][lane];

@@ -185,7 +185,7 @@ MLA_DEVICE void run_joint_mma_role(const DecodeParams& p, i32 split, Storage& s,
     if (!elect_issuer()) return;
     const JointProducts<C, Storage> products{s, tmem};
     u32 tiles = 0;            // scored
-    bool accumulate = false;  // what the last one's values are added to
+    bool accumulate = false;  // the last tile's values are added to O
     for_items<Work>(p, split, [&](const WorkItem& item) {
         begin();
         for (i32 tile = item.tile_begin; tile < item.tile_end; tile += kHalves) {
@@ -290,7 +290,7 @@ struct JointSoftmax {
         fence_proxy_async();
     }
 
-    // `first` of the work item; `mask(scores, half)` hides what is not there, and `mend()` may change the tile's
+    // `first` of the work item; `mask(scores, half)` hides absent and unseen tokens, and `mend()` may change the tile's
     // values.
     template <class Mask, class Mend>
     MLA_DEVICE void tile(bool first, Mask mask, Mend mend) {

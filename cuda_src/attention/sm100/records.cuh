@@ -85,7 +85,8 @@ MLA_DEVICE void store_item(SwappedSoftmax<C, RecordStorage<C>>& softmax, const W
     }
 }
 
-// `mask(block, scores, stage, item, tile, thread)` hides what a head does not see, and makes its values finite.
+// `mask(block, scores, stage, item, tile, thread)` hides tokens that a head does not see, and makes their values
+// finite.
 template <class C, class Mask>
 MLA_DEVICE void run_softmax_role(const SmallBlock<C>& block, RecordStorage<C>& s, TmemAddr tmem, i32 thread,
                                  Mask mask) {

@@ -34,7 +34,7 @@
 
 namespace mla::attention::sm100 {
 constexpr i32 kTileKeys = kTileTokens;
-constexpr i32 kStages = 2;  // what fits: each of nine SW128 tiles
+constexpr i32 kStages = 2;  // two fit: each of nine SW128 tiles
 constexpr i32 kSwTilesV = kHeadDimV / kSw128Columns;
 constexpr i32 kSwTilesStage = kSwTilesV + 1;
 static_assert(kTileKeys == kSw128Rows, "an SW128 tile has the columns of all keys of a tile");
@@ -225,7 +225,7 @@ struct SwappedSoftmax {
         tcgen05_wait_st();
     }
 
-    // `first` of the work item; `mask` makes the products scores, and hides what is not there.
+    // `first` of the work item; `mask` turns the products into scores, and hides absent and unseen tokens.
     template <class Mask>
     MLA_DEVICE void tile(bool first, Mask mask) {
         const i32 stage = ring.stage();

@@ -55,9 +55,9 @@ MLA_DEVICE void finish_fp8_row(const Block& block, const WorkItem& item, i32 sid
     }
 }
 
-// Writes this side's columns of the rows, in float32 or in 16 bits: two neighbouring ones of a row by each thread. All
-// that depends on the row is an offset, which a lane knows of its rows. Code that is run once per work item is fetched
-// for it, so it is short.
+// Writes this side's columns of the rows, in float32 or in 16 bits, two neighbouring columns per thread. Everything
+// that depends on the row is one offset, which a lane holds for its rows. The code runs once per work item and must be
+// fetched each time, so it is short.
 template <class Element, bool kWide, class Math>
 MLA_DEVICE void store_fp8_rows(const Math& math, u8* to, const i64 (&offsets)[Math::kRowsOfLane]) {
     constexpr i32 kBytes = kWide ? sizeof(float) : sizeof(u16);

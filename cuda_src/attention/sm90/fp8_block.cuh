@@ -15,7 +15,7 @@
 
 namespace mla::attention::sm90 {
 // ---- Sizes -----------------------------------------------------------------------------------------------------
-constexpr i32 kFp8MmaRows = 64;                                   // of Q in a product, whatever the block has
+constexpr i32 kFp8MmaRows = 64;                                   // of Q in a product, whatever the block's rows
 constexpr i32 kFp8Panels = kHeadDimV / kSw128ByteColumns;         // 4: SW128 tiles of latent columns
 constexpr i32 kFp8PanelsOfSide = kFp8Panels / 2;                  // each warpgroup owns half of the values
 constexpr u32 kFp8LatentBytes = kFp8Panels * kSw128Bytes;         // 32 KB
@@ -71,7 +71,7 @@ struct Fp8Stats {
     float reference[kRows];  // base 2
     float sum[kRows];        // of weights before they are rounded, and after
     float rounded_sum[kRows];
-    float factor[kRows];  // what turns the sum of weighted values into the result
+    float factor[kRows];  // factor from the sum of weighted values to the result
 };
 
 template <bool kTree, i32 kRows>
@@ -104,13 +104,13 @@ struct Fp8Storage {
     float q_factors[kRows];
     float tile_max[2][kRows];  // of the tile of each side's P, base 2
     union Shared {
-        float factors[kWarpgroupWarps][kRows];  // of each warp's, by which it adds a tile's sums
+        float factors[kWarpgroupWarps][kRows];  // per warp: factors for adding a tile's sums
         Fp8Stats<kRows> stats;                  // at the end of a work item
     } side[2];
     u64 present[kStages];  // bit t: token t of the tile is there
     MBarrier kv_full[kStages], kv_empty[kStages];
     MBarrier p_full[2], p_empty[2];
-    i32 rows;  // of the KV head: math warpgroups have no register for it
+    i32 rows;  // of the KV head: math warpgroups have no register for them
     Fp8TreeWords<kTree, kRows> tree;
 
     MLA_DEVICE SmemAddr tile(const Fp8Ring& ring, i32 stage) const { return smem_addr(kv) + stage * ring.tile_bytes; }
@@ -124,7 +124,7 @@ MLA_DEVICE void init_fp8_storage(Storage& s, i32 rows, i32 load_arrivals = 1) {
     init_ring(s.kv_full, s.kv_empty, load_arrivals, 2 * kWarpgroupWarps);
     init_ring(s.p_full, s.p_empty, kWarpgroupWarps, 2 * kWarpgroupWarps);
     fence_mbarrier_init();
-    fence_proxy_async();  // of the ones; the same thread's of the queries would do, too
+    fence_proxy_async();  // for the ones; the same thread's fence for the queries would do, too
 }
 
 // Work as the schedule has it, in uniform registers: others are short.

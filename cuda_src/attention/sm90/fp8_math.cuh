@@ -24,7 +24,7 @@ template <class Owner>
 struct Fp8Math {
     using Memory = typename Owner::Memory;
     static constexpr i32 kRows = Memory::kRows;
-    static constexpr i32 kActiveWarps = kRows / kWarpColumns;  // that have rows of the block
+    static constexpr i32 kActiveWarps = kRows / kWarpColumns;  // warps with rows of the block
     static constexpr i32 kScoreParts = 3;                      // of the columns
     static constexpr i32 kScores = kFp8MmaRows * kTileTokens / kWarpgroupThreads;
     static constexpr i32 kBlockColumns = kSw128ByteColumns / 2;  // 64: of the output in a product
@@ -186,7 +186,7 @@ struct Fp8Math {
         for (i32 r = 0; r < kFragmentRows; ++r) tops[r] = fmaxf(tops[r] * scale_log2[r], kLowestMax);
     }
 
-    // Four weights as four bytes, or the same of two terms: in e4m3 what is nearest in float16, and what that leaves.
+    // Four weights as four bytes. With two terms: the float16 weight's nearest e4m3, and the remainder.
     MLA_DEVICE static void round_weights(u32 (&to)[kTerms][8], i32 word, const float (&x)[4]) {
         if constexpr (kTerms == 1) {
             to[0][word] = cvt_e4m3_x2(x[0], x[1]) | cvt_e4m3_x2(x[2], x[3]) << 16;
@@ -281,7 +281,7 @@ struct Fp8Math {
             for (i32 r = 0; r < kFragmentRows; ++r) before[r] = weights(words, r, scale_log2[r], tops[r]);
         }
         if constexpr (kTerms > 1) {
-            sync_side();  // all of its warps have scored the tile: P takes the place of RoPE columns
+            sync_side();  // all of its warps have scored the tile: P overwrites the RoPE columns
             store_byte_words(s.tile(block.ring, stage) + kFp8LatentBytes, words[1], warp, lane);
         }
         mbarrier_wait(s.p_empty[side], phases.empty_parity(kPEmpty));  // no earlier: the other side may still add it
@@ -370,7 +370,7 @@ struct Fp8Math {
     // 0 * NaN is not 0: NaN becomes 0 in tokens that not every row of the block sees. A row that sees the token is NaN
     // by its score. Must wait until side `of` has scored the tile, since its values are its keys.
     MLA_DEVICE void sanitize(const WorkItem& item, i32 tile, i32 of, u8* values) {
-        if (Memory::kListed) return;  // what is not there has been written as zeros
+        if (Memory::kListed) return;  // absent rows are written as zeros
         const i32 first = max(item.seen_by_all - tile * kTileTokens, 0), end = item.tokens - tile * kTileTokens;
         if (first >= kTileTokens) return;
         mbarrier_wait(s.p_full[of], phases.full_parity(kPFull + of));
@@ -429,7 +429,7 @@ struct Fp8Math {
         }
     }
 
-    // Adds what a tile, scored by side `of`, has for this side's columns.
+    // Adds the values of a tile, scored by side `of`, to this side's columns.
     MLA_DEVICE void add_values(const WorkItem& item, i32 tile, i32 stage, i32 of) {
         add_values_of<false>(item, tile, stage, of, 0);
     }

@@ -55,7 +55,7 @@ MLA_DEVICE void for_each_nonfinite(const RowBlock<kRows, Work>& block, const Wor
     const i32 last = min(item.tokens, item.tile_end * kTileTokens);
 #pragma unroll 1
     for (i32 token = max(first, 0); token < last; ++token) {
-        token = Work::next_hidden(item, token);  // what every row sees was multiplied as it is
+        token = Work::next_hidden(item, token);  // tokens that every row sees were not cleaned
         if (token >= last) break;
         const u16* values = cached_row(p, item.request, block.kv_head, token);
         if (values == nullptr) continue;

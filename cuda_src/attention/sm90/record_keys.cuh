@@ -148,7 +148,7 @@ struct SlimTileWalk {
     MLA_DEVICE i32 queries() const { return request; }
     MLA_DEVICE bool ends() const { return tile + 1 == tile_end; }  // its work item, with this tile
     MLA_DEVICE i32 at() const { return tile; }
-    MLA_DEVICE const SlimTileWalk& item() const { return *this; }  // what `place` of Tokens takes
+    MLA_DEVICE const SlimTileWalk& item() const { return *this; }  // the argument of `place` of Tokens
 
     // Tells the compiler that all lanes have the same.
     MLA_DEVICE void make_uniform() {
@@ -193,7 +193,7 @@ constexpr bool kScaledRope = kSame<Record, v41> || kMixed<Record>;
 template <class Record>
 constexpr bool kScalesApart = Record::kScale == kScaleE8m0;
 
-// Read in place of a row that is not there: a load without a condition stays where it is, and its register, too.
+// Read in place of an absent row: an unconditional load stays where it is, and its register, too.
 __device__ alignas(16) const u8 kZeroRow[768] = {};
 
 struct NoScale {};
@@ -363,8 +363,8 @@ struct RowScales<fp8, Latent> {
     MLA_DEVICE NoScale of_piece(i32, i32) const { return {}; }
 };
 
-// The first or second two of four e4m3 numbers. `kUnshifted` takes the second two without a shift: an instruction less,
-// but the compiler holds more registers (sparse_decode/sm90.cu would spill).
+// The first or second two of four e4m3 numbers. `kUnshifted` converts the second two without a shift: one instruction
+// less, but the compiler holds more registers (sparse_decode/sm90.cu would spill).
 template <i32 kPair, bool kUnshifted>
 MLA_DEVICE u32 e4m3_pair(float16, u32 codes) {
     if (kPair == 0) return cvt_f16_x2_e4m3(codes);

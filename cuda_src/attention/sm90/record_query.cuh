@@ -55,7 +55,7 @@ struct QueryRow {
 // Inf or NaN, that is all that counts of the row.
 template <class Tile>
 MLA_DEVICE i32 largest_exponent(const QueryRow<Tile>& row) {
-    u32 largest = 15u << 24;  // signs are shifted out; what follows an exponent does not matter
+    u32 largest = 15u << 24;  // signs are shifted out; the bits after an exponent do not matter
 #pragma unroll
     for (i32 i = 0; i < row.kOfLane; ++i) {
         const u32* words = &row.chunk[i].x;

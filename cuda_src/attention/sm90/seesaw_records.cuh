@@ -24,10 +24,10 @@
 
 namespace mla::attention::sm90 {
 // ---- Storage ---------------------------------------------------------------------------------------------------
-// What a scout says about a tile.
+// A scout's result for a tile.
 struct FoundTile {
     static constexpr u32 kRows = 0xffff, kFirst = 1u << 16, kLast = 1u << 17;
-    u32 bits;   // which of the warp's rows are there, and two more
+    u32 bits;   // present rows of the warp, and two flags
     i32 query;  // the query to store after the tile, or kNoQuery
 
     MLA_DEVICE bool first() const { return bits & kFirst; }  // of its work item: in stage 0
@@ -90,8 +90,8 @@ struct SeesawRecords : RecordTile<TokenRecord_> {
 
 template <class C>
 struct RecordStorage : PairStorage<C, RecordNotes, RecordExtra<typename C::TokenRecord>, C::kPBuffers> {
-    // P of an odd tile takes the place of its RoPE columns, if those are no values. Only the right warpgroup scores the
-    // tile, and all of its warps sync between its scores and P. Before the place is written again, both warpgroups have
+    // P of an odd tile overwrites its RoPE columns, unless these are values. Only the right warpgroup scores the tile,
+    // and all of its warps synchronise between the scores and P. Before the tile is overwritten, both warpgroups have
     // released the stage.
     MLA_DEVICE u8* p(i32 stage) {
         if (stage == 0) return this->p_buffers[0];
@@ -133,7 +133,7 @@ constexpr i32 kNoQuery = -1;
 template <class C>
 MLA_DEVICE auto first_query_row(const RecordBlock<C>& block, i32 request, i32 warp) {
     i32 row = block.row0 + warp * kRowsOfWarp;
-    if constexpr (C::Work::kForms) opaque(row);  // or what follows from it would be kept from query to query
+    if constexpr (C::Work::kForms) opaque(row);  // values derived from it would be kept from query to query
     return C::Tokens::query_row(block.p, request, block.kv_head, row);
 }
 
@@ -144,8 +144,8 @@ MLA_DEVICE i32 query_rows_of_warp(const RecordBlock<C>& block, i32 warp) {
 }
 
 // ---- Scouts ----------------------------------------------------------------------------------------------------
-// What a scout remembers of the query rows of its dequantising warp, and how it asks for them. With optional inputs
-// this, the walk and TileBefore keep it in the lanes' words: attention/sm90/seesaw_records_forms.cuh.
+// A scout's state of its dequantising warp's query rows, and its requests for them. With optional inputs this, the walk
+// and TileBefore are kept in the lanes' words: attention/sm90/seesaw_records_forms.cuh.
 template <class C, class Walk = SlimTileWalk<typename C::Work>>
 struct ScoutedQuery {
     MLA_DEVICE static void remember(Walk&, const RecordBlock<C>&, i32) {}
@@ -221,8 +221,8 @@ struct Scout {
         }
     }
 
-    // Passes on where the rows of a tile are, and asks for the scales of the tile before. Rows that are not there are
-    // rows of zeros, with scales of zeros.
+    // Passes on the rows of a tile, and requests the scales of the tile before. Absent rows become rows of zeros with
+    // scales of zero.
     MLA_DEVICE void pass_on(const TokenBytes& bytes, u32 parity) const {
         auto& e = block.s.extra;
         if (own_lane() >= kRowsOfWarp) return;

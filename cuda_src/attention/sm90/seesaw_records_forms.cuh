@@ -8,7 +8,7 @@
 
 namespace mla::attention::sm90 {
 // ---- Tokens ----------------------------------------------------------------------------------------------------
-// Without a division where pages are powers of two: a scout finds a tile's rows in less time than the tile takes.
+// No division if page sizes are powers of two: a scout finds a tile's rows in less time than the tile takes.
 // PERF(H200, 2026-11-27, v32, 64 heads, q_rope: 165.7 to 163.6 us)
 struct ShiftedTokens : SlimGroupedTokens {
     template <class Item>

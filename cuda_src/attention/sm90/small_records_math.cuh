@@ -13,7 +13,7 @@ struct SmallMath : SwappedMath<C::kBlockRows, kSwTilesV> {
     Ring<kStagesKV> ring;
 };
 
-// S^T of the tile in the current stage, each group as soon as it is there. Returns which tokens are there.
+// S^T of the tile in the current stage, each group on arrival. Returns the present tokens.
 template <class C>
 MLA_DEVICE u64 score(SmallStorage<C>& s, SmallMath<C>& math, i32 thread) {
     const SmemDesc k = uniform(k_major_desc(smem_addr(s.kv[math.stage])));
@@ -143,7 +143,7 @@ MLA_DEVICE void mask_tile(const SmallBlock<C>& block, SmallMath<C>& math, u64 pr
 
 // Makes V finite where not every row of the block sees the token; all scores of the tile must be done. The proxy fence
 // after P covers these writes, too. A row that does see NaN in a latent has a score of NaN, and so is NaN as a whole:
-// nothing has to be given back.
+// nothing needs to be restored.
 template <class C>
 MLA_DEVICE void sanitize_v(const SmallBlock<C>& block, const SmallMath<C>& math, const WorkItem& item, i32 tile,
                            i32 thread) {
@@ -157,7 +157,7 @@ MLA_DEVICE void sanitize_v(const SmallBlock<C>& block, const SmallMath<C>& math,
             sanitize_window<typename C::Latent, kSwTilesV>(block.s.kv[math.stage], of, tile, found, thread);
             return;
         }
-        if (item.seen_by_all >= min(first + kTileTokens, item.tokens)) return;  // what is not there is zeros
+        if (item.seen_by_all >= min(first + kTileTokens, item.tokens)) return;  // absent rows are zeros
         sanitize_rows<typename C::Latent, kSwTilesV>(block.s.kv[math.stage], max(item.seen_by_all - first, 0),
                                                      item.tokens - first, found, item.request, thread);
     }

@@ -1,4 +1,4 @@
-// Attention to FP8 records for few query rows: what a kernel chooses, and the shared memory of its roles. See
+// Attention to FP8 records for few query rows: a kernel's configuration, and the shared memory of its roles. See
 // attention/sm90/small_records.cuh.
 #pragma once
 #include "attention/record_tokens.cuh"
@@ -11,8 +11,8 @@
 
 namespace mla::attention::sm90 {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-// What a kernel chooses. Tokens_ is one of attention/record_tokens.cuh. With kTree_ a mask says which drafts a query
-// sees.
+// Configuration of a kernel. Tokens_ is one of attention/record_tokens.cuh. With kTree_ a mask selects the drafts that
+// a query sees.
 template <class Element_, class TokenRecord_, class Tokens_, i32 kBlockRows_, bool kTree_ = false>
 struct SmallRecords : RecordTile<TokenRecord_> {
     using Element = Element_;
@@ -23,7 +23,7 @@ struct SmallRecords : RecordTile<TokenRecord_> {
     using Rope = typename KeyFormats<TokenRecord, Element>::Rope;
     static constexpr i32 kBlockRows = kBlockRows_;
     static constexpr bool kTree = kTree_;
-    static constexpr bool kTensorMemory = false;  // where sums are, and then the rest of the storage is the kernel's
+    static constexpr bool kTensorMemory = false;  // sums in tensor memory; the kernel then has the rest of the storage
     static constexpr i32 kGroupSwTiles = 3;
     static constexpr i32 kGroups = ceil_div(Tile::kSwTilesQk, kGroupSwTiles);
     static constexpr u32 kQSwTileBytes = kHeadSwTileBytes<kBlockRows>;
@@ -67,7 +67,7 @@ struct SmallRecords : RecordTile<TokenRecord_> {
 // scouts    16..17, 48                                                            addresses of a tile's rows
 constexpr i32 kDequantWarps = 8;
 constexpr i32 kRowsOfWarp = kWarpThreads / kPieceLanes;
-constexpr i32 kScoutWarps = kTileTokens / kWarpThreads;  // of a warpgroup; the others have nothing to do
+constexpr i32 kScoutWarps = kTileTokens / kWarpThreads;  // of a warpgroup; the others are idle
 static_assert(kDequantWarps * kRowsOfWarp == kTileTokens && kTileTokens == kSw128Rows, "each row has its four lanes");
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
@@ -96,10 +96,10 @@ constexpr i32 kNoQuery = -1, kNoTile = -2;
 
 template <class C>
 struct ScoutedTile {
-    const u8* rows[kTileTokens];  // where none is: some address, which is not read
+    const u8* rows[kTileTokens];  // absent rows: any address, which is not read
     const u8* scales[kScalesApart<typename C::TokenRecord> ? kTileTokens : 1];
     u64 present;
-    i32 query;  // where the tile is the first of a work item, else kNoQuery; or kNoTile
+    i32 query;  // if the tile is the first of a work item, else kNoQuery; or kNoTile
 };
 
 template <class C, bool = C::kScouted>

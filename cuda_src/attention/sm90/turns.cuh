@@ -70,10 +70,10 @@ MLA_DEVICE void score_beside_other_tile(Storage& s, Math& math, i32 thread) {
     finish(math);
 }
 
-// Masks the tokens of a tile that are not there, the same for all rows.
+// Masks the absent tokens of a tile, the same for all rows.
 MLA_DEVICE void mask_absent(Math& math, u64 present, i32 thread) {
     if (present == ~0ull) return;
-    opaque(thread);  // what follows from it is not worth registers across the loop
+    opaque(thread);  // values derived from it are not worth registers across the loop
     mask_scores(math.scores, TileMask{{kTileTokens, kTileTokens}, present}, thread);
 }
 
@@ -131,7 +131,7 @@ MLA_DEVICE void add_own_tile(Block& block, Math& math, i32 thread) {
 template <class Block>
 MLA_DEVICE void add_left_tiles(Block& block, Math& math, const WorkItem& item, i32 thread) {
     i32 tile = item.tile_begin;
-    start_scores(block.s, math, kOwnStage<false>);  // the first tile has none before it
+    start_scores(block.s, math, kOwnStage<false>);  // the first tile has no predecessor
     finish(math);
 #pragma unroll 1
     while (true) {
@@ -171,7 +171,7 @@ MLA_DEVICE void run_math_in_turns(Block& block, i32 thread) {
                 add_left_tiles(block, math, item, thread);
             }
             total_sums<kRight>(sums, block.s, math, thread);
-            release(block.s.q_empty, thread);  // only now: the next work item may overwrite what was read above
+            release(block.s.q_empty, thread);  // not earlier: the next work item may overwrite data that was read above
         }
         i32 row0 = block.row0;
         if constexpr (Work::kForms) {
