@@ -34,8 +34,8 @@ struct PrefillBackwardParams {
     u16* dv;                 // as v
     Schedule* schedule;      // of query tiles
     Schedule* key_schedule;  // of key tiles
-    QueryTile* tiles;        // those with most keys first
-    KeyTile* key_tiles;      // those with most queries first
+    QueryTile* tiles;        // tiles with most keys first
+    KeyTile* key_tiles;      // tiles with most queries first
     i64 q_stride_s_elems, q_stride_h_elems;
     i64 q_rope_stride_s_elems, q_rope_stride_h_elems;
     i64 k_stride_s_elems, k_stride_h_elems;

@@ -52,7 +52,7 @@ struct DenseDeltaParams {
     i32 s_q, s_kv, h_q;
     i32 num_rows;
     i32 out_is_fp32;
-    i32 one_sequence;  // nobody has written the schedule
+    i32 one_sequence;  // 1: no schedule kernel has run
     i32 causal;
 };
 
@@ -119,7 +119,7 @@ MLA_DEVICE QueryTile query_tile(const DenseDeltaParams& p, const OneSequence& on
     return tile;
 }
 
-// Tiles with most queries first, then those of the keys before and after the sequence, which nobody sees.
+// Tiles with most queries first, then the tiles of keys before and after the sequence, which no query sees.
 MLA_DEVICE KeyTile key_tile(const DenseDeltaParams& p, const OneSequence& one, i32 index, i32 own, i32 before) {
     const bool is_own = index < own, is_before = !is_own && index < own + before;
     const i32 begin = is_own ? one.first_key : is_before ? 0 : one.first_key + one.keys;

@@ -62,7 +62,7 @@ MLA_DEVICE bool transpose_group(SmemAddr from, SmemAddr to, i32 group, i32 first
             for (i32 j = 0; j < 4; ++j) any |= nan_bytes(words[step][j]);
         }
         if (__any_sync(kFullWarp, any != 0)) {
-            opaque(first);  // what it hides of each word would be computed before, for all groups at once
+            opaque(first);  // the hidden bits of each word would be computed in advance, for all groups at once
 #pragma unroll
             for (i32 step = 0; step < kValueSteps; ++step) {
 #pragma unroll

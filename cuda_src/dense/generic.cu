@@ -1,4 +1,4 @@
-// Dense attention on CUDA cores, for any GPU and any strides. Plain: for tests, and where nothing else fits.
+// Dense attention on CUDA cores, for any GPU and any strides: the fallback of tests and of unsupported calls.
 //
 //   out = softmax(scale Q K^T) V,  lse = log(sum exp(scale Q K^T)),  merged with an earlier state
 //

@@ -15,7 +15,7 @@ struct PrefillParams {
     void* out;                 // (s_q, h_q, d_v), 16 bits or fp32; may be state_out
     float* lse;                // (s_q, h_q); may be state_lse
     Schedule* schedule;        // or null: one sequence, see one_sequence.cuh
-    QueryTile* tiles;          // those with most keys first
+    QueryTile* tiles;          // tiles with most keys first
     const u8* mask;            // (s_q, mask_bytes), or null: see mask.cuh
     const i32* cu_seqlens_q;   // (2,), or null; read where there is no schedule, see one_sequence.cuh
     const i32* cu_seqlens_kv;  // (2,), or null

@@ -22,7 +22,7 @@ struct DenseScheduleParams {
     const i32* cu_seqlens_q;   // (b + 1,), or null: one sequence
     const i32* cu_seqlens_kv;  // (b + 1,), or null
     Schedule* schedule;
-    Schedule* key_schedule;  // null: nobody needs tiles of keys
+    Schedule* key_schedule;  // null: tiles of keys are not needed
     Sequence* sequences;     // b + 2
     QueryTile* tiles;
     KeyTile* key_tiles;
@@ -61,7 +61,8 @@ MLA_DEVICE i32 inclusive_max(i32 x, i32 lane) {
 }
 
 // ---- Sequences -------------------------------------------------------------------------------------------------
-// Where the n-th of b + 2 sequences ends, were it alone: the first is what comes before the caller's, the last after.
+// Stated end of the n-th of b + 2 sequences: the first holds the tokens before the caller's sequences, the last those
+// after them.
 MLA_DEVICE i32 stated_end(const i32* starts, i64 stride, i32 n, i32 b, i32 total) {
     if (n > b) return total;
     if (starts == nullptr) return n == 0 ? 0 : total;
@@ -74,7 +75,7 @@ MLA_DEVICE bool is_callers(const DenseScheduleParams& p, i32 n) { return n > 0 &
 
 // Called by one warp.
 MLA_DEVICE void find_sequences(const DenseScheduleParams& p, Storage& s, i32 lane) {
-    Sequence next = {};  // where the next 32 begin
+    Sequence next = {};  // start of the next 32
     i32 most_queries = 0, most_keys = 0;
     for (i32 first = 0; first < p.b + 2; first += kWarpThreads) {
         const i32 n = first + lane;

@@ -100,8 +100,8 @@ struct WorkSlot {
 
 // In builds with a mask, for each slot: ...
 struct Repeats {
-    alignas(u64) u8 wanted[kWorkSlots][kMathWarps];  // ... whether a warp wants its item again, ...
-    bool again[kWorkSlots];                          // ... and whether it comes again
+    alignas(u64) u8 wanted[kWorkSlots][kMathWarps];  // ... 1 if a warp requests its item again, ...
+    bool again[kWorkSlots];                          // ... and true if it comes again
 
     // All warps' flags of a slot, as one word.
     MLA_DEVICE u64& wanted_by_any(i32 slot) { return *reinterpret_cast<u64*>(wanted[slot]); }
@@ -120,7 +120,7 @@ struct Storage {
     MBarrier mask_full[1], mask_empty[1];
     HugeRows huge[kWorkSlots];
     Repeats repeats;
-    OneSequence one;  // of the load role, which has no registers for it, if there is no schedule
+    OneSequence one;  // the load role's, which lacks registers for it, if there is no schedule
     uint4 mask[kHasMask ? kTileQueries : 1];
 };
 static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
@@ -246,7 +246,7 @@ struct Loader {
         const i32 kv_head = head / (p.h_q / p.h_kv);
         if (keys.count == 0) return;
         const i32 last = keys.count - 1;
-        // Keys a tile ahead of values, but for the last tile's, so that there is time to look into its values.
+        // Keys arrive a tile ahead of values, except for the last tile's, so that there is time to inspect its values.
 #pragma unroll 1
         for (i32 k = last, v = last; v >= 0; --k) {
             if (k >= 0) load_keys(tile.first_key + k * kTileKeys, kv_head);
@@ -480,8 +480,8 @@ MLA_DEVICE void finish_scores(Storage& s, Math& math, bool last) {
     math.k.advance();
 }
 
-// The exponentials come before the wait for the product with values: the compiler would move that wait up, past all of
-// them, but not past a branch to an arrival, which nobody waits for.
+// The exponentials come before the wait for the product with values. The compiler would move that wait up past all of
+// them, but not past a branch to an arrival, for which nobody waits.
 MLA_DEVICE void hold_wait(Storage& s, Math& math, bool last) {
     if (last) release(s.exponentiated, math.thread);
 }
@@ -639,7 +639,8 @@ MLA_DEVICE void attend(const PrefillParams& p, Storage& s, Math& math, const Que
 }
 
 // ---- Results ---------------------------------------------------------------------------------------------------
-// Cold: what the clean role has taken away, for the rows that see it. Any multiple of an infinity is infinite.
+// Cold: the non-finite values that the clean role has zeroed, for the rows that see them. Any multiple of an infinity
+// is infinite.
 MLA_DEVICE void add_nonfinite(const PrefillParams& p, Storage& s, Math& math, const QueryTile& tile, i32 kv_head) {
     const i32 trusted = comes_again(s, math.work.stage) ? 0 : tile.seen_by_all();
 #pragma unroll 1
@@ -675,7 +676,7 @@ MLA_DEVICE bool stores_nothing(Storage& s, const Math& math, const QueryTile& ti
 template <i32 kRow>
 MLA_DEVICE void store_result(const PrefillParams& p, Storage& s, Math& math, const QueryTile& tile, i32 head) {
     i32 row = math.row(kRow);
-    if (kHeadDimV <= 128) opaque(row);  // or the loops over tiles would have other registers, and instructions
+    if (kHeadDimV <= 128) opaque(row);  // otherwise the loops over tiles would use other registers and instructions
     const float sum = quad_sum(math.rows.sum[kRow]);
     const bool is_huge = row < tile.queries && has_huge_scores(math.rows.max[kRow], sum, tile, row);
     const bool stored = row < tile.queries && !is_huge;
@@ -719,7 +720,7 @@ MLA_DEVICE void run_math_role(const PrefillParams& p, Storage& s, i32 warpgroup,
         const WorkSlot& slot = s.work[math.work.stage];
         if (slot.head < 0) break;
         const QueryTile copy = slot.tile;
-        const QueryTile& tile = kHasMask ? slot.tile : copy;  // the mask takes the registers of a copy
+        const QueryTile& tile = kHasMask ? slot.tile : copy;  // the mask needs the registers of a copy
         const KeyTiles<kTileKeys> keys(tile, comes_again(s, math.work.stage));
         math.rows.reset(kFirstMax);
 #pragma unroll
@@ -734,7 +735,7 @@ MLA_DEVICE void run_math_role(const PrefillParams& p, Storage& s, i32 warpgroup,
         release(s.work_done[math.work.stage], thread);
         math.work.advance();
     }
-    if (warpgroup == 0) take_turn<Turn0>(math.warpgroup);  // that the other one has passed on
+    if (warpgroup == 0) take_turn<Turn0>(math.warpgroup);  // the turn that the other one has passed on
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------

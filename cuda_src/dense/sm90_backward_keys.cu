@@ -54,7 +54,7 @@ constexpr i32 kCleanWarps = kWarpgroupWarps - 1, kCleanThreads = kCleanWarps * k
 constexpr i32 kThreads = (kMathWarpgroups + 1) * kWarpgroupThreads;
 constexpr i32 kLoadWarp = kMathWarps;
 constexpr i32 kRegsMath = 240, kRegsLoad = 24;
-constexpr i32 kLoadsAtOnce = 2;  // of a thread of the clean role: there are no registers for more
+constexpr i32 kLoadsAtOnce = 2;  // of a thread of the clean role, limited by registers
 static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= 3 * regs_at_entry(kThreads), "what the block has at entry");
 
 constexpr i32 kStepQueries = kSw128Rows;  // of a tile of queries here
@@ -413,7 +413,7 @@ MLA_DEVICE void start_dq(float (&dq)[kSumsQ], const Operands& of) {
     wgmma_commit_group();
 }
 
-// All that the warpgroup has written of dS^T is there.
+// The warpgroup's part of dS^T is stored.
 MLA_DEVICE void sync_warpgroup(const Math& math) {
     if (math.warpgroup() == 0) {
         bar_sync(OwnGradients0, kWarpgroupThreads);
@@ -618,7 +618,8 @@ MLA_DEVICE void last_step(Storage& s, Math& math) {
     finish_dk(s, math, stage);
 }
 
-// Cold: what the clean role has taken away of dO, for the keys that see it. Any multiple of an infinity is infinite.
+// Cold: the non-finite elements of dO that the clean role has zeroed, for the keys that see them. Any multiple of an
+// infinity is infinite.
 MLA_DEVICE void add_nonfinite(const PrefillBackwardParams& p, Math& math, const WorkSlot& item) {
 #pragma unroll 1
     for (i32 n = item.queries.wholes() * kStepQueries; n < item.queries.count() * kStepQueries; ++n) {

@@ -289,8 +289,8 @@ MLA_DEVICE void exponentiate(Math& math, float scale_log2) {
     }
 }
 
-// The exponentials come before the wait for dP: the compiler would move that wait up, past all of them, but not past a
-// branch to an arrival, which nobody waits for.
+// The exponentials come before the wait for dP. The compiler would move that wait up past all of them, but not past a
+// branch to an arrival, for which nobody waits.
 MLA_DEVICE void hold_wait(Storage& s, Math& math, bool last) {
     if (last) release(s.exponentiated, math.thread);
 }
@@ -434,7 +434,7 @@ MLA_DEVICE void run_math_role(const PrefillBackwardParams& p, Storage& s, i32 wa
         release(s.work_empty[math.work.stage], thread);
         math.work.advance();
     }
-    if (warpgroup == 0) take_turn<Turn0>(math.warpgroup);  // that the other one has passed on
+    if (warpgroup == 0) take_turn<Turn0>(math.warpgroup);  // the turn that the other one has passed on
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------

@@ -324,7 +324,7 @@ struct Turner {
 
     // The first tile of values, which the math role waits for, comes before the huge rows. `count` may be 0.
     MLA_DEVICE void run_item(WorkSlot& slot, i32 count) {
-        i32 first = slot.tile.seen_by_all() - (count - 1) * kTileKeys;  // that not every query sees, in the tile
+        i32 first = slot.tile.seen_by_all() - (count - 1) * kTileKeys;  // first key that not every query sees
         bool redone = work.count == 0;
 #pragma unroll 1
         for (i32 i = count - 1; i >= 0 || !redone; --i, first += kTileKeys) {
@@ -452,8 +452,8 @@ MLA_DEVICE void release_values(Storage& s, Math& math) {
     math.v.advance();
 }
 
-// Exponentials come before the wait for a product: the compiler would move that wait up, past all of them, but not past
-// a branch to an arrival, which nobody waits for.
+// Exponentials come before the wait for a product. The compiler would move that wait up past all of them, but not past
+// a branch to an arrival, for which nobody waits.
 MLA_DEVICE void hold_wait(Storage& s, Math& math, bool last) {
     if (last) release(s.exponentiated, math.thread);
 }
@@ -664,7 +664,7 @@ MLA_DEVICE void store_result(const PrefillFp8Params& p, Storage& s, Math& math, 
                              float value_scale) {
     const float sum = quad_sum(math.sum[kRow]);
     i32 row = math.row(kRow);
-    opaque(row);  // or the loops over tiles would have no registers left
+    opaque(row);  // otherwise the loops over tiles would have no registers left
     if (row >= tile.queries) return;
     if (has_huge_scores(math.reference[kRow], sum, tile, row)) return s.huge[math.work.stage()].note(row);
     const i64 query = tile.first_query + row;
@@ -683,7 +683,7 @@ MLA_DEVICE void store_result(const PrefillFp8Params& p, Storage& s, Math& math, 
     if (math.thread % 4 == 0) store_lse(p, query, head, lse);
 }
 
-// Cold: what the turn role has taken away, for the rows that see it; over what the same thread has stored.
+// Cold: NaN values that the turn role has zeroed, for the rows that see them; overwrites the same thread's stores.
 MLA_DEVICE void store_nan(const PrefillFp8Params& p, const Math& math, const QueryTile& tile, i32 head) {
     const i32 kv_head = head / (p.h_q / p.h_kv);
     const float nan = e4m3_value(kE4m3Nan);
@@ -726,7 +726,7 @@ MLA_DEVICE void run_math_role(const PrefillFp8Params& p, Storage& s, i32 warpgro
         release(s.work_done[math.work.stage()], thread);
         math.work.advance();
     }
-    if (warpgroup == 0) take_turn<Turn0>(math.warpgroup);  // that the other one has passed on
+    if (warpgroup == 0) take_turn<Turn0>(math.warpgroup);  // the turn that the other one has passed on
 }
 
 // ---- Kernel ----------------------------------------------------------------------------------------------------

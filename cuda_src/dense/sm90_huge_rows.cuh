@@ -72,7 +72,7 @@ MLA_DEVICE void redo_row(Operands operands, const QueryTile& tile, i32 row, i32 
         for (i32 i = 0; i < kWarpThreads; ++i) {
             const u32 word = __shfl_sync(kFullWarp, words, i);
             if (word == 0) continue;
-            opaque(query), opaque(operands.head);  // what follows from them is not worth registers
+            opaque(query), opaque(operands.head);  // values derived from them are not worth registers
             const i32 key = tile.first_key + first + i * kWordBits;
             const float weight = sums.add(word >> lane & 1 ? operands.score(query, key + lane) : negative_infinity());
 #pragma unroll 1

@@ -31,7 +31,7 @@ MLA_DEVICE void pass_turn(i32 warpgroup) {
     bar_arrive(warpgroup == 0 ? kTurn0 + 1 : kTurn0, 2 * kWarpgroupThreads);
 }
 
-// Rows of an array. Their last panel may be of an array of its own, and begins at last_column there.
+// Rows of an array. Their last panel may be in a separate array, and begins at last_column there.
 struct RowSource {
     const TensorMap &map, &last_map;
     i32 last_column;
@@ -81,8 +81,8 @@ MLA_DEVICE bool has_nonfinite(const u8 (&rows)[kPanels][kPanelBytes], i32 first,
     return finder.found();
 }
 
-// Rows from `first` on keep their finite elements, the others become 0; calls `found(row)` where there was one. The
-// first look is fast, with kLoads of a thread in flight, and mostly all.
+// Zeroes the non-finite elements of the rows from `first` on; calls `found(row)` for each such row. A fast first check,
+// with kLoads of a thread in flight, usually finds none.
 template <class Element, i32 kThreads, i32 kLoads = 4, i32 kPanels, u32 kPanelBytes, class Found>
 MLA_DEVICE void clean_rows(u8 (&rows)[kPanels][kPanelBytes], i32 first, i32 thread, Found found) {
     constexpr i32 kRows = kPanelBytes / kSw128RowBytes;

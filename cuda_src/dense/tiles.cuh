@@ -4,7 +4,7 @@
 
 namespace mla::dense {
 constexpr i32 kTileQueries = 128, kKeyTileKeys = 128;
-constexpr i32 kRopeColumns = 64;  // the last columns of queries and keys, which may be arrays of their own
+constexpr i32 kRopeColumns = 64;  // the last columns of queries and keys, which may be separate arrays
 constexpr i32 kRowGroup = 16;     // alignment of sequences in the workspace's per-query data
 
 // Up to 128 neighbouring queries of a sequence, and its keys. Query r of the tile sees the first diagonal + r + 1 of
@@ -13,7 +13,7 @@ struct alignas(16) QueryTile {
     i32 first_query, queries;
     i32 first_key, keys;
     i32 diagonal;   // at least `keys`, where queries see all keys
-    i32 first_row;  // of the workspace, for its first query
+    i32 first_row;  // workspace row of its first query
     i32 unused[2];
 
     MLA_DEVICE i32 seen(i32 row) const { return min(keys, diagonal + row + 1); }
@@ -27,7 +27,7 @@ struct alignas(16) KeyTile {
     i32 first_key, keys;
     i32 first_query, queries;
     i32 diagonal;   // at most -keys, where queries see all keys
-    i32 first_row;  // of the workspace, for the sequence's first query
+    i32 first_row;  // workspace row of the sequence's first query
     i32 unused[2];
 
     MLA_DEVICE i32 first_seer(i32 row) const { return min(queries, max(0, diagonal + row)); }

@@ -81,7 +81,7 @@ MLA_DEVICE TileRange warp_tiles(KeyRange range) {
 }
 
 // ---- The line of all tiles, cut evenly -------------------------------------------------------------------------
-// The tiles of all blocks lie in one line; thread block i of the grid takes those from cuts[i] up to cuts[i + 1].
+// The tiles of all blocks form one line; thread block i of the grid takes tiles cuts[i] up to cuts[i + 1].
 struct TileCut {
     i32 block, tile;
 };

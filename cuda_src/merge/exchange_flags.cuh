@@ -48,7 +48,7 @@ MLA_DEVICE bool host_aborts(const MergeExchangeParams& p, u32 turn) {
 
 // One thread: until block `blockIdx.x` of `source` has pushed its slices of this call.
 MLA_DEVICE Failure wait_for(const MergeExchangeParams& p, const Member& m, i32 source) {
-    constexpr u32 kPolls = 64;  // between looks at anything but the flag
+    constexpr u32 kPolls = 64;  // between checks of anything but the flag
     const u64* from = m.mailboxes[m.rank].flags + flag_index(p, m, source);
     u64 start = 0;
     for (u32 polls = 1;; ++polls) {

@@ -26,7 +26,7 @@ struct State {
 // In the host's memory.
 struct Report {
     u64 failure;  // written by the kernel: Failure | rank << 8 | block << 16 | epoch << 32
-    u32 abort;    // written by the host: give up waiting
+    u32 abort;    // set by the host: stop waiting
     u32 unused;
 };
 
@@ -54,7 +54,7 @@ struct MergeExchangeParams {
     i64 timeout_ns;
     i32 world, rank;
     i32 b, s_q, heads, d;  // heads of one rank
-    i32 slice_columns;     // of a row, worked at together: a multiple of 8, at most 512; the last slice may be shorter
+    i32 slice_columns;     // of a row, processed together: a multiple of 8, at most 512; the last slice may be shorter
     i32 slices;            // of a row
     i32 num_splits, continued_index, h_kv = 1;  // of the decode
     i32 call;                                   // a digest of all that must be equal on all ranks

@@ -85,7 +85,7 @@ MLA_DEVICE SplitPieces pieces_of(const SchedulePoint* schedule, i32 num_splits, 
 struct PieceRows {
     i32 rows;   // of a partial result
     i32 first;  // row of piece 0, if it began its split as the others did
-    i32 shift;  // but it ended the one before
+    i32 shift;  // but it ended the split before
 
     MLA_DEVICE PieceRows(const MergeExchangeParams& p, const SlicePlace& at, i32 split) {
         const i32 group = p.heads * p.world / p.h_kv, kv_head = at.head / group;
@@ -171,7 +171,7 @@ MLA_DEVICE Slice merge_pieces(const MergeExchangeParams& p, Team& team, const Sl
         load();
     }
     team.sums[thread] = sum;
-    bar_sync(barrier, kTeamThreads);  // all sums are there; the next slice's barriers come before its own sums
+    bar_sync(barrier, kTeamThreads);  // all sums are stored; the next slice's barriers come before its own sums
     Slice merged{{}, weights.lse2};
     if (thread < width) {
 #pragma unroll 1

@@ -59,7 +59,7 @@ struct Product {
 struct ProbeMmaParams {
     const uint4* a[kProducts];  // row-major: (M, K) if K-major, (K, M) if not
     const uint4* b[kProducts];  // (N, K) or (K, N)
-    const float* cells;         // (128, 128): what the window holds at first
+    const float* cells;         // (128, 128): initial contents of the window
     float* dump;                // (128, 128): and at last
     Product product[kProducts];
     i32 products;

@@ -151,7 +151,7 @@ MLA_DEVICE void run_math_role(const ResultsParams& p, Storage& s, const Block& b
 #pragma unroll 1
     for (i32 first = block.first; first < block.end; first += kTileTokens, parity ^= 1) {
         const Rows rows(p, block, first);
-        const Gates gates(p, block, rows);  // as old as W_UV
+        const Gates gates(p, block, rows);  // older than the attention kernel, like W_UV
         if (first == block.first) {
             griddepcontrol_wait();  // before the stores
             griddepcontrol_launch_dependents();

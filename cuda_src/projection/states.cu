@@ -78,7 +78,7 @@ struct StateRows {
         __syncwarp();
     }
 
-    // To the L2 alone: what the block merges of its first tokens, where few blocks have little to ask for.
+    // Prefetches the first tokens' pieces into L2, for grids with few blocks and few requests in flight.
     MLA_DEVICE void prefetch(const ProjectionBlock<Projected>& block) const {
 #if __CUDA_ARCH__ >= 900
         if constexpr (Projected::kShare <= 2) return;

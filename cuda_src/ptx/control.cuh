@@ -39,7 +39,7 @@ MLA_DEVICE bool elect_one() {
     return elected != 0;
 }
 
-// The lane, read anew at each call: what follows from it then takes no register across a loop.
+// The lane, reread at each call: values derived from it need no register across a loop.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#special-registers-laneid
 MLA_DEVICE i32 own_lane() {
     i32 lane;
@@ -55,7 +55,7 @@ MLA_DEVICE i32 num_blocks() {
     return blocks;
 }
 
-// Hides the value of `x` from the compiler: what is derived from it is recomputed after this point instead of being
+// Hides the value of `x` from the compiler: values derived from it are recomputed after this point instead of being
 // kept in registers across a loop.
 MLA_DEVICE void opaque(u64& x) { asm volatile("" : "+l"(x)); }
 MLA_DEVICE void opaque(i32& x) { asm volatile("" : "+r"(x)); }

@@ -56,7 +56,7 @@ MLA_DEVICE void cp_async_bulk(SmemAddr to, const void* from, u32 bytes, MBarrier
         : "memory");
 }
 
-// A box to global memory; what lies outside the tensor is not written.
+// A box to global memory; elements outside the tensor are not written.
 MLA_DEVICE void cp_async_bulk_tensor_3d_store(const TensorMap& map, SmemAddr from, i32 c0, i32 c1, i32 c2) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
                  "r"(from.value), "r"(c0), "r"(c1), "r"(c2)

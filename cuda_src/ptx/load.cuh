@@ -56,8 +56,8 @@ MLA_DEVICE u32 ld_global_l2_4(const void* from, bool present) {
     return x;
 }
 
-// 16 bytes with a policy for the L2, such as kEvictFirst, and not kept in the L1. On Hopper, where it was measured; a
-// plain load elsewhere, as the policy takes registers.
+// 16 bytes with an L2 policy, such as kEvictFirst, not kept in L1. A plain load except on Hopper, where the policy was
+// measured: it costs registers.
 MLA_DEVICE float4 ld_global_16_once(const float4* from, bool present, u64 l2_policy) {
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
 #if __CUDA_ARCH__ == 900

@@ -3,9 +3,9 @@
 #include "common/types.cuh"
 
 namespace mla {
-// A register of the PTX, not of C++: its name holds in every function that is inlined into an entry, though their
-// sources pass nothing on. In memory, what it holds would have to be loaded each time. It is declared once, in the
-// entry's first block.
+// A register of the PTX, not of C++: its name is valid in every function that is inlined into an entry, without passing
+// it through their sources. In memory it would have to be loaded each time. It is declared once, in the entry's first
+// block.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#register-state-space
 MLA_DEVICE void declare_next_record(u32 index) {
     asm volatile(".reg .u32 mla_next_record;\n mov.u32 mla_next_record, %0;" ::"r"(index));

@@ -16,7 +16,7 @@ constexpr i32 kBatch = 8;                                                // piec
 
 // ---- Params ----------------------------------------------------------------------------------------------------
 struct DqPiecesParams {
-    const float* dq_pieces;  // (queries from first_query on, pieces, h_q, d_qk); those without a key are not there
+    const float* dq_pieces;  // (queries from first_query on, pieces, h_q, d_qk); pieces without a key are undefined
     const i32* counts;       // (s_q,)
     u16* dq;                 // (s_q, h_q, d_qk)
     i64 dq_stride_s_elems, dq_stride_h_elems;

@@ -31,7 +31,7 @@ namespace mla::sparse_backward {
 using Element = MLA_DTYPE;
 constexpr i32 kHeadDimQk = MLA_HEAD_DIM_QK;
 constexpr bool kDeterministic = MLA_DETERMINISTIC;
-constexpr i32 kSmemBytes = MLA_SMEM_KB * 1024;  // what a block may have
+constexpr i32 kSmemBytes = MLA_SMEM_KB * 1024;  // shared memory of a block
 static_assert(is_head_dim_qk(kHeadDimQk), "with or without RoPE columns");
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ static_assert(!kHasRope || kHeadDimQk - kHeadDimV == kWarps * kMmaColumns, "and 
 static_assert(kTileTokens % kStepKeys == 0, "lists are padded to whole steps");
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
-// Rows of P and dS are a chunk longer than they need be: so ldmatrix meets no bank conflict.
+// Rows of P and dS are one chunk longer than necessary, so that ldmatrix has no bank conflicts.
 constexpr i32 kWeightBytes = kStepKeys * (i32)sizeof(u16) + kChunkBytes;
 
 struct Storage {
@@ -92,7 +92,7 @@ struct Block {
 };
 
 // Byte offset of a chunk in a tile of rows. Chunk c of a segment of eight lies at c ^ (row % 8): ldmatrix, plain or
-// transposed, meets no bank conflict.
+// transposed, has no bank conflicts.
 template <i32 kColumns>
 MLA_DEVICE u32 offset(i32 row, i32 chunk) {
     const i32 within = (chunk ^ row) & (kSegmentChunks - 1);
@@ -135,7 +135,7 @@ MLA_DEVICE void copy_query(const Block& block) {
 struct KeyCopy {
     static constexpr i32 kKeyThreads = kThreads / kStepKeys;
     const i32* rows;  // the query's list
-    i32 row;          // of the step that is copied next, read ahead
+    i32 row;          // row of the next step to copy, read ahead
     i32 key = threadIdx.x / kKeyThreads, chunk = threadIdx.x % kKeyThreads;
 
     // kNoRow behind the end of the list.
@@ -274,7 +274,7 @@ MLA_DEVICE void store_weights(const Block& block, i32 head, i32 key, float2 scor
     *reinterpret_cast<u32*>(s.ds[head] + key * sizeof(u16)) = cvt_x2(Element{}, ds0, ds1);
 }
 
-// A warp takes one row of each pair of an accumulator tile, for some tiles.
+// A warp handles one row of each pair of an accumulator tile, for some tiles.
 MLA_DEVICE void run_weights(const Block& block, i32 step) {
     constexpr i32 kUnits = kHeadTiles * kKeyTiles * kFragmentRows;
 #pragma unroll
@@ -520,7 +520,7 @@ MLA_DEVICE void run_step(const Block& block, const Part& part, KeyCopy& copy, Dq
                          i32 count) {
     const bool more = (step + 1) * kStepKeys < count;
     cp_async_wait_all();
-    __syncthreads();  // the keys are there; also, the last step's weights and the other stage have been read
+    __syncthreads();  // the keys are stored; the last step's weights and the other stage have been read
     if (kTwoStages && more) {
         copy.copy(block, step + 1);
         copy.look_up(step + 2, count);

@@ -20,7 +20,7 @@ struct BackwardParams {
     u16* dq;                  // (s_q, h_q, d_qk)
     float* dkv;               // (s_kv, d_qk), zeroed; if deterministic kNumBins of them
     u64* progress;            // zeroed: for the blocks' lockstep; null: without it
-    const u16* out;           // (s_q, h_q, 512), for delta; null if delta is there. Kernels that need it never get it
+    const u16* out;           // (s_q, h_q, 512), for delta; null if delta is ready. Kernels that need it never get it
     i64 q_stride_s_elems, q_stride_h_elems, kv_stride_s_elems;
     i64 dout_stride_s_elems, dout_stride_h_elems;
     i64 dq_stride_s_elems, dq_stride_h_elems;

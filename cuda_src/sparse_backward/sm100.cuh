@@ -44,7 +44,7 @@ constexpr i32 kSwTilesV = kHeadDimV / kSw128Columns;
 constexpr i32 kRopeSwTile = kSwTilesV;
 constexpr i32 kTileKeys = 32;
 constexpr u32 kKeySwTileBytes = kTileKeys * kSw128RowBytes;
-constexpr i32 kStagesK = 2;  // what fits
+constexpr i32 kStagesK = 2;  // two fit
 
 // K comes and goes in pairs of SW128 tiles: the next tile's first columns are fetched while dQ still needs the last
 // ones, and scored while those are on their way.
@@ -261,7 +261,7 @@ MLA_DEVICE void clear_absent_heads(const Item<C>& item, S& s, i32 thread) {
 
 enum NamedBarrier : i32 { DqStored = 1 };  // within softmax: dQ is in shared memory
 
-// P and dS are masked after the exponent: keys that are not there are zeros, but exp2(-lse2) may be infinite.
+// P and dS are masked after the exponent: absent keys are zeros, but exp2(-lse2) may be infinite.
 template <class Plan, class C, class S>
 MLA_DEVICE void run_softmax_role(const Item<C>& item, const Maps& maps, S& s, TmemAddr tmem, i32 thread) {
     const BackwardParams& p = item.p;

@@ -71,7 +71,7 @@ struct Storage {
     u8 dout[kSwTilesV * kSw128Bytes];
     u8 k[kSwTilesQk * kSw128Bytes];
     u8 p[kStagesP][kSw128Bytes];                // P, then dS in its place
-    alignas(16) i32 rows[kStagesP][kTileKeys];  // which rows of kv
+    alignas(16) i32 rows[kStagesP][kTileKeys];  // rows of kv
     L2Lockstep lockstep;
     MBarrier k_full, k_empty, p_full, p_read, ds_full;
     MBarrier p_empty[kStagesP];
@@ -155,7 +155,7 @@ struct Block {
 // ---- Gather ----------------------------------------------------------------------------------------------------
 struct Gather {
     Cursor at;                 // the tile to be fetched next
-    i32 rows[kRowsPerThread];  // its rows
+    i32 rows[kRowsPerThread];  // this thread's rows
 
     // Makes `first` the tile to be fetched next.
     MLA_DEVICE void begin(const Block& block, const Cursor& first, i32 thread) {
@@ -163,7 +163,7 @@ struct Gather {
         if (block.valid(at)) look_up(rows, block, at, thread);
     }
 
-    // Starts the copies of the tile, which is in `stage` of P, and looks up the rows of the one after it.
+    // Starts the copies of the tile, which is in `stage` of P, and looks up the rows of the next one.
     template <bool kInLockstep>
     MLA_DEVICE void start(const Block& block, u32 stage, i32 thread) {
         if (!block.valid(at)) return;
@@ -325,9 +325,9 @@ MLA_DEVICE void load_rows(float (&to)[kFragmentRows], const Block& block, const 
 }
 
 // ---- delta -----------------------------------------------------------------------------------------------------
-// Where nothing else needs delta (`p.out` is given) scores computes it one item ahead, a share of the heads with each
-// tile, while it waits for dS and dQ. Values reads it when the item begins, after k_empty of every tile before. The
-// main kernel has bandwidth to spare for out, and finds dO in the L2 when the item begins.
+// If nothing else needs delta (`p.out` is set), the scores role computes it one item ahead, a share of the heads with
+// each tile, while it waits for dS and dQ. The values role reads it when the item begins, after k_empty of every tile
+// before. The main kernel has bandwidth to spare for out, and finds dO in L2 when the item begins.
 constexpr bool kMayMakeDelta = !kDeterministic;
 
 // One head's delta, computed by a warp.
@@ -450,7 +450,7 @@ struct Reduce {
     PipelineState state;
 };
 
-// dKV of 64 dims: dS^T Q, and P^T dO but for the RoPE dims. Heads from 16 kHeadSteps on are all absent.
+// dKV of 64 dims: dS^T Q, plus P^T dO except for the RoPE dims. Heads from 16 kHeadSteps on are all absent.
 template <i32 kHeadSteps, bool kRope>
 MLA_DEVICE void make_dkv(Reduce& reduce, SmemDesc ds, SmemDesc q, SmemDesc dout) {
     pin(reduce.dkv);
@@ -498,7 +498,7 @@ struct Places {
     MLA_DEVICE float* at(i32 row, i32 dim) const { return base + (i64)row * kHeadDimQk + dim; }
 };
 
-// The usual additions; each four numbers have a bin of their own.
+// The usual additions; each four numbers share a bin.
 struct Targets : Places {
     i32 extractors[kFragmentRows][2];
 
@@ -527,7 +527,7 @@ struct OfKeys {
     MLA_DEVICE void set(i32 r, i32 i, u32 number) { packed |= number << (16 * r + 8 * i); }
     MLA_DEVICE i32 get(i32 r, i32 i) const {
         i32 all = (i32)packed;
-        opaque(all);  // or all four would have a register each after all
+        opaque(all);  // otherwise all four would have a register each
         return (u32)all >> (16 * r + 8 * i) & 0xFF;
     }
 };
@@ -535,7 +535,7 @@ struct OfKeys {
 // Additions where the bins do not fit the L2: 64 dims of a key go to one bin, so that pieces of 128 bytes stay whole.
 // PERF(H200, 2026-11-26, -32 % of the call at s_kv = 32768; with 32 dims at a time +8 % at 8192)
 struct WideTargets : Places {
-    OfKeys extractors;  // their exponents, which is all that they differ in
+    OfKeys extractors;  // their exponents, in which alone they differ
     OfKeys bins;
 
     MLA_DEVICE WideTargets(const BackwardParams& p, const i32* tile_rows, i32 thread) : Places(p, tile_rows, thread) {
@@ -613,7 +613,7 @@ MLA_DEVICE void run_reduce_role(Block& block, i32 thread) {
     Storage& s = block.s;
     Reduce reduce;
     for (Cursor at = seek(block, 0, Nothing{}); block.valid(at); at = next(block, at, Nothing{})) {
-        opaque(thread);  // what is derived from it has no register from one tile to the next
+        opaque(thread);  // values derived from it have no register from one tile to the next
         if (at.first()) {
 #pragma unroll
             for (i32 i = 0; kHasRope && i < 32; ++i) reduce.dq_rope[i] = 0.f;
@@ -669,7 +669,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         run_math_role<true>(block, thread, threadIdx.x, Nothing{});
     } else {
         setmaxnreg_dec<kRegsReduce>();
-        // Products of dKV with more heads would only add zeros. 17 to 32 heads have a build of their own, as three of
+        // Further heads would only add zeros to the products of dKV. 17 to 32 heads have a separate build, as three of
         // these roles in one spill. PERF(H200, 2026-11-23, -8 % with 32 heads; half of that with the choice in a loop)
         if (kMaxHeads == kBlockHeads && p.h_q <= kMmaK) {
             run_reduce_role<1>(block, thread);
@@ -679,6 +679,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             run_reduce_role<kMaxHeads / kMmaK>(block, thread);
         }
     }
-    if (kPieces) griddepcontrol_wait();  // what follows waits for the pieces alone
+    if (kPieces) griddepcontrol_wait();  // the code from here on waits for the pieces alone
 }
 }  // namespace mla::sparse_backward::sm90

@@ -42,8 +42,8 @@ struct Cursor {
     MLA_DEVICE i32 first_key() const { return (pass & 1 ? ceil_div(count, kTileKeys) - 1 - tile : tile) * kTileKeys; }
 };
 
-// The first tile from pass `pass` on; `skipped` is called with each item that has none. A kernel's Block tells whether
-// there is such an item, `valid(at)`, how many keys it has, `count(at)`, and where they are listed, `list(at)`.
+// The first tile from pass `pass` on; calls `skipped` with each item that has none. A kernel's Block provides
+// `valid(at)` (the item exists), `count(at)` (its number of keys) and `list(at)` (its list).
 template <class Block, class Skipped>
 MLA_DEVICE Cursor seek(const Block& block, i32 pass, Skipped skipped) {
     Cursor at{pass, 0, 0};

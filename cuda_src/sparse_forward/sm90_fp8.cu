@@ -57,7 +57,7 @@ MLA_DEVICE const u8* row_of_slot(const DecodeParams& p, u32 slot) {
     return reinterpret_cast<const u8*>(p.kv) + page * p.kv_stride_page_elems + token * p.kv_stride_token_elems;
 }
 
-// One tile: eight threads bring a row, each 16 bytes of every panel, and rows that are not there become zeros.
+// One tile: eight threads copy a row, each 16 bytes of every panel; absent rows become zeros.
 MLA_DEVICE void gather_tile(const DecodeParams& p, const RowNumbers& numbers, SmemAddr tile, i32 thread) {
     const i32 first = first_row_of(thread), chunk = thread % kSw128Chunks;
 #pragma unroll

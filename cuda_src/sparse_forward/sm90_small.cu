@@ -131,7 +131,7 @@ struct QueryGather {
 struct Math : SwappedMath<kBlockHeads, kSwTilesHalf> {
     Ring<kStagesKV> ring;
     Ring<1> q_ring;
-    i32 turn;  // which of the two buffers of the shares
+    i32 turn;  // index of the shares' two buffers
 };
 
 MLA_DEVICE constexpr i32 own_barrier(bool right) { return right ? RightOnly : LeftOnly; }

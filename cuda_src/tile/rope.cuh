@@ -10,7 +10,7 @@
 namespace mla {
 constexpr i32 kRopePairs = 32;
 constexpr i32 kRopePieces = 2 * kRopePairs / kChunkElems;
-constexpr i32 kPieceOfOther = kRopePieces / 2;       // of pairs (i, i + 32): how far the other element's piece is
+constexpr i32 kPieceOfOther = kRopePieces / 2;       // of pairs (i, i + 32): distance of the other element's piece
 constexpr i32 kPairsOfPiece = kChunkElems / 2;       // (2i, 2i + 1)
 constexpr float kRadians = 1.57079633f / (1 << 30);  // of 2^-32 turns
 constexpr u32 kQuarterTurn = 1u << 30, kEighth = 1u << 29;  // in 2^-32 turns

@@ -1,5 +1,5 @@
-// Products of matrices in SW128 tiles by tcgen05, issued by one thread, and the signals that what they write is there,
-// or read.
+// Products of matrices in SW128 tiles by tcgen05, issued by one thread, and the signals that their operands have been
+// read and their results written.
 #pragma once
 #include "tile/matrix_desc.cuh"
 #include "tile/ring.cuh"

@@ -24,7 +24,7 @@ struct LossParams {
     const void* weights;       // (s_q, h_i), fp32 or bf16
     const float* k_scale;      // (s_kv,): of codes, or null: 1
     const float* q_scale;      // (s_q, h_i): those that `weights` contain, or null: 1
-    const float* lse;          // (s_q, h): what the target is made with; not per head
+    const float* lse;          // (s_q, h), for the target; not per head
     const float* row_weights;  // (s_q,), or null: 1
     const i32* cu_seqlens_q;   // (b + 1,), or null: one sequence
     const i32* cu_seqlens_kv;  // (b + 1,), or null
@@ -75,7 +75,7 @@ struct LossParams {
     i32 s_q, s_kv, b;
     i32 num_keys;            // of a row: s_kv, or the places of a list
     i32 heads, index_heads;  // 0: not computed
-    i32 kv_head_heads;       // that a KV head serves
+    i32 kv_head_heads;       // heads per KV head
     i32 head_dim, value_dim, index_dim;
     i32 first_dim;                     // columns of q and k before the last ones: head_dim if these are no arrays
     i32 q_rope_column, k_rope_column;  // where the last columns begin in their array: 0, or first_dim
@@ -85,7 +85,7 @@ struct LossParams {
     i32 first_fetched;            // first token that TMA fetches as index queries for the gradients
     i32 first_chunk, last_chunk;
     i32 weights_bf16, codes, d_index_q_fp32, d_index_k_fp32;  // codes: index_q and index_k are e4m3
-    i32 key_splits, min_split_tokens;  // of the tokens that see a tile of keys: each split has its own sums
+    i32 key_splits, min_split_tokens;  // of the tokens that see a tile of keys: each split has separate sums
     float scale, target_scale;
     float score_unit;  // factor of the indexer's weights, 1 of codes
 };

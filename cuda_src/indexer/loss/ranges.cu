@@ -1,5 +1,5 @@
-// Which keys each query token of the warm-up loss sees: all of its sequence, or, if causal, those up to its own
-// position, the queries being the last of their sequence. In the sparse stage it is the whole of its list.
+// The keys that each query token of the warm-up loss sees: all of its sequence, or, if causal, those up to its own
+// position, the queries being the last of their sequence. In the sparse stage it sees its whole list.
 //
 // Grid: one warp per token. Lanes look for the first sequence that has the token.
 #include "indexer/loss/params.cuh"

@@ -72,8 +72,8 @@ struct Storage {
     u8 index_q[kStages][kIndexPieces][kPieceBytes];
     alignas(16) TokenNumbers numbers[kStages][kTileTokens];
     alignas(16) Visible visible[kStages][kTileTokens];
-    alignas(16) i32 kind[kStages][kWarpgroupWarps];  // as each warp of the load role says
-    TokenRange seen_by[kThreads / kWarpThreads];     // of the tokens that each warp has looked at
+    alignas(16) i32 kind[kStages][kWarpgroupWarps];  // the kind found by each warp of the load role
+    TokenRange seen_by[kThreads / kWarpThreads];     // by the tokens that each warp has checked
     MBarrier k_full, q_full[kStages], q_empty[kStages];
 };
 static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");

@@ -4,13 +4,13 @@
 //   x_s = target_scale * q_th . k_s,           y_s = weight_th * max(iq_th . ik_s, 0)
 //   kl[t, h] = sum_s softmax(x) (log softmax(x) - log softmax(y)),   mass, index_lse = log(sum exp) of x, y
 //
-// The tiles of keys come once; all sums are relative to maxima so far:
+// The tiles of keys arrive once; all sums are relative to the maxima so far:
 //
 //   load     Q, IQ | K IK V | K IK V ...
 //   math_w       S = Q K^T | a = IQ IK^T, maxima of S | exponentials, sums | out += P V | S ...    merge, stores
 //
-// While one warpgroup has its exponentials, the other has the tensor cores. Values are finite copies: what a token does
-// not see has P = 0, and 0 * NaN were NaN; what is not finite is added at the end.
+// While one warpgroup computes exponentials, the other uses the tensor cores. Values are finite copies: a key hidden
+// from a token has P = 0, and 0 * NaN would be NaN; non-finite elements are added at the end.
 //
 // Grid: x = heads, y = tiles of tokens: neighbours read the same keys at the same time.
 #include "common/limits.cuh"
@@ -159,7 +159,7 @@ MLA_DEVICE void raise_scores(const float (&a)[kHalf], RowSums (&rows)[kFragmentR
 }
 
 // The sums of a pair of target and score. Products are subtracted before they are scaled: fma(product, factor, -shift)
-// does not round what the shift has rounded, and where that is huge, exponents above 0 come out.
+// would not round as the shift was rounded, and for a huge shift exponents above 0 result.
 MLA_DEVICE void add_pair(float product, float score, const Factors& factors, float shift, float score_shift,
                          RowSums& row) {
     const float x = (product - shift) * factors.target_log2, y = score - score_shift;
@@ -225,8 +225,8 @@ MLA_DEVICE void store_divergence(const LossParams& p, const RowTile& tile, const
     p.index_lse[token * p.index_lse_stride_token_elems + tile.head * p.index_lse_stride_head_elems] = index_lse;
 }
 
-// Cold: what the copy of the values has zeros for, of the keys that a row sees. Any multiple of an infinity is
-// infinite.
+// Cold: adds the elements that the copy of the values has zeroed, for the keys that a row sees. Any multiple of an
+// infinity is infinite.
 MLA_DEVICE void add_nonfinite(const LossParams& p, const RowTile& tile, const Math& math, float (&out)[kSums]) {
 #pragma unroll 1
     for (i32 keys = tile.keys.begin; keys < tile.keys.end; ++keys) {

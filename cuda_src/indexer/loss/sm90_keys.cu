@@ -30,7 +30,7 @@
 
 namespace mla::indexer::loss {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-constexpr i32 kIndexPieces = MLA_INDEX_PIECES;  // of 64 columns; what a row lacks is zeros
+constexpr i32 kIndexPieces = MLA_INDEX_PIECES;  // of 64 columns; missing columns are zeros
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role     warps   regs   does
@@ -59,7 +59,7 @@ struct Storage {
     alignas(16) u16 gradients[kStages][kTileKeys];
     alignas(16) float weights[kStages][kBlockHeads];
     i32 last[kStages];                            // there are no more tokens
-    TokenRange seen_by[kThreads / kWarpThreads];  // of the tokens that each warp has looked at
+    TokenRange seen_by[kThreads / kWarpThreads];  // by the tokens that each warp has checked
     MBarrier k_full, q_full[kStages], q_empty[kStages];
 };
 static_assert(sizeof(Storage) <= kMaxDynamicSmem, "shared memory");
@@ -122,8 +122,7 @@ MLA_DEVICE void load_heads(const LossParams& p, Storage& s, const TensorMap& q_m
 }
 
 // PERF(H200, 2026-11-22, 9 %)
-// The warps of the role take turns: what one waits for of a token, its weights and gradients, does not hold up the
-// next.
+// The warps of the role take turns: a wait for one token's weights and gradients does not hold up the next token.
 MLA_DEVICE void run_load_role(const LossParams& p, Storage& s, const TensorMap& q_map, const TensorMap& k_map,
                               const Share& share, i32 warp, i32 lane) {
     if (warp == 0 && lane == 0) {
@@ -176,7 +175,7 @@ MLA_DEVICE u32 weighted(float gradient, float2 weights, float low, float high) {
     return cvt_x2(bfloat16{}, low > 0.f ? gradient * weights.x : 0.f, high > 0.f ? gradient * weights.y : 0.f);
 }
 
-// M, while the next products are made; then what it adds to the sums. Returns whether there are next products.
+// Computes M while the next products run, then adds to the sums. Returns true if there are next products.
 MLA_DEVICE bool take_step(Storage& s, Steps& steps, Steps& ahead, i32 warpgroup, i32 thread,
                           const float (&a)[kProducts], float (&next)[kProducts], float (&sums)[kSums]) {
     const bool more = issue_next(s, ahead, warpgroup, next);

@@ -28,7 +28,7 @@
 
 namespace mla::indexer::loss {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-constexpr i32 kIndexPieces = MLA_INDEX_PIECES;  // of 64 columns; what a row lacks is zeros
+constexpr i32 kIndexPieces = MLA_INDEX_PIECES;  // of 64 columns; missing columns are zeros
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role     warps    regs   does

@@ -130,8 +130,8 @@ struct WeightedRelu {
     MLA_DEVICE float operator()(float x, float number) const { return fmaxf(x, 0.f) * number; }
 };
 
-// Sums over the heads, which are the columns, and stores them. `term(product, number)` is what a head adds,
-// times(place) multiplies what belongs to a key.
+// Sums over the heads, which are the columns, and stores the sums. `term(product, number)` is a head's contribution,
+// times(place) the factor of a key.
 template <i32 kCount, i32 kProducts, class Element, class Term, class Times>
 MLA_DEVICE void make_sums(Element, Storage& s, Pieces& pieces, const KeyList& list, const float* numbers, float* to,
                           i32 warpgroup, i32 thread, Term term, Times times) {

@@ -7,10 +7,10 @@
 //   load     Q | K_0 K_1 ...
 //   math_w       S = Q K_0^T, max, sum; S = Q K_1^T, ...   merge, store
 //
-// While one warpgroup has its exponentials, the other has the tensor cores. It is the loop of `sm90_scores.cu`
-// with queries and keys exchanged.
+// While one warpgroup computes exponentials, the other uses the tensor cores. Same loop as `sm90_scores.cu`, with
+// queries and keys exchanged.
 //
-// Grid: x = heads, y = tiles of tokens, the last first: neighbours read the same keys at the same time, and with a
+// Grid: x = heads, y = tiles of tokens, the last first: neighbours read the same keys at the same time, and under a
 // causal limit the longest rows are the first.
 #include "common/limits.cuh"
 #include "indexer/loss/sm90_lse.cuh"
@@ -20,7 +20,7 @@
 
 namespace mla::indexer::loss {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-constexpr i32 kPieces = MLA_PIECES;  // of 64 columns. What a row lacks is zeros.
+constexpr i32 kPieces = MLA_PIECES;  // of 64 columns; missing columns are zeros
 
 // ---- Budget ----------------------------------------------------------------------------------------------------
 // role     warps   regs   does
@@ -114,7 +114,7 @@ MLA_DEVICE void run_load_role(const LossParams& p, Storage& s, const MainMaps& m
 struct Math {
     i32 warpgroup, thread;
     i32 rows[kFragmentRows];         // in the tile
-    KeyRange ranges[kFragmentRows];  // empty for tokens that are not there
+    KeyRange ranges[kFragmentRows];  // empty for absent tokens
 };
 
 // Scores become scores in base 2, or -inf for keys that a row does not see.

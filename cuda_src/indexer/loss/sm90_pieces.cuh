@@ -1,5 +1,5 @@
-// Queries and keys of the attention as TMA fetches them for the losses on Hopper: 128 tokens or keys by pieces of 64
-// columns. The last 64 may be in arrays of their own.
+// Queries and keys of the attention for TMA, in the losses on Hopper: 128 tokens or keys by pieces of 64 columns. The
+// last 64 columns may be in separate arrays.
 #pragma once
 #include "indexer/loss/params.cuh"
 #include "ptx/copy.cuh"

@@ -23,7 +23,7 @@ static_assert(kMathWarpgroups * kRegsMath + kRegsLoad <= kRegsOfLane, "registers
 constexpr i32 kTileTokens = kMathWarpgroups * kSw128Rows;
 constexpr i32 kTileKeys = 128;
 constexpr u32 kPieceBytes = 128 * kSw128RowBytes;  // 64 columns of 128 tokens, or keys
-constexpr i32 kUnitPieces = 2;                     // of a unit at most; what a row lacks is zeros
+constexpr i32 kUnitPieces = 2;                     // of a unit at most; missing columns are zeros
 constexpr i32 kAccumulators = kTileKeys / 2;       // of a thread
 constexpr i32 kKeySteps = kTileKeys / kMmaK;       // of products that run along the keys
 
@@ -76,7 +76,7 @@ MLA_DEVICE void load_unit(Storage& s, Units& units, const TensorMap& map, i32 ke
 // ---- Math role -------------------------------------------------------------------------------------------------
 struct Math {
     i32 warpgroup, thread;
-    i32 first_token;  // of the thread's two rows; the other is eight further on
+    i32 first_token;  // the thread's first row; its other one is eight further on
 
     MLA_DEVICE Math(const RowTile& tile, i32 warpgroup, i32 thread)
         : warpgroup(warpgroup),

@@ -31,8 +31,8 @@
 
 namespace mla::indexer::loss {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-// Pieces of 128 bytes: of a key that all heads share, and of an index key. What a row lacks is zeros. 0: heads have
-// keys of their own, of any width.
+// Pieces of 128 bytes: of a key that all heads share, and of an index key. Missing columns are zeros. 0: heads have
+// separate keys, of any width.
 constexpr i32 kPieces = MLA_PIECES;
 constexpr i32 kIndexPieces = MLA_INDEX_PIECES;
 using IndexElement = MLA_INDEX_DTYPE;
@@ -203,7 +203,7 @@ MLA_DEVICE void run_load_role(const LossParams& p, Storage& s, const Maps& maps,
 struct Math {
     i32 warpgroup, thread;
     i32 rows[kFragmentRows];    // in the tile
-    bool there[kFragmentRows];  // whether there are such tokens
+    bool there[kFragmentRows];  // false: no such token
 };
 
 // Adds the products of a piece of the warpgroup's tokens with one of all keys, and releases the stage before.
@@ -281,7 +281,7 @@ MLA_DEVICE void multiply_own(Storage& s, Pieces& stages, const Math& math, const
     finish_head(s, stages, math, d);
 }
 
-// The log-sum-exps of each head for the thread's rows; none for tokens that are not there.
+// The log-sum-exps of each head for the thread's rows; none for absent tokens.
 struct RowLses {
     const float* row[kFragmentRows];
     i64 stride_elems;
@@ -347,7 +347,7 @@ MLA_DEVICE void make_targets(const LossParams& p, Storage& s, Pieces& stages, co
                [](i32) { return 1.f; });
 }
 
-// A token that is not there has the bits of 0.
+// An absent token has the bits of 0.
 MLA_DEVICE u32 row_weight_bits(const LossParams& p, const Tile& tile, const Math& math, i32 r, i32 head) {
     return math.there[r] ? weight_bits(p, tile.first_token + math.rows[r], head) : 0;
 }

@@ -43,8 +43,8 @@ constexpr bool kMayBeE2m1 = kHeadDim == kE2m1Keys && !kUsual;
 // ---- Budget ----------------------------------------------------------------------------------------------------
 constexpr i32 kThreads = 128;
 constexpr i32 kLanes = 8;                             // of a vector
-constexpr i32 kWarpVectors = kWarpThreads / kLanes;   // that a warp works on at once
-constexpr i32 kGroups = kThreads / kLanes;            // that a block does
+constexpr i32 kWarpVectors = kWarpThreads / kLanes;   // vectors that a warp works on at once
+constexpr i32 kGroups = kThreads / kLanes;            // groups of lanes in a block
 constexpr i32 kQuad = 4, kQuadStep = kLanes * kQuad;  // neighbouring elements of a lane, and how far apart they lie
 constexpr i32 kQuads = kHeadDim / kQuadStep;          // of a lane
 constexpr i32 kElems = kQuads * kQuad;
@@ -81,7 +81,7 @@ struct PrepareParams {
     i32 x_aligned, tables_aligned;  // to 16 bytes, in every row
     i32 num_pages, page_size, slots_are_64;
     i32 e2m1_keys;                // of a cache
-    i32 group_vectors;            // that a group of lanes takes in turn
+    i32 group_vectors;            // vectors that a group of lanes processes in turn
     i32 step_tokens, step_heads;  // from one of them to the next
     float h_factor, d_factor;
     float max_code, inverse_max_code;  // the largest code there may be, of queries
