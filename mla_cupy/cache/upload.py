@@ -56,7 +56,7 @@ class Words:
 
 @dataclass(slots=True)
 class Sheet:
-    """The parts of the words, as arrays of their own.
+    """The parts of the words, as separate arrays.
 
     `rows_of` are the rows that `rows` and `first_tokens` hold, if they belong to a step of one token each.
     """

@@ -94,7 +94,7 @@ def cascade_decode(
 
 
 class CascadeOptions(NamedTuple):
-    """The arguments beside the arrays."""
+    """The arguments other than arrays."""
 
     groups: Any
     scale: Any

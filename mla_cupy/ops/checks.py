@@ -230,7 +230,7 @@ def check_all_or_none(views: Views, *names: str, expected: str = "an array", gro
 
 
 def pair_width(views: Views) -> int:
-    """The width of queries and keys, whose last columns may be arrays of their own: `q_rope` and `k_rope`.
+    """The width of queries and keys, whose last columns may be separate arrays: `q_rope` and `k_rope`.
 
     Raises
     ------

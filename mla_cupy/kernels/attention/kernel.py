@@ -25,7 +25,7 @@ NO_TREE_WITH_FORMS = Reason("takes no tree_mask with optional inputs other than 
 SINK = ("attn_sink",)
 """The only optional input of some kernels: a sink."""
 FORMS = (*SINK, "q_rope", "packed", "out_rope", "window")
-"""The forms of kernels that know all."""
+"""All optional inputs."""
 FORM_PARAMS: dict[str, type[Params]] = {"forms": DecodeFormParams}
 """The parameters of builds `with_forms`."""
 
@@ -51,15 +51,15 @@ def key_variant(problem: Any, device: DeviceInfo) -> Variant:
 
 
 KEY_VARIANTS = (*DTYPE_VARIANTS, *variants(dtype=HALF, head_dim_qk=(D_V,)))
-"""All that `key_variant` may ask for."""
+"""All builds that `key_variant` may select."""
 NARROW_WIDTHS = tuple(d_qk for d_qk, d_v in VALUE_WIDTHS.items() if d_v != D_V)
 """Widths of keys with values narrower than DeepSeek's."""
 NARROW_VALUES = tuple(dict.fromkeys(VALUE_WIDTHS[d_qk] for d_qk in NARROW_WIDTHS))
 """Widths of these values."""
 NARROW_VARIANTS = variants(dtype=HALF, head_dim_qk=NARROW_WIDTHS)
-"""Further builds of kernels that take them beside others."""
+"""Further builds of kernels that support them."""
 TREE_VARIANTS = variants(dtype=HALF, head_dim_qk=(D_QK, D_V), tree_mask=(1,))
-"""Further builds that `tree_variant` may ask for."""
+"""Further builds that `tree_variant` may select."""
 
 
 def with_forms(*builds: Variant) -> tuple[Variant, ...]:
@@ -95,30 +95,30 @@ class AttentionKernel(KernelSpec[ProblemT]):
     Attributes
     ----------
     variant : callable
-        `variant(problem, device)`: the build that it takes.
+        `variant(problem, device)`: the build for a problem.
     block_rows : int
         Query rows of a block.
     blocks_per_sm : int
         Blocks that are resident on an SM at once.
     kv_maps : callable
-        `kv_maps(kv_cache, variant)`: the tensor maps through which a build fetches, if it does.
+        `kv_maps(kv_cache, variant)`: the tensor maps of a build that fetches by TMA.
     cluster_blocks : int
-        Blocks of a cluster, where these share the tokens of a request and merge their results: such a kernel needs
-        neither a schedule nor a combine.
+        Blocks of a cluster that shares the tokens of a request and merges its results: such a kernel needs neither a
+        schedule nor a combine.
     math : str
         Arithmetic of its matmuls: "exact" for 16-bit elements, or "fp8".
     other_math : tuple of str
         Further arithmetic, of some of its builds: "fp8x2".
     counts_partials : bool
-        Whether its schedule counts partial results (`cuda_src/attention/split_schedule.cuh`): where that was measured.
+        Whether its schedule prices partial results (`cuda_src/attention/split_schedule.cuh`), where that was measured.
     bf16_partials : bool
-        Whether it can leave partial results of results in bfloat16 in that, for `combine.BF16_PARTIALS`.
+        Whether it can store partial results of bfloat16 results in bfloat16, for `combine.BF16_PARTIALS`.
     sized : callable
-        `sized(problem, device)`: the kernel with other sizes of blocks, where a problem has these; else None.
+        `sized(problem, device)`: the kernel with other block sizes for some problems; else None.
     value_widths : tuple of int
-        Widths of the values that it takes.
+        Supported widths of values.
     forms : tuple of str
-        What it takes of the problem's `forms`, such as a window: see `kernels/decode/problem.py`.
+        Supported optional inputs, such as a window: see `kernels/decode/problem.py`.
     """
 
     variant: Callable[[ProblemT, DeviceInfo], Variant] = lambda problem, device: Variant()
@@ -135,7 +135,7 @@ class AttentionKernel(KernelSpec[ProblemT]):
     forms: tuple[str, ...] = ()
 
     def objection(self, problem: ProblemT, device: DeviceInfo) -> Reason | None:
-        """See `KernelSpec.objection`: what it takes depends on the problem's forms, too."""
+        """See `KernelSpec.objection`: support also depends on the problem's optional inputs."""
         wanted = getattr(problem, "forms", None)
         lacking = [name for name in (wanted.names if wanted else ()) if name not in self.forms]
         d_v = getattr(problem, "d_v", D_V)

@@ -1,4 +1,4 @@
-"""Host side of `attention/projection.cuh`: W_UV after attention, in decode's combine or over given results."""
+"""Host side of `attention/projection.cuh`: W_UV after attention, in decode's combine or for the caller's results."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def kernel(name: str, about: str, source: str, params: type[Params], facts: Mapp
 
 
 def share(h_q: int, d_head: int, tokens: int, device: DeviceInfo) -> int:
-    """Blocks of a cluster: at least those that a head's columns take, and as many as the GPU holds at once for all
-    heads and shares of the tokens. Clusters of eight do not fill it, as a group of multiprocessors may have no room for
-    a last one, which would run alone, after all others.
+    """Blocks of a cluster: at least enough for a head's columns, and otherwise the most that the GPU holds at once for
+    all heads and shares of the tokens. Clusters of eight may not fill the GPU: a group of multiprocessors may have no
+    room for a last cluster, which would then run alone, after all others.
     """
     least = [blocks for blocks in SHARES if d_head <= blocks * _COLUMNS[True]]
     resident = PROJECTION_BLOCKS_PER_SM * device.sm_count
@@ -76,7 +76,7 @@ def share(h_q: int, d_head: int, tokens: int, device: DeviceInfo) -> int:
 
 
 def is_apart(h_q: int, d_head: int, tokens: int) -> bool:
-    """True if W_UV is faster as a launch of its own, after the combine, than in its place: see `LEAST_ROWS_APART`."""
+    """True if W_UV is faster in a separate launch, after the combine: see `LEAST_ROWS_APART`."""
     return h_q * tokens >= (LEAST_ROWS_APART if d_head <= 128 else LEAST_WIDE_ROWS_APART)
 
 
@@ -104,10 +104,10 @@ def share_tokens(call: Call, build: Build) -> int:
 
 
 def sizes(call: Call, build: Build, by_query: bool = False, tokens_of_block: int = 0) -> ProjectionSizes:
-    """Sizes and strides of what is at the addresses.
+    """Sizes and strides of the arrays at the addresses.
 
-    With `by_query` the kernel takes the axes b and s_q, which step evenly, as one. `tokens_of_block` are those that
-    `share_tokens` finds unless they are given.
+    With `by_query` the kernel treats the axes b and s_q, which step evenly, as one. `tokens_of_block` defaults to the
+    result of `share_tokens`.
     """
     d_head, (b, s_q, _, _) = call.view("w_uv").shape[1], call.view("out").shape
 

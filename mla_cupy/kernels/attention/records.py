@@ -13,12 +13,12 @@ SPARSE_RECORDS = ("v32", "v4")
 DENSE_RECORDS = (*SPARSE_RECORDS, "fp8")
 """Names of the records that the kernels of dense decode read."""
 PLAIN_RECORDS = ("v41",)
-"""Names of the records that the kernels on CUDA cores read beside these, in dense and in sparse decode."""
+"""Names of further formats that the kernels on CUDA cores read, in dense and in sparse decode."""
 READ_SPARSE = (*SPARSE_RECORDS, *PLAIN_RECORDS)
 READ_DENSE = (*DENSE_RECORDS, *PLAIN_RECORDS)
 """Names of the records that some kernel of sparse, and of dense, decode reads."""
 COMPACT = {"v41": "v41-fp4"}
-"""The record that sparse decode's second cache may have beside one of another kind in the first."""
+"""Format that sparse decode's second cache may use with another format in the first."""
 BLOCK_ROWS = (8, 16, 32)
 """Numbers of query rows that a block of the kernels with swapped operands may compute."""
 

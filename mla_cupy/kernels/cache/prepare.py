@@ -21,7 +21,7 @@ LANE_COLUMNS = 64
 
 
 class MlaPrepareOptions(NamedTuple):
-    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
+    """A call's arguments other than arrays: as passed, then as resolved by the checks."""
 
     theta: float | None
     interleaved: bool

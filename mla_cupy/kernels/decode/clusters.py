@@ -1,7 +1,7 @@
 """Decode kernels whose blocks share a request in clusters: their number, and their part of the workspace.
 
-The clusters find their shares of the batch themselves (`decode/cluster_work.cuh`). Only where several of them share a
-request do they need memory: for their partial results, and for the tickets by which the last one knows that it is.
+The clusters find their shares of the batch themselves (`decode/cluster_work.cuh`). They need memory only where several
+of them share a request: for their partial results, and for the tickets that identify the last cluster.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ClusterKernel(AttentionKernel[DecodeProblem]):
 def clusters(kernel: AttentionKernel[DecodeProblem], num_splits: int, b: int, max_tokens: int) -> int:
     """The clusters to launch for each row block: one per request, or more where they may share requests.
 
-    `num_splits` are those that are resident, `max_tokens` what a line of the block table can hold.
+    `num_splits` clusters are resident; a line of the block table holds `max_tokens`.
     """
     tiles_per_block = -(-max_tokens // (TILE_TOKENS * kernel.cluster_blocks))
     return num_splits if b < num_splits and tiles_per_block > MIN_TILES_PER_BLOCK else b

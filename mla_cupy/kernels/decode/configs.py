@@ -350,5 +350,5 @@ def _costs(kernel: AttentionKernel[DecodeProblem], rows: int) -> tuple[int, int]
 
 
 def _args_of(params: DecodeParams, args: LaunchArgs) -> LaunchArgs:
-    """`args` itself where its struct is `params`, so that two launches share one block; else arguments of their own."""
+    """`args` itself if its struct is `params`, so that two launches share one block; else separate arguments."""
     return args if args.params is params else LaunchArgs(params)

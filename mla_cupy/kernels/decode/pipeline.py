@@ -130,7 +130,7 @@ def _finish(problem: DecodeProblem, device: DeviceInfo) -> Merge | ProjectInMerg
 def _finish_of_pieces(config: InSplits, device: DeviceInfo) -> Merge | ProjectInMerge:
     """The finish of a batch-invariant call.
 
-    The order of a row's sums must not depend on the batch: the kernel in the combine's place has an order of its own.
+    The order of a row's sums must not depend on the batch, but the projecting combine uses another order.
     """
     if isinstance(config.finish, ProjectAfterMerge):
         return replace(_project_in_merge(config.problem, 0, device), has_pieces=True)

@@ -28,7 +28,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
 
 @dataclass(frozen=True)
 class Groups:
-    """Division of the queries of a batch: up to `queries` in each group; `packed` ones begin where the device says."""
+    """Division of the queries of a batch: up to `queries` per group; the starts of `packed` ones are on the device."""
 
     queries: int
     packed: bool

@@ -16,7 +16,7 @@ from mla_cupy.runtime.tensormap import TensorMapSpec
 from mla_cupy.shapes import D_QK, D_ROPE, TILE_TOKENS
 
 QUERIES = (*HALF, "float8_e4m3fn")
-"""Dtypes of queries: what is in 16 bits is rounded on its way into shared memory."""
+"""Dtypes of queries: 16-bit queries are rounded on their way into shared memory."""
 BLOCK_ROWS = (16, 32, 64)
 """Rows of the builds; with a tree of drafts, which has rows enough, the widest alone."""
 TERMS = "fp8x2"
@@ -30,7 +30,7 @@ PANEL_COLUMNS = 128
 
 
 def unsupported(problem: DecodeProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if problem.record != "fp8":
         return Reason('reads the record "fp8"') if problem.record else READS_RECORDS
     if device.arch not in HOPPER:
@@ -63,9 +63,9 @@ def variant(problem: DecodeProblem, device: DeviceInfo) -> Variant:
 def kv_maps(kv_cache: View, variant: Variant) -> tuple[TensorMapSpec, TensorMapSpec]:
     """The cache as (pages, 1, tokens, bytes): boxes of 128 latent columns, and of the RoPE columns.
 
-    Boxes are of gcd(page_size, 64) tokens. Of one token, the RoPE columns have a row of 128 bytes in shared memory,
-    where a box begins at a multiple of that; what is past the record's end comes as zeros. Without a page nothing is
-    fetched, but the map has one: the driver refuses empty ones.
+    Boxes have gcd(page_size, 64) tokens. In boxes of one token, the RoPE columns occupy a row of 128 bytes in shared
+    memory, since a box begins at a multiple of that; bytes past the record's end are zeros. Without a page nothing is
+    fetched, but the map has one: the driver rejects empty maps.
     """
     num_pages, page_size, width = kv_cache.shape
     page, token, _ = kv_cache.strides

@@ -29,9 +29,9 @@ class QueriesKernel(KernelSpec[DenseBackwardProblem]):
     grid : callable
         `grid(problem, device)`.
     maps : callable
-        `maps(problem, call)`: its tensor maps and the arrays that they are of.
+        `maps(problem, call)`: its tensor maps and their arrays.
     variant : callable
-        `variant(problem)`: the build that it takes.
+        `variant(problem)`: the build for a problem.
     """
 
     grid: Callable[[DenseBackwardProblem, DeviceInfo], Dim3] = lambda problem, device: (1, 1, 1)

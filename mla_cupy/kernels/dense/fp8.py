@@ -16,7 +16,7 @@ TILE_KEYS = 128
 QUERIES_AT_ONCE = 64
 """Queries of a warpgroup, which fetches them on its own."""
 PANEL_COLUMNS, ROPE_COLUMNS = 128, 64
-"""Widths of TMA copies: the span of the swizzle, and what is left of a row."""
+"""Widths of TMA copies: the span of the swizzle, and the remainder of a row."""
 READS_CODES = Reason("reads queries, keys and values in e4m3")
 
 _VARIANT = Variant(dtype="float8_e4m3fn", head_dim_qk=FP8_GEOMETRY[0], head_dim_v=FP8_GEOMETRY[1])
@@ -45,7 +45,7 @@ def fp8_params(params: PrefillParams, problem: DenseProblem, call: Call) -> Pref
 
 
 def hopper_unsupported(problem: DenseProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel for Hopper cannot take the problem; None if it can."""
+    """Reason why Hopper's kernel does not support the problem; None if it does."""
     if not problem.coded:
         return READS_CODES
     if device.arch not in HOPPER:
@@ -102,7 +102,7 @@ SM90_FP8 = DenseKernel(
 
 
 def plain_unsupported(problem: DenseProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the plain kernel cannot take the problem; None if it can."""
+    """Reason why the fallback does not support the problem; None if it does."""
     return None if problem.coded else READS_CODES
 
 

@@ -11,7 +11,7 @@ from mla_cupy.kernels.spec import Variant
 GEOMETRIES = ((192, 128), (256, 256), (128, 128))
 """Widths of keys and values that are built."""
 D_ROPE = 64
-"""Width of what may be an array of its own, of queries and of keys: their last columns."""
+"""Width of the last columns of queries and keys, which may be separate arrays."""
 TILE_QUERIES = TILE_KEYS = 128
 """Tile of the lists that the schedule makes. A kernel may compute less at once."""
 FP8_GEOMETRY = (192, 128)
@@ -19,7 +19,7 @@ FP8_GEOMETRY = (192, 128)
 ROW_GROUP = 16
 """Alignment of sequences in the workspace, in rows."""
 SCHEDULE_BYTES, SEQUENCE_BYTES, TILE_BYTES = 8, 28, 32
-"""Sizes of what the schedule writes: the head of a list, a sequence, a tile."""
+"""Sizes of the schedule's output: the head of a list, a sequence, a tile."""
 MASK_ROW_BYTES = 16
 """Rows of masks start at, step by, and have multiples of these: 128 keys."""
 
@@ -35,9 +35,9 @@ def _most_tiles(tokens: int, tile: int, sequences: int) -> int:
 class DenseProblem:
     """Sizes and dtypes that decide which kernels run and how: no pointers, no device.
 
-    `sequences` is 1 where no starts are given. `aligned` says that all rows that are read start at, and step by,
-    multiples of 16 bytes. `masked` says that there is a mask. The dtype of e4m3 codes is "float8_e4m3fn", whatever that
-    of their arrays is; there is neither mask nor state then.
+    `sequences` is 1 without starts. `aligned`: all rows that are read start at, and step by, multiples of 16 bytes.
+    `masked`: the call has a mask. The dtype of e4m3 codes is "float8_e4m3fn", whatever dtype their arrays have; e4m3
+    supports neither mask nor state.
     """
 
     s_q: int
@@ -58,7 +58,7 @@ class DenseProblem:
 
     @property
     def variant(self) -> Variant:
-        """The build that a problem takes."""
+        """The build for a problem."""
         return Variant(dtype=self.dtype, head_dim_qk=self.d_qk, head_dim_v=self.d_v)
 
     @property
@@ -68,7 +68,7 @@ class DenseProblem:
 
 
 class PrefillOptions(NamedTuple):
-    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
+    """A call's arguments other than arrays: as passed, then as resolved by the checks."""
 
     causal: bool
     scale: float
@@ -99,7 +99,7 @@ class DenseBackwardProblem(DenseProblem):
 
 
 class PrefillBackwardOptions(NamedTuple):
-    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
+    """A call's arguments other than arrays: as passed, then as resolved by the checks."""
 
     causal: bool
     scale: float

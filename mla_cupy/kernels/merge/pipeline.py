@@ -30,7 +30,7 @@ KERNEL: KernelSpec[object] = KernelSpec(
 
 
 class MergeOptions(NamedTuple):
-    """The arguments of a call beside its arrays: the caller's, then what the checks make of them."""
+    """A call's arguments other than arrays: as passed, then as resolved by the checks."""
 
     lse_base: str
     empty_lse: float

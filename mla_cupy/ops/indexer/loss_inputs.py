@@ -26,7 +26,7 @@ LAST_COLUMNS = (
     Input("q_rope", "s_q h d_rope", ("=q",), optional=True, contiguous=True),
     Input("k_rope", "s_kv h_rope? d_rope", ("=q",), optional=True, contiguous=True),
 )
-"""Last columns of queries and keys, where these are arrays of their own."""
+"""Last columns of queries and keys, where these are separate arrays."""
 INDEX_INPUTS = (
     Input("index_q", "s_q h_i d_i", ("=q", *CODES), contiguous=True),
     Input("index_k", "s_kv d_i", ("=index_q",), contiguous=True),

@@ -111,7 +111,7 @@ def indexer_select(
 
 
 class SelectOptions(NamedTuple):
-    """The arguments beside the arrays."""
+    """The arguments other than arrays."""
 
     accumulate: Any
     topk: Any

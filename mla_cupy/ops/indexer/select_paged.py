@@ -109,7 +109,7 @@ def indexer_select_paged(
 
 
 class PagedSelectOptions(NamedTuple):
-    """The arguments beside the arrays."""
+    """The arguments other than arrays."""
 
     topk: Any
     slots: Any

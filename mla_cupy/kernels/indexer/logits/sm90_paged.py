@@ -42,7 +42,7 @@ _E2M1_VARIANTS = (
 
 
 def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
-    """Reason that the kernel cannot take the problem; None if it can."""
+    """Reason why the kernel does not support the problem; None if it does."""
     if device.arch not in HOPPER:
         return needs_cc(device, "9.0")
     if problem.dtype != CODES[0] or problem.head_dim != HEAD_DIM:
@@ -58,7 +58,7 @@ def unsupported(problem: LogitsProblem, device: DeviceInfo) -> Reason | None:
 
 
 def variant(problem: LogitsProblem) -> Variant:
-    """The build that a problem takes."""
+    """The build for a problem."""
     block = block_heads(problem.heads)
     few, many = _E2M1_VARIANTS if problem.e2m1 else (build for build in _VARIANTS if build.block_heads == block)
     return few if _QUERY_STAGES * problem.block_tokens <= few.query_tiles else many

@@ -1,4 +1,4 @@
-"""The parameter struct of the losses' kernels, by what they read: attention, indexer, results, a chunk of tokens."""
+"""The parameter struct of the losses' kernels, by group: attention, indexer, results, a chunk of tokens."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _sequences(problem: LossProblem, call: Call) -> _Members:
 def _attention(problem: LossProblem, call: Call, heads: int) -> _Members:
     """Arrays and sizes of the attention, for the target.
 
-    Without arrays of their own, RoPE columns are the last ones of q and k.
+    Without separate arrays, RoPE columns are the last ones of q and k.
     """
     q_rope, k_rope = call.name("q_rope") or "q", call.name("k_rope") or "k"
     read, written = _log_sum_exps(problem, call)

@@ -13,7 +13,7 @@ PIECE_BYTES = 128
 PIECE_COLUMNS = PIECE_BYTES // 2
 """Columns of 16 bits in a piece."""
 FINITE_KEYS = "finite_keys"
-"""The part of the workspace that the gradients take the index keys from."""
+"""The part of the workspace with the index keys for the gradients."""
 DECODED_QUERIES = "decoded_queries"
 """Name of the workspace's decoded index queries of a chunk's tokens, where queries are codes."""
 FINITE_VALUES, NONFINITE_TILES = "finite_values", "nonfinite_tiles"
@@ -65,7 +65,7 @@ def gradient_query_map(call: Call, tokens: int, box: tuple[int, int]) -> tuple[s
 
 
 def finite_value_map(call: Call) -> tuple[str, TensorMapSpec]:
-    """The copy of the values, whose rows start at multiples of 16 bytes."""
+    """The copy of the values, with rows that start at multiples of 16 bytes."""
     values = call.view("v")
     shape = values.shape[0], values.shape[-1]
     return FINITE_VALUES, key_map(values._replace(ptr=0, shape=shape, strides=(finite_value_stride(shape[1]), 1)))

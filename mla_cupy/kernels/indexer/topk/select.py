@@ -14,14 +14,14 @@ BLOCK_ELEMS = ITEMS * MAX_THREADS
 """Most elements that a block holds."""
 CLUSTER_BLOCKS = 8
 MIN_SHARE = 4096
-"""Elements of a row per block of a cluster: one vector of each thread. What is shorter is not worth the exchange."""
+"""Elements of a row per block of a cluster: one vector per thread. Shorter rows are not worth the exchange."""
 
 
 _HAVE_CLUSTERS = (*HOPPER, *BLACKWELL)
 
 
 def in_clusters(problem: TopkProblem, device: DeviceInfo) -> bool:
-    """True if a cluster of blocks takes each row: rows that a block does not hold, and few rows that are not short."""
+    """True if a cluster of blocks processes each row: rows that exceed a block, and few rows that are not short."""
     if device.arch not in _HAVE_CLUSTERS:
         return False
     return problem.s_kv > BLOCK_ELEMS or (2 * problem.s_q <= device.sm_count and problem.s_kv > MIN_SHARE)
