@@ -23,7 +23,7 @@ PROBES = "probes/"
 SCHEDULE = "attention/split_schedule.cuh"
 SCHEDULE_CONSTANTS = ("kMaxSplits", "kItemCost", "kPriceScale", "kShortSplit")
 CONSTANTS_HEADER = '''\
-"""Constants of `{header}`, with the headers that it includes: they say what the numbers mean.
+"""Constants of `{header}` and its headers, which explain the numbers.
 
 Written by `python -m tools.generate`.
 """

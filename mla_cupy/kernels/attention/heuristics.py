@@ -10,8 +10,8 @@ COMBINE_UNITS_PER_BLOCK = 2
 PROJECTION_BLOCKS_PER_SM = 2
 """Blocks that project which are resident on an SM at once."""
 LEAST_ROWS_APART, LEAST_WIDE_ROWS_APART = 5120, 65
-"""From this many rows of all heads on, results are merged first and multiplied by W_UV in a separate launch: for heads
-up to 128 wide, and for wider ones. Measured with layers on an H200: "Around attention" in the documentation.
+"""Least rows of all heads for which results are merged first and multiplied by W_UV in a separate launch: for heads up
+to 128 wide, and for wider ones. Measured with layers on an H200: "Around attention" in the documentation.
 """
 MAX_ROW_LIST_BLOCKS = 1 << 16
 """Blocks loop over the queries; a grid of this size keeps any GPU busy to the end."""

@@ -17,7 +17,7 @@ WARP_VECTORS = 4
 GROUP_VECTORS = 4
 """Vectors that a group processes in turn if there are many."""
 MANY_VECTORS = 32768
-"""With fewer vectors each group has one: the latency of the last one then decides."""
+"""Least vectors for this. Fewer vectors go to one group each: the latency of the last one then decides."""
 HEAD_DIMS = (32, 64, 128)
 SCALE_BYTES = 4
 """Bytes of a key's scale in a cache, or of its four scales."""
