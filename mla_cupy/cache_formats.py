@@ -72,17 +72,17 @@ class CacheFormat:
     about : str
         Who uses it.
     planes : tuple of int
-        Bytes per token of each plane.
+        Bytes per token in each plane.
     fields : tuple of Field
     scales : tuple of str
-        The rules by which a quantiser may choose scales, the default first.
+        Rules that a quantiser may use for scales, the default first.
     group : int
-        Elements that share a scale; 0 where there are no scales in the record.
+        Elements that share a scale; 0 for formats without scales.
     d_qk, d_v : int
-        Widths of the key and of the value, whose elements are the key's first. 0 for records that attention does not
-        read.
+        Widths of the key and of the value (the first elements of the key). 0 for formats that attention does not read.
     page_multiple : int
-        Page strides are multiples of this many bytes by convention. Kernels take any page stride that is large enough.
+        Page strides are multiples of this many bytes by convention. Kernels support any page stride that is large
+        enough.
     """
 
     name: str
@@ -123,7 +123,7 @@ class CacheFormat:
 
     @property
     def grouped(self) -> tuple[str, ...]:
-        """Names of the fields whose elements share scales in groups."""
+        """Names of the fields with scales per group of elements."""
         return tuple(f.name for f in self.fields if f.name in ("latent", "rope", "key") and self.group and f.is_code)
 
     def field(self, name: str) -> Field:
@@ -333,16 +333,16 @@ def without_heads(cache: _ArrayT, argument: str = "cache") -> _ArrayT:
 def format_of(
     dtype: str, width: int, argument: str = "cache", name: object = None, listed: Collection[str] = ()
 ) -> CacheFormat:
-    """The latent record of a cache with this dtype and last axis, or check that it is the one called `name`.
+    """The latent format of a cache with this dtype and last axis, or check that it is the one called `name`.
 
     An error lists the records of these names, or else all of them.
 
     Raises
     ------
     ArgumentError
-        If there is no record called `name`.
+        If there is no format called `name`.
     ShapeError
-        If the array cannot hold the record, or none.
+        If the array cannot hold the format, or any format.
     """
     kind = "uint8" if dtype in BYTE_DTYPES else dtype
     names = [record.name for record in LATENT_FORMATS]

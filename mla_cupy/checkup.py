@@ -1,4 +1,4 @@
-"""Checks of an installation, for `mla-cupy info --check`: what is wrong, and the command that fixes it."""
+"""Checks of an installation, for `mla-cupy info --check`: problems, and the commands that fix them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mla_cupy.runtime import cache, device, env, loader, nvrtc
 from mla_cupy.runtime.remedies import INSTALL_CUPY, INSTALL_NVRTC
 
 OK, ABSENT, WRONG = "ok", "absent", "wrong"
-"""States; what is absent is not needed here."""
+"""States; absent things are not needed here."""
 FRAMEWORKS = {"torch": (2, 4), "jax": (0, 5), "transformers": (5,)}
 """The oldest versions that the extras of setup.cfg accept."""
 OLDEST_CUPY = (14,)
@@ -34,7 +34,7 @@ _TOLERANCE = 2.0**-6
 
 @dataclass(frozen=True)
 class Check:
-    """One finding; `fix` is what to do where the state is `WRONG`."""
+    """One finding; `fix` is the remedy for the state `WRONG`."""
 
     name: str
     state: str

@@ -313,7 +313,7 @@ def _show_outcomes(outcomes: Sequence[loader.Outcome]) -> None:
 
 
 def _print_causes(outcomes: Sequence[loader.Outcome]) -> None:
-    """Print each cause of failure once, with the kernels that it is the cause for."""
+    """Print each cause of failure once, with its kernels."""
     names: dict[str, list[str]] = {}
     for outcome in outcomes:
         if cause := outcome.error or outcome.cache_error:
@@ -381,7 +381,7 @@ def _clear_cache(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> list[Planned]:
-    """Every kernel, variant and target that the options ask for."""
+    """Every kernel, variant and target that the options select."""
     from mla_cupy.kernels import KERNELS
 
     archs, named = _archs(options.arch), options.kernels != ("all",)

@@ -16,7 +16,7 @@ VALUE_WIDTHS = {D_QK: D_V, D_V: D_V, 320: 256, 288: 256}
 D_HEADS = 128, 64, 192, 256
 """Widths of a head without RoPE, of keys and of values, before W_UK is absorbed and after W_UV."""
 D_UNABSORBED = 192
-"""Width of DeepSeek-V3's queries before W_UK is absorbed: 128 without RoPE and 64 with it. No kernel takes them."""
+"""Width of DeepSeek-V3's queries before W_UK is absorbed: 128 without RoPE and 64 with it. No kernel supports it."""
 TILE_TOKENS = 64
 """Tokens of one step of a kernel, and the unit of the split-KV schedule."""
 MAX_TOKENS = 2**31 - TILE_TOKENS

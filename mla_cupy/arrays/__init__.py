@@ -1,8 +1,8 @@
-"""Arrays of any library: borrowed views, results in the caller's library. The only package that knows frameworks.
+"""Arrays of any library: borrowed views, results in the caller's library. The only package that handles frameworks.
 
-A *family* is a library and a place: NumPy, CuPy, PyTorch on a GPU, PyTorch on the CPU, JAX, anything with DLPack.
-Three families are native, that is, can be viewed and allocated directly: NumPy, CuPy and PyTorch on a GPU. The others
-lend their arrays to a native one (`adopt`, no copy) and take results back from it (`release`).
+A *family* is a library and a place: NumPy, CuPy, PyTorch on a GPU, PyTorch on the CPU, JAX, anything with DLPack. Three
+families are native, that is, can be viewed and allocated directly: NumPy, CuPy and PyTorch on a GPU. The others lend
+their arrays to a native one (`adopt`, no copy) and get results back from it (`release`).
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _where(family: Family) -> str:
 def check_writable(
     family: Family, results: Mapping[str, Any], function: str = "", changed: Collection[str] = ()
 ) -> None:
-    """Check that arrays for results, None for one not given, can be written to.
+    """Check that arrays for results, or None, can be written to.
 
     Parameters
     ----------

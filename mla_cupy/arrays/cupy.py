@@ -164,7 +164,7 @@ class CupyFamily(NativeFamily):
         return self._cupy.ndarray(view.shape, dtype, cuda.MemoryPointer(memory, 0), strides)
 
     def nccl(self) -> Any:
-        """CuPy's binding of NCCL; None where it has none."""
+        """CuPy's binding of NCCL, or None."""
         try:
             from cupy.cuda import nccl
         except ImportError:
@@ -195,7 +195,7 @@ class CupyFamily(NativeFamily):
             raise UnsupportedDeviceError(f"device {number}: CuPy cannot use it: {error}; {remedy}") from error
 
     def event(self, device: int) -> Any:
-        """The end of what `device`'s current stream holds now; None while it is captured, when nothing runs."""
+        """The end of the present work on `device`'s current stream; None while it is captured, when nothing runs."""
         with self._device(device):
             stream = self._current()
             if stream.is_capturing():

@@ -242,7 +242,7 @@ def _tensor_guards(torch: Any) -> Any:
 
 @functools.cache
 def write_counter(torch: Any) -> Counter:
-    """Function that increments tensors' versions, by which autograd knows that one it has saved was overwritten."""
+    """Function that increments tensors' versions, so that autograd detects overwritten saved tensors."""
     increment: Counter = torch._C._increment_version
     try:
         increment(())
@@ -260,7 +260,7 @@ def _increment_each(increment: Any, tensors: Iterable[Any]) -> None:
 
 @breaks_graphs
 def check_tensor(x: Any, argument: str) -> None:
-    """Check that a tensor has memory that says what it is, and that no derivatives are wanted.
+    """Check that a tensor has plain memory, and that no derivatives are requested.
 
     Raises
     ------
@@ -316,7 +316,7 @@ _RESOLVE = "call its resolve_neg() or resolve_conj()"
 
 
 def _derivative(torch: Any, x: Any) -> str:
-    """Part that a tensor takes in reverse or forward mode; "" if it has none."""
+    """A tensor's role in reverse or forward mode; "" if it has none."""
     forward_mode = torch.autograd.forward_ad
     if x.requires_grad and torch.is_grad_enabled():
         return "requires grad, in grad mode"

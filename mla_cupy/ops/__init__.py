@@ -1,4 +1,4 @@
-"""The public operations: what they mean, what they check, how they run."""
+"""The public operations: their meaning, their checks, how they run."""
 
 import inspect
 

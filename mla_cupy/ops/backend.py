@@ -34,7 +34,7 @@ def use_gpu() -> bool:
 
 
 def _has_gpu() -> bool:
-    """True if CUDA shows a GPU. Only that is remembered: where it shows none, the next call asks again."""
+    """True if CUDA shows a GPU. Only True is remembered: otherwise the next call asks again."""
     global _seen_gpu
     _seen_gpu = _seen_gpu or device.gpu_count() > 0
     return _seen_gpu
@@ -102,7 +102,7 @@ def _handle(device: int, stream: Any) -> int:
 
 
 def deliver(results: Iterable[Any], given: Iterable[Any]) -> tuple[Any, ...]:
-    """Write results to the caller's arrays where there are any; returns what the caller gets."""
+    """Write results to the caller's arrays, if any; returns the caller's results."""
     delivered = []
     for result, target in zip(results, given, strict=True):
         if target is not None:

@@ -147,7 +147,7 @@ def cache_gather(
 
 
 def check_layout(record: CacheFormat, cache: View, argument: str = "cache") -> None:
-    """Check what the kernels rely on beside the width of the last axis."""
+    """Check the kernels' requirements other than the width of the last axis."""
     if 0 in cache.shape or record.dtype != "uint8":
         return
     page, token = page_and_token_bytes(record, cache)

@@ -143,9 +143,9 @@ def cache_update(
         Both are changed in place, by sequence.
     step_table : array, (max_rows, max_pages), int32
     step_seqlens : array, (max_rows,), int32
-        The rows of the step, in its order; of the table as many columns as the length takes.
+        The rows of the step, in its order; of the table only the columns that the length covers.
     slots, positions : array, (max_tokens,), int32
-        Where the step's tokens go, and their positions: the last ones of each row; -1 if there is no such place.
+        Slots of the step's tokens, the last ones of each row, and their positions; -1 for tokens without a slot.
     page_size : int
     stream : int or stream object, optional
         Where to run. Default: the caller's library's current stream.

@@ -95,10 +95,10 @@ class _Batch:
         return Stage("alone", decode_operation.OPERATION, arrays, self._decode_options(alone=True), section.plan)
 
     def of_group(self, section: Section) -> list[Stage | Assignment]:
-        """The states of a group's sequences over their prefix, and over what they have behind it, and their merge.
+        """The states of a group's sequences over their prefix and over the rest, and their merge.
 
-        The queries of all of them are those of one sequence. Of the arrays of states the first is the prefix's; the
-        axis of heads comes before that of sequences, as the prefix's call has the queries of all of them in one.
+        The queries of all sequences form one sequence. The first of the state arrays is the prefix's; the axis of heads
+        comes before the axis of sequences, as the prefix's call has the queries of all of them in one.
         """
         group, device = section.group, self._device
         assert group is not None

@@ -28,11 +28,11 @@ class KernelLaunch:
     Attributes
     ----------
     kernel, build : str
-        Name, and the build's.
+        Names of the kernel and of its build.
     grid : tuple of int
         Blocks.
     registers, smem_bytes : int or None
-        Of a thread and of a block; None if it is not compiled yet.
+        Per thread and per block; None if the build is not compiled yet.
     """
 
     kernel: str

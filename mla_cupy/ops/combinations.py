@@ -18,11 +18,11 @@ class Part(NamedTuple):
     Attributes
     ----------
     argument : str
-        The argument that brings it.
+        The argument that selects the part.
     without : str
-        What that argument is in a call without the part.
+        Value of that argument in a call without the part.
     beside : str
-        How a message about another argument ends; "{}" is what this part is in the call.
+        End of a message about another argument; "{}" is the value of this part.
     """
 
     argument: str
@@ -139,8 +139,8 @@ def check(conflicts: Iterable[Conflict], parts: Parts) -> None:
     ----------
     conflicts : iterable of Conflict
     parts : mapping
-        What the call has, as a message shows it, by the names of `PARTS`; None is absent. A function is called when
-        its conflict's other part is there: a recorded call then compares no number in vain.
+        Values of the call as messages show them, by the names of `PARTS`; None is absent. A function is evaluated only
+        when the conflict's other part is present: a recorded call then compares no number in vain.
 
     Raises
     ------

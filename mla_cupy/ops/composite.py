@@ -1,7 +1,7 @@
 """Operations that are made of others: calls on parts of the arrays, checked and prepared together.
 
-A composite has a record like any operation. How a call divides into stages is known from its views alone, so everything
-about the stages is done once for a kind of calls. What is left for a call is to find the addresses of their arrays.
+A composite is described like any operation. A call's division into stages depends on its views alone, so everything
+about the stages is done once per kind of call. Each call then only finds the addresses of their arrays.
 """
 
 from __future__ import annotations
@@ -100,12 +100,12 @@ class Stage(NamedTuple):
     Attributes
     ----------
     name : str
-        What `kernel=` calls it.
+        Name for `kernel=`.
     operation : Operation
     arrays : mapping
-        Its arrays by name, all outputs among them; those that are not given may be left out.
+        Its arrays by name, all outputs included; absent arrays may be left out.
     options : tuple
-        As of a caller of the operation.
+        Options as a caller passes them.
     plan : Plan or None
     """
 
@@ -170,7 +170,7 @@ class CompositePipeline(Pipeline[CompositeConfig]):
         return config.layout
 
     def steps(self, config: CompositeConfig, call: Call) -> list[Step]:
-        """The launches of all stages, each with the arrays of its own."""
+        """The launches of all stages, each with its own arrays."""
         return [
             launch
             for step in config.steps
@@ -210,7 +210,7 @@ class CompositePipeline(Pipeline[CompositeConfig]):
 def configure(division: Division, device: DeviceInfo | None, kernels: Kernels) -> CompositeConfig:
     """Check and configure the stages of a call on a device, each kind once.
 
-    Without a device there is nothing to configure but what a plan has to say.
+    Without a device only plans are checked.
     """
     known: dict[Any, _Configured] = {}
     steps: list[tuple[Stage, _Configured] | Assignment] = []
@@ -227,7 +227,7 @@ def configure(division: Division, device: DeviceInfo | None, kernels: Kernels) -
 
 
 def _kind(stage: Stage) -> Any:
-    """Equal for stages that differ in nothing but addresses, as far as they are aligned alike."""
+    """Equal for stages that differ only in addresses of equal alignment."""
     parts = (
         (name, part and part.view._replace(ptr=part.view.ptr % ARRAY_ALIGNMENT)) for name, part in stage.arrays.items()
     )
@@ -257,7 +257,7 @@ def _relative(step: Assignment, bases: Mapping[str, int]) -> Assignment:
 
 
 class PreparedStages:
-    """Launches of all stages, ready to be enqueued with any addresses: what `Prepared` is of one operation."""
+    """Launches of all stages, ready to be enqueued with any addresses: the counterpart of `Prepared`."""
 
     def __init__(self, actions: Sequence[_Launches | _Assignment], layout: Layout) -> None:
         self.driver = driver.current()

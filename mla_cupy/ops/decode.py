@@ -254,7 +254,7 @@ def _forms_of(views: Views, options: DecodeOptions) -> Forms:
 
 
 def _is_aligned(views: Views, record: str, forms: Forms) -> bool:
-    """True if TMA can fetch q and a cache of rows; beside records, forms alone need aligned queries."""
+    """True if TMA can fetch q and a cache of rows. With FP8 formats only optional inputs need aligned queries."""
     cache, rope = present(views, "kv_cache"), views["q_rope"]
     if (record and not forms.beyond_sink) or (not record and cache.shape[0] == 0):
         return bool(record)
@@ -283,7 +283,7 @@ def _check_values(arrays: Arrays, options: DecodeOptions) -> None:
 
 
 def check_values(arrays: Arrays, world: int, rank: int) -> None:
-    """Check the lengths of a shard of sequences, and the pages that they take.
+    """Check the lengths of a shard of sequences, and the pages that they use.
 
     Raises
     ------

@@ -118,7 +118,9 @@ class DecodePlan(Plan):
 
     @property
     def splits(self) -> Splits | None:
-        """Pieces of split requests that its calls leave; None if they leave none, or not as `Splits` says."""
+        """Pieces of split requests that the plan's calls leave unmerged; None if there are none, or not in the form of
+        `Splits`.
+        """
         config = self._config
         if not isinstance(config, (InSplits, InGroups)) or not config.combine_blocks:
             return None
@@ -184,7 +186,7 @@ class DecodePlan(Plan):
         self.mark_scheduled(b, total)
 
     def _check_starts(self, b: int, starts: View | None, total_q: Any) -> int:
-        """Check what a step says about queries of varying length, and return how many there are in all."""
+        """Check a step's arguments for packed queries, and return the total number of queries."""
         packed = self._problem.forms.packed
         for name, value in (("cu_seqlens_q", starts), ("total_q", total_q)):
             if (value is not None) != packed:
@@ -220,7 +222,7 @@ class DecodePlan(Plan):
         self.state = (self._identity, b, total_q)
 
     def zero_tickets(self) -> None:
-        """Zero, once and for all, what clusters that share requests count on; the workspace is the plan's alone."""
+        """Zero, once, the counters of clusters that share requests; the plan alone owns the workspace."""
         assert self._config is not None
         layout = DECODE.workspace(self._config)
         first = layout.offsets["tickets"]
@@ -487,7 +489,7 @@ def examine_plan(
     split_tokens: int,
     kernel: str | None,
 ) -> tuple[DecodeProblem, Limits, Pieces | None]:
-    """Every check of a plan that needs no device: what it is for, and its pieces if it is batch-invariant."""
+    """Run every check of a plan that needs no device; returns its problem, and its pieces if it is batch-invariant."""
     sizes = {"max_b": max_b, "s_q": s_q, "h_q": h_q, "max_pages": max_pages, "page_size": page_size}
     for argument, value in sizes.items():
         if not is_integer(value) or not 1 <= value <= MAX_INT32:
@@ -538,7 +540,7 @@ def examine_plan(
 def _check_pieces(batch_invariant: Any, split_tokens: Any, max_b: int, max_tokens: int, groups: int) -> Pieces | None:
     """The pieces of a plan for up to `max_b` sequences of up to `max_tokens`; None if it is not batch-invariant.
 
-    `groups` are the most groups of queries that it may have: each has pieces of its own.
+    `groups` is the largest number of groups of queries; each has separate pieces.
     """
     tiles = check_pieces(
         batch_invariant, split_tokens, ("max_pages * page_size", max_tokens), (f"max_b={max_b} sequences", groups)

@@ -1,7 +1,7 @@
 """Arguments that only make sense together: a group is one argument of a public function.
 
-Inside the package the members of a group travel under the names of an operation's arrays and options. `flat` alone
-knows which member becomes which.
+Inside the package the members of a group are passed under the names of an operation's arrays and options. `flat` alone
+maps members to these names.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def leaves(group: Group) -> tuple[list[Any], Structure]:
 
 
 def joined(kind: type[_G], structure: Structure, children: Iterable[Any]) -> _G:
-    """Join what `leaves` has split; the leaves may be anything by now."""
+    """Join the result of `leaves`; the leaves may be anything by now."""
     names, static = structure
     return kind(**dict(zip(names, children, strict=True)), **dict(static))
 

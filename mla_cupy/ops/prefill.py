@@ -170,7 +170,7 @@ def _examine(views: Views, given: PrefillOptions) -> Examined:
 
 
 def _check_codes(views: Views, sizes: Sizes) -> None:
-    """Check what goes with e4m3 codes alone, and what does not go with them."""
+    """Check the arguments that only e4m3 codes support, and those that they do not support."""
     dtype, scales = present(views, "q").dtype, [name for name in SCALES if views[name] is not None]
     coded = {"codes" if dtype in BYTE_DTYPES else "half": dtype}
     combinations.check(combinations.PREFILL, coded | combinations.given(views, *SCALES, "state_out", "mask"))

@@ -83,7 +83,7 @@ def mla_prefill_backward(
     dk, dv : array, shapes of k and v
         0 for a key that no query sees.
     dq_rope, dk_rope : array, shapes of q_rope and k_rope, or None
-        None without q_rope, k_rope.
+        None without `q_rope` or `k_rope`.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Search for sequences of a batch that share a prefix worth a call of its own."""
+"""Search for sequences of a batch with a shared prefix that is worth a separate call."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _runs(common: Array, least: int) -> list[PrefixGroup]:
 
 
 def _saved_us(group: PrefixGroup, rows: int, page_size: int, sms: int) -> float:
-    """Time that a call gains, by the model, if the group's prefix has one of its own."""
+    """Time that a separate call for the group's prefix saves, by the model."""
     tiles = group.pages * page_size / TILE_TOKENS / sms
     blocks = -(-rows // TILE_TOKENS)
     alone = _SMALL_TILE_US + _SMALL_ROW_US * rows if rows <= _SMALL_ROWS else _TILE_US * blocks

@@ -47,7 +47,7 @@ class SparseSizes(NamedTuple):
 
 
 def check_rows_or_pages(views: Views, read: Sequence[str] = SPARSE_RECORDS) -> str:
-    """The FP8 record of the pages that `kv` has, "" for 16-bit rows; and checks what it has of either.
+    """Check `kv`; returns the FP8 format of its pages, "" for 16-bit rows.
 
     A record is one of those that kernels `read`.
 
@@ -70,7 +70,7 @@ def check_rows_or_pages(views: Views, read: Sequence[str] = SPARSE_RECORDS) -> s
 
 
 def check_selection(views: Views) -> SparseSizes:
-    """Check what the axes and dtypes of the inputs do not say.
+    """Check the inputs beyond their axes and dtypes.
 
     Raises
     ------

@@ -10,7 +10,7 @@ from mla_cupy.errors import UnsupportedDeviceError
 from mla_cupy.runtime import env
 
 _ARCHITECTURE_SPECIFIC = ("sm_90", "sm_100", "sm_103")
-"""Targets whose `a` flavour has instructions that the kernels use."""
+"""Targets with an `a` flavour that the kernels use."""
 
 
 def arch_of(major: int, minor: int) -> str:
@@ -82,7 +82,7 @@ SAMPLES = tuple(
     DeviceInfo(0, f"a GPU of {arch}", cc, 108, smem_per_block(cc), 50 << 20, 1 << 34, EVERY_KERNEL)
     for arch, cc in ((arch, divmod(number_of(arch), 10)) for arch in TARGETS)
 )
-"""A GPU of each kind, on which every kernel may be chosen: stand-ins where there is none."""
+"""One GPU of each kind, so that every kernel can be chosen: stand-ins for machines without a GPU."""
 
 
 @dataclass(frozen=True)

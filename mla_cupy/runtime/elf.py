@@ -40,7 +40,7 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel in a cubin: its machine code, with what it calls, and the registers of a thread."""
+    """A kernel in a cubin: its machine code, including its callees, and its registers per thread."""
 
     name: str
     code: bytes
@@ -76,7 +76,7 @@ def entries(cubin: bytes) -> list[Entry]:
 
 
 def build_id(file: BinaryIO) -> str:
-    """The GNU build id of a library, or "" where it has none; reads a few hundred bytes only.
+    """The GNU build id of a library, or ""; reads a few hundred bytes only.
 
     Raises
     ------

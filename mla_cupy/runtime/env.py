@@ -171,7 +171,7 @@ def cuda_roots() -> tuple[str, ...]:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment for a process that compiles: ours, but it must not start compilers of its own."""
+    """The environment for a compiling process: ours, except that it must not start further compilers."""
     return {**os.environ, VARIABLES["JIT"].full_name: "lazy"}
 
 

@@ -2,7 +2,7 @@
 
 A compilation takes seconds inside native code. On a daemon thread it crashes the interpreter at exit, in a pool of
 threads it blocks exit, and a process forked meanwhile hangs in its own first compilation (NVRTC's locks are copied
-locked). So every compilation runs in a process of its own, spawned and not forked. Such a child ends with us: it is
+locked). So every compilation runs in a separate process, spawned and not forked. Such a child ends with us: it is
 killed at exit, and it watches its standard input, which closes however we end.
 
 Run as `python -m mla_cupy.runtime.worker` it reads one JSON line (see `_Task`) and answers with one line per event.
@@ -46,7 +46,7 @@ _CACHE_REMEDY = "set MLA_CUPY_CACHE_DIR to a writable directory with free space"
 
 @dataclass(frozen=True)
 class _Task:
-    """Task of a child: everything it needs, so that it decides nothing of its own."""
+    """Task of a child: everything it needs, so that it makes no decisions."""
 
     nvrtc: str
     read: list[str]
@@ -61,8 +61,8 @@ class Worker:
     Several threads may wait for it at once. `inline` makes it send the builds back through its pipe; without, it
     only leaves them in the cache.
 
-    All have the priority of this process: a call that joins one would otherwise wait longer for it, on a busy machine,
-    than for a compilation of its own.
+    All have the priority of this process: on a busy machine, a call that joins one would otherwise wait longer than for
+    a compilation of its own.
     """
 
     def __init__(self, requests: Sequence[BuildRequest], *, inline: bool) -> None:
@@ -200,7 +200,7 @@ def join(request: BuildRequest) -> Worker | None:
 
 
 def cached(request: BuildRequest) -> Build | None:
-    """The build of `request` that lies in `MLA_CUPY_CUBIN_DIR` or the cache, if any."""
+    """The build of `request` in `MLA_CUPY_CUBIN_DIR` or the cache, if any."""
     found = cache.prebuilt(request)
     if found is not None:
         return found

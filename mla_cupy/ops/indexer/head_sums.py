@@ -75,7 +75,7 @@ def indexer_head_sums(
     relative : bool
         With indices: as for `indexer_sparse_loss`.
     buffer_bytes : int
-        The tokens are processed in chunks whose sums fit; a chunk has at least one token.
+        Size of the buffer of sums. Tokens are processed in chunks that fit; a chunk has at least one token.
     head_sums : array, (s_q, s_kv) or (s_q, topk), float32, optional
         Memory for the result; the last axis is contiguous.
     workspace : array, (n,), uint8, optional
@@ -108,7 +108,7 @@ def indexer_head_sums(
     On Hopper the function runs on tensor cores if arrays start at and step by multiples of 16 bytes; with indices also
     only for up to 128 heads that share whole keys, and d in multiples of 8. Without `lse` it computes the scores twice.
 
-    Workspace: at most `buffer_bytes` (or what one token needs: 4 bytes per key), 8 * s_q bytes, 4 * s_q * topk with
+    Workspace: at most `buffer_bytes` (or one token's share: 4 bytes per key), 8 * s_q bytes, 4 * s_q * topk with
     indices, and 4 * s_q * h without `lse`.
 
     Examples

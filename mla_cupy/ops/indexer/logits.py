@@ -1,4 +1,4 @@
-"""Scores of the lightning indexer, for queries and keys that lie side by side."""
+"""Scores of the lightning indexer, for contiguous queries and keys."""
 
 from __future__ import annotations
 

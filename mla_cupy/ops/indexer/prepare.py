@@ -184,7 +184,7 @@ def _examine_k(views: Views, given: PrepareOptions) -> Examined:
 
 
 def check_vectors(x: View, cos: View | None, more: int = 0) -> PrepareProblem:
-    """Check the number of vectors, with `more` beside them, and how many of their elements turn.
+    """Check the number of vectors, plus `more`, and the number of their elements that RoPE turns.
 
     Raises
     ------

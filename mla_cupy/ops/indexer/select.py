@@ -124,7 +124,7 @@ class SelectOptions(NamedTuple):
 
 
 def check_selection(options: Any) -> Any:
-    """Check what the selections have in common; returns the options with it resolved.
+    """Check the options that all selections share; returns them resolved.
 
     Raises
     ------

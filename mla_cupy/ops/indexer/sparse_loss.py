@@ -1,4 +1,4 @@
-"""The loss that trains the lightning indexer in the sparse stage: over the keys that it has selected."""
+"""The loss that trains the lightning indexer in the sparse stage, over its selected keys."""
 
 from __future__ import annotations
 
