@@ -87,12 +87,12 @@ def sparse_attention_backward_wrapper(
 
 
 def _width(q: torch.Tensor) -> int:
-    """The width of the queries, 1 where they have none: what is wrong with them `sparse_mla_backward` says."""
+    """The width of the queries, 1 if they have none: `sparse_mla_backward` then raises the error."""
     return int(math.prod(check_kind("Tensor", "q", q).shape[-1:])) or 1
 
 
 def _handle(stream: Any) -> Any:
-    """The handle of a CUstream; of what is none `sparse_mla_backward` says so."""
+    """The handle of a CUstream; for anything else `sparse_mla_backward` raises the error."""
     try:
         return None if stream is None else int(stream)
     except (OverflowError, TypeError, ValueError):

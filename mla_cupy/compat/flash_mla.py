@@ -411,7 +411,7 @@ def check_decode(schedule: Any, num_splits: Any, head_dim_v: int) -> None:
 
 
 def _check_extra(cache: Any, indices: Any, length: Any, possible: bool) -> None:
-    """A second cache and its indices are given together, and only beside a first one of FP8 records with indices."""
+    """Check that a second cache and its indices are passed together, and only with a first FP8 cache with indices."""
     names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
     given = [name for name, x in zip(names, (cache, indices, length), strict=True) if x is not None]
     if given and not possible:

@@ -48,7 +48,7 @@ def form_of(
     Raises
     ------
     ShapeError, DTypeError
-        If an array has another number of axes, or an FP8 cache is none.
+        If an array has a wrong number of axes, or an FP8 cache is not one.
     """
     try:
         b, s_q, h_q, d_qk = q.shape

@@ -60,7 +60,7 @@ def _warp(span: Any) -> int:
 
 
 def _shares(spans: Iterable[Any], begin: int, end: int, width: int) -> list[float]:
-    """Return the share of each column of time that the spans cover; what overlaps counts more than once."""
+    """Return the share of each column of time that the spans cover; overlaps count more than once."""
     column = (end - begin) / width
     covered = [0.0] * width
     for span in spans:

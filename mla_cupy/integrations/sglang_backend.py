@@ -51,10 +51,10 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
     ----------
     model_runner : ModelRunner
     skip_prefill, kv_indptr_buf, kv_last_page_len_buf
-        Of the base class.
+        Arguments of the base class.
     takes_parts : bool
-        SGLang gives queries and keys in two arrays, the latent part and the RoPE part. Queries are then decoded from
-        both where there is a kernel for that.
+        SGLang passes queries and keys in two arrays, the latent part and the RoPE part. Queries are then decoded from
+        both if a kernel supports that.
 
     Raises
     ------
@@ -63,7 +63,7 @@ class MlaCupyBackend(FlashMLABackend):  # type: ignore[misc]
     """
 
     supports_ragged_verify_graph = False
-    """The base class's verification takes any number of draft tokens of each request, ours one number for all."""
+    """The base class verifies any number of draft tokens per request, ours one number for all."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ def _speculation(model_runner: Any) -> Any:
 
 
 def _write_location(forward_batch: Any) -> Any:
-    """Places of new tokens: in newer versions the pool wants to be told that they are its own."""
+    """Locations of new tokens: newer versions require a flag that they are the pool's own."""
     kind: Any = getattr(memory_pool, "KVWriteLoc", None)
     if hasattr(kind, "for_batch"):
         return kind.for_batch(forward_batch)

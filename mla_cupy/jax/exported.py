@@ -143,7 +143,7 @@ class ExportedCall:
         return tuple(found)
 
     def _attributes(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """All options with their defaults, so that a program says what it was made for."""
+        """All options with their defaults, so that a program records its configuration."""
         known = {each["name"]: each for each in xla.options(self._manifest.data)}
         for name, value in options.items():
             if name not in known:
@@ -160,7 +160,7 @@ class ExportedCall:
     def _workspace(
         self, sizes: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]], attributes: Mapping[str, Any]
     ) -> int:
-        """The most bytes that a target needs; the rules of each are looked at for arrays that lie somewhere."""
+        """The most bytes that a target needs; each target's rules are evaluated for arbitrary addresses."""
         values: dict[str, Any] = {**sizes, "workspace": 1 << 62, "workspace_bytes": 1 << 61}
         values |= {name: value.item() for name, value in attributes.items()}
         values |= {f"device.{name}": value for name, value in self._device.items()}

@@ -169,7 +169,7 @@ def _before(ends: Any) -> Any:
 
 
 def _segments(ids: Any, count: int) -> tuple[Any, Any, Any]:
-    """Starts, ends and ids of the first segments; what is left of `count` is empty, behind the last one, of id 0."""
+    """Starts, ends and ids of the first segments; the rest of `count` is empty, after the last one, with id 0."""
     there = ids > 0
     begins = there & (ids != jnp.pad(ids, (1, 0))[:-1])
     ended = there & (ids != jnp.pad(ids, (0, 1))[1:])

@@ -1,4 +1,4 @@
-"""Attention of some rows to all of some keys: what dense and sparse attention have in common."""
+"""Attention of some rows to all of some keys, for dense and sparse attention."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _attend_fp8(rows: Array, keys: Array, values: Array, scale: float, block_tok
 
 
 def two_terms(weights: Array) -> Array:
-    """The numbers of two e4m3 terms: of the weights in float16, and of what the first one leaves of that."""
+    """The numbers of two e4m3 terms: of the float16 weights, and of the remainder after the first."""
     halves = round_to(weights, "float16")
     first = round_to(halves, "float8_e4m3fn")
     both: Array = first + round_to(halves - first, "float8_e4m3fn")
@@ -110,8 +110,8 @@ def two_terms(weights: Array) -> Array:
 def _fp8_products(rows: Array, keys: Array) -> Array:
     """rows @ keys.T in sums of 192 columns, as tensor cores sum products of e4m3 numbers.
 
-    Of each 32 terms, and the sum before, what lies 13 bits below the largest is cut off; and so it is of their sum. A
-    product counts as large as its factors without their fractions.
+    Sums of 32 terms and the previous sum: bits more than 13 below the largest one are cut off, in the terms and in the
+    sum. A product counts with the magnitude of its factors without their fractions.
     """
     total = np.zeros((len(rows), len(keys)))
     for of_sum in np.arange(rows.shape[1]).reshape(-1, _FP8_SUM_COLUMNS):
@@ -136,7 +136,7 @@ def _magnitude(x: Array) -> Array:
 
 
 def _shift(top: Array) -> Array:
-    """Shift of scores with this maximum: not -inf, so that keys without weight give exp(-inf), not NaN."""
+    """Shift of scores with this maximum: never -inf, so that keys without weight give exp(-inf), not NaN."""
     return np.where(top == -np.inf, top.dtype.type(0), top)
 
 

@@ -1,4 +1,4 @@
-"""Queries in e4m3, as products in FP8 take them: the rule byte by byte."""
+"""Queries in e4m3 for FP8 matmuls: the rule byte by byte."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAST_EXPONENT = -100
 
 
 def quantise_queries(q: npt.ArrayLike) -> tuple[Array, Array]:
-    """Round rows to e4m3, each beside a scale of its own.
+    """Round rows to e4m3, each with its own scale.
 
     Parameters
     ----------

@@ -19,18 +19,18 @@ _E4M3 = numpy_dtype("float8_e4m3fn")
 
 
 class SparseLoss(NamedTuple):
-    """A loss per row, what its rows are normalised by, and the gradients of the sum of row_weights * kl.
+    """A loss per row, the normalisation of its rows, and the gradients of the sum of row_weights * kl.
 
     Attributes
     ----------
     kl : array, (s_q,) or, per head, (s_q, h)
         KL(p || softmax(I)) over the keys that the row sees; 0 for a row without a target.
     mass : array, shape of kl
-        What the target was divided by. Per head: its log-sum-exp.
+        Divisor of the target. Per head: its log-sum-exp.
     index_lse : array, shape of kl
         log(sum(exp(I))); -inf for a row that sees no key.
     d_index_q, d_index_k, d_weights : array, or None without gradients
-        Of the shapes of index_q, index_k, weights.
+        Gradients in the shapes of index_q, index_k, weights.
     """
 
     kl: Array
@@ -47,7 +47,7 @@ class WarmupLoss(NamedTuple):
     Attributes
     ----------
     kl, mass, index_lse, d_index_q, d_index_k, d_weights : array
-        As of a `SparseLoss`. The gradients may be None.
+        As for a `SparseLoss`. The gradients may be None.
     out : array, (s_q, h, d_v), or None
         softmax(scale * q_h . k) v; 0 for a row that sees no key.
     attention_lse : array, (s_q, h), or None
@@ -270,9 +270,7 @@ class _Main(NamedTuple):
 
 
 class _Index(NamedTuple):
-    """The indexer's arrays, and what multiplies weights, keys and queries: 1 of numbers that are no codes, but for the
-    weights.
-    """
+    """The indexer's arrays, and the factors of weights, keys and queries: without codes 1, except for the weights."""
 
     q: Array
     k: Array

@@ -279,10 +279,10 @@ def _power_of_2(x: Array) -> Array:
 # ---- Keys in e2m1 ------------------------------------------------------------------------------------------------
 
 E2M1_WIDTH, E2M1_GROUP = 128, 32
-"""Elements of a key in e2m1, and of a group with a scale of its own."""
+"""Elements of a key in e2m1, and of a group that shares a scale."""
 MAX_E2M1 = 6.0
 NAN_SCALE = 0xFF
-"""The exponent that stands for NaN."""
+"""The exponent of NaN."""
 
 
 def are_e2m1(cache: Array, d: int) -> bool:

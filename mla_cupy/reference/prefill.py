@@ -170,7 +170,7 @@ class SeenKeys(NamedTuple):
 def seen_keys(
     s_q: int, s_kv: int, cu_seqlens_q: npt.ArrayLike | None, cu_seqlens_kv: npt.ArrayLike | None, causal: bool
 ) -> Iterator[SeenKeys]:
-    """Keys that each query of a sequence sees; a query of none is left out."""
+    """Keys that each query of a sequence sees; queries outside all sequences are left out."""
     starts_q, starts_kv = _starts(cu_seqlens_q, s_q), _starts(cu_seqlens_kv, s_kv)
     for n in range(len(starts_q) - 1):
         begin, end = int(starts_kv[n]), int(starts_kv[n + 1])

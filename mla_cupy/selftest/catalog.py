@@ -19,7 +19,7 @@ KERNELS: dict[str, KernelSpec[Any]] = {
 
 
 def probes(arch: str, pattern: str = "*") -> list[Probe]:
-    """Probes for a target whose names match a pattern with wildcards: first instructions, then blocks, then kernels.
+    """Probes for a target, with names that match a pattern: first instructions, then blocks, then kernels.
 
     Raises
     ------

@@ -105,7 +105,7 @@ def _decode(sizes: Sizes, heads: int, dtype: str, d_qk: int = D_QK) -> Problem:
 
 
 def random_records(rng: np.random.Generator, name: str, pages: int, kind: Any, mean: float = 0.0) -> Array:
-    """A cache of FP8 records, full of keys, latents around a mean; `kind` is the dtype that they have before."""
+    """A cache of FP8 tokens, full of keys, latents around a mean; `kind` is the dtype before quantisation."""
     record = FORMATS[name]
     room, page_bytes = pages * PAGE_SIZE, -(-record.page_bytes(PAGE_SIZE) // 16) * 16
     strides = (page_bytes, record.token_bytes, 1)

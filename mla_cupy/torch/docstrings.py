@@ -107,7 +107,7 @@ def documented(function: _F) -> _F:
 
 
 def _notes(docstring: Docstring, results: int, has_workspace: bool) -> str:
-    """Notes on gradients, and on results that are given together."""
+    """Notes on gradients, and on passing tensors for results."""
     rules = [docstring.notes]
     if results > 1:
         rules.append("Pass tensors for all results or for none.")

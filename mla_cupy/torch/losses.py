@@ -27,7 +27,7 @@ def objective(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a loss for sum(row_weights * kl) and kl.
 
-    The sum is differentiable by index_q, index_k and weights, or by what takes their gradients.
+    The sum is differentiable by index_q, index_k and weights, or by their straight-through tensors.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ def _pull_back(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor | None, 
 
 
 def _scale(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Multiply gradients by the cotangent. They depend on the leaves, which are given for autograd to see that."""
+    """Multiply gradients by the cotangent. The leaves are arguments so that autograd sees the dependence."""
     *_, cotangent = tensors
     return tuple(gradient * cotangent.to(gradient.dtype) for gradient in tensors[3:-1])
 

@@ -180,7 +180,7 @@ class Call:
     # ---- The forward pass
 
     def run(self) -> tuple[Any, ...]:
-        """Compute what the module's forward method returns."""
+        """Compute the result of the module's forward method."""
         indices = None
         if self.sparse:
             out, indices = self._sparse()
@@ -192,7 +192,7 @@ class Call:
         return found[: self.served._results]
 
     def _queries(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries [b, s, h, nope + rope] before RoPE, and what q_b_proj has read."""
+        """Queries [b, s, h, nope + rope] before RoPE, and the input of q_b_proj."""
         module, x = self.module, self.x
         read = x
         if getattr(module, "q_lora_rank", None) is None:
@@ -412,7 +412,7 @@ class Call:
 
 
 def _normed(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A root-mean-square norm in one launch, in place of some seven, where no gradient wants the stock arithmetic.
+    """A root-mean-square norm in one launch instead of some seven, where no gradient needs the stock arithmetic.
 
     It rounds once, after the weights; the stock code before them, too.
     """

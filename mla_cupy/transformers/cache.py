@@ -86,7 +86,7 @@ class LatentStore:
     ----------
     sizes : Sizes
     layers : tuple of int
-        The model's numbers of these layers.
+        The model's indices of these layers.
     index_width : int
         Columns of an indexer key; 0 without an indexer.
     device, dtype
@@ -95,7 +95,7 @@ class LatentStore:
     halves : bool
         Rotated RoPE columns arrive as halves, and are stored as pairs.
     length : int
-        Tokens of the batch's longest row, padding included: what transformers counts.
+        Tokens of the batch's longest row, padding included, as transformers counts them.
     padding : tensor, optional
         (b, up to length) of bool, False for padding; None if there is none. Later tokens are real.
     counts : list of int
@@ -284,7 +284,7 @@ class LatentStore:
         return self.options.kv_format if self.is_quantised else None
 
     def copy(self, layer: int, stock: Any, tokens: Ragged) -> None:
-        """Store what a stock layer holds; the first such layer makes room for all."""
+        """Store the contents of a stock layer; the first such layer makes room for all."""
         if not self.sequences:
             self.extend(tokens)
             self._count(tokens)

@@ -80,7 +80,7 @@ class Group:
     def adopt(
         self, cache: Any, module: Any, rope: str, x: torch.Tensor, mask: torch.Tensor | None
     ) -> LatentLayer | str:
-        """The cache's layer for a module, as latents in pages, or why there is none.
+        """The cache's layer for a module, as latents in pages, or the reason why there is none.
 
         An empty layer is replaced; one in which the stock code has stored latents is copied first.
         """

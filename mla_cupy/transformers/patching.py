@@ -128,7 +128,7 @@ def served_types() -> str:
 
 
 def problem_of(module: Any, family: Family) -> str | None:
-    """Name what is not as expected in a module of this version of transformers."""
+    """Name the unexpected parts of a module of this version of transformers."""
     version = tuple(int(x) for x in transformers.__version__.split(".")[:2])
     if version < OLDEST:
         return "it is too old"

@@ -50,7 +50,7 @@ class Halves:
 
 
 def is_plain(projection: nn.Module, dtype: torch.dtype) -> bool:
-    """True if the projection is a matrix of this dtype and nothing else; torchao's weights are a class of their own."""
+    """True if the projection is a plain matrix of this dtype; torchao's weights are a separate class."""
     if type(projection) is not nn.Linear or projection.bias is not None:
         return False
     weight = projection.weight
