@@ -281,7 +281,7 @@ DENSE_MISTAKES = [
     ({"tile_scheduler_metadata": np.zeros(3)}, PlanError, "tile_scheduler_metadata: got ndarray"),
     ({"num_splits": np.zeros(4)}, ArgumentError, "num_splits: got a ndarray, expected None"),
     ({"head_dim_v": 128}, ArgumentError, "head_dim_v: got 128, expected 512"),
-    ({"extra_k_cache": np.zeros(3)}, ArgumentError, "extra_k_cache: got an array, expected None; only sparse"),
+    ({"extra_k_cache": np.zeros(3)}, ArgumentError, "extra_k_cache: got an array, expected None; pass it with indices"),
     ({"extra_topk_length": np.zeros(3)}, ArgumentError, "extra_topk_length"),
     ({"attn_sink": np.zeros(HEADS, "f4")}, ArgumentError, "attn_sink: got an array, without indices"),
     ({"topk_length": np.zeros(B, "i4")}, ArgumentError, "topk_length: got an array, without indices"),
@@ -334,7 +334,7 @@ def test_a_schedule_for_another_form() -> None:
         (
             {"k_cache": np.zeros((PAGES, PAGE + 1, 1, 576), ml_dtypes.bfloat16)[:, :PAGE]},
             ShapeError,
-            "no gaps between them",
+            "to pages without gaps",
         ),
         ({"strict": True}, ArgumentError, "is_fp8_kvcache: got False, expected True, with indices"),
     ],

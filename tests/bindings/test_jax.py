@@ -357,7 +357,7 @@ def test_errors_while_running_keep_their_text(
 def test_public_calls_point_to_the_binding(jax: Any, transform: str) -> None:
     outs, lses = jax.numpy.ones((2, 1, 1, 1, 8)), jax.numpy.zeros((2, 1, 1, 1))
     wrapped = getattr(jax, transform)(lambda x: mla_cupy.merge_states(x, lses)[0].sum())
-    with pytest.raises(DTypeError, match=r"outs: got a \w*Tracer.*call the function of that name of mla_cupy\.jax"):
+    with pytest.raises(DTypeError, match=r"outs: got a \w*Tracer.*call mla_cupy\.jax's function of this name"):
         wrapped(outs)
 
 

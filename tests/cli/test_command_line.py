@@ -166,7 +166,7 @@ def test_a_full_out_is_named(
     out = registry / "images"
     assert cli.main(["compile", "--arch", "sm_90a", "--kernels", "copy", "--out", str(out)]) == 1
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"mla-cupy: --out {out}: got No space left on device, expected a directory")
+    assert said.startswith(f"mla-cupy: --out {out}: got No space left on device, expected a writable directory")
 
 
 def test_an_unknown_word_shows_the_usage_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -373,7 +373,7 @@ def test_wrong_usage(command: list[str], capsys: pytest.CaptureFixture[str]) -> 
         cli.main(command)
     assert caught.value.code == 2
     if "-j" in command:
-        assert f"got {command[-1]!r}, expected a whole number from 1 on" in capsys.readouterr().err
+        assert f"got {command[-1]!r}, expected an integer of at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

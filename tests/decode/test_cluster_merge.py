@@ -273,7 +273,7 @@ def test_updates_of_a_plan_are_free(recorder: Recorder) -> None:
 
 @pytest.mark.parametrize("kernel", CLUSTER_KERNELS)
 def test_not_batch_invariant(recorder: Recorder, kernel: str) -> None:
-    with pytest.raises(ArgumentError, match=r"kernel: got .*expected a kernel that takes a schedule"):
+    with pytest.raises(ArgumentError, match=r"kernel: got .*expected a kernel with a schedule"):
         plan_of(make(WITHIN), device=0, kernel=kernel, batch_invariant=True)
 
 

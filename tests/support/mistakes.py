@@ -114,6 +114,6 @@ def refuses_what_it_cannot_write(
     for name in results:
         given = {argument: x for argument, x in call.items() if argument == name or argument not in results}
         with pytest.raises(
-            DTypeError, match=rf"^(\w+\.)?{name}: got an array of numpy.*, expected None; .* cannot be written"
+            DTypeError, match=rf"^(\w+\.)?{name}: got an array of numpy.*, expected None; .* are immutable"
         ):
             function(**given)
