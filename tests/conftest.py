@@ -1,4 +1,4 @@
-"""What all tests share: capabilities are probed, never assumed."""
+"""Shared by all tests: capabilities are probed, never assumed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _draw_alike() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been collected stays: to look for garbage in it, again and again, takes a sixth of a simulation."""
+    """Exclude collected tests from garbage collection, which would otherwise take a sixth of a simulation."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

@@ -80,7 +80,7 @@ class HugeCase:
 
 
 def integers(case: HugeCase) -> Array:
-    """Of each token: the same throughout a sequence; in the other one small, but for a large one and its negative."""
+    """One integer per token: all equal in one sequence; in the other small, except for a large one and its negative."""
     same, long = case.lengths
     mixed = np.random.default_rng(long).integers(-3, 4, long)
     mixed[[3, long - 2]] = -13, 13
@@ -227,7 +227,7 @@ def check(case: HugeCase, got: tuple[Array, ...], exact: tuple[Array, ...]) -> N
 
 # ---- Beside other options ---------------------------------------------------------------------------------------
 def angles(s_q: int) -> dict[str, Array]:
-    """Of `out_rope`, for one position each."""
+    """Angles of `out_rope`, for one position each."""
     turns = np.random.default_rng(8).uniform(0, 6, (4, 32))
     return {"out_cos": np.cos(turns).astype(np.float32), "out_sin": np.sin(turns).astype(np.float32),
             "out_positions": np.resize(np.arange(4, dtype=np.int32), (2, s_q))}  # fmt: skip

@@ -150,7 +150,7 @@ def test_nan_is_nan(gpu: Gpu, code: int) -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("dtype", "gpu"), [("bfloat16", SPARSE[0]), ("float16", SPARSE[1])], ids=str)
 def test_every_number_of_v41_is_read_exactly(dtype: str, gpu: Gpu) -> None:
-    """Of either record, each number beside different scales: a list of one token has its value."""
+    """Each number of either record, with different neighbouring scales: a list of one token returns its value."""
     usual, compact = FORMATS["v41"], FORMATS["v41-fp4"]
     caches = [np.zeros((1, 16, 1, form.token_bytes), np.uint8) for form in (usual, compact)]
     codes = np.resize(np.setdiff1d(np.arange(256), (0x7F, 0xFF)).astype(np.uint8), 512)

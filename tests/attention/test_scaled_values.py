@@ -73,7 +73,7 @@ def difference(got: tuple[Array, Array], q: Array, cache: Array, n: int) -> tupl
 
 
 def errors(gpu: Gpu, q: Array, cache: Array, n: int) -> tuple[Array, Array]:
-    """The same of a run in the simulator."""
+    """Errors of a run in the simulator."""
     with simulated(1, gpu[1]):
         got = call(gpu[0], q, cache, n)
     return difference(got, q, cache, n)

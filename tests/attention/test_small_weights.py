@@ -59,7 +59,7 @@ def attend(operation: str, kernel: str, record: str, heads: int, scores: Array) 
 
 
 def verdict(case: tuple[str, str, str, int]) -> str:
-    """What is wrong with small weights, and with scores that rise by as much as does not move the maximum."""
+    """Errors of small weights, and of scores that rise too little to move the maximum."""
     scores = np.zeros(TOKENS)
     # 2^8 of the first tile's, in the third one, of the same warpgroup wherever two share tiles: no maximum follows.
     scores[0], scores[128:] = 28, 32

@@ -130,7 +130,7 @@ def test_a_wrong_operator_is_not_timed(device):
 
 
 def test_the_operator_s_cases():
-    """As many tokens in sequences of 2,048, and in one."""
+    """Equal numbers of tokens in sequences of 2,048, and in one."""
     shapes = [(case.b, case.s, case.h, case.d) for case in claims.operator_cases([2048, 8192])]
     assert shapes == [(1, 2048, 64, 128), (4, 2048, 64, 128), (1, 8192, 64, 128)]
 

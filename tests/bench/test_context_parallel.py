@@ -59,7 +59,7 @@ class Clock:
         event.at = self.now[self.current.rank]
 
     def module(self):
-        """As CuPy has it."""
+        """The module in CuPy's form."""
         nothing = lambda *_: None  # noqa: E731
         graph = SimpleNamespace(launch=self.launch)
         stream = {"synchronize": nothing, "begin_capture": nothing, "end_capture": lambda _: graph}

@@ -1,4 +1,4 @@
-"""What the model counts from the kernels' constants is what the simulator sees them do."""
+"""The model's counts, from the kernels' constants, match the simulator's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES = [
 
 @pytest.fixture
 def shapes(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
-    """How often a product of M x N was issued: the report has the sum of them only."""
+    """Number of products of each M x N: the report only has their sum."""
     from ptxsim.tensor_cores import umma
 
     decode, seen = umma.decode_instruction_descriptor, Counter()

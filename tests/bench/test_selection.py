@@ -1,4 +1,4 @@
-"""Which rows of several runs stand for a case: the newest run's, of its own benchmark, beside its peers."""
+"""Selection of a case's row among several runs: the newest run of its own benchmark, with its peers."""
 
 from __future__ import annotations
 

@@ -274,7 +274,9 @@ def test_what_has_no_room_is_counted_and_written_nowhere(tmp_path: Path, capsys:
 
 @pytest.mark.slow
 def test_parts_find_what_one_trace_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How often each warp waits at each place, from one run, three, and two of the lean form; and shares are 1."""
+    """One run, three runs and two of the lean form agree on how often each warp waits at each place; shares add up to
+    1.
+    """
     found = {}
     for parts in ("1", "3", "2"):
         if parts == "2":
@@ -516,7 +518,7 @@ def test_without_a_gpu_the_simulator_is_named(
 
 
 def test_help_and_guide_name_a_kernel_that_runs(tmp_path: Path) -> None:
-    """Of the one case that they simulate."""
+    """Help and guide name a kernel of the one case that they simulate."""
     guide = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "tracing.md").read_text()
     lines = [line.split() for text in (guide, command.EPILOG) for line in text.splitlines() if "--kernel-name" in line]
     assert len(lines) == 2

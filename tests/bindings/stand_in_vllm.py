@@ -279,7 +279,7 @@ class FlashMLASparseImpl:
 
 
 class OlderSparseImpl(FlashMLASparseImpl):
-    """As before version 0.29: its 16-bit kernel takes unpadded heads, and returns no LSE."""
+    """The implementation before version 0.29: its 16-bit kernel accepts unpadded heads, and returns no LSE."""
 
     PADDED = 4
 

@@ -72,7 +72,7 @@ def test_the_schedule_follows_other_lengths(library: Any) -> None:
 
 
 def test_a_step_is_scheduled_once(recorder: Recorder) -> None:
-    """In memory of the arrays' library, for all layers; `update` schedules again."""
+    """One schedule serves all layers, in memory of the arrays' library; `update` schedules again."""
     inputs = decode_inputs(page_size=64, d_qk=512, seqlens="ragged-1100")
     schedule = FlashMLASchedMeta()
     for _ in range(3):
@@ -256,7 +256,7 @@ def test_sparse_forward(library: Any) -> None:
 
 
 def test_lse_of_the_first_indices(library: Any) -> None:
-    """Of those within `topk_length`, and without the sink; other results are as they are without it."""
+    """The log-sum-exp covers the first indices within `topk_length`, without the sink; other results do not change."""
     make, back = library
     given = sparse_decode_inputs()
     q, kv = given["q"].reshape(-1, HEADS, 576), given["k_cache"].reshape(-1, 1, 576)

@@ -38,7 +38,7 @@ every_problem = pytest.mark.parametrize("draw", PROBLEMS, ids=lambda draw: draw.
 
 
 def answer(function: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """What a call returns, or the error of the package that it ends in."""
+    """Result of a call, or its error."""
     try:
         with np.errstate(all="ignore"):
             return as_tuple(function(**given))
@@ -66,7 +66,7 @@ def judge(got: Any, wanted: Any, about: str, error: float = 0.0) -> None:
 
 
 def _numbers(x: Any) -> Array:
-    """In float64; XLA's threads on the CPU flush subnormals, so that they count as zeros."""
+    """Numbers in float64; XLA's CPU threads flush subnormals, so they count as zeros."""
     wide = np.asarray(x).astype(np.float64) if x.dtype.kind != "i" else np.asarray(x)
     return np.where(np.abs(wide) < 2.0**-126, 0, wide) if x.dtype.kind != "i" else wide
 

@@ -392,7 +392,7 @@ def test_arguments_of_other_kinds(jax: Any, of_jax: Any, changes: dict[str, Any]
 
 @pytest.mark.parametrize("call", ONE_OF_EACH, ids=lambda call: call.operation)
 def test_structured_dtypes(jax: Any, of_jax: Any, call: BoundCall) -> None:
-    """Those that NumPy has and JAX has not: an error that names the argument, whichever it is."""
+    """Structured dtypes of NumPy, which JAX lacks: the error names the argument, whichever it is."""
     given = {name: x for name, x in on_cpu(jax, call).items() if call.arrays[name].dtype != np.int64}
     for name in call.record.names:
         with pytest.raises(DTypeError, match=f"^{name}.dtype: got"):

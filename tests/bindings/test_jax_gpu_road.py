@@ -50,7 +50,7 @@ def pretend(jax: Any, of_jax: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 def test_the_platform_is_chosen_when_xla_compiles(
     jax: Any, of_jax: Any, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a GPU in the process, a program for the CPU stays on the CPU; the kernels are loaded all the same."""
+    """A program for the CPU stays on the CPU in a process with a GPU; the kernels are loaded all the same."""
     lowering = importlib.import_module("mla_cupy.jax.lowering")
     forget()
     monkeypatch.setattr(lowering, "gpu_ordinals", lambda: (HOST,))

@@ -126,7 +126,9 @@ CASE_OF_IDS = dense_cases.DenseCase(sequences=((9, 9),), h_q=2, h_kv=2, k_rope="
 
 
 def visible(ids_q: np.ndarray[Any, Any], ids_kv: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """By the docstring, pair by pair: equal ids that are no padding, and the queries the last of their segment."""
+    """Visibility as documented, pair by pair: equal ids that are no padding, and the queries the last of their
+    segment.
+    """
     seen = np.zeros((len(ids_q), len(ids_kv)), bool)
     for i, x in enumerate(ids_q):
         keys = np.flatnonzero(ids_kv == x)

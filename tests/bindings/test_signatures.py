@@ -34,7 +34,7 @@ def parameters(function: Any) -> dict[str, inspect.Parameter]:
 @libraries
 @pytest.mark.parametrize("name", ops.BOUND_OPERATIONS)
 def test_an_operation_s_parameters(module: Any, library: str, name: str) -> None:
-    """Those of the public function, with their kinds and defaults, in its order."""
+    """The public function's parameters, with their kinds and defaults, in its order."""
     public, taken = parameters(getattr(ops, name)), parameters(getattr(module, name))
     reverse = ops.BOUND_OPERATIONS[name].derivative == "reverse"
     own = MORE[library] | ({"deterministic"} if library == "jax" and reverse else set())

@@ -214,7 +214,7 @@ def test_a_plain_function_breaks_the_graph(torch: Any, call: BoundCall) -> None:
 
 
 def test_a_plain_function_that_is_compiled_before_pytorch_knows_of_it(torch: Any) -> None:
-    """As where it was imported before PyTorch, and has not been called yet."""
+    """A function that was imported before PyTorch, and has not been called yet."""
     frames, call = torch._C._dynamo.eval_frame, decode()
     methods = [x for kind in (TorchFamily, TorchCpuFamily) for x in vars(kind).values() if inspect.isfunction(x)]
     for function in (ops.mla_decode, ops.call.run, ops.call._on_host, check_tensor, *methods):

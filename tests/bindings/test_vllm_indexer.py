@@ -66,7 +66,7 @@ class SparseAttnIndexer:
 
 
 class Engine(SimpleNamespace):
-    """What the stand-in is told, and what it is asked for."""
+    """Recorded arguments of the stand-in."""
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def built(target: Target) -> Build:
 
 
 def to_build(targets: Iterable[Target]) -> list[Any]:
-    """As parameters of tests."""
+    """Builds as parameters of tests."""
     marks = {True: [], False: [pytest.mark.slow]}
     return [pytest.param(target, id=str(target), marks=marks[target.is_first]) for target in targets]
 
@@ -129,6 +129,6 @@ def test_an_import_compiles_few_builds(arch: str) -> None:
 
 @pytest.mark.parametrize(("arch", "smem_kb"), [("sm_80", 163), ("sm_89", 99), ("sm_90a", 0), ("sm_120", 99)])
 def test_an_import_compiles_what_a_gpu_gets(arch: str, smem_kb: int) -> None:
-    """Of the kernels with mma.sync those for its shared memory, and on Hopper, which has faster ones, none."""
+    """Import compiles mma.sync kernels for the GPU's shared memory, and none on Hopper, which has faster ones."""
     compiled = {(kernel.name, build.smem_kb) for kernel in mma.KERNELS for build in kernel.core_on(arch)}
     assert compiled == {(kernel.name, smem_kb) for kernel in mma.KERNELS if smem_kb}

@@ -114,7 +114,7 @@ def _special(x: Array) -> Array:
 
 
 def _odd(x: Array) -> Array:
-    """The same rows, an odd number of elements apart, from an odd address on."""
+    """Equal rows, an odd number of elements apart, at an odd address."""
     whole = np.zeros((len(x), x.shape[1] + 3), x.dtype)
     whole[:, 1:-2] = x
     return whole[:, 1:-2]

@@ -134,7 +134,7 @@ class Session:
         return True
 
     def arrays(self) -> list[Any]:
-        """What a refused call must leave alone."""
+        """Arrays that a refused call must not change."""
         pools = [self.cache.layer(at, pool) for at in range(self.ledger.sizes.num_layers) for pool in POOLS]
         return [self.cache.block_table, self.cache.seqlens, *pools]
 
@@ -451,7 +451,7 @@ SIZES: Call = {"num_pages": 6, "page_size": 4, "num_layers": 2, "max_seqs": 3, "
 
 @pytest.mark.parametrize("count", numbers(100, 1000))
 def test_making_a_cache(count: int) -> None:
-    """What is made works."""
+    """A cache that can be made works."""
     made = 0
     for seed in range(count):
         rng = np.random.default_rng([seed, 15])

@@ -322,7 +322,9 @@ def test_attention_over_forks_and_prefixes() -> None:
 
 @pytest.mark.usefixtures("_numpy_backend")
 def test_lengths_may_be_lowered_on_the_device() -> None:
-    """By a model that rejects drafts: its next calls see fewer tokens, and the next step knows what `truncate` says."""
+    """A model that rejects drafts may lower lengths on the device: its calls see fewer tokens, and `truncate` informs
+    the next step.
+    """
     made = PagedKVCache("bf16", num_layers=2, **SIZES)
     latent, rope = tokens(made.formats["kv"], 9)
     sequence, _ = made.allocate()

@@ -1,4 +1,6 @@
-"""How fast the cache's kernels are beside a copy of as many bytes, timed alike: graphs of 20, the best of several."""
+"""Speed of the cache's kernels relative to a copy of equally many bytes, timed alike: graphs of 20, the best of
+several.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ CALLS, REPEATS = 20, 15
 
 
 def microseconds(enqueue: Callable[[Any], object]) -> float:
-    """Of one call, by replays of a graph."""
+    """Time of one call, by replays of a graph."""
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)

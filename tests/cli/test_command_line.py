@@ -197,7 +197,7 @@ def test_sigterm_ends_the_compilers_too(tmp_path: Path) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; what has ended may wait for its new parent, which is not of this test."""
+    """True if the process runs; an ended one may wait for its new parent, which this test is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -319,7 +319,7 @@ def test_info_without_nvrtc_promises_no_compiler(
 def test_info_shows_text_as_it_is(
     registry: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What looks like markup, an emoji or a control sequence is none."""
+    """Text that looks like markup, an emoji or a control sequence stays plain."""
     monkeypatch.setattr(nvrtc, "_candidates", lambda: iter(()))
     monkeypatch.setenv("MLA_CUPY_CUBIN_DIR", "[/x][bold]:smile:\x1b[31m\udcff")
     assert cli.main(["info"]) == 0

@@ -114,7 +114,7 @@ def test_results_in_float32_and_another_base() -> None:
 
 
 def _run_with_infinity(case: DecodeCase, sm_count: int, mode: tuple[str, int]) -> None:
-    """With an infinite value that the last row sees."""
+    """Run with an infinite value that the last row sees."""
     inputs = uneven(case)
     request = case.b - 1
     last = int(case.lengths()[request]) - 1  # only the last query sees it
@@ -295,7 +295,7 @@ def test_every_number_of_requests(hopper: object, kernel: str, b: int, h_q: int)
 @pytest.mark.parametrize("d_qk", [576, 512])
 @pytest.mark.parametrize("kernel", CLUSTER_KERNELS)
 def test_who_comes_last_does_not_show(hopper: object, kernel: str, d_qk: int) -> None:
-    """The same bits in every launch, in one workspace, with other lengths in between."""
+    """Every launch gives the same bits, in one workspace, with other lengths in between."""
     inputs = uneven(DecodeCase(b=3, seqlens=(9000, 0, 700), s_q=2, h_q=16, d_qk=d_qk))
     arguments = uploaded(inputs)
     other = upload(np.array([70, 8000, 9000], np.int32).clip(max=inputs.case.lengths()))

@@ -49,7 +49,7 @@ def merged(
     blocks: int,
     mode: tuple[str, int] = ("early", 0),
 ) -> tuple[Any, Any]:
-    """What the kernel makes of partial results (2 num_splits, rows) and (2 num_splits, rows, 512)."""
+    """The kernel's result for partial results (2 num_splits, rows) and (2 num_splits, rows, 512)."""
     num_splits, rows = len(cuts) - 1, H_Q * S_Q
     problem = DecodeProblem(S_Q, H_Q, "bfloat16")
     kernel = next(kernel for kernel in reversed(DECODE.kernels) if kernel.params is DecodeParams)
@@ -108,7 +108,7 @@ def check_merge(
 
 
 def check_cuts(cuts: list[Point], b: int, dtype: str, blocks: int, mode: tuple[str, int]) -> None:
-    """The same of any schedule whose first request is cut."""
+    """Check any schedule with a cut first request."""
     num_splits = len(cuts) - 1
     rng = np.random.default_rng(num_splits)
     lse = rng.normal(0, 4, (2 * num_splits, H_Q))
@@ -189,7 +189,7 @@ CUT_AND_WHOLE = [*[(request, tile) for request in range(128) for tile in range(2
 
 
 def test_a_schedule_that_is_nearly_even_is_listed() -> None:
-    """As many splits as two equal requests would have."""
+    """A nearly even schedule has as many splits as two equal requests would have."""
     check_merge([5, 3], 8, "float32")
     check_merge([3, 5], 8, "float32")
     check_cuts(NEARLY_EVEN, 2, "float32", 1, ("early", 0))
@@ -231,7 +231,7 @@ def test_a_merge_does_not_depend_on_other_requests() -> None:
 
 
 def units(pieces: int) -> int:
-    """Of a row: a thread reads at most 8 pieces."""
+    """Units of a row: a thread reads at most 8 pieces."""
     return 1 << max(0, math.ceil(math.log2(pieces / 8)))
 
 

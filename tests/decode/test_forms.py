@@ -235,7 +235,7 @@ def test_a_sink_is_a_key_without_a_value() -> None:
 
 
 def test_results_are_turned_back() -> None:
-    """What RoPE turned at a position is as it was, and the columns before stay."""
+    """Turning back restores the columns that RoPE turned, and leaves the others."""
     rng = np.random.default_rng(3)
     angles = rng.random((9, 32)) * 7
     cos, sin, positions = np.cos(angles), np.sin(angles), np.array([[4, 2], [0, 8]])
@@ -531,7 +531,7 @@ def _uploaded(inputs: FormInputs) -> dict[str, Any]:
 
 
 def run_case(kernel: str, case: FormCase, mode: tuple[str, int], sm_count: int = 1) -> None:
-    """Where a window varies, infinity is at its begin, which some rows see."""
+    """The window begins at an infinity, which some rows see."""
     inputs = form_inputs(case)
     if case.window and case.queries and not case.base.record:
         table, cache, page_size = inputs.arrays["block_table"], inputs.arrays["kv_cache"], case.base.page_size

@@ -106,7 +106,7 @@ def test_equal_tokens_are_exact(tokens: int) -> None:
 
 
 def test_a_token_that_the_first_query_sees_alone_is_exact() -> None:
-    """In a tile of 40, which its last query sees in whole."""
+    """A tile of 40 tokens, which its last query sees whole."""
     inputs = make(fp8(b=1, s_q=40, h_q=1, seqlens=40, kv_scale=1.0))
     out, _ = run(inputs, 1, ("early", 0), out_dtype="float32")
     first = E4M3[inputs.kv_cache[inputs.block_table[0, 0], 0, 0, :512].view(np.uint8)] / REGAIN
@@ -132,7 +132,7 @@ def test_sums_over_8192_tokens() -> None:
 
 
 def test_the_common_part_of_weights_cancels() -> None:
-    """In each tile one token's weight is 256 and those of the others 242, of which rounding makes 240.
+    """In each tile one weight is 256 and the others 242, which round to 240.
 
     Its sum is a number that needs no rounding; tiles are full.
     """
@@ -167,7 +167,7 @@ def test_scores_of_a_common_mean() -> None:
 
 
 def run_case(mode: tuple[str, int], case: DecodeCase) -> None:
-    """With several queries, the last one alone sees a NaN."""
+    """The last of several queries alone sees a NaN."""
     inputs = make(case)
     if case.s_q > 1:
         last = int(inputs.seqlens[1]) - 1

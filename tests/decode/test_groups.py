@@ -76,8 +76,9 @@ def assert_all_listed(
 
 
 def lags(groups: list[Group], cuts: list[tuple[int, int]]) -> list[int]:
-    """How many tiles lie between the times at which two groups of a sequence reach the same tile, of each pair: in a
-    split all that comes before takes its tiles' time. Pairs that no two splits hold in whole are left out."""
+    """Tiles between the times at which two groups of a sequence reach the same tile, for each pair: everything earlier
+    in a split takes its tiles' time. Pairs that no two splits hold whole are left out.
+    """
     lengths = [group.tokens for group in groups]
     begins: dict[int, tuple[int, int]] = {}
     for split in range(len(cuts) - 1):

@@ -69,7 +69,7 @@ def test_matches_oracle(
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_same_bits_each_time(gpu: DeviceInfo, kernel: str) -> None:
-    """Which block takes which tile does not matter to a deterministic call."""
+    """The assignment of tiles to blocks does not affect a deterministic call."""
     need(kernel, gpu)
     inputs = make_gradients(DenseCase(RAGGED * 4, h_q=16), dlse=True)
     first = run(inputs, kernel=kernel, deterministic=True)

@@ -109,7 +109,7 @@ def test_sums_of_codes_do_not_shrink(gpu: DeviceInfo) -> None:
 
 @pytest.mark.parametrize("kernel", TENSOR_CORES)
 def test_same_bits_each_time(gpu: DeviceInfo, kernel: str) -> None:
-    """Which block takes which tile does not matter."""
+    """The assignment of tiles to blocks does not affect the result."""
     need(kernel, gpu)
     inputs = make(DenseCase(RAGGED * 4, h_q=16))
     first = run(inputs, kernel=kernel)

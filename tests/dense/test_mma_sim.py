@@ -44,7 +44,7 @@ def test_ordinary_choice(case: DenseCase, cc: tuple[int, int], mode: tuple[str, 
     ("cc", "case"), [((8, 9), LONG), pytest.param((8, 0), ENDS, marks=pytest.mark.slow)], ids=["long", "ends"]
 )
 def test_masks(cc: tuple[int, int], case: DenseCase) -> None:
-    """Of 48 keys a tile, whose bits are no whole words, and of 64; the state's place is the results'."""
+    """Tiles of 48 keys, whose bits fill no whole words, and of 64; results overwrite the state."""
     inputs = make_finite(case)
     run(inputs, MMA, 1, ("late", 0), cc, **(in_place(inputs) if case.state else {}))
 

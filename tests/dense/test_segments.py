@@ -33,7 +33,7 @@ def ids_of(names: Any, rng: np.random.Generator, count: int, longest: int) -> Ar
 
 
 def pairs(starts_q: Any, starts_kv: Any, s_q: int, s_kv: int) -> Array:
-    """Who attends to whom, by the sequences."""
+    """Pairs of queries and keys that attend, by the sequences."""
     seen = np.zeros((s_q, s_kv), bool)
     for n in range(len(starts_q) - 1):
         seen[starts_q[n] : starts_q[n + 1], starts_kv[n] : starts_kv[n + 1]] = True

@@ -17,7 +17,7 @@ from tests.engines.gpu.timing import Kernel
 
 
 class Event:
-    """Of a GPU whose clock goes one millisecond with each event, and which is some events behind the host."""
+    """An event of a GPU with a clock that advances one millisecond per event, some events behind the host."""
 
     clock = 0
     behind = 0
@@ -92,7 +92,7 @@ def test_readings_of_one_run_are_not_those_of_another(event: type[Event], tmp_pa
 
 
 class Profile:
-    """Of PyTorch: sees what is replayed between its start and its end."""
+    """A profile of PyTorch that sees replays between its start and its end."""
 
     seen: list[Any]
     running: ClassVar[list[Profile]] = []
@@ -110,7 +110,7 @@ class Profile:
 
 
 def test_kernels_of_replays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of so many replays, of one run and of the next; others are replayed as ever."""
+    """The first replays of one run and of the next are profiled; others are replayed as usual."""
     Profile.seen, waited = [], []
     profiler = SimpleNamespace(profile=Profile, ProfilerActivity=SimpleNamespace(CUDA="cuda"))
     torch = SimpleNamespace(profiler=profiler, cuda=SimpleNamespace(synchronize=lambda: waited.append(1)))

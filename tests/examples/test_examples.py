@@ -32,7 +32,7 @@ def needs(library: str) -> None:
 
 
 def run(name: str, *arguments: str, backend: str = "numpy") -> str:
-    """What an example prints; it must succeed."""
+    """Output of an example; it must succeed."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "MLA_CUPY_BACKEND": backend, "MLA_CUPY_JIT": "lazy"}
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *arguments],
@@ -295,7 +295,7 @@ MOST_SECONDS = 20
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "seconds"), [each for each in TIMED if each[0] != "context_parallel.py"])
 def test_defaults_fit_the_cpu(name: str, seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By processor time, which other work on the machine does not add to."""
+    """Processor time, so that other work on the machine does not count."""
     library = name.partition("_")[0]
     if library in ("torch", "transformers", "jax"):
         needs(library)
@@ -383,7 +383,7 @@ def test_training_indexer_on_gpu(gpu: object, tmp_path: Path, library: str, monk
 
 @pytest.mark.parametrize("pages", [48, 8])
 def test_torch_serving(pages: int) -> None:
-    """With few pages, requests wait and are preempted; logits are those without a cache."""
+    """Requests wait and are preempted with few pages; logits equal those without a cache."""
     needs("torch")
     text = run("torch_serving.py", "--pages", str(pages), "--max-batch", "4")
     found = re.search(r"(\d+) prompt tokens found in the cache, (\d+) requests preempted", text)

@@ -67,7 +67,7 @@ SHORT, LONG = 32, 160
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """What to run."""
+    """Arguments of the script."""
     parser = argparse.ArgumentParser(prog="python -m tests.engines.gpu.check", description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("tokens", "speed"))
     parser.add_argument("--backends", default="TRITON_MLA,CUSTOM,FLASHMLA,FLASH_ATTN_MLA")
@@ -114,7 +114,7 @@ def label(options: argparse.Namespace, backend: str, heads: int) -> str:
 
 
 def engine_options(options: argparse.Namespace, sequences: int) -> dict[str, Any]:
-    """Those of vLLM's `LLM` that depend on what is asked for."""
+    """Options of vLLM's `LLM` that depend on the arguments."""
     made: dict[str, Any] = {"enable_prefix_caching": not options.no_prefix_cache}
     if not options.cpu:
         made["gpu_memory_utilization"] = 0.01 if options.cache else MEMORY
@@ -189,7 +189,7 @@ def select_by_position() -> None:
 
 
 def facts(made: Any) -> dict[str, Any]:
-    """What really runs, read off the engine."""
+    """The configuration that really runs, read from the engine."""
     config = made.llm_engine.vllm_config
     layers = config.compilation_config.static_forward_context.values()
     kinds = {f"{type(x.impl).__module__}.{type(x.impl).__name__}" for x in layers if hasattr(x, "impl")}

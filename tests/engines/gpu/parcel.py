@@ -92,7 +92,7 @@ def download_packages(folder: Path, packages: list[str]) -> None:
 
 
 def kept(name: str, mixture: bool) -> bool:
-    """Whether an extension travels; `name` is its path in vLLM's package, without its suffixes."""
+    """True if an extension is included; `name` is its path in vLLM's package, without its suffixes."""
     return name in EXTENSIONS + (MIXTURE if mixture else ())
 
 

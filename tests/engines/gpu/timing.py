@@ -1,4 +1,4 @@
-"""What a step of an engine takes on the GPU and on the host, apart from one another.
+"""Time of an engine's step on the GPU and on the host, separately.
 
 A step's time on a clock is the host's or the GPU's, whichever is longer. Here are the milliseconds of the GPU between
 the ends of a replayed graph, the host's microseconds in the backend's own builder, and the kernels of a step.
