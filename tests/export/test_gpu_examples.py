@@ -55,7 +55,7 @@ class Batch:
         return f"{zlib.crc32(lse, zlib.crc32(out)):08x}"
 
     def planned(self) -> str:
-        """The same with a plan for twice as many sequences."""
+        """The example with a plan for twice as many sequences."""
         plan = mla_cupy.plan_decode(max_b=4, s_q=1, h_q=16, max_pages=2, page_size=64, dtype="bfloat16")
         plan.update(self._arrays[-1])
         return self.checksum(plan)
@@ -98,7 +98,7 @@ def test_c(folder: Path, of_c: Batch) -> None:
 
 
 def test_cpp(folder: Path, of_c: Batch) -> None:
-    """With a plan."""
+    """The C++ example runs with a plan."""
     objects = [folder / "of_cpp.o", folder / "of_cpp_images.o"]
     for each, source in zip(objects, ("mla_decode.c", "mla_decode_images.c"), strict=True):
         compiled(each, [folder / source], "-c")

@@ -166,7 +166,7 @@ TOLERANCES = {"decode-fp8": 3e-2}
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_results_are_the_oracles(case: str, tmp_path: Path) -> None:
-    """To the precision of float16, or what `TOLERANCES` has; numbers that are whole are equal."""
+    """Results match to the precision of float16, or of `TOLERANCES`; whole numbers are equal."""
     operation, options, make = CASES[case]
     given, expected = make()
     flags = [word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))]

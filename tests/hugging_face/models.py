@@ -88,7 +88,7 @@ def causal_model(config: Any) -> Any:
 
 
 def reasons(model: Any) -> set[str]:
-    """Why calls of a served model went to the stock code."""
+    """Reasons why calls of a served model ran the stock code."""
     groups = [group_of(getattr(module, "config", None)) for module in model.modules()]
     return {reason for group in groups if group for reason in group._said}
 

@@ -35,7 +35,7 @@ _DEFINED = re.compile(r"^\s*#\s*define\s+(MLA_\w+)", re.MULTILINE)
 
 
 def violations(root: Path, entries: dict[str, str]) -> list[str]:
-    """What breaks the rules; `entries` is source -> entry of every registered kernel."""
+    """Violations of the rules; `entries` is source -> entry of every registered kernel."""
     files = {path.relative_to(root).as_posix(): path for path in sorted(root.rglob("*.cu*"))}
     found = [f"{source}: registered, but not there" for source in entries if source not in files]
     texts = {name: _COMMENT.sub("", path.read_text()) for name, path in files.items()}

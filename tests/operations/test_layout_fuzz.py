@@ -67,12 +67,12 @@ class LaidOut(NamedTuple):
 
 
 def layout_of(array: Input) -> str:
-    """As of an output."""
+    """Layout as of an output."""
     return "wide" if array.wide else "rows" if array.contiguous else "any"
 
 
 def lay_out(rng: np.random.Generator, x: Array, array: Input | Output, backwards: float = 0.3) -> LaidOut:
-    """The same values somewhere else, in some other way that the record allows; a part of the axes runs backwards."""
+    """Equal values elsewhere, in another allowed layout; some of the axes run backwards."""
     layout = array.layout if isinstance(array, Output) else layout_of(array)
     if array.even and x.ndim > 1:  # the first two axes as one
         one = lay_out(rng, x.reshape(-1, *x.shape[2:]), replace(array, even=False), backwards)
@@ -155,7 +155,7 @@ def test_decode(seed: int) -> None:
 
 @seeds
 def test_prefill(seed: int) -> None:
-    """With a state, and operands whole or in pieces."""
+    """Prefill with a state, and operands whole or in pieces."""
     case = DenseCase(
         ((3, 5), (2, 2)),
         h_q=4,
@@ -174,7 +174,7 @@ def test_prefill(seed: int) -> None:
 
 @seeds
 def test_prefill_backward(seed: int) -> None:
-    """With the same operands; the results of a merge."""
+    """The backward with the same operands; the results of a merge."""
     case = DenseCase(
         ((3, 5), (2, 2)),
         h_q=4,

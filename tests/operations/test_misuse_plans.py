@@ -115,7 +115,7 @@ class Session:
             planned.lengths = given.tolist()
 
     def call(self, name: str, about: str) -> None:
-        """With a plan of this kind, or of another, and now and then with one that is none."""
+        """Call with a plan of this kind, or of another, and now and then with something else."""
         operation: Operation = (OPERATIONS if name == "mla_decode" else COMPOSITE_OPERATIONS)[name]
         function = flat(getattr(mla_cupy, name))
         taken = list(inspect.signature(function).parameters)
@@ -205,7 +205,7 @@ def _clean(x: Any) -> Any:
 
 @pytest.mark.parametrize("count", numbers(60, 500))
 def test_groups(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is made of nonsense works, or is refused."""
+    """Groups made of nonsense work, or are refused."""
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     for seed in range(count):
         rng = np.random.default_rng([seed, 18])

@@ -39,7 +39,7 @@ def test_workspace_bytes_asks_for_nothing(operation: Operation, recorder: Record
 
 @operations
 def test_nothing_is_allocated(operation: Operation, recorder: Recorder) -> None:
-    """By the first call and by those that repeat it; every part of the workspace lies in it."""
+    """Neither the first call nor repeated ones allocate; every part of the workspace lies in it."""
     call = good_call(operation)
     nbytes = needed(operation, call)
     memory = aligned_bytes(nbytes)

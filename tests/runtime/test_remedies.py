@@ -1,4 +1,4 @@
-"""What error messages say to install: what setup.cfg asks for, by names that are NVIDIA's and CuPy's."""
+"""Install commands in error messages match setup.cfg, by NVIDIA's and CuPy's names."""
 
 from __future__ import annotations
 

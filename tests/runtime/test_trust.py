@@ -176,7 +176,7 @@ def test_prebuilt_images_belong_to_the_owner_of_their_directory(entry: Path, mon
 
 @pytest.mark.parametrize("file", ["kernel.cubin", "kernel.ptx", "info.json", ""])
 def test_a_fifo_is_no_file(entry: Path, python: Python, file: str) -> None:
-    """In another process, since opening one would wait for ever."""
+    """Opened in another process, since opening a FIFO waits for ever."""
     path = entry / file
     path.rename(entry.parent.parent / "away")
     os.mkfifo(path)

@@ -248,7 +248,7 @@ CONVERTED = (
 
 
 def problem(h_q: int, gathers: int, **changes: Any) -> SparseForwardProblem:
-    """Of so many gathered rows per token."""
+    """A problem with this many gathered rows per token."""
     sizes = {"s_q": gathers, "s_kv": 1000, "h_q": h_q, "topk": 1000, "d_qk": 576, "dtype": "bfloat16", "record": "v32"}
     return SparseForwardProblem(**{**sizes, **changes})
 

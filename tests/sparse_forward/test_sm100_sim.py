@@ -210,7 +210,9 @@ def test_what_one_query_selects_stays_with_it(kernel: str, h_q: int) -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("kernel", "h_q", "growth"), [(ALONE, 9, 4.0), (ALONE, 9, 400.0), (JOINT, 65, 400.0)], ids=str)
 def test_maxima_that_grow_from_tile_to_tile(kernel: str, h_q: int, growth: float) -> None:
-    """By less than 2^8 they are kept, by more the sums are rescaled, in both tiles of a pair and in the next one."""
+    """Maxima that grow by less than 2^8 are kept; larger ones rescale the sums, in both tiles of a pair and in the next
+    one.
+    """
     inputs = make(SparseCase(s_q=1, h_q=h_q, topk=250, s_kv=250, invalid=0.0))
     (rows,) = inputs.rows
     inputs.q[...] = np.abs(inputs.q.astype(np.float32))

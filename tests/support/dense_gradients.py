@@ -74,7 +74,7 @@ def make_gradients(case: DenseCase, *, dlse: bool = False, out_dtype: str = "") 
 
 
 def moved(inputs: GradientInputs, **arrays: Any) -> GradientInputs:
-    """The same problem with some of q, k and v in other arrays."""
+    """The problem with some of q, k and v in other arrays."""
     return replace(inputs, forward=replace(inputs.forward, **arrays))
 
 
@@ -93,7 +93,7 @@ def check_gradients(got: Sequence[Any], inputs: GradientInputs, names: Sequence[
 
 @np.errstate(all="ignore")
 def terms(inputs: GradientInputs) -> dict[str, Array]:
-    """How large the rows of each gradient would be if nothing cancelled."""
+    """Size of the rows of each gradient without cancellation."""
     case, options = inputs.case, inputs.options
     queries, keys = joined(inputs.forward.q, options.get("q_rope")), joined(inputs.forward.k, options.get("k_rope"))
     queries, keys, values, dout = (x.astype(np.float32) for x in (queries, keys, inputs.forward.v, inputs.dout))

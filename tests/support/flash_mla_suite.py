@@ -94,7 +94,7 @@ class Cases:
 
 
 class _Passed:
-    """What a script takes for the result of a case that was not timed."""
+    """A script's result of a case that was not timed."""
 
     is_correct = True
 
@@ -160,7 +160,7 @@ def time_nothing() -> None:
 
 
 def forget_defaults() -> None:
-    """What a script has set for all of its process."""
+    """Undo a script's process-wide settings."""
     torch.set_default_dtype(torch.float32)
     torch.set_float32_matmul_precision("highest")
 
@@ -170,7 +170,7 @@ def forget_defaults() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What the processes of a run have in common. `only`: numbers of the cases by suite, where it is not a shard."""
+    """Work that the processes of a run share. `only`: numbers of the cases by suite, unless it is a shard."""
 
     folder: Path
     suites: tuple[str, ...]

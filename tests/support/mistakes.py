@@ -1,4 +1,4 @@
-"""What the tests of callers' mistakes share: how a good call is spoiled, and what its error must be."""
+"""Shared by the tests of callers' mistakes: spoiled calls, and their errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Foreign:
 
 
 class HostForeign(Foreign):
-    """The same on a CPU."""
+    """A foreign array on a CPU."""
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (1, 0)
@@ -65,12 +65,12 @@ def option(name: str, value: Any) -> Callable[[Call], object]:
 
 
 def gapped(x: Any) -> Any:
-    """The same values, the last axis in steps of 2 elements."""
+    """Equal values, the last axis in steps of 2 elements."""
     return np.repeat(x, 2, axis=-1)[..., ::2]
 
 
 def shifted(x: Any) -> Any:
-    """The same shape, one element past a multiple of 16 bytes."""
+    """An equal shape, one element past a multiple of 16 bytes."""
     whole = np.zeros(x.size + 16, x.dtype)
     return whole[1 : 1 + x.size].reshape(x.shape)
 

@@ -1,4 +1,4 @@
-"""What callers pass by mistake, and what may come of it: the kinds of values, and the judge, of all misuse fuzzers.
+"""Values that callers pass by mistake, and the allowed reactions: for all misuse fuzzers.
 
 Those of operations and plans are in `tests/operations`, of the paged cache in `tests/cache`, of the bindings in
 `tests/bindings`; ptxsim, a package of its own, has one for its command line. Seeds are fixed: every run makes the same
@@ -196,7 +196,7 @@ def within(seconds: float = SECONDS) -> Iterator[None]:
 
 
 def attempt(call: Callable[[], Any], names: Collection[str], kept: Iterable[Any] = (), about: object = "") -> Any:
-    """What a call returns, or `Refused`.
+    """Result of a call, or `Refused`.
 
     Parameters
     ----------
@@ -253,5 +253,5 @@ _OF_THE_MACHINE = re.compile(
 
 
 def numbers(quick: int, slow: int) -> list[Any]:
-    """How many calls a test makes, as parameters."""
+    """Number of calls of a test, as parameters."""
     return [quick, pytest.param(slow, marks=pytest.mark.slow)]

@@ -57,7 +57,7 @@ class Step:
 
     @property
     def id(self) -> str:
-        """Of the test."""
+        """Id of the test."""
         return f"{self.kind}-{self.place}"
 
 
@@ -92,7 +92,7 @@ def mutant_suite(
 
 
 def shows(runs: Sequence[Run]) -> bool:
-    """Whether one of them fails by a wrong result or an error of the simulator."""
+    """True if one of them fails by a wrong result or an error of the simulator."""
     for run in runs:
         try:
             run()

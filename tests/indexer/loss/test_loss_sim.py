@@ -39,7 +39,7 @@ def run(case: LossCase, inputs: dict[str, Any], cc: tuple[int, int] = (9, 0), **
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_generic(case: LossCase) -> None:
-    """In chunks of one token, with poison in the keys that nobody sees."""
+    """Chunks of one token, with poison in the keys that nobody sees."""
     inputs = loss_inputs(case)
     got = run(case, inputs, (8, 0) if case.causal else (9, 0), buffer_bytes=1 if case.s_q < 5 else 1 << 20)
     check_loss(got, reference.indexer_warmup_loss(**inputs, **case.options))
@@ -260,7 +260,7 @@ def test_the_workspace_is_bounded() -> None:
     ids=["lse", "its own lse", "codes", "a smaller buffer", "per head"],
 )
 def test_the_workspace_of_131072_keys(changes: dict[str, Any], kernel: str, mebibytes: int) -> None:
-    """As the kernels' page says; a float32 per query and key would be 64 GiB."""
+    """The workspace matches the kernels' page; a float32 per query and key would be 64 GiB."""
     sizes = {"s_q": 131_072, "s_kv": 131_072, "heads": 128, "index_heads": 64, "head_dim": 576, "index_dim": 128}
     config = LOSS.configure(LossProblem(**{**sizes, **changes}), fake_gpu(1))
     assert config.kernel.name == kernel

@@ -63,7 +63,7 @@ def attend(case: DenseCase, **options: Any) -> None:
 
 
 def differentiate(case: DenseCase, **options: Any) -> None:
-    """The same backward."""
+    """Run the backward."""
     inputs = make_gradients(case, dlse=True)
     check_gradients(backward.run(inputs, **options), inputs)
 
