@@ -104,7 +104,7 @@ def version(line: int) -> str:
 
 
 def pinned(line: int) -> str:
-    """The version that the extra `test` pins, of which the golden file is."""
+    """The version that the extra `test` pins, used for the golden file."""
     config = configparser.ConfigParser()
     config.read(SETUP)
     (pin,) = re.findall(rf"^{PACKAGES[line]}==([\d.]+)$", config["options.extras_require"]["test"], re.MULTILINE)

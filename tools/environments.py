@@ -36,7 +36,7 @@ def results(report: Path) -> Iterator[Result]:
 
 
 def files_without(report: Path) -> list[str]:
-    """The files of which a test was skipped because it could not import something."""
+    """The files with a test that was skipped because it could not import something."""
     return sorted({result.file for result in results(report) if MISSING in result.reason})
 
 
@@ -63,7 +63,7 @@ def counted(reasons: Iterable[str]) -> list[tuple[int, str]]:
 
 
 def never_run(reports: Sequence[Path]) -> list[str]:
-    """The files of which no test ran in any environment."""
+    """The files without a test that ran in any environment."""
     ran: Counter[str] = Counter()
     for report in reports:
         for file, reasons in reasons_by_file(report).items():

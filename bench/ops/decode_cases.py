@@ -18,7 +18,7 @@ from ..core.operation import Case
 class DecodeCase(Case):
     """One dense paged decode: every sequence has `s_kv` keys, or with a `mix` a random number of up to `s_kv`.
 
-    With a `window` each query sees so many of them, the last ones; 0 is no window.
+    With a `window` each query sees the last `window` of them; 0 is no window.
 
     The microseconds are what the peers took on one H200 on one day, and our target there. They are for orientation:
     a claim is always a ratio of two figures of one run.
@@ -170,7 +170,7 @@ def _mix(number: int) -> DecodeCase:
 MIXES = tuple(_mix(number) for number in range(1, 41))
 
 # The cost of queries in two arrays, varying lengths, a sink and inverse RoPE, by `--peers`; and windows, next to
-# plain calls that read as many keys.
+# plain calls that read equally many keys.
 FORMS = (
     *(DecodeCase(128, s_q, h_q, s_kv) for h_q, s_q, s_kv in ((128, 1, 4096), (128, 2, 4096), (64, 1, 4096))),
     *(DecodeCase(b, s_q, 16, 8192) for s_q in (1, 2, 4) for b in (128, 32)),

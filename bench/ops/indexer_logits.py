@@ -37,12 +37,12 @@ HEAD_DIMS = (32, 64, 128)
 
 @dataclass(frozen=True)
 class LogitsCase(Case):
-    """`b` is 0 for queries of one sequence, the last of whose `s_kv` tokens they are; `full`: each sees all keys.
+    """`b` is 0 for queries that are the last of one sequence's `s_kv` tokens; `full`: each sees all keys.
 
     `float16`: our kernel adds up products in float16; a peer does what it does. `e2m1`: the keys of pages are, in
     records of 68 bytes.
 
-    The microseconds are those of the best peer on one H200 on one day, and our target there; for orientation only.
+    The microseconds are the best peer's on one H200 on one day, and our target there; for orientation only.
     """
 
     s_q: int
@@ -158,7 +158,7 @@ def case_of(
     ):
         raise ValueError(f"every size must be at least 1, d one of {HEAD_DIMS}; paged only e4m3 of 128")
     if case.e2m1 and not case.b:
-        raise ValueError("keys in e2m1 are those of pages")
+        raise ValueError("keys in e2m1 must be paged")
     return case
 
 

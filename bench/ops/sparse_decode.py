@@ -46,7 +46,7 @@ KINDS = {
 class SparseDecodeCase(Case):
     """`extra` is the top-k in a second cache; each cache has `pool` tokens. `kind` is one of `KINDS`.
 
-    The microseconds are those of the best peer on one H200 on one day, and our target there; for orientation only.
+    The microseconds are the best peer's on one H200 on one day, and our target there; for orientation only.
     """
 
     b: int

@@ -63,7 +63,7 @@ struct ProjectionConfig {
     static constexpr i32 kFirstLoads = 8 / kRowsAtOnce, kLoads = 8;
     static constexpr i32 kSumWarps = kShare == 1 ? kProjectionWarps / 2 : kProjectionWarps;  // per exchange of sums
     static constexpr i32 kStages = kTokens / kTile;  // of single results of 16 bits
-    static_assert(kTokens % kProjectionWarps == 0, "a warp has as many rows as the others");
+    static_assert(kTokens % kProjectionWarps == 0, "the warps must divide the tokens evenly");
     static_assert(kAtOnce <= 2, "lanes know the parity of their pieces");
 };
 

@@ -30,7 +30,7 @@ LOGIT = 512
 
 
 def cache_of(latent: Array, scales: Array, logits: Array) -> Array:
-    """Pages of tokens with these latents, of which each 128 columns are divided by a scale."""
+    """Pages of tokens with these latents; each 128 columns are divided by a scale."""
     n, form = len(latent), FORMATS["v32"]
     cache = np.zeros((-(-n // PAGE), PAGE, 1, form.token_bytes), np.uint8)
     rope = np.zeros((n, 64), np.float32)
@@ -118,7 +118,7 @@ def test_values_of_any_size_keep_their_digits(gpu: Gpu, size: float) -> None:
 )
 @pytest.mark.parametrize("first", [0, 40], ids=["same step", "earlier step"])
 def test_mixed_scales(gpu: Gpu, large: float, logit: float, first: int) -> None:
-    """A token of large values, before, among or behind those of small ones."""
+    """A token of large values, before, among or after tokens of small ones."""
     rng = np.random.default_rng(2)
     n = 72
     latent, logits = rng.standard_normal((n, 512)) * 2.0**-12, rng.standard_normal(n)
@@ -145,7 +145,7 @@ def test_scales_that_are_no_powers_of_two(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("gpu", GPUS[:2], ids=str)
 def test_a_group_of_small_values(gpu: Gpu) -> None:
-    """Columns of which the values are 2^18 times smaller than others."""
+    """Columns with values 2^18 times smaller than others."""
     rng = np.random.default_rng(3)
     latent = rng.standard_normal((40, 512))
     latent[:, 128:256] *= 2.0**-18
@@ -156,7 +156,7 @@ def test_a_group_of_small_values(gpu: Gpu) -> None:
 @pytest.mark.parametrize("gpu", GPUS[:2], ids=str)
 @pytest.mark.parametrize("size", [1e-6, 1e6], ids=str)
 def test_huge_scores(gpu: Gpu, size: float) -> None:
-    """Scores of which a float has no fractions."""
+    """Scores too large for a float's fractions."""
     rng = np.random.default_rng(4)
     latent = rng.standard_normal((40, 512)) * size
     logits = np.linspace(0.5, 1.0, 40) * 1e12

@@ -75,7 +75,7 @@ def test_bad_pages(sizes, capsys):
 
 
 class Timed:
-    """An implementation of the loss by the oracle, whose calls take so many ms on the host's clock."""
+    """An implementation of the loss by the oracle, with calls that take `ms` ms on the host's clock."""
 
     def __init__(self, name, clock, both, forward):
         self.name, self._clock, self._both, self._forward = name, clock, both, forward

@@ -43,7 +43,7 @@ def test_bad_options(arguments, text, capsys):
 
 
 class Clock:
-    """CUDA's streams, graphs and events, with graphs that take as many microseconds per call as their rank is told."""
+    """CUDA's streams, graphs and events, with graphs that take their rank's number of microseconds per call."""
 
     def __init__(self, us):
         self.us, self.now, self.current = us, {0: 0.0, 1: 0.0}, threading.local()

@@ -77,7 +77,7 @@ def test_simulator_counts_the_same(name: str, case: SparseCase, shapes: Counter[
 @pytest.mark.parametrize("d_qk", [512, 576])
 @pytest.mark.parametrize("name", NAMES)
 def test_facts_agree_with_the_mathematics(name: str, d_qk: int) -> None:
-    """Five products a pair of query and key, and their FLOPs are those of every other benchmark."""
+    """Five products per pair of query and key, and the same FLOPs as in every other benchmark."""
     kernel = counts.load(name, ARCH, d_qk)
     assert (kernel.d_qk, kernel.d_v) == (d_qk, 512)
     assert kernel.tmem_columns_used <= kernel.tmem_columns

@@ -47,7 +47,7 @@ def test_a_pair_with_64_columns_is_slower_than_the_law(m: int, law: int, measure
 
 
 def test_a_plan_computes_every_flop() -> None:
-    """The products' own FLOPs are those of the rows, keys and columns, whatever the plan."""
+    """The products' own FLOPs follow from the rows, keys and columns, whatever the plan."""
     swapped = [swapped_plan("", rows, keys, blocks) for rows in (16, 64) for keys in (64, 128) for blocks in (1, 2)]
     for plan in (*swapped, pair_plan("", 1), pair_plan("", 2), pair_plan("", 2, tmem_dims=384)):
         depth = 32 // plan.element_bytes

@@ -395,7 +395,7 @@ def test_a_part_that_stays_dear_is_kept_in_the_end(monkeypatch: pytest.MonkeyPat
 
 
 def test_parts_auto_in_the_simulator_is_one_run(tmp_path: Path) -> None:
-    """Its time is not that of a GPU."""
+    """Its time is not a GPU's."""
     status, found = simulated(tmp_path, "--parts", "auto", "--only", "wgmma_wait")
     assert status == 0
     assert found["frame_us"] is None

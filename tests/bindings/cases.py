@@ -272,7 +272,7 @@ def head_sums(case: loss_cases.LossCase | sparse_loss_cases.SparseLossCase, **op
 
 
 def append(record: str, rotated: bool = False, **options: Any) -> BoundCall:
-    """Five tokens, of which one goes nowhere, to a cache that holds something."""
+    """Five tokens, one with no place, to a cache with contents."""
     kept = FORMATS[record]
     rng = np.random.default_rng(3)
     dtype = ml_dtypes.bfloat16

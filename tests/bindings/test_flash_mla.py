@@ -147,7 +147,7 @@ def test_sparse_decode_from_fp8(library: Any, case: SparseDecodeCase, request: p
     """Queries that do not step evenly, poisoned caches whose pages have gaps, and two lists."""
     make, back = library
     if request.node.callspec.params["library"] == "jax" and case.record == "v4":
-        pytest.skip("arrays of JAX have no gaps between pages, as those of v4 need")
+        pytest.skip("JAX arrays have no gaps between pages, which v4 needs")
     given = records_call(case)
     room = np.full((case.b, case.s_q + 1, case.h_q, given["q"].shape[-1]), np.nan, given["q"].dtype)
     room[:, : case.s_q] = given["q"]

@@ -188,7 +188,7 @@ def test_jax(jax: Any, of_jax: Any, call: BoundCall, count: int) -> None:
 @on_cpu
 @pytest.mark.parametrize("call", ONE_OF_EACH, ids=lambda call: call.operation)
 def test_jax_under_transforms(jax: Any, of_jax: Any, call: BoundCall) -> None:
-    """jit, and vmap over two calls of which one has other values."""
+    """jit, and vmap over two calls with different values."""
     rng, function = np.random.default_rng(53), flat(getattr(of_jax, call.operation))
     given = {name: x.astype(np.int32) if x.dtype == np.int64 else x for name, x in call.arrays.items()}
     other = {**given, **{name: x for name, x in draws.values(rng, call).items() if x.shape == given[name].shape}}
@@ -219,7 +219,7 @@ def in_float64(problem: Problem) -> dict[str, Array]:
 
 
 def torch_loss(torch: Any, problem: Problem, results: Any, wide: bool) -> Any:
-    """The scalar of which gradients are compared: results that are not used have no part in it."""
+    """The scalar for the compared gradients: unused results have no part in it."""
     parts = []
     for x, weights in zip(results, problem.cotangents, strict=False):
         if weights.any():

@@ -115,7 +115,7 @@ def test_two_shapes(jax_gpu: Any, of_jax: Any) -> None:
 
 @pytest.mark.parametrize("changes", [{"h_q": 64, "topk": 64}, {"h_q": 16, "topk": 100, "sink": True}], ids=str)
 def test_gradients(jax_gpu: Any, of_jax: Any, changes: dict[str, Any]) -> None:
-    """Bit by bit those of the public calls, one after the other."""
+    """Results equal the public calls', one after the other, bit by bit."""
     jax, inputs = jax_gpu, sparse_inputs(s_q=30, s_kv=300, **changes)
     arrays = {"q": inputs.q, "kv": inputs.kv, "indices": inputs.indices, **inputs.optional}
     given = dict(zip(arrays, put(jax, tuple(arrays.values()), "gpu"), strict=True))

@@ -91,7 +91,7 @@ def test_buffers_and_stream_arrive(
     make: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The addresses in the kernels' parameters are those of XLA's buffers; what the callback does allocates nothing."""
+    """The addresses in the kernels' parameters are XLA's buffers; the callback allocates nothing."""
     buffers = importlib.import_module("mla_cupy.jax.lowering")
     places: list[list[int]] = []
     locate = buffers.locate

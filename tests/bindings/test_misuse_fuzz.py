@@ -293,7 +293,7 @@ def clean(call: Call) -> Call:
 @pytest.mark.parametrize("count", numbers(60, 1000))
 @pytest.mark.parametrize("good", [dense_call, selecting_call, record_call, flat_call], ids=lambda good: good.__name__)
 def test_flash_mla(good: Callable[[], Call], count: int) -> None:
-    """Schedules serve several calls; an answer is that of clean arrays and a schedule of its own."""
+    """Schedules serve several calls; the reference uses clean arrays and a separate schedule."""
     sparse = good is flat_call
     function: Any = flash_mla.flash_mla_sparse_fwd if sparse else flash_mla.flash_mla_with_kvcache
     taken = list(inspect.signature(function).parameters)

@@ -26,7 +26,7 @@ HEADS, CONTEXT, PAGES, SCALE = 4, 200, 9, 192**-0.5
 def runner(
     torch: Any, page_size: int = 64, drafts: int | None = None, device: str = "cpu", **changes: Any
 ) -> SimpleNamespace:
-    """A model: three requests of the pool have pages, those of two of them mixed."""
+    """A model: three requests of the pool have pages; two of them mix theirs."""
     rng = np.random.default_rng(4)
     more = 64 // page_size
     rows = rng.standard_normal(((PAGES + more) * page_size, 1, 576)).astype(ml_dtypes.bfloat16)

@@ -138,7 +138,7 @@ def test_compiled_by_inductor(torch_gpu: Any, of_torch: Any, mode: str) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_gradients(torch_gpu: Any, of_torch: Any, compiled: bool) -> None:
-    """Bit by bit those of the public calls, where PyTorch wants determinism."""
+    """Gradients equal the public calls', bit by bit, where PyTorch requests determinism."""
     torch, inputs = torch_gpu, sparse_inputs(s_q=30, s_kv=300, h_q=64, topk=64, sink=True)
     given = on_gpu(torch, {"q": inputs.q, "kv": inputs.kv, "indices": inputs.indices, **inputs.optional})
     dout = tensor(torch, inputs.dout, "cuda")

@@ -91,7 +91,7 @@ def step(torch: Any, table: Any, seqlens: Any, *lengths: int) -> SimpleNamespace
 
 @contextmanager
 def noted(torch: Any) -> Iterator[list[str]]:
-    """Names of PyTorch's operations on tensors, those of the host included, in order."""
+    """Names of PyTorch's operations on tensors, host tensors included, in order."""
     found: list[str] = []
 
     class Noting(torch.utils._python_dispatch.TorchDispatchMode):  # type: ignore[misc]

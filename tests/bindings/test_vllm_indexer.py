@@ -222,7 +222,7 @@ def test_a_step(torch: Any, engine: Engine, s_q: int) -> None:
 
 @pytest.mark.parametrize("what", ["measured", "padded", "fp4", "dcp"])
 def test_what_stays_with_the_engine(torch: Any, engine: Engine, what: str) -> None:
-    """A step of which memory is measured, requests of several lengths, FP4 caches, and ranks that share the cache."""
+    """A step whose memory is measured, requests of several lengths, FP4 caches, and ranks that share the cache."""
     plugin.register()
     kind = SparseAttnIndexer.registered["SparseAttnIndexer"]
     decode = SimpleNamespace(requires_padding=True)

@@ -79,7 +79,7 @@ class Step:
         )
 
     def check(self, torch: Any, with_prefixes: bool) -> None:
-        """The output is that of attention to all of a prompt; where prefixes are left out, to its new tokens."""
+        """The output equals attention to all of a prompt; without prefixes, to its new tokens."""
         got = array(torch, self.output.view(-1, HEADS, D_V))
         first = 0
         for rows, prefix, count in zip(self.rows, PREFIXES, NEW, strict=True):

@@ -55,7 +55,7 @@ def target(request: pytest.FixtureRequest) -> Target:
 def test_compiles_and_fits(target: Target) -> None:
     """Spills, stack and serialised WGMMAs are slow without an error of NVRTC's; the rest would not launch.
 
-    A kernel that may spill may do so for so many bytes, which its stack holds too.
+    A kernel that may spill has a limit in bytes, which its stack respects, too.
     """
     made = built(target)
     info, figures = made.info, budgets.figures(made)
@@ -99,7 +99,7 @@ def test_each_sixth_kernel_is_built_once_and_both_lines_take_part() -> None:
 def test_other_versions_write_no_golden_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A set of figures of another NVRTC would replace those of the pinned one."""
+    """A set of figures of another NVRTC would replace the pinned one's."""
     monkeypatch.setattr(budgets, "version", lambda line: "12.8.93" if line == 12 else budgets.pinned(line))
     monkeypatch.setattr(budgets, "make", lambda *given: pytest.fail("the work has begun"))
     assert budgets.main([]) == 1

@@ -189,7 +189,7 @@ class Prefixes:
         self.content.pop(page, None)
 
     def hand_out(self, pages: Sequence[int], evictions: int) -> None:
-        """Pages are somebody's from now on, and so many were given up by the call."""
+        """Pages have an owner from now on, and the call evicted this number of pages."""
         gone = sum(self.content.pop(page, None) is not None for page in pages)
         self.lost += evictions - gone
         assert self.lost >= 0 or self.vague
@@ -514,7 +514,7 @@ class Ledger:
             assert stats.pages_cached == cached
 
     def _check_step(self, step: CacheStep, added: dict[int, list[int]]) -> None:
-        """The arrays of a step, and those of all sequences."""
+        """The arrays of a step, and of all sequences."""
         host, slots, positions = self.tokens.host, [], []
         table, seqlens = host(step.block_table), host(step.seqlens)
         assert len(table) == len(seqlens) == len(added)

@@ -179,7 +179,7 @@ def assert_same_pages(got: Array, expected: Array, name: str) -> None:
 
 
 def copy_case(layers: int, num_pages: int, page_bytes: int, gap: int, seed: int = 0) -> tuple[Array, Array]:
-    """A pool, and pairs of which some name no page."""
+    """A pool, and pairs, some without a valid page."""
     rng = np.random.default_rng(seed)
     whole = rng.integers(0, 256, (layers, num_pages, page_bytes + gap)).astype(np.uint8)
     pages = rng.permutation(num_pages)

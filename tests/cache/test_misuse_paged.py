@@ -87,7 +87,7 @@ def in_range(x: int, least: int, most: int) -> int:
 class Session:
     """Misuses among good calls.
 
-    Each method's name is that of a method of the cache: it draws arguments, and returns them with what the ledger does
+    Each method is named like a method of the cache: it draws arguments, and returns them with what the ledger does
     if they make sense.
     """
 

@@ -216,7 +216,7 @@ def children_of(pid: int) -> list[int]:
 def test_progress_without_a_terminal_is_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also while one kernel takes long; the name is that of the one that has been at work the longest."""
+    """Also while one kernel takes long; the name is the longest-running kernel's."""
     monkeypatch.setattr(terminal, "FIRST_LINE_SECONDS", 0.02)
     monkeypatch.setattr(terminal, "LINE_SECONDS", 0.02)
     said = ""

@@ -105,7 +105,7 @@ def cheapest_limit(units: Sequence[int], num_splits: int, piece_cost: int) -> in
 
 
 def pieces(units: Sequence[int], num_splits: int, piece_cost: int = 0) -> list[Point]:
-    """A piece per split, for at most as many requests as splits."""
+    """A piece per split, for at most one request per split."""
     counted = counts_partials(units, num_splits, piece_cost)
     limit = cheapest_limit(units, num_splits, piece_cost) if counted else min_limit(units, num_splits)
     cuts = []
@@ -173,7 +173,7 @@ def points(
 
 
 def work_items(cuts: list[Point], split: int, seqlens: Sequence[int], max_tokens: int) -> list[WorkItem]:
-    """Work items of a split. The lengths may differ from those of the cuts."""
+    """Work items of a split. The lengths may differ from the lengths at the time of the cuts."""
     num_splits = len(cuts) - 1
     begin, end = cuts[split], cuts[split + 1]
     found = []

@@ -1,4 +1,4 @@
-"""Decode of sequences that share a prefix: which groups are found, and that results are those of plain decode."""
+"""Decode of sequences that share a prefix: the groups, and results equal to plain decode."""
 
 from __future__ import annotations
 

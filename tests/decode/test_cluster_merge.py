@@ -285,7 +285,7 @@ def test_not_batch_invariant(recorder: Recorder, kernel: str) -> None:
 @pytest.mark.parametrize("b", [1, 2, 3, 7, 14, 15, 16, 29, 30, 31, 40])
 @pytest.mark.parametrize("kernel", CLUSTER_KERNELS)
 def test_every_number_of_requests(hopper: object, kernel: str, b: int, h_q: int) -> None:
-    """Fewer than clusters, as many, and more."""
+    """Fewer requests than clusters, equally many, and more."""
     inputs = uneven(DecodeCase(b=b, seqlens="ragged-3000", h_q=h_q, seed=b))
     got = on_host(mla_decode(*uploaded(inputs), kernel=kernel))
     check((got[0], got[1]), inputs.exact, inputs.rounded, "bfloat16")

@@ -30,7 +30,7 @@ H_Q, S_Q = 2, 1
 
 
 def cuts_of(pieces: list[int], num_splits: int) -> list[Point]:
-    """A schedule in which request i has so many pieces of one tile; the splits after them are empty."""
+    """A schedule with pieces[i] pieces of one tile for request i; the splits after them are empty."""
     cuts = [(request, tile) for request, count in enumerate(pieces) for tile in range(count)]
     return [*cuts, *[(len(pieces), 0)] * (num_splits + 1 - len(cuts))]
 
@@ -184,12 +184,12 @@ def test_equal_pieces_have_the_bits_of_the_list(pieces: int, empty: int) -> None
 NEARLY_EVEN = [(0, 0), (0, 1), (1, 1), (1, 2), (2, 0)]
 
 
-#: As many splits as there may be hold two pieces of each of 128 requests, the last one two whole requests as well.
+#: The most splits hold two pieces of each of 128 requests, the last one two whole requests as well.
 CUT_AND_WHOLE = [*[(request, tile) for request in range(128) for tile in range(2)], (130, 0)]
 
 
 def test_a_schedule_that_is_nearly_even_is_listed() -> None:
-    """A nearly even schedule has as many splits as two equal requests would have."""
+    """A nearly even schedule has the same number of splits as two equal requests."""
     check_merge([5, 3], 8, "float32")
     check_merge([3, 5], 8, "float32")
     check_cuts(NEARLY_EVEN, 2, "float32", 1, ("early", 0))

@@ -254,6 +254,6 @@ def test_promotion_of_fetches_is_the_kernels() -> None:
 
 
 def test_kv_map_replaces_strides_that_mean_nothing() -> None:
-    """A driver refuses zero and odd strides, also those of axes of one element."""
+    """A driver refuses zero and odd strides, also for axes of one element."""
     cache = View(1 << 20, (1, 1, 576), (0, 3, 1), "float16", HOST)
     assert kv_map(cache).strides_bytes == (1152, 1152, 1152)

@@ -136,7 +136,7 @@ def form_inputs(case: FormCase) -> FormInputs:
 
 
 def turning(shape: tuple[int, ...], seed: int) -> dict[str, Array]:
-    """Tables with gaps, whose sums of squares are not all 1, and positions of which some are outside of them."""
+    """Tables with gaps, with sums of squares that are not all 1, and positions, some outside the tables."""
     rng = np.random.default_rng([seed, 7])
     tables = rng.standard_normal((2, 9, 40)).astype(np.float32)
     tables[..., 32:] = np.nan
@@ -221,7 +221,7 @@ def test_a_window_hides_what_is_older() -> None:
 
 
 def test_a_sink_is_a_key_without_a_value() -> None:
-    """Its weight is that of a key with the sink's score, beside those that are summed for `lse`."""
+    """Its weight is like a key's with the sink's score, in addition to the weights that are summed for `lse`."""
     inputs = make(DecodeCase(b=2, s_q=2, h_q=3, seqlens=(20, 0), strides="dense"))
     sinks = (0.5, -np.inf, np.inf)
     out, lse = reference.mla_decode(*inputs.arguments, attn_sink=np.array(sinks, np.float32))
@@ -492,7 +492,7 @@ def test_sinks_on_a_gpu(hopper: object, base: DecodeCase, kernel: str) -> None:
 
 @pytest.mark.gpu
 def test_a_plan_in_a_graph(hopper: object) -> None:
-    """Lengths and numbers of queries are those of the replay."""
+    """Lengths and numbers of queries are the replay's."""
     import cupy
 
     base = replace(SINGLE, seqlens=(70, 900, 9))

@@ -517,7 +517,7 @@ def test_what_only_later_queries_see_does_not_reach_earlier_ones() -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("rising", [True, False])
 def test_scores_of_all_sizes(rising: bool) -> None:
-    """Each tile's scores lie 90 above, or below, those of the tile before: beyond where references stay."""
+    """Each tile's scores are 90 above, or below, the previous tile's: beyond where references stay."""
     inputs = make(fp8(b=1, seqlens=250, h_q=4, kv_scale=1.0))
     inputs.q[..., 575] = 448.0
     tiles = np.arange(250) // 64 * (1 if rising else -1)

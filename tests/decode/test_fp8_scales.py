@@ -1,4 +1,4 @@
-"""Dense decode in FP8 with scales that lie on the device: one for each row of queries, and that of the cache."""
+"""Dense decode in FP8 with scales on the device: one per row of queries, and the cache's."""
 
 from __future__ import annotations
 

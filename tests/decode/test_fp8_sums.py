@@ -1,4 +1,4 @@
-"""Dense decode in FP8: sums of values are not shortened, beside those of weights; bugs planted in the kernel."""
+"""Dense decode in FP8: sums of values are not shortened, nor sums of weights; bugs planted in the kernel."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_the_common_part_of_weights_cancels() -> None:
 
 
 def test_scores_of_a_common_mean() -> None:
-    """Queries and keys of mean 1 and scores of 40, of which sums over all columns would lose 0.5 %."""
+    """Queries and keys of mean 1 and scores of 40; sums over all columns would lose 0.5 %."""
     inputs = make(fp8(b=1, seqlens=100, h_q=4, kv_scale=1.0))
     rng = np.random.default_rng(5)
     inputs.q[...] = (1 + rng.standard_normal(inputs.q.shape) / 4).astype(inputs.q.dtype)

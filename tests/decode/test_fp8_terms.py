@@ -63,7 +63,7 @@ def _nearest(x: float) -> int:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_queries_are_rounded_by_the_rule(dtype: str) -> None:
-    """The first term is that of one term; the second one is what it leaves, in the same units."""
+    """The first term equals a single one; the second one is the remainder, in the same units."""
     rows = hostile_rows(dtype)
     codes, remainders, scales = quantise_query_terms(rows)
     for mine, expected in zip((codes, scales), quantise_queries(rows), strict=True):
@@ -253,7 +253,7 @@ def test_sums_of_weights_are_those_before_rounding() -> None:
 
 
 def check_errors(inputs: DecodeInputs, scale: float, got: Array, *, bias: float, rms: float) -> None:
-    """Beside the result without any rounding, but that of the cache."""
+    """Compare with the result without any rounding except the cache's."""
     exact, _ = reference.mla_decode(*inputs.arguments, math="exact", scale=scale)
     found = errors(got, exact)
     assert (abs(found[0]) <= bias, found[1] <= rms) == (True, True), found

@@ -60,7 +60,7 @@ def listed(
 def assert_all_listed(
     groups: list[Group], counts: list[int], tokens: list[int], of_group: int, around: tuple[int, int] = (0, 0)
 ) -> None:
-    """Each query in one group, of its sequence; those of no sequence see no token."""
+    """Each query is in one group of its sequence; queries outside all sequences see no token."""
     first, expected = around[0], []
     for begin, end in ((0, around[0]), (first + sum(counts), first + sum(counts) + around[1])):
         expected += [

@@ -182,7 +182,7 @@ def test_a_plan_serves_other_lengths(cuts: dict[str, Any]) -> None:
 
 
 def test_b300() -> None:
-    """The other target; the cubin is that of the GPU."""
+    """The other target; the cubin is the GPU's."""
     inputs = make(DecodeCase(b=1, seqlens=70, h_q=3))
     with simulated(1, (10, 3)):
         got = mla_decode(*inputs.arguments, kernel=KERNEL)

@@ -81,7 +81,7 @@ def test_same_bits_each_time(gpu: DeviceInfo, kernel: str) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_agrees_with_the_plain_kernel(gpu: DeviceInfo, deterministic: bool) -> None:
-    """Sequences as a model has them, of which the oracle would take minutes."""
+    """Sequences as in a model, for which the oracle would take minutes."""
     need(KERNELS[0], gpu)
     inputs = make_gradients_on_gpu(((1500, 1500), (300, 1000)), heads=16)
     fast = flat(mla_cupy.mla_prefill_backward)(**inputs, kernel=KERNELS[0], deterministic=deterministic)

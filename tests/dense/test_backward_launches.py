@@ -112,7 +112,7 @@ def test_launches_share_their_arguments(
 
 @pytest.mark.parametrize(("s_q", "kv_heads"), [(100, 4), (8192, 1), (1300, 4), (2000, 2), (0, 4)], ids=str)
 def test_heads_at_once(s_q: int, kv_heads: int) -> None:
-    """As many heads as queries, dout and sums fit into L2."""
+    """The most heads with queries, dout and sums that fit into L2."""
     device = replace(fake_gpu(132), l2_bytes=50 << 20)
     assert kv_heads_at_once(replace(PROBLEM, s_q=s_q), device, sums_dq=True) == kv_heads
 

@@ -120,7 +120,7 @@ def test_same_bits_each_time(gpu: DeviceInfo, kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", TENSOR_CORES)
 def test_agrees_with_the_plain_kernel(gpu: DeviceInfo, kernel: str) -> None:
-    """A prefill as a model makes it, of which the oracle would take minutes."""
+    """A prefill as in a model, for which the oracle would take minutes."""
     need(kernel, gpu)
     inputs = make(DenseCase(((3000, 3000), (1000, 3000)), h_q=16))
     out, lse = run(inputs, kernel=kernel, out_dtype="float32")

@@ -40,7 +40,7 @@ def test_grid_and_workspace() -> None:
     ("s_kv", "kv_heads"), [(100, 4), (8192, 4), (20_000, 2), (10**6, 1), (0, 4)], ids=lambda x: str(x)
 )
 def test_heads_at_once(s_kv: int, kv_heads: int) -> None:
-    """Whole groups, as many as the L2 holds of keys and values."""
+    """Whole groups, the most with keys and values that fit into L2."""
     device = replace(fake_gpu(132), l2_bytes=50 << 20)
     assert heads_at_once(replace(PROBLEM, s_kv=s_kv), device) == 4 * kv_heads
 

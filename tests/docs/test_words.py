@@ -19,7 +19,7 @@ NAMED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Lines and texts: those of modules, classes and functions, and those below a name's assignment."""
+    """Lines and texts of modules, classes and functions, and below a name's assignment."""
     for node in ast.walk(tree):
         if not isinstance(node, NAMED):
             continue

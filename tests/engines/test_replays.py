@@ -50,7 +50,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def graph(*lengths: int) -> Any:
-    """Replays of graphs that take so many milliseconds, less one."""
+    """Replays of graphs that take the events' number of milliseconds, less one."""
     left = [*lengths]
 
     def replay(graph: Any) -> None:
@@ -77,7 +77,7 @@ def test_graphs_are_timed_while_asked(event: type[Event], tmp_path: Path) -> Non
 
 
 def test_readings_of_one_run_are_not_those_of_another(event: type[Event], tmp_path: Path) -> None:
-    """Nor are those of a run that has too few; what fails leaves no file behind."""
+    """Nor are replays of a run with too few; a failure leaves no file behind."""
     switch = tmp_path / "a.timed"
     replay, _ = graph(*[5] * (replays.AT_ONCE + 1), *[9] * 30)
     replaying = replays.timed(replay, event, switch)

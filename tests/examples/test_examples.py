@@ -362,7 +362,7 @@ def test_training_indexer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("library", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_training_indexer_with_autograd(tmp_path: Path, library: str) -> None:
-    """The losses of every step are those of the gradients by hand."""
+    """The losses of every step match the hand-written gradients."""
     needs(library)
     few = ("--device", "cpu", *FEW, "--warmup-steps", "3", "--sparse-steps", "2", "--goal", "0")
     plain = check_training_indexer(tmp_path / "plain.json", "numpy", *few)

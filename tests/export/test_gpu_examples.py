@@ -1,6 +1,6 @@
 """The examples over exported modules on a GPU, with machine code: what other tests run in the simulator.
 
-Each compares its results itself, and prints a checksum of them: that of the package's results for the same batch.
+Each compares its results itself, and prints a checksum of them, equal to the checksum of the package's results.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from . import models
 
 
 def _masks(name: str, s: int, **options: Any) -> tuple[Any, Any]:
-    """Our mask, and that of "sdpa", of the same call."""
+    """Our mask and the mask of "sdpa" for the same call."""
     found = []
     config = models.config_of(name)
     Group(FAMILIES[name], True).register(config)

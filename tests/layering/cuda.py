@@ -54,7 +54,7 @@ def includes(text: str) -> list[str]:
 
 
 def namespaces(name: str) -> list[str]:
-    """The namespaces that a file may open: that of its folder and, in a family, one within it for its instructions."""
+    """The namespaces that a file may open: its folder's and, in a family, one within it for its instructions."""
     *folders, stem = name.removesuffix(".cuh").removesuffix(".cu").split("/")
     if folders[0] in ("common", "ptx", "tile", "trace"):
         return ["mla"]

@@ -72,7 +72,7 @@ def cascade(**changes: Any) -> dict[str, Any]:
 def test_a_selection_is_checked_as_a_whole(
     changes: dict[str, Any], error: type[Exception], match: str, place: str
 ) -> None:
-    """Sizes in the message are the caller's, not those of a chunk; nothing is written."""
+    """Sizes in the message are the caller's, not a chunk's; nothing is written."""
     if place == "cupy":
         pytest.skip("has no more to say")
     indices, counts = np.full((4, 2), -7, np.int32), np.full(4, -7, np.int32)

@@ -197,7 +197,7 @@ def test_prefill_backward(seed: int) -> None:
 
 @seeds
 def test_prefill_mask(seed: int) -> None:
-    """Indices out of range, twice, and those of another sequence's keys among them."""
+    """Indices out of range, repeated ones, and indices of another sequence's keys."""
     rng = np.random.default_rng([seed, 17])
     call = {
         "indices": rng.integers(-2, 14, (5, 1, 9), np.int32),
@@ -214,7 +214,7 @@ def test_prefill_mask(seed: int) -> None:
 
 @seeds
 def test_prefill_segments(seed: int) -> None:
-    """Padding before, between and behind segments, of which the keys lack one."""
+    """Padding before, between and after segments; the keys lack one."""
     rng = np.random.default_rng([seed, 19])
     names, lengths = np.array([4, 0, 2, 9, -1]), rng.integers(1, 5, (2, 5))
     ids_q, ids_kv = (
@@ -384,7 +384,7 @@ def test_indexer_prepare_k(seed: int) -> None:
 
 
 def in_whole_items(call: dict[str, Any]) -> list[str]:
-    """The arrays that can lie between items: not those of bytes."""
+    """The arrays that can lie between items: not byte arrays."""
     return [name for name, x in call.items() if x.itemsize > 1]
 
 
@@ -426,7 +426,7 @@ def test_layouts_are_told_apart(operation: Operation, recorder: Recorder) -> Non
 
 @pytest.mark.parametrize("operation", each(), ids=lambda operation: operation.name)
 def test_odd_layouts_in_the_simulator(operation: Operation) -> None:
-    """Its arrays lie as far from a multiple of 16 bytes as those of the host do."""
+    """Its arrays have the host arrays' offsets from multiples of 16 bytes."""
     with simulated(2) as target:
         for name in in_whole_items(good_call(operation)):
             for spoil in (off_by_a_byte, stepped_by_bytes):

@@ -39,7 +39,7 @@ class Planned:
         self.lengths: list[int] | None = None
 
     def assert_serves(self, call: Call, about: str) -> None:
-        """The sizes of a call that was accepted are the plan's, and those of its latest update."""
+        """The sizes of an accepted call are the plan's, and its latest update's."""
         table = call["block_table"]
         assert table.shape[1] == self.made["max_pages"], about
         assert call["kv_cache"].shape[1] == self.made["page_size"], about
@@ -163,7 +163,7 @@ def test_plans(sessions: int, on_gpu: bool, request: pytest.FixtureRequest, monk
 @pytest.mark.parametrize("count", numbers(60, 1000))
 @pytest.mark.parametrize("method", ["decode", "merge"])
 def test_context_parallel(method: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group of one, whose results are those of a call without a group, rounded twice."""
+    """A group of one; its results equal a call's without a group, rounded twice."""
     monkeypatch.setenv("MLA_CUPY_BACKEND", "numpy")
     accepted = 0
     function = getattr(ContextParallel, method)

@@ -72,7 +72,7 @@ def test_what_nothing_flows_through() -> None:
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_base_two_and_a_sink_that_takes_nearly_all(deterministic: bool) -> None:
-    """The bounds of a deterministic call are those of the products, not of their large factor."""
+    """The bounds of a deterministic call bound the products, not their large factor."""
     case = SparseCase(s_q=3, s_kv=30, h_q=3, topk=20, invalid=0.0, sink=True, dlse=True)
     inputs = make(case)
     inputs.attn_sink[:] = 12, -np.inf, 25

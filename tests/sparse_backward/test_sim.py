@@ -126,7 +126,7 @@ def test_kernels(case: SparseCase, kernel: str, mode: tuple[str, int], determini
 
 
 def with_heads(kernel: str, case: SparseCase) -> SparseCase:
-    """The case, or the same with as many heads as the kernel asks for."""
+    """The case, or the case with the kernel's number of heads."""
     return case if takes(kernel, case) else replace(case, h_q=70)
 
 
@@ -280,7 +280,7 @@ def test_nothing_to_do(sizes: tuple[int, int, int], deterministic: bool) -> None
 
 
 def test_a_query_without_a_row_adds_nothing_to_the_sinks_gradient() -> None:
-    """Its lse may be finite, as that of attention to more keys is."""
+    """Its lse may be finite, as for attention to more keys."""
     inputs = make(SparseCase(s_q=2, s_kv=30, h_q=2, topk=4, sink=True, strides="dense", invalid=0.0))
     q, kv, out, dout, lse, indices = inputs.backward_arguments
     indices[1] = -1

@@ -1,4 +1,4 @@
-"""Calls of `sparse_mla_decode` on caches of which all but the selected tokens is poison."""
+"""Calls of `sparse_mla_decode` on caches with poison in all tokens that are not selected."""
 
 from __future__ import annotations
 

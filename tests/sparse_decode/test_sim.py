@@ -138,7 +138,7 @@ def test_cuts_may_be_anywhere(kernel: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def merge_equal_pieces(pieces: int) -> None:
-    """Two queries of as many tiles, each in a piece of its own; the last tiles of the second hold no token."""
+    """Two queries with equally many tiles, each in a separate piece; the last tiles of the second hold no token."""
     case = SparseDecodeCase(b=2, h_q=3, topk=64 * pieces, sink=True, sm_count=2 * pieces)
     call = make(case)
     call["indices"][1, :, 70:] = -1

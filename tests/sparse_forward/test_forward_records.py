@@ -226,7 +226,7 @@ def test_which_kernel(recorder: Recorder) -> None:
 
 
 def test_few_queries_convert_nothing_in_memory(recorder: Recorder) -> None:
-    """The workspace is that of rows: no place for any of kv."""
+    """The workspace equals the one for rows: no place for any of kv."""
     inputs, rows = make(CASES[0]), sparse_cases.make(CASES[0].of)
     sizes = [
         mla_cupy.workspace_bytes(mla_cupy.sparse_mla_forward, *arguments, scale=1.0)

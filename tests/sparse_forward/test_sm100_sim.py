@@ -87,7 +87,7 @@ JOINT_CASES = [
 
 
 def joint_case(seed: int) -> SparseCase:
-    """A random case with the heads of the joint products; those of an ordinary run are short."""
+    """A random case with the heads of the joint products; ordinary runs have short ones."""
     case, rng = random_case(seed), np.random.default_rng([seed, 128])
     topk = int(rng.integers(1, 200)) if seed < RANDOM_CASES else case.topk
     return replace(case, s_q=min(case.s_q, 2), topk=topk, h_q=int(rng.choice([65, 80, 96, 112, 127, 128])))
@@ -239,7 +239,7 @@ def test_nan_behind_the_last_head(kernel: str) -> None:
 def test_gradients_end_to_end(kernel: str, h_q: int) -> None:
     """The backward takes what this forward gives: `out` and `lse` are its own, not the oracle's.
 
-    So the error of the oracle with the kernels' roundings, by which theirs is judged, is that of both passes, too.
+    So the kernels' error is compared with the rounding oracle's error of both passes, too.
     """
     case = SparseCase(s_q=2, s_kv=120, h_q=h_q, topk=80)
     inputs, chained = make(case), make(case)

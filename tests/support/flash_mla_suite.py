@@ -220,7 +220,7 @@ def run_process(work: Work, gpu: str | None, taken: dict[str, Any], rows: Any) -
 
 
 def run_all(work: Work, gpus: Sequence[str | None], keep: Callable[[Row], None]) -> dict[str, int]:
-    """Run in as many processes as there are entries in `gpus`; returns how many cases each suite has."""
+    """Run in one process per entry of `gpus`; returns the number of cases of each suite."""
     context = get_context("spawn")
     rows: Any = context.Queue()
     taken = {suite: context.Value("q", 0) for suite in work.suites}
@@ -246,7 +246,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="`tests` of a checkout of FlashMLA")
     parser.add_argument("suites", nargs="+", choices=SCRIPTS)
     parser.add_argument("--shard", default="1/1", help="which part of the cases, such as 2/4")
-    parser.add_argument("--max-cases", type=int, help="of each suite at most so many")
+    parser.add_argument("--max-cases", type=int, help="largest number of cases per suite")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--gpus", help="ordinals, such as 0,1; default: what PyTorch takes")
     parser.add_argument("--log", default="/dev/stderr")

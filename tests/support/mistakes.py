@@ -109,7 +109,7 @@ def prints_no_record(message: str) -> None:
 def refuses_what_it_cannot_write(
     function: Callable[..., Any], call: Call, results: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of the results is refused from a library whose arrays cannot be written, as NumPy's are made out to be."""
+    """Each of the results is refused from a library with immutable arrays, which NumPy's stand in for."""
     monkeypatch.setattr(NumpyFamily, "mutable", False)
     for name in results:
         given = {argument: x for argument, x in call.items() if argument == name or argument not in results}

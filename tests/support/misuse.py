@@ -1,8 +1,8 @@
 """Values that callers pass by mistake, and the allowed reactions: for all misuse fuzzers.
 
-Those of operations and plans are in `tests/operations`, of the paged cache in `tests/cache`, of the bindings in
+Fuzzers of operations and plans are in `tests/operations`, of the paged cache in `tests/cache`, of the bindings in
 `tests/bindings`; ptxsim, a package of its own, has one for its command line. Seeds are fixed: every run makes the same
-calls. The ordinary ones make some 5,000 together, those of `-m slow` more than 50,000.
+calls. Ordinary runs make some 5,000 together, `-m slow` more than 50,000.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def misused(
     good : dict
         Arrays by name, changed in place, and maybe options.
     results, optional : sequence of str
-        Arrays that may be left out: those of results, and inputs.
+        Arrays that may be left out: results, and inputs.
     options : sequence of str
         The arguments beside the arrays.
     """

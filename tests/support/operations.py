@@ -94,7 +94,7 @@ def size_of(operation: Operation, axis: str) -> int:
 
 
 def axes_of(array: Input | Output) -> list[str]:
-    """The axes of the array in `good_call`: those of a single head are left out, and those that a result may lack."""
+    """The axes of the array in `good_call`, without axes of a single head, and without axes that a result may lack."""
     if isinstance(array, Output):
         return [axis for axis in array.axes.split() if not axis.endswith("?")]
     return [axis.removesuffix("?") for axis in array.axes.split() if axis != "1?"]

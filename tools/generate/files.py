@@ -1,4 +1,4 @@
-"""Files of which a part, or all, is written by a command: what they should hold, and how they come to hold it."""
+"""Files that a command writes, in part or whole: their expected contents, and how they are updated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RuffError(Exception):
 
 
 def with_block(text: str, name: str, block: str, indent: str = "") -> str:
-    """A text whose block `name` is another one.
+    """A text with its block `name` replaced.
 
     Raises
     ------

@@ -202,7 +202,7 @@ def facts(made: Any) -> dict[str, Any]:
 
 
 def prompts(longest: int, count: int = len(LENGTHS)) -> list[list[int]]:
-    """So many prompts of the lengths in turn; every other one shares its first two thirds with the others."""
+    """`count` prompts with the lengths in turn; every other one shares its first two thirds with the others."""
     draw = random.Random(1)
     base = [draw.randrange(VOCABULARY) for _ in range(longest)]
     made = []

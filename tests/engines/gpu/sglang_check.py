@@ -100,7 +100,7 @@ def engine_options(options: argparse.Namespace, backend: str) -> dict[str, Any]:
 
 
 def told(output: dict[str, Any]) -> dict[str, Any]:
-    """Tokens and logprobs of one of SGLang's outputs, as those of vLLM are told."""
+    """Tokens and logprobs of one of SGLang's outputs, in the form of vLLM's."""
     meta = output["meta_info"]
     steps = [{str(token): value for value, token, *_ in top} for top in meta["output_top_logprobs"]]
     tokens = [token for _, token, *_ in meta["output_token_logprobs"]]

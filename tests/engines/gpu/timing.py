@@ -186,7 +186,7 @@ def totals(kernels: Iterable[Kernel]) -> dict[str, tuple[int, float, float]]:
 
 
 def per_step(short: Iterable[Kernel], long: Iterable[Kernel], steps: int) -> list[dict[str, Any]]:
-    """Kernels of a decode step, from two traces of which one has `steps` more of them: what adds most comes first."""
+    """Kernels of a decode step, from two traces, one with `steps` more of them; the largest come first."""
     before, after = totals(short), totals(long)
     rows = []
     for name, values in after.items():

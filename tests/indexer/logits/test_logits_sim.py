@@ -142,7 +142,7 @@ def in_float16(inputs: dict[str, Any], sm_count: int = 2, mode: tuple[str, int] 
 
 
 def run_in_float16(case: LogitsCase, sm_count: int, mode: tuple[str, int]) -> None:
-    """The oracle has the same roundings, and no others but those of float32."""
+    """The oracle has the same roundings, and no others except float32's."""
     inputs = logits_inputs(case)
     inputs["weights"] *= np.float32(1e-30)
     got, rounded = in_float16(inputs, sm_count, mode), reference.indexer_logits(**inputs, accumulate="float16")

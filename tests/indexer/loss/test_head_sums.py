@@ -1,4 +1,4 @@
-"""Sums over heads for tensor parallelism: the loss of ranks that have a share of the heads is that of one with all."""
+"""Sums over heads for tensor parallelism: ranks with a share of the heads get the loss of one rank with all."""
 
 from __future__ import annotations
 

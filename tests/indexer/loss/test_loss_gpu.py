@@ -134,7 +134,7 @@ def test_hostile_sequences(gpu: object) -> None:
 
 
 def test_codes_score_as_the_logits(gpu: object) -> None:
-    """The normaliser of the scores is that of the scores that are served."""
+    """The normaliser of the scores matches the served scores."""
     case = CASES[-3]
     given = on_gpu(loss_inputs(case))
     _, _, index_lse, *_ = run_loss(mla_cupy.indexer_warmup_loss, **given, **case.options, gradients=False)

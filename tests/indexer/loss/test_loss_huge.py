@@ -33,7 +33,7 @@ LISTS = ["indexer_loss_generic_scores", "indexer_loss_sm90_list_scores"]
 
 
 def huge_inputs(case: LossCase) -> dict[str, Array]:
-    """The log-sum-exps, where they are given, are those of these queries and keys."""
+    """The log-sum-exps, if passed, belong to these queries and keys."""
     inputs = loss_inputs(case)
     integers = np.random.default_rng(case.s_kv).integers(-3, 4, case.s_kv)
     integers[0] = 5

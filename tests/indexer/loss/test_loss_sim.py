@@ -107,7 +107,7 @@ ALL_HOPPER_CASES = [*HOPPER_CASES, *LARGE_HOPPER_CASES, *HEAD_CASES, *LARGE_HEAD
 
 
 def hopper_kernels(case: LossCase) -> tuple[str, set[str]]:
-    """The main kernel, and what makes that of the attention which is asked for or missing."""
+    """The main kernel, and the kernel for requested or missing results of the attention."""
     if case.target == "per_head":
         return HEADS, set()
     if case.d_v:
@@ -306,7 +306,7 @@ def test_hostile_sequences() -> None:
 
 
 def test_nothing_where_it_is_not_seen() -> None:
-    """NaN in a row reaches that row's results, and those of the keys, only."""
+    """NaN in a row reaches that row's results, and the keys' results, only."""
     case = LossCase(s_q=4, s_kv=6, lse=True)
     inputs = loss_inputs(case)
     exact = run(case, inputs)

@@ -60,7 +60,7 @@ def test_loss(case: SparseLossCase, deterministic: bool, gpu: object) -> None:
 
 
 def test_the_same_in_every_run(gpu: object) -> None:
-    """Deterministic: all bits, in chunks of any size; else all but those of the gradient by keys."""
+    """Deterministic: all bits, in chunks of any size; else all bits except the gradient's by keys."""
     case = CASES[1]
     given = on_gpu(sparse_loss_inputs(case))
     for deterministic in (False, True):

@@ -160,7 +160,7 @@ def test_queries_and_keys_to_pages(d: int, slot_dtype: str) -> None:
 
 
 def test_no_number_stays_where_it_is() -> None:
-    """Without the transform; the codes of NaN are 0x7f, and the other vectors are those of the oracle."""
+    """Without the transform; the codes of NaN are 0x7f, and the other vectors equal the oracle's."""
     inputs = arrays("prepare_k", 64, tokens=6)
     clean = expected("prepare_k", inputs, hadamard=False)
     inputs["k"][5, 40], inputs["k"][5, 41] = np.nan, np.inf

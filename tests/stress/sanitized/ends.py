@@ -64,7 +64,7 @@ def index(d: int, to: To, back: Back) -> None:
 
 
 def absorb(t: int, h: int, d_nope: int, to: To, back: Back) -> None:
-    """Beside a RoPE part; the weights are columns of a larger matrix, the queries those of longer ones."""
+    """Beside a RoPE part; the weights are columns of a larger matrix, the queries of longer ones."""
     rng = np.random.default_rng(t)
     w_uk, _ = kv_b_proj(rng, h, d_nope, 64, "bfloat16")
     q = rng.standard_normal((t, h, d_nope + 64), np.float32).astype(w_uk.dtype)

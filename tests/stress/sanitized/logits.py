@@ -45,7 +45,7 @@ PAGED_CASES = (
     PagedCase(b=4, s_q=4, h=128, seqlens=(70, 64, 300, 5), per_token=True),
     PagedCase(b=2, s_q=3, h=7, d=64, page_size=32, seqlens=(300, 77)),
 )
-#: So many tiles and pages that a block has several.
+#: Enough tiles and pages for several per block.
 MANY = LogitsCase(s_q=270, s_kv=1300, h=9, dtype="uint8")
 #: And more blocks of queries than are counted without a schedule.
 LONG = LogitsCase(s_q=1040, s_kv=130, h=1, dtype="uint8")
