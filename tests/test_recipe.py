@@ -19,7 +19,7 @@ PAGE = REPOSITORY / "docs" / "project" / "adding.md"
 LEFT_OUT = shutil.ignore_patterns(
     "__pycache__", "*.egg-info", "_generated", "build", "target", ".*_cache", ".g*", ".venv*"
 )
-"""Of a checkout: what git does not have."""
+"""Files of a checkout that git does not have."""
 
 _BLOCK = re.compile(r"^`([\w./]+)`:$|^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

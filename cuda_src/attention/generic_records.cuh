@@ -13,7 +13,7 @@
 
 namespace mla::attention {
 // ---- Variant ---------------------------------------------------------------------------------------------------
-// What a kernel chooses. Tokens_ is one of attention/record_tokens.cuh.
+// Choices of a kernel. Tokens_ is one of attention/record_tokens.cuh.
 template <class Element_, class TokenRecord_, class Tokens_>
 struct GenericRecords {
     using Element = Element_;

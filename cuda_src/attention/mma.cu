@@ -255,7 +255,7 @@ MLA_DEVICE void add_values(const PFragments& p, const u32 (&v)[4], i32 n, Output
 }
 
 // ---- Steps -----------------------------------------------------------------------------------------------------
-// Whether some rows do not see all of step `step`.
+// True if some rows do not see all of step `step`.
 MLA_DEVICE bool hides(const Storage& s, const Math& math, i32 step) {
     return (step >= math.first_masked) | (present_bits(s.rows, step) != kAllPresent);
 }

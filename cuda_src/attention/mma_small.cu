@@ -81,7 +81,7 @@ struct Math {
 };
 
 // ---- Products --------------------------------------------------------------------------------------------------
-// Of one row tile, sums along d take turns: a product waits for the one before it.
+// With one row tile, two sums along d take turns, as a product waits for the previous one into the same sum.
 constexpr i32 kSums = Few::kRowTiles == 1 ? 2 : 1;
 using Scores = float[kSums][Few::kRowTiles][2][4];
 

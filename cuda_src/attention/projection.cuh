@@ -81,7 +81,7 @@ struct ProjectionSizes {
 };
 
 // ---- Storage ---------------------------------------------------------------------------------------------------
-// What a row of the block's head is made of: piece 0, and piece j > 0 at `others` + j steps. Addresses are worked out
+// Pieces of a row of the block's head: piece 0, and piece j > 0 at `others` + j steps. Addresses are computed
 // once for a row, by one lane: they take divisions.
 struct alignas(16) RowPieces {
     const u8 *first, *others;

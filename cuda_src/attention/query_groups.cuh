@@ -40,7 +40,7 @@ struct DecodeFormParams : FormAddresses, DecodeParams {
 MLA_DEVICE const DecodeFormParams& forms_of(const DecodeParams& p) { return static_cast<const DecodeFormParams&>(p); }
 
 // ---- Work ------------------------------------------------------------------------------------------------------
-// What a split holds of a group.
+// Share of a group in a split.
 struct GroupItem : WorkItem {
     i32 first_query;
     i32 more_hidden;   // hidden tokens at the end, in addition to the parameters' number; may be negative

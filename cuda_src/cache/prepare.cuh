@@ -42,7 +42,7 @@ struct CachePrepareParams {
 };
 
 // ---- RoPE ------------------------------------------------------------------------------------------------------
-// By tables, or computed.
+// Rotation by tables, or by computed angles.
 struct AnyRotation : TableRotation {
     const i64* frequencies;
 

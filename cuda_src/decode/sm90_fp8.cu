@@ -40,7 +40,7 @@ using OwnBlock = Fp8Block<BlockStorage>;
 // right     4..7     232   240          odd tiles;  O[:, 256:]
 // load      8        40    24           tiles, page by page; 9..11 have nothing to do
 //
-// Of 64 rows, O, two sums under way, their operands and factors are 224 numbers of a math thread.
+// With 64 rows, a math thread holds 224 numbers: O, two sums in flight, their operands and factors.
 constexpr i32 kBlockThreads = 3 * kWarpgroupThreads;
 constexpr i32 kLoadWarp = 2 * kWarpgroupWarps;
 constexpr bool kWide = MLA_BLOCK_ROWS == kFp8MmaRows;

@@ -15,7 +15,7 @@ constexpr i32 kLoadArrivals = 1;
 constexpr i32 kQueryThreads = 3 * kWarpThreads;
 
 // ---- Query role ------------------------------------------------------------------------------------------------
-// Where query rows go: in each stage the SW128 tiles, of the block's number of rows, and a full and an empty barrier.
+// Destination of query rows: each stage has SW128 tiles for the block's rows, a full barrier and an empty barrier.
 template <i32 kStages>
 struct QueryStages {
     u8* q;

@@ -105,7 +105,7 @@ MLA_DEVICE bool find_work(ClusterBlock<C>& block, i32 rank) {
 }
 
 // ---- Math role -------------------------------------------------------------------------------------------------
-// Where the element of a row and column of the result is in Merge::out, as floats.
+// Index in Merge::out, in floats, of a row and column of the result.
 template <class C>
 MLA_DEVICE i32 merge_element(i32 head, i32 column) {
     const i32 in_tile = column % kSw128Columns;
@@ -301,7 +301,7 @@ MLA_DEVICE void store_final(const ClusterBlock<C>& block, const Merge<C>& merge,
 }
 
 // ---- Merge of the clusters of a request ----------------------------------------------------------------------------
-// Where the workspace has what belongs to a cluster, this row block, and a rank.
+// Index in the workspace of the slice for a cluster, this row block and a rank.
 template <class C>
 MLA_DEVICE i64 slice_index(i32 cluster, i32 rank) {
     return ((i64)cluster * gridDim.y + blockIdx.y) * C::kClusterBlocks + rank;
@@ -403,7 +403,7 @@ MLA_DEVICE void merge_clusters(const ClusterBlock<C>& block, Merge<C>& merge, Sl
 }
 
 // ---- Epilogue ----------------------------------------------------------------------------------------------------
-// By the math warpgroup, after a cluster barrier: slice `rank` of the results.
+// Called by the math warpgroup after a cluster barrier. Writes slice `rank` of the results.
 template <class C>
 MLA_DEVICE void finish_slice(const ClusterBlock<C>& block, i32 rank, i32 thread) {
     Merge<C>& merge = merge_storage(block.s);

@@ -25,7 +25,7 @@ MLA_FACT(keys_per_block, kDkRopeBlockKeys);
 static_assert(kThreads == kDkRopeThreads, "blocks of either kind");
 
 // ---- Rows ------------------------------------------------------------------------------------------------------
-// As an accumulator has them: kColumns / 2 of a lane, in two rows.
+// Sums in the accumulator's layout: kColumns / 2 per lane, in two rows.
 template <i32 kColumns>
 MLA_DEVICE void load_sums(float (&d)[kColumns / 2], const float* group, i32 first_column, i32 lane) {
 #pragma unroll

@@ -26,7 +26,7 @@ MLA_PREFILL_FP8_FACTS();
 MLA_FACT(threads, kThreads);
 
 // ---- Rows ------------------------------------------------------------------------------------------------------
-// By a warp.
+// Called by a warp.
 MLA_DEVICE void copy_query(float* to, const CodeRow& query, i32 lane) {
 #pragma unroll 1
     for (i32 i = lane; i < kHeadDimQk; i += kWarpThreads) {

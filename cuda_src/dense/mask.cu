@@ -42,7 +42,7 @@ MLA_FACT(threads, kThreads);
 MLA_FACT(window_bytes, 4 * kWindowWords);
 
 // ---- Which keys count ------------------------------------------------------------------------------------------
-// Of a query's sequence; none for a query of no sequence.
+// Keys of a query's sequence; empty for a query of no sequence.
 struct Keys {
     i32 start, count;
 };

@@ -111,7 +111,7 @@ MLA_DEVICE SmemAddr at_step(SmemAddr row, i32 step) {
 }
 
 // ---- Math ------------------------------------------------------------------------------------------------------
-// What a thread holds of a work item.
+// A thread's state of a work item.
 struct Math {
     float out[kRowTiles][kOut];
     u32 held[kHeldPanels == 0 ? 1 : kHeldSteps][kRowTiles][4];  // queries

@@ -278,7 +278,7 @@ MLA_DEVICE void run_load_role(const PrefillParams& p, Storage& s, const Maps& ma
 }
 
 // ---- Rows with huge scores -------------------------------------------------------------------------------------
-// What dense/sm90_huge_rows.cuh reads of a work item, and where its results go.
+// Interface for dense/sm90_huge_rows.cuh: what it reads of a work item, and where its results go.
 struct Operands {
     static constexpr i32 kColumns = kHeadDimV;
     const PrefillParams& p;

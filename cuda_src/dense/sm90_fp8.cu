@@ -218,7 +218,7 @@ MLA_DEVICE void run_load_role(const PrefillFp8Params& p, Storage& s, const Maps&
 }
 
 // ---- Rows with huge scores -------------------------------------------------------------------------------------
-// What dense/sm90_huge_rows.cuh reads of a work item, and where its results go.
+// Interface for dense/sm90_huge_rows.cuh: what it reads of a work item, and where its results go.
 MLA_DEVICE u32 half_pair(const PrefillFp8Params& p, float x, float y) {
     return p.out_is_fp16 ? cvt_x2(float16{}, x, y) : cvt_x2(bfloat16{}, x, y);
 }

@@ -61,8 +61,8 @@ struct Storage {
 };
 
 // ---- Functions -------------------------------------------------------------------------------------------------
-// What is older than the kernels before this one: addresses, and the schedule, which the attention kernel had waited
-// for before it let this kernel start.
+// Reads only data older than the preceding kernels: addresses, and the schedule, for which the attention kernel waited
+// before it let this kernel start.
 MLA_DEVICE void prepare(const MergeExchangeParams& p, Storage& s) {
     if (threadIdx.x < p.world) s.mailboxes[threadIdx.x] = p.mailboxes[threadIdx.x];
     if (p.schedule == nullptr) return;

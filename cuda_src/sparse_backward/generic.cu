@@ -105,7 +105,7 @@ MLA_DEVICE void make_weights(const Block& block, const Statistics& statistics, i
 }
 
 // ---- Products --------------------------------------------------------------------------------------------------
-// What a thread keeps of its 2 columns over all keys: q and dO as loaded, and the sums of dq.
+// A thread's 2 columns, kept over all keys: q and dO as loaded, and the sums of dq.
 struct Columns {
     u32 q[kBlockHeads], dout[kBlockHeads];
     float2 dq[kBlockHeads];

@@ -289,7 +289,7 @@ MLA_DEVICE void run_weights(const Block& block, i32 step) {
 }
 
 // ---- Products --------------------------------------------------------------------------------------------------
-// What a warp has of dq of 16 heads: 64 columns, and 8 of the RoPE columns.
+// A warp's part of dq for 16 heads: 64 columns, and 8 of the RoPE columns.
 struct Dq {
     float x[kValueTiles][4], rope[4];
 

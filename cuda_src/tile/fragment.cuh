@@ -6,7 +6,7 @@ namespace mla {
 constexpr i32 kFragmentRows = 2;  // a thread holds elements of two rows, eight apart
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-operation-wgmma-mma-async
-// Where element d[i] of a thread's accumulator lies. The first of its rows and columns ...
+// Place of element d[i] of a thread's accumulator: the first of the thread's rows and columns ...
 MLA_DEVICE i32 fragment_row(i32 thread) { return (thread / kWarpThreads) * 16 + (thread % kWarpThreads) / 4; }
 MLA_DEVICE i32 fragment_column(i32 thread) { return (thread % 4) * 2; }
 // ... which of its two rows d[i] is in, and the row and column themselves.

@@ -1,6 +1,6 @@
 // Descriptors of tcgen05 products, from named fields. Operands lie in SW128 tiles: rows of 64 columns of 16-bit
 // elements in the 128-byte swizzle of tile/sw128.cuh, which an SW128 tile of 64 rows is.
-// The same SW128 tile serves as a K-major operand (the product sums over its columns) and as an MN-major one (over its
+// An SW128 tile serves both as a K-major operand (the product sums over its columns) and as an MN-major one (over its
 // rows).
 #pragma once
 #include "ptx/control.cuh"

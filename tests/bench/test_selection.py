@@ -17,7 +17,7 @@ BENCHMARKS = {
     "sparse forward": "sparse-forward",
     "sparse backward": "sparse-backward",
 }
-"""By the name in README's table."""
+"""Benchmarks by their names in README's table."""
 PEERS = ("flashmla", "fa3", "cudnn")  # README's columns behind our time
 
 

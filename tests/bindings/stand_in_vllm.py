@@ -24,7 +24,7 @@ CONFIG = SimpleNamespace(
     device_config=SimpleNamespace(device="cpu"),
     speculative_config=None,
 )
-"""What vLLM tells a layer; `install` gives it the dtype."""
+"""Configuration that vLLM passes to a layer; `install` sets its dtype."""
 
 
 class AttentionBackend:

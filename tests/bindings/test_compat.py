@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("_numpy_backend")
 S_Q, S_KV, HEADS, TOPK, D_QK, D_V = 6, 50, 4, 9, 576, 512
 SCALE = D_QK**-0.5
 TOLERANCE = 1e-2
-"""Of bfloat16, relative to the largest value."""
+"""Tolerance for bfloat16, relative to the largest value."""
 
 
 @pytest.fixture

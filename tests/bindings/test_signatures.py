@@ -13,10 +13,10 @@ from mla_cupy import ops
 from tools.generate.bound import OBJECTIVES
 
 NOT_THERE = {"torch": {"stream", "check"}, "jax": {"stream", "check", "workspace", "plan"}}
-"""What a compiled program has other means for."""
+"""Parameters that a compiled program replaces by its own means."""
 MORE = {"torch": set[str](), "jax": {"exportable"}}
 SEGMENTS = {"segment_ids_q", "segment_ids_kv", "max_segments"}
-"""How JAX's libraries tell packed sequences."""
+"""Parameters that describe packed sequences in JAX's libraries."""
 libraries = pytest.mark.parametrize("library", NOT_THERE)
 
 

@@ -22,7 +22,7 @@ from tests.interop.test_torch import tensor
 pytestmark = pytest.mark.usefixtures("_numpy_backend")
 
 HEADS, WIDTH, SIZE, COUNT = 3, 32, 4, 5
-"""Of the indexer; tokens of a page, and selected tokens: fewer than the longest request has."""
+"""Heads and columns of the indexer, tokens of a page, and selected tokens: fewer than in the longest request."""
 
 
 def engine_operator(
@@ -139,7 +139,7 @@ CHUNK = (
     "skip_kv_gather",
 )
 DECODE = ("block_table", "seq_lens", "decode_lens", "requires_padding")
-"""What the engine describes a step by."""
+"""Metadata by which the engine describes a step."""
 
 
 def cached(rng: np.random.Generator, pages: int) -> tuple[Any, Any, Any]:

@@ -30,7 +30,7 @@ NAMED_BARRIERS = 16
 TMEM_COLUMNS = 512
 MAX_SECONDS_OF_A_VARIANT = 15
 MAX_KERNELS, MAX_HOPPER_BUILDS, MAX_BUILDS_OF_AN_IMPORT = 110, 450, 32
-"""What is raised on purpose only: each of them is code to read, to compile, and to store in an image."""
+"""Limits, to be raised on purpose only: every build is code to read, to compile, and to store in an image."""
 
 
 def built(target: Target) -> Build:

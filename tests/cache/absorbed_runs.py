@@ -17,7 +17,7 @@ from tests.cache.runs import HOSTILE_64, assert_same_pages
 from tests.projection.inputs import kv_b_proj
 
 MARK = 7
-"""What there is in the gaps between rows."""
+"""Value in the gaps between rows."""
 
 
 @dataclass(frozen=True)

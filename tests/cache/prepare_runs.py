@@ -18,7 +18,7 @@ from tests.cache.inputs import Array, empty_cache, tokens
 from tests.cache.runs import HOSTILE, HOSTILE_64, assert_same_pages
 
 MARK = 7
-"""What there is in given results, and in the gaps between their rows."""
+"""Value in `out` arrays before a call, and in the gaps between their rows."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from tests.support.mistakes import Call
 from tests.support.misuse import Refused, attempt, misused, nonsense, numbers, spoil_array
 
 CALLS = 50
-"""Of a session. Between them are good ones."""
+"""Wrong calls of a session, with good ones in between."""
 QUICK, SLOW = 20, 250
 """Sessions."""
 

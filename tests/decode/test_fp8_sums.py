@@ -83,7 +83,7 @@ def check_bias(inputs: DecodeInputs, spread: float, sm_count: int = 1) -> None:
 
 
 REGAIN = 1.00015
-"""What sums of the weights of more than 32 tokens are multiplied by."""
+"""Factor of the sums of weights of more than 32 tokens."""
 
 MEANS = {"0": (0.0, 1.0), "1": (1.0, 0.5), "100": (100.0, 1.0), "-1": (-1.0, 0.25)}
 

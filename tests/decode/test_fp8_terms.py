@@ -234,7 +234,7 @@ def test_a_plan_gives_the_same_bits_in_any_batch() -> None:
 
 
 LESS = 0.99955
-"""What sums of the weights of more than 32 tokens are multiplied by."""
+"""Factor of the sums of weights of more than 32 tokens."""
 
 
 def test_sums_of_weights_are_those_before_rounding() -> None:

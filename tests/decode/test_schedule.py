@@ -41,7 +41,7 @@ MAX_TOKENS = 1 << 20
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 EXAMPLES = settings(max_examples=300, deadline=None, derandomize=True)
-"""The same ones in every run: a change must not fail by chance. With derandomize=False others are drawn each time."""
+"""Examples, equal in every run: a change must not fail by chance. derandomize=False draws others each time."""
 
 lengths = st.lists(
     st.one_of(

@@ -160,7 +160,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[[], tuple[Arrays, Mapping[s
 }
 
 TOLERANCES = {"decode-fp8": 3e-2}
-"""Where it is not float16's: weights of e4m3, which scores that are a bit off round to its neighbour."""
+"""Tolerances other than float16's: a score that is slightly off rounds an e4m3 weight to its neighbour."""
 
 
 @pytest.mark.slow

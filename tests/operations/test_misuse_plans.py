@@ -22,7 +22,7 @@ from tests.support.operations import SCALE, good_call
 from tests.support.recorder import Recorder
 
 CALLS = 40
-"""Of a session."""
+"""Calls of a session."""
 QUICK, SLOW = 10, 100
 """Sessions in each place."""
 DECODE: Call = {"s_q": 3, "h_q": 4, "max_pages": 4, "page_size": 16, "dtype": "bfloat16"}

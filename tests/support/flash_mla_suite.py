@@ -44,10 +44,10 @@ SCRIPTS = {
 """The script, and its function that runs one case."""
 OUT_OF_MEMORY = "out of memory"
 _MOCKED = ("triton", "triton.language")
-"""What the scripts import for timing only."""
+"""Modules that the scripts import for timing only."""
 _COUNT = "count"
 _THREADS = 2
-"""Of PyTorch on the host, in each process."""
+"""PyTorch's host threads in each process."""
 
 Row = dict[str, Any]
 

@@ -158,7 +158,7 @@ def paged_inputs(case: PagedCase) -> dict[str, Array]:
 IN_FLOAT32 = 2.0**-18
 """Error of sums in float32, relative to the sum of the terms' magnitudes."""
 IN_FLOAT16 = 2.0**-10
-"""The same of products and sums in float16."""
+"""Error of products and sums in float16, relative to the same sum."""
 ON_TENSOR_CORES = 2.0**-11
 """The error of 8-bit products, where the hardware cuts off bits."""
 

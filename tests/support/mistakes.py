@@ -22,7 +22,7 @@ RESULTS = ("out", "lse", "max_logits", "dq", "dkv", "d_sink", "indices", "counts
 
 
 _MAX_COMPARED_BYTES = 1 << 28
-"""What is larger is an input of that name, made by broadcasting: its bytes would not fit in memory."""
+"""Limit of what is compared; a larger input was made by broadcasting, and its bytes would not fit in memory."""
 
 
 class Foreign:

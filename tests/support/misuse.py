@@ -24,7 +24,7 @@ from tests.support.operations import off_by_a_byte, stepped_by_bytes
 from tests.support.recorder import Elsewhere
 
 SECONDS = 20.0
-"""What a call may take, far more than any needs."""
+"""Time limit of a call, far more than any needs."""
 
 
 # ---- Kinds of values ------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def says_what_is_wrong(error: MlaError, names: Collection[str], about: object = 
 _OF_THE_MACHINE = re.compile(
     r"device \d+: (this process sees|CuPy cannot use it)|no kernel fits: |MLA_CUPY_BACKEND: got"
 )
-"""What else errors may be about."""
+"""Other texts that an error may begin with."""
 
 
 def numbers(quick: int, slow: int) -> list[Any]:

@@ -39,7 +39,7 @@ KINDS = (
     *("wgmma.wait_group", "tcgen05.commit", "tcgen05.wait::ld", "tcgen05.wait::st"),
     *("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync"),
 )
-"""How the opcodes of all steps begin that can be left out."""
+"""Beginnings of the opcodes of all steps that can be left out."""
 
 
 KNOWN: list[Step] = []

@@ -21,7 +21,7 @@ from mla_cupy.runtime.build import Build, BuildRequest, compile_kernel
 KNOWN: list[Mutant] = []
 """All that imported modules have."""
 CAUGHT = (AssertionError, ptxsim.SimError)
-"""What a test raises that has caught one."""
+"""Exceptions of a test that has caught a mutant."""
 
 _KEPT_SECONDS = 14 * 24 * 3600
 

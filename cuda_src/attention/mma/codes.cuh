@@ -73,7 +73,7 @@ struct CodeStorage {
 };
 
 // ---- Loads -----------------------------------------------------------------------------------------------------
-// What is asked for next.
+// Addresses of the next copies.
 struct CodeCopies {
     const u8* from;
     SmemAddr to, scales;

@@ -43,7 +43,7 @@ struct KeyRing {
         const i32 at = first + octet;
         return at >= kOctets ? at - kOctets : at;
     }
-    // The same for an octet of one step: in a ring of whole steps none goes past the end.
+    // Ring position within one step: in a ring of whole steps, no octet of a step goes past the end.
     MLA_DEVICE static i32 within(i32 first, i32 octet) { return kWholeSteps ? first + octet : position(first, octet); }
 
     // Byte offset of a chunk of row `row` of an octet.

@@ -48,7 +48,7 @@ template <class A>
 constexpr bool kAlike<A, A> = true;
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
-// What a kernel chooses. Tokens_ is one of attention/record_tokens.cuh.
+// Choices of a kernel. Tokens_ is one of attention/record_tokens.cuh.
 template <class Element_, class Record_, class Tokens_, i32 kBlockRows, i32 kSmemBytes_>
 struct MmaRecords {
     using Element = Element_;

@@ -1,6 +1,6 @@
 // Attention to FP8 records on Hopper, 64 query rows per block: the seesaw over keys that a warpgroup dequantises.
 //
-// What a tile goes through, for the kernels that differ in where a request's tokens lie: in lists of slots
+// Stages of a tile, shared by the kernels that differ in where a request's tokens lie: in lists of slots
 // (sparse_decode/sm90.cu) or in pages (decode/sm90_records_seesaw.cu). All rows of a block are of one query token, so
 // all of them see the same tokens.
 //
@@ -53,7 +53,7 @@ struct RecordExtra {
 };
 
 // ---- Variant ---------------------------------------------------------------------------------------------------
-// What a kernel chooses. Tokens_ is one of attention/record_tokens.cuh. No SW128 tile of Q is kept in registers: they
+// Choices of a kernel. Tokens_ is one of attention/record_tokens.cuh. No SW128 tile of Q is kept in registers: they
 // go to the dequantising warps.
 template <class Element_, class TokenRecord_, class Tokens_>
 struct SeesawRecords : RecordTile<TokenRecord_> {

@@ -112,7 +112,7 @@ MLA_DEVICE Share share_of(const LossParams& p, Storage& s) {
 }
 
 // ---- Load role -------------------------------------------------------------------------------------------------
-// By a whole warp: whether any token of the tile sees a key of the block, and whether all see all.
+// Called by a whole warp. Tells if any token of the tile sees a key of the block, and if all tokens see all keys.
 MLA_DEVICE StepKind tile_kind(const LossParams& p, const Share& share, i32 first_token, i32 lane) {
     bool any = false, all = true;
 #pragma unroll
@@ -191,7 +191,7 @@ MLA_DEVICE void run_load_role(const LossParams& p, Storage& s, const Maps& maps,
 }
 
 // ---- Math role -------------------------------------------------------------------------------------------------
-// By all warps of the role: index queries of tokens that see none of the keys become 0, as they are multiplied by 0.
+// Called by all warps of the role. Index queries of tokens that see no key become 0: 0 times inf or NaN would not be 0.
 MLA_DEVICE void clear_blind(Storage& s, i32 stage, i32 warpgroup, i32 thread) {
     constexpr i32 kWorkers = kMathWarpgroups * kWarpgroupThreads;
     const i32 first = warpgroup * kWarpgroupThreads + thread;

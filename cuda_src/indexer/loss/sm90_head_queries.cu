@@ -62,7 +62,7 @@ struct Maps {
 };
 
 // ---- Load role -------------------------------------------------------------------------------------------------
-// By one thread.
+// Called by one thread.
 MLA_DEVICE void run_load_role(Storage& s, const Maps& maps, const RowTile& tile) {
     mbarrier_arrive_expect_tx(s.q_full, (kUnitPieces + kIndexPieces) * kPieceBytes);
     load_rows(s.q, maps.q, s.q_full, tile);

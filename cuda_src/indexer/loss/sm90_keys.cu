@@ -78,7 +78,7 @@ MLA_DEVICE void init_storage(Storage& s) {
 using Steps = RingPosition<kStages>;
 
 // ---- The share -------------------------------------------------------------------------------------------------
-// What a block has to do.
+// Work of a block.
 struct Share {
     i32 first_key, split;
     TokenRange tokens;
@@ -93,7 +93,7 @@ MLA_DEVICE Share share_of(const LossParams& p, Storage& s) {
 }
 
 // ---- Load role -------------------------------------------------------------------------------------------------
-// By a whole warp: 64 heads of a token. Lanes have two weights each, and four gradients.
+// Called by a whole warp, for 64 heads of a token. Each lane has two weights and four gradients.
 MLA_DEVICE void load_heads(const LossParams& p, Storage& s, const TensorMap& q_map, const Share& share,
                            const Steps& steps, i32 token, i32 first_head, i32 lane) {
     const u16* gradients = p.gradient + row_offset(p, token, 0) + share.first_key;

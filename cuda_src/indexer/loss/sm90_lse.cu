@@ -86,7 +86,7 @@ MLA_DEVICE Tile tile_of(const LossParams& p, i32 lane) {
 }
 
 // ---- Load role -------------------------------------------------------------------------------------------------
-// By one thread.
+// Called by one thread.
 MLA_DEVICE void run_load_role(const LossParams& p, Storage& s, const MainMaps& maps, const Tile& tile) {
     const MainPieces main(p);
     const i32 kv_head = tile.head / p.kv_head_heads;

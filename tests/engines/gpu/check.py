@@ -45,7 +45,7 @@ from tests.engines.model import PLAIN, build
 
 VOCABULARY = PLAIN["vocab_size"]
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 100, 257, 500, 777, 1024, 1500, 2048, 3000)
-"""Of prompts: around the pages' sizes, and longer than a chunk."""
+"""Lengths of prompts: around the pages' sizes, and longer than a chunk."""
 MEMORY = 0.6
 """Share of the GPU's: room for the allocator of a process that ends while the next one starts."""
 GIB = 1 << 30
@@ -59,7 +59,7 @@ VARIANTS = {
     "alone": {},
     "dense": {},
 }
-"""What follows a backend's name, and the environment that it stands for."""
+"""Suffixes of a backend's name, with the environment variables that each stands for."""
 PREFILLED = 65536
 """Tokens of the prompts whose prefill is timed, together."""
 SHORT, LONG = 32, 160

@@ -44,7 +44,7 @@ PACKAGES = [
     "compressed-tensors",
     "loguru",
 ]
-"""What vLLM imports beside what such a machine has."""
+"""Packages that vLLM imports and such a machine lacks."""
 DEEP_GEMM = "third_party/deep_gemm/_C.cpython-312-x86_64-linux-gnu"
 """Has the logits of the indexer; compiles its kernels on the machine, by nvcc."""
 EXTENSIONS = (
